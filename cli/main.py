@@ -1,0 +1,49 @@
+"""The app: its name, its commands, and what holds for all of them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from . import export, inspect, plan, quantize, verify
+
+app = typer.Typer(
+    name="pqweights",
+    help="Quantize a checkpoint into a nearly lossless 5.125-bit master, and turn the master into what runtimes load.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(shown: bool) -> None:
+    if shown:
+        from pqweights import __version__
+
+        typer.echo(f"pqweights {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of all commands."""
+
+
+app.command("quantize")(quantize.command)
+app.command("plan")(plan.command)
+app.command("inspect")(inspect.command)
+app.command("verify")(verify.command)
+app.command("export")(export.command)
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

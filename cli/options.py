@@ -1,0 +1,59 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes from "5GB", "500 MB" or "1000000"; GB is 10**9."""
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise typer.BadParameter(f"expected a size such as 5GB or 500MB, found {text!r}")
+    size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if size < 1:
+        raise typer.BadParameter(f"expected at least one byte, found {text!r}")
+    return size
+
+
+def thread_count(asked: int | None) -> int:
+    """The number that was asked for, or one per core that this process may use."""
+    return asked or len(os.sched_getaffinity(0))
+
+
+SourceArgument = Annotated[
+    Path,
+    typer.Argument(metavar="SRC", help="Checkpoint folder (sharded or single safetensors), or one safetensors file."),
+]
+OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="New or empty folder for the result.")]
+FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Folder that pqweights wrote.")]
+RecipeOption = Annotated[
+    str, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="Recipe by name, or a YAML file.")
+]
+BitsOption = Annotated[
+    int | None,
+    typer.Option("--bits", "-b", min=2, max=8, help="Default width instead of the recipe's.", show_default=False),
+]
+ShardOption = Annotated[
+    int, typer.Option("--max-shard-size", metavar="SIZE", parser=parse_size, help="Largest output file, e.g. 5GB.")
+]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option("--threads", min=1, max=256, help="Worker threads; by default one per core.", show_default=False),
+]
+OverwriteOption = Annotated[
+    bool, typer.Option("--overwrite", help="Replace a result of pqweights in OUT (only the files that it lists).")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+PickleOption = Annotated[
+    bool, typer.Option("--allow-pickle", help="Read pickled weights too, through torch's weights_only loader.")
+]

@@ -1,0 +1,117 @@
+"""What commands print: data on stdout, everything else on stderr, one line for an expected error."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import typer
+
+# Progress of jobs that end before this many seconds is not shown.
+QUIET_SECONDS = 2.0
+PLAIN_LINE_SECONDS = 5.0
+
+
+def print_json(value: Any) -> None:
+    """The one JSON document of a command, on stdout."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def note(text: str) -> None:
+    """A line for the user that is no data."""
+    typer.echo(text, err=True)
+
+
+@contextlib.contextmanager
+def errors() -> Iterator[None]:
+    """Turn expected errors into one line on stderr and exit code 1; a bug keeps its traceback."""
+    from pqweights.errors import PqweightsError
+
+    try:
+        yield
+    except PqweightsError as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        fail("interrupted; run the same command again: it continues where it stopped")
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
+
+
+def fail(message: str) -> None:
+    """Print one line and exit with code 1."""
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    raise typer.Exit(1)
+
+
+def size(count: float) -> str:
+    """Bytes for people; GB is 10**9."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+@contextlib.contextmanager
+def progress(verb: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A callback that shows what, how far, bytes per second and time left: a bar on a terminal, lines elsewhere."""
+    if sys.stderr.isatty():
+        with _bar(verb) as callback:
+            yield callback
+    else:
+        yield _lines(verb)
+
+
+@contextlib.contextmanager
+def _bar(verb: str) -> Iterator[Callable[[int, int, str], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+        TextColumn("[dim]{task.fields[name]}"),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(verb, total=None, name="")
+
+        def callback(done: int, total: int, name: str) -> None:
+            bar.update(task, completed=done, total=total, name=name[-48:])
+
+        yield callback
+
+
+def _lines(verb: str) -> Callable[[int, int, str], None]:
+    start = time.monotonic()
+    last = start + QUIET_SECONDS - PLAIN_LINE_SECONDS
+
+    def callback(done: int, total: int, name: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < PLAIN_LINE_SECONDS or now - start < QUIET_SECONDS or not done:
+            return
+        last = now
+        rate = done / (now - start)
+        left = (total - done) / rate
+        note(f"{verb} {done / total:.0%} of {size(total)}, {size(rate)}/s, {left:.0f} s left: {name}")
+
+    return callback
+
+
+def table(columns: list[tuple[str, bool]], rows: list[list[str]]) -> str:
+    """Plain aligned text; each column is (title, whether its cells are numbers)."""
+    widths = [max([len(title), *(len(row[i]) for row in rows)]) for i, (title, _) in enumerate(columns)]
+
+    def line(cells: list[str]) -> str:
+        parts = [
+            cell.rjust(width) if numeric else cell.ljust(width)
+            for cell, width, (_, numeric) in zip(cells, widths, columns, strict=True)
+        ]
+        return "  ".join(parts).rstrip()
+
+    return "\n".join([line([title for title, _ in columns]), *(line(row) for row in rows)])

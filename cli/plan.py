@@ -1,0 +1,48 @@
+"""pqweights plan, which is also quantize --dry-run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from . import options, output, report
+
+
+def command(
+    source: options.SourceArgument,
+    recipe: options.RecipeOption = "q5",
+    bits: options.BitsOption = None,
+    max_shard_bytes: options.ShardOption = "5GB",  # type: ignore[assignment]  # typer parses it
+    threads: options.ThreadsOption = None,
+    allow_pickle: options.PickleOption = False,
+    json: options.JsonOption = False,
+) -> None:
+    """Show what quantize would do, from the headers alone: per tensor action, codec, bits, bytes and reason."""
+    run(source, recipe, bits, max_shard_bytes, threads, allow_pickle, json)
+
+
+def run(
+    source: Path,
+    recipe: str,
+    bits: int | None,
+    max_shard_bytes: int,
+    threads: int | None,
+    allow_pickle: bool,
+    json: bool,
+) -> None:
+    """Print the plan."""
+    with output.errors():
+        from pqweights.quantize import plan_quantize
+        from pqweights.recipe import load_recipe
+        from pqweights.rewrite import resource_needs
+
+        chosen = load_recipe(recipe)
+        if bits is not None:
+            chosen = chosen.with_bits(bits)
+        _, planned = plan_quantize(source, chosen, max_shard_bytes=max_shard_bytes, allow_pickle=allow_pickle)
+        needs = resource_needs(planned, options.thread_count(threads))
+    if json:
+        output.print_json(report.plan_json(planned, needs))
+    else:
+        typer.echo(report.plan_text(planned, needs))

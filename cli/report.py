@@ -1,0 +1,126 @@
+"""The text and JSON of plans and results, shared by the commands that print them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .output import size, table
+
+if TYPE_CHECKING:
+    from pqweights.manifest import TensorRecord
+    from pqweights.plan import Plan, TensorPlan
+    from pqweights.rewrite import Report
+
+WORST_SHOWN = 5
+
+
+def plan_json(plan: Plan, needs: dict[str, int]) -> dict[str, Any]:
+    """plan --json."""
+    return {
+        "totals": plan.totals() | needs,
+        "tensors": [tensor.to_json() for tensor in plan.tensors],
+        "shards": [{"file": shard.file, "bytes": shard.file_bytes} for shard in plan.shards],
+        "copied_files": list(plan.companions),
+        "left_out_files": plan.left_out,
+    }
+
+
+def plan_text(plan: Plan, needs: dict[str, int]) -> str:
+    """plan."""
+    rows = [
+        [t.name, _shape(t), t.dtype, t.action, t.codec or "", str(t.bits or ""), str(t.bytes), t.reason]
+        for t in plan.tensors
+    ]
+    columns = [
+        ("tensor", False), ("shape", False), ("dtype", False), ("action", False), ("codec", False), ("bits", True),
+        ("bytes", True), ("reason", False),
+    ]  # fmt: skip
+    parts = [table(columns, rows), "", totals_text(plan.totals())]
+    parts.append(
+        f"output: {plan.output_bytes} bytes in {len(plan.shards)} safetensors file(s); "
+        f"{len(plan.companions)} other file(s) copied"
+    )
+    parts.append(f"needs: {size(needs['peak_disk_bytes'])} of disk, about {size(needs['peak_memory_bytes'])} of memory")
+    return "\n".join(parts + left_out_lines(plan))
+
+
+def left_out_lines(plan: Plan) -> list[str]:
+    """One line per file that is not carried over."""
+    return [f"left out: {name}: {reason}" for name, reason in plan.left_out.items()]
+
+
+def totals_text(totals: dict[str, Any]) -> str:
+    """Sizes, bits per weight and coverage in two lines."""
+    ratio = totals["source_bytes"] / totals["output_bytes"] if totals["output_bytes"] else 0.0
+    bits = totals["bits_per_weight"]
+    described = "no tensor is quantized" if bits is None else f"{bits:.4f} bits per weight, all overhead counted"
+    return (
+        f"weights: {size(totals['source_bytes'])} -> {size(totals['output_bytes'])} ({ratio:.2f}x smaller), {described}\n"
+        f"coverage: {totals['coverage']:.4%} of {totals['weights']} weights quantized, "
+        f"{totals['quantized_tensors']} of {totals['tensors']} tensors"
+    )
+
+
+def kept_lines(tensors: Sequence[TensorPlan]) -> list[str]:
+    """Every reason for keeping tensors, with how many and which."""
+    groups: dict[str, list[TensorPlan]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.action == "keep":
+            groups[tensor.reason].append(tensor)
+    lines = []
+    for reason, group in groups.items():
+        names = ", ".join(t.name for t in group[:3]) + (", ..." if len(group) > 3 else "")
+        lines.append(f"kept: {len(group)} tensor(s), {sum(t.weights for t in group)} weights: {reason}: {names}")
+    return lines
+
+
+def quality_lines(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]) -> list[str]:
+    """Total and worst errors; rescued tensors; those whose error exceeds the promise."""
+    from pqweights.inspect import is_rescued, promise
+    from pqweights.manifest import exceeds, total_relative_mse
+
+    pairs = [(t, r) for t, r in zip(tensors, records, strict=True) if r.relative_mse is not None]
+    if not pairs:
+        return []
+    lines = [f"relative MSE of the quantized weights: {total_relative_mse(records):.6f}"]
+    worst = sorted(pairs, key=lambda pair: (pair[1].relative_mse or 0) / (promise(pair[0]) or 1), reverse=True)
+    for tensor, record in worst[:WORST_SHOWN]:
+        share = (record.relative_mse or 0) / (promise(tensor) or 1)
+        lines.append(
+            f"  worst: {tensor.name} at {tensor.bits} bits: {record.relative_mse:.6f} ({share:.0%} of what passes)"
+        )
+    for tensor, record in pairs:
+        if is_rescued(tensor, record):
+            lines.append(f"rescued: {tensor.name}: rotation {record.rotation}, relative MSE {record.relative_mse:.6f}")
+    for tensor, record in pairs:
+        if exceeds(tensor, record):
+            lines.append(
+                f"WARNING: {tensor.name}: relative MSE {record.relative_mse:.6f} exceeds {promise(tensor):.6f} with every "
+                "rotation; give it more bits or keep it with a rule"
+            )
+    return lines
+
+
+def result_json(report: Report, out: str) -> dict[str, Any]:
+    """quantize --json and export --json."""
+    from pqweights.inspect import tensor_json
+    from pqweights.manifest import exceeds, total_relative_mse
+
+    pairs = list(zip(report.plan.tensors, report.records, strict=True))
+    return {
+        "output": out,
+        "already_done": report.already_done,
+        "resumed_tensors": report.resumed,
+        "source_bytes_read": report.source_bytes_read,
+        "totals": report.plan.totals() | {"relative_mse": total_relative_mse(report.records)},
+        "exceeding": [t.name for t, r in pairs if exceeds(t, r)],
+        "tensors": [tensor_json(t, r) for t, r in pairs],
+        "copied_files": list(report.plan.companions),
+        "left_out_files": report.plan.left_out,
+    }
+
+
+def _shape(tensor: TensorPlan) -> str:
+    return "x".join(str(n) for n in tensor.shape) or "scalar"

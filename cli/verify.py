@@ -1,0 +1,27 @@
+"""pqweights verify."""
+
+from __future__ import annotations
+
+import typer
+
+from . import options, output
+
+
+def command(
+    folder: options.FolderArgument, threads: options.ThreadsOption = None, json: options.JsonOption = False
+) -> None:
+    """Check every stored byte of a finished folder against its manifest; exit 1 and a line per problem."""
+    with output.errors():
+        from pqweights.verify import verify
+
+        with output.progress("verifying") as progress:
+            result = verify(folder, threads=options.thread_count(threads), progress=progress)
+    if json:
+        checked = {"tensors": result.tensors, "files": result.files, "bytes": result.bytes}
+        output.print_json({"ok": result.ok, "checked": checked, "problems": list(result.problems)})
+    elif result.ok:
+        typer.echo(f"{folder}: ok: {result.tensors} tensors, {result.files} files, {result.bytes} bytes")
+    else:
+        typer.echo("\n".join(result.problems))
+    if not result.ok:
+        raise typer.Exit(1)

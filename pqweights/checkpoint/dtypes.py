@@ -1,0 +1,82 @@
+"""The safetensors dtypes: their sizes, and exact or correctly rounded conversions between the floating ones."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import numpy.typing as npt
+
+# Bits per element, as in the safetensors format (the F4, F6 and C64 entries are newer than most readers).
+DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
+    "I32": 32, "U32": 32, "F32": 32,
+    "I64": 64, "U64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
+
+FLOAT8_DTYPES = ("F8_E4M3", "F8_E5M2")
+# The dtypes that `convert` reads and, but for the 8-bit ones, writes.
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16", *FLOAT8_DTYPES)
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes per element of a dtype of whole bytes."""
+    return DTYPE_BITS[dtype] // 8
+
+
+@functools.cache
+def float8_table(dtype: str) -> npt.NDArray[np.float32]:
+    """The 256 values of F8_E4M3 (finite, NaN at 0x7f and 0xff), F8_E5M2 (IEEE-like) or F8_E8M0 (powers of two).
+
+    OCP 8-bit floating point specification 1.0; OCP microscaling formats specification 1.0 for E8M0.
+    """
+    byte = np.arange(256)
+    if dtype == "F8_E8M0":
+        values = np.ldexp(1.0, byte - 127)
+        values[255] = np.nan
+        return values.astype(np.float32)
+    mantissa_bits, bias = {"F8_E4M3": (3, 7), "F8_E5M2": (2, 15)}[dtype]
+    sign = np.where(byte & 0x80, -1.0, 1.0)
+    exponent = (byte & 0x7F) >> mantissa_bits
+    mantissa = (byte & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
+    magnitude = np.where(exponent == 0, np.ldexp(mantissa, 1 - bias), np.ldexp(1 + mantissa, exponent - bias))
+    if dtype == "F8_E4M3":
+        magnitude[(byte & 0x7F) == 0x7F] = np.nan
+    else:
+        magnitude[(byte & 0x7F) == 0x7C] = np.inf
+        magnitude[(byte & 0x7F) > 0x7C] = np.nan
+    return (sign * magnitude).astype(np.float32)
+
+
+def to_float32(raw: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[np.float32]:
+    """Raw bytes of a floating dtype as float32: exact, but for F64, which is rounded to nearest even."""
+    if dtype == "F32":
+        return raw.view(np.float32)
+    if dtype == "BF16":
+        return (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if dtype == "F16":
+        return raw.view(np.float16).astype(np.float32)
+    if dtype == "F64":
+        with np.errstate(over="ignore"):
+            return raw.view(np.float64).astype(np.float32)
+    return float8_table(dtype)[raw]
+
+
+def from_float32(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.uint8]:
+    """float32 as raw bytes of F32, F16, BF16 or F64, rounded to nearest even; NaN stays NaN, overflow is infinite."""
+    values = np.ascontiguousarray(values)
+    if dtype == "BF16":
+        bits = values.view(np.uint32)
+        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        quiet_nan = (bits >> np.uint32(16)) | np.uint32(0x40)
+        return np.where(np.isnan(values), quiet_nan, rounded).astype(np.uint16).view(np.uint8)
+    with np.errstate(over="ignore"):
+        target = {"F32": np.float32, "F16": np.float16, "F64": np.float64}[dtype]
+        return values.astype(target).view(np.uint8)
+
+
+def convert(raw: npt.NDArray[np.uint8], source: str, target: str) -> npt.NDArray[np.uint8]:
+    """Raw bytes of one floating dtype as raw bytes of another, by way of float32."""
+    return raw if source == target else from_float32(to_float32(raw, source), target)

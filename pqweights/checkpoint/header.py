@@ -1,0 +1,150 @@
+"""The safetensors header: strict parsing of one that may lie, and the exact bytes of one that we are about to fulfil.
+
+Format: 8-byte little-endian length, that many bytes of JSON, then the data without holes
+(https://github.com/huggingface/safetensors). Our layout follows the library's: tensors by falling element size, so
+that every tensor is aligned, and the header padded with spaces to a multiple of 8.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pqweights.checkpoint.dtypes import DTYPE_BITS
+from pqweights.errors import SourceError
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+MAX_ELEMENTS = 2**60
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, dtype and shape of a tensor as it stands in a safetensors file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of the data."""
+        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: `offset` counts from the start of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    byte_count: int
+
+
+def parse_header(
+    file: str, file_bytes: int, read: Callable[[int, int], bytes]
+) -> tuple[list[StoredTensor], dict[str, str]]:
+    """The tensors of a safetensors file in the order of their data, and its metadata.
+
+    read(offset, count) returns bytes of the file. Raises SourceError for every way in which a header can be wrong:
+    lengths, JSON, dtypes, shapes, overflow, holes, overlaps, and data that do not end where the file does.
+    """
+
+    def wrong(what: str) -> SourceError:
+        return SourceError(f"{file}: {what}; the file is damaged or no safetensors file: fetch it again")
+
+    if file_bytes < 8:
+        raise wrong(f"expected a safetensors header of at least 8 bytes, found a file of {file_bytes} bytes")
+    header_bytes = int.from_bytes(read(0, 8), "little")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise wrong(f"header length: expected at most {MAX_HEADER_BYTES} bytes, found {header_bytes}")
+    if 8 + header_bytes > file_bytes:
+        raise wrong(f"header length: expected at most the {file_bytes - 8} bytes that follow it, found {header_bytes}")
+    try:
+        header = json.loads(read(8, header_bytes).decode("utf-8"), object_pairs_hook=_unique_keys)
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise wrong(f"header: expected a JSON object, found {str(error)[:120]!r}") from None
+    if not isinstance(header, dict):
+        raise wrong(f"header: expected a JSON object, found {type(header).__name__}")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise wrong("__metadata__: expected an object of strings")
+
+    data_start = 8 + header_bytes
+    tensors = [_parse_entry(file, name, entry, data_start, wrong) for name, entry in header.items()]
+    tensors.sort(key=lambda t: (t.offset, t.byte_count))
+    position = data_start
+    for tensor in tensors:
+        if tensor.offset != position:
+            kind = "overlaps the one before it" if tensor.offset < position else "leaves a hole before it"
+            raise wrong(
+                f"tensor {tensor.name!r} {kind}: expected data offset {position - data_start}, "
+                f"found {tensor.offset - data_start}"
+            )
+        position += tensor.byte_count
+    if position != file_bytes:
+        state = "truncated" if position > file_bytes else "followed by foreign bytes"
+        raise wrong(f"data is {state}: expected {position} bytes in the file, found {file_bytes}")
+    return tensors, metadata
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} stands twice")
+    return result
+
+
+def _parse_entry(
+    file: str, name: str, entry: object, data_start: int, wrong: Callable[[str], SourceError]
+) -> StoredTensor:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise wrong(f"tensor {name!r}: expected dtype, shape and data_offsets, found {str(entry)[:80]}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise wrong(f"tensor {name!r}: expected a safetensors dtype, found {str(dtype)[:40]!r}")
+    if not isinstance(shape, list) or not all(_is_count(n) for n in shape):
+        raise wrong(f"tensor {name!r}: expected a shape of non-negative integers, found {str(shape)[:80]}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(n) for n in offsets):
+        raise wrong(f"tensor {name!r}: expected two data offsets, found {str(offsets)[:80]}")
+    begin, end = offsets
+    elements = math.prod(shape)
+    if elements > MAX_ELEMENTS or any(n > MAX_ELEMENTS for n in shape):
+        raise wrong(f"tensor {name!r}: shape {str(shape)[:80]} overflows")
+    bits = elements * DTYPE_BITS[dtype]
+    if bits % 8 or end - begin != bits // 8:
+        raise wrong(
+            f"tensor {name!r}: expected {bits / 8:g} bytes for shape {shape} of {dtype}, found {end - begin} in its offsets"
+        )
+    return StoredTensor(name, dtype, tuple(shape), file, data_start + begin, end - begin)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def build_header(
+    file: str, specs: Sequence[TensorSpec], metadata: dict[str, str]
+) -> tuple[bytes, tuple[StoredTensor, ...]]:
+    """The first bytes of a safetensors file that will hold these tensors, and where each one's data must go."""
+    ordered = sorted(specs, key=lambda spec: -DTYPE_BITS[spec.dtype])
+    entries: dict[str, object] = {"__metadata__": metadata}
+    position = 0
+    for spec in ordered:
+        end = position + spec.byte_count
+        entries[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    stored, position = [], start
+    for spec in ordered:
+        stored.append(StoredTensor(spec.name, spec.dtype, spec.shape, file, position, spec.byte_count))
+        position += spec.byte_count
+    return len(text).to_bytes(8, "little") + text, tuple(stored)

@@ -1,0 +1,160 @@
+"""Sources that are quantized already: FP8 and MXFP4 are decoded, all others are refused by name.
+
+Formats: DeepSeek-V3 block FP8 (`X_scale_inv`), FBGEMM and compressed-tensors float-quantized and ModelOpt FP8
+(`X_scale`), gpt-oss MXFP4 (`X_blocks` with `X_scales`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pqweights.checkpoint.dtypes import FLOAT8_DTYPES, FLOAT_DTYPES
+from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.names import CODES_SUFFIX, NORMS_SUFFIX
+from pqweights.checkpoint.readers import Float8Tensor, LogicalTensor, Mxfp4Tensor, PlainTensor
+from pqweights.checkpoint.storage import Storage
+from pqweights.errors import SourceError
+
+GIVE_ORIGINAL = "it is already quantized with loss; give the original checkpoint"
+
+# What marks a tensor of a format that cannot be decoded here, where no configuration says so.
+FOREIGN_MARKS = {
+    "weight_scale_2": "NVFP4 (ModelOpt)",
+    "weight_global_scale": "NVFP4 (compressed-tensors)",
+    "weight_packed": "integer compressed-tensors",
+    "g_idx": "GPTQ",
+    "qweight": "GPTQ or AWQ",
+    "weight.absmax": "bitsandbytes",
+    "weight.SCB": "bitsandbytes",
+    "SCB": "bitsandbytes",
+}
+
+
+def logical_tensors(
+    storage: Storage, stored: dict[str, StoredTensor], config: dict[str, Any] | None
+) -> list[LogicalTensor]:
+    """The logical tensors of a source checkpoint.
+
+    Raises SourceError for a quantization that cannot be decoded, and for scales that are missing or misshapen.
+    """
+    settings = quantization_settings(config)
+    _refuse_foreign(settings, stored)
+    default_block = _weight_block(settings)
+    tensors: list[LogicalTensor] = []
+    taken: set[str] = set()
+    for name, tensor in stored.items():
+        if name.endswith("_blocks") and _is_mxfp4(tensor, stored.get(name[: -len("_blocks")] + "_scales")):
+            scales = stored[name[: -len("_blocks")] + "_scales"]
+            tensors.append(Mxfp4Tensor(storage, tensor, scales, name[: -len("_blocks")]))
+            taken |= {name, scales.name}
+        elif tensor.dtype in FLOAT8_DTYPES:
+            found = stored.get(name + "_scale_inv") or stored.get(name + "_scale")
+            if found is None and settings:
+                raise SourceError(
+                    f"{tensor.file}: tensor {name!r} is {tensor.dtype} without its scales; expected "
+                    f"{name + '_scale_inv'!r} or {name + '_scale'!r} in some shard, found neither"
+                )
+            block = _scale_block(tensor, found, default_block) if found else ()
+            tensors.append(Float8Tensor(storage, tensor, found, block))
+            taken |= {name} | ({found.name} if found else set())
+    tensors += [PlainTensor(storage, tensor) for name, tensor in stored.items() if name not in taken]
+    names = [tensor.name for tensor in tensors]
+    for name in names:
+        if name.endswith((CODES_SUFFIX, NORMS_SUFFIX)) and name.rsplit("_", 1)[0] in names:
+            raise SourceError(f"tensor {name!r}: the name is taken by the codes or norms of {name.rsplit('_', 1)[0]!r}")
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise SourceError(f"tensor {twice!r} stands twice, once in a packed format and once plain")
+    return tensors
+
+
+def quantization_settings(config: dict[str, Any] | None) -> dict[str, Any]:
+    """The quantization_config of a model, or of the text part of a multi-modal one; {} where there is none."""
+    if config is None:
+        return {}
+    for place in (config, config.get("text_config")):
+        if isinstance(place, dict):
+            for key in ("quantization_config", "compression_config"):
+                if isinstance(place.get(key), dict):
+                    settings: dict[str, Any] = place[key]
+                    return settings
+    if "quantization" in config:  # MLX
+        return {"quant_method": "mlx"}
+    return {}
+
+
+def _refuse_foreign(settings: dict[str, Any], stored: dict[str, StoredTensor]) -> None:
+    method = str(settings.get("quant_method", "")).lower()
+    if settings:
+        described = _unsupported_method(method, settings)
+        if described:
+            raise SourceError(f"config.json: the source is {described}: {GIVE_ORIGINAL}")
+    for name, tensor in stored.items():
+        for mark, format_name in FOREIGN_MARKS.items():
+            if name == mark or name.endswith("." + mark):
+                raise SourceError(f"{tensor.file}: tensor {name!r} marks {format_name}: {GIVE_ORIGINAL}")
+
+
+def _unsupported_method(method: str, settings: dict[str, Any]) -> str | None:
+    """The name of a quantization that is not decoded here, or None where it is FP8 or MXFP4."""
+    if method in ("fp8", "fbgemm_fp8", "mxfp4"):
+        return None
+    if method == "modelopt":
+        algorithm = settings.get("quant_algo") or settings.get("quantization", {}).get("quant_algo")
+        return None if algorithm == "FP8" else f"ModelOpt {algorithm}"
+    if method == "compressed-tensors":
+        groups = settings.get("config_groups")
+        weights = (
+            [g.get("weights") or {} for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+        )
+        if weights and all(w.get("type") == "float" and w.get("num_bits") == 8 for w in weights):
+            return None
+        return f"compressed-tensors ({settings.get('format', 'unknown format')})"
+    names = {"gptq": "GPTQ", "awq": "AWQ", "bitsandbytes": "bitsandbytes", "mlx": "MLX", "torchao": "torchao"}
+    return names.get(method, f"quantized by {method!r}" if method else "quantized by an unnamed method")
+
+
+def _weight_block(settings: dict[str, Any]) -> tuple[int, int]:
+    block = settings.get("weight_block_size") or (128, 128)
+    if isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
+        return (block[0], block[1])
+    raise SourceError(f"config.json: weight_block_size: expected two positive integers, found {block!r}")
+
+
+def _scale_block(tensor: StoredTensor, scales: StoredTensor, default: tuple[int, int]) -> tuple[int, ...]:
+    """How many elements of each dimension share a scale, from the two shapes and the configured block."""
+    if scales.dtype not in (*FLOAT_DTYPES, "F8_E8M0"):
+        raise SourceError(f"{scales.file}: scales {scales.name!r}: expected a floating dtype, found {scales.dtype}")
+    shape = tensor.shape
+    if all(n == 1 for n in scales.shape):
+        return tuple(max(n, 1) for n in shape)
+    # One scale per row, with or without a last dimension of 1.
+    found = scales.shape
+    if len(found) == len(shape) - 1:
+        found = (*found, 1)
+    block = []
+    configured = (1,) * (len(shape) - 2) + default
+    if len(found) == len(shape):
+        for size, count, step in zip(shape, found, configured, strict=True):
+            if count == 1:
+                block.append(max(size, 1))
+            elif count == size:
+                block.append(1)
+            elif count == -(-size // step):
+                block.append(step)
+    if len(block) != len(shape):
+        raise SourceError(
+            f"{scales.file}: scales {scales.name!r}: expected one per tensor, per row or per {default[0]} x {default[1]} "
+            f"block of {list(shape)}, found shape {list(scales.shape)}"
+        )
+    return tuple(block)
+
+
+def _is_mxfp4(blocks: StoredTensor, scales: StoredTensor | None) -> bool:
+    return (
+        scales is not None
+        and blocks.dtype == scales.dtype == "U8"
+        and len(blocks.shape) == 4
+        and blocks.shape[-1] == 16
+        and scales.shape == blocks.shape[:-1]
+    )

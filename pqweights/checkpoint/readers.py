@@ -1,0 +1,311 @@
+"""Logical tensors: a name, a shape, and values that can be read from any element on, however they are stored.
+
+Everything above this package sees only `LogicalTensor`; FP8 with scales, MXFP4 and our own codes are decoded behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.dtypes import DTYPE_BITS, convert, float8_table, from_float32, item_bytes, to_float32
+from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.storage import Storage
+from pqweights.codebook import Codebook
+from pqweights.codecs import get_codec
+from pqweights.kernels import BLOCK_SIZE
+
+
+class LogicalTensor(Protocol):
+    """One tensor of the model."""
+
+    @property
+    def name(self) -> str:
+        """As the model calls it."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the model holds it."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """What the source calls it."""
+        ...
+
+    @property
+    def plain_dtype(self) -> str:
+        """The dtype in which it is kept."""
+        ...
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """The stored tensors that it is made of; the first one places it in the order of the source."""
+        ...
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Elements [start, start + count) of the row-major tensor as raw bytes of `dtype`, into `out`.
+
+        dtype is `plain_dtype` or a floating dtype. Raises SourceError where the source cannot deliver them.
+        """
+        ...
+
+
+def element_count(tensor: LogicalTensor) -> int:
+    """Number of elements."""
+    return math.prod(tensor.shape)
+
+
+@dataclass(frozen=True)
+class PlainTensor:
+    """Stored as it is."""
+
+    storage: Storage
+    stored: StoredTensor
+
+    @property
+    def name(self) -> str:
+        """See LogicalTensor."""
+        return self.stored.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See LogicalTensor."""
+        return self.stored.shape
+
+    @property
+    def dtype(self) -> str:
+        """See LogicalTensor."""
+        return self.stored.dtype
+
+    @property
+    def plain_dtype(self) -> str:
+        """See LogicalTensor."""
+        return self.stored.dtype
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """See LogicalTensor."""
+        return (self.stored,)
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """See LogicalTensor; elements of less than a byte can only be read as they are, from a whole byte on."""
+        bits = DTYPE_BITS[self.dtype]
+        offset = self.stored.offset + start * bits // 8
+        if dtype == self.dtype:
+            self.storage.read_into(self.stored.file, offset, out[: count * bits // 8])
+            return
+        raw = np.empty(count * bits // 8, dtype=np.uint8)
+        self.storage.read_into(self.stored.file, offset, raw)
+        converted = convert(raw, self.dtype, dtype)
+        out[: len(converted)] = converted
+
+
+@dataclass(frozen=True)
+class Float8Tensor:
+    """FP8 values times scales: one for all, one per row, or one per block (DeepSeek-V3, arXiv:2412.19437, section 3.3).
+
+    scale_block: how many elements of each dimension share a scale; scales: the stored scale tensor, or None for 1.
+    """
+
+    storage: Storage
+    stored: StoredTensor
+    scales: StoredTensor | None
+    scale_block: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """See LogicalTensor."""
+        return self.stored.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See LogicalTensor."""
+        return self.stored.shape
+
+    @property
+    def dtype(self) -> str:
+        """See LogicalTensor."""
+        return self.stored.dtype
+
+    @property
+    def plain_dtype(self) -> str:
+        """BF16: the dtype in which models with FP8 weights compute."""
+        return "BF16"
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """See LogicalTensor."""
+        return (self.stored,) if self.scales is None else (self.stored, self.scales)
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """See LogicalTensor: the float32 product of value and scale, rounded once."""
+        raw = np.empty(count, dtype=np.uint8)
+        self.storage.read_into(self.stored.file, self.stored.offset + start, raw)
+        values = float8_table(self.dtype)[raw]
+        if self.scales is not None:
+            columns = self.shape[-1] if self.shape else 1
+            done, index, scales = 0, -1, np.empty(0, dtype=np.float32)
+            while done < count:
+                row, column = divmod(start + done, columns)
+                width = min(columns - column, count - done)
+                if self._scale_row(row) != index:
+                    index = self._scale_row(row)
+                    scales = self._expanded_scales(index)
+                values[done : done + width] *= scales[column : column + width]
+                done += width
+        converted = from_float32(values, dtype)
+        out[: len(converted)] = converted
+
+    def _scale_row(self, row: int) -> int:
+        """Which row of scales holds for the row-th row of values (all leading dimensions counted through)."""
+        index, stride = 0, 1
+        for size, step in zip(reversed(self.shape[:-1]), reversed(self.scale_block[:-1]), strict=True):
+            row, position = divmod(row, size)
+            index += position // step * stride
+            stride *= -(-size // step)
+        return index
+
+    def _expanded_scales(self, index: int) -> npt.NDArray[np.float32]:
+        """One row of scales, each repeated for the elements that share it: [columns] f32."""
+        if not self.shape:
+            return self._read_scales(0, 1)
+        columns, block = self.shape[-1], self.scale_block[-1]
+        scale_columns = -(-columns // block)
+        return np.repeat(self._read_scales(index * scale_columns, scale_columns), block)[:columns]
+
+    def _read_scales(self, start: int, count: int) -> npt.NDArray[np.float32]:
+        assert self.scales is not None
+        size = item_bytes(self.scales.dtype)
+        raw = np.empty(count * size, dtype=np.uint8)
+        self.storage.read_into(self.scales.file, self.scales.offset + start * size, raw)
+        if self.scales.dtype == "F8_E8M0":
+            return float8_table("F8_E8M0")[raw]
+        return to_float32(raw, self.scales.dtype)
+
+
+# Values of the 4-bit float E2M1 by code (OCP microscaling formats specification 1.0, table 5).
+FLOAT4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class Mxfp4Tensor:
+    """gpt-oss experts: [E, N, G, 16] bytes of two E2M1 codes (low nibble first) and [E, N, G] exponents (bias 127).
+
+    The logical tensor is [E, 32 * G, N], as the model holds it: the contraction runs over the stored last dimensions.
+    """
+
+    storage: Storage
+    blocks: StoredTensor
+    scales: StoredTensor
+    name: str
+
+    # Elements decoded at once; a band of columns of one expert's stored matrix.
+    BAND_ELEMENTS = 1 << 20
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See LogicalTensor."""
+        experts, rows, groups, _ = self.blocks.shape
+        return (experts, groups * 32, rows)
+
+    @property
+    def dtype(self) -> str:
+        """The format's name: safetensors has none for it."""
+        return "MXFP4"
+
+    @property
+    def plain_dtype(self) -> str:
+        """BF16, which holds every value exactly (but for exponents at the ends of its range)."""
+        return "BF16"
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """See LogicalTensor."""
+        return (self.blocks, self.scales)
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """See LogicalTensor; elements are gathered across the stored rows, a band of groups at a time."""
+        _, depth, rows = self.shape
+        size = item_bytes(dtype)
+        band_groups = max(1, self.BAND_ELEMENTS // (32 * rows))
+        done = 0
+        while done < count:
+            expert, within = divmod(start + done, depth * rows)
+            first_group = within // rows // 32
+            band = self._decode_band(expert, first_group, min(band_groups, depth // 32 - first_group))
+            offset = within - first_group * 32 * rows
+            part = band.reshape(-1)[offset : offset + count - done]
+            out[done * size : (done + len(part)) * size] = from_float32(part, dtype)
+            done += len(part)
+
+    def _decode_band(self, expert: int, group: int, groups: int) -> npt.NDArray[np.float32]:
+        """Groups [group, group + groups) of one expert: [32 * groups, N] f32."""
+        _, rows, all_groups, _ = self.blocks.shape
+        codes = self._read_columns(self.blocks, expert, rows, all_groups * 16, group * 16, groups * 16)
+        exponents = self._read_columns(self.scales, expert, rows, all_groups, group, groups)
+        values = np.empty((rows, groups, 16, 2), dtype=np.float32)
+        by_group = codes.reshape(rows, groups, 16)
+        values[..., 0] = FLOAT4_VALUES[by_group & 15]
+        values[..., 1] = FLOAT4_VALUES[by_group >> 4]
+        values *= float8_table("F8_E8M0")[exponents][:, :, None, None]
+        return np.ascontiguousarray(values.reshape(rows, groups * 32).T)
+
+    def _read_columns(
+        self, stored: StoredTensor, expert: int, rows: int, row_bytes: int, column: int, columns: int
+    ) -> npt.NDArray[np.uint8]:
+        """Columns of one expert's byte matrix [rows, row_bytes], read in runs of whole rows: [rows, columns]."""
+        start = stored.offset + expert * rows * row_bytes
+        result = np.empty((rows, columns), dtype=np.uint8)
+        step = max(1, self.BAND_ELEMENTS // row_bytes)
+        for row in range(0, rows, step):
+            run = np.empty((min(step, rows - row), row_bytes), dtype=np.uint8)
+            self.storage.read_into(stored.file, start + row * row_bytes, run.reshape(-1))
+            result[row : row + len(run)] = run[:, column : column + columns]
+        return result
+
+
+@dataclass(frozen=True)
+class EncodedTensor:
+    """A weight of a master: codes and norms, decoded block by block."""
+
+    storage: Storage
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    codec: str
+    bits: int
+    rotation: str
+    norm_exponent: int
+    codebook: Codebook
+    codes: StoredTensor
+    norms: StoredTensor
+
+    @property
+    def plain_dtype(self) -> str:
+        """The dtype of the source's weights; BF16 where that was a packed format."""
+        return self.dtype if self.dtype in ("BF16", "F16", "F32") else "BF16"
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """See LogicalTensor."""
+        return (self.codes, self.norms)
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """See LogicalTensor; whole blocks are decoded."""
+        first, last = start // BLOCK_SIZE, -(-(start + count) // BLOCK_SIZE)
+        code_bytes = get_codec(self.codec).code_bytes_per_block(self.bits)
+        codes = np.empty((last - first, code_bytes), dtype=np.uint8)
+        norms = np.empty(last - first, dtype=np.uint16)
+        self.storage.read_into(self.codes.file, self.codes.offset + first * code_bytes, codes.reshape(-1))
+        self.storage.read_into(self.norms.file, self.norms.offset + first * 2, norms.view(np.uint8))
+        size = item_bytes(dtype)
+        skip = (start - first * BLOCK_SIZE) * size
+        values = np.empty((last - first) * BLOCK_SIZE * size, dtype=np.uint8)
+        get_codec(self.codec).decode(codes, norms, dtype, self.codebook, self.rotation, self.norm_exponent, values)
+        out[: count * size] = values[skip : skip + count * size]

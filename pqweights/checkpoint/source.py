@@ -1,0 +1,227 @@
+"""Opening a checkpoint from its headers: which files it has, which logical tensors, and every reason to refuse it.
+
+No weight is read here. A folder with an index is what the index says (and every file that it names), like in
+transformers; a folder without one holds a single model.safetensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pqweights.checkpoint import master, pickled, quantized
+from pqweights.checkpoint.header import StoredTensor, parse_header
+from pqweights.checkpoint.names import (
+    CARD_FILE,
+    CONFIG_FILE,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    SINGLE_FILE,
+    is_inside,
+)
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.storage import LocalStorage, Storage, read_bytes, read_file
+from pqweights.errors import SourceError
+
+# Weights in formats other than safetensors: never copied along.
+WEIGHT_SUFFIXES = (
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".tflite",
+    ".npz", ".ot", ".mlmodel", ".pb", ".nemo", ".llamafile",
+)  # fmt: skip
+SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """An opened checkpoint.
+
+    config: the parsed config.json, or None. tensors: in the order of the source's files and offsets.
+    weight_files: the files that hold them. companions: other files that belong to the model and are copied as they are.
+    left_out: files that are not, each with the reason. is_master: whether it is one of ours.
+    """
+
+    storage: Storage
+    config: dict[str, Any] | None
+    tensors: tuple[LogicalTensor, ...]
+    weight_files: tuple[str, ...]
+    companions: tuple[str, ...]
+    left_out: dict[str, str]
+    is_master: bool
+
+    @property
+    def weight_file_bytes(self) -> int:
+        """Size of the weight files, headers included."""
+        files = self.storage.files()
+        return sum(files[name].byte_count for name in self.weight_files)
+
+    def fingerprint(self) -> str:
+        """sha256 over every weight file's size and every tensor's name, dtype, shape and first and last 4096 bytes.
+
+        It tells one model from another, fine-tunes included, without reading it; it is no proof that all bytes agree.
+        """
+        digest = hashlib.sha256()
+        files = self.storage.files()
+        for name in self.weight_files:
+            digest.update(f"{files[name].byte_count}\n".encode())
+        for stored in sorted({part for tensor in self.tensors for part in tensor.parts}, key=lambda part: part.name):
+            digest.update(f"{stored.name}\n{stored.dtype}\n{stored.shape}\n".encode())
+            count = min(stored.byte_count, SAMPLE_BYTES)
+            digest.update(read_bytes(self.storage, stored.file, stored.offset, count))
+            if stored.byte_count > SAMPLE_BYTES:
+                end = stored.offset + stored.byte_count - SAMPLE_BYTES
+                digest.update(read_bytes(self.storage, stored.file, end, SAMPLE_BYTES))
+        return digest.hexdigest()
+
+
+def open_local(path: Path, allow_pickle: bool = False) -> Checkpoint:
+    """The checkpoint in a folder, or in a single safetensors file.
+
+    Raises SourceError (also for a path that does not exist); pickled weights only with allow_pickle.
+    """
+    if path.is_dir():
+        return open_checkpoint(LocalStorage(path), allow_pickle)
+    if path.is_file():
+        return open_checkpoint(LocalStorage(path.parent, only=path.name), allow_pickle)
+    if path.exists():
+        raise SourceError(f"{path}: expected a folder or a file, found neither")
+    raise SourceError(f"{path}: no such file or folder; give a local checkpoint folder or a .safetensors file")
+
+
+def open_checkpoint(storage: Storage, allow_pickle: bool = False) -> Checkpoint:
+    """Read headers and configuration, check them against each other, and decide what the logical tensors are."""
+    files = storage.files()
+    config = _read_json_object(storage, CONFIG_FILE) if CONFIG_FILE in files else None
+    weight_files = _weight_files(storage, files, allow_pickle)
+    stored = _stored_tensors(storage, weight_files)
+    if INDEX_FILE in files:
+        _check_index(storage, stored)
+    if master.is_master(config):
+        assert config is not None
+        tensors = master.logical_tensors(storage, stored, config)
+    else:
+        tensors = quantized.logical_tensors(storage, stored, config)
+    order = {name: place for place, name in enumerate(weight_files)}
+    tensors = sorted(tensors, key=lambda t: (order[t.parts[0].file], t.parts[0].offset, t.name))
+    companions, left_out = _companions(files, weight_files)
+    return Checkpoint(storage, config, tuple(tensors), weight_files, companions, left_out, master.is_master(config))
+
+
+def _read_json_object(storage: Storage, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(read_file(storage, name).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{name}: expected JSON, found {str(error)[:120]!r}") from None
+    if not isinstance(value, dict):
+        raise SourceError(f"{name}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _weight_files(storage: Storage, files: dict[str, Any], allow_pickle: bool) -> tuple[str, ...]:
+    if INDEX_FILE in files:
+        return _indexed_files(storage, files)
+    if SINGLE_FILE in files:
+        return (SINGLE_FILE,)
+    here = [name for name in files if "/" not in name]
+    safetensors = [name for name in here if name.endswith(".safetensors")]
+    if len(safetensors) == 1:
+        return (safetensors[0],)
+    if safetensors:
+        raise SourceError(
+            f"{INDEX_FILE}: missing, although there are {len(safetensors)} safetensors files "
+            f"({safetensors[0]}, ...); fetch the index, or give one file"
+        )
+    if any(name.endswith(".gguf") for name in here):
+        raise SourceError(
+            "the checkpoint is GGUF, which is already quantized; give the original safetensors checkpoint"
+        )
+    pickles = [name for name in here if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    if pickles and allow_pickle:
+        return pickled.weight_files(storage, pickles)
+    if pickles:
+        raise SourceError(
+            f"{pickles[0]}: pickled weights can run code when they are loaded; convert them to safetensors, or pass "
+            "--allow-pickle to read them through torch's weights_only loader"
+        )
+    if len(here) == 1:  # one file was given, whatever it is called
+        return (here[0],)
+    raise SourceError(f"no weights found: expected {INDEX_FILE}, {SINGLE_FILE} or one other safetensors file")
+
+
+def _weight_map(storage: Storage) -> dict[str, str]:
+    weight_map = _read_json_object(storage, INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise SourceError(f"{INDEX_FILE}: expected a weight_map of tensor names to files, found none")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not is_inside(name) or "/" in name or "\\" in name:
+            raise SourceError(
+                f"{INDEX_FILE}: tensor {tensor!r} is placed in {str(name)[:80]!r}; expected a file in the same folder"
+            )
+    return weight_map
+
+
+def _indexed_files(storage: Storage, files: dict[str, Any]) -> tuple[str, ...]:
+    weight_map = _weight_map(storage)
+    for tensor, name in weight_map.items():
+        if name not in files:
+            raise SourceError(f"{name}: missing; {INDEX_FILE} places {tensor!r} in it: fetch it")
+        if not name.endswith(".safetensors"):
+            raise SourceError(f"{INDEX_FILE}: tensor {tensor!r} is placed in {name!r}; expected a safetensors file")
+    return tuple(sorted(set(weight_map.values())))
+
+
+def _stored_tensors(storage: Storage, weight_files: tuple[str, ...]) -> dict[str, StoredTensor]:
+    stored: dict[str, StoredTensor] = {}
+    for file in weight_files:
+        if pickled.is_pickle(file):
+            tensors = pickled.stored_tensors(storage, file)
+        else:
+            size = storage.files()[file].byte_count
+            if read_bytes(storage, file, 0, min(4, size)) == b"GGUF":
+                raise SourceError(f"{file}: GGUF, which is already quantized; give the original safetensors checkpoint")
+            tensors, _ = parse_header(file, size, lambda at, count, f=file: read_bytes(storage, f, at, count))  # type: ignore[misc]
+        for tensor in tensors:
+            if tensor.name in stored:
+                raise SourceError(f"tensor {tensor.name!r} stands twice, in {stored[tensor.name].file} and {file}")
+            stored[tensor.name] = tensor
+    if not stored:
+        raise SourceError(f"{weight_files[0]}: expected tensors, found none")
+    return stored
+
+
+def _check_index(storage: Storage, stored: dict[str, StoredTensor]) -> None:
+    for name, file in _weight_map(storage).items():
+        if name not in stored:
+            raise SourceError(
+                f"{file}: expected the tensor {name!r}, which {INDEX_FILE} places there, found no such tensor"
+            )
+        if stored[name].file != file:
+            raise SourceError(f"tensor {name!r}: {INDEX_FILE} places it in {file}, found it in {stored[name].file}")
+
+
+def _companions(files: dict[str, Any], weight_files: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:
+    companions: list[str] = []
+    left_out: dict[str, str] = {}
+    for name in files:
+        if name in weight_files or name in (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE):
+            continue
+        lower = name.lower()
+        if name == CARD_FILE:
+            left_out[name] = "the card of the source describes another model"
+        elif lower.endswith(WEIGHT_SUFFIXES) or lower.endswith(".index.json"):
+            left_out[name] = "weights that are not part of the checkpoint read"
+        else:
+            companions.append(name)
+    return tuple(companions), left_out
+
+
+def find_non_finite(tensor: LogicalTensor, start: int, count: int) -> int:
+    """The index of the first NaN or infinity among elements [start, start + count), or -1."""
+    raw = np.empty(count * 4, dtype=np.uint8)
+    tensor.read(start, count, "F32", raw)
+    bad = np.flatnonzero(~np.isfinite(raw.view(np.float32)))
+    return start + int(bad[0]) if len(bad) else -1

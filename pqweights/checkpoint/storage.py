@@ -1,0 +1,119 @@
+"""Where a checkpoint's files lie: names, sizes and positioned reads. The seam at which a Hub repository joins.
+
+Reads are positioned reads into the caller's buffer, never memory maps: mapped pages would count as resident memory.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.errors import SourceError
+
+
+@dataclass(frozen=True)
+class FileState:
+    """Size and modification stamp of a file: what tells that it changed."""
+
+    byte_count: int
+    stamp: int
+
+
+class Storage(Protocol):
+    """Read access to a folder of files."""
+
+    bytes_read: int  # so far, by all threads
+
+    def files(self) -> dict[str, FileState]:
+        """Relative POSIX path -> state, for every regular file, in sorted order."""
+        ...
+
+    def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
+        """Fill the buffer from `offset`.
+
+        Raises SourceError where the file ends early.
+        """
+        ...
+
+
+def read_bytes(storage: Storage, file: str, offset: int, count: int) -> bytes:
+    """`count` bytes from `offset`."""
+    buffer = np.empty(count, dtype=np.uint8)
+    storage.read_into(file, offset, buffer)
+    return buffer.tobytes()
+
+
+def read_file(storage: Storage, file: str, limit: int = 256_000_000) -> bytes:
+    """A whole small file.
+
+    Raises SourceError above `limit` bytes: no configuration or index is that large.
+    """
+    size = storage.files()[file].byte_count
+    if size > limit:
+        raise SourceError(f"{file}: expected at most {limit} bytes, found {size}")
+    return read_bytes(storage, file, 0, size)
+
+
+class LocalStorage:
+    """A folder, or one file of it, on this machine. Hidden files and folders are not listed."""
+
+    def __init__(self, root: Path, only: str | None = None) -> None:
+        self.root = root
+        self.bytes_read = 0
+        self._descriptors: dict[str, int] = {}
+        self._lock = threading.Lock()
+        names = [only] if only is not None else sorted(self._walk())
+        self._files = {}
+        for name in names:
+            status = os.stat(root / name)
+            self._files[name] = FileState(status.st_size, status.st_mtime_ns)
+
+    def _walk(self) -> list[str]:
+        found = []
+        for folder, subfolders, names in os.walk(self.root):
+            subfolders[:] = [s for s in subfolders if not s.startswith(".")]
+            relative = Path(folder).relative_to(self.root)
+            for name in names:
+                path = Path(folder) / name
+                if not name.startswith(".") and path.is_file():
+                    found.append((relative / name).as_posix())
+        return found
+
+    def files(self) -> dict[str, FileState]:
+        """See Storage.files."""
+        return self._files
+
+    def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
+        """See Storage.read_into."""
+        descriptor = self._descriptor(file)
+        view = buffer.data
+        done = 0
+        while done < len(view):
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+            if count == 0:
+                raise SourceError(
+                    f"{file}: expected {len(view)} bytes at offset {offset}, found the end of the file after {done}; "
+                    "it was cut while it was being read: fetch it again"
+                )
+            done += count
+        with self._lock:
+            self.bytes_read += done
+
+    def _descriptor(self, file: str) -> int:
+        with self._lock:
+            if file not in self._descriptors:
+                self._descriptors[file] = os.open(self.root / file, os.O_RDONLY | os.O_CLOEXEC)
+            return self._descriptors[file]
+
+    def close(self) -> None:
+        """Close the files that were read."""
+        with self._lock:
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+            self._descriptors.clear()

@@ -1,0 +1,136 @@
+"""Writing: shards as preallocated files that are filled by positioned writes, small files whole; both renamed when done.
+
+The safetensors library writes only tensors that are all in memory, so a shard is written here and read back by the
+library in the tests. No file stands under its final name before it is complete and on the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.errors import OutputError
+
+PARTIAL_SUFFIX = ".partial"
+COPY_BYTES = 1 << 20
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn a full disk, a missing permission and a read-only file system into one line each."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OutputError(
+                f"{path.name}: the disk is full ({error.strerror}); free some space and run the same command again: it "
+                "continues where it stopped"
+            ) from None
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another output folder") from None
+        raise
+
+
+class ShardWriter:
+    """One output file while it is being filled. Writes may come in any order and from any thread."""
+
+    def __init__(self, partial: Path, final: Path, header: bytes, file_bytes: int) -> None:
+        """Open the partial file, creating it with its header and full size where it is not there yet."""
+        self.partial, self.final = partial, final
+        with disk_errors(final):
+            self._descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if os.fstat(self._descriptor).st_size != file_bytes:
+                os.ftruncate(self._descriptor, 0)
+                _allocate(self._descriptor, file_bytes)
+            self.write(0, np.frombuffer(header, dtype=np.uint8))
+
+    def write(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
+        """Write all of data at `offset`."""
+        view = data.data.cast("B")
+        with disk_errors(self.final):
+            while view:
+                count = os.pwrite(self._descriptor, view, offset)
+                offset, view = offset + count, view[count:]
+
+    def sha256(self, offset: int, count: int) -> str:
+        """Of bytes that were written earlier."""
+        digest = hashlib.sha256()
+        while count:
+            data = os.pread(self._descriptor, min(count, COPY_BYTES), offset)
+            if not data:
+                return ""
+            digest.update(data)
+            offset, count = offset + len(data), count - len(data)
+        return digest.hexdigest()
+
+    def finish(self) -> None:
+        """Flush to the disk and give the file its final name."""
+        with disk_errors(self.final):
+            os.fsync(self._descriptor)
+            self.close()
+            os.replace(self.partial, self.final)
+            sync_folder(self.final.parent)
+
+    def close(self) -> None:
+        """Leave the partial file as it is."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    """Reserve the blocks, so that a full disk shows now; where the file system cannot, only set the size."""
+    try:
+        if size:
+            os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        os.ftruncate(descriptor, size)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(work: Path, final: Path, pieces: Iterable[bytes]) -> str:
+    """Write a file piece by piece under a temporary name in `work`, then rename it; the sha256 of the whole."""
+    partial = work / (final.name + PARTIAL_SUFFIX)
+    digest = hashlib.sha256()
+    with disk_errors(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as stream:
+            for data in pieces:
+                digest.update(data)
+                stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(partial, final)
+    return digest.hexdigest()
+
+
+def sha256_of_file(path: Path, offset: int = 0, count: int | None = None) -> str:
+    """sha256 of a file, or of `count` bytes from `offset`."""
+    digest = hashlib.sha256()
+    left = path.stat().st_size - offset if count is None else count
+    with open(path, "rb", buffering=0) as stream:
+        stream.seek(offset)
+        while left > 0:
+            data = stream.read(min(COPY_BYTES, left))
+            if not data:
+                break
+            digest.update(data)
+            left -= len(data)
+    return digest.hexdigest()

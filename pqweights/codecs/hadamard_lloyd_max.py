@@ -1,0 +1,69 @@
+"""Hadamard rotation and Lloyd-Max levels with a least-squares norm per block: the codec of the master.
+
+Vicentino, arXiv:2603.29078 v1 (block norms, Walsh-Hadamard, Lloyd-Max); the least-squares norm and the fixed signs of
+the rescue rotation are ours. Section numbers and operation order: docs/format.md, docs/method.md.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights import codebook as lloyd_max
+from pqweights.codebook import Codebook
+from pqweights.codecs.protocol import EncodedBlocks
+from pqweights.kernels import BLOCK_SIZE, load_backend
+
+HADAMARD = "hadamard"
+SIGNED_HADAMARD = "signed-hadamard"
+
+
+class HadamardLloydMax:
+    """See the module; it has no state, a class only because codecs are interchangeable."""
+
+    name = "hadamard-lloyd-max"
+    widths = range(lloyd_max.MIN_BITS, lloyd_max.MAX_BITS + 1)
+    rotations = (HADAMARD, SIGNED_HADAMARD)
+
+    def code_bytes_per_block(self, bits: int) -> int:
+        """16 bytes per bit of width."""
+        return BLOCK_SIZE * bits // 8
+
+    def distortion(self, bits: int) -> float:
+        """Of Lloyd-Max levels on N(0,1)."""
+        return lloyd_max.DISTORTION[bits]
+
+    def codebook(self, bits: int) -> Codebook:
+        """The converged Lloyd-Max levels."""
+        return lloyd_max.codebook(bits)
+
+    def encode(
+        self, values: npt.NDArray[np.uint8], dtype: str, bits: int, rotation: str, norm_exponent: int
+    ) -> EncodedBlocks:
+        """See Codec.encode."""
+        item_bytes = 4 if dtype == "F32" else 2
+        blocks = len(values) // (BLOCK_SIZE * item_bytes)
+        codes = np.empty((blocks, self.code_bytes_per_block(bits)), dtype=np.uint8)
+        norms = np.empty(blocks, dtype=np.uint16)
+        energies = np.empty(blocks, dtype=np.float64)
+        errors = np.empty(blocks, dtype=np.float64)
+        signed = rotation == SIGNED_HADAMARD
+        backend = load_backend("cpu")
+        stats = backend.encode(
+            values, dtype, self.codebook(bits), signed, norm_exponent, codes, norms, energies, errors
+        )
+        return EncodedBlocks(codes, norms, energies, errors, stats)
+
+    def decode(
+        self,
+        codes: npt.NDArray[np.uint8],
+        norms: npt.NDArray[np.uint16],
+        dtype: str,
+        codebook: Codebook,
+        rotation: str,
+        norm_exponent: int,
+        values: npt.NDArray[np.uint8],
+    ) -> None:
+        """See Codec.decode."""
+        signed = rotation == SIGNED_HADAMARD
+        load_backend("cpu").decode(codes, norms, dtype, codebook, signed, norm_exponent, values)

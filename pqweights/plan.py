@@ -1,0 +1,130 @@
+"""The plan: every output name, shape, dtype and byte, decided from headers before a weight is read.
+
+A dry run prints it, a finished run is it fulfilled, a resumed run compares its journal with it, verify rebuilds it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from pqweights.checkpoint.header import StoredTensor, TensorSpec, build_header
+from pqweights.checkpoint.names import shard_name
+
+DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
+QUANTIZE, KEEP, DECODE = "quantize", "keep", "decode"
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """What becomes of one logical tensor.
+
+    dtype: of the source. action: quantize, keep or decode. stored: what it is in the output.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: str
+    action: str
+    codec: str | None
+    bits: int | None
+    reason: str
+    stored: tuple[TensorSpec, ...]
+
+    @property
+    def weights(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in the output, headers not counted."""
+        return sum(spec.byte_count for spec in self.stored)
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry of plan --json."""
+        return {
+            "name": self.name, "shape": list(self.shape), "dtype": self.dtype, "role": self.role, "action": self.action,
+            "codec": self.codec, "bits": self.bits, "bytes": self.bytes, "reason": self.reason,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """One output file: its first bytes, and where each stored tensor goes. tensors: positions in Plan.tensors."""
+
+    file: str
+    header: bytes
+    stored: tuple[StoredTensor, ...]
+    tensors: range
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the finished file."""
+        return len(self.header) + sum(stored.byte_count for stored in self.stored)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole rewrite. companions: other files that are copied. source_bytes: of the source's weight files."""
+
+    tensors: tuple[TensorPlan, ...]
+    shards: tuple[ShardPlan, ...]
+    companions: tuple[str, ...]
+    left_out: dict[str, str]
+    source_bytes: int
+    companion_bytes: int
+    max_shard_bytes: int
+
+    @property
+    def output_bytes(self) -> int:
+        """Size of the safetensors files, headers included."""
+        return sum(shard.file_bytes for shard in self.shards)
+
+    def index(self) -> dict[str, Any]:
+        """model.safetensors.index.json."""
+        placed = {stored.name: shard.file for shard in self.shards for stored in shard.stored}
+        total = sum(stored.byte_count for shard in self.shards for stored in shard.stored)
+        return {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+
+    def totals(self) -> dict[str, Any]:
+        """The totals of plan --json."""
+        return totals(self.tensors) | {"source_bytes": self.source_bytes, "output_bytes": self.output_bytes}
+
+
+def totals(tensors: Sequence[TensorPlan]) -> dict[str, Any]:
+    """Counts over tensors. bits_per_weight: of the quantized ones, with codes, norms and padding; None without any."""
+    quantized = [t for t in tensors if t.action == QUANTIZE]
+    quantized_weights = sum(t.weights for t in quantized)
+    quantized_bytes = sum(t.bytes for t in quantized)
+    weights = sum(t.weights for t in tensors if t.role != "buffer")
+    return {
+        "tensors": len(tensors),
+        "quantized_tensors": len(quantized),
+        "weights": weights,
+        "quantized_weights": quantized_weights,
+        "coverage": quantized_weights / weights if weights else 0.0,
+        "bits_per_weight": 8 * quantized_bytes / quantized_weights if quantized_weights else None,
+    }
+
+
+def plan_shards(tensors: Sequence[TensorPlan], max_shard_bytes: int, metadata: dict[str, str]) -> tuple[ShardPlan, ...]:
+    """Cut the tensors, in their order, into files of at most max_shard_bytes of data (more only for a single tensor)."""
+    cuts, size = [0], 0
+    for place, tensor in enumerate(tensors):
+        if size and size + tensor.bytes > max_shard_bytes:
+            cuts.append(place)
+            size = 0
+        size += tensor.bytes
+    cuts.append(len(tensors))
+    shards = []
+    for number, (first, last) in enumerate(pairwise(cuts)):
+        file = shard_name(number, len(cuts) - 1)
+        specs = [spec for tensor in tensors[first:last] for spec in tensor.stored]
+        header, stored = build_header(file, specs, metadata)
+        shards.append(ShardPlan(file, header, stored, range(first, last)))
+    return tuple(shards)

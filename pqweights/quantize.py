@@ -1,0 +1,200 @@
+"""Quantizing: the transform that turns a source checkpoint into a master."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pqweights.checkpoint.config import edited_config, model_dtype
+from pqweights.checkpoint.dtypes import item_bytes
+from pqweights.checkpoint.header import TensorSpec
+from pqweights.checkpoint.master import Encoding, encoded_specs, quantization_config
+from pqweights.checkpoint.names import codes_name, norms_name
+from pqweights.checkpoint.readers import LogicalTensor, element_count
+from pqweights.checkpoint.source import Checkpoint, find_non_finite, open_local
+from pqweights.codecs import EncodedBlocks, get_codec
+from pqweights.errors import SourceError
+from pqweights.jobs import CHUNK_WEIGHTS, CopyJob, Job, Sink, chunk_buffer
+from pqweights.kernels import BLOCK_SIZE, VALUE_DTYPES
+from pqweights.manifest import TensorRecord, exceeds, rounded
+from pqweights.plan import DEFAULT_MAX_SHARD_BYTES, KEEP, QUANTIZE, Plan, TensorPlan
+from pqweights.recipe import Recipe, decide
+from pqweights.rewrite import Progress, Report, make_plan, rewrite
+from pqweights.weight import Pass, PassResult, PassTotals, block_count, first_pass, next_pass
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """The transform. See rewrite.Transform. strict: refuse a weight whose error exceeds the promise even when rescued."""
+
+    recipe: Recipe
+    strict: bool = False
+    kind: str = "master"
+
+    def describe(self) -> dict[str, Any]:
+        """See Transform."""
+        return {"recipe": self.recipe.to_json()}
+
+    def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
+        """See Transform; refuses a master as source."""
+        if checkpoint.is_master:
+            raise SourceError("the source is already a pqweights master; give the original, or export it to BF16 first")
+        result = []
+        for tensor, decision in zip(checkpoint.tensors, decide(self.recipe, checkpoint.tensors), strict=True):
+            if decision.codec is not None and decision.bits is not None:
+                stored: tuple[TensorSpec, ...] = encoded_specs(tensor.name, tensor.shape, decision.codec, decision.bits)
+            else:
+                stored = (TensorSpec(tensor.name, tensor.plain_dtype, tensor.shape),)
+            action = KEEP if decision.codec is None else QUANTIZE
+            result.append(
+                TensorPlan(
+                    tensor.name, tensor.shape, tensor.dtype, decision.role, action, decision.codec, decision.bits,
+                    decision.reason, stored,
+                )
+            )  # fmt: skip
+        return result
+
+    def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
+        """See Transform."""
+        if planned.action == KEEP:
+            return CopyJob(planned, tensor)
+        assert planned.codec is not None
+        return EncodeJob(planned, tensor, first_pass(get_codec(planned.codec)), ())
+
+    def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
+        """See Transform."""
+        if self.strict and exceeds(planned, record):
+            raise SourceError(
+                f"tensor {planned.name!r}: --strict: relative error {record.relative_mse} at {planned.bits} bits exceeds what "
+                "the codec promises, also with the rescue rotation; keep it with a rule, or give it more bits"
+            )
+
+    def config(
+        self, checkpoint: Checkpoint, tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
+    ) -> dict[str, Any]:
+        """See Transform."""
+        dtype = model_dtype(checkpoint.config, checkpoint.tensors)
+        quantization = quantization_config(encodings(tensors, records), [t.name for t in tensors if t.action == KEEP])
+        return edited_config(checkpoint.config, dtype, dtype, quantization)
+
+
+def encodings(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]) -> list[Encoding]:
+    """How each quantized tensor of a finished plan is stored."""
+    result = []
+    for tensor, record in zip(tensors, records, strict=True):
+        if tensor.action == QUANTIZE:
+            assert tensor.codec is not None and tensor.bits is not None
+            assert record.rotation is not None and record.norm_exponent is not None
+            result.append(
+                Encoding(
+                    tensor.name, tensor.shape, tensor.dtype, tensor.codec, tensor.bits, record.rotation,
+                    record.norm_exponent,
+                )
+            )  # fmt: skip
+    return result
+
+
+class EncodeJob:
+    """One pass of encoding over one weight. See jobs.Job."""
+
+    def __init__(
+        self, planned: TensorPlan, tensor: LogicalTensor, this_pass: Pass, history: tuple[PassResult, ...]
+    ) -> None:
+        assert planned.codec is not None and planned.bits is not None
+        self._planned, self._tensor, self._pass, self._history = planned, tensor, this_pass, history
+        self._codec, self._bits = get_codec(planned.codec), planned.bits
+        self._dtype = tensor.plain_dtype if tensor.dtype in VALUE_DTYPES or tensor.dtype == "MXFP4" else "F32"
+        self._weights = element_count(tensor)
+        self._totals = PassTotals(this_pass)
+        self._digests = {spec.name: hashlib.sha256() for spec in planned.stored}
+
+    @property
+    def chunks(self) -> int:
+        """See Job."""
+        return -(-self._weights // CHUNK_WEIGHTS)
+
+    def run(self, chunk: int, sink: Sink) -> EncodedBlocks:
+        """See Job."""
+        start = chunk * CHUNK_WEIGHTS
+        count = min(CHUNK_WEIGHTS, self._weights - start)
+        size = item_bytes(self._dtype)
+        values = chunk_buffer(block_count(count) * BLOCK_SIZE * size)
+        values[count * size :] = 0
+        self._tensor.read(start, count, self._dtype, values)
+        encoded = self._codec.encode(values, self._dtype, self._bits, self._pass.rotation, self._pass.norm_exponent)
+        if encoded.stats.first_bad_block >= 0:
+            self._refuse_non_finite(start, count)
+        first_block = start // BLOCK_SIZE
+        name = self._planned.name
+        code_bytes = self._codec.code_bytes_per_block(self._bits)
+        sink.write(codes_name(name), first_block * code_bytes, encoded.codes.reshape(-1))
+        sink.write(norms_name(name), first_block * 2, encoded.norms.view(np.uint8))
+        return encoded
+
+    def _refuse_non_finite(self, start: int, count: int) -> None:
+        at = find_non_finite(self._tensor, start, count)
+        place = [int(i) for i in np.unravel_index(at, self._tensor.shape)]
+        raise SourceError(
+            f"{self._tensor.parts[0].file}: tensor {self._tensor.name!r}: expected finite weights, found a NaN or an infinity "
+            f"at {place}; keep the tensor with a rule (name: {self._tensor.name!r}, keep: true) or repair the checkpoint"
+        )
+
+    def collect(self, result: EncodedBlocks) -> None:
+        """See Job."""
+        self._totals.add(result)
+        self._digests[codes_name(self._planned.name)].update(result.codes.data)
+        self._digests[norms_name(self._planned.name)].update(result.norms.data)
+
+    def finish(self) -> TensorRecord | Job:
+        """See Job."""
+        history = (*self._history, self._totals.result())
+        following = next_pass(self._codec, self._bits, history)
+        if following is not None:
+            return EncodeJob(self._planned, self._tensor, following, history)
+        last = history[-1]
+        return TensorRecord(
+            self._planned.name,
+            {name: digest.hexdigest() for name, digest in self._digests.items()},
+            last.rotation,
+            last.norm_exponent,
+            rounded(last.relative_mse),
+            rounded(last.energy),
+        )
+
+
+def plan_quantize(
+    source: Path, recipe: Recipe, *, max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES, allow_pickle: bool = False
+) -> tuple[Checkpoint, Plan]:
+    """Open a source and decide what quantizing it would do, from the headers alone.
+
+    Raises SourceError and RecipeError.
+    """
+    checkpoint = open_local(source, allow_pickle)
+    return checkpoint, make_plan(checkpoint, Quantize(recipe), max_shard_bytes)
+
+
+def quantize(
+    source: Path,
+    out: Path,
+    recipe: Recipe,
+    *,
+    threads: int,
+    overwrite: bool = False,
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    allow_pickle: bool = False,
+    strict: bool = False,
+    progress: Progress = lambda done, total, name: None,
+) -> Report:
+    """Turn a checkpoint into a master in the folder `out`, continuing an interrupted run of the same call.
+
+    Raises SourceError, RecipeError, OutputError.
+    """
+    checkpoint, plan = plan_quantize(source, recipe, max_shard_bytes=max_shard_bytes, allow_pickle=allow_pickle)
+    return rewrite(
+        checkpoint, source, Quantize(recipe, strict), plan, out, threads=threads, overwrite=overwrite, progress=progress
+    )

@@ -1,0 +1,374 @@
+"""The one streaming driver: plan -> (read -> transform -> write)* -> finish. Quantizing and every export run through it.
+
+Chunks of all tensors flow through a pool of threads in plan order with a bounded number under way, so memory does not
+grow with the checkpoint or its largest tensor. Results are collected in order: hashes, errors and the journal do not
+depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, WORK_FOLDER
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.storage import read_bytes
+from pqweights.checkpoint.writer import COPY_BYTES, PARTIAL_SUFFIX, ShardWriter, sync_folder, write_whole
+from pqweights.errors import OutputError, SourceError
+from pqweights.jobs import Job
+from pqweights.manifest import FileRecord, Manifest, TensorRecord, json_bytes, read_manifest
+from pqweights.plan import Plan, ShardPlan, TensorPlan, plan_shards
+from pqweights.workspace import RunIdentity, Workspace, check_output, check_paths, open_workspace
+
+Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in all, name of the tensor
+SHARD_METADATA = {"format": "pt"}
+MEMORY_FLOOR_BYTES = 300_000_000
+# A thread's input chunk in float32 with its temporaries, and its share of the results that wait to be collected.
+MEMORY_PER_THREAD_BYTES = 32_000_000
+
+
+class Transform(Protocol):
+    """What a rewrite does with each tensor."""
+
+    @property
+    def kind(self) -> str:
+        """What the manifest calls the result: master or export."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """The manifest's account of it: a recipe, or a target and its options."""
+        ...
+
+    def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
+        """One entry per logical tensor, in order."""
+        ...
+
+    def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
+        """The first pass over one tensor."""
+        ...
+
+    def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
+        """Raise SourceError where the user asked to refuse a result like this one."""
+        ...
+
+    def config(
+        self, checkpoint: Checkpoint, tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
+    ) -> dict[str, Any] | None:
+        """config.json of the result, or None for none."""
+        ...
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rewrite did. already_done: the folder held the finished result; resumed: tensors taken from the journal."""
+
+    plan: Plan
+    records: tuple[TensorRecord, ...]
+    already_done: bool
+    resumed: int
+    source_bytes_read: int
+
+
+def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int) -> Plan:
+    """Decide everything from the headers.
+
+    Raises SourceError or RecipeError for what cannot be done.
+    """
+    tensors = tuple(transform.plan(checkpoint))
+    names = [spec.name for tensor in tensors for spec in tensor.stored]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise SourceError(f"tensor {twice!r}: two tensors of the output would have this name")
+    files = checkpoint.storage.files()
+    return Plan(
+        tensors,
+        plan_shards(tensors, max_shard_bytes, SHARD_METADATA),
+        checkpoint.companions,
+        checkpoint.left_out,
+        checkpoint.weight_file_bytes,
+        sum(files[name].byte_count for name in checkpoint.companions),
+        max_shard_bytes,
+    )
+
+
+def resource_needs(plan: Plan, threads: int) -> dict[str, int]:
+    """What fulfilling a plan takes at most: peak_disk_bytes in the output folder, peak_memory_bytes of the process.
+
+    Memory: a floor for interpreter, libraries and compiled kernels (measured, benchmarks/memory.py), what is under way
+    in each thread, the parsed headers, and the largest output header.
+    """
+    largest_header = max((len(shard.header) for shard in plan.shards), default=0)
+    memory = MEMORY_FLOOR_BYTES + threads * MEMORY_PER_THREAD_BYTES + len(plan.tensors) * 8192 + 2 * largest_header
+    json_files = 1024 * len(plan.tensors) + 65536
+    return {
+        "peak_disk_bytes": plan.output_bytes + plan.companion_bytes + json_files,
+        "peak_memory_bytes": memory,
+    }
+
+
+def rewrite(
+    checkpoint: Checkpoint,
+    source: Path,
+    transform: Transform,
+    plan: Plan,
+    out: Path,
+    *,
+    threads: int,
+    overwrite: bool = False,
+    progress: Progress = lambda done, total, name: None,
+) -> Report:
+    """Fulfil a plan in the folder `out`, continuing what the same command left there.
+
+    Raises SourceError, OutputError; after any of them no incomplete file stands under a final name.
+    """
+    check_paths(source, out)
+    fingerprint = checkpoint.fingerprint()
+    if not overwrite and (done := _finished(out, transform, plan, fingerprint)):
+        for planned, record in zip(plan.tensors, done.records, strict=True):
+            transform.accept(planned, record)
+        return Report(plan, done.records, True, len(done.records), checkpoint.storage.bytes_read)
+    check_output(out, overwrite)
+    outputs = [*(shard.file for shard in plan.shards), *plan.companions, INDEX_FILE, CONFIG_FILE, MANIFEST_FILE]
+    read = [*checkpoint.weight_files, *plan.companions, *([CONFIG_FILE] if checkpoint.config is not None else [])]
+    described = {"plan": [t.to_json() for t in plan.tensors], "shards": plan.max_shard_bytes, **transform.describe()}
+    identity = RunIdentity.of(described, checkpoint.storage, read, outputs)
+    with open_workspace(out, identity, overwrite) as workspace:
+        _check_space(plan, workspace)
+        resumed = len(workspace.records)
+        try:
+            records = _Run(checkpoint, transform, plan, workspace, threads, progress).run()
+        except SourceError:
+            workspace.discard(outputs)
+            raise
+        files = _write_small_files(checkpoint, transform, plan, records, workspace)
+        manifest = Manifest(
+            transform.kind, transform.describe(), fingerprint, plan.max_shard_bytes, plan.tensors, records, files
+        )
+        write_whole(workspace.folder, out / MANIFEST_FILE, [manifest.to_bytes()])
+        sync_folder(out)
+        workspace.finish()
+    return Report(plan, records, False, resumed, checkpoint.storage.bytes_read)
+
+
+def _finished(out: Path, transform: Transform, plan: Plan, fingerprint: str) -> Manifest | None:
+    """The manifest of `out` where it already is the result of this very rewrite."""
+    if not (out / MANIFEST_FILE).is_file() or (out / WORK_FOLDER).exists():
+        return None
+    found = read_manifest(out)
+    same = (
+        found.kind == transform.kind
+        and found.made_by == transform.describe()
+        and found.source_fingerprint == fingerprint
+        and found.max_shard_bytes == plan.max_shard_bytes
+        and found.tensors == plan.tensors
+    )
+    return found if same else None
+
+
+def _check_space(plan: Plan, workspace: Workspace) -> None:
+    needed = plan.output_bytes + plan.companion_bytes
+    present = sum(path.stat().st_blocks * 512 for path in workspace.out.rglob("*.safetensors*") if path.is_file())
+    free = shutil.disk_usage(workspace.out).free
+    if needed > present + free:
+        missing = needed - present - free
+        if not workspace.records:
+            workspace.discard([])
+        raise OutputError(
+            f"{workspace.out}: the result needs {needed} bytes on the disk, {free} are free; free {missing} bytes more, or "
+            "choose a folder on another disk"
+        )
+
+
+def _write_small_files(
+    checkpoint: Checkpoint, transform: Transform, plan: Plan, records: Sequence[TensorRecord], workspace: Workspace
+) -> dict[str, FileRecord]:
+    """Companions, index and configuration, and what the manifest says of them."""
+    contents: dict[str, bytes] = {INDEX_FILE: json_bytes(plan.index())}
+    config = transform.config(checkpoint, plan.tensors, records)
+    if config is not None:
+        contents[CONFIG_FILE] = json_bytes(config)
+    files = {}
+    for name in plan.companions:
+        size = checkpoint.storage.files()[name].byte_count
+        pieces = (
+            read_bytes(checkpoint.storage, name, at, min(COPY_BYTES, size - at)) for at in range(0, size, COPY_BYTES)
+        )
+        files[name] = FileRecord(size, write_whole(workspace.folder, workspace.out / name, pieces))
+    for name, data in contents.items():
+        files[name] = FileRecord(len(data), write_whole(workspace.folder, workspace.out / name, [data]))
+    return files
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A chunk of a tensor that a thread is working on, or has finished."""
+
+    place: int
+    number: int
+    job: Job
+    result: Future[Any]
+
+
+@dataclass(frozen=True)
+class _LastChunkDone:
+    """All chunks of a tensor went by."""
+
+    place: int
+    job: Job
+    sink: _ShardSink
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A tensor that an earlier run finished."""
+
+    place: int
+    record: TensorRecord
+
+
+@dataclass(frozen=True)
+class _ShardDone:
+    """All tensors of a shard went by."""
+
+    writer: ShardWriter
+
+
+_Step = _Chunk | _LastChunkDone | _Known | _ShardDone
+
+
+class _ShardSink:
+    """Places a tensor's bytes in its shard."""
+
+    def __init__(self, writer: ShardWriter, shard: ShardPlan) -> None:
+        self._writer = writer
+        self._stored = {stored.name: stored for stored in shard.stored}
+
+    def write(self, stored_name: str, offset: int, data: npt.NDArray[np.uint8]) -> None:
+        """See jobs.Sink."""
+        stored = self._stored[stored_name]
+        assert offset + data.nbytes <= stored.byte_count, stored_name
+        self._writer.write(stored.offset + offset, data)
+
+    def holds(self, record: TensorRecord) -> bool:
+        """Whether a tensor that the journal calls finished is in the partial file, byte for byte."""
+        return all(
+            self._writer.sha256(self._stored[name].offset, self._stored[name].byte_count) == digest
+            for name, digest in record.sha256.items()
+        )
+
+
+class _Run:
+    """The tensors of one rewrite under way."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        transform: Transform,
+        plan: Plan,
+        workspace: Workspace,
+        threads: int,
+        progress: Progress,
+    ) -> None:
+        self._tensors = checkpoint.tensors
+        self._transform = transform
+        self._plan = plan
+        self._workspace = workspace
+        self._progress = progress
+        self._window = 2 * threads  # steps under way: bounds the memory
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="pqweights")
+        self._part_bytes = [sum(part.byte_count for part in tensor.parts) for tensor in self._tensors]
+        self._total_bytes = sum(self._part_bytes)
+        self._passed_bytes = 0
+
+    def run(self) -> tuple[TensorRecord, ...]:
+        """All tensors; the records in plan order."""
+        records: list[TensorRecord] = []
+        writers: list[ShardWriter] = []
+        finishing: list[Future[None]] = []
+        try:
+            for step in self._ahead(self._steps(writers)):
+                match step:
+                    case _Chunk():
+                        step.job.collect(step.result.result())
+                        self._show(step.place, (step.number + 1) / step.job.chunks)
+                    case _LastChunkDone():
+                        record = self._finish(step)
+                        self._workspace.record(record)
+                        self._pass(step.place, record, records)
+                    case _Known():
+                        self._pass(step.place, step.record, records)
+                    case _ShardDone():
+                        finishing.append(self._pool.submit(step.writer.finish))
+            for future in finishing:
+                future.result()
+        finally:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            for writer in writers:
+                writer.close()
+        return tuple(records)
+
+    def _steps(self, writers: list[ShardWriter]) -> Iterator[_Step]:
+        """Everything that is to be done, in order; a chunk is given to the threads when it is asked for."""
+        known = self._workspace.records
+        for shard in self._plan.shards:
+            names = [self._plan.tensors[place].name for place in shard.tensors]
+            final = self._workspace.out / shard.file
+            if final.exists() and all(name in known for name in names):
+                yield from (_Known(place, known[name]) for place, name in zip(shard.tensors, names, strict=True))
+                continue
+            partial = self._workspace.folder / (shard.file + PARTIAL_SUFFIX)
+            writer = ShardWriter(partial, final, shard.header, shard.file_bytes)
+            writers.append(writer)
+            sink = _ShardSink(writer, shard)
+            for place, name in zip(shard.tensors, names, strict=True):
+                if name in known and sink.holds(known[name]):
+                    yield _Known(place, known[name])
+                else:
+                    job = self._transform.job(self._plan.tensors[place], self._tensors[place])
+                    for number in range(job.chunks):
+                        yield _Chunk(place, number, job, self._pool.submit(job.run, number, sink))
+                    yield _LastChunkDone(place, job, sink)
+            yield _ShardDone(writer)
+
+    def _ahead(self, steps: Iterator[_Step]) -> Iterator[_Step]:
+        """The same steps, with a window of them begun before the first is handed over."""
+        under_way: deque[_Step] = deque()
+        for step in steps:
+            under_way.append(step)
+            if len(under_way) > self._window:
+                yield under_way.popleft()
+        yield from under_way
+
+    def _finish(self, step: _LastChunkDone) -> TensorRecord:
+        """The record of a tensor, after as many further passes as it asks for."""
+        outcome = step.job.finish()
+        while not isinstance(outcome, TensorRecord):
+            job = outcome
+            chunks = (
+                _Chunk(step.place, number, job, self._pool.submit(job.run, number, step.sink))
+                for number in range(job.chunks)
+            )
+            for chunk in self._ahead(chunks):
+                assert isinstance(chunk, _Chunk)
+                job.collect(chunk.result.result())
+            outcome = job.finish()
+        return outcome
+
+    def _show(self, place: int, share: float) -> None:
+        done = self._passed_bytes + round(self._part_bytes[place] * share)
+        self._progress(done, self._total_bytes, self._plan.tensors[place].name)
+
+    def _pass(self, place: int, record: TensorRecord, records: list[TensorRecord]) -> None:
+        self._transform.accept(self._plan.tensors[place], record)
+        records.append(record)
+        self._show(place, 1.0)
+        self._passed_bytes += self._part_bytes[place]
