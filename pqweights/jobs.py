@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-import threading
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.buffers import BufferPool
 from pqweights.checkpoint.dtypes import DTYPE_BITS
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.manifest import TensorRecord
@@ -21,16 +21,8 @@ from pqweights.plan import TensorPlan
 # 2**20 weights: 2 MiB of BF16, a chunk that the caches hold and whose overhead does not show.
 CHUNK_WEIGHTS = 1 << 20
 
-_buffers = threading.local()
-
-
-def chunk_buffer(byte_count: int) -> npt.NDArray[np.uint8]:
-    """The calling thread's reused input buffer, at least this large, cut to size; contents undefined."""
-    buffer = getattr(_buffers, "input", None)
-    if buffer is None or len(buffer) < byte_count:
-        _buffers.input = buffer = np.empty(byte_count, dtype=np.uint8)
-    result: npt.NDArray[np.uint8] = buffer[:byte_count]
-    return result
+# What chunks become, from `run` to `collect`; 8 bytes hold a weight of any dtype. Pages never touched cost nothing.
+OUTPUTS = BufferPool(CHUNK_WEIGHTS * 8)
 
 
 class Sink(Protocol):
@@ -76,19 +68,22 @@ class CopyJob:
         """See Job."""
         return -(-self._weights // CHUNK_WEIGHTS)
 
-    def run(self, chunk: int, sink: Sink) -> npt.NDArray[np.uint8]:
-        """See Job."""
+    def run(self, chunk: int, sink: Sink) -> tuple[npt.NDArray[np.uint8], int]:
+        """See Job; the buffer and how many bytes of it count."""
         start = chunk * CHUNK_WEIGHTS
         count = min(CHUNK_WEIGHTS, self._weights - start)
         bits = DTYPE_BITS[self._spec.dtype]
-        data = np.empty(count * bits // 8, dtype=np.uint8)
-        self._tensor.read(start, count, self._spec.dtype, data)
-        sink.write(self._spec.name, start * bits // 8, data)
-        return data
+        buffer = OUTPUTS.take()
+        self._tensor.read(start, count, self._spec.dtype, buffer)
+        byte_count = count * bits // 8
+        sink.write(self._spec.name, start * bits // 8, buffer[:byte_count])
+        return buffer, byte_count
 
-    def collect(self, result: npt.NDArray[np.uint8]) -> None:
+    def collect(self, result: tuple[npt.NDArray[np.uint8], int]) -> None:
         """See Job."""
-        self._digest.update(result.data)
+        buffer, byte_count = result
+        self._digest.update(buffer[:byte_count].data)
+        OUTPUTS.give(buffer)
 
     def finish(self) -> TensorRecord:
         """See Job."""

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from pqweights.buffers import scratch
 from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.dtypes import item_bytes
 from pqweights.checkpoint.header import TensorSpec
@@ -19,7 +21,7 @@ from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, find_non_finite, open_local
 from pqweights.codecs import EncodedBlocks, get_codec
 from pqweights.errors import SourceError
-from pqweights.jobs import CHUNK_WEIGHTS, CopyJob, Job, Sink, chunk_buffer
+from pqweights.jobs import CHUNK_WEIGHTS, OUTPUTS, CopyJob, Job, Sink
 from pqweights.kernels import BLOCK_SIZE, VALUE_DTYPES
 from pqweights.manifest import TensorRecord, exceeds, rounded
 from pqweights.plan import DEFAULT_MAX_SHARD_BYTES, KEEP, QUANTIZE, Plan, TensorPlan
@@ -118,23 +120,27 @@ class EncodeJob:
         """See Job."""
         return -(-self._weights // CHUNK_WEIGHTS)
 
-    def run(self, chunk: int, sink: Sink) -> EncodedBlocks:
-        """See Job."""
+    def run(self, chunk: int, sink: Sink) -> tuple[npt.NDArray[np.uint8], EncodedBlocks]:
+        """See Job; the buffer that holds the codes, and everything."""
         start = chunk * CHUNK_WEIGHTS
         count = min(CHUNK_WEIGHTS, self._weights - start)
         size = item_bytes(self._dtype)
-        values = chunk_buffer(block_count(count) * BLOCK_SIZE * size)
-        values[count * size :] = 0
+        values = scratch("weights", block_count(count) * BLOCK_SIZE * size)
         self._tensor.read(start, count, self._dtype, values)
-        encoded = self._codec.encode(values, self._dtype, self._bits, self._pass.rotation, self._pass.norm_exponent)
+        values[count * size :] = 0
+        buffer = OUTPUTS.take()
+        code_bytes = self._codec.code_bytes_per_block(self._bits)
+        codes = buffer[: block_count(count) * code_bytes].reshape(-1, code_bytes)
+        encoded = self._codec.encode(
+            values, self._dtype, self._bits, self._pass.rotation, self._pass.norm_exponent, codes
+        )
         if encoded.stats.first_bad_block >= 0:
             self._refuse_non_finite(start, count)
         first_block = start // BLOCK_SIZE
         name = self._planned.name
-        code_bytes = self._codec.code_bytes_per_block(self._bits)
         sink.write(codes_name(name), first_block * code_bytes, encoded.codes.reshape(-1))
         sink.write(norms_name(name), first_block * 2, encoded.norms.view(np.uint8))
-        return encoded
+        return buffer, encoded
 
     def _refuse_non_finite(self, start: int, count: int) -> None:
         at = find_non_finite(self._tensor, start, count)
@@ -144,11 +150,13 @@ class EncodeJob:
             f"at {place}; keep the tensor with a rule (name: {self._tensor.name!r}, keep: true) or repair the checkpoint"
         )
 
-    def collect(self, result: EncodedBlocks) -> None:
+    def collect(self, result: tuple[npt.NDArray[np.uint8], EncodedBlocks]) -> None:
         """See Job."""
-        self._totals.add(result)
-        self._digests[codes_name(self._planned.name)].update(result.codes.data)
-        self._digests[norms_name(self._planned.name)].update(result.norms.data)
+        buffer, encoded = result
+        self._totals.add(encoded)
+        self._digests[codes_name(self._planned.name)].update(encoded.codes.data)
+        self._digests[norms_name(self._planned.name)].update(encoded.norms.data)
+        OUTPUTS.give(buffer)
 
     def finish(self) -> TensorRecord | Job:
         """See Job."""

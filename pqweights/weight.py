@@ -175,10 +175,11 @@ def encode_weight(
     item_bytes = 4 if dtype == "F32" else 2
     padded = np.zeros(block_count(math.prod(shape)) * BLOCK_SIZE * item_bytes, dtype=np.uint8)
     padded[: len(values)] = values
+    codes = np.empty((block_count(math.prod(shape)), codec.code_bytes_per_block(bits)), dtype=np.uint8)
     history: list[PassResult] = []
     this_pass: Pass | None = first_pass(codec)
     while this_pass is not None:
-        encoded = codec.encode(padded, dtype, bits, this_pass.rotation, this_pass.norm_exponent)
+        encoded = codec.encode(padded, dtype, bits, this_pass.rotation, this_pass.norm_exponent, codes)
         if encoded.stats.first_bad_block >= 0:
             raise SourceError(f"NaN or infinity in block {encoded.stats.first_bad_block} of the weight")
         totals = PassTotals(this_pass)

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.buffers import scratch
 from pqweights.checkpoint.dtypes import DTYPE_BITS, convert, float8_table, from_float32, item_bytes, to_float32
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.storage import Storage
@@ -49,9 +50,9 @@ class LogicalTensor(Protocol):
         ...
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
-        """Elements [start, start + count) of the row-major tensor as raw bytes of `dtype`, into `out`.
+        """Elements [start, start + count) of the row-major tensor as raw bytes of `dtype`, at the start of `out`.
 
-        dtype is `plain_dtype` or a floating dtype. Raises SourceError where the source cannot deliver them.
+        What is behind them in a longer `out` is undefined. dtype is `plain_dtype` or a floating dtype. Raises SourceError where the source cannot deliver them.
         """
         ...
 
@@ -100,7 +101,7 @@ class PlainTensor:
         if dtype == self.dtype:
             self.storage.read_into(self.stored.file, offset, out[: count * bits // 8])
             return
-        raw = np.empty(count * bits // 8, dtype=np.uint8)
+        raw = scratch("raw", count * bits // 8)
         self.storage.read_into(self.stored.file, offset, raw)
         converted = convert(raw, self.dtype, dtype)
         out[: len(converted)] = converted
@@ -145,7 +146,7 @@ class Float8Tensor:
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """See LogicalTensor: the float32 product of value and scale, rounded once."""
-        raw = np.empty(count, dtype=np.uint8)
+        raw = scratch("raw", count)
         self.storage.read_into(self.stored.file, self.stored.offset + start, raw)
         values = float8_table(self.dtype)[raw]
         if self.scales is not None:
@@ -300,12 +301,15 @@ class EncodedTensor:
         """See LogicalTensor; whole blocks are decoded."""
         first, last = start // BLOCK_SIZE, -(-(start + count) // BLOCK_SIZE)
         code_bytes = get_codec(self.codec).code_bytes_per_block(self.bits)
-        codes = np.empty((last - first, code_bytes), dtype=np.uint8)
-        norms = np.empty(last - first, dtype=np.uint16)
+        codes = scratch("codes", (last - first) * code_bytes).reshape(-1, code_bytes)
+        norms = scratch("norms", (last - first) * 2).view(np.uint16)
         self.storage.read_into(self.codes.file, self.codes.offset + first * code_bytes, codes.reshape(-1))
         self.storage.read_into(self.norms.file, self.norms.offset + first * 2, norms.view(np.uint8))
         size = item_bytes(dtype)
         skip = (start - first * BLOCK_SIZE) * size
-        values = np.empty((last - first) * BLOCK_SIZE * size, dtype=np.uint8)
+        whole = (last - first) * BLOCK_SIZE * size
+        in_place = skip == 0 and len(out) >= whole
+        values = out[:whole] if in_place else np.empty(whole, dtype=np.uint8)
         get_codec(self.codec).decode(codes, norms, dtype, self.codebook, self.rotation, self.norm_exponent, values)
-        out[: count * size] = values[skip : skip + count * size]
+        if not in_place:
+            out[: count * size] = values[skip : skip + count * size]

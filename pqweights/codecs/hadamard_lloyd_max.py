@@ -38,12 +38,16 @@ class HadamardLloydMax:
         return lloyd_max.codebook(bits)
 
     def encode(
-        self, values: npt.NDArray[np.uint8], dtype: str, bits: int, rotation: str, norm_exponent: int
+        self,
+        values: npt.NDArray[np.uint8],
+        dtype: str,
+        bits: int,
+        rotation: str,
+        norm_exponent: int,
+        codes: npt.NDArray[np.uint8],
     ) -> EncodedBlocks:
         """See Codec.encode."""
-        item_bytes = 4 if dtype == "F32" else 2
-        blocks = len(values) // (BLOCK_SIZE * item_bytes)
-        codes = np.empty((blocks, self.code_bytes_per_block(bits)), dtype=np.uint8)
+        blocks = len(codes)
         norms = np.empty(blocks, dtype=np.uint16)
         energies = np.empty(blocks, dtype=np.float64)
         errors = np.empty(blocks, dtype=np.float64)

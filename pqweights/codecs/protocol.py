@@ -16,7 +16,7 @@ from pqweights.kernels import EncodeStats
 class EncodedBlocks:
     """Some consecutive blocks of one weight.
 
-    codes: [blocks, bytes_per_block - 2] u8. norms: [blocks] float16 bit patterns as u16.
+    codes: [blocks, code bytes] u8. norms: [blocks] float16 bit patterns as u16.
     energies, errors: [blocks] f64, sums of squares of the weights and of their errors after decoding.
     """
 
@@ -58,9 +58,15 @@ class Codec(Protocol):
         ...
 
     def encode(
-        self, values: npt.NDArray[np.uint8], dtype: str, bits: int, rotation: str, norm_exponent: int
+        self,
+        values: npt.NDArray[np.uint8],
+        dtype: str,
+        bits: int,
+        rotation: str,
+        norm_exponent: int,
+        codes: npt.NDArray[np.uint8],
     ) -> EncodedBlocks:
-        """Encode whole blocks given as raw bytes of dtype BF16, F16 or F32."""
+        """Encode whole blocks given as raw bytes of dtype BF16, F16 or F32; codes: out, [blocks, code bytes]."""
         ...
 
     def decode(
