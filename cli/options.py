@@ -27,7 +27,10 @@ def parse_size(text: str | int) -> int:
 
 def thread_count(asked: int | None) -> int:
     """The number that was asked for, or one per core that this process may use."""
-    return asked or len(os.sched_getaffinity(0))
+    usable = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    )  # macOS has no affinity
+    return asked or usable or 1
 
 
 SourceArgument = Annotated[

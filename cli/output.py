@@ -87,18 +87,22 @@ def _bar(verb: str) -> Iterator[Callable[[int, int, str], None]]:
 
 
 def _lines(verb: str) -> Callable[[int, int, str], None]:
-    start = time.monotonic()
-    last = start + QUIET_SECONDS - PLAIN_LINE_SECONDS
+    start = last = time.monotonic()
+    # The rate counts from the first bytes on: what came before was start-up, or the one-time compilation of the kernels.
+    first_time, first_done = 0.0, -1
 
     def callback(done: int, total: int, name: str) -> None:
-        nonlocal last
+        nonlocal last, first_time, first_done
         now = time.monotonic()
-        if now - last < PLAIN_LINE_SECONDS or now - start < QUIET_SECONDS or not done:
+        if first_done < 0:
+            first_time, first_done = now, done
+        elapsed = now - first_time
+        pause = QUIET_SECONDS if last == start else PLAIN_LINE_SECONDS
+        if now - last < pause or not elapsed or done == first_done:
             return
         last = now
-        rate = done / (now - start)
-        left = (total - done) / rate
-        note(f"{verb} {done / total:.0%} of {size(total)}, {size(rate)}/s, {left:.0f} s left: {name}")
+        rate = (done - first_done) / elapsed
+        note(f"{verb} {done / total:.0%} of {size(total)}, {size(rate)}/s, {(total - done) / rate:.0f} s left: {name}")
 
     return callback
 

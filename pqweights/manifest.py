@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pqweights.checkpoint.dtypes import DTYPE_BITS
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.codecs import get_codec
@@ -121,6 +122,13 @@ def _tensor_json(tensor: TensorPlan, record: TensorRecord) -> dict[str, Any]:
     return entry
 
 
+def _parse_spec(entry: dict[str, Any]) -> TensorSpec:
+    name, dtype, shape = entry["name"], entry["dtype"], entry["shape"]
+    if not isinstance(name, str) or dtype not in DTYPE_BITS or not all(isinstance(n, int) and n >= 0 for n in shape):
+        raise TypeError(f"stored tensor {name!r}: dtype {dtype!r}, shape {shape!r}")
+    return TensorSpec(name, dtype, tuple(shape))
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a finished folder.
 
@@ -143,7 +151,7 @@ def parse_manifest(data: Any) -> Manifest:
     try:
         tensors, records = [], []
         for entry in data["tensors"]:
-            stored = tuple(TensorSpec(s["name"], s["dtype"], tuple(s["shape"])) for s in entry["stored"])
+            stored = tuple(_parse_spec(s) for s in entry["stored"])
             plain = ("name", "dtype", "role", "action", "codec", "bits", "reason")
             tensors.append(TensorPlan(shape=tuple(entry["shape"]), stored=stored, **{key: entry[key] for key in plain}))
             measures = {key: entry.get(key) for key in ("rotation", "norm_exponent", "relative_mse", "energy")}

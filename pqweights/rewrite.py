@@ -7,9 +7,10 @@ depend on the number of threads.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from pqweights.workspace import RunIdentity, Workspace, check_output, check_path
 
 Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in all, name of the tensor
 SHARD_METADATA = {"format": "pt"}
-MEMORY_FLOOR_BYTES = 300_000_000
+MEMORY_FLOOR_BYTES = 220_000_000
 # A thread's input chunk in float32 with its temporaries, and its share of the results that wait to be collected.
 MEMORY_PER_THREAD_BYTES = 32_000_000
 
@@ -132,17 +133,17 @@ def rewrite(
     """
     check_paths(source, out)
     fingerprint = checkpoint.fingerprint()
-    if not overwrite and (done := _finished(out, transform, plan, fingerprint)):
+    if not overwrite and (done := _finished(out, checkpoint, transform, plan, fingerprint)):
         for planned, record in zip(plan.tensors, done.records, strict=True):
             transform.accept(planned, record)
         return Report(plan, done.records, True, len(done.records), checkpoint.storage.bytes_read)
     check_output(out, overwrite)
+    _check_space(plan, out)
     outputs = [*(shard.file for shard in plan.shards), *plan.companions, INDEX_FILE, CONFIG_FILE, MANIFEST_FILE]
     read = [*checkpoint.weight_files, *plan.companions, *([CONFIG_FILE] if checkpoint.config is not None else [])]
     described = {"plan": [t.to_json() for t in plan.tensors], "shards": plan.max_shard_bytes, **transform.describe()}
     identity = RunIdentity.of(described, checkpoint.storage, read, outputs)
     with open_workspace(out, identity, overwrite) as workspace:
-        _check_space(plan, workspace)
         resumed = len(workspace.records)
         try:
             records = _Run(checkpoint, transform, plan, workspace, threads, progress).run()
@@ -159,7 +160,7 @@ def rewrite(
     return Report(plan, records, False, resumed, checkpoint.storage.bytes_read)
 
 
-def _finished(out: Path, transform: Transform, plan: Plan, fingerprint: str) -> Manifest | None:
+def _finished(out: Path, checkpoint: Checkpoint, transform: Transform, plan: Plan, fingerprint: str) -> Manifest | None:
     """The manifest of `out` where it already is the result of this very rewrite."""
     if not (out / MANIFEST_FILE).is_file() or (out / WORK_FOLDER).exists():
         return None
@@ -171,40 +172,59 @@ def _finished(out: Path, transform: Transform, plan: Plan, fingerprint: str) -> 
         and found.max_shard_bytes == plan.max_shard_bytes
         and found.tensors == plan.tensors
     )
-    return found if same else None
+    if not same:
+        return None
+    contents = _small_files(checkpoint, transform, plan, found.records)
+    digests = {name: _sha256_of_pieces(pieces) for name, pieces in contents.items()}
+    return found if digests == {name: record.sha256 for name, record in found.files.items()} else None
 
 
-def _check_space(plan: Plan, workspace: Workspace) -> None:
+def _check_space(plan: Plan, out: Path) -> None:
+    """Refuse a result that does not fit on the disk; what it replaces or continues counts as free."""
     needed = plan.output_bytes + plan.companion_bytes
-    present = sum(path.stat().st_blocks * 512 for path in workspace.out.rglob("*.safetensors*") if path.is_file())
-    free = shutil.disk_usage(workspace.out).free
+    present = sum(path.stat().st_blocks * 512 for path in out.rglob("*.safetensors*") if path.is_file())
+    existing = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
     if needed > present + free:
-        missing = needed - present - free
-        if not workspace.records:
-            workspace.discard([])
         raise OutputError(
-            f"{workspace.out}: the result needs {needed} bytes on the disk, {free} are free; free {missing} bytes more, or "
-            "choose a folder on another disk"
+            f"{out}: the result needs {needed} bytes on the disk, {free} are free; free {needed - present - free} bytes more, "
+            "or choose a folder on another disk"
         )
+
+
+def _small_files(
+    checkpoint: Checkpoint, transform: Transform, plan: Plan, records: Sequence[TensorRecord]
+) -> dict[str, Iterable[bytes]]:
+    """Companions, index and configuration: name -> content in pieces."""
+    contents: dict[str, Iterable[bytes]] = {name: _pieces(checkpoint, name) for name in plan.companions}
+    contents[INDEX_FILE] = [json_bytes(plan.index())]
+    config = transform.config(checkpoint, plan.tensors, records)
+    if config is not None:
+        contents[CONFIG_FILE] = [json_bytes(config)]
+    return contents
+
+
+def _pieces(checkpoint: Checkpoint, name: str) -> Iterator[bytes]:
+    size = checkpoint.storage.files()[name].byte_count
+    for offset in range(0, size, COPY_BYTES):
+        yield read_bytes(checkpoint.storage, name, offset, min(COPY_BYTES, size - offset))
+
+
+def _sha256_of_pieces(pieces: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def _write_small_files(
     checkpoint: Checkpoint, transform: Transform, plan: Plan, records: Sequence[TensorRecord], workspace: Workspace
 ) -> dict[str, FileRecord]:
-    """Companions, index and configuration, and what the manifest says of them."""
-    contents: dict[str, bytes] = {INDEX_FILE: json_bytes(plan.index())}
-    config = transform.config(checkpoint, plan.tensors, records)
-    if config is not None:
-        contents[CONFIG_FILE] = json_bytes(config)
+    """Write them, and return what the manifest says of them."""
     files = {}
-    for name in plan.companions:
-        size = checkpoint.storage.files()[name].byte_count
-        pieces = (
-            read_bytes(checkpoint.storage, name, at, min(COPY_BYTES, size - at)) for at in range(0, size, COPY_BYTES)
-        )
-        files[name] = FileRecord(size, write_whole(workspace.folder, workspace.out / name, pieces))
-    for name, data in contents.items():
-        files[name] = FileRecord(len(data), write_whole(workspace.folder, workspace.out / name, [data]))
+    for name, pieces in _small_files(checkpoint, transform, plan, records).items():
+        digest = write_whole(workspace.folder, workspace.out / name, pieces)
+        files[name] = FileRecord((workspace.out / name).stat().st_size, digest)
     return files
 
 

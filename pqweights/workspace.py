@@ -89,7 +89,7 @@ class Workspace:
 def check_paths(source: Path, out: Path) -> None:
     """Refuse an output folder that is, holds, or lies within the source."""
     inner, outer = out.resolve(), source.resolve()
-    if inner == outer or outer in inner.parents or (inner in outer.parents and source.exists() and out.exists()):
+    if inner == outer or outer in inner.parents or inner in outer.parents:
         raise OutputError(f"{out}: the output must lie outside the source {source}; choose another folder")
 
 

@@ -289,8 +289,8 @@ class EncodedTensor:
 
     @property
     def plain_dtype(self) -> str:
-        """The dtype of the source's weights; BF16 where that was a packed format."""
-        return self.dtype if self.dtype in ("BF16", "F16", "F32") else "BF16"
+        """The dtype of the source's weights; F32 for F64, BF16 where it was a packed format."""
+        return self.dtype if self.dtype in ("BF16", "F16", "F32") else "F32" if self.dtype == "F64" else "BF16"
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:

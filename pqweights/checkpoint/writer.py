@@ -87,13 +87,13 @@ class ShardWriter:
 
 def _allocate(descriptor: int, size: int) -> None:
     """Reserve the blocks, so that a full disk shows now; where the file system cannot, only set the size."""
-    try:
-        if size:
+    os.ftruncate(descriptor, size)
+    if size and hasattr(os, "posix_fallocate"):  # macOS has none
+        try:
             os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-        os.ftruncate(descriptor, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
 
 
 def sync_folder(folder: Path) -> None:
