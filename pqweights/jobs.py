@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.buffers import BufferPool
-from pqweights.checkpoint.dtypes import DTYPE_BITS
 from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.dtypes import DTYPE_BITS
 from pqweights.manifest import TensorRecord
 from pqweights.plan import TensorPlan
 

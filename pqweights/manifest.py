@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pqweights.checkpoint.dtypes import DTYPE_BITS
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.codecs import get_codec
+from pqweights.dtypes import DTYPE_BITS
 from pqweights.errors import MasterError
 from pqweights.plan import TensorPlan
 from pqweights.weight import exceeds_promise

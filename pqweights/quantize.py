@@ -13,13 +13,13 @@ import numpy.typing as npt
 
 from pqweights.buffers import scratch
 from pqweights.checkpoint.config import edited_config, model_dtype
-from pqweights.checkpoint.dtypes import item_bytes
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.master import Encoding, encoded_specs, quantization_config
 from pqweights.checkpoint.names import codes_name, norms_name
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, find_non_finite, open_local
 from pqweights.codecs import EncodedBlocks, get_codec
+from pqweights.dtypes import item_bytes
 from pqweights.errors import SourceError
 from pqweights.jobs import CHUNK_WEIGHTS, OUTPUTS, CopyJob, Job, Sink
 from pqweights.kernels import BLOCK_SIZE, VALUE_DTYPES
@@ -27,7 +27,7 @@ from pqweights.manifest import TensorRecord, exceeds, rounded
 from pqweights.plan import DEFAULT_MAX_SHARD_BYTES, KEEP, QUANTIZE, Plan, TensorPlan
 from pqweights.recipe import Recipe, decide
 from pqweights.rewrite import Progress, Report, make_plan, rewrite
-from pqweights.weight import Pass, PassResult, PassTotals, block_count, first_pass, next_pass
+from pqweights.weight import Pass, PassResult, PassTotals, block_count, encode_chunk, first_pass, next_pass
 
 
 @dataclass(frozen=True)
@@ -127,13 +127,10 @@ class EncodeJob:
         size = item_bytes(self._dtype)
         values = scratch("weights", block_count(count) * BLOCK_SIZE * size)
         self._tensor.read(start, count, self._dtype, values)
-        values[count * size :] = 0
         buffer = OUTPUTS.take()
         code_bytes = self._codec.code_bytes_per_block(self._bits)
         codes = buffer[: block_count(count) * code_bytes].reshape(-1, code_bytes)
-        encoded = self._codec.encode(
-            values, self._dtype, self._bits, self._pass.rotation, self._pass.norm_exponent, codes
-        )
+        encoded = encode_chunk(self._codec, values, count, self._dtype, self._bits, self._pass, codes)
         if encoded.stats.first_bad_block >= 0:
             self._refuse_non_finite(start, count)
         first_block = start // BLOCK_SIZE

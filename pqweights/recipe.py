@@ -18,10 +18,10 @@ from typing import Any
 
 import yaml
 
-from pqweights.checkpoint.dtypes import item_bytes
 from pqweights.checkpoint.master import encoded_specs
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.codecs import get_codec
+from pqweights.dtypes import item_bytes
 from pqweights.errors import RecipeError
 from pqweights.roles import ROLES, Role, classify
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, WORK_FOLDER
+from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
@@ -28,7 +28,7 @@ from pqweights.errors import OutputError, SourceError
 from pqweights.jobs import Job
 from pqweights.manifest import FileRecord, Manifest, TensorRecord, json_bytes, read_manifest
 from pqweights.plan import Plan, ShardPlan, TensorPlan, plan_shards
-from pqweights.workspace import RunIdentity, Workspace, check_output, check_paths, open_workspace
+from pqweights.workspace import RunIdentity, Workspace, check_output, check_paths, is_under_way, open_workspace, tidy
 
 Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in all, name of the tensor
 SHARD_METADATA = {"format": "pt"}
@@ -136,6 +136,7 @@ def rewrite(
     if not overwrite and (done := _finished(out, checkpoint, transform, plan, fingerprint)):
         for planned, record in zip(plan.tensors, done.records, strict=True):
             transform.accept(planned, record)
+        tidy(out)
         return Report(plan, done.records, True, len(done.records), checkpoint.storage.bytes_read)
     check_output(out, overwrite)
     _check_space(plan, out)
@@ -162,7 +163,7 @@ def rewrite(
 
 def _finished(out: Path, checkpoint: Checkpoint, transform: Transform, plan: Plan, fingerprint: str) -> Manifest | None:
     """The manifest of `out` where it already is the result of this very rewrite."""
-    if not (out / MANIFEST_FILE).is_file() or (out / WORK_FOLDER).exists():
+    if not (out / MANIFEST_FILE).is_file() or is_under_way(out):
         return None
     found = read_manifest(out)
     same = (
@@ -171,6 +172,8 @@ def _finished(out: Path, checkpoint: Checkpoint, transform: Transform, plan: Pla
         and found.source_fingerprint == fingerprint
         and found.max_shard_bytes == plan.max_shard_bytes
         and found.tensors == plan.tensors
+        and all((out / s.file).is_file() and (out / s.file).stat().st_size == s.file_bytes for s in plan.shards)
+        and all((out / name).is_file() for name in found.files)
     )
     if not same:
         return None

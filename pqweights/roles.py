@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from pqweights.checkpoint.dtypes import FLOAT_DTYPES
+from pqweights.dtypes import FLOAT_DTYPES
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ _PATH_PATTERNS = (
 )  # fmt: skip
 _SSM_PARAMETERS = re.compile(r"A_log|A|D|dt_bias|dt_proj|in_proj_(a|b|ba)|time_(decay|first|mix\w*|maa\w*)")
 _MAMBA_PATH = re.compile(r"mamba\w*|mixer|ssm\w*")
-_NORM = re.compile(r"\w*norm\w*|ln|ln_\w+|ln\d+", re.IGNORECASE)
+_NORM = re.compile(r"\w*norm(s|\d+|_\w+)?|\w*normali[sz]ation|ln|ln_\w+|ln\d+", re.IGNORECASE)
 _CONV = re.compile(r"\w*conv\w*|patch_embed\w*")
 _ROUTER = re.compile(r"gate|router|\w*_router|shared_expert_gate|gate_weight|wg")
 _LM_HEAD = re.compile(r"lm_head|embed_out|output|output_projection")
 _EMBEDDING = re.compile(r"\w*embed\w*|wte|wpe|emb")
 _EXPERTS = re.compile(r"experts|\w*_experts(?<!shared_experts)")
-_ATTENTION = re.compile(r"\w*attn\w*|\w*attention\w*|mixer")
+_ATTENTION = re.compile(r"\w*attn\w*|\w*attention\w*|mixer", re.IGNORECASE)
 _MLP = re.compile(
     r"mlp|\w*mlp|ffn|feed_?forward|intermediate|shared_experts?|(gate|up|down|gate_up)_proj|fc\d|c_fc|w[123]"
 )

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from pqweights.codebook import Codebook
 from pqweights.codecs import Codec, EncodedBlocks, get_codec
+from pqweights.dtypes import item_bytes, to_float32
 from pqweights.errors import SourceError
 from pqweights.kernels import BLOCK_SIZE
 
@@ -114,12 +115,43 @@ def next_pass(codec: Codec, bits: int, history: Sequence[PassResult]) -> Pass | 
         return Pass(last.rotation, exponent)
     if not exceeds_promise(codec, bits, last.relative_mse):
         return None
-    tried = {r.rotation: r for r in history if r.norm_exponent == norm_exponent_for(r.smallest_norm, r.largest_norm)}
+    tried = {result.rotation: result for result in history}  # the last pass of a rotation has the fitting exponent
     for rotation in codec.rotations:
         if rotation not in tried:
             return Pass(rotation, last.norm_exponent)
     best = min(tried.values(), key=lambda r: r.relative_mse)
     return None if best.rotation == last.rotation else Pass(best.rotation, best.norm_exponent)
+
+
+def encode_chunk(
+    codec: Codec,
+    values: npt.NDArray[np.uint8],  # [blocks * 128 * itemsize], raw bytes
+    weights: int,  # how many of the values count; the rest is padding, set to zero here
+    dtype: str,
+    bits: int,
+    this_pass: Pass,
+    codes: npt.NDArray[np.uint8],  # out: [blocks, code bytes]
+) -> EncodedBlocks:
+    """Encode the next blocks of a weight; only the last ones may hold padding, whose decoded error does not count."""
+    size = item_bytes(dtype)
+    values[weights * size :] = 0
+    encoded = codec.encode(values, dtype, bits, this_pass.rotation, this_pass.norm_exponent, codes)
+    used = weights % BLOCK_SIZE
+    if used and encoded.stats.first_bad_block < 0:
+        decoded = np.empty(BLOCK_SIZE * 4, dtype=np.uint8)
+        codec.decode(
+            codes[-1:],
+            encoded.norms[-1:],
+            "F32",
+            codec.codebook(bits),
+            this_pass.rotation,
+            this_pass.norm_exponent,
+            decoded,
+        )
+        last = to_float32(values[-BLOCK_SIZE * size :], dtype)[:used].astype(np.float64)
+        difference = last - decoded.view(np.float32)[:used].astype(np.float64)
+        encoded.errors[-1] = _add_in_order(0.0, difference * difference)
+    return encoded
 
 
 def block_count(weights: int) -> int:
@@ -146,8 +178,7 @@ class EncodedWeight:
 
     def decode_blocks(self, start: int, stop: int, dtype: str) -> npt.NDArray[np.uint8]:
         """The raw bytes of blocks [start, stop) in `dtype`, padding included."""
-        item_bytes = 4 if dtype == "F32" else 2
-        values = np.empty((stop - start) * BLOCK_SIZE * item_bytes, dtype=np.uint8)
+        values = np.empty((stop - start) * BLOCK_SIZE * item_bytes(dtype), dtype=np.uint8)
         get_codec(self.codec).decode(
             self.codes[start:stop],
             self.norms[start:stop],
@@ -161,8 +192,7 @@ class EncodedWeight:
 
     def decode(self) -> npt.NDArray[np.uint8]:
         """The raw bytes of the weight in its own dtype, row-major."""
-        item_bytes = 4 if self.dtype == "F32" else 2
-        return self.decode_blocks(0, len(self.codes), self.dtype)[: math.prod(self.shape) * item_bytes]
+        return self.decode_blocks(0, len(self.codes), self.dtype)[: math.prod(self.shape) * item_bytes(self.dtype)]
 
 
 def encode_weight(
@@ -172,14 +202,13 @@ def encode_weight(
 
     Raises SourceError where the weight holds a NaN or an infinity.
     """
-    item_bytes = 4 if dtype == "F32" else 2
-    padded = np.zeros(block_count(math.prod(shape)) * BLOCK_SIZE * item_bytes, dtype=np.uint8)
+    padded = np.empty(block_count(math.prod(shape)) * BLOCK_SIZE * item_bytes(dtype), dtype=np.uint8)
     padded[: len(values)] = values
     codes = np.empty((block_count(math.prod(shape)), codec.code_bytes_per_block(bits)), dtype=np.uint8)
     history: list[PassResult] = []
     this_pass: Pass | None = first_pass(codec)
     while this_pass is not None:
-        encoded = codec.encode(padded, dtype, bits, this_pass.rotation, this_pass.norm_exponent, codes)
+        encoded = encode_chunk(codec, padded, math.prod(shape), dtype, bits, this_pass, codes)
         if encoded.stats.first_bad_block >= 0:
             raise SourceError(f"NaN or infinity in block {encoded.stats.first_bad_block} of the weight")
         totals = PassTotals(this_pass)

@@ -62,20 +62,18 @@ class Workspace:
         self._journal = journal
 
     def record(self, record: TensorRecord) -> None:
-        """Add a finished tensor to the journal, in one write."""
-        line = json.dumps(record.to_json()) + "\n"
+        """Add a finished tensor to the journal; a line that a kill cuts short is dropped when it is read."""
+        line = (json.dumps(record.to_json()) + "\n").encode()
         with disk_errors(self.folder / JOURNAL_FILE):
-            os.write(self._journal, line.encode())
+            while line:
+                line = line[os.write(self._journal, line) :]
 
     def finish(self) -> None:
-        """Remove the work folder: the run is complete. The lock file goes last, while it is still held."""
+        """Remove the work folder: the run is complete. The journal goes first; without one there is nothing to continue."""
         os.close(self._journal)
         self._journal = -1
-        for path in self.folder.iterdir():
-            if path.name != LOCK_FILE:
-                path.unlink()
-        (self.folder / LOCK_FILE).unlink()
-        self.folder.rmdir()
+        (self.folder / JOURNAL_FILE).unlink()
+        _remove_work_folder(self.folder)
         sync_folder(self.out)
 
     def discard(self, outputs: list[str]) -> None:
@@ -84,6 +82,31 @@ class Workspace:
         self.finish()
         with contextlib.suppress(OSError):  # other files are there: the folder stays
             self.out.rmdir()
+
+
+def is_under_way(out: Path) -> bool:
+    """Whether a run into `out` began and did not reach its end."""
+    return (out / WORK_FOLDER / JOURNAL_FILE).exists()
+
+
+def tidy(out: Path) -> None:
+    """Remove what a run that was killed in its last steps left beside its complete result."""
+    work = out / WORK_FOLDER
+    if work.exists() and not is_under_way(out):
+        lock = _lock(work / LOCK_FILE, out)
+        try:
+            _remove_work_folder(work)
+        finally:
+            os.close(lock)
+
+
+def _remove_work_folder(work: Path) -> None:
+    """Remove the work folder; its lock file goes last, while it is still held."""
+    for path in work.iterdir():
+        if path.name != LOCK_FILE:
+            path.unlink()
+    (work / LOCK_FILE).unlink()
+    work.rmdir()
 
 
 def check_paths(source: Path, out: Path) -> None:
@@ -99,14 +122,14 @@ def check_output(out: Path, overwrite: bool) -> None:
         return
     if not out.is_dir():
         raise OutputError(f"{out}: expected a folder or nothing, found a file; choose another output folder")
-    if (out / WORK_FOLDER / JOURNAL_FILE).exists():
+    if is_under_way(out):
         return
     names = sorted(path.name for path in out.iterdir() if path.name not in (WORK_FOLDER, CARD_FILE))
     if (out / MANIFEST_FILE).is_file():
         if not overwrite:
             raise OutputError(
-                f"{out}: holds a finished result of another source or recipe; pass --overwrite to replace it, or choose "
-                "another folder"
+                f"{out}: holds a result of another source, recipe or version, or a damaged one (pqweights verify tells); pass "
+                "--overwrite to replace it, or choose another folder"
             )
     elif names:
         raise OutputError(f"{out}: expected an empty or new folder, found {names[0]!r} in it; choose another folder")
@@ -132,12 +155,14 @@ def open_workspace(out: Path, identity: RunIdentity, overwrite: bool) -> Iterato
             raise
         records = _read_journal(work / JOURNAL_FILE, identity, out, overwrite)
         if records is None:
-            _clear(out, work)
+            _begin_journal(work, identity, _files_to_replace(out, work))
             records = {}
-            with disk_errors(work):
-                first = json.dumps(identity.to_json()) + "\n"
-                (work / (JOURNAL_FILE + ".new")).write_text(first, encoding="utf-8")
-                os.replace(work / (JOURNAL_FILE + ".new"), work / JOURNAL_FILE)
+        if not records:  # nothing of this run has its final name yet, so what has one is to be replaced
+            with disk_errors(out):
+                _remove_files(out, _first_line(work / JOURNAL_FILE)["replaces"])
+                for path in work.iterdir():
+                    if path.name not in (LOCK_FILE, JOURNAL_FILE):
+                        path.unlink()
         journal = os.open(work / JOURNAL_FILE, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         yield Workspace(out, records, journal)
     finally:
@@ -166,7 +191,7 @@ def _read_journal(path: Path, identity: RunIdentity, out: Path, overwrite: bool)
         return None
     lines = path.read_bytes().split(b"\n")
     first = json.loads(lines[0])
-    if first != identity.to_json():
+    if any(first.get(key) != value for key, value in identity.to_json().items()):
         if overwrite:
             return None
         found = first["source"]
@@ -191,21 +216,31 @@ def _read_journal(path: Path, identity: RunIdentity, out: Path, overwrite: bool)
     return records
 
 
-def _clear(out: Path, work: Path) -> None:
-    """Remove what an abandoned run or the result to be replaced left: the files that its journal or manifest lists.
+def _first_line(journal: Path) -> dict[str, Any]:
+    with open(journal, "rb") as stream:
+        value: dict[str, Any] = json.loads(stream.readline())
+    return value
 
-    The manifest goes last, so that a kill in between leaves a folder that is still known to be ours.
-    """
-    journal = work / JOURNAL_FILE
-    if journal.exists():
-        _remove_files(out, json.loads(journal.read_bytes().split(b"\n")[0])["outputs"])
+
+def _begin_journal(work: Path, identity: RunIdentity, replaces: list[str]) -> None:
+    """Write the first line. It stands before anything is removed, so that a kill in between finds the list again."""
+    with disk_errors(work):
+        new = work / (JOURNAL_FILE + ".new")
+        new.write_text(json.dumps(identity.to_json() | {"replaces": replaces}) + "\n", encoding="utf-8")
+        os.replace(new, work / JOURNAL_FILE)
+
+
+def _files_to_replace(out: Path, work: Path) -> list[str]:
+    """What an abandoned run or an earlier result left: the files that its journal or manifest lists."""
+    names = []
+    if (work / JOURNAL_FILE).exists():
+        first = _first_line(work / JOURNAL_FILE)
+        names += [*first["outputs"], *first["replaces"]]
     if (out / MANIFEST_FILE).is_file():
         manifest = read_manifest(out)
         shards = plan_shards(manifest.tensors, manifest.max_shard_bytes, {})
-        _remove_files(out, [*(shard.file for shard in shards), *manifest.files, MANIFEST_FILE])
-    for path in work.iterdir():
-        if path.name != LOCK_FILE:
-            path.unlink()
+        names += [*(shard.file for shard in shards), *manifest.files, MANIFEST_FILE]
+    return names
 
 
 def _remove_files(out: Path, names: list[str]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pqweights.checkpoint.dtypes import DTYPE_BITS
+from pqweights.dtypes import DTYPE_BITS
 from pqweights.errors import SourceError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library

@@ -129,7 +129,8 @@ def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: d
     codebooks: dict[tuple[str, int], Codebook] = {}
     tensors: list[LogicalTensor] = []
     taken: set[str] = set()
-    for name in [n[: -len(CODES_SUFFIX)] for n in stored if n.endswith(CODES_SUFFIX)]:
+    kept = set(_strings(settings, "kept"))
+    for name in [n[: -len(CODES_SUFFIX)] for n in stored if n.endswith(CODES_SUFFIX) and n not in kept]:
         if norms_name(name) not in stored:
             raise MasterError(
                 f"tensor {codes_name(name)!r} has no {norms_name(name)!r} beside it; the master is damaged"
@@ -205,6 +206,13 @@ def _object(parent: dict[str, Any], key: str) -> dict[str, Any]:
     value = parent.get(key, {})
     if not isinstance(value, dict):
         raise MasterError(f"config.json: {key}: expected an object, found {type(value).__name__}")
+    return value
+
+
+def _strings(parent: dict[str, Any], key: str) -> list[str]:
+    value = parent.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        raise MasterError(f"config.json: {key}: expected a list of names, found {str(value)[:80]}")
     return value
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pqweights.checkpoint.dtypes import FLOAT8_DTYPES, FLOAT_DTYPES
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.names import CODES_SUFFIX, NORMS_SUFFIX
 from pqweights.checkpoint.readers import Float8Tensor, LogicalTensor, Mxfp4Tensor, PlainTensor
 from pqweights.checkpoint.storage import Storage
+from pqweights.dtypes import FLOAT8_DTYPES, FLOAT_DTYPES
 from pqweights.errors import SourceError
 
 GIVE_ORIGINAL = "it is already quantized with loss; give the original checkpoint"

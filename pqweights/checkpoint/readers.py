@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.buffers import scratch
-from pqweights.checkpoint.dtypes import DTYPE_BITS, convert, float8_table, from_float32, item_bytes, to_float32
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.storage import Storage
 from pqweights.codebook import Codebook
 from pqweights.codecs import get_codec
+from pqweights.dtypes import DTYPE_BITS, convert, float8_table, from_float32, item_bytes, to_float32
 from pqweights.kernels import BLOCK_SIZE
 
 

@@ -1,9 +1,8 @@
 """The CPU backend: one fused pass per block in numba, compiled once for every width and dtype.
 
-Within a block the loops run over 128 contiguous elements, so LLVM vectorises them for whatever the machine has. The
-butterfly uses the constant-geometry form (Pease 1968): each stage reads neighbours and writes halves, which makes all
-seven stages the same vector loop with the additions of stages h = 1, 2, ..., 64. Nothing is fused or reassociated
-(numba's default), so the bytes equal the reference's. The kernels release the GIL; callers bring the threads.
+Simple loops run over 128 contiguous elements and LLVM vectorises them; the butterflies, sums and table look-ups are
+vector code of our own (kernels/vector.py). Nothing is fused or reassociated, so the bytes equal the reference's. The
+kernels release the GIL; callers bring the threads.
 """
 
 from __future__ import annotations
@@ -18,6 +17,19 @@ import numpy.typing as npt
 
 from pqweights.codebook import Codebook
 from pqweights.kernels import SIGNS, VALUE_DTYPES, EncodeStats
+from pqweights.kernels.vector import (
+    CELLS,
+    hadamard,
+    look_up_5,
+    look_up_6,
+    look_up_7,
+    look_up_8,
+    quantize_5,
+    quantize_6,
+    quantize_7,
+    quantize_8,
+    tree_sum,
+)  # fmt: skip
 
 
 def _jit(function: Callable[..., Any]) -> Any:
@@ -29,24 +41,35 @@ def _jit(function: Callable[..., Any]) -> Any:
 
 
 @functools.lru_cache(maxsize=32)
-def _cells(
-    thresholds: tuple[float, ...],
-) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float32], np.float32, np.float32]:
-    """Uniform cells over the thresholds, at most one threshold within or next to each.
+def _encode_table(
+    levels: tuple[float, ...], thresholds: tuple[float, ...]
+) -> tuple[npt.NDArray[np.float32], np.float32]:
+    """The table of vector.quantize for symmetric levels, and cells per unit.
 
-    Returns the code at a cell's lower end [cells] and its threshold [cells] (inf where it has none), the lower end of
-    cell 0, and cells per unit. Cells are half the smallest gap wide and a code's cell is computed with an error of
-    a millionth of that, so the threshold stored with a cell is the only one that its values can meet.
+    Magnitudes are cut into uniform cells that are narrower than the smallest gap between thresholds, so that at most
+    one threshold lies in a cell or so near to its ends that rounding could place a value on the wrong side of one.
     """
-    t = np.array(thresholds, dtype=np.float32)
-    width = float(np.diff(t.astype(np.float64)).min()) / 2
-    low = float(t[0]) - width
-    count = int((float(t[-1]) - low) / width) + 2
+    half = len(levels) // 2
+    positive = np.array(levels[half:], dtype=np.float32)
+    limits = np.array(thresholds[half:], dtype=np.float64)
+    assert np.array_equal(positive, -np.array(levels[:half], dtype=np.float32)[::-1]) and thresholds[half - 1] == 0
+    bits = max(5, len(levels).bit_length() - 1)
+    cells = CELLS[bits]
+    width = float(limits[-1]) / (cells - 1.5)
     slack = width / 1000
-    lower_ends = low + width * np.arange(count)
-    code = np.searchsorted(t, lower_ends - slack, side="right").astype(np.intp)
-    padded = np.append(t, np.float32(np.inf))
-    return code, padded[code], np.float32(low), np.float32(1 / width)
+    assert len(limits) == 1 or width + 2 * slack < np.diff(limits).min()
+    below = np.searchsorted(limits, np.arange(cells) * width - slack, side="right").astype(np.int32)
+    threshold_of = np.append(limits, np.inf).astype(np.float32)[below]
+    padded = np.zeros(1 << (bits - 1), dtype=np.float32)
+    padded[:half] = positive
+    return np.concatenate([threshold_of, below.view(np.float32), padded]), np.float32(1 / width)
+
+
+def _padded_levels(codebook: Codebook) -> npt.NDArray[np.float32]:
+    """The levels, filled up to the 32 that the smallest look-up takes."""
+    levels = np.zeros(max(32, len(codebook.levels)), dtype=np.float32)
+    levels[: len(codebook.levels)] = codebook.levels
+    return levels
 
 
 @_jit
@@ -131,41 +154,6 @@ def _store(bits, x, dtype, start, words16, words32):  # type: ignore[no-untyped-
             x[j] = min(max(x[j], -limit), limit)
         for j in range(128):
             words32[start + j] = bits[j]
-
-
-@_jit
-def _stage(x, y):  # type: ignore[no-untyped-def]
-    for j in range(64):
-        y[j] = x[2 * j] + x[2 * j + 1]
-        y[j + 64] = x[2 * j] - x[2 * j + 1]
-
-
-@_jit
-def _hadamard(x, y):  # type: ignore[no-untyped-def]
-    """The butterfly of x, left in y; x is overwritten."""
-    _stage(x, y)
-    _stage(y, x)
-    _stage(x, y)
-    _stage(y, x)
-    _stage(x, y)
-    _stage(y, x)
-    _stage(x, y)
-
-
-@_jit
-def _tree_sum(p):  # type: ignore[no-untyped-def]
-    """The sum of the 128 values of p by folding halves; p is overwritten."""
-    for j in range(64):
-        p[j] += p[j + 64]
-    for j in range(32):
-        p[j] += p[j + 32]
-    for j in range(16):
-        p[j] += p[j + 16]
-    for j in range(8):
-        p[j] += p[j + 8]
-    for j in range(4):
-        p[j] += p[j + 4]
-    return (p[0] + p[2]) + (p[1] + p[3])
 
 
 @_jit
@@ -268,8 +256,7 @@ def _unpack(row, bits, q):  # type: ignore[no-untyped-def]
 
 @_jit
 def _encode(  # type: ignore[no-untyped-def]
-    values, dtype, bits, levels, cell_codes, cell_thresholds, low, cells_per_unit, signs, norm_exponent,
-    codes, norms, energies, errors,
+    values, dtype, bits, table, cells_per_unit, signs, norm_exponent, codes, norms, energies, errors,
 ):  # fmt: skip
     words16 = values.view(np.uint16)
     words32 = values.view(np.uint32)
@@ -277,13 +264,12 @@ def _encode(  # type: ignore[no-untyped-def]
     raw = np.empty(128, np.uint32)
     x = raw.view(np.float32)
     z = np.empty(128, np.float32)
-    cell = np.empty(128, np.uint32)
     c = np.empty(128, np.float32)
     p = np.empty(128, np.float32)
     p2 = np.empty(128, np.float32)
     p3 = np.empty(128, np.float32)
     q = np.empty(128, np.uint8)
-    last_cell = np.float32(cell_codes.size - 1)
+    half = np.int32(1 << (bits - 1))
     to_stored = 2.0 ** np.float64(-norm_exponent)
     from_stored = 2.0 ** np.float64(norm_exponent)
     smallest, largest = np.inf, 0.0
@@ -294,7 +280,7 @@ def _encode(  # type: ignore[no-untyped-def]
             x[j] = x[j] * signs[j]
         for j in range(128):
             p[j] = x[j] * x[j]
-        squares = _tree_sum(p)
+        squares = tree_sum(p)
         two_to_k = 1.0
         if not (squares >= np.float32(2.0**-60) and squares <= np.float32(2.0**60)):
             k = _prescale(x)
@@ -305,28 +291,28 @@ def _encode(  # type: ignore[no-untyped-def]
             two_to_k = 2.0 ** np.float64(k)
             for j in range(128):
                 p[j] = x[j] * x[j]
-            squares = _tree_sum(p)
+            squares = tree_sum(p)
         radius = np.sqrt(squares)
         inverse = np.float32(1) / radius if radius > 0 else np.float32(0)
-        _hadamard(x, z)
+        hadamard(x, z)
         for j in range(128):
             z[j] = z[j] * inverse
-        # The cell is a vector operation, the look-up a scalar one: two loops, or LLVM scatters lanes for both.
-        for j in range(128):
-            cell[j] = np.uint32(max(min((z[j] - low) * cells_per_unit, last_cell), np.float32(0)))
-        for j in range(128):
-            i = cell[j]
-            code = cell_codes[i] + np.intp(z[j] >= cell_thresholds[i])
-            q[j] = np.uint8(code)
-            c[j] = levels[code]
+        if bits <= 5:
+            quantize_5(z, cells_per_unit, table, half, q, c)
+        elif bits == 6:
+            quantize_6(z, cells_per_unit, table, half, q, c)
+        elif bits == 7:
+            quantize_7(z, cells_per_unit, table, half, q, c)
+        else:
+            quantize_8(z, cells_per_unit, table, half, q, c)
         for j in range(128):
             p[j] = z[j] * c[j]
             p2[j] = c[j] * c[j]
             distance = z[j] - c[j]
             p3[j] = distance * distance
-        projection = _tree_sum(p)
-        level_energy = _tree_sum(p2)
-        residual = _tree_sum(p3)
+        projection = tree_sum(p)
+        level_energy = tree_sum(p2)
+        residual = tree_sum(p3)
         norm = radius * (projection / level_energy)
 
         exact = np.float64(norm) * two_to_k
@@ -342,7 +328,7 @@ def _encode(  # type: ignore[no-untyped-def]
             short = 1.0 - gain
             per_block = np.float64(residual) + 2.0 * short * (np.float64(projection) - np.float64(level_energy))
             per_block = per_block + short * short * np.float64(level_energy)
-            errors[b] = energy / 128.0 * per_block
+            errors[b] = energy / 128.0 * max(per_block, 0.0)
         else:
             errors[b] = 0.0
         _pack(q, bits, codes[b])
@@ -362,9 +348,15 @@ def _decode(  # type: ignore[no-untyped-def]
     from_stored = 2.0 ** np.float64(norm_exponent - 7)
     for b in range(codes.shape[0]):
         _unpack(codes[b], bits, q)
-        for j in range(128):
-            x[j] = levels[q[j]]
-        _hadamard(x, y)
+        if bits <= 5:
+            look_up_5(q, levels, x)
+        elif bits == 6:
+            look_up_6(q, levels, x)
+        elif bits == 7:
+            look_up_7(q, levels, x)
+        else:
+            look_up_8(q, levels, x)
+        hadamard(x, y)
         scale = np.float32(_float_from_half(norms[b]) * from_stored)
         for j in range(128):
             y[j] = y[j] * scale * signs[j]
@@ -386,10 +378,10 @@ def encode(
     errors: npt.NDArray[np.float64],
 ) -> EncodeStats:
     """See `pqweights.kernels.Backend.encode`."""
-    cell_codes, cell_thresholds, low, cells_per_unit = _cells(tuple(codebook.thresholds.tolist()))
+    table, cells_per_unit = _encode_table(tuple(codebook.levels.tolist()), tuple(codebook.thresholds.tolist()))
     smallest, largest, first_bad = _encode(
-        values, VALUE_DTYPES[dtype], codebook.bits, codebook.levels, cell_codes, cell_thresholds, low, cells_per_unit,
-        SIGNS if signed else _NO_SIGNS, norm_exponent, codes, norms, energies, errors,
+        values, VALUE_DTYPES[dtype], codebook.bits, table, cells_per_unit, SIGNS if signed else _NO_SIGNS, norm_exponent,
+        codes, norms, energies, errors,
     )  # fmt: skip
     return EncodeStats(float(smallest), float(largest), int(first_bad))
 
@@ -405,4 +397,4 @@ def decode(
 ) -> None:
     """See `pqweights.kernels.Backend.decode`."""
     signs = SIGNS if signed else _NO_SIGNS
-    _decode(codes, norms, VALUE_DTYPES[dtype], codebook.bits, codebook.levels, signs, norm_exponent, values)
+    _decode(codes, norms, VALUE_DTYPES[dtype], codebook.bits, _padded_levels(codebook), signs, norm_exponent, values)

@@ -115,7 +115,7 @@ def encode_blocks(
     gain = torch.where(radius > 0, stored / (radius.double() * two_to_k), 0)
     short = 1 - gain
     per_block = residual.double() + 2 * short * (projection.double() - level_energy.double())
-    per_block = per_block + short * short * level_energy.double()
+    per_block = (per_block + short * short * level_energy.double()).clamp(min=0)
     errors = torch.where(radius > 0, energies / BLOCK_SIZE * per_block, 0)
     return pack(codes.to(torch.uint8), codebook.bits), norms, energies, errors, exact_norms
 

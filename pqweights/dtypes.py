@@ -59,7 +59,7 @@ def to_float32(raw: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[np.float32
     if dtype == "F16":
         return raw.view(np.float16).astype(np.float32)
     if dtype == "F64":
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # signalling NaNs raise the invalid flag
             return raw.view(np.float64).astype(np.float32)
     return float8_table(dtype)[raw]
 
@@ -72,7 +72,7 @@ def from_float32(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.
         rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         quiet_nan = (bits >> np.uint32(16)) | np.uint32(0x40)
         return np.where(np.isnan(values), quiet_nan, rounded).astype(np.uint16).view(np.uint8)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         target = {"F32": np.float32, "F16": np.float16, "F64": np.float64}[dtype]
         return values.astype(target).view(np.uint8)
 

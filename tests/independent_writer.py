@@ -1,0 +1,133 @@
+"""An encoder of one weight, written from docs/format.md (section 5) alone: plain numpy, all blocks at once.
+
+It shares no line with the package: that both give the same bytes shows that the page says which bytes those are.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from independent_reader import BLOCK, FIELDS, SIGNS, decode_blocks, hadamard
+
+RESCUE = 1.25
+
+
+class Weight(NamedTuple):
+    """What section 5 says of one weight."""
+
+    codes: np.ndarray  # uint8 (blocks, 16 * bits)
+    norms: np.ndarray  # uint16 (blocks,): the bits of float16
+    norm_exponent: int
+    rotation: str
+    energy: float
+    squared_error: float
+    relative_mse: float
+    block_energy: np.ndarray  # float64 (blocks,)
+    block_error: np.ndarray  # float64 (blocks,)
+
+
+def tree(v: np.ndarray) -> np.ndarray:
+    """The folded sum of every row."""
+    h = BLOCK // 2
+    while h:
+        v = v[:, :h] + v[:, h : 2 * h]
+        h //= 2
+    return v[:, 0]
+
+
+def pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Bytes of shape (blocks, 16 * bits) from codes of shape (blocks, 128)."""
+    parts = []
+    shift = 0
+    for width in FIELDS[bits]:
+        values = codes >> shift & ((1 << width) - 1)
+        count = 16 * width
+        part = np.zeros((codes.shape[0], count), dtype=np.int64)
+        for m in range(8 // width):
+            part |= values[:, m * count : (m + 1) * count] << (m * width)
+        parts.append(part)
+        shift += width
+    return np.concatenate(parts, axis=1).astype(np.uint8)
+
+
+def blocks_of(values: np.ndarray) -> np.ndarray:
+    """Float32 blocks of a weight, the last one padded with zeros."""
+    flat = np.asarray(values, dtype=np.float32).reshape(-1)
+    count = -(-flat.size // BLOCK)
+    blocks = np.zeros(count * BLOCK, dtype=np.float32)
+    blocks[: flat.size] = flat
+    return blocks.reshape(count, BLOCK)
+
+
+def power(exponent: np.ndarray) -> np.ndarray:
+    """2**exponent in float64."""
+    return np.ldexp(np.float64(1), exponent)
+
+
+def norm_exponent(norm: np.ndarray) -> int:
+    """The exponent e of a weight whose least-squares norms are given in float64."""
+    used = norm[norm != 0]
+    if used.size == 0 or (used.min() >= 2.0**-14 and used.max() <= 65504):
+        return 0
+    return int(np.frexp(used.max())[1]) - 1 - 14
+
+
+def encode_rotated(values: np.ndarray, levels: np.ndarray, bits: int, rotation: str) -> Weight:
+    """A weight encoded with one rotation."""
+    level = np.asarray(levels, dtype=np.float64).astype(np.float32)
+    b = blocks_of(values)
+    if not np.isfinite(b).all():
+        raise ValueError("not finite")
+    if rotation == "signed-hadamard":
+        b = np.where(SIGNS, -b, b)
+    with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
+        s = tree(b * b)
+        largest = np.abs(b).max(axis=1, initial=0)
+        prescaled = ~((s >= np.float32(2.0**-60)) & (s <= np.float32(2.0**60))) & (largest > 0)
+        k = np.where(prescaled, np.frexp(largest.astype(np.float64))[1] - 1, 0)
+        a = np.where(k < 0, -(-k // 2), k // 2)
+        scaled = b * power(-a).astype(np.float32)[:, None] * power(a - k).astype(np.float32)[:, None]
+        b = np.where(prescaled[:, None], scaled, b)
+        s = np.where(prescaled, tree(b * b), s)
+        r = np.sqrt(s)
+        i = np.where(r == 0, np.float32(0), np.float32(1) / r)
+        z = hadamard(b) * i[:, None]
+        threshold = ((level[:-1].astype(np.float64) + level[1:].astype(np.float64)) / 2).astype(np.float32)
+        code = np.zeros(z.shape, dtype=np.int64)
+        for t in threshold:
+            code += z >= t
+        c = level[code]
+        num, den = tree(z * c), tree(c * c)
+        res = tree((z - c) * (z - c))
+        q = r * (num / den)
+        assert q.dtype == z.dtype == np.float32
+        norm = q.astype(np.float64) * power(k)
+        e = norm_exponent(norm)
+        n = (norm * 2.0**-e).astype(np.float32).astype(np.float16)
+        energy = s.astype(np.float64) * power(k) * power(k)
+        u = 1 - n.astype(np.float64) * 2.0**e / (r.astype(np.float64) * power(k))
+        num64, den64, res64 = (v.astype(np.float64) for v in (num, den, res))
+        error = energy / 128 * ((res64 + 2 * u * (num64 - den64)) + u * u * den64)
+        error = np.where(r == 0, 0.0, np.maximum(error, 0.0))
+    used = np.asarray(values).size % BLOCK
+    if used:
+        y = decode_blocks(pack(code, bits)[-1:], n[-1:], level, bits, rotation, e)[0, :used].astype(np.float64)
+        error[-1] = 0.0
+        for square in ((blocks_of(values)[-1, :used].astype(np.float64) - y) ** 2).tolist():
+            error[-1] += square
+    energy_sum = error_sum = 0.0
+    for block_energy, block_error in zip(energy.tolist(), error.tolist(), strict=True):
+        energy_sum += block_energy
+        error_sum += block_error
+    relative = error_sum / energy_sum if energy_sum != 0 else 0.0
+    return Weight(pack(code, bits), n.view(np.uint16), e, rotation, energy_sum, error_sum, relative, energy, error)
+
+
+def encode(values: np.ndarray, levels: np.ndarray, bits: int, distortion: float) -> Weight:
+    """A weight encoded as section 5 says, the rescue included."""
+    plain = encode_rotated(values, levels, bits, "hadamard")
+    if plain.relative_mse <= RESCUE * distortion:
+        return plain
+    signed = encode_rotated(values, levels, bits, "signed-hadamard")
+    if signed.relative_mse <= RESCUE * distortion:
+        return signed
+    return signed if signed.relative_mse < plain.relative_mse else plain
