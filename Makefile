@@ -53,7 +53,7 @@ bench-memory: $(READY) ## peak memory on checkpoints of 1 and 4 GB
 	$(BIN)/python benchmarks/memory.py $(ARGS)
 
 bench-copy: $(READY) ## wall time beside cp -r of the same folder
-	$(BIN)/python benchmarks/copy.py $(ARGS)
+	$(BIN)/python benchmarks/copying.py $(ARGS)
 
 bench-kills: $(READY) ## twenty kills at random moments, and what was redone
 	$(BIN)/python benchmarks/kills.py $(ARGS)

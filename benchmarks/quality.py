@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from pqweights.checkpoint.dtypes import convert, to_float32
 from pqweights.codecs import get_codec
+from pqweights.dtypes import convert, to_float32
 from pqweights.weight import encode_weight
 
 Quantizer = Callable[[np.ndarray], tuple[np.ndarray, int]]  # [rows, columns] f32 -> decoded f32, bytes

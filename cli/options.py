@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,7 @@ def parse_size(text: str | int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
         raise typer.BadParameter(f"expected a size such as 5GB or 500MB, found {text!r}")
-    size = int(float(match[1]) * _UNITS[match[2].upper()])
+    size = int(Decimal(match[1]) * _UNITS[match[2].upper()])
     if size < 1:
         raise typer.BadParameter(f"expected at least one byte, found {text!r}")
     return size

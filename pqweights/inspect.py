@@ -41,6 +41,7 @@ def inspect(folder: Path) -> Inspection:
     manifest = read_manifest(folder)
     shards = plan_shards(manifest.tensors, manifest.max_shard_bytes, SHARD_METADATA)
     summed = totals(manifest.tensors) | {
+        "source_bytes": manifest.source_bytes,
         "output_bytes": sum(shard.file_bytes for shard in shards),
         "relative_mse": total_relative_mse(manifest.records),
         "rescued": sum(is_rescued(t, r) for t, r in zip(manifest.tensors, manifest.records, strict=True)),

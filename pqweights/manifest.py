@@ -7,6 +7,7 @@ and recipe give the same bytes everywhere.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,10 @@ from typing import Any
 
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.codecs import get_codec
+from pqweights.codecs import CODECS, get_codec
 from pqweights.dtypes import DTYPE_BITS
 from pqweights.errors import MasterError
-from pqweights.plan import TensorPlan
+from pqweights.plan import DECODE, KEEP, QUANTIZE, TensorPlan
 from pqweights.weight import exceeds_promise
 
 MANIFEST_VERSION = 1
@@ -53,6 +54,7 @@ class Manifest:
 
     kind: str
     made_by: dict[str, Any]
+    source_bytes: int
     source_fingerprint: str
     max_shard_bytes: int
     tensors: tuple[TensorPlan, ...]
@@ -65,7 +67,7 @@ class Manifest:
             "manifest_version": MANIFEST_VERSION,
             "kind": self.kind,
             **self.made_by,
-            "source": {"id": None, "fingerprint": self.source_fingerprint},
+            "source": {"id": None, "bytes": self.source_bytes, "fingerprint": self.source_fingerprint},
             "max_shard_bytes": self.max_shard_bytes,
             "relative_mse": total_relative_mse(self.records),
             "exceeding": [t.name for t, r in zip(self.tensors, self.records, strict=True) if exceeds(t, r)],
@@ -91,8 +93,8 @@ def rounded(value: float) -> float:
 def total_relative_mse(records: Sequence[TensorRecord]) -> float | None:
     """Summed squared error over summed squares of all quantized tensors; None without any."""
     pairs = [(r.relative_mse, r.energy) for r in records if r.relative_mse is not None and r.energy is not None]
-    energy = sum(e for _, e in pairs)
-    return rounded(sum(m * e for m, e in pairs) / energy if energy else 0.0) if pairs else None
+    energy = math.fsum(e for _, e in pairs)  # exactly rounded: sum() differs between versions of Python
+    return rounded(math.fsum(m * e for m, e in pairs) / energy if energy else 0.0) if pairs else None
 
 
 def exceeds(tensor: TensorPlan, record: TensorRecord) -> bool:
@@ -122,13 +124,6 @@ def _tensor_json(tensor: TensorPlan, record: TensorRecord) -> dict[str, Any]:
     return entry
 
 
-def _parse_spec(entry: dict[str, Any]) -> TensorSpec:
-    name, dtype, shape = entry["name"], entry["dtype"], entry["shape"]
-    if not isinstance(name, str) or dtype not in DTYPE_BITS or not all(isinstance(n, int) and n >= 0 for n in shape):
-        raise TypeError(f"stored tensor {name!r}: dtype {dtype!r}, shape {shape!r}")
-    return TensorSpec(name, dtype, tuple(shape))
-
-
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a finished folder.
 
@@ -144,22 +139,87 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(data: Any) -> Manifest:
-    """A manifest from its JSON."""
+    """A manifest from its JSON.
+
+    Raises MasterError for whatever this version would not have written.
+    """
     if not isinstance(data, dict) or data.get("manifest_version") != MANIFEST_VERSION:
         found = data.get("manifest_version") if isinstance(data, dict) else type(data).__name__
         raise MasterError(f"{MANIFEST_FILE}: manifest_version: expected {MANIFEST_VERSION}, found {found!r}")
-    try:
-        tensors, records = [], []
-        for entry in data["tensors"]:
-            stored = tuple(_parse_spec(s) for s in entry["stored"])
-            plain = ("name", "dtype", "role", "action", "codec", "bits", "reason")
-            tensors.append(TensorPlan(shape=tuple(entry["shape"]), stored=stored, **{key: entry[key] for key in plain}))
-            measures = {key: entry.get(key) for key in ("rotation", "norm_exponent", "relative_mse", "energy")}
-            records.append(TensorRecord(entry["name"], {s["name"]: s["sha256"] for s in entry["stored"]}, **measures))
-        made_by = {key: data[key] for key in ("recipe", "target", "dtype") if key in data}
-        return Manifest(
-            data["kind"], made_by, data["source"]["fingerprint"], data["max_shard_bytes"], tuple(tensors),
-            tuple(records), {name: FileRecord(**record) for name, record in data["files"].items()},
-        )  # fmt: skip
-    except (KeyError, TypeError, AttributeError) as error:
-        raise MasterError(f"{MANIFEST_FILE}: damaged: {type(error).__name__} {str(error)[:120]}") from None
+    entries = [_parse_tensor(_typed(entry, dict, "tensors")) for entry in _field(data, "tensors", list)]
+    files = {
+        name: FileRecord(_count(record, "bytes"), _field(record, "sha256", str))
+        for name, record in _field(data, "files", dict).items()
+    }
+    source = _field(data, "source", dict)
+    kind = _field(data, "kind", str)
+    if kind != {"recipe": "master", "target": "export"}.get(next((k for k in ("recipe", "target") if k in data), "")):
+        raise _damaged("kind", kind)
+    max_shard_bytes = _count(data, "max_shard_bytes")
+    if max_shard_bytes == 0:
+        raise _damaged("max_shard_bytes", 0)
+    return Manifest(
+        kind,
+        {key: data[key] for key in ("recipe", "target", "dtype") if key in data},
+        _count(source, "bytes"),
+        _field(source, "fingerprint", str),
+        max_shard_bytes,
+        tuple(tensor for tensor, _ in entries),
+        tuple(record for _, record in entries),
+        files,
+    )
+
+
+def _parse_tensor(entry: dict[str, Any]) -> tuple[TensorPlan, TensorRecord]:
+    name, action = _field(entry, "name", str), _field(entry, "action", str)
+    stored = [_typed(s, dict, "stored") for s in _field(entry, "stored", list)]
+    specs = tuple(TensorSpec(_field(s, "name", str), _field(s, "dtype", str), _shape(s)) for s in stored)
+    for spec in specs:
+        if spec.dtype not in DTYPE_BITS:
+            raise _damaged(f"dtype of {spec.name!r}", spec.dtype)
+    codec, bits = entry.get("codec"), entry.get("bits")
+    measures: dict[str, Any] = {}
+    if action == QUANTIZE:
+        if not isinstance(codec, str) or codec not in CODECS or bits not in CODECS[codec].widths:
+            raise _damaged(f"codec and bits of {name!r}", (codec, bits))
+        measures = {
+            "rotation": _field(entry, "rotation", str),
+            "norm_exponent": _field(entry, "norm_exponent", int),
+            "relative_mse": float(_field(entry, "relative_mse", float | int)),
+            "energy": float(_field(entry, "energy", float | int)),
+        }
+    elif action not in (KEEP, DECODE) or codec is not None or bits is not None:
+        raise _damaged(f"action, codec and bits of {name!r}", (action, codec, bits))
+    plan = TensorPlan(
+        name, _shape(entry), _field(entry, "dtype", str), _field(entry, "role", str), action, codec, bits,
+        _field(entry, "reason", str), specs,
+    )  # fmt: skip
+    return plan, TensorRecord(name, {s["name"]: _field(s, "sha256", str) for s in stored}, **measures)
+
+
+def _field(entry: Any, key: str, kind: Any) -> Any:
+    return _typed(entry.get(key) if isinstance(entry, dict) else None, kind, key)
+
+
+def _typed(value: Any, kind: Any, what: str) -> Any:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise _damaged(what, value)
+    return value
+
+
+def _count(entry: Any, key: str) -> int:
+    value: int = _field(entry, key, int)
+    if value < 0:
+        raise _damaged(key, value)
+    return value
+
+
+def _shape(entry: dict[str, Any]) -> tuple[int, ...]:
+    shape = _field(entry, "shape", list)
+    return tuple(_count({"shape": n}, "shape") for n in shape)
+
+
+def _damaged(what: str, found: Any) -> MasterError:
+    return MasterError(
+        f"{MANIFEST_FILE}: damaged: {what}: found {str(found)[:80]!r}; restore the file, or quantize again"
+    )

@@ -125,7 +125,9 @@ def _check_patterns(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> None:
     for number, rule in enumerate(recipe.rules, start=1):
         for pattern in rule.names:
             if not fnmatch.filter(names, pattern):
-                near = difflib.get_close_matches(pattern.replace("*", ""), names, n=1, cutoff=0.0)
+                fixed = pattern.replace("*", "")
+                ends = {name[-len(fixed) :] if fixed else name: name for name in names}
+                near = [ends[end] for end in difflib.get_close_matches(fixed, ends, n=1, cutoff=0.0)]
                 raise RecipeError(
                     f"recipe {recipe.name!r}: rule {number}: the pattern {pattern!r} matches no tensor; the nearest is "
                     f"{near[0]!r}"
@@ -167,7 +169,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
     """A recipe from YAML; `where` names it in errors."""
     try:
         data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RecipeError(f"{where}: not YAML: {' '.join(str(error).split())[:160]}") from None
     _check_mapping(where, data, RECIPE_KEYS)
     codec = get_codec(_typed(where, data, "codec", str, "hadamard-lloyd-max")).name

@@ -7,6 +7,7 @@ depend on the number of threads.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
 from collections import deque
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE
+from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, WORK_FOLDER
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
@@ -153,7 +154,14 @@ def rewrite(
             raise
         files = _write_small_files(checkpoint, transform, plan, records, workspace)
         manifest = Manifest(
-            transform.kind, transform.describe(), fingerprint, plan.max_shard_bytes, plan.tensors, records, files
+            transform.kind,
+            transform.describe(),
+            plan.source_bytes,
+            fingerprint,
+            plan.max_shard_bytes,
+            plan.tensors,
+            records,
+            files,
         )
         write_whole(workspace.folder, out / MANIFEST_FILE, [manifest.to_bytes()])
         sync_folder(out)
@@ -169,7 +177,7 @@ def _finished(out: Path, checkpoint: Checkpoint, transform: Transform, plan: Pla
     same = (
         found.kind == transform.kind
         and found.made_by == transform.describe()
-        and found.source_fingerprint == fingerprint
+        and (found.source_bytes, found.source_fingerprint) == (plan.source_bytes, fingerprint)
         and found.max_shard_bytes == plan.max_shard_bytes
         and found.tensors == plan.tensors
         and all((out / s.file).is_file() and (out / s.file).stat().st_size == s.file_bytes for s in plan.shards)
@@ -185,7 +193,11 @@ def _finished(out: Path, checkpoint: Checkpoint, transform: Transform, plan: Pla
 def _check_space(plan: Plan, out: Path) -> None:
     """Refuse a result that does not fit on the disk; what it replaces or continues counts as free."""
     needed = plan.output_bytes + plan.companion_bytes
-    present = sum(path.stat().st_blocks * 512 for path in out.rglob("*.safetensors*") if path.is_file())
+    present = 0
+    for shard in plan.shards:
+        for path in (out / shard.file, out / WORK_FOLDER / (shard.file + PARTIAL_SUFFIX)):
+            with contextlib.suppress(FileNotFoundError):
+                present += path.stat().st_blocks * 512
     existing = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
     free = shutil.disk_usage(existing).free
     if needed > present + free:

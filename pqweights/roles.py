@@ -103,8 +103,7 @@ def _role_name(name: str, dtype: str, shape: tuple[int, ...]) -> str:
 def _structural_role(
     components: list[str], path: list[str], module: str, is_weight: bool, shape: tuple[int, ...]
 ) -> str | None:
-    last = components[-1]
-    if last.endswith(("bias", "_bias_table")):
+    if components[-1].endswith(("bias", "_bias_table")) or module.endswith("_bias"):
         return "bias"
     if _SSM_PARAMETERS.fullmatch(module) or (module == "x_proj" and any(_MAMBA_PATH.fullmatch(c) for c in path)):
         return "ssm"

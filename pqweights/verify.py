@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -45,6 +44,10 @@ def verify(
     """
     manifest = read_manifest(folder)
     problems: list[str] = []
+    if (folder / MANIFEST_FILE).read_bytes() != manifest.to_bytes():
+        problems.append(
+            f"{MANIFEST_FILE}: is not what pqweights writes for these tensors: its sums or sizes were changed"
+        )
     if (folder / WORK_FOLDER).exists():
         problems.append(f"{WORK_FOLDER}: an unfinished run; repeat its command to finish it")
     shards = plan_shards(manifest.tensors, manifest.max_shard_bytes, SHARD_METADATA)
@@ -151,6 +154,9 @@ def _check_config(folder: Path, manifest: Manifest) -> Iterator[str]:
     except PqweightsError as error:
         yield str(error)
         return
+    if not checkpoint.is_master or checkpoint.config is None:
+        yield f"{CONFIG_FILE}: has no quantization_config of pqweights"
+        return
     found = {t.name: t for t in checkpoint.tensors if isinstance(t, EncodedTensor)}
     expected = {e.name: e for e in encodings(manifest.tensors, manifest.records)}
     for name in sorted(expected.keys() ^ found.keys()):
@@ -163,6 +169,6 @@ def _check_config(folder: Path, manifest: Manifest) -> Iterator[str]:
         codec, bits = CODECS[expected[name].codec], expected[name].bits
         if found[name].codebook.levels.tobytes() != codec.codebook(bits).levels.tobytes():
             yield f"{CONFIG_FILE}: levels of {codec.name} at {bits} bits are not those of the codec"
-    kept = json.loads((folder / CONFIG_FILE).read_bytes())["quantization_config"].get("kept")
+    kept = checkpoint.config["quantization_config"].get("kept")
     if kept != [t.name for t in manifest.tensors if t.action != QUANTIZE]:
         yield f"{CONFIG_FILE}: kept: is not the list of kept tensors in the manifest"

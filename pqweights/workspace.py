@@ -19,7 +19,7 @@ from typing import Any
 from pqweights.checkpoint.names import CARD_FILE, MANIFEST_FILE, WORK_FOLDER, is_inside
 from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.writer import disk_errors, sync_folder
-from pqweights.errors import OutputError, SourceChangedError
+from pqweights.errors import MasterError, OutputError, SourceChangedError
 from pqweights.manifest import TensorRecord, read_manifest
 from pqweights.plan import plan_shards
 
@@ -95,7 +95,8 @@ def tidy(out: Path) -> None:
     if work.exists() and not is_under_way(out):
         lock = _lock(work / LOCK_FILE, out)
         try:
-            _remove_work_folder(work)
+            if not is_under_way(out):  # nor since
+                _remove_work_folder(work)
         finally:
             os.close(lock)
 
@@ -155,11 +156,18 @@ def open_workspace(out: Path, identity: RunIdentity, overwrite: bool) -> Iterato
             raise
         records = _read_journal(work / JOURNAL_FILE, identity, out, overwrite)
         if records is None:
-            _begin_journal(work, identity, _files_to_replace(out, work))
+            try:
+                replaces = _files_to_replace(out, work)
+            except MasterError:
+                if not is_under_way(out):
+                    _remove_work_folder(work)
+                raise
+            _begin_journal(work, identity, replaces)
             records = {}
         if not records:  # nothing of this run has its final name yet, so what has one is to be replaced
             with disk_errors(out):
-                _remove_files(out, _first_line(work / JOURNAL_FILE)["replaces"])
+                first = _first_line(work / JOURNAL_FILE)
+                _remove_files(out, first["replaces"] if first is not None else [])
                 for path in work.iterdir():
                     if path.name not in (LOCK_FILE, JOURNAL_FILE):
                         path.unlink()
@@ -189,8 +197,14 @@ def _read_journal(path: Path, identity: RunIdentity, out: Path, overwrite: bool)
     """The finished tensors of the run that is to be continued; None where there is nothing to continue."""
     if not path.exists():
         return None
-    lines = path.read_bytes().split(b"\n")
-    first = json.loads(lines[0])
+    first = _first_line(path)
+    if first is None:
+        if overwrite:
+            return None
+        raise OutputError(
+            f"{out}: {WORK_FOLDER}/{JOURNAL_FILE} is damaged, so the interrupted run cannot be continued; pass --overwrite to "
+            "start again"
+        )
     if any(first.get(key) != value for key, value in identity.to_json().items()):
         if overwrite:
             return None
@@ -205,21 +219,41 @@ def _read_journal(path: Path, identity: RunIdentity, out: Path, overwrite: bool)
             f"{out}: holds an interrupted run with another recipe or other options; repeat that command to continue it, "
             "or pass --overwrite to start again"
         )
-    records = {}
-    valid = len(lines[0]) + 1
-    for line in lines[1:-1]:
-        record = TensorRecord(**json.loads(line))
+    records: dict[str, TensorRecord] = {}
+    data = path.read_bytes()
+    valid = data.index(b"\n") + 1
+    for line in data[valid:].splitlines(keepends=True):
+        record = _parse_record(line)
+        if record is None:  # cut by the kill, or by a power failure: what follows is done again
+            os.truncate(path, valid)
+            break
         records[record.name] = record
-        valid += len(line) + 1
-    if lines[-1]:  # the last line was cut by the kill
-        os.truncate(path, valid)
+        valid += len(line)
     return records
 
 
-def _first_line(journal: Path) -> dict[str, Any]:
+def _parse_record(line: bytes) -> TensorRecord | None:
+    """A journal line, or None where it is not whole. What it claims of bytes on the disk is checked against them."""
+    try:
+        record = TensorRecord(**json.loads(line)) if line.endswith(b"\n") else None
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return record if record is not None and isinstance(record.name, str) and isinstance(record.sha256, dict) else None
+
+
+def _first_line(journal: Path) -> dict[str, Any] | None:
+    """Which run a journal belongs to; None where that cannot be read."""
     with open(journal, "rb") as stream:
-        value: dict[str, Any] = json.loads(stream.readline())
-    return value
+        line = stream.readline()
+    try:
+        value = json.loads(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("source"), dict):
+        return None
+    lists = (value.get("outputs"), value.get("replaces"))
+    names = all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in lists)
+    return value if names else None
 
 
 def _begin_journal(work: Path, identity: RunIdentity, replaces: list[str]) -> None:
@@ -232,10 +266,10 @@ def _begin_journal(work: Path, identity: RunIdentity, replaces: list[str]) -> No
 
 def _files_to_replace(out: Path, work: Path) -> list[str]:
     """What an abandoned run or an earlier result left: the files that its journal or manifest lists."""
-    names = []
+    names: list[str] = []
     if (work / JOURNAL_FILE).exists():
         first = _first_line(work / JOURNAL_FILE)
-        names += [*first["outputs"], *first["replaces"]]
+        names += [*first["outputs"], *first["replaces"]] if first is not None else []
     if (out / MANIFEST_FILE).is_file():
         manifest = read_manifest(out)
         shards = plan_shards(manifest.tensors, manifest.max_shard_bytes, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import itertools
 import json
@@ -163,14 +164,15 @@ def small_checkpoint(folder: Path, config: dict[str, Any] | None = None) -> Path
 
 # Runs that die: `python tests/helpers.py JSON` forks one child per point; each child kills itself at its point.
 
-KILL_FUNCTIONS = ("replace", "write", "pwrite", "fsync", "unlink", "rmdir", "mkdir", "posix_fallocate")
+# The functions of os, and the built-in open, at whose calls a run may die.
+KILL_FUNCTIONS = ("replace", "write", "pwrite", "fsync", "unlink", "rmdir", "mkdir", "posix_fallocate", "open")
 SMALL_CHUNK = 4096
 
 
 def killed_runs(command: dict[str, Any], points: list[dict[str, Any]]) -> list[dict[str, int]]:
     """Run `command` once per point in a forked process, to the point where it kills itself.
 
-    command: {"quantize" or "export": source, **keywords}. A point: {"out", "function" of os, "number" of its call, "when":
+    command: {"quantize" or "export": source, **keywords}. A point: {"out", "function" to die at, "number" of its call, "when":
     before, half (of the bytes written) or after}, with "may_end" where that call may not come; without a function the
     run is undisturbed and the calls are counted. Returns per point the calls counted, or {} where the run was killed.
     """
@@ -196,8 +198,9 @@ def small_chunks() -> None:
 
 
 def _intercept(name: str, act: Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    original, calls = getattr(os, name), itertools.count(1)
-    setattr(os, name, lambda *args, **keywords: act(next(calls), original, args, keywords))
+    module: Any = builtins if name == "open" else os
+    original, calls = getattr(module, name), itertools.count(1)
+    setattr(module, name, lambda *args, **keywords: act(next(calls), original, args, keywords))
 
 
 def _die_at(point: dict[str, Any]) -> None:

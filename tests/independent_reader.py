@@ -105,9 +105,9 @@ def decode_blocks(
 
 def to_bytes(y: np.ndarray, dtype: str) -> bytes:
     """Clamp to the largest finite values, round to nearest even, little-endian."""
-    if dtype == "F32":
+    if dtype in ("F32", "F64"):
         limit = np.finfo(np.float32).max
-        return np.clip(y, -limit, limit).astype("<f4").tobytes()
+        return np.clip(y, -limit, limit).astype("<f4" if dtype == "F32" else "<f8").tobytes()
     if dtype == "F16":
         return np.clip(y, np.float32(-65504), np.float32(65504)).astype("<f2").tobytes()
     if dtype == "BF16":
@@ -151,7 +151,7 @@ def decode_weight(name: str, codes: Stored, norms: Stored, config: dict) -> Tens
     if not len(packed) == len(norm) == -(-elements // BLOCK):
         raise ValueError(f"wrong number of blocks in {name}")
     y = decode_blocks(packed, norm, level, bits, setting["rotation"], override.get("norm_exponent", 0))
-    dtype = {"BF16": "BF16", "F16": "F16", "F32": "F32", "F64": "F32"}.get(setting["dtype"], "BF16")
+    dtype = {"BF16": "BF16", "F16": "F16", "F32": "F32", "F64": "F64"}.get(setting["dtype"], "BF16")
     return Tensor(name, dtype, shape, to_bytes(y.reshape(-1)[:elements], dtype))
 
 

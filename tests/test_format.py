@@ -145,7 +145,7 @@ def golden_values():
         else:
             result[name] = (dtype, stored.shape, None, stored.tobytes())
     wide = source["model.layers.double.weight"][1]
-    result["model.layers.double.weight"] = ("F32", wide.shape, wide, b"")
+    result["model.layers.double.weight"] = ("F64", wide.shape, wide, b"")
     _, _, scale, _ = result.pop("model.layers.float8.weight_scale")
     float8 = torch.from_numpy(source["model.layers.float8.weight"][1]).view(torch.float8_e4m3fn).double().numpy()
     result["model.layers.float8.weight"] = ("BF16", float8.shape, float8 * scale, b"")
@@ -172,9 +172,9 @@ def test_expected_hashes_are_of_weights_near_the_source():
             assert tensor.data == data
             continue
         quantized += 1
-        kind = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}[dtype]
+        kind = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "F64": np.float64}[dtype]
         back = helpers.as_float32((dtype, np.frombuffer(tensor.data, kind).reshape(shape)))
-        # Rounding to 16 bits is here alone, the error of the padding in the manifest's figure alone.
+        # Rounding to 16 bits is here alone.
         error, energy = ((back - exact) ** 2).sum(), (exact**2).sum()
         assert error <= (manifest[tensor.name]["relative_mse"] * 1.05 + 2e-5) * energy
         assert manifest[tensor.name]["energy"] == pytest.approx(energy, rel=1e-6)

@@ -9,12 +9,12 @@ from typing import Any
 
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 
-CONFIG_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+CONFIG_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 
 
 def model_dtype(config: dict[str, Any] | None, tensors: Sequence[LogicalTensor]) -> str:
-    """The dtype of a model, BF16, F16 or F32: what its configuration says, else that of most of its elements."""
+    """The dtype of a model, BF16, F16, F32 or F64: what its configuration says, else that of most of its elements."""
     names = {value: key for key, value in CONFIG_DTYPES.items()}
     for key in ("dtype", "torch_dtype"):
         named = str((config or {}).get(key, "")).removeprefix("torch.")

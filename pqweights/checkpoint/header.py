@@ -106,6 +106,10 @@ def _parse_entry(
 ) -> StoredTensor:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise wrong(f"tensor {name!r}: expected dtype, shape and data_offsets, found {str(entry)[:80]}")
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        raise wrong(f"tensor {name!a}: expected a name in UTF-8, found half of a surrogate pair") from None
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise wrong(f"tensor {name!r}: expected a safetensors dtype, found {str(dtype)[:40]!r}")
@@ -120,7 +124,7 @@ def _parse_entry(
     bits = elements * DTYPE_BITS[dtype]
     if bits % 8 or end - begin != bits // 8:
         raise wrong(
-            f"tensor {name!r}: expected {bits / 8:g} bytes for shape {shape} of {dtype}, found {end - begin} in its offsets"
+            f"tensor {name!r}: expected {bits / 8:g} bytes for shape {str(shape)[:80]} of {dtype}, found {end - begin} in its offsets"
         )
     return StoredTensor(name, dtype, tuple(shape), file, data_start + begin, end - begin)
 

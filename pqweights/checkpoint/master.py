@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTens
 from pqweights.checkpoint.storage import Storage
 from pqweights.codebook import Codebook, codebook_from_levels
 from pqweights.codecs import CODECS, get_codec
+from pqweights.dtypes import FLOAT_DTYPES
 from pqweights.errors import MasterError
 from pqweights.kernels import BLOCK_SIZE
 from pqweights.weight import block_count
@@ -31,6 +31,7 @@ FORMAT_VERSION = 1
 DEFAULT_KEYS = {
     "quant_method", "format_version", "block_size", "codec", "bits", "dtype", "rotation", "levels", "overrides", "kept",
 }  # fmt: skip
+LOGICAL_DTYPES = (*FLOAT_DTYPES, "MXFP4")
 OVERRIDE_KEYS = {"codec", "bits", "dtype", "rotation", "norm_exponent", "shape"}
 
 
@@ -158,15 +159,17 @@ def _encoded(
     _check_keys(f"overrides of {name!r}", own, OVERRIDE_KEYS)
     merged = {**{key: settings.get(key) for key in OVERRIDE_KEYS}, "norm_exponent": 0, "shape": None, **own}
     codec_name, bits, rotation, exponent = (merged[k] for k in ("codec", "bits", "rotation", "norm_exponent"))
-    if codec_name not in CODECS:
+    if not isinstance(codec_name, str) or codec_name not in CODECS:
         raise MasterError(f"config.json: {name!r}: codec: expected one of {', '.join(CODECS)}, found {codec_name!r}")
     codec = CODECS[codec_name]
     if bits not in codec.widths or rotation not in codec.rotations:
         raise MasterError(f"config.json: {name!r}: {codec_name} has no {bits!r} bits with rotation {rotation!r}")
     if not isinstance(exponent, int) or not -200 <= exponent <= 200:
         raise MasterError(f"config.json: {name!r}: norm_exponent: expected -200 to 200, found {exponent!r}")
-    if not isinstance(merged["dtype"], str):
-        raise MasterError(f"config.json: {name!r}: dtype: expected a name, found {merged['dtype']!r}")
+    if merged["dtype"] not in LOGICAL_DTYPES:
+        raise MasterError(
+            f"config.json: {name!r}: dtype: expected one of {', '.join(LOGICAL_DTYPES)}, found {merged['dtype']!r}"
+        )
     shape = merged["shape"]
     if shape is None:
         per_row, rest = divmod(codes.shape[-1] if codes.shape else 1, codec.code_bytes_per_block(bits))
@@ -196,10 +199,17 @@ def _codebook(settings: dict[str, Any], codec: str, bits: int) -> Codebook:
     """The levels as the checkpoint itself gives them."""
     table = _object(_object(settings, "levels"), codec).get(str(bits))
     numbers = [c for c in table if isinstance(c, float | int)] if isinstance(table, list) else []
-    ascending = all(a < b for a, b in pairwise(numbers)) and all(math.isfinite(c) for c in numbers)
-    if not isinstance(table, list) or not len(table) == len(numbers) == 2**bits or not ascending:
-        raise MasterError(f"config.json: levels of {codec}: expected {2**bits} ascending numbers for {bits} bits")
-    return codebook_from_levels(bits, np.array(numbers, dtype=np.float32))
+    try:
+        with np.errstate(over="ignore"):
+            levels = np.array(numbers, dtype=np.float64).astype(np.float32)
+    except OverflowError:
+        levels = np.array([np.inf], dtype=np.float32)
+    whole = isinstance(table, list) and len(table) == len(numbers) == 2**bits
+    if not whole or not np.isfinite(levels).all() or not (levels[1:] > levels[:-1]).all():
+        raise MasterError(
+            f"config.json: levels of {codec}: expected {2**bits} ascending float32 numbers for {bits} bits"
+        )
+    return codebook_from_levels(bits, levels)
 
 
 def _object(parent: dict[str, Any], key: str) -> dict[str, Any]:

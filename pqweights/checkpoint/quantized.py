@@ -19,6 +19,7 @@ GIVE_ORIGINAL = "it is already quantized with loss; give the original checkpoint
 
 # What marks a tensor of a format that cannot be decoded here, where no configuration says so.
 FOREIGN_MARKS = {
+    "_weight_qdata": "torchao",
     "weight_scale_2": "NVFP4 (ModelOpt)",
     "weight_global_scale": "NVFP4 (compressed-tensors)",
     "weight_packed": "integer compressed-tensors",
@@ -43,7 +44,7 @@ def logical_tensors(
     tensors: list[LogicalTensor] = []
     taken: set[str] = set()
     for name, tensor in stored.items():
-        if name.endswith("_blocks") and _is_mxfp4(tensor, stored.get(name[: -len("_blocks")] + "_scales")):
+        if name.endswith("_blocks") and _is_mxfp4(tensor, stored.get(name[: -len("_blocks")] + "_scales"), settings):
             scales = stored[name[: -len("_blocks")] + "_scales"]
             tensors.append(Mxfp4Tensor(storage, tensor, scales, name[: -len("_blocks")]))
             taken |= {name, scales.name}
@@ -72,14 +73,14 @@ def quantization_settings(config: dict[str, Any] | None) -> dict[str, Any]:
     """The quantization_config of a model, or of the text part of a multi-modal one; {} where there is none."""
     if config is None:
         return {}
+    if "quantization" in config:  # MLX, which repeats it as a quantization_config without a method
+        return {"quant_method": "mlx"}
     for place in (config, config.get("text_config")):
         if isinstance(place, dict):
             for key in ("quantization_config", "compression_config"):
                 if isinstance(place.get(key), dict):
                     settings: dict[str, Any] = place[key]
                     return settings
-    if "quantization" in config:  # MLX
-        return {"quant_method": "mlx"}
     return {}
 
 
@@ -89,10 +90,18 @@ def _refuse_foreign(settings: dict[str, Any], stored: dict[str, StoredTensor]) -
         described = _unsupported_method(method, settings)
         if described:
             raise SourceError(f"config.json: the source is {described}: {GIVE_ORIGINAL}")
-    for name, tensor in stored.items():
-        for mark, format_name in FOREIGN_MARKS.items():
+    for mark, format_name in FOREIGN_MARKS.items():
+        for name, tensor in stored.items():
             if name == mark or name.endswith("." + mark):
                 raise SourceError(f"{tensor.file}: tensor {name!r} marks {format_name}: {GIVE_ORIGINAL}")
+    for name, tensor in stored.items():
+        module = name.removesuffix("weight")
+        if name.endswith("weight") and tensor.dtype == "U32" and module + "scales" in stored:
+            raise SourceError(f"{tensor.file}: tensor {name!r} with {module + 'scales'!r} marks MLX: {GIVE_ORIGINAL}")
+        if tensor.dtype in ("I8", "I32") and name + "_scale" in stored:
+            raise SourceError(
+                f"{tensor.file}: tensor {name!r} with {name + '_scale'!r} marks integer compressed-tensors: {GIVE_ORIGINAL}"
+            )
 
 
 def _unsupported_method(method: str, settings: dict[str, Any]) -> str | None:
@@ -100,14 +109,16 @@ def _unsupported_method(method: str, settings: dict[str, Any]) -> str | None:
     if method in ("fp8", "fbgemm_fp8", "mxfp4"):
         return None
     if method == "modelopt":
-        algorithm = settings.get("quant_algo") or settings.get("quantization", {}).get("quant_algo")
+        nested = settings.get("quantization")
+        algorithm = settings.get("quant_algo") or (nested.get("quant_algo") if isinstance(nested, dict) else None)
         return None if algorithm == "FP8" else f"ModelOpt {algorithm}"
     if method == "compressed-tensors":
         groups = settings.get("config_groups")
-        weights = (
-            [g.get("weights") or {} for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
-        )
-        if weights and all(w.get("type") == "float" and w.get("num_bits") == 8 for w in weights):
+        members = groups.values() if isinstance(groups, dict) else ()
+        weights = [group.get("weights") if isinstance(group, dict) else None for group in members]
+        if weights and all(
+            isinstance(w, dict) and w.get("type") == "float" and w.get("num_bits") == 8 for w in weights
+        ):
             return None
         return f"compressed-tensors ({settings.get('format', 'unknown format')})"
     names = {"gptq": "GPTQ", "awq": "AWQ", "bitsandbytes": "bitsandbytes", "mlx": "MLX", "torchao": "torchao"}
@@ -150,11 +161,26 @@ def _scale_block(tensor: StoredTensor, scales: StoredTensor, default: tuple[int,
     return tuple(block)
 
 
-def _is_mxfp4(blocks: StoredTensor, scales: StoredTensor | None) -> bool:
-    return (
-        scales is not None
-        and blocks.dtype == scales.dtype == "U8"
-        and len(blocks.shape) == 4
-        and blocks.shape[-1] == 16
-        and scales.shape == blocks.shape[:-1]
-    )
+def _is_mxfp4(blocks: StoredTensor, scales: StoredTensor | None, settings: dict[str, Any]) -> bool:
+    """Whether a tensor called X_blocks is MXFP4 with its scales.
+
+    Raises SourceError for what is meant to be and is not: in a model that says mxfp4, or with byte scales beside it.
+    """
+    if settings.get("quant_method") != "mxfp4" and (scales is None or not blocks.dtype == scales.dtype == "U8"):
+        return False
+    expected = blocks.shape[:-1]
+    if scales is None:
+        raise SourceError(
+            f"{blocks.file}: tensor {blocks.name!r} is MXFP4 without its scales; expected "
+            f"{blocks.name.removesuffix('_blocks') + '_scales'!r} in some shard, found none"
+        )
+    if blocks.dtype != "U8" or len(blocks.shape) != 4 or blocks.shape[-1] != 16:
+        raise SourceError(
+            f"{blocks.file}: tensor {blocks.name!r}: expected MXFP4 blocks U8 [experts, rows, groups, 16], found "
+            f"{blocks.dtype} {list(blocks.shape)}"
+        )
+    if scales.dtype != "U8" or scales.shape != expected:
+        raise SourceError(
+            f"{scales.file}: scales {scales.name!r}: expected U8 {list(expected)}, found {scales.dtype} {list(scales.shape)}"
+        )
+    return True

@@ -18,7 +18,7 @@ from pqweights.checkpoint.storage import Storage
 from pqweights.codebook import Codebook
 from pqweights.codecs import get_codec
 from pqweights.dtypes import DTYPE_BITS, convert, float8_table, from_float32, item_bytes, to_float32
-from pqweights.kernels import BLOCK_SIZE
+from pqweights.kernels import BLOCK_SIZE, VALUE_DTYPES
 
 
 class LogicalTensor(Protocol):
@@ -289,8 +289,8 @@ class EncodedTensor:
 
     @property
     def plain_dtype(self) -> str:
-        """The dtype of the source's weights; F32 for F64, BF16 where it was a packed format."""
-        return self.dtype if self.dtype in ("BF16", "F16", "F32") else "F32" if self.dtype == "F64" else "BF16"
+        """The dtype of the source's weights; BF16 where that was a packed format."""
+        return self.dtype if self.dtype in ("BF16", "F16", "F32", "F64") else "BF16"
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
@@ -299,6 +299,11 @@ class EncodedTensor:
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """See LogicalTensor; whole blocks are decoded."""
+        if dtype not in VALUE_DTYPES:
+            decoded = np.empty(count * item_bytes("F32"), dtype=np.uint8)
+            self.read(start, count, "F32", decoded)
+            out[: count * item_bytes(dtype)] = convert(decoded, "F32", dtype)
+            return
         first, last = start // BLOCK_SIZE, -(-(start + count) // BLOCK_SIZE)
         code_bytes = get_codec(self.codec).code_bytes_per_block(self.bits)
         codes = scratch("codes", (last - first) * code_bytes).reshape(-1, code_bytes)

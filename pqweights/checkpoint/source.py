@@ -34,6 +34,7 @@ WEIGHT_SUFFIXES = (
     ".npz", ".ot", ".mlmodel", ".pb", ".nemo", ".llamafile",
 )  # fmt: skip
 SAMPLE_BYTES = 4096
+MAX_JSON_DEPTH = 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,20 +87,23 @@ def open_local(path: Path, allow_pickle: bool = False) -> Checkpoint:
     if path.is_dir():
         return open_checkpoint(LocalStorage(path), allow_pickle)
     if path.is_file():
-        return open_checkpoint(LocalStorage(path.parent, only=path.name), allow_pickle)
+        return open_checkpoint(LocalStorage(path.parent, only=path.name), allow_pickle, single_file=True)
     if path.exists():
         raise SourceError(f"{path}: expected a folder or a file, found neither")
     raise SourceError(f"{path}: no such file or folder; give a local checkpoint folder or a .safetensors file")
 
 
-def open_checkpoint(storage: Storage, allow_pickle: bool = False) -> Checkpoint:
+def open_checkpoint(storage: Storage, allow_pickle: bool = False, single_file: bool = False) -> Checkpoint:
     """Read headers and configuration, check them against each other, and decide what the logical tensors are."""
     files = storage.files()
+    for name in files:
+        if not _is_text(name):
+            raise SourceError(f"{name!a}: the name of this file is no UTF-8 text; rename or remove it")
     config = _read_json_object(storage, CONFIG_FILE) if CONFIG_FILE in files else None
-    weight_files = _weight_files(storage, files, allow_pickle)
+    weight_files, index = _weight_files(storage, files, allow_pickle, single_file)
     stored = _stored_tensors(storage, weight_files)
-    if INDEX_FILE in files:
-        _check_index(storage, stored)
+    if index is not None:
+        _check_index(storage, index, stored)
     if master.is_master(config):
         assert config is not None
         tensors = master.logical_tensors(storage, stored, config)
@@ -118,59 +122,99 @@ def _read_json_object(storage: Storage, name: str) -> dict[str, Any]:
         raise SourceError(f"{name}: expected JSON, found {str(error)[:120]!r}") from None
     if not isinstance(value, dict):
         raise SourceError(f"{name}: expected a JSON object, found {type(value).__name__}")
+    if _depth(value) > MAX_JSON_DEPTH:
+        raise SourceError(f"{name}: expected at most {MAX_JSON_DEPTH} levels of nesting, found more")
+    if not _is_text(json.dumps(value, ensure_ascii=False)):
+        raise SourceError(f"{name}: expected UTF-8 text, found half of a surrogate pair")
     return value
 
 
-def _weight_files(storage: Storage, files: dict[str, Any], allow_pickle: bool) -> tuple[str, ...]:
+def _is_text(value: str) -> bool:
+    """Whether a string can be written: file names and JSON may hold halves of surrogate pairs, which cannot."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _depth(value: object) -> int:
+    """Levels of nesting, without recursion."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        children = [list(v.values()) if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
+        level = [child for group in children for child in group]
+    return depth
+
+
+def _weight_files(
+    storage: Storage, files: dict[str, Any], allow_pickle: bool, single_file: bool
+) -> tuple[tuple[str, ...], str | None]:
+    """The files that hold the weights, and the index that names them, if one does."""
+    if single_file:
+        (only,) = files
+        if pickled.is_pickle(only) and not allow_pickle:
+            raise _pickle_refused(only)
+        return (only,), None
     if INDEX_FILE in files:
-        return _indexed_files(storage, files)
+        return _indexed_files(storage, files, INDEX_FILE, (".safetensors",)), INDEX_FILE
     if SINGLE_FILE in files:
-        return (SINGLE_FILE,)
+        return (SINGLE_FILE,), None
     here = [name for name in files if "/" not in name]
     safetensors = [name for name in here if name.endswith(".safetensors")]
     if len(safetensors) == 1:
-        return (safetensors[0],)
+        return (safetensors[0],), None
     if safetensors:
         raise SourceError(
             f"{INDEX_FILE}: missing, although there are {len(safetensors)} safetensors files "
             f"({safetensors[0]}, ...); fetch the index, or give one file"
         )
-    if any(name.endswith(".gguf") for name in here):
+    gguf = [name for name in here if name.endswith(".gguf")]
+    if gguf:
+        raise SourceError(f"{gguf[0]}: GGUF, which is already quantized; give the original safetensors checkpoint")
+    pickles = [name for name in here if pickled.is_pickle(name)]
+    if pickles and not allow_pickle:
+        raise _pickle_refused(pickles[0])
+    if pickled.PICKLE_INDEX_FILE in files:
+        return _indexed_files(storage, files, pickled.PICKLE_INDEX_FILE, pickled.SUFFIXES), pickled.PICKLE_INDEX_FILE
+    if pickled.PICKLE_FILE in pickles:
+        return (pickled.PICKLE_FILE,), None
+    if len(pickles) > 1:
         raise SourceError(
-            "the checkpoint is GGUF, which is already quantized; give the original safetensors checkpoint"
+            f"expected {pickled.PICKLE_INDEX_FILE} or {pickled.PICKLE_FILE}, found {', '.join(pickles[:4])}: give one file"
         )
-    pickles = [name for name in here if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
-    if pickles and allow_pickle:
-        return pickled.weight_files(storage, pickles)
     if pickles:
-        raise SourceError(
-            f"{pickles[0]}: pickled weights can run code when they are loaded; convert them to safetensors, or pass "
-            "--allow-pickle to read them through torch's weights_only loader"
-        )
-    if len(here) == 1:  # one file was given, whatever it is called
-        return (here[0],)
+        return (pickles[0],), None
     raise SourceError(f"no weights found: expected {INDEX_FILE}, {SINGLE_FILE} or one other safetensors file")
 
 
-def _weight_map(storage: Storage) -> dict[str, str]:
-    weight_map = _read_json_object(storage, INDEX_FILE).get("weight_map")
+def _pickle_refused(file: str) -> SourceError:
+    return SourceError(
+        f"{file}: pickled weights can run code when they are loaded; convert them to safetensors, or pass --allow-pickle to "
+        "read them through torch's weights_only loader"
+    )
+
+
+def _weight_map(storage: Storage, index: str) -> dict[str, str]:
+    weight_map = _read_json_object(storage, index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise SourceError(f"{INDEX_FILE}: expected a weight_map of tensor names to files, found none")
+        raise SourceError(f"{index}: expected a weight_map of tensor names to files, found none")
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not is_inside(name) or "/" in name or "\\" in name:
             raise SourceError(
-                f"{INDEX_FILE}: tensor {tensor!r} is placed in {str(name)[:80]!r}; expected a file in the same folder"
+                f"{index}: tensor {tensor!r} is placed in {str(name)[:80]!r}; expected a file in the same folder"
             )
     return weight_map
 
 
-def _indexed_files(storage: Storage, files: dict[str, Any]) -> tuple[str, ...]:
-    weight_map = _weight_map(storage)
+def _indexed_files(storage: Storage, files: dict[str, Any], index: str, suffixes: tuple[str, ...]) -> tuple[str, ...]:
+    weight_map = _weight_map(storage, index)
     for tensor, name in weight_map.items():
         if name not in files:
-            raise SourceError(f"{name}: missing; {INDEX_FILE} places {tensor!r} in it: fetch it")
-        if not name.endswith(".safetensors"):
-            raise SourceError(f"{INDEX_FILE}: tensor {tensor!r} is placed in {name!r}; expected a safetensors file")
+            raise SourceError(f"{name}: missing; {index} places {tensor!r} in it: fetch it")
+        if not name.endswith(suffixes):
+            raise SourceError(f"{index}: tensor {tensor!r} is placed in {name!r}; expected a {suffixes[0]} file")
     return tuple(sorted(set(weight_map.values())))
 
 
@@ -193,14 +237,12 @@ def _stored_tensors(storage: Storage, weight_files: tuple[str, ...]) -> dict[str
     return stored
 
 
-def _check_index(storage: Storage, stored: dict[str, StoredTensor]) -> None:
-    for name, file in _weight_map(storage).items():
+def _check_index(storage: Storage, index: str, stored: dict[str, StoredTensor]) -> None:
+    for name, file in _weight_map(storage, index).items():
         if name not in stored:
-            raise SourceError(
-                f"{file}: expected the tensor {name!r}, which {INDEX_FILE} places there, found no such tensor"
-            )
+            raise SourceError(f"{file}: expected the tensor {name!r}, which {index} places there, found no such tensor")
         if stored[name].file != file:
-            raise SourceError(f"tensor {name!r}: {INDEX_FILE} places it in {file}, found it in {stored[name].file}")
+            raise SourceError(f"tensor {name!r}: {index} places it in {file}, found it in {stored[name].file}")
 
 
 def _companions(files: dict[str, Any], weight_files: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:

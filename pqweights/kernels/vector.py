@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import llvmlite.binding as llvm
-import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core import config as numba_config
 from numba.extending import intrinsic
 
 LANES = 16
@@ -26,8 +26,8 @@ _VMASK = ir.VectorType(ir.IntType(1), LANES)
 
 # Unless numba was told to compile for another machine (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES).
 _HAS_PERMUTE = (
-    numba.config.CPU_NAME is None
-    and numba.config.CPU_FEATURES is None
+    getattr(numba_config, "CPU_NAME", None) is None
+    and getattr(numba_config, "CPU_FEATURES", None) is None
     and bool(llvm.get_host_cpu_features().get("avx512f", False))
 )
 # Tables of more registers than this are gathered: permuting them costs more.

@@ -1,0 +1,295 @@
+"""Every hostile case through the command line: one clear line, no traceback, nothing changed. And full disks."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import bf16, f32, folder_bytes, gaussian, read_all, small_checkpoint, write_checkpoint
+from hostile import generate
+from hostile.generate import CASES, DOWN, PAYLOAD, UP, Case
+from pqweights_cli.main import app
+from typer.testing import CliRunner, Result
+
+USAGE_ERRORS = {"bits-out-of-range", "bits-no-number", "size-no-size", "size-zero", "threads-zero", "target-unknown"}
+PAIRS = [pytest.param(case, line, id=f"{case.name}-{line.split()[0]}") for case in CASES for line in case.commands]
+
+
+def run(line: str) -> Result:
+    """A command line, run in this process."""
+    return CliRunner().invoke(app, line.split())
+
+
+def run_in_own_process(line: str) -> Result:
+    """The same in a process of its own, for inputs that could end this one."""
+    command = [sys.executable, "-m", "pqweights_cli.main", *line.split()]
+    done = subprocess.run(command, capture_output=True, timeout=120)
+    ended = SystemExit(1) if done.returncode == 1 and b"Traceback" not in done.stderr else None
+    return Result(CliRunner(), done.stdout, done.stderr, done.stdout, None, done.returncode, ended)
+
+
+def assert_one_line(result: Result) -> str:
+    """The only line of an expected failure."""
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.endswith("\n")
+    assert len(result.stderr) < 1500
+    return result.stderr
+
+
+@pytest.mark.parametrize(("case", "line"), PAIRS)
+def test_a_bad_input_gets_one_clear_line_and_changes_nothing(
+    case: Case, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "case"
+    generate.build(case, folder)
+    before = folder_bytes(tmp_path)
+    monkeypatch.chdir(folder)
+    result = run_in_own_process(line) if case.own_process else run(line)
+    assert not (folder / PAYLOAD).exists()
+    fragments = case.commands[line]
+    if fragments is None:
+        if result.exit_code:
+            assert_one_line(result)
+            assert folder_bytes(tmp_path) == before
+        return
+    if case.name in USAGE_ERRORS:
+        assert result.exit_code == 2
+        text = " ".join(result.stderr.replace("│", " ").split())
+    elif line.startswith("verify") and not result.stderr:
+        assert isinstance(result.exception, SystemExit), repr(result.exception)
+        assert result.exit_code == 1
+        text = result.stdout
+        assert text.strip()
+        assert all(line.strip() and not line.startswith(" ") for line in text.splitlines())
+    else:
+        text = assert_one_line(result)
+    for fragment in fragments:
+        assert fragment in text
+    assert "Traceback" not in text
+    assert folder_bytes(tmp_path) == before
+
+
+def test_the_cases_have_names_of_their_own_and_say_what_they_expect() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert all(case.commands for case in CASES)
+
+
+def test_the_undamaged_cases_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the cases are made from is sound: each error comes from the damage alone."""
+    monkeypatch.chdir(tmp_path)
+    generate.write(tmp_path, generate.GOOD_SRC)
+    generate.make_master(tmp_path / "a")
+    generate.write(tmp_path / "b", {"src/pytorch_model.bin": generate.saved(generate.weights())})
+    shards = {
+        generate.SHARD_1: generate.stored({UP: generate.WEIGHT}),
+        generate.SHARD_2: generate.stored({DOWN: generate.WEIGHT}),
+    }
+    generate.write(tmp_path / "c", {**shards, generate.INDEX: {"weight_map": generate.GOOD_MAP}})
+    for line in (
+        "quantize src out",
+        "verify a/master",
+        "inspect a/master",
+        "export a/master exported --target bf16",
+        "quantize b/src b/out --allow-pickle",
+        "quantize c/src c/out",
+    ):
+        result = run(line)
+        assert result.exit_code == 0, (line, result.stderr, result.exception)
+
+
+def test_the_script_writes_every_case(tmp_path: Path) -> None:
+    generate.main(tmp_path / "cases")
+    listed = json.loads((tmp_path / "cases" / "cases.json").read_text())
+    assert [entry["folder"] for entry in listed] == [case.name for case in CASES]
+    assert all((tmp_path / "cases" / case.name).is_dir() for case in CASES)
+    assert not (tmp_path / "cases" / "pickle-malicious" / PAYLOAD).exists()
+
+
+def test_non_finite_values_in_kept_tensors_pass(tmp_path: Path) -> None:
+    mask = np.array([-np.inf, np.nan, np.inf, 0], dtype=np.float32)
+    tensors = {UP: bf16(gaussian(4, 128)), "model.attn_bias": f32(mask), "model.norm.weight": bf16(mask)}
+    write_checkpoint(tmp_path / "src", tensors)
+    assert run(f"quantize {tmp_path / 'src'} {tmp_path / 'out'}").exit_code == 0
+    kept = read_all(tmp_path / "out")
+    for name in ("model.attn_bias", "model.norm.weight"):
+        assert kept[name][1].tobytes() == tensors[name][1].tobytes()
+
+
+@pytest.mark.parametrize("stored", ["x_codes", "x_norms", "x.weight_codes", "x_awq_scale"])
+def test_a_name_like_ours_is_refused_or_survives(stored: str, tmp_path: Path) -> None:
+    """A kept tensor called X_codes, with no X beside it, must not make a master that nobody can read."""
+    write_checkpoint(tmp_path / "src", {UP: bf16(gaussian(4, 128)), stored: ("U8", np.arange(7, dtype=np.uint8))})
+    result = run(f"quantize {tmp_path / 'src'} {tmp_path / 'out'}")
+    if result.exit_code:
+        assert stored in assert_one_line(result)
+        return
+    result = run(f"export {tmp_path / 'out'} {tmp_path / 'exported'} --target bf16")
+    assert result.exit_code == 0, result.stderr
+    assert read_all(tmp_path / "exported")[stored][1].tolist() == list(range(7))
+
+
+def test_overwriting_removes_nothing_outside_the_folder(tmp_path: Path) -> None:
+    generate.make_master(tmp_path)
+    generate.write(tmp_path, {**generate.GOOD_SRC, "x": "mine", "master/notes.txt": "mine"})
+    for name in ("../x", str(tmp_path / "x")):
+        generate.set_json("pqweights.json", "files", name, to={"bytes": 4, "sha256": "0" * 64})(tmp_path / "master")
+    result = run(f"quantize {tmp_path / 'src'} {tmp_path / 'master'} --overwrite")
+    assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "x").read_text() == "mine"
+    assert (tmp_path / "master/notes.txt").read_text() == "mine"
+
+
+def test_a_journal_that_points_outside_removes_nothing_there(tmp_path: Path) -> None:
+    names = ["../x", str(tmp_path / "x")]
+    journal = {"work": "", "source": {}, "outputs": names, "replaces": names}
+    generate.write(
+        tmp_path,
+        {**generate.GOOD_SRC, "x": "mine", "out/.pqweights/journal.jsonl": json.dumps(journal) + "\n"},
+    )
+    result = run(f"quantize {tmp_path / 'src'} {tmp_path / 'out'} --overwrite")
+    assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "x").read_text() == "mine"
+
+
+# -------------------------------------------------------------------------------------------------------- full disks
+
+COMMAND = "quantize {0}/src {0}/out --max-shard-size 12000 --threads 2"
+
+
+def undisturbed(folder: Path) -> dict[str, bytes]:
+    """What the command gives where nothing goes wrong."""
+    small_checkpoint(folder / "src")
+    result = run(COMMAND.format(folder))
+    assert result.exit_code == 0, result.stderr
+    files = folder_bytes(folder / "out")
+    shutil.rmtree(folder / "out")
+    return files
+
+
+def failing(real: Callable[..., Any], calls_that_pass: int, code: int = errno.ENOSPC) -> Callable[..., Any]:
+    """A system call that works so many times and then finds no space."""
+    calls = 0
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > calls_that_pass:
+            raise OSError(code, os.strerror(code))
+        return real(*arguments, **options)
+
+    return call
+
+
+def assert_only_whole_files(out: Path, whole: dict[str, bytes]) -> None:
+    """Every file under a final name is the finished one, and the manifest, which says that all is there, is not."""
+    present = {name: data for name, data in folder_bytes(out).items() if not name.startswith(".pqweights")}
+    assert "pqweights.json" not in present
+    for name, data in present.items():
+        assert data == whole[name], name
+
+
+@pytest.mark.parametrize(
+    ("call", "passing"),
+    [
+        *(("pwrite", n) for n in (0, 1, 5, 12)),
+        *(("posix_fallocate", n) for n in (0, 1, 2)),
+        *(("fsync", n) for n in (0, 1, 4, 7, 9)),
+        *(("write", n) for n in (0, 3)),
+        *(("replace", n) for n in (1, 3)),
+    ],
+)
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT], ids=["ENOSPC", "EDQUOT"])
+def test_a_full_disk_is_one_line_and_the_same_command_finishes_later(
+    call: str, passing: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = undisturbed(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, failing(getattr(os, call), passing, code))
+        result = run(COMMAND.format(tmp_path))
+    assert "disk is full" in assert_one_line(result)
+    assert_only_whole_files(tmp_path / "out", whole)
+    assert run(COMMAND.format(tmp_path)).exit_code == 0
+    assert folder_bytes(tmp_path / "out") == whole
+
+
+@pytest.mark.parametrize("limit", [4096, 24_000, 32_768], ids=str)
+def test_a_real_limit_on_the_size_of_files(limit: int, tmp_path: Path) -> None:
+    """RLIMIT_FSIZE makes the kernel itself refuse: in a shard, or in the companion of 64 kB."""
+    small_checkpoint(tmp_path / "src")
+    (tmp_path / "src/merges.txt").write_bytes(b"m" * 64_000)
+    assert run(COMMAND.format(tmp_path)).exit_code == 0
+    whole = folder_bytes(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        result = run(COMMAND.format(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "disk is full" in assert_one_line(result)
+    assert_only_whole_files(tmp_path / "out", whole)
+    assert run(COMMAND.format(tmp_path)).exit_code == 0
+    assert folder_bytes(tmp_path / "out") == whole
+
+
+def test_too_little_space_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = undisturbed(tmp_path)
+    usage = namedtuple("usage", "total used free")
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 1000))
+        message = assert_one_line(run(COMMAND.format(tmp_path)))
+    assert "1000 are free" in message
+    assert not (tmp_path / "out").exists()
+    assert run(COMMAND.format(tmp_path)).exit_code == 0
+    assert folder_bytes(tmp_path / "out") == whole
+
+
+def test_a_journal_line_that_the_disk_cut_short_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """write(2) may store a part and say so; what follows must not be glued to that part."""
+    whole = undisturbed(tmp_path)
+    real, calls = os.write, 0
+
+    def write(descriptor: int, data: bytes) -> int:
+        nonlocal calls
+        calls += 1
+        return real(descriptor, data[:20] if calls == 2 else data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", write)
+        patched.setattr(os, "replace", failing(os.replace, 4))
+        assert_one_line(run(COMMAND.format(tmp_path)))
+    result = run(COMMAND.format(tmp_path))
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    assert folder_bytes(tmp_path / "out") == whole
+
+
+def test_a_read_only_folder_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_checkpoint(tmp_path / "src")
+    monkeypatch.setattr(os, "mkdir", failing(os.mkdir, 0, errno.EROFS))
+    assert "out" in assert_one_line(run(COMMAND.format(tmp_path)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_sound_master_uses_what_the_damages_change(tmp_path: Path) -> None:
+    """Its weights take the default rotation and one of them an override, so that edits of both have a meaning."""
+    generate.make_master(tmp_path)
+    settings = json.loads((tmp_path / "master/config.json").read_text())["quantization_config"]
+    assert settings["rotation"] == "hadamard"
+    assert settings["overrides"] == {generate.GATE: {"shape": [4, 65]}}
+    assert settings["kept"] == [generate.NORM]
+    assert {path.name for path in (tmp_path / "master").glob("*.safetensors")} == {generate.SHARD, generate.LAST_SHARD}

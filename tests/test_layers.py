@@ -1,0 +1,194 @@
+"""Imports go one way, nothing happens at import, and only the command line prints or exits."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pqweights_cli
+import pytest
+
+import pqweights
+
+LIBRARY = Path(pqweights.__file__).parent
+COMMANDS = Path(pqweights_cli.__file__).parent
+
+# The layers, lowest first; modules of one line may import each other's, the later the earlier. A package stands for all
+# of its modules, unless one of them is listed itself.
+LAYERS = (
+    ("pqweights", "pqweights.errors", "pqweights.buffers", "pqweights.dtypes"),
+    ("pqweights.codebook",),
+    ("pqweights.kernels",),
+    ("pqweights.codecs",),
+    ("pqweights.weight",),
+    ("pqweights.checkpoint",),
+    ("pqweights.roles",),
+    ("pqweights.recipe",),
+    ("pqweights.plan",),
+    ("pqweights.manifest",),
+    ("pqweights.workspace", "pqweights.jobs"),
+    ("pqweights.rewrite",),
+    ("pqweights.quantize", "pqweights.exports"),
+    ("pqweights.inspect", "pqweights.verify"),
+    ("pqweights_cli",),
+)
+NOTHING_OF_OURS = ("pqweights", "pqweights.errors")
+OPTIONAL = {
+    "torch": {"pqweights.kernels.reference", "pqweights.checkpoint.pickled"},
+    "yaml": {"pqweights.recipe"},
+    "transformers": set(),
+    "safetensors": set(),
+}
+
+
+def modules() -> dict[str, ast.Module]:
+    """Every module of the library and of the command line, parsed."""
+    result = {}
+    for package, folder in (("pqweights", LIBRARY), ("pqweights_cli", COMMANDS)):
+        for path in folder.rglob("*.py"):
+            parts = [package, *path.relative_to(folder).with_suffix("").parts]
+            result[".".join(parts).removesuffix(".__init__")] = ast.parse(path.read_text())
+    return result
+
+
+MODULES = modules()
+
+
+def imports(name: str, module: ast.AST) -> set[str]:
+    """The modules that a module imports, anywhere in it; of `from package import x`, x where that is a module."""
+    package = name if name in {m.rpartition(".")[0] for m in MODULES} else name.rpartition(".")[0]
+    found: set[str] = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")
+                base = ".".join([*parents[: len(parents) - node.level + 1], *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                found.add(inner if inner in MODULES else base)
+    return found - {name}
+
+
+def layer(name: str) -> int:
+    """The place of a module in LAYERS; its own entry comes before that of its package."""
+    while name:
+        for number, names in enumerate(LAYERS):
+            if name in names and not (name == "pqweights" and number):
+                return number
+        name = name.rpartition(".")[0]
+        if name == "pqweights":
+            break
+    raise AssertionError("stands in no layer")
+
+
+def exact_layer(name: str) -> int:
+    return 0 if name == "pqweights" else layer(name)
+
+
+def test_there_is_something_to_check() -> None:
+    assert {"pqweights.rewrite", "pqweights.checkpoint.header", "pqweights_cli.main", "pqweights"} <= MODULES.keys()
+    assert "pqweights.kernels" in imports("pqweights.weight", MODULES["pqweights.weight"])
+    assert "pqweights_cli.plan" in imports("pqweights_cli.main", MODULES["pqweights_cli.main"])
+    assert "pqweights.checkpoint.master" in imports(
+        "pqweights.checkpoint.source", MODULES["pqweights.checkpoint.source"]
+    )
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_go_one_way(name: str) -> None:
+    # A checkpoint of ours is read through codec and weight, so `checkpoint` stands above them.
+    for imported in imports(name, MODULES[name]):
+        if imported in MODULES:
+            assert exact_layer(imported) <= exact_layer(name), f"{name} imports {imported}, of a later layer"
+            if name in NOTHING_OF_OURS:
+                raise AssertionError(f"{name} imports {imported}")
+
+
+def test_there_are_no_circles() -> None:
+    """Within a layer, too."""
+    edges = {name: imports(name, module) & MODULES.keys() for name, module in MODULES.items()}
+    # A package's __init__ may import its own modules: these do not import the package itself.
+    finished: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, " -> ".join([*above[above.index(name) :], name])
+        if name not in finished:
+            for imported in edges[name]:
+                visit(imported, (*above, name))
+            finished.add(name)
+
+    for name in MODULES:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("name", sorted(name for name in MODULES if name.startswith("pqweights_cli")))
+def test_commands_import_the_library_only_when_they_run(name: str) -> None:
+    """`pqweights --help` answers at once."""
+    for node in MODULES[name].body:
+        at_import = imports(name, ast.Module([node], []))
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            assert not {m for m in at_import if m.partition(".")[0] in ("pqweights", "numpy", "torch", "numba", "rich")}
+
+
+@pytest.mark.parametrize("package", OPTIONAL)
+def test_heavy_packages_are_imported_in_one_place(package: str) -> None:
+    found = {
+        name
+        for name, module in MODULES.items()
+        if any(imported.partition(".")[0] == package for imported in imports(name, module))
+    }
+    assert found <= OPTIONAL[package]
+
+
+def test_torch_is_imported_inside_functions_only_where_it_is_optional() -> None:
+    module = MODULES["pqweights.checkpoint.pickled"]
+    at_import = [node for node in module.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert not any("torch" in ast.unparse(node) for node in at_import)
+    assert "torch" in {name.partition(".")[0] for name in imports("pqweights.checkpoint.pickled", module)}
+
+
+@pytest.mark.parametrize("name", sorted(name for name in MODULES if not name.startswith("pqweights_cli")))
+def test_the_library_neither_prints_nor_exits(name: str) -> None:
+    forbidden = {"print", "exit", "quit", "input", "breakpoint"}
+    for node in ast.walk(MODULES[name]):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in forbidden, f"line {node.lineno}"
+            assert called not in ("sys.exit", "os._exit", "os.abort", "logging.basicConfig"), f"line {node.lineno}"
+        if isinstance(node, ast.Attribute):
+            assert ast.unparse(node) not in ("sys.stdout", "sys.stderr"), f"line {node.lineno}"
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            assert "SystemExit" not in ast.unparse(node.exc), f"line {node.lineno}"
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_no_bare_exception_is_caught(name: str) -> None:
+    for node in ast.walk(MODULES[name]):
+        if isinstance(node, ast.ExceptHandler):
+            caught = "everything" if node.type is None else ast.unparse(node.type)
+            assert caught not in ("everything", "Exception", "BaseException"), f"line {node.lineno}"
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Top-level packages in sys.modules after a statement in a fresh interpreter."""
+    code = f"import sys; {statement}; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_pqweights_is_light() -> None:
+    assert not loaded_after("import pqweights") & {"torch", "transformers", "numba", "typer"}
+
+
+def test_quantizing_needs_no_torch() -> None:
+    assert not loaded_after("import pqweights.quantize, pqweights.exports, pqweights.verify") & {
+        "torch",
+        "transformers",
+    }
