@@ -128,11 +128,16 @@ def killed_once(command: list[str], folder: Path, whole: Undisturbed, kills: int
     rows = []
     for number in range(kills):
         out = folder / f"killed-{number}"
-        moment = chance.uniform(0, whole.seconds)
-        process = start(command, out)
-        time.sleep(moment)
-        process.kill()
-        process.wait()
+        while True:
+            moment = chance.uniform(0, whole.seconds)
+            process = start(command, out)
+            time.sleep(moment)
+            too_late = process.poll() is not None  # it was faster than the undisturbed run: draw again
+            process.kill()
+            process.wait()
+            if not too_late:
+                break
+            shutil.rmtree(out)
         finished = finished_tensors(out)
         rows.append(row(whole, moment, finished, run_to_the_end(command, out), out))
         shutil.rmtree(out)

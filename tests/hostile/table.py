@@ -1,0 +1,68 @@
+"""Print what every bad input got, as a Markdown table: python tests/hostile/table.py > docs/bad-inputs.md"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import generate
+
+PQWEIGHTS = [sys.executable, "-c", "from pqweights_cli.main import main; main()"]
+
+
+def answer(command: str) -> tuple[int, str]:
+    """Exit code, and the first line that was printed."""
+    from pqweights_cli.main import app
+    from typer.testing import CliRunner
+
+    with contextlib.redirect_stderr(sys.stdout):
+        result = CliRunner().invoke(app, shlex.split(command), prog_name="pqweights")
+    return result.exit_code, first_line(result.stderr or result.stdout)
+
+
+def answer_of_process(command: str) -> tuple[int, str]:
+    result = subprocess.run([*PQWEIGHTS, *shlex.split(command)], capture_output=True, text=True, check=False)
+    return result.returncode, first_line(result.stderr or result.stdout)
+
+
+def first_line(text: str) -> str:
+    """The first line that says something; a usage error stands in a box."""
+    bare = (line.strip("│╭╮╰╯─ ") for line in text.splitlines())
+    return next((line for line in bare if line and line != "Error" and not line.startswith(("Usage:", "Try "))), "")
+
+
+def main() -> None:
+    os.environ |= {"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"}
+    print("# Bad inputs, and the line that each one got\n")
+    print(
+        "Made by `python tests/hostile/table.py`; the inputs are in `tests/hostile/generate.py`. Of several lines (`verify`"
+    )
+    print(
+        "prints one per problem) the first is shown. What a command need not notice (`inspect` reads no tensor) is left out.\n"
+    )
+    print("| input | command | exit | answer |\n|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as temporary:
+        for case in generate.CASES:
+            for number, command in enumerate(case.commands):
+                folder = Path(temporary) / f"{case.name}-{number}"
+                generate.build(case, folder)
+                with contextlib.chdir(folder):
+                    code, line = answer_of_process(command) if case.own_process else answer(command)
+                if code == 0:
+                    continue
+                escaped = ascii_only(line).replace("|", "\\|").replace("<", "&lt;")
+                print(f"| {case.name} | `{command}` | {code} | {escaped} |")
+
+
+def ascii_only(text: str) -> str:
+    return text.encode("ascii", "backslashreplace").decode()
+
+
+if __name__ == "__main__":
+    main()
