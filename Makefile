@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv demo test lint types check format bench bench-memory bench-copy bench-kills bench-kernels clean
+.PHONY: help venv demo test lint types check format bench bench-memory bench-copy bench-kills bench-kernels bench-quality bad-inputs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -44,7 +44,7 @@ format: $(READY) ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: bench-kernels bench-memory bench-copy bench-kills ## all benchmarks (tens of GB of disk, minutes)
+bench: bench-quality bench-kernels bench-memory bench-copy bench-kills ## all benchmarks (tens of GB of disk, minutes)
 
 bench-kernels: $(READY) ## encode and decode throughput beside memcpy
 	$(BIN)/python benchmarks/kernels.py $(ARGS)
@@ -57,6 +57,12 @@ bench-copy: $(READY) ## wall time beside cp -r of the same folder
 
 bench-kills: $(READY) ## twenty kills at random moments, and what was redone
 	$(BIN)/python benchmarks/kills.py $(ARGS)
+
+bench-quality: $(READY) ## relative error per bit on real weights, beside other quantizers
+	$(BIN)/python benchmarks/quality.py $(ARGS)
+
+bad-inputs: $(READY) ## write docs/bad-inputs.md: what every bad input gets
+	$(BIN)/python tests/hostile/table.py > docs/bad-inputs.md
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

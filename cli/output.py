@@ -75,7 +75,7 @@ def _bar(verb: str) -> Iterator[Callable[[int, int, str], None]]:
 
     columns = (
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
-        TextColumn("[dim]{task.fields[name]}"),
+        TextColumn("{task.fields[name]}", markup=False, style="dim"),
     )  # fmt: skip
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(verb, total=None, name="")

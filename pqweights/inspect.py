@@ -1,4 +1,4 @@
-"""Inspect: what a finished folder holds, from its manifest and the sizes of its files."""
+"""Inspect: what a finished folder holds, from its manifest; `verify` tells whether the files are as it says."""
 
 from __future__ import annotations
 

@@ -135,7 +135,9 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return parse_manifest(json.loads(path.read_bytes()))
     except (ValueError, RecursionError) as error:
-        raise MasterError(f"{MANIFEST_FILE}: expected JSON, found {str(error)[:120]!r}") from None
+        raise MasterError(
+            f"{MANIFEST_FILE}: expected JSON, found {str(error)[:120]!r}; restore it, or delete the folder"
+        ) from None
 
 
 def parse_manifest(data: Any) -> Manifest:
@@ -220,6 +222,4 @@ def _shape(entry: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _damaged(what: str, found: Any) -> MasterError:
-    return MasterError(
-        f"{MANIFEST_FILE}: damaged: {what}: found {str(found)[:80]!r}; restore the file, or quantize again"
-    )
+    return MasterError(f"{MANIFEST_FILE}: damaged: {what}: found {str(found)[:80]!r}; restore it, or delete the folder")

@@ -85,12 +85,6 @@ class Plan:
         """Size of the safetensors files, headers included."""
         return sum(shard.file_bytes for shard in self.shards)
 
-    def index(self) -> dict[str, Any]:
-        """model.safetensors.index.json."""
-        placed = {stored.name: shard.file for shard in self.shards for stored in shard.stored}
-        total = sum(stored.byte_count for shard in self.shards for stored in shard.stored)
-        return {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
-
     def totals(self) -> dict[str, Any]:
         """The totals of plan --json."""
         return totals(self.tensors) | {"source_bytes": self.source_bytes, "output_bytes": self.output_bytes}
@@ -110,6 +104,13 @@ def totals(tensors: Sequence[TensorPlan]) -> dict[str, Any]:
         "coverage": quantized_weights / weights if weights else 0.0,
         "bits_per_weight": 8 * quantized_bytes / quantized_weights if quantized_weights else None,
     }
+
+
+def index_json(shards: Sequence[ShardPlan]) -> dict[str, Any]:
+    """model.safetensors.index.json."""
+    placed = {stored.name: shard.file for shard in shards for stored in shard.stored}
+    total = sum(stored.byte_count for shard in shards for stored in shard.stored)
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
 
 
 def plan_shards(tensors: Sequence[TensorPlan], max_shard_bytes: int, metadata: dict[str, str]) -> tuple[ShardPlan, ...]:

@@ -1,7 +1,7 @@
 """Recipes: typed YAML that says which codec encodes which tensor, and why.
 
 A recipe has a default codec and width, and rules. The first rule that matches a tensor decides; where none does, the
-policy of `roles` keeps or quantizes it. docs/recipes.md describes the keys.
+policy of `roles` keeps or quantizes it. recipes/README.md describes the keys.
 """
 
 from __future__ import annotations
@@ -191,13 +191,13 @@ def _parse_rule(where: str, data: Any, default_codec: str) -> Rule:
             raise RecipeError(f"{where}: no role is called {role!r}; the nearest of {', '.join(ROLES)} is {near!r}")
     keep = _typed(where, data, "keep", bool, False)
     codec, bits = _typed(where, data, "codec", str, None), _typed(where, data, "bits", int, None)
-    if keep and (codec or bits):
+    if keep and (codec is not None or bits is not None):
         raise RecipeError(f"{where}: expected keep or a codec and bits, found both")
-    if not keep and not codec and not bits:
+    if not keep and codec is None and bits is None:
         raise RecipeError(f"{where}: expected keep: true, bits or codec, found none of them")
-    if codec:
+    if codec is not None:
         get_codec(codec)
-    if bits:
+    if bits is not None:
         _checked_bits(where, codec or default_codec, bits)
     counts = {key: _typed(where, data, key, int, None) for key in ("min_weights", "max_weights", "dims")}
     if not names and not roles and all(value is None for value in counts.values()):

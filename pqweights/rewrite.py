@@ -20,15 +20,16 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pqweights import __version__
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, WORK_FOLDER
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
-from pqweights.checkpoint.writer import COPY_BYTES, PARTIAL_SUFFIX, ShardWriter, sync_folder, write_whole
+from pqweights.checkpoint.writer import COPY_BYTES, ShardWriter, partial_path, sync_folder, write_whole
 from pqweights.errors import OutputError, SourceError
 from pqweights.jobs import Job
 from pqweights.manifest import FileRecord, Manifest, TensorRecord, json_bytes, read_manifest
-from pqweights.plan import Plan, ShardPlan, TensorPlan, plan_shards
+from pqweights.plan import Plan, ShardPlan, TensorPlan, index_json, plan_shards
 from pqweights.workspace import RunIdentity, Workspace, check_output, check_paths, is_under_way, open_workspace, tidy
 
 Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in all, name of the tensor
@@ -109,7 +110,7 @@ def resource_needs(plan: Plan, threads: int) -> dict[str, int]:
     in each thread, the parsed headers, and the largest output header.
     """
     largest_header = max((len(shard.header) for shard in plan.shards), default=0)
-    memory = MEMORY_FLOOR_BYTES + threads * MEMORY_PER_THREAD_BYTES + len(plan.tensors) * 8192 + 2 * largest_header
+    memory = MEMORY_FLOOR_BYTES + threads * MEMORY_PER_THREAD_BYTES + len(plan.tensors) * 12_000 + 2 * largest_header
     json_files = 1024 * len(plan.tensors) + 65536
     return {
         "peak_disk_bytes": plan.output_bytes + plan.companion_bytes + json_files,
@@ -143,15 +144,22 @@ def rewrite(
     _check_space(plan, out)
     outputs = [*(shard.file for shard in plan.shards), *plan.companions, INDEX_FILE, CONFIG_FILE, MANIFEST_FILE]
     read = [*checkpoint.weight_files, *plan.companions, *([CONFIG_FILE] if checkpoint.config is not None else [])]
-    described = {"plan": [t.to_json() for t in plan.tensors], "shards": plan.max_shard_bytes, **transform.describe()}
+    # What the bytes depend on, and strictness, which decides whether they may stand.
+    described = {
+        "plan": [t.to_json() for t in plan.tensors],
+        "shards": plan.max_shard_bytes,
+        "transform": repr(transform),
+        "version": __version__,
+    }
     identity = RunIdentity.of(described, checkpoint.storage, read, outputs)
     with open_workspace(out, identity, overwrite) as workspace:
         resumed = len(workspace.records)
         try:
             records = _Run(checkpoint, transform, plan, workspace, threads, progress).run()
         except SourceError:
-            workspace.discard(outputs)
+            workspace.discard()
             raise
+        workspace.publish([shard.file for shard in plan.shards])
         files = _write_small_files(checkpoint, transform, plan, records, workspace)
         manifest = Manifest(
             transform.kind,
@@ -171,8 +179,12 @@ def rewrite(
 
 def _finished(out: Path, checkpoint: Checkpoint, transform: Transform, plan: Plan, fingerprint: str) -> Manifest | None:
     """The manifest of `out` where it already is the result of this very rewrite."""
-    if not (out / MANIFEST_FILE).is_file() or is_under_way(out):
+    manifest = out / MANIFEST_FILE
+    if not manifest.is_file() or is_under_way(out):
         return None
+    files = checkpoint.storage.files()
+    if max(files[name].stamp for name in checkpoint.weight_files) > manifest.stat().st_mtime_ns:
+        return None  # the source may have changed since where its fingerprint does not look
     found = read_manifest(out)
     same = (
         found.kind == transform.kind
@@ -191,11 +203,12 @@ def _finished(out: Path, checkpoint: Checkpoint, transform: Transform, plan: Pla
 
 
 def _check_space(plan: Plan, out: Path) -> None:
-    """Refuse a result that does not fit on the disk; what it replaces or continues counts as free."""
+    """Refuse a result that does not fit on the disk beside what it replaces; what it continues counts as there."""
     needed = plan.output_bytes + plan.companion_bytes
     present = 0
     for shard in plan.shards:
-        for path in (out / shard.file, out / WORK_FOLDER / (shard.file + PARTIAL_SUFFIX)):
+        staged = out / WORK_FOLDER / shard.file
+        for path in (partial_path(staged), staged):
             with contextlib.suppress(FileNotFoundError):
                 present += path.stat().st_blocks * 512
     existing = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
@@ -212,7 +225,7 @@ def _small_files(
 ) -> dict[str, Iterable[bytes]]:
     """Companions, index and configuration: name -> content in pieces."""
     contents: dict[str, Iterable[bytes]] = {name: _pieces(checkpoint, name) for name in plan.companions}
-    contents[INDEX_FILE] = [json_bytes(plan.index())]
+    contents[INDEX_FILE] = [json_bytes(index_json(plan.shards))]
     config = transform.config(checkpoint, plan.tensors, records)
     if config is not None:
         contents[CONFIG_FILE] = [json_bytes(config)]
@@ -356,12 +369,10 @@ class _Run:
         known = self._workspace.records
         for shard in self._plan.shards:
             names = [self._plan.tensors[place].name for place in shard.tensors]
-            final = self._workspace.out / shard.file
-            if final.exists() and all(name in known for name in names):
+            if self._workspace.is_complete(shard.file) and all(name in known for name in names):
                 yield from (_Known(place, known[name]) for place, name in zip(shard.tensors, names, strict=True))
                 continue
-            partial = self._workspace.folder / (shard.file + PARTIAL_SUFFIX)
-            writer = ShardWriter(partial, final, shard.header, shard.file_bytes)
+            writer = ShardWriter(self._workspace.folder / shard.file, shard.header, shard.file_bytes)
             writers.append(writer)
             sink = _ShardSink(writer, shard)
             for place, name in zip(shard.tensors, names, strict=True):

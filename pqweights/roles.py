@@ -35,12 +35,12 @@ ROLES: dict[str, Role] = {
         Role("vision", keep="vision or audio tower: exports and runtimes expect it in source precision"),
         Role("mtp", keep="multi-token prediction head: runtimes expect it in source precision"),
         Role("parameter", keep="not recognised as a linear weight; a rule with its name quantizes it"),
-        Role("vector", structural=True, keep="one-dimensional"),
+        Role("vector", structural=True, keep="scalar or one-dimensional"),
         Role("bias", structural=True, keep="bias"),
         Role("norm", structural=True, keep="normalisation"),
         Role("conv", structural=True, keep="convolution"),
         Role("ssm", structural=True, keep="state-space or linear-attention parameter"),
-        Role("buffer", structural=True, keep="not a floating-point weight"),
+        Role("buffer", structural=True, keep="not a floating-point weight, or empty"),
     )
 }
 

@@ -15,7 +15,7 @@ from pqweights.checkpoint.writer import sha256_of_file
 from pqweights.codecs import CODECS
 from pqweights.errors import PqweightsError
 from pqweights.manifest import Manifest, json_bytes, read_manifest
-from pqweights.plan import QUANTIZE, Plan, ShardPlan, plan_shards
+from pqweights.plan import QUANTIZE, ShardPlan, index_json, plan_shards
 from pqweights.quantize import encodings
 from pqweights.rewrite import SHARD_METADATA
 
@@ -109,9 +109,8 @@ def _check_hashes(
 
 
 def _check_index(folder: Path, manifest: Manifest, shards: tuple[ShardPlan, ...]) -> Iterator[str]:
-    plan = Plan(manifest.tensors, shards, (), {}, 0, 0, manifest.max_shard_bytes)
     path = folder / INDEX_FILE
-    if path.is_file() and path.read_bytes() != json_bytes(plan.index()):
+    if path.is_file() and path.read_bytes() != json_bytes(index_json(shards)):
         yield f"{INDEX_FILE}: is not the index of the tensors in the manifest"
     names = [tensor.name for tensor in manifest.tensors]
     for tensor in manifest.tensors:
@@ -123,9 +122,8 @@ def _check_index(folder: Path, manifest: Manifest, shards: tuple[ShardPlan, ...]
 
 
 def _check_files(folder: Path, manifest: Manifest) -> Iterator[str]:
-    for required in (INDEX_FILE,):
-        if required not in manifest.files:
-            yield f"{MANIFEST_FILE}: does not list {required}"
+    if INDEX_FILE not in manifest.files:
+        yield f"{MANIFEST_FILE}: does not list {INDEX_FILE}"
     for name, record in manifest.files.items():
         path = folder / name
         if not is_inside(name):
@@ -134,8 +132,8 @@ def _check_files(folder: Path, manifest: Manifest) -> Iterator[str]:
             yield f"{name}: missing"
         elif path.stat().st_size != record.bytes:
             yield f"{name}: expected {record.bytes} bytes, found {path.stat().st_size}"
-        elif sha256_of_file(path) != record.sha256:
-            yield f"{name}: sha256: expected {record.sha256}, found {sha256_of_file(path)}"
+        elif (found := sha256_of_file(path)) != record.sha256:
+            yield f"{name}: sha256: expected {record.sha256}, found {found}"
 
 
 def _check_foreign(folder: Path, manifest: Manifest, shards: tuple[ShardPlan, ...]) -> Iterator[str]:

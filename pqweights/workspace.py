@@ -1,7 +1,8 @@
 """The output folder while it is being written: who may write there, what an interrupted run left, what may be replaced.
 
-Everything unfinished lies in OUT/.pqweights: the lock, the journal, the partial files. The journal's first line says
-which run it belongs to; each further line records one finished tensor. The folder goes when the run is complete.
+Everything unfinished lies in OUT/.pqweights: the lock, the journal, the partial and the finished shards. The journal's
+first line says which run it belongs to and what it replaces; each further line records one finished tensor. When all
+tensors are done the shards move to OUT, so that an older result stands until the new one is complete; then the folder goes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from pqweights.checkpoint.names import CARD_FILE, MANIFEST_FILE, WORK_FOLDER, is_inside
 from pqweights.checkpoint.storage import Storage
-from pqweights.checkpoint.writer import disk_errors, sync_folder
+from pqweights.checkpoint.writer import disk_errors, partial_path, sync_folder
 from pqweights.errors import MasterError, OutputError, SourceChangedError
 from pqweights.manifest import TensorRecord, read_manifest
 from pqweights.plan import plan_shards
@@ -55,9 +56,12 @@ class RunIdentity:
 class Workspace:
     """The work folder of a running rewrite. Made by `open_workspace`."""
 
-    def __init__(self, out: Path, records: dict[str, TensorRecord], journal: int) -> None:
+    def __init__(
+        self, out: Path, records: dict[str, TensorRecord], journal: int, outputs: list[str], replaces: list[str]
+    ) -> None:
         self.out = out
         self.folder = out / WORK_FOLDER
+        self._outputs, self._replaces = outputs, replaces
         self.records = records  # of the run that is continued, by tensor name
         self._journal = journal
 
@@ -76,9 +80,26 @@ class Workspace:
         _remove_work_folder(self.folder)
         sync_folder(self.out)
 
-    def discard(self, outputs: list[str]) -> None:
-        """Remove what this run has written, finished shards included: its source turned out to be unusable."""
-        _remove_files(self.out, outputs)
+    def is_complete(self, shard: str) -> bool:
+        """Whether a shard whose tensors are all in the journal is complete: staged here, or published.
+
+        A file of that name in the output folder is the published one only when neither a partial nor a staged one is
+        left; until then it belongs to the result that is to be replaced.
+        """
+        staged = self.folder / shard
+        return not partial_path(staged).exists() and (staged.exists() or (self.out / shard).exists())
+
+    def publish(self, shards: list[str]) -> None:
+        """Give the staged shards their final names and remove what the new result replaces. A kill in between resumes."""
+        with disk_errors(self.out):
+            for shard in shards:
+                if (self.folder / shard).exists():
+                    os.replace(self.folder / shard, self.out / shard)
+            _remove_files(self.out, [name for name in self._replaces if name not in self._outputs])
+            sync_folder(self.out)
+
+    def discard(self) -> None:
+        """Remove what this run has written: its source turned out to be unusable. An older result stays."""
         self.finish()
         with contextlib.suppress(OSError):  # other files are there: the folder stays
             self.out.rmdir()
@@ -107,7 +128,8 @@ def _remove_work_folder(work: Path) -> None:
         if path.name != LOCK_FILE:
             path.unlink()
     (work / LOCK_FILE).unlink()
-    work.rmdir()
+    with contextlib.suppress(OSError):  # another run has just looked for the lock
+        work.rmdir()
 
 
 def check_paths(source: Path, out: Path) -> None:
@@ -129,8 +151,8 @@ def check_output(out: Path, overwrite: bool) -> None:
     if (out / MANIFEST_FILE).is_file():
         if not overwrite:
             raise OutputError(
-                f"{out}: holds a result of another source, recipe or version, or a damaged one (pqweights verify tells); pass "
-                "--overwrite to replace it, or choose another folder"
+                f"{out}: holds a result of another source or recipe, of a source that changed or was copied since, or a damaged "
+                "one (pqweights verify tells); pass --overwrite to replace it, or choose another folder"
             )
     elif names:
         raise OutputError(f"{out}: expected an empty or new folder, found {names[0]!r} in it; choose another folder")
@@ -151,8 +173,7 @@ def open_workspace(out: Path, identity: RunIdentity, overwrite: bool) -> Iterato
         try:
             check_output(out, overwrite)  # again: the run that held the lock may have finished in between
         except OutputError:
-            (work / LOCK_FILE).unlink()
-            work.rmdir()
+            _remove_work_folder(work)
             raise
         records = _read_journal(work / JOURNAL_FILE, identity, out, overwrite)
         if records is None:
@@ -162,25 +183,28 @@ def open_workspace(out: Path, identity: RunIdentity, overwrite: bool) -> Iterato
                 if not is_under_way(out):
                     _remove_work_folder(work)
                 raise
+            _refuse_foreign_names(out, identity.outputs, replaces, work)
             _begin_journal(work, identity, replaces)
             records = {}
-        if not records:  # nothing of this run has its final name yet, so what has one is to be replaced
-            with disk_errors(out):
-                first = _first_line(work / JOURNAL_FILE)
-                _remove_files(out, first["replaces"] if first is not None else [])
-                for path in work.iterdir():
-                    if path.name not in (LOCK_FILE, JOURNAL_FILE):
-                        path.unlink()
+        if not records:  # nothing here is of this run
+            for path in work.iterdir():
+                if path.name not in (LOCK_FILE, JOURNAL_FILE):
+                    path.unlink()
+        first = _first_line(work / JOURNAL_FILE)
+        assert first is not None
         journal = os.open(work / JOURNAL_FILE, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        yield Workspace(out, records, journal)
+        yield Workspace(out, records, journal, identity.outputs, first["replaces"])
     finally:
         os.close(lock)
 
 
 def _lock(path: Path, out: Path) -> int:
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:  # a run that ends has just removed the folder
+            continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -254,6 +278,15 @@ def _first_line(journal: Path) -> dict[str, Any] | None:
     lists = (value.get("outputs"), value.get("replaces"))
     names = all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in lists)
     return value if names else None
+
+
+def _refuse_foreign_names(out: Path, outputs: list[str], replaces: list[str], work: Path) -> None:
+    """Refuse to write over a file that no run of ours put there."""
+    for name in outputs:
+        if (out / name).exists() and name not in replaces:
+            if not is_under_way(out):
+                _remove_work_folder(work)
+            raise OutputError(f"{out}: {name!r} is there and not ours; move it away, or choose another folder")
 
 
 def _begin_journal(work: Path, identity: RunIdentity, replaces: list[str]) -> None:

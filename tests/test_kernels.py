@@ -582,3 +582,24 @@ def test_code_for_another_processor_gives_the_same_bytes(tmp_path):
         for array in (codes, norms, energies, errors, decoded):
             digest.update(array.tobytes())
     assert found == digest.hexdigest()
+
+
+def test_the_cache_of_machine_code_sees_a_change_of_the_vector_code():
+    """numba keys its cache on cpu.py alone: whoever edits vector.py must write its new hash into cpu.py."""
+    from pqweights.kernels import cpu, vector
+
+    assert hashlib.sha256(Path(vector.__file__).read_bytes()).hexdigest() == cpu.VECTOR_SOURCE_SHA256
+
+
+def test_a_cache_that_cannot_be_written_costs_no_run():
+    from pqweights.kernels import cpu
+
+    calls = []
+
+    def kernel(value):
+        calls.append(value)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        return value + 1
+
+    assert cpu._call(kernel, 3) == 4 and calls == [3, 3]

@@ -185,7 +185,8 @@ def test_kills_leave_every_state(undisturbed: dict[str, bytes], kill_points: dic
     states = [Path(point["out"]) for group in kill_points.values() for point in group]
     assert len(states) > 100
     assert len(kill_points["write"]) == 3 * TENSORS
-    renames = sum(not name.endswith("/") for name in undisturbed) + 1  # and the journal's
+    shards = sum(name.endswith(".safetensors") for name in undisturbed)  # renamed twice: complete, then published
+    renames = sum(not name.endswith("/") for name in undisturbed) + shards + 1  # and the journal's
     assert len(kill_points["replace"]) == 2 * renames
 
 
@@ -278,7 +279,7 @@ def test_a_finished_shard_that_the_disk_lost_is_redone(
 ) -> None:
     out = tmp_path / "out"
     interrupt(monkeypatch, command(source), out, tensors=9)
-    (out / "model-00002-of-00004.safetensors").unlink()
+    (out / ".pqweights/model-00002-of-00004.safetensors").unlink()
     run_command(command(source), out)
     assert folder_bytes(out) == undisturbed
 
@@ -395,11 +396,50 @@ def test_a_finished_folder_is_left_alone(source: Path, undisturbed: dict[str, by
 def test_a_finished_folder_is_known_though_the_source_was_copied(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:
-    """Times and folders tell an interrupted run that its source changed; a finished result is told by content."""
+    """A copy that keeps its times is the same source, wherever it lies."""
     run_command(command(source), tmp_path / "out")
-    copied = shutil.copytree(source, tmp_path / "copy", copy_function=shutil.copyfile)
+    copied = shutil.copytree(source, tmp_path / "copy")
     assert run_command(command(copied), tmp_path / "out").already_done
     assert folder_bytes(tmp_path / "out") == undisturbed
+
+
+def test_a_source_that_is_newer_than_the_result_is_not_called_done(own_source: Path, tmp_path: Path) -> None:
+    """The fingerprint sees only the ends of a tensor; a changed middle shows in the time of the file."""
+    out = tmp_path / "out"
+    run_command(command(own_source), out)
+    weights = next(own_source.glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(OutputError, match="overwrite"):
+        run_command(command(own_source), out)
+
+
+def test_a_failing_run_leaves_the_result_that_it_was_to_replace(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run_command(command(source, recipe="q4"), out)
+    before = folder_bytes(out)
+    broken = shutil.copytree(source, tmp_path / "broken")
+    weights = sorted(broken.glob("*.safetensors"))[-1]
+    data = bytearray(weights.read_bytes())
+    data[-4096:] = b"\xff" * 4096  # NaN in every floating dtype
+    weights.write_bytes(data)
+    with pytest.raises(SourceError, match="NaN"):
+        run_command(command(broken, overwrite=True), out)
+    assert folder_bytes(out) == before
+
+
+def test_a_file_of_the_user_is_not_replaced(source: Path, tmp_path: Path) -> None:
+    """A companion of the new source is called like a file that the user put beside the old result."""
+    out = tmp_path / "out"
+    run_command(command(source, recipe="q4"), out)
+    own = shutil.copytree(source, tmp_path / "own")
+    (own / "NOTES.md").write_text("the model's")
+    (out / "NOTES.md").write_text("the user's")
+    before = folder_bytes(out)
+    with pytest.raises(OutputError, match=r"NOTES\.md"):
+        run_command(command(own, overwrite=True), out)
+    assert folder_bytes(out) == before
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "config.json"])
@@ -793,7 +833,7 @@ def test_strict_refuses_a_finished_or_interrupted_result_too(tmp_path: Path, mon
     with pytest.raises(SourceError, match="strict"):
         run_command(command(source, strict=True), tmp_path / "finished")
     interrupt(monkeypatch, command(source), tmp_path / "interrupted", tensors=2)
-    with pytest.raises(SourceError, match="strict"):
+    with pytest.raises(OutputError, match="other options"):
         run_command(command(source, strict=True), tmp_path / "interrupted")
 
 

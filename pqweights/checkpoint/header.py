@@ -7,6 +7,7 @@ that every tensor is aligned, and the header padded with spaces to a multiple of
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ class TensorSpec:
     dtype: str
     shape: tuple[int, ...]
 
-    @property
+    @functools.cached_property
     def byte_count(self) -> int:
         """Bytes of the data."""
         return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
@@ -94,10 +95,11 @@ def parse_header(
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} stands twice")
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            raise ValueError(f"the key {name!r} stands twice")
+        result[name] = value
     return result
 
 
@@ -106,10 +108,8 @@ def _parse_entry(
 ) -> StoredTensor:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise wrong(f"tensor {name!r}: expected dtype, shape and data_offsets, found {str(entry)[:80]}")
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError:
-        raise wrong(f"tensor {name!a}: expected a name in UTF-8, found half of a surrogate pair") from None
+    if not name.isprintable():
+        raise wrong(f"tensor {ascii(name)[:80]}: expected a printable name")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise wrong(f"tensor {name!r}: expected a safetensors dtype, found {str(dtype)[:40]!r}")

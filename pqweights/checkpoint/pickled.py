@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.storage import LocalStorage, Storage
-from pqweights.errors import SourceError
+from pqweights.errors import MissingDependencyError, SourceError
 
 PICKLE_FILE = "pytorch_model.bin"
 PICKLE_INDEX_FILE = "pytorch_model.bin.index.json"
@@ -35,9 +35,13 @@ def stored_tensors(storage: Storage, file: str) -> list[StoredTensor]:
 
     Raises SourceError where torch refuses the pickle, or where the zip file or a tensor is not laid out plainly.
     """
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
+    try:
+        import torch
+        from torch._subclasses.fake_tensor import FakeTensorMode
+    except ImportError:
+        raise MissingDependencyError(
+            f"{file}: reading pickled weights needs torch: pip install 'pqweights[torch]'"
+        ) from None
     if not isinstance(storage, LocalStorage):
         raise SourceError(f"{file}: pickled weights can only be read from a local folder")
     records = _data_records(storage.root / file, file)

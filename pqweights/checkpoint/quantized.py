@@ -39,6 +39,8 @@ def logical_tensors(
     Raises SourceError for a quantization that cannot be decoded, and for scales that are missing or misshapen.
     """
     settings = quantization_settings(config)
+    if config is None:
+        _refuse_part_of_master(stored)
     _refuse_foreign(settings, stored)
     default_block = _weight_block(settings)
     tensors: list[LogicalTensor] = []
@@ -60,13 +62,30 @@ def logical_tensors(
             taken |= {name} | ({found.name} if found else set())
     tensors += [PlainTensor(storage, tensor) for name, tensor in stored.items() if name not in taken]
     names = [tensor.name for tensor in tensors]
+    all_names = set(names)
     for name in names:
-        if name.endswith((CODES_SUFFIX, NORMS_SUFFIX)) and name.rsplit("_", 1)[0] in names:
+        if name.endswith((CODES_SUFFIX, NORMS_SUFFIX)) and name.rsplit("_", 1)[0] in all_names:
             raise SourceError(f"tensor {name!r}: the name is taken by the codes or norms of {name.rsplit('_', 1)[0]!r}")
-    if len(set(names)) != len(names):
+    if len(all_names) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise SourceError(f"tensor {twice!r} stands twice, once in a packed format and once plain")
     return tensors
+
+
+def _refuse_part_of_master(stored: dict[str, StoredTensor]) -> None:
+    """A shard of a master by itself, without the config.json that says how to read it."""
+    for name, tensor in stored.items():
+        norms = stored.get(name.removesuffix(CODES_SUFFIX) + NORMS_SUFFIX)
+        if (
+            name.endswith("weight" + CODES_SUFFIX)
+            and tensor.dtype == "U8"
+            and norms is not None
+            and norms.dtype == "F16"
+        ):
+            raise SourceError(
+                f"{tensor.file}: tensor {name!r} belongs to a pqweights master, whose config.json is not here; give the "
+                "original checkpoint to quantize, or the whole folder of the master to export"
+            )
 
 
 def quantization_settings(config: dict[str, Any] | None) -> dict[str, Any]:

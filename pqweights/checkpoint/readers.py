@@ -6,6 +6,7 @@ Everything above this package sees only `LogicalTensor`; FP8 with scales, MXFP4 
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -194,6 +195,9 @@ class Float8Tensor:
 FLOAT4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
 
 
+_last_expert = threading.local()
+
+
 @dataclass(frozen=True)
 class Mxfp4Tensor:
     """gpt-oss experts: [E, N, G, 16] bytes of two E2M1 codes (low nibble first) and [E, N, G] exponents (bias 127).
@@ -208,6 +212,8 @@ class Mxfp4Tensor:
 
     # Elements decoded at once; a band of columns of one expert's stored matrix.
     BAND_ELEMENTS = 1 << 20
+    # An expert of at most this many stored bytes is kept by each thread, instead of being read for every band.
+    KEPT_BYTES = 1 << 25
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -248,14 +254,30 @@ class Mxfp4Tensor:
     def _decode_band(self, expert: int, group: int, groups: int) -> npt.NDArray[np.float32]:
         """Groups [group, group + groups) of one expert: [32 * groups, N] f32."""
         _, rows, all_groups, _ = self.blocks.shape
-        codes = self._read_columns(self.blocks, expert, rows, all_groups * 16, group * 16, groups * 16)
-        exponents = self._read_columns(self.scales, expert, rows, all_groups, group, groups)
+        if rows * all_groups * 17 <= self.KEPT_BYTES:
+            codes, exponents = self._whole_expert(expert)
+            codes = codes[:, group * 16 : (group + groups) * 16]
+            exponents = exponents[:, group : group + groups]
+        else:
+            codes = self._read_columns(self.blocks, expert, rows, all_groups * 16, group * 16, groups * 16)
+            exponents = self._read_columns(self.scales, expert, rows, all_groups, group, groups)
         values = np.empty((rows, groups, 16, 2), dtype=np.float32)
         by_group = codes.reshape(rows, groups, 16)
         values[..., 0] = FLOAT4_VALUES[by_group & 15]
         values[..., 1] = FLOAT4_VALUES[by_group >> 4]
         values *= float8_table("F8_E8M0")[exponents][:, :, None, None]
         return np.ascontiguousarray(values.reshape(rows, groups * 32).T)
+
+    def _whole_expert(self, expert: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        """The stored bytes of one expert; each thread keeps the last, as many chunks in a row need the same."""
+        key = (self.blocks, expert)
+        if getattr(_last_expert, "key", None) != key:
+            _, rows, all_groups, _ = self.blocks.shape
+            codes = self._read_columns(self.blocks, expert, rows, all_groups * 16, 0, all_groups * 16)
+            exponents = self._read_columns(self.scales, expert, rows, all_groups, 0, all_groups)
+            _last_expert.key, _last_expert.value = key, (codes, exponents)
+        value: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]] = _last_expert.value
+        return value
 
     def _read_columns(
         self, stored: StoredTensor, expert: int, rows: int, row_bytes: int, column: int, columns: int

@@ -1,7 +1,6 @@
 """Opening a checkpoint from its headers: which files it has, which logical tensors, and every reason to refuse it.
 
-No weight is read here. A folder with an index is what the index says (and every file that it names), like in
-transformers; a folder without one holds a single model.safetensors.
+No weight is read here. As in transformers, a folder holds model.safetensors, or else what its index names.
 """
 
 from __future__ import annotations
@@ -157,10 +156,10 @@ def _weight_files(
         if pickled.is_pickle(only) and not allow_pickle:
             raise _pickle_refused(only)
         return (only,), None
-    if INDEX_FILE in files:
-        return _indexed_files(storage, files, INDEX_FILE, (".safetensors",)), INDEX_FILE
     if SINGLE_FILE in files:
         return (SINGLE_FILE,), None
+    if INDEX_FILE in files:
+        return _indexed_files(storage, files, INDEX_FILE, (".safetensors",)), INDEX_FILE
     here = [name for name in files if "/" not in name]
     safetensors = [name for name in here if name.endswith(".safetensors")]
     if len(safetensors) == 1:
@@ -249,7 +248,10 @@ def _companions(files: dict[str, Any], weight_files: tuple[str, ...]) -> tuple[t
     companions: list[str] = []
     left_out: dict[str, str] = {}
     for name in files:
-        if name in weight_files or name in (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE):
+        if name in weight_files or name in (CONFIG_FILE, INDEX_FILE):
+            continue
+        if name == MANIFEST_FILE:
+            left_out[name] = "the manifest of the source describes the source"
             continue
         lower = name.lower()
         if name == CARD_FILE:

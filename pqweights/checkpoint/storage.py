@@ -66,7 +66,6 @@ class LocalStorage:
     def __init__(self, root: Path, only: str | None = None) -> None:
         self.root = root
         self.bytes_read = 0
-        self._descriptors: dict[str, int] = {}
         self._lock = threading.Lock()
         names = [only] if only is not None else sorted(self._walk())
         self._files = {}
@@ -75,14 +74,25 @@ class LocalStorage:
             self._files[name] = FileState(status.st_size, status.st_mtime_ns)
 
     def _walk(self) -> list[str]:
-        found = []
-        for folder, subfolders, names in os.walk(self.root):
-            subfolders[:] = [s for s in subfolders if not s.startswith(".")]
-            relative = Path(folder).relative_to(self.root)
+        """Names of all files; links are followed, but never into a folder that was already seen."""
+        found: list[str] = []
+        seen = set()
+        for folder, subfolders, names in os.walk(self.root, followlinks=True):
+            real = os.path.realpath(folder)
+            if real in seen:
+                subfolders.clear()
+                continue
+            seen.add(real)
+            subfolders[:] = sorted(s for s in subfolders if not s.startswith("."))
             for name in names:
                 path = Path(folder) / name
-                if not name.startswith(".") and path.is_file():
-                    found.append((relative / name).as_posix())
+                relative = path.relative_to(self.root).as_posix()
+                if name.startswith("."):
+                    continue
+                if path.is_symlink() and not path.exists():
+                    raise SourceError(f"{relative}: a link to a file that is not there: fetch it again")
+                if path.is_file():
+                    found.append(relative)
         return found
 
     def files(self) -> dict[str, FileState]:
@@ -91,29 +101,25 @@ class LocalStorage:
 
     def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
         """See Storage.read_into."""
-        descriptor = self._descriptor(file)
-        view = buffer.data
-        done = 0
-        while done < len(view):
-            count = os.preadv(descriptor, [view[done:]], offset + done)
-            if count == 0:
-                raise SourceError(
-                    f"{file}: expected {len(view)} bytes at offset {offset}, found the end of the file after {done}; "
-                    "it was cut while it was being read: fetch it again"
-                )
-            done += count
+        # Opened for each read: a checkpoint may have more files than a process may hold open.
+        descriptor = os.open(self.root / file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            done = _fill(descriptor, file, offset, buffer)
+        finally:
+            os.close(descriptor)
         with self._lock:
             self.bytes_read += done
 
-    def _descriptor(self, file: str) -> int:
-        with self._lock:
-            if file not in self._descriptors:
-                self._descriptors[file] = os.open(self.root / file, os.O_RDONLY | os.O_CLOEXEC)
-            return self._descriptors[file]
 
-    def close(self) -> None:
-        """Close the files that were read."""
-        with self._lock:
-            for descriptor in self._descriptors.values():
-                os.close(descriptor)
-            self._descriptors.clear()
+def _fill(descriptor: int, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> int:
+    view = buffer.data
+    done = 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], offset + done)
+        if count == 0:
+            raise SourceError(
+                f"{file}: expected {len(view)} bytes at offset {offset}, found the end of the file after {done}; "
+                "it was cut while it was being read: fetch it again"
+            )
+        done += count
+    return done

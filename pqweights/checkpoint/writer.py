@@ -38,14 +38,19 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise
 
 
+def partial_path(path: Path) -> Path:
+    """Where a file lies until it is complete."""
+    return path.with_name(path.name + PARTIAL_SUFFIX)
+
+
 class ShardWriter:
     """One output file while it is being filled. Writes may come in any order and from any thread."""
 
-    def __init__(self, partial: Path, final: Path, header: bytes, file_bytes: int) -> None:
-        """Open the partial file, creating it with its header and full size where it is not there yet."""
-        self.partial, self.final = partial, final
-        with disk_errors(final):
-            self._descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    def __init__(self, path: Path, header: bytes, file_bytes: int) -> None:
+        """Open the partial file of `path`, creating it with its header and full size where it is not there yet."""
+        self.path, self.partial = path, partial_path(path)
+        with disk_errors(path):
+            self._descriptor = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             if os.fstat(self._descriptor).st_size != file_bytes:
                 os.ftruncate(self._descriptor, 0)
                 _allocate(self._descriptor, file_bytes)
@@ -54,7 +59,7 @@ class ShardWriter:
     def write(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
         """Write all of data at `offset`."""
         view = data.data.cast("B")
-        with disk_errors(self.final):
+        with disk_errors(self.path):
             while view:
                 count = os.pwrite(self._descriptor, view, offset)
                 offset, view = offset + count, view[count:]
@@ -71,12 +76,12 @@ class ShardWriter:
         return digest.hexdigest()
 
     def finish(self) -> None:
-        """Flush to the disk and give the file its final name."""
-        with disk_errors(self.final):
+        """Flush to the disk and give the file its own name."""
+        with disk_errors(self.path):
             os.fsync(self._descriptor)
             self.close()
-            os.replace(self.partial, self.final)
-            sync_folder(self.final.parent)
+            os.replace(self.partial, self.path)
+            sync_folder(self.path.parent)
 
     def close(self) -> None:
         """Leave the partial file as it is."""

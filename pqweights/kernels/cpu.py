@@ -31,13 +31,29 @@ from pqweights.kernels.vector import (
     tree_sum,
 )  # fmt: skip
 
+# numba's cache looks at this file alone, so it must change with the other one that makes the code; a test compares.
+VECTOR_SOURCE_SHA256 = "ca063702d34117c484e88d01c800744dd0a031d97e91bab4e96967f6c7beda13"
+
 
 def _jit(function: Callable[..., Any]) -> Any:
-    """Compile on first call, without the GIL; keep the machine code on disk where some cache folder is writable."""
+    """Compile into whatever calls it, without the GIL."""
+    return numba.njit(nogil=True, error_model="numpy")(function)
+
+
+def _cached_jit(function: Callable[..., Any]) -> Any:
+    """Compile on first call and keep the machine code on disk where some cache folder is writable."""
     try:
         return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
     except RuntimeError:  # numba found no writable place for its cache: a read-only installation without a home
-        return numba.njit(nogil=True, error_model="numpy")(function)
+        return _jit(function)
+
+
+def _call(kernel: Any, *arguments: Any) -> Any:
+    """Call a kernel; a cache that cannot be written (a full or broken disk) costs a compilation, not the run."""
+    try:
+        return kernel(*arguments)
+    except OSError:  # raised after the compilation, which the second call uses
+        return kernel(*arguments)
 
 
 @functools.lru_cache(maxsize=32)
@@ -254,7 +270,7 @@ def _unpack(row, bits, q):  # type: ignore[no-untyped-def]
                 q[i + 16 * m] |= value if row[at + i] & mask else zero
 
 
-@_jit
+@_cached_jit
 def _encode(  # type: ignore[no-untyped-def]
     values, dtype, bits, table, cells_per_unit, signs, norm_exponent, codes, norms, energies, errors,
 ):  # fmt: skip
@@ -335,7 +351,7 @@ def _encode(  # type: ignore[no-untyped-def]
     return smallest, largest, first_bad
 
 
-@_jit
+@_cached_jit
 def _decode(  # type: ignore[no-untyped-def]
     codes, norms, dtype, bits, levels, signs, norm_exponent, values,
 ):  # fmt: skip
@@ -379,8 +395,8 @@ def encode(
 ) -> EncodeStats:
     """See `pqweights.kernels.Backend.encode`."""
     table, cells_per_unit = _encode_table(tuple(codebook.levels.tolist()), tuple(codebook.thresholds.tolist()))
-    smallest, largest, first_bad = _encode(
-        values, VALUE_DTYPES[dtype], codebook.bits, table, cells_per_unit, SIGNS if signed else _NO_SIGNS, norm_exponent,
+    smallest, largest, first_bad = _call(
+        _encode, values, VALUE_DTYPES[dtype], codebook.bits, table, cells_per_unit, SIGNS if signed else _NO_SIGNS, norm_exponent,
         codes, norms, energies, errors,
     )  # fmt: skip
     return EncodeStats(float(smallest), float(largest), int(first_bad))
@@ -397,4 +413,14 @@ def decode(
 ) -> None:
     """See `pqweights.kernels.Backend.decode`."""
     signs = SIGNS if signed else _NO_SIGNS
-    _decode(codes, norms, VALUE_DTYPES[dtype], codebook.bits, _padded_levels(codebook), signs, norm_exponent, values)
+    _call(
+        _decode,
+        codes,
+        norms,
+        VALUE_DTYPES[dtype],
+        codebook.bits,
+        _padded_levels(codebook),
+        signs,
+        norm_exponent,
+        values,
+    )
