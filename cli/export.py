@@ -44,14 +44,14 @@ def command(
                 folder, out, target.value, dtype=dtype.value, threads=options.thread_count(threads), overwrite=overwrite,
                 max_shard_bytes=max_shard_bytes, progress=progress,
             )  # fmt: skip
-    if json:
-        output.print_json(report.result_json(done, str(out)))
-        return
-    if done.already_done:
-        output.note(f"{out}: already holds this very result; nothing was written")
-    plan = done.plan
-    typer.echo(
-        f"{folder} -> {out}: {output.size(plan.source_bytes)} -> {output.size(plan.output_bytes)}, "
-        f"{len(plan.tensors)} tensors in {len(plan.shards)} file(s)"
-    )
-    typer.echo("\n".join(report.left_out_lines(plan)), nl=bool(plan.left_out))
+        if json:
+            output.print_json(report.result_json(done, str(out)))
+            return
+        if done.already_done:
+            output.note(f"{out}: already holds this very result; nothing was written")
+        plan = done.plan
+        typer.echo(
+            f"{folder} -> {out}: {output.size(plan.source_bytes)} -> {output.size(plan.output_bytes)}, "
+            f"{len(plan.tensors)} tensors in {len(plan.shards)} file(s)"
+        )
+        typer.echo("\n".join(report.left_out_lines(plan)), nl=bool(plan.left_out))

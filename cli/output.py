@@ -19,6 +19,7 @@ PLAIN_LINE_SECONDS = 5.0
 def print_json(value: Any) -> None:
     """The one JSON document of a command, on stdout."""
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
 
 
 def note(text: str) -> None:

@@ -42,7 +42,7 @@ def run(
             chosen = chosen.with_bits(bits)
         _, planned = plan_quantize(source, chosen, max_shard_bytes=max_shard_bytes, allow_pickle=allow_pickle)
         needs = resource_needs(planned, options.thread_count(threads))
-    if json:
-        output.print_json(report.plan_json(planned, needs))
-    else:
-        typer.echo(report.plan_text(planned, needs))
+        if json:
+            output.print_json(report.plan_json(planned, needs))
+        else:
+            typer.echo(report.plan_text(planned, needs))

@@ -45,14 +45,16 @@ def command(
                 source, out, chosen, threads=options.thread_count(threads), overwrite=overwrite, max_shard_bytes=max_shard_bytes,
                 allow_pickle=allow_pickle, strict=strict, progress=progress,
             )  # fmt: skip
-    if json:
-        output.print_json(report.result_json(done, str(out)))
-        return
-    if done.already_done:
-        output.note(f"{out}: already holds this very result; nothing was written")
-    elif done.resumed:
-        output.note(f"continued: {done.resumed} of {len(done.records)} tensors had been finished by the earlier run")
-    lines = [f"{source} -> {out}", report.totals_text(done.plan.totals())]
-    lines += report.quality_lines(done.plan.tensors, done.records)
-    lines += report.kept_lines(done.plan.tensors) + report.left_out_lines(done.plan)
-    typer.echo("\n".join(lines))
+        if json:
+            output.print_json(report.result_json(done, str(out)))
+            return
+        if done.already_done:
+            output.note(f"{out}: already holds this very result; nothing was written")
+        elif done.resumed:
+            output.note(
+                f"continued: {done.resumed} of {len(done.records)} tensors had been finished by the earlier run"
+            )
+        lines = [f"{source} -> {out}", report.totals_text(done.plan.totals())]
+        lines += report.quality_lines(done.plan.tensors, done.records)
+        lines += report.kept_lines(done.plan.tensors) + report.left_out_lines(done.plan)
+        typer.echo("\n".join(lines))

@@ -16,12 +16,12 @@ def command(
 
         with output.progress("verifying") as progress:
             result = verify(folder, threads=options.thread_count(threads), progress=progress)
-    if json:
-        checked = {"tensors": result.tensors, "files": result.files, "bytes": result.bytes}
-        output.print_json({"ok": result.ok, "checked": checked, "problems": list(result.problems)})
-    elif result.ok:
-        typer.echo(f"{folder}: ok: {result.tensors} tensors, {result.files} files, {result.bytes} bytes")
-    else:
-        typer.echo("\n".join(result.problems))
-    if not result.ok:
-        raise typer.Exit(1)
+        if json:
+            checked = {"tensors": result.tensors, "files": result.files, "bytes": result.bytes}
+            output.print_json({"ok": result.ok, "checked": checked, "problems": list(result.problems)})
+        elif result.ok:
+            typer.echo(f"{folder}: ok: {result.tensors} tensors, {result.files} files, {result.bytes} bytes")
+        else:
+            typer.echo("\n".join(result.problems))
+        if not result.ok:
+            raise typer.Exit(1)

@@ -470,3 +470,13 @@ def test_a_closed_pipe_is_no_traceback(source: Path) -> None:
 def test_zero_dimensional_output_is_shown(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "model", {"scale": ("F32", np.array(1.0, dtype=np.float32))})
     assert "scalar" in invoke("plan", source).stdout
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_full_disk_under_stdout_is_one_line(options: tuple[str, ...], source: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", MAIN, "plan", str(source), *options], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
