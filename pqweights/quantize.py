@@ -26,13 +26,14 @@ from pqweights.kernels import BLOCK_SIZE, VALUE_DTYPES
 from pqweights.manifest import TensorRecord, exceeds, rounded
 from pqweights.plan import DEFAULT_MAX_SHARD_BYTES, KEEP, QUANTIZE, Plan, TensorPlan
 from pqweights.recipe import Recipe, decide
-from pqweights.rewrite import Progress, Report, make_plan, rewrite
+from pqweights.rewrite import Report, make_plan, rewrite
+from pqweights.stream import Progress
 from pqweights.weight import Pass, PassResult, PassTotals, block_count, encode_chunk, first_pass, next_pass
 
 
 @dataclass(frozen=True)
 class Quantize:
-    """The transform. See rewrite.Transform. strict: refuse a weight whose error exceeds the promise even when rescued."""
+    """The transform. See transform.Transform. strict: refuse a weight whose error exceeds the promise even when rescued."""
 
     recipe: Recipe
     strict: bool = False

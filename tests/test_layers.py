@@ -29,6 +29,8 @@ LAYERS = (
     ("pqweights.plan",),
     ("pqweights.manifest",),
     ("pqweights.workspace", "pqweights.jobs"),
+    ("pqweights.transform",),
+    ("pqweights.stream",),
     ("pqweights.rewrite",),
     ("pqweights.quantize", "pqweights.exports"),
     ("pqweights.inspect", "pqweights.verify"),

@@ -8,7 +8,8 @@ from pqweights.checkpoint.source import open_local
 from pqweights.errors import SourceError
 from pqweights.exports.bf16 import Bf16Export
 from pqweights.plan import DEFAULT_MAX_SHARD_BYTES
-from pqweights.rewrite import Progress, Report, make_plan, rewrite
+from pqweights.rewrite import Report, make_plan, rewrite
+from pqweights.stream import Progress
 
 EXPORTS = {
     "bf16": Bf16Export,

@@ -28,11 +28,11 @@ class Bf16Export:
     kind: str = "export"
 
     def describe(self) -> dict[str, Any]:
-        """See rewrite.Transform."""
+        """See transform.Transform."""
         return {"target": "bf16", "dtype": self.dtype}
 
     def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
-        """See rewrite.Transform."""
+        """See transform.Transform."""
         model = model_dtype(checkpoint.config, checkpoint.tensors)
         result = []
         for tensor in checkpoint.tensors:
@@ -50,15 +50,15 @@ class Bf16Export:
         return result
 
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
-        """See rewrite.Transform."""
+        """See transform.Transform."""
         return CopyJob(planned, tensor)
 
     def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
-        """See rewrite.Transform; a copy is never refused."""
+        """See transform.Transform; a copy is never refused."""
 
     def config(
         self, checkpoint: Checkpoint, tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
     ) -> dict[str, Any]:
-        """See rewrite.Transform."""
+        """See transform.Transform."""
         model = model_dtype(checkpoint.config, checkpoint.tensors)
         return edited_config(checkpoint.config, "BF16" if self.dtype == "bf16" else model, model, None)

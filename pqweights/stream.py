@@ -1,0 +1,190 @@
+"""Chunks of all tensors through a pool of threads, in plan order, a bounded number of them under way.
+
+So memory does not grow with the checkpoint or its largest tensor. Results are collected in order: hashes, errors and the
+journal do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.writer import ShardWriter
+from pqweights.jobs import Job
+from pqweights.manifest import TensorRecord
+from pqweights.plan import Plan, ShardPlan
+from pqweights.transform import Transform
+from pqweights.workspace import Workspace
+
+Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in all, name of the tensor
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A chunk of a tensor that a thread is working on, or has finished."""
+
+    place: int
+    number: int
+    job: Job
+    result: Future[Any]
+
+
+@dataclass(frozen=True)
+class _LastChunkDone:
+    """All chunks of a tensor went by."""
+
+    place: int
+    job: Job
+    sink: _ShardSink
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A tensor that an earlier run finished."""
+
+    place: int
+    record: TensorRecord
+
+
+@dataclass(frozen=True)
+class _ShardDone:
+    """All tensors of a shard went by."""
+
+    writer: ShardWriter
+
+
+_Step = _Chunk | _LastChunkDone | _Known | _ShardDone
+
+
+class _ShardSink:
+    """Places a tensor's bytes in its shard."""
+
+    def __init__(self, writer: ShardWriter, shard: ShardPlan) -> None:
+        self._writer = writer
+        self._stored = {stored.name: stored for stored in shard.stored}
+
+    def write(self, stored_name: str, offset: int, data: npt.NDArray[np.uint8]) -> None:
+        """See jobs.Sink."""
+        stored = self._stored[stored_name]
+        assert offset + data.nbytes <= stored.byte_count, stored_name
+        self._writer.write(stored.offset + offset, data)
+
+    def holds(self, record: TensorRecord) -> bool:
+        """Whether a tensor that the journal calls finished is in the partial file, byte for byte."""
+        return all(
+            self._writer.sha256(self._stored[name].offset, self._stored[name].byte_count) == digest
+            for name, digest in record.sha256.items()
+        )
+
+
+class Stream:
+    """The tensors of one rewrite under way; used once."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        transform: Transform,
+        plan: Plan,
+        workspace: Workspace,
+        threads: int,
+        progress: Progress,
+    ) -> None:
+        self._tensors = checkpoint.tensors
+        self._transform = transform
+        self._plan = plan
+        self._workspace = workspace
+        self._progress = progress
+        self._window = 2 * threads  # steps under way: bounds the memory
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="pqweights")
+        self._part_bytes = [sum(part.byte_count for part in tensor.parts) for tensor in self._tensors]
+        self._total_bytes = sum(self._part_bytes)
+        self._passed_bytes = 0
+
+    def run(self) -> tuple[TensorRecord, ...]:
+        """All tensors; the records in plan order."""
+        records: list[TensorRecord] = []
+        writers: list[ShardWriter] = []
+        finishing: list[Future[None]] = []
+        try:
+            for step in self._ahead(self._steps(writers)):
+                match step:
+                    case _Chunk():
+                        step.job.collect(step.result.result())
+                        self._show(step.place, (step.number + 1) / step.job.chunks)
+                    case _LastChunkDone():
+                        record = self._finish(step)
+                        self._workspace.record(record)
+                        self._pass(step.place, record, records)
+                    case _Known():
+                        self._pass(step.place, step.record, records)
+                    case _ShardDone():
+                        finishing.append(self._pool.submit(step.writer.finish))
+            for future in finishing:
+                future.result()
+        finally:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            for writer in writers:
+                writer.close()
+        return tuple(records)
+
+    def _steps(self, writers: list[ShardWriter]) -> Iterator[_Step]:
+        """Everything that is to be done, in order; a chunk is given to the threads when it is asked for."""
+        known = self._workspace.records
+        for shard in self._plan.shards:
+            names = [self._plan.tensors[place].name for place in shard.tensors]
+            if self._workspace.is_complete(shard.file) and all(name in known for name in names):
+                yield from (_Known(place, known[name]) for place, name in zip(shard.tensors, names, strict=True))
+                continue
+            writer = ShardWriter(self._workspace.folder / shard.file, shard.header, shard.file_bytes)
+            writers.append(writer)
+            sink = _ShardSink(writer, shard)
+            for place, name in zip(shard.tensors, names, strict=True):
+                if name in known and sink.holds(known[name]):
+                    yield _Known(place, known[name])
+                else:
+                    job = self._transform.job(self._plan.tensors[place], self._tensors[place])
+                    for number in range(job.chunks):
+                        yield _Chunk(place, number, job, self._pool.submit(job.run, number, sink))
+                    yield _LastChunkDone(place, job, sink)
+            yield _ShardDone(writer)
+
+    def _ahead(self, steps: Iterator[_Step]) -> Iterator[_Step]:
+        """The same steps, with a window of them begun before the first is handed over."""
+        under_way: deque[_Step] = deque()
+        for step in steps:
+            under_way.append(step)
+            if len(under_way) > self._window:
+                yield under_way.popleft()
+        yield from under_way
+
+    def _finish(self, step: _LastChunkDone) -> TensorRecord:
+        """The record of a tensor, after as many further passes as it asks for."""
+        outcome = step.job.finish()
+        while not isinstance(outcome, TensorRecord):
+            job = outcome
+            chunks = (
+                _Chunk(step.place, number, job, self._pool.submit(job.run, number, step.sink))
+                for number in range(job.chunks)
+            )
+            for chunk in self._ahead(chunks):
+                assert isinstance(chunk, _Chunk)
+                job.collect(chunk.result.result())
+            outcome = job.finish()
+        return outcome
+
+    def _show(self, place: int, share: float) -> None:
+        done = self._passed_bytes + round(self._part_bytes[place] * share)
+        self._progress(done, self._total_bytes, self._plan.tensors[place].name)
+
+    def _pass(self, place: int, record: TensorRecord, records: list[TensorRecord]) -> None:
+        self._transform.accept(self._plan.tensors[place], record)
+        records.append(record)
+        self._show(place, 1.0)
+        self._passed_bytes += self._part_bytes[place]
