@@ -165,9 +165,11 @@ def _check_space(plan: Plan, out: Path) -> None:
     present = 0
     for shard in plan.shards:
         staged = out / WORK_FOLDER / shard.file
-        for path in (partial_path(staged), staged):
-            with contextlib.suppress(FileNotFoundError):
+        published = [out / shard.file] if is_under_way(out) else []
+        for path in (partial_path(staged), staged, *published):
+            with contextlib.suppress(FileNotFoundError):  # not there, or moved on by the run that is writing
                 present += path.stat().st_blocks * 512
+                break
     existing = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
     free = shutil.disk_usage(existing).free
     if needed > present + free:

@@ -294,6 +294,26 @@ def test_resumes_with_other_threads(
     assert folder_bytes(out) == undisturbed
 
 
+def test_a_run_killed_after_its_shards_have_their_names_continues_on_a_full_disk(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is there already needs no more room, wherever it lies."""
+    out = tmp_path / "out"
+
+    def killed(*arguments: Any) -> str:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pqweights.rewrite.write_whole", killed)
+        with pytest.raises(Killed):
+            run_command(command(source), out)
+    assert len(list(out.glob("*.safetensors"))) == 4
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    run_command(command(source), out)
+    assert folder_bytes(out) == undisturbed
+
+
 # --- what may not be continued ---
 
 
