@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv demo test lint types check format bench bench-memory bench-copy bench-kills bench-kernels bench-quality bad-inputs clean
+.PHONY: help venv demo test lint types check format bench bench-env bench-kernels bench-commands bench-peers bench-scaling bench-report bench-kills bad-inputs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -44,22 +44,46 @@ format: $(READY) ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: bench-quality bench-kernels bench-memory bench-copy bench-kills ## all benchmarks (tens of GB of disk, minutes)
+# OUT: where the JSON documents and the plots go; PAGES: whose tables are written from them; FOLDER: where checkpoints are
+# made (20 GB at most), by default the temporary folder; EXTRAS: bench, or bench,bench-llama.
+OUT ?= docs/benchmarks
+PAGES ?= docs/benchmarks.md README.md
+EXTRAS ?= bench
+BENCHMARK = $(BIN)/python benchmarks/$(1).py --out $(OUT)
+REPORT = $(call BENCHMARK,report) $(PAGES)
+WORK = $(if $(FOLDER),--folder $(FOLDER))
+
+bench: $(READY) ## kernels, commands, peers, scaling: tables, and JSON and plots under docs/ (20 GB of disk, minutes)
+	$(call BENCHMARK,throughput)
+	$(call BENCHMARK,peers)
+	$(call BENCHMARK,commands) $(WORK)
+	$(call BENCHMARK,scaling) $(WORK)
+	$(REPORT)
+
+bench-env: $(READY) ## install the peers of the benchmarks and matplotlib
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
 
 bench-kernels: $(READY) ## encode and decode throughput beside memcpy
-	$(BIN)/python benchmarks/kernels.py $(ARGS)
+	$(call BENCHMARK,throughput) $(ARGS)
+	$(REPORT)
 
-bench-memory: $(READY) ## peak memory on checkpoints of 1 and 4 GB
-	$(BIN)/python benchmarks/memory.py $(ARGS)
+bench-commands: $(READY) ## wall time and peak memory of whole commands beside cp -r
+	$(call BENCHMARK,commands) $(WORK) $(ARGS)
+	$(REPORT)
 
-bench-copy: $(READY) ## wall time beside cp -r of the same folder
-	$(BIN)/python benchmarks/copying.py $(ARGS)
+bench-peers: $(READY) ## error per bit, and rate, on real weights, beside other quantizers
+	$(call BENCHMARK,peers) $(ARGS)
+	$(REPORT)
+
+bench-scaling: $(READY) ## time against size of the checkpoint and number of threads
+	$(call BENCHMARK,scaling) $(WORK) $(ARGS)
+	$(REPORT)
+
+bench-report: $(READY) ## draw the plots and write the tables again
+	$(REPORT)
 
 bench-kills: $(READY) ## twenty kills at random moments, and what was redone
-	$(BIN)/python benchmarks/kills.py $(ARGS)
-
-bench-quality: $(READY) ## relative error per bit on real weights, beside other quantizers
-	$(BIN)/python benchmarks/quality.py $(ARGS)
+	$(BIN)/python benchmarks/kills.py $(WORK) $(ARGS)
 
 bad-inputs: $(READY) ## write docs/bad-inputs.md: what every bad input gets
 	$(BIN)/python tests/hostile/table.py > docs/bad-inputs.md

@@ -1,22 +1,21 @@
 """Encode and decode rates of the CPU kernels per width, beside numpy's memcpy of the same BF16 bytes in the same run.
 
-    python benchmarks/kernels.py
+    python benchmarks/throughput.py
 
 Blocks are shared out over threads in chunks of 2**20 weights, as in the driver; kernels and memcpy release the GIL. The
-rounds of all operations take turns, medians count, and the ratio is to memcpy.
+rounds of all operations take turns, medians count, and the ratio is to memcpy on as many threads. (Not called kernels.py:
+libraries that peers.py imports look for a package of that name.)
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+from harness import Document, argument_parser, machine, now, publish, table, usable_cores
 
 from pqweights.codebook import codebook
 from pqweights.kernels import BLOCK_SIZE, load_backend
@@ -73,39 +72,61 @@ def seconds(pool: ThreadPoolExecutor, work: Work, blocks: int) -> float:
     return time.perf_counter() - begin
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--weights", type=int, default=1 << 26)
-    parser.add_argument("--bits", type=int, nargs="+", default=list(range(2, 9)))
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    blocks = -(-options.weights // BLOCK_SIZE // CHUNK_BLOCKS) * CHUNK_BLOCKS
-    works = operations(blocks, options.bits)
+def measure(blocks: int, widths: list[int], threads: int, rounds: int) -> list[dict]:
+    """A row per operation, on so many threads."""
+    works = operations(blocks, widths)
     times: dict[str, list[float]] = {name: [] for name in works}
-    with ThreadPoolExecutor(options.threads) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         for name in works:  # encode comes before decode, which needs its codes; and everything is compiled
             seconds(pool, works[name], blocks)
-        for _ in range(options.rounds):
+        for _ in range(rounds):
             for name, work in works.items():
                 times[name].append(seconds(pool, work, blocks))
     rates = {name: blocks * BLOCK_SIZE / statistics.median(values) for name, values in times.items()}
-    rows = [
-        {"operation": name, "weights_per_second": rate, "ratio_to_memcpy": rate / rates["memcpy"]}
+    return [
+        {"operation": name, "threads": threads, "weights_per_second": rate, "of_memcpy": rate / rates["memcpy"]}
         for name, rate in rates.items()
     ]
-    cores = len(os.sched_getaffinity(0))
-    if options.json:
-        shown = {"weights": blocks * BLOCK_SIZE, "cores": cores, "threads": options.threads, "rates": rows}
-        print(json.dumps(shown, indent=2))
-        return
-    print(
-        f"{blocks * BLOCK_SIZE} weights in BF16, {options.threads} threads on {cores} cores, median of {options.rounds}"
+
+
+def sections(document: Document) -> dict[str, str]:
+    """The tables, in Markdown."""
+    found = {(row["operation"], row["threads"]): row for row in document["rows"]}
+    settings = document["settings"]
+    header = ["threads", "bits", "encode, G weights/s", "of memcpy", "decode, G weights/s", "of memcpy"]
+    rows: list[list[str]] = []
+    for threads in settings["threads"]:
+        copied = found["memcpy", threads]["weights_per_second"]
+        rows.append([str(threads), "memcpy", f"{copied / 1e9:.3f}", "1", f"{copied / 1e9:.3f}", "1"])
+        for bits in settings["bits"]:
+            pair = [found[f"{name} {bits}", threads] for name in ("encode", "decode")]
+            cells = [
+                text for row in pair for text in (f"{row['weights_per_second'] / 1e9:.3f}", f"{row['of_memcpy']:.3f}")
+            ]
+            rows.append([str(threads), str(bits), *cells])
+    note = (
+        f"{settings['weights'] / 1e6:.0f} M weights, {settings['dtype']}, blocks of {settings['block_size']}, median of "
+        f"{settings['rounds']}."
     )
-    print(f"{'operation':<9}  {'G weights/s':>11}  {'of memcpy':>9}")
-    for row in rows:
-        print(f"{row['operation']:<9}  {row['weights_per_second'] / 1e9:11.3f}  {row['ratio_to_memcpy']:9.3f}")
+    return {"throughput": f"{note}\n\n{table(header, rows)}"}
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--weights", type=int, default=1 << 26)
+    parser.add_argument("--bits", type=int, nargs="+", default=list(range(2, 9)))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, usable_cores()}))
+    options = parser.parse_args()
+    start = now()
+    blocks = -(-options.weights // BLOCK_SIZE // CHUNK_BLOCKS) * CHUNK_BLOCKS
+    settings = {
+        "weights": blocks * BLOCK_SIZE, "dtype": "BF16", "block_size": BLOCK_SIZE, "rounds": options.rounds,
+        "threads": options.threads, "bits": options.bits,
+    }  # fmt: skip
+    rows = [row for count in options.threads for row in measure(blocks, options.bits, count, options.rounds)]
+    document = {"machine": machine(start), "settings": settings, "rows": rows}
+    publish("throughput", document, sections(document), options.out)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,133 @@
+"""Wall time, CPU time and peak memory of whole commands, beside `cp -r` of the same checkpoint on the same disk.
+
+    python benchmarks/commands.py --sizes 1GB 4GB 8GB --largest 100MB 1GB 1GB
+
+Everything that a command reads is read once before it, so that it comes from the page cache; every command is timed until
+a `sync` after it returns. The commands take turns, and medians count. Quantize reads what cp reads; the export writes as
+much as cp does; verify writes nothing. Peaks are the kernel's ru_maxrss of the process, the largest of all rounds, beside
+an idle interpreter that imported pqweights, torch and numpy. (cp has none: the figure would be that of this script.)
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from harness import (
+    PQWEIGHTS,
+    Document,
+    Run,
+    argument_parser,
+    gigabytes,
+    machine,
+    make_source,
+    median_of,
+    now,
+    publish,
+    run_command,
+    table,
+    version,
+)
+
+SETTINGS = {"dtype": "BF16", "recipe": "q5", "bits": 5, "block_size": 128}
+COMMANDS = ("cp", "quantize", "export", "verify")
+
+
+def measure(folder: Path, total: str, largest: str, rounds: int) -> list[dict]:
+    """A row per command on one checkpoint."""
+    source, master, out = (folder / name for name in ("source", "master", "out"))
+    source_bytes = make_source(source, total, largest)
+    run_command([*PQWEIGHTS, "quantize", str(source), str(master)])  # the first run on a machine compiles, too
+    commands = {
+        "cp": (["cp", "-r", "--reflink=never", str(source), str(out)], source, out),
+        "quantize": ([*PQWEIGHTS, "quantize", str(source), str(out)], source, out),
+        "export": ([*PQWEIGHTS, "export", str(master), str(out), "--target", "bf16"], master, out),
+        "verify": ([*PQWEIGHTS, "verify", str(master)], master, None),
+    }
+    runs: dict[str, list[Run]] = {name: [] for name in commands}
+    for _ in range(rounds):
+        for name, (command, read, written) in commands.items():
+            runs[name].append(run_command(command, [read], written))
+    cp_seconds = median_of(runs["cp"], "seconds")
+    return [
+        {
+            "checkpoint": total,
+            "bytes": source_bytes,
+            "largest_tensor": largest,
+            "command": name,
+            "seconds": [run.seconds for run in done],
+            "median_seconds": median_of(done, "seconds"),
+            "of_cp": median_of(done, "seconds") / cp_seconds,
+            "exit_seconds": median_of(done, "exit_seconds"),
+            "user_seconds": median_of(done, "user_seconds"),
+            "system_seconds": median_of(done, "system_seconds"),
+            "peak_bytes": max(run.peak_bytes for run in done) if name != "cp" else None,
+        }
+        for name, done in runs.items()
+    ]
+
+
+def sections(document: Document) -> dict[str, str]:
+    """The tables, in Markdown."""
+    settings, rows, idle = document["settings"], document["rows"], document["idle_peak_bytes"]
+    note = f"{settings['dtype']} source, {settings['bits']} bits, blocks of {settings['block_size']}"
+    times = [
+        [
+            row["checkpoint"], row["largest_tensor"], row["command"], f"{row['median_seconds']:.2f}", f"{row['of_cp']:.2f}",
+            ", ".join(f"{value:.2f}" for value in row["seconds"]), f"{row['exit_seconds']:.2f}",
+            f"{row['user_seconds']:.2f}", f"{row['system_seconds']:.2f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    header = [
+        "checkpoint",
+        "largest tensor",
+        "command",
+        "seconds",
+        "of cp",
+        "the runs",
+        "until it returned",
+        "user",
+        "system",
+    ]
+    shown = [name for name in COMMANDS if name != "cp"]
+    peaks = {(row["checkpoint"], row["command"]): row["peak_bytes"] for row in rows}
+    checkpoints = dict.fromkeys((row["checkpoint"], row["largest_tensor"]) for row in rows)
+    memory = [
+        [size, largest, *(f"{peaks[size, name] / 1e6:.0f} MB" for name in shown)] for size, largest in checkpoints
+    ]
+    beside = "torch is not installed" if idle is None else gigabytes(idle)
+    return {
+        "wall-time": f"{note}; median of {settings['rounds']}, page cache warm, through sync.\n\n{table(header, times)}",
+        "memory": (
+            f"{note}. Idle `python -c 'import pqweights, torch, numpy'`: {beside}.\n\n"
+            + table(["checkpoint", "largest tensor", *shown], memory)
+        ),
+    }
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--folder", type=Path, help="where checkpoints are made; by default a temporary folder")
+    parser.add_argument("--sizes", nargs="+", default=["1GB", "4GB", "8GB"])
+    parser.add_argument("--largest", nargs="+", default=["100MB", "1GB", "1GB"], help="largest tensor, one per size")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    start = now()
+    if len(options.sizes) != len(options.largest):
+        parser.error("--largest: expected as many as --sizes")
+    idle = (
+        run_command([sys.executable, "-c", "import pqweights, torch, numpy"]).peak_bytes if version("torch") else None
+    )
+    rows = []
+    for size, largest in zip(options.sizes, options.largest, strict=True):
+        with tempfile.TemporaryDirectory(dir=options.folder) as work:
+            rows += measure(Path(work), size, largest, options.rounds)
+    settings = {**SETTINGS, "rounds": options.rounds}
+    document = {"machine": machine(start), "settings": settings, "idle_peak_bytes": idle, "rows": rows}
+    publish("commands", document, sections(document), options.out)
+
+
+if __name__ == "__main__":
+    main()

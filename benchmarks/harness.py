@@ -1,0 +1,184 @@
+"""What the benchmarks share: the machine in words, how a command is timed, Markdown tables, a JSON document for each.
+
+Imports Python's own library alone, on purpose: Linux carries the memory of the process that starts a command over into
+the command's own ru_maxrss, so a script that measures peaks must stay small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PQWEIGHTS = [sys.executable, "-c", "from pqweights_cli.main import main; main()"]
+SYNTHETIC = [sys.executable, str(Path(__file__).with_name("synthetic.py"))]
+
+Document = dict[str, Any]  # what one benchmark writes: machine, settings, rows
+Cell = str | int | float | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of one command. seconds: through `sync`; exit_seconds: until it returned."""
+
+    seconds: float
+    exit_seconds: float
+    user_seconds: float
+    system_seconds: float
+    peak_bytes: int
+
+
+def run_command(command: Sequence[str], inputs: Sequence[Path] = (), out: Path | None = None) -> Run:
+    """Read the inputs once, so that they come from the page cache; run and `sync`; remove what was written."""
+    for folder in inputs:
+        read_all(folder)
+    subprocess.run(["sync"], check=True)
+    with tempfile.TemporaryFile() as messages:  # progress; shown only when the command fails
+        start = time.monotonic()
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=messages)
+        _, status, usage = os.wait4(process.pid, 0)
+        exit_seconds = time.monotonic() - start
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            messages.seek(0)
+            said = messages.read().decode(errors="replace")
+            raise SystemExit(f"error: {' '.join(command)} exited with {process.returncode}\n{said}")
+    subprocess.run(["sync"], check=True)
+    seconds = time.monotonic() - start
+    if out is not None:
+        shutil.rmtree(out)
+    peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return Run(seconds, exit_seconds, usage.ru_utime, usage.ru_stime, peak_bytes)
+
+
+def read_all(folder: Path) -> None:
+    """Every byte, once."""
+    for path in folder.iterdir():
+        with open(path, "rb", buffering=0) as stream:
+            while stream.read(1 << 22):
+                pass
+
+
+def make_source(folder: Path, total: str, largest: str) -> int:
+    """A synthetic checkpoint; the bytes of its tensors."""
+    command = [*SYNTHETIC, str(folder), "--total", total, "--largest", largest, "--json"]
+    made = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    return int(made["bytes"])
+
+
+def median_of(runs: Sequence[Run], field: str) -> float:
+    """The median of one of the fields of Run."""
+    return statistics.median(getattr(run, field) for run in runs)
+
+
+def usable_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def version(package: str) -> str | None:
+    """Of an installed distribution; None where there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@dataclass(frozen=True)
+class Moment:
+    """other_cpu_seconds: what the machine has spent since it started, but not in this process and its children."""
+
+    seconds: float
+    other_cpu_seconds: float | None
+
+
+def now() -> Moment:
+    """From Linux's /proc/stat, whose eighth field (steal) and those before count, but for idle and waiting."""
+    seconds = time.monotonic()
+    if not Path("/proc/stat").exists():
+        return Moment(seconds, None)
+    ticks = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    everything = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+    return Moment(seconds, everything - sum(os.times()[:4]))
+
+
+def machine(start: Moment) -> dict[str, Any]:
+    """What counts about the machine, the versions, and how busy others have kept it since; nothing that names it."""
+    end, others = now(), None
+    if start.other_cpu_seconds is not None and end.other_cpu_seconds is not None:
+        others = (end.other_cpu_seconds - start.other_cpu_seconds) / (end.seconds - start.seconds)
+    model, flags = platform.processor() or platform.machine(), ""
+    if Path("/proc/cpuinfo").exists():
+        lines = dict(
+            line.replace("\t", "").split(":", 1)
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if ":" in line
+        )
+        model, flags = lines.get("model name", model).strip(), lines.get("flags", "")
+    return {
+        "cpu": model,
+        "vectors": next((name for flag, name in (("avx512f", "AVX-512"), ("avx2", "AVX2")) if flag in flags), None),
+        "cores": usable_cores(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.release().split('-')[0]}",
+        "python": platform.python_version(),
+        "cores_busy_elsewhere": others,
+        "versions": {name: version(name) for name in ("pqweights", "numpy", "numba", "torch")},
+    }
+
+
+def machine_line(document: Document) -> str:
+    """The machine of a document in one sentence."""
+    it = document["machine"]
+    vectors = f" with {it['vectors']}" if it["vectors"] else ""
+    versions = ", ".join(f"{name} {version}" for name, version in it["versions"].items() if version)
+    others = it["cores_busy_elsewhere"]
+    busy = (
+        "" if others is None else f" Meanwhile other processes and the kernel kept {max(0.0, others):.2f} cores busy."
+    )
+    return (
+        f"{it['cpu']}{vectors}, {it['cores']} cores, {it['memory_bytes'] / 1e9:.0f} GB of memory, {it['system']}; "
+        f"Python {it['python']}, {versions}.{busy}"
+    )
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+    """A Markdown table; None is shown as a dash."""
+    lines = [
+        list(header),
+        ["---"] * len(header),
+        *(["-" if cell is None else str(cell) for cell in row] for row in rows),
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def gigabytes(count: int) -> str:
+    """1 GB is 10**9 bytes."""
+    return f"{count / 1e9:.3g} GB" if count >= 10**9 else f"{count / 1e6:.3g} MB"
+
+
+def argument_parser(doc: str) -> argparse.ArgumentParser:
+    """With --out, which every benchmark has."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="folder for the JSON document; by default it is printed only")
+    return parser
+
+
+def publish(name: str, document: Document, sections: dict[str, str], out: Path | None) -> None:
+    """Print the tables and, if asked to, write OUT/NAME.json."""
+    print(machine_line(document), *sections.values(), sep="\n\n", flush=True)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")

@@ -1,0 +1,184 @@
+"""From the JSON documents of the benchmarks: plots beside them, and the tables of the pages that show them.
+
+    python benchmarks/report.py --out docs/benchmarks docs/benchmarks.md
+
+In a page, whatever stands between `<!-- begin NAME -->` and `<!-- end NAME -->` is replaced by the section of that name, so
+that no figure is typed by hand. Sections: those of each benchmark, and `BENCHMARK-machine`. A benchmark without a document
+leaves its sections and its plots as they are. Plots need matplotlib; without it, only the tables are written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import commands
+import numpy as np
+import peers
+import scaling
+import throughput
+from harness import Document, machine_line
+
+Panels = np.ndarray  # [panels] of matplotlib axes
+
+SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
+    "throughput": throughput.sections,
+    "commands": commands.sections,
+    "peers": peers.sections,
+    "scaling": scaling.sections,
+}
+
+
+def draw_throughput(document: Document, panels: Panels) -> None:
+    """Encode and decode per width and thread count; memcpy as a line."""
+    rows, widths, threads = document["rows"], document["settings"]["bits"], document["settings"]["threads"]
+    found = {(row["operation"], row["threads"]): row["weights_per_second"] / 1e9 for row in rows}
+    for panel, operation in zip(panels, ("encode", "decode"), strict=True):
+        for place, count in enumerate(threads):
+            label = f"{count} thread{'s' * (count > 1)}"
+            heights = [found[f"{operation} {bits}", count] for bits in widths]
+            at = np.arange(len(widths)) + (place - (len(threads) - 1) / 2) * 0.8 / len(threads)
+            panel.bar(at, heights, 0.8 / len(threads), label=label, color=f"C{place}")
+            panel.axhline(found["memcpy", count], linestyle="--", color=f"C{place}", label=f"memcpy, {label}")
+        panel.set(title=operation, xlabel="bits", ylabel="G weights/s")
+        panel.set_xticks(range(len(widths)), widths)
+        panel.legend(fontsize="small")
+
+
+def draw_wall_time(document: Document, panels: Panels) -> None:
+    """Seconds of every command as a multiple of cp's."""
+    checkpoints = list(dict.fromkeys(row["checkpoint"] for row in document["rows"]))
+    names = [name for name in commands.COMMANDS if name != "cp"]
+    for place, name in enumerate(names):
+        heights = [row["of_cp"] for row in document["rows"] if row["command"] == name]
+        panels[0].bar(np.arange(len(checkpoints)) + (place - 1) * 0.25, heights, 0.25, label=name)
+    panels[0].axhline(1, color="black", linestyle="--", label="cp -r")
+    panels[0].set(title="wall time, page cache warm, through sync", xlabel="checkpoint", ylabel="of cp -r")
+    panels[0].set_xticks(range(len(checkpoints)), checkpoints)
+    panels[0].legend()
+
+
+def draw_memory(document: Document, panels: Panels) -> None:
+    """Peaks against the size of the checkpoint."""
+    for name in commands.COMMANDS:
+        rows = [row for row in document["rows"] if row["command"] == name and row["peak_bytes"]]
+        if rows:
+            sizes, peaks = [row["bytes"] / 1e9 for row in rows], [row["peak_bytes"] / 1e6 for row in rows]
+            panels[0].plot(sizes, peaks, marker="o", label=name)
+    if document["idle_peak_bytes"]:
+        idle = document["idle_peak_bytes"] / 1e6
+        panels[0].axhline(idle, color="black", linestyle="--", label="idle: import pqweights, torch, numpy")
+    panels[0].set(title="peak resident memory", xlabel="GB of checkpoint", ylabel="MB")
+    panels[0].set_ylim(bottom=0)
+    panels[0].legend()
+
+
+def draw_peers(document: Document, panels: Panels) -> None:
+    """Error against size with the rate-distortion bound; then the distance to the bound, which separates them."""
+    views = (("real", "relative_mse"), ("real", "above_bound"), ("heavy_tailed", "above_bound"))
+    titles = {"real": document["settings"]["model"], "heavy_tailed": "heavy-tailed columns"}
+    labels = {"relative_mse": "relative MSE", "above_bound": "bits above the bound"}
+    ours = [row for row in document["rows"] if row["quantizer"].startswith("pqweights")]
+    libraries: dict[str, list[Document]] = {}
+    for row in document["rows"]:
+        if row not in ours:
+            libraries.setdefault(row["quantizer"].replace(",", " ").split()[0], []).append(row)
+    for panel, (weights, field) in zip(panels, views, strict=True):
+        for number, rows in enumerate(libraries.values()):
+            for row, marker in zip(rows, itertools.cycle("osD^v<>pPX*"), strict=False):
+                point = row[weights]["bits_per_weight"], row[weights][field]
+                panel.plot(*point, marker, linestyle="", color=f"C{number}", label=row["quantizer"])
+        line = [(row[weights]["bits_per_weight"], row[weights][field]) for row in ours]
+        panel.plot(*zip(*line, strict=True), marker="o", color="black", label="pqweights, 2 to 8 bits")
+        bits = np.array([2.0, 8.5])
+        bound = 4.0**-bits if field == "relative_mse" else 0 * bits
+        panel.plot(bits, bound, linestyle="--", color="gray", label="rate-distortion bound (Gaussian)")
+        panel.set(title=titles[weights], xlabel="bits per weight, everything counted", ylabel=labels[field])
+    panels[0].set_yscale("log")
+    panels[-1].legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def draw_scaling(document: Document, panels: Panels) -> None:
+    """Seconds against size with the fitted line; speed-up against threads."""
+    sizes = [row["bytes"] / 1e9 for row in document["sizes"]]
+    for number, (field, label) in enumerate({"seconds": "through sync", "exit_seconds": "until it returned"}.items()):
+        fit = document["lines"][field]
+        panels[0].plot(sizes, [row[field] for row in document["sizes"]], "o", color=f"C{number}", label=label)
+        ends = np.array([0.0, max(sizes)])
+        panels[0].plot(ends, fit["seconds"] + fit["seconds_per_gigabyte"] * ends, "--", color=f"C{number}")
+    panels[0].set(title="quantize", xlabel="GB of checkpoint", ylabel="seconds")
+    panels[0].set_ylim(bottom=0)
+    panels[0].legend()
+    for name in ("quantize", "export"):
+        rows = [row for row in document["threads"] if row["command"] == name]
+        counts = [row["threads"] for row in rows]
+        panels[1].plot(counts, [rows[0]["exit_seconds"] / row["exit_seconds"] for row in rows], marker="o", label=name)
+    panels[1].plot(counts, counts, "--", color="gray", label="ideal")
+    panels[1].set(title=f"a checkpoint of {document['settings']['threads_size']}", xlabel="threads", ylabel="speed-up")
+    panels[1].legend()
+
+
+# file name -> the benchmark it shows, its panels, how they are drawn
+PLOTS: dict[str, tuple[str, int, Callable[[Document, Panels], None]]] = {
+    "throughput": ("throughput", 2, draw_throughput),
+    "wall-time": ("commands", 1, draw_wall_time),
+    "memory": ("commands", 1, draw_memory),
+    "peers": ("peers", 3, draw_peers),
+    "scaling": ("scaling", 2, draw_scaling),
+}
+
+
+def draw(documents: dict[str, Document], out: Path) -> None:
+    """Write the plots as SVG; the same documents give the same bytes."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    settings = {"svg.hashsalt": "pqweights", "svg.fonttype": "none", "axes.grid": True, "axes.axisbelow": True}
+    matplotlib.rcParams.update(settings)
+    from matplotlib import pyplot
+
+    for name, (benchmark, panels, paint) in PLOTS.items():
+        if benchmark in documents:
+            figure, axes = pyplot.subplots(1, panels, figsize=(6 * panels, 4.5), squeeze=False, layout="constrained")
+            paint(documents[benchmark], axes[0])
+            metadata: dict[str, Any] = {"Date": None}
+            figure.savefig(out / f"{name}.svg", metadata=metadata)
+            pyplot.close(figure)
+
+
+def fill(page: Path, sections: dict[str, str]) -> None:
+    """Replace what stands between the markers."""
+    text = page.read_text(encoding="utf-8")
+    for name, content in sections.items():
+        pattern = rf"(<!-- begin {re.escape(name)} -->\n).*?(<!-- end {re.escape(name)} -->)"
+        text = re.sub(pattern, lambda match, content=content: f"{match[1]}{content}\n{match[2]}", text, flags=re.DOTALL)
+    page.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the JSON documents, and of the plots")
+    parser.add_argument("pages", type=Path, nargs="*", help="Markdown files to fill")
+    options = parser.parse_args()
+    documents: dict[str, Document] = {
+        name: json.loads(path.read_text()) for name in SECTIONS if (path := options.out / f"{name}.json").exists()
+    }
+    sections: dict[str, str] = {}
+    for name, document in documents.items():
+        sections |= SECTIONS[name](document) | {f"{name}-machine": machine_line(document)}
+    for page in options.pages:
+        fill(page, sections)
+    if importlib.util.find_spec("matplotlib"):
+        draw(documents, options.out)
+    else:
+        print(f"no plots: matplotlib is not installed. {peers.BENCH}")
+
+
+if __name__ == "__main__":
+    main()
