@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv demo test lint types check format bench bench-env bench-kernels bench-commands bench-peers bench-scaling bench-report bench-kills bad-inputs clean
+.PHONY: help venv demo test lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-peers bench-scaling bench-report bench-kills bad-inputs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -53,8 +53,9 @@ BENCHMARK = $(BIN)/python benchmarks/$(1).py --out $(OUT)
 REPORT = $(call BENCHMARK,report) $(PAGES)
 WORK = $(if $(FOLDER),--folder $(FOLDER))
 
-bench: $(READY) ## kernels, commands, peers, scaling: tables, and JSON and plots under docs/ (20 GB of disk, minutes)
+bench: $(READY) ## kernels, start-up, commands, peers, scaling: tables, and JSON and plots under docs/ (20 GB of disk, minutes)
 	$(call BENCHMARK,throughput)
+	$(call BENCHMARK,planning) $(WORK)
 	$(call BENCHMARK,peers)
 	$(call BENCHMARK,commands) $(WORK)
 	$(call BENCHMARK,scaling) $(WORK)
@@ -65,6 +66,10 @@ bench-env: $(READY) ## install the peers of the benchmarks and matplotlib
 
 bench-kernels: $(READY) ## encode and decode throughput beside memcpy
 	$(call BENCHMARK,throughput) $(ARGS)
+	$(REPORT)
+
+bench-planning: $(READY) ## start-up: --help, and plan of up to 60,000 tensors
+	$(call BENCHMARK,planning) $(WORK) $(ARGS)
 	$(REPORT)
 
 bench-commands: $(READY) ## wall time and peak memory of whole commands beside cp -r

@@ -21,6 +21,7 @@ from typing import Any
 import commands
 import numpy as np
 import peers
+import planning
 import scaling
 import throughput
 from harness import Document, machine_line
@@ -32,6 +33,7 @@ SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
     "commands": commands.sections,
     "peers": peers.sections,
     "scaling": scaling.sections,
+    "planning": planning.sections,
 }
 
 

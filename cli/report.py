@@ -29,21 +29,31 @@ def plan_json(plan: Plan, needs: dict[str, int]) -> dict[str, Any]:
 
 def plan_text(plan: Plan, needs: dict[str, int]) -> str:
     """plan."""
-    rows = [
-        [t.name, _shape(t), t.dtype, t.action, t.codec or "", str(t.bits or ""), str(t.bytes), t.reason]
-        for t in plan.tensors
-    ]
-    columns = [
-        ("tensor", False), ("shape", False), ("dtype", False), ("action", False), ("codec", False), ("bits", True),
-        ("bytes", True), ("reason", False),
-    ]  # fmt: skip
-    parts = [table(columns, rows), "", totals_text(plan.totals())]
+    parts = [*_tensor_lines(plan.tensors), "", totals_text(plan.totals())]
     parts.append(
         f"output: {plan.output_bytes} bytes in {len(plan.shards)} safetensors file(s); "
         f"{len(plan.companions)} other file(s) copied"
     )
     parts.append(f"needs: {size(needs['peak_disk_bytes'])} of disk, about {size(needs['peak_memory_bytes'])} of memory")
     return "\n".join(parts + left_out_lines(plan))
+
+
+def _tensor_lines(tensors: Sequence[TensorPlan]) -> list[str]:
+    """A heading and a line per tensor. All but the name is laid out once for the thousands that have it in common."""
+    columns = [("shape", False), ("dtype", False), ("action", False), ("codec", False), ("bits", True), ("bytes", True)]
+    kinds = [(t.shape, t.dtype, t.action, t.codec, t.bits, t.stored[0].dtype, t.reason) for t in tensors]
+    one_of = dict(zip(kinds, tensors, strict=True))
+    heading, *lines = table(columns, [_cells(t) for t in one_of.values()]).split("\n")
+    rest = {kind: f"  {line}  {kind[-1]}".rstrip() for kind, line in zip(one_of, lines, strict=True)}
+    width = max([len("tensor"), *[len(t.name) for t in tensors]])
+    return [
+        f"{'tensor':{width}}  {heading}  reason",
+        *[t.name.ljust(width) + rest[kind] for t, kind in zip(tensors, kinds, strict=True)],
+    ]
+
+
+def _cells(t: TensorPlan) -> list[str]:
+    return [_shape(t), t.dtype, t.action, t.codec or "", str(t.bits or ""), str(t.bytes)]
 
 
 def left_out_lines(plan: Plan) -> list[str]:

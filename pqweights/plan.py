@@ -5,21 +5,21 @@ A dry run prints it, a finished run is it fulfilled, a resumed run compares its 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
-from pqweights.checkpoint.header import StoredTensor, TensorSpec, build_header
+from pqweights.checkpoint.header import StoredTensor, TensorSpec, encode_header, in_file_order, stored_tensors
 from pqweights.checkpoint.names import shard_name
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 QUANTIZE, KEEP, DECODE = "quantize", "keep", "decode"
 
 
-@dataclass(frozen=True)
-class TensorPlan:
+class TensorPlan(NamedTuple):
     """What becomes of one logical tensor.
 
     dtype: of the source. action: quantize, keep or decode. stored: what it is in the output.
@@ -43,7 +43,10 @@ class TensorPlan:
     @property
     def bytes(self) -> int:
         """Bytes in the output, headers not counted."""
-        return sum(spec.byte_count for spec in self.stored)
+        total = 0
+        for spec in self.stored:
+            total += spec.byte_count
+        return total
 
     def to_json(self) -> dict[str, Any]:
         """The entry of plan --json."""
@@ -55,17 +58,23 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One output file: its first bytes, and where each stored tensor goes. tensors: positions in Plan.tensors."""
+    """One output file: its first bytes, its tensors in their order there, and their positions in Plan.tensors."""
 
     file: str
     header: bytes
-    stored: tuple[StoredTensor, ...]
+    specs: tuple[TensorSpec, ...]
+    data_bytes: int
     tensors: range
 
     @property
     def file_bytes(self) -> int:
         """Size of the finished file."""
-        return len(self.header) + sum(stored.byte_count for stored in self.stored)
+        return len(self.header) + self.data_bytes
+
+    @functools.cached_property
+    def stored(self) -> tuple[StoredTensor, ...]:
+        """Where each tensor goes: left to those who write or check the file, as a dry run has no use for it."""
+        return stored_tensors(self.file, len(self.header), self.specs)
 
 
 @dataclass(frozen=True)
@@ -92,13 +101,18 @@ class Plan:
 
 def totals(tensors: Sequence[TensorPlan]) -> dict[str, Any]:
     """Counts over tensors. bits_per_weight: of the quantized ones, with codes, norms and padding; None without any."""
-    quantized = [t for t in tensors if t.action == QUANTIZE]
-    quantized_weights = sum(t.weights for t in quantized)
-    quantized_bytes = sum(t.bytes for t in quantized)
-    weights = sum(t.weights for t in tensors if t.role != "buffer")
+    weights = quantized_tensors = quantized_weights = quantized_bytes = 0
+    for tensor in tensors:
+        of_tensor = tensor.weights
+        if tensor.role != "buffer":
+            weights += of_tensor
+        if tensor.action == QUANTIZE:
+            quantized_tensors += 1
+            quantized_weights += of_tensor
+            quantized_bytes += tensor.bytes
     return {
         "tensors": len(tensors),
-        "quantized_tensors": len(quantized),
+        "quantized_tensors": quantized_tensors,
         "weights": weights,
         "quantized_weights": quantized_weights,
         "coverage": quantized_weights / weights if weights else 0.0,
@@ -115,17 +129,17 @@ def index_json(shards: Sequence[ShardPlan]) -> dict[str, Any]:
 
 def plan_shards(tensors: Sequence[TensorPlan], max_shard_bytes: int, metadata: dict[str, str]) -> tuple[ShardPlan, ...]:
     """Cut the tensors, in their order, into files of at most max_shard_bytes of data (more only for a single tensor)."""
-    cuts, size = [0], 0
+    cuts, sizes = [0], [0]
     for place, tensor in enumerate(tensors):
-        if size and size + tensor.bytes > max_shard_bytes:
+        byte_count = tensor.bytes
+        if sizes[-1] and sizes[-1] + byte_count > max_shard_bytes:
             cuts.append(place)
-            size = 0
-        size += tensor.bytes
+            sizes.append(0)
+        sizes[-1] += byte_count
     cuts.append(len(tensors))
     shards = []
-    for number, (first, last) in enumerate(pairwise(cuts)):
-        file = shard_name(number, len(cuts) - 1)
-        specs = [spec for tensor in tensors[first:last] for spec in tensor.stored]
-        header, stored = build_header(file, specs, metadata)
-        shards.append(ShardPlan(file, header, stored, range(first, last)))
+    for number, ((first, last), size) in enumerate(zip(pairwise(cuts), sizes, strict=True)):
+        specs = in_file_order([spec for tensor in tensors[first:last] for spec in tensor.stored])
+        header = encode_header(specs, metadata)
+        shards.append(ShardPlan(shard_name(number, len(sizes)), header, tuple(specs), size, range(first, last)))
     return tuple(shards)

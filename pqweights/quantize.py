@@ -49,17 +49,15 @@ class Quantize:
             raise SourceError("the source is already a pqweights master; give the original, or export it to BF16 first")
         result = []
         for tensor, decision in zip(checkpoint.tensors, decide(self.recipe, checkpoint.tensors), strict=True):
-            if decision.codec is not None and decision.bits is not None:
-                stored: tuple[TensorSpec, ...] = encoded_specs(tensor.name, tensor.shape, decision.codec, decision.bits)
+            name, shape, codec, bits = tensor.name, tensor.shape, decision.codec, decision.bits
+            if codec is not None and bits is not None:
+                stored: tuple[TensorSpec, ...] = encoded_specs(name, shape, codec, bits)
             else:
-                stored = (TensorSpec(tensor.name, tensor.plain_dtype, tensor.shape),)
-            action = KEEP if decision.codec is None else QUANTIZE
+                stored = (TensorSpec(name, tensor.plain_dtype, shape),)
+            action = KEEP if codec is None else QUANTIZE
             result.append(
-                TensorPlan(
-                    tensor.name, tensor.shape, tensor.dtype, decision.role, action, decision.codec, decision.bits,
-                    decision.reason, stored,
-                )
-            )  # fmt: skip
+                TensorPlan(name, shape, tensor.dtype, decision.role, action, codec, bits, decision.reason, stored)
+            )
         return result
 
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:

@@ -23,7 +23,7 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.codecs import get_codec
 from pqweights.dtypes import item_bytes
 from pqweights.errors import RecipeError
-from pqweights.roles import ROLES, Role, classify
+from pqweights.roles import ROLES, Role, classify, without_numbers
 
 RECIPE_KEYS = ("name", "description", "codec", "bits", "rules")
 RULE_KEYS = ("name", "role", "min_weights", "max_weights", "dims", "keep", "codec", "bits", "reason")
@@ -43,13 +43,17 @@ class Rule:
     bits: int | None = None
     reason: str | None = None
 
+    def matches_name(self, name: str) -> bool:
+        """Whether one of the patterns matches; there may be none."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)
+
     def matches(self, tensor: LogicalTensor, role: Role) -> bool:
         """Whether the rule decides over the tensor; one that quantizes reaches structural roles only by name of role."""
         weights = math.prod(tensor.shape)
         if role.structural and not self.keep and role.name not in self.roles:
             return False
         return (
-            (not self.names or any(fnmatch.fnmatchcase(tensor.name, pattern) for pattern in self.names))
+            (not self.names or self.matches_name(tensor.name))
             and (not self.roles or role.name in self.roles)
             and (self.min_weights is None or weights >= self.min_weights)
             and (self.max_weights is None or weights <= self.max_weights)
@@ -99,7 +103,18 @@ def decide(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> list[Decision]:
     Raises RecipeError for a name pattern that matches no tensor at all, naming the nearest tensor.
     """
     _check_patterns(recipe, tensors)
-    return [_decide_one(recipe, tensor) for tensor in tensors]
+    named = [rule for rule in recipe.rules if rule.names]
+    made: dict[tuple[object, ...], Decision] = {}
+    decisions = []
+    for tensor in tensors:
+        name = tensor.name
+        matching = tuple([rule.matches_name(name) for rule in named]) if named else ()
+        # All that a decision depends on; experts by the thousand have it in common.
+        kind = (without_numbers(name), matching, tensor.dtype, tensor.plain_dtype, tensor.shape)
+        if kind not in made:
+            made[kind] = _decide_one(recipe, tensor)
+        decisions.append(made[kind])
+    return decisions
 
 
 def _decide_one(recipe: Recipe, tensor: LogicalTensor) -> Decision:

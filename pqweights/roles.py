@@ -63,11 +63,18 @@ _ATTENTION = re.compile(r"\w*attn\w*|\w*attention\w*|mixer", re.IGNORECASE)
 _MLP = re.compile(
     r"mlp|\w*mlp|ffn|feed_?forward|intermediate|shared_experts?|(gate|up|down|gate_up)_proj|fc\d|c_fc|w[123]"
 )
+# A component that is a number. None of the patterns matches one, so that it has no part in the role.
+_NUMBER = re.compile(r"\.[0-9]+(?=\.)")
 
 
 def classify(name: str, dtype: str, shape: tuple[int, ...]) -> Role:
     """The role of a tensor."""
     return ROLES[_role_name(name, dtype, shape)]
+
+
+def without_numbers(name: str) -> str:
+    """The name with 0 for the number of its layer, its expert and so on: what roles are told by."""
+    return _NUMBER.sub(".0", name)
 
 
 def _role_name(name: str, dtype: str, shape: tuple[int, ...]) -> str:

@@ -14,7 +14,7 @@ from helpers import bf16, f32, gaussian, read_all, read_safetensors, run_command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pqweights.checkpoint.header import TensorSpec, parse_header
+from pqweights.checkpoint.header import TensorSpec, build_header, parse_header
 from pqweights.checkpoint.storage import LocalStorage
 from pqweights.dtypes import DTYPE_BITS
 from pqweights.plan import KEEP, QUANTIZE, Plan, TensorPlan, plan_shards
@@ -115,10 +115,9 @@ def test_a_plan_reads_no_weight(source: Path, monkeypatch: pytest.MonkeyPatch) -
         with open(source / file, "rb") as stream:
             header_end = 8 + int.from_bytes(stream.read(8), "little")
         assert offset + count <= header_end, (file, offset, count)
-    assert {file for file, _, _ in reads} - {file for file, _, _ in weights} <= {
-        "config.json",
-        "model.safetensors.index.json",
-    }
+    others = [file for file, _, _ in reads if not file.endswith(".safetensors")]
+    assert sorted(others) == ["config.json", "model.safetensors.index.json"]  # once each
+    assert len(weights) == 2 * len({file for file, _, _ in weights})  # a length and a header each
 
 
 def test_bits_per_weight_count_norms_and_padding(tmp_path: Path) -> None:
@@ -157,6 +156,30 @@ def test_a_rewrite_of_empty_and_scalar_tensors(tmp_path: Path) -> None:
     for name in ("empty", "scalar", "flag"):
         assert stored[name][1].shape == tensors[name][1].shape
         assert stored[name][1].tobytes() == tensors[name][1].tobytes()
+
+
+NAMES = st.lists(st.text(st.characters(exclude_categories=("Cs",)), max_size=8), max_size=8, unique=True).filter(
+    lambda names: "__metadata__" not in names
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(NAMES, st.data())
+def test_a_header_is_the_json_that_python_writes(names: list[str], data: st.DataObject) -> None:
+    """Entries with a dtype and shape in common are written alike, whatever the names hold."""
+    kinds = st.sampled_from([("BF16", (2, 3)), ("U8", (2, 3)), ("F32", ()), ("F64", (0, 7)), ("F4", (1, 2))])
+    specs = [TensorSpec(name, *data.draw(kinds)) for name in names]
+    metadata = {"format": "pt", 'a"b': "\\é\n"}
+    header, stored = build_header("file", specs, metadata)
+    expected: dict[str, Any] = {"__metadata__": metadata}
+    for tensor in stored:
+        begin = tensor.offset - len(header)
+        offsets = [begin, begin + tensor.byte_count]
+        expected[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
+    text = json.dumps(expected, separators=(",", ":"), ensure_ascii=False).encode()
+    assert header[8:] == text + b" " * (-len(text) % 8)
+    assert int.from_bytes(header[:8], "little") == len(header) - 8
+    assert sorted(tensor.name for tensor in stored) == sorted(names)
 
 
 STORED_DTYPES = [name for name in DTYPE_BITS if not name.startswith("F6")]

@@ -282,6 +282,23 @@ def test_a_router_is_reached_by_name() -> None:
     assert bits("rules: [{name: '*.mlp.gate.weight', bits: 8}]") == DEFAULT | {"model.layers.0.mlp.gate.weight": 8}
 
 
+def test_a_name_with_a_number_reaches_that_one_alone() -> None:
+    """Tensors that differ only in a number share a decision, but for the rules that tell them apart by name."""
+    numbered = [
+        f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight" for layer in range(3) for expert in range(12)
+    ]
+    tensors = [PlainTensor(None, StoredTensor(n, "BF16", (64, 128), "f", 0, 0)) for n in numbered]  # type: ignore[arg-type]
+    recipe = parse_recipe(
+        "rules: [{name: '*.layers.1.*', bits: 8, min_weights: 1}, {name: ['*.experts.1.*', '*.experts.11.*'], keep: true},"
+        "{role: expert, bits: 3}]",
+        "test",
+    )
+    found = dict(zip(numbered, decide(recipe, tensors), strict=True))
+    for name, decision in found.items():
+        kept = ".experts.1." in name or ".experts.11." in name
+        assert decision.bits == (8 if ".layers.1." in name else None if kept else 3), name
+
+
 # --------------------------------------------------------------------------------------------------------------- --bits
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from pqweights import roles
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import PlainTensor
 from pqweights.recipe import Recipe, decide
-from pqweights.roles import ROLES, classify
+from pqweights.roles import ROLES, classify, without_numbers
 
 Shape = tuple[int, ...]
 
@@ -181,6 +184,32 @@ def test_a_weight_that_would_not_get_smaller_is_kept() -> None:
     assert kept.codec is None
     assert "82 against 82 bytes" in kept.reason
     assert quantized.bits == 5
+
+
+def test_which_layer_or_expert_it_is_does_not_matter() -> None:
+    """No pattern matches a component that is a number, so decisions are shared by all that differ in nothing else."""
+    patterns = [value for value in vars(roles).values() if isinstance(value, re.Pattern)]
+    patterns += [pattern for _, pattern in roles._PATH_PATTERNS]
+    assert len(patterns) > 10
+    for pattern in patterns:
+        assert not any(pattern.fullmatch(number) for number in ("0", "1", "17", "255")), pattern
+    for name, shape, role in QUANTIZED + KEPT:
+        assert classify(without_numbers(name), "BF16", shape).name == role
+    assert without_numbers("model.layers.61.experts.255.w2.weight") == "model.layers.0.experts.0.w2.weight"
+    assert without_numbers("a.1.2.3.b") == "a.0.0.0.b"
+    for name in ("fc1.weight", "h.w2", "layers.12", "12.weight", "a..b", "mlp.1_000.weight", "ln_1.b"):
+        assert without_numbers(name) == name
+
+
+def test_decisions_are_the_same_together_and_alone() -> None:
+    recipe = Recipe("r", "", "hadamard-lloyd-max", 5)
+    tensors = [
+        tensor(name, other, dtype)
+        for name, shape, _ in QUANTIZED + KEPT
+        for other in (shape, (1, 41), (64, 128), (128,))
+        for dtype in ("BF16", "F32", "I64")
+    ]
+    assert decide(recipe, tensors) == [decide(recipe, [one])[0] for one in tensors]
 
 
 def test_every_role_is_met_above_and_structural_roles_are_kept() -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from pqweights.checkpoint.readers import LogicalTensor, Mxfp4Tensor, element_count
 from pqweights.checkpoint.source import open_local
 from pqweights.dtypes import float8_table, from_float32, to_float32
+from pqweights.errors import SourceError
 from pqweights.exports import export
 from pqweights.quantize import quantize
 from pqweights.recipe import load_recipe
@@ -227,6 +228,31 @@ def test_fp8_masters_are_those_of_the_decoded_weights(tmp_path: Path) -> None:
         mtp: "BF16",
         "lm_head.input_scale": "F32",
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "sound"),
+    [
+        ('{"a": "\\ud83d\\ude00"}', True),
+        ('{"a": "\\\\ud83d"}', True),  # an escaped backslash, and four letters
+        ('{"a": "\\ud83d"}', False),
+        ('{"\\uDE00": 1}', False),
+        ('{"a": [' + ", ".join(["{}"] * 300) + "]}", True),  # many, but side by side
+        ('{"a": "' + "[" * 300 + '"}', True),
+        ('{"a": ' + "[" * 99 + "]" * 99 + "}", True),
+        ('{"a": ' + "[" * 100 + "]" * 100 + "}", False),
+        ('{"a": ' + "[" * 98 + "1" + "]" * 98 + "}", True),
+        ('{"a": ' + "[" * 99 + "1" + "]" * 99 + "}", False),
+    ],
+)
+def test_configurations_may_not_nest_deeply_or_hold_half_a_surrogate(text: str, sound: bool, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "model", {UP: bf16(gaussian(64, 128))})
+    (source / "config.json").write_text(text)
+    if sound:
+        assert open_local(source).config == json.loads(text)
+    else:
+        with pytest.raises(SourceError, match=r"config\.json: expected (at most 100 levels|UTF-8 text)"):
+            open_local(source)
 
 
 def test_fp8_without_configuration_or_scales_is_taken_as_it_stands(tmp_path: Path) -> None:

@@ -7,36 +7,38 @@ that every tensor is aligned, and the header padded with spaces to a multiple of
 
 from __future__ import annotations
 
-import functools
 import json
 import math
+import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pqweights.dtypes import DTYPE_BITS
 from pqweights.errors import SourceError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_ELEMENTS = 2**60
+ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """Name, dtype and shape of a tensor as it stands in a safetensors file."""
+class TensorSpec(NamedTuple):
+    """Name, dtype and shape of a tensor as it stands in a safetensors file.
+
+    This one, StoredTensor and TensorPlan are named tuples, which are made in half the time of frozen dataclasses: a model
+    may have a hundred thousand.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
 
-    @functools.cached_property
+    @property
     def byte_count(self) -> int:
         """Bytes of the data."""
         return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor in a file: `offset` counts from the start of the file."""
 
     name: str
@@ -59,9 +61,12 @@ def parse_header(
     def wrong(what: str) -> SourceError:
         return SourceError(f"{file}: {what}; the file is damaged or no safetensors file: fetch it again")
 
+    start = read(0, min(8, file_bytes))
+    if start.startswith(b"GGUF"):
+        raise SourceError(f"{file}: GGUF, which is already quantized; give the original safetensors checkpoint")
     if file_bytes < 8:
         raise wrong(f"expected a safetensors header of at least 8 bytes, found a file of {file_bytes} bytes")
-    header_bytes = int.from_bytes(read(0, 8), "little")
+    header_bytes = int.from_bytes(start, "little")
     if header_bytes > MAX_HEADER_BYTES:
         raise wrong(f"header length: expected at most {MAX_HEADER_BYTES} bytes, found {header_bytes}")
     if 8 + header_bytes > file_bytes:
@@ -77,8 +82,8 @@ def parse_header(
         raise wrong("__metadata__: expected an object of strings")
 
     data_start = 8 + header_bytes
-    tensors = [_parse_entry(file, name, entry, data_start, wrong) for name, entry in header.items()]
-    tensors.sort(key=lambda t: (t.offset, t.byte_count))
+    tensors = _parse_entries(file, header, data_start, wrong)
+    tensors.sort(key=operator.attrgetter("offset", "byte_count"))
     position = data_start
     for tensor in tensors:
         if tensor.offset != position:
@@ -103,52 +108,87 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _parse_entry(
-    file: str, name: str, entry: object, data_start: int, wrong: Callable[[str], SourceError]
-) -> StoredTensor:
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise wrong(f"tensor {name!r}: expected dtype, shape and data_offsets, found {str(entry)[:80]}")
-    if not name.isprintable():
-        raise wrong(f"tensor {ascii(name)[:80]}: expected a printable name")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise wrong(f"tensor {name!r}: expected a safetensors dtype, found {str(dtype)[:40]!r}")
-    if not isinstance(shape, list) or not all(_is_count(n) for n in shape):
-        raise wrong(f"tensor {name!r}: expected a shape of non-negative integers, found {str(shape)[:80]}")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(n) for n in offsets):
-        raise wrong(f"tensor {name!r}: expected two data offsets, found {str(offsets)[:80]}")
-    begin, end = offsets
-    elements = math.prod(shape)
-    if elements > MAX_ELEMENTS or any(n > MAX_ELEMENTS for n in shape):
-        raise wrong(f"tensor {name!r}: shape {str(shape)[:80]} overflows")
-    bits = elements * DTYPE_BITS[dtype]
-    if bits % 8 or end - begin != bits // 8:
-        raise wrong(
-            f"tensor {name!r}: expected {bits / 8:g} bytes for shape {str(shape)[:80]} of {dtype}, found {end - begin} in its offsets"
-        )
-    return StoredTensor(name, dtype, tuple(shape), file, data_start + begin, end - begin)
+def _parse_entries(
+    file: str, header: dict[str, Any], data_start: int, wrong: Callable[[str], SourceError]
+) -> list[StoredTensor]:
+    tensors = []
+    for name, entry in header.items():
+        if not isinstance(entry, dict) or entry.keys() != ENTRY_KEYS:
+            raise wrong(f"tensor {name!r}: expected dtype, shape and data_offsets, found {str(entry)[:80]}")
+        if not name.isprintable():
+            raise wrong(f"tensor {ascii(name)[:80]}: expected a printable name")
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+            raise wrong(f"tensor {name!r}: expected a safetensors dtype, found {str(dtype)[:40]!r}")
+        if not isinstance(shape, list) or not _are_counts(shape):
+            raise wrong(f"tensor {name!r}: expected a shape of non-negative integers, found {str(shape)[:80]}")
+        if not isinstance(offsets, list) or len(offsets) != 2 or not _are_counts(offsets):
+            raise wrong(f"tensor {name!r}: expected two data offsets, found {str(offsets)[:80]}")
+        begin, end = offsets
+        elements = math.prod(shape)
+        if elements > MAX_ELEMENTS or (elements == 0 and max(shape) > MAX_ELEMENTS):
+            raise wrong(f"tensor {name!r}: shape {str(shape)[:80]} overflows")
+        bits = elements * DTYPE_BITS[dtype]
+        if bits % 8 or end - begin != bits // 8:
+            raise wrong(
+                f"tensor {name!r}: expected {bits / 8:g} bytes for shape {str(shape)[:80]} of {dtype}, "
+                f"found {end - begin} in its offsets"
+            )
+        tensors.append(StoredTensor(name, dtype, tuple(shape), file, data_start + begin, end - begin))
+    return tensors
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _are_counts(values: list[object]) -> bool:
+    """Whether all are integers from 0 on; true and false, which Python counts among them, are not."""
+    for value in values:  # noqa: SIM110  # twice as fast as all() with a generator, and run for every shape of a header
+        if type(value) is not int or value < 0:
+            return False
+    return True
 
 
 def build_header(
     file: str, specs: Sequence[TensorSpec], metadata: dict[str, str]
 ) -> tuple[bytes, tuple[StoredTensor, ...]]:
     """The first bytes of a safetensors file that will hold these tensors, and where each one's data must go."""
-    ordered = sorted(specs, key=lambda spec: -DTYPE_BITS[spec.dtype])
-    entries: dict[str, object] = {"__metadata__": metadata}
-    position = 0
+    ordered = in_file_order(specs)
+    header = encode_header(ordered, metadata)
+    return header, stored_tensors(file, len(header), ordered)
+
+
+def in_file_order(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """The order in which a file holds tensors: by falling element size, else as given."""
+    return sorted(specs, key=lambda spec: -DTYPE_BITS[spec.dtype])
+
+
+def encode_header(ordered: Sequence[TensorSpec], metadata: dict[str, str]) -> bytes:
+    """The first bytes of a file of these tensors, given in the order of the file.
+
+    The text is what json.dumps would give, in a third of the time: what tensors of one dtype and shape have in common is
+    encoded once.
+    """
+    encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+    entries = [f'"__metadata__":{encode(metadata)}']
+    known: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}  # dtype and shape: as JSON, and how many bytes
+    begin = 0
     for spec in ordered:
-        end = position + spec.byte_count
-        entries[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+        name, dtype, shape = spec
+        kind = (dtype, shape)
+        if kind not in known:
+            known[kind] = encode({"dtype": dtype, "shape": shape})[:-1], spec.byte_count
+        common, byte_count = known[kind]
+        end = begin + byte_count
+        entries.append(f'{encode(name)}:{common},"data_offsets":[{begin},{end}]}}')
+        begin = end
+    text = f"{{{','.join(entries)}}}".encode()
     text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    stored, position = [], start
+    return len(text).to_bytes(8, "little") + text
+
+
+def stored_tensors(file: str, header_bytes: int, ordered: Sequence[TensorSpec]) -> tuple[StoredTensor, ...]:
+    """Where tensors lie, given in the order of the file, that follow a header of so many bytes."""
+    stored, offset = [], header_bytes
     for spec in ordered:
-        stored.append(StoredTensor(spec.name, spec.dtype, spec.shape, file, position, spec.byte_count))
-        position += spec.byte_count
-    return len(text).to_bytes(8, "little") + text, tuple(stored)
+        byte_count = spec.byte_count
+        stored.append(StoredTensor(spec.name, spec.dtype, spec.shape, file, offset, byte_count))
+        offset += byte_count
+    return tuple(stored)

@@ -7,6 +7,7 @@ section "config.json".
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from pqweights.checkpoint.header import StoredTensor, TensorSpec
-from pqweights.checkpoint.names import CODES_SUFFIX, codes_name, norms_name
+from pqweights.checkpoint.names import CODES_SUFFIX, NORMS_SUFFIX, codes_name, norms_name
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor
 from pqweights.checkpoint.storage import Storage
 from pqweights.codebook import Codebook, codebook_from_levels
@@ -59,15 +60,19 @@ def encoded_specs(name: str, shape: tuple[int, ...], codec: str, bits: int) -> t
     [..., K] becomes [..., K / 128 * code bytes] and [..., K / 128]; where 128 does not divide K, the blocks run over
     the flattened weight: [blocks, code bytes] and [blocks].
     """
+    codes, norms = _encoded_shapes(shape, codec, bits)
+    return TensorSpec(name + CODES_SUFFIX, "U8", codes), TensorSpec(name + NORMS_SUFFIX, "F16", norms)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)  # typed: a config.json may say 5.0 bits
+def _encoded_shapes(shape: tuple[int, ...], codec: str, bits: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Remembered, as a model has tens of thousands of weights in a dozen shapes."""
     code_bytes = get_codec(codec).code_bytes_per_block(bits)
     if has_whole_rows(shape):
         rows, per_row = shape[:-1], shape[-1] // BLOCK_SIZE
-        return (
-            TensorSpec(codes_name(name), "U8", (*rows, per_row * code_bytes)),
-            TensorSpec(norms_name(name), "F16", (*rows, per_row)),
-        )
+        return (*rows, per_row * code_bytes), (*rows, per_row)
     blocks = block_count(math.prod(shape))
-    return TensorSpec(codes_name(name), "U8", (blocks, code_bytes)), TensorSpec(norms_name(name), "F16", (blocks,))
+    return (blocks, code_bytes), (blocks,)
 
 
 def quantization_config(encodings: Sequence[Encoding], kept: Sequence[str]) -> dict[str, Any]:

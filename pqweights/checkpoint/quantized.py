@@ -60,8 +60,9 @@ def logical_tensors(
             block = _scale_block(tensor, found, default_block) if found else ()
             tensors.append(Float8Tensor(storage, tensor, found, block))
             taken |= {name} | ({found.name} if found else set())
-    tensors += [PlainTensor(storage, tensor) for name, tensor in stored.items() if name not in taken]
-    names = [tensor.name for tensor in tensors]
+    plain = [name for name in stored if name not in taken]
+    names = [*(tensor.name for tensor in tensors), *plain]
+    tensors += [PlainTensor(storage, stored[name]) for name in plain]
     all_names = set(names)
     for name in names:
         if name.endswith((CODES_SUFFIX, NORMS_SUFFIX)) and name.rsplit("_", 1)[0] in all_names:
@@ -109,14 +110,17 @@ def _refuse_foreign(settings: dict[str, Any], stored: dict[str, StoredTensor]) -
         described = _unsupported_method(method, settings)
         if described:
             raise SourceError(f"config.json: the source is {described}: {GIVE_ORIGINAL}")
+    marks = tuple(FOREIGN_MARKS)
+    marked = [name for name in stored if name.endswith(marks)]
     for mark, format_name in FOREIGN_MARKS.items():
-        for name, tensor in stored.items():
+        for name in marked:
             if name == mark or name.endswith("." + mark):
-                raise SourceError(f"{tensor.file}: tensor {name!r} marks {format_name}: {GIVE_ORIGINAL}")
+                raise SourceError(f"{stored[name].file}: tensor {name!r} marks {format_name}: {GIVE_ORIGINAL}")
     for name, tensor in stored.items():
-        module = name.removesuffix("weight")
-        if name.endswith("weight") and tensor.dtype == "U32" and module + "scales" in stored:
-            raise SourceError(f"{tensor.file}: tensor {name!r} with {module + 'scales'!r} marks MLX: {GIVE_ORIGINAL}")
+        if tensor.dtype == "U32" and name.endswith("weight"):
+            scales = name.removesuffix("weight") + "scales"
+            if scales in stored:
+                raise SourceError(f"{tensor.file}: tensor {name!r} with {scales!r} marks MLX: {GIVE_ORIGINAL}")
         if tensor.dtype in ("I8", "I32") and name + "_scale" in stored:
             raise SourceError(
                 f"{tensor.file}: tensor {name!r} with {name + '_scale'!r} marks integer compressed-tensors: {GIVE_ORIGINAL}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,16 @@ WEIGHT_SUFFIXES = (
 )  # fmt: skip
 SAMPLE_BYTES = 4096
 MAX_JSON_DEPTH = 100
+# UTF-8 has no surrogates: JSON can hold half of a pair only where it escapes one.
+SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+@dataclass(frozen=True)
+class Index:
+    """A file that names the weight files. weight_map: tensor -> the file that holds it."""
+
+    file: str
+    weight_map: dict[str, str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,28 +113,35 @@ def open_checkpoint(storage: Storage, allow_pickle: bool = False, single_file: b
     weight_files, index = _weight_files(storage, files, allow_pickle, single_file)
     stored = _stored_tensors(storage, weight_files)
     if index is not None:
-        _check_index(storage, index, stored)
+        _check_index(index, stored)
     if master.is_master(config):
         assert config is not None
         tensors = master.logical_tensors(storage, stored, config)
     else:
         tensors = quantized.logical_tensors(storage, stored, config)
     order = {name: place for place, name in enumerate(weight_files)}
-    tensors = sorted(tensors, key=lambda t: (order[t.parts[0].file], t.parts[0].offset, t.name))
+
+    def place(tensor: LogicalTensor) -> tuple[int, int, str]:
+        first = tensor.parts[0]
+        return order[first.file], first.offset, tensor.name
+
+    tensors.sort(key=place)
     companions, left_out = _companions(files, weight_files)
     return Checkpoint(storage, config, tuple(tensors), weight_files, companions, left_out, master.is_master(config))
 
 
 def _read_json_object(storage: Storage, name: str) -> dict[str, Any]:
+    data = read_file(storage, name)
     try:
-        value = json.loads(read_file(storage, name).decode("utf-8"))
+        value = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{name}: expected JSON, found {str(error)[:120]!r}") from None
     if not isinstance(value, dict):
         raise SourceError(f"{name}: expected a JSON object, found {type(value).__name__}")
-    if _depth(value) > MAX_JSON_DEPTH:
+    # Cheap tests first, as an index has a line for every tensor: no nesting without brackets, no surrogate without escape.
+    if data.count(b"{") + data.count(b"[") >= MAX_JSON_DEPTH and _depth(value) > MAX_JSON_DEPTH:
         raise SourceError(f"{name}: expected at most {MAX_JSON_DEPTH} levels of nesting, found more")
-    if not _is_text(json.dumps(value, ensure_ascii=False)):
+    if SURROGATE_ESCAPE.search(data) and not _is_text(json.dumps(value, ensure_ascii=False)):
         raise SourceError(f"{name}: expected UTF-8 text, found half of a surrogate pair")
     return value
 
@@ -149,7 +167,7 @@ def _depth(value: object) -> int:
 
 def _weight_files(
     storage: Storage, files: dict[str, Any], allow_pickle: bool, single_file: bool
-) -> tuple[tuple[str, ...], str | None]:
+) -> tuple[tuple[str, ...], Index | None]:
     """The files that hold the weights, and the index that names them, if one does."""
     if single_file:
         (only,) = files
@@ -159,7 +177,7 @@ def _weight_files(
     if SINGLE_FILE in files:
         return (SINGLE_FILE,), None
     if INDEX_FILE in files:
-        return _indexed_files(storage, files, INDEX_FILE, (".safetensors",)), INDEX_FILE
+        return _indexed_files(storage, files, INDEX_FILE, (".safetensors",))
     here = [name for name in files if "/" not in name]
     safetensors = [name for name in here if name.endswith(".safetensors")]
     if len(safetensors) == 1:
@@ -176,7 +194,7 @@ def _weight_files(
     if pickles and not allow_pickle:
         raise _pickle_refused(pickles[0])
     if pickled.PICKLE_INDEX_FILE in files:
-        return _indexed_files(storage, files, pickled.PICKLE_INDEX_FILE, pickled.SUFFIXES), pickled.PICKLE_INDEX_FILE
+        return _indexed_files(storage, files, pickled.PICKLE_INDEX_FILE, pickled.SUFFIXES)
     if pickled.PICKLE_FILE in pickles:
         return (pickled.PICKLE_FILE,), None
     if len(pickles) > 1:
@@ -195,26 +213,27 @@ def _pickle_refused(file: str) -> SourceError:
     )
 
 
-def _weight_map(storage: Storage, index: str) -> dict[str, str]:
+def _indexed_files(
+    storage: Storage, files: dict[str, Any], index: str, suffixes: tuple[str, ...]
+) -> tuple[tuple[str, ...], Index]:
     weight_map = _read_json_object(storage, index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(f"{index}: expected a weight_map of tensor names to files, found none")
+    first_tensors: dict[str, str] = {}  # by file: each file is checked once, and a complaint names its first tensor
     for tensor, name in weight_map.items():
+        if isinstance(name, str) and name in first_tensors:
+            continue
         if not isinstance(name, str) or not is_inside(name) or "/" in name or "\\" in name:
             raise SourceError(
                 f"{index}: tensor {tensor!r} is placed in {str(name)[:80]!r}; expected a file in the same folder"
             )
-    return weight_map
-
-
-def _indexed_files(storage: Storage, files: dict[str, Any], index: str, suffixes: tuple[str, ...]) -> tuple[str, ...]:
-    weight_map = _weight_map(storage, index)
-    for tensor, name in weight_map.items():
+        first_tensors[name] = tensor
+    for name, tensor in first_tensors.items():
         if name not in files:
             raise SourceError(f"{name}: missing; {index} places {tensor!r} in it: fetch it")
         if not name.endswith(suffixes):
             raise SourceError(f"{index}: tensor {tensor!r} is placed in {name!r}; expected a {suffixes[0]} file")
-    return tuple(sorted(set(weight_map.values())))
+    return tuple(sorted(first_tensors)), Index(index, weight_map)
 
 
 def _stored_tensors(storage: Storage, weight_files: tuple[str, ...]) -> dict[str, StoredTensor]:
@@ -224,24 +243,25 @@ def _stored_tensors(storage: Storage, weight_files: tuple[str, ...]) -> dict[str
             tensors = pickled.stored_tensors(storage, file)
         else:
             size = storage.files()[file].byte_count
-            if read_bytes(storage, file, 0, min(4, size)) == b"GGUF":
-                raise SourceError(f"{file}: GGUF, which is already quantized; give the original safetensors checkpoint")
             tensors, _ = parse_header(file, size, lambda at, count, f=file: read_bytes(storage, f, at, count))  # type: ignore[misc]
         for tensor in tensors:
-            if tensor.name in stored:
-                raise SourceError(f"tensor {tensor.name!r} stands twice, in {stored[tensor.name].file} and {file}")
-            stored[tensor.name] = tensor
+            first = stored.setdefault(tensor.name, tensor)
+            if first is not tensor:
+                raise SourceError(f"tensor {tensor.name!r} stands twice, in {first.file} and {file}")
     if not stored:
         raise SourceError(f"{weight_files[0]}: expected tensors, found none")
     return stored
 
 
-def _check_index(storage: Storage, index: str, stored: dict[str, StoredTensor]) -> None:
-    for name, file in _weight_map(storage, index).items():
-        if name not in stored:
-            raise SourceError(f"{file}: expected the tensor {name!r}, which {index} places there, found no such tensor")
-        if stored[name].file != file:
-            raise SourceError(f"tensor {name!r}: {index} places it in {file}, found it in {stored[name].file}")
+def _check_index(index: Index, stored: dict[str, StoredTensor]) -> None:
+    for name, file in index.weight_map.items():
+        found = stored.get(name)
+        if found is None:
+            raise SourceError(
+                f"{file}: expected the tensor {name!r}, which {index.file} places there, found no such tensor"
+            )
+        if found.file != file:
+            raise SourceError(f"tensor {name!r}: {index.file} places it in {file}, found it in {found.file}")
 
 
 def _companions(files: dict[str, Any], weight_files: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:
