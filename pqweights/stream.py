@@ -1,7 +1,8 @@
 """Chunks of all tensors through a pool of threads, in plan order, a bounded number of them under way.
 
 So memory does not grow with the checkpoint or its largest tensor. Results are collected in order: hashes, errors and the
-journal do not depend on the number of threads.
+journal do not depend on the number of threads. One more thread brings to the disk what they have written, so that little
+is left to wait for at the end.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from pqweights.manifest import TensorRecord
 from pqweights.plan import Plan, ShardPlan
 from pqweights.transform import Transform
 from pqweights.workspace import Workspace
+
+# Written bytes that are worth a flush.
+FLUSH_BYTES = 1 << 27
 
 Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in all, name of the tensor
 
@@ -103,6 +107,8 @@ class Stream:
         self._progress = progress
         self._window = 2 * threads  # steps under way: bounds the memory
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="pqweights")
+        self._flusher = ThreadPoolExecutor(1, thread_name_prefix="pqweights-flush")
+        self._flushes: deque[Future[None]] = deque()
         self._part_bytes = [sum(part.byte_count for part in tensor.parts) for tensor in self._tensors]
         self._total_bytes = sum(self._part_bytes)
         self._passed_bytes = 0
@@ -111,13 +117,13 @@ class Stream:
         """All tensors; the records in plan order."""
         records: list[TensorRecord] = []
         writers: list[ShardWriter] = []
-        finishing: list[Future[None]] = []
         try:
             for step in self._ahead(self._steps(writers)):
                 match step:
                     case _Chunk():
                         step.job.collect(step.result.result())
                         self._show(step.place, (step.number + 1) / step.job.chunks)
+                        self._flush_behind(writers[-1])
                     case _LastChunkDone():
                         record = self._finish(step)
                         self._workspace.record(record)
@@ -125,11 +131,12 @@ class Stream:
                     case _Known():
                         self._pass(step.place, step.record, records)
                     case _ShardDone():
-                        finishing.append(self._pool.submit(step.writer.finish))
-            for future in finishing:
-                future.result()
+                        self._flushes.append(self._flusher.submit(step.writer.finish))
+            for flush in self._flushes:
+                flush.result()
         finally:
             self._pool.shutdown(wait=True, cancel_futures=True)
+            self._flusher.shutdown(wait=True, cancel_futures=True)
             for writer in writers:
                 writer.close()
         return tuple(records)
@@ -163,6 +170,13 @@ class Stream:
             if len(under_way) > self._window:
                 yield under_way.popleft()
         yield from under_way
+
+    def _flush_behind(self, writer: ShardWriter) -> None:
+        """Have a file flushed once enough of it was written; a flush that failed is an error here or at the end."""
+        while self._flushes and self._flushes[0].done():
+            self._flushes.popleft().result()
+        if not self._flushes and writer.unflushed_bytes >= FLUSH_BYTES:
+            self._flushes.append(self._flusher.submit(writer.flush))
 
     def _finish(self, step: _LastChunkDone) -> TensorRecord:
         """The record of a tensor, after as many further passes as it asks for."""

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -49,6 +50,9 @@ class ShardWriter:
     def __init__(self, path: Path, header: bytes, file_bytes: int) -> None:
         """Open the partial file of `path`, creating it with its header and full size where it is not there yet."""
         self.path, self.partial = path, partial_path(path)
+        # The kernel lets one thread at a time write to a file, and those that wait for their turn there keep a core busy.
+        self._turn = threading.Lock()
+        self.unflushed_bytes = 0  # about: writes that overlap a flush may count twice or not at all
         with disk_errors(path):
             self._descriptor = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             if os.fstat(self._descriptor).st_size != file_bytes:
@@ -59,10 +63,17 @@ class ShardWriter:
     def write(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
         """Write all of data at `offset`."""
         view = data.data.cast("B")
-        with disk_errors(self.path):
+        with self._turn, disk_errors(self.path):
             while view:
                 count = os.pwrite(self._descriptor, view, offset)
                 offset, view = offset + count, view[count:]
+        self.unflushed_bytes += data.nbytes
+
+    def flush(self) -> None:
+        """Bring to the disk what has been written so far, while other threads write on."""
+        self.unflushed_bytes = 0
+        with disk_errors(self.path):
+            _sync_data(self._descriptor)
 
     def sha256(self, offset: int, count: int) -> str:
         """Of bytes that were written earlier."""
@@ -99,6 +110,10 @@ def _allocate(descriptor: int, size: int) -> None:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
+
+
+# macOS has no fdatasync.
+_sync_data = getattr(os, "fdatasync", os.fsync)
 
 
 def sync_folder(folder: Path) -> None:
