@@ -33,6 +33,7 @@ def command(
     overwrite: options.OverwriteOption = False,
     max_shard_bytes: options.ShardOption = "5GB",  # type: ignore[assignment]  # typer parses it
     threads: options.ThreadsOption = None,
+    device: options.DeviceOption = options.Device.CPU,
     json: options.JsonOption = False,
 ) -> None:
     """Turn a master into a checkpoint that runtimes load. Killed at any moment, the same command continues."""
@@ -41,8 +42,8 @@ def command(
 
         with output.progress("exporting") as progress:
             done = export(
-                folder, out, target.value, dtype=dtype.value, threads=options.thread_count(threads), overwrite=overwrite,
-                max_shard_bytes=max_shard_bytes, progress=progress,
+                folder, out, target.value, dtype=dtype.value, threads=options.thread_count(threads), device=device.value,
+                overwrite=overwrite, max_shard_bytes=max_shard_bytes, progress=progress,
             )  # fmt: skip
         if json:
             output.print_json(report.result_json(done, str(out)))

@@ -5,12 +5,21 @@ from __future__ import annotations
 import os
 import re
 from decimal import Decimal
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+class Device(StrEnum):
+    """What pqweights.kernels.devices.resolve_device takes."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+    AUTO = "auto"
 
 
 def parse_size(text: str | int) -> int:
@@ -53,6 +62,10 @@ ShardOption = Annotated[
 ThreadsOption = Annotated[
     int | None,
     typer.Option("--threads", min=1, max=256, help="Worker threads; by default one per core.", show_default=False),
+]
+DeviceOption = Annotated[
+    Device,
+    typer.Option("--device", help="Where to compute: cpu; cuda; auto: cuda if there is one. The bytes are the same."),
 ]
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace a result of pqweights in OUT (only the files that it lists).")

@@ -23,6 +23,7 @@ def command(
     ] = False,
     max_shard_bytes: options.ShardOption = "5GB",  # type: ignore[assignment]  # typer parses it
     threads: options.ThreadsOption = None,
+    device: options.DeviceOption = options.Device.CPU,
     allow_pickle: options.PickleOption = False,
     json: options.JsonOption = False,
 ) -> None:
@@ -42,8 +43,8 @@ def command(
             chosen = chosen.with_bits(bits)
         with output.progress("quantizing") as progress:
             done = quantize(
-                source, out, chosen, threads=options.thread_count(threads), overwrite=overwrite, max_shard_bytes=max_shard_bytes,
-                allow_pickle=allow_pickle, strict=strict, progress=progress,
+                source, out, chosen, threads=options.thread_count(threads), device=device.value, overwrite=overwrite,
+                max_shard_bytes=max_shard_bytes, allow_pickle=allow_pickle, strict=strict, progress=progress,
             )  # fmt: skip
         if json:
             output.print_json(report.result_json(done, str(out)))

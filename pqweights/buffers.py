@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
+Allocator = Callable[[int], npt.NDArray[np.uint8]]  # byte count -> memory, contents undefined
+
 _scratch = threading.local()
+
+
+def pageable(byte_count: int) -> npt.NDArray[np.uint8]:
+    """Ordinary memory; pages that are never touched cost nothing."""
+    return np.empty(byte_count, dtype=np.uint8)
+
+
+_allocate: Allocator = pageable
+
+
+@contextlib.contextmanager
+def allocated_by(allocator: Allocator) -> Iterator[None]:
+    """New buffers come from `allocator`; it is one setting for all threads, and buffers that exist stay what they are."""
+    global _allocate
+    before, _allocate = _allocate, allocator
+    try:
+        yield
+    finally:
+        _allocate = before
 
 
 def scratch(purpose: str, byte_count: int) -> npt.NDArray[np.uint8]:
     """Memory of the calling thread for one purpose, contents undefined; valid until the thread asks for it again."""
     buffer: npt.NDArray[np.uint8] | None = getattr(_scratch, purpose, None)
     if buffer is None or len(buffer) < byte_count:
-        buffer = np.empty(byte_count, dtype=np.uint8)
+        buffer = _allocate(byte_count)
         setattr(_scratch, purpose, buffer)
     return buffer[:byte_count]
 
@@ -32,7 +55,7 @@ class BufferPool:
         try:
             return self._free.pop()
         except IndexError:
-            return np.empty(self._capacity_bytes, dtype=np.uint8)
+            return _allocate(self._capacity_bytes)
 
     def give(self, buffer: npt.NDArray[np.uint8]) -> None:
         """Take a buffer back; its last user must be done with it."""

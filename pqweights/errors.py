@@ -6,6 +6,7 @@
     |-- MasterError            a pqweights folder contradicts its own manifest or configuration
     |-- OutputError            the output folder or its disk cannot take the result
     |-- RecipeError            a recipe, codec, width or pattern is wrong
+    |-- DeviceError            the device that is to compute is not there
     `-- MissingDependencyError an optional package is needed and absent
 
 Every message is one line: what is wrong, in which file or tensor, what was expected, what was found, what to do.
@@ -34,6 +35,10 @@ class OutputError(PqweightsError):
 
 class RecipeError(PqweightsError):
     """A recipe (or an option that overrides it) is not valid for this checkpoint."""
+
+
+class DeviceError(PqweightsError):
+    """The device that was asked for is unknown, absent, or not usable by the packages that are installed."""
 
 
 class MissingDependencyError(PqweightsError):

@@ -188,6 +188,7 @@ def quantize(
     recipe: Recipe,
     *,
     threads: int,
+    device: str = "cpu",
     overwrite: bool = False,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     allow_pickle: bool = False,
@@ -196,9 +197,11 @@ def quantize(
 ) -> Report:
     """Turn a checkpoint into a master in the folder `out`, continuing an interrupted run of the same call.
 
-    Raises SourceError, RecipeError, OutputError.
+    device: cpu, cuda, or auto for cuda where there is one; the bytes are the same. Raises SourceError, RecipeError,
+    OutputError, DeviceError.
     """
     checkpoint, plan = plan_quantize(source, recipe, max_shard_bytes=max_shard_bytes, allow_pickle=allow_pickle)
     return rewrite(
-        checkpoint, source, Quantize(recipe, strict), plan, out, threads=threads, overwrite=overwrite, progress=progress
-    )
+        checkpoint, source, Quantize(recipe, strict), plan, out, threads=threads, device=device, overwrite=overwrite,
+        progress=progress,
+    )  # fmt: skip

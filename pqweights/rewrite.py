@@ -15,6 +15,8 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
 from pqweights.checkpoint.writer import COPY_BYTES, partial_path, sync_folder, write_whole
 from pqweights.errors import OutputError, SourceError
+from pqweights.kernels import running_on
+from pqweights.kernels.devices import resolve_device
 from pqweights.manifest import FileRecord, Manifest, TensorRecord, json_bytes, read_manifest
 from pqweights.plan import Plan, index_json, plan_shards
 from pqweights.stream import Progress, Stream
@@ -63,8 +65,8 @@ def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int
 def resource_needs(plan: Plan, threads: int) -> dict[str, int]:
     """What fulfilling a plan takes at most: peak_disk_bytes in the output folder, peak_memory_bytes of the process.
 
-    Memory: a floor for interpreter, libraries and compiled kernels (measured, benchmarks/memory.py), what is under way
-    in each thread, the parsed headers, and the largest output header.
+    Memory: a floor for interpreter and libraries while kernels are compiled (measured; without that it is half), what is
+    under way in each thread, the parsed headers, and the largest output header.
     """
     largest_header = max((len(shard.header) for shard in plan.shards), default=0)
     memory = MEMORY_FLOOR_BYTES + threads * MEMORY_PER_THREAD_BYTES + len(plan.tensors) * 12_000 + 2 * largest_header
@@ -83,13 +85,15 @@ def rewrite(
     out: Path,
     *,
     threads: int,
+    device: str = "cpu",
     overwrite: bool = False,
     progress: Progress = lambda done, total, name: None,
 ) -> Report:
-    """Fulfil a plan in the folder `out`, continuing what the same command left there.
+    """Fulfil a plan in the folder `out`, continuing what the same command left there, on whatever device that ran.
 
-    Raises SourceError, OutputError; after any of them no incomplete file stands under a final name.
+    Raises SourceError, OutputError, DeviceError; after any of them no incomplete file stands under a final name.
     """
+    device = resolve_device(device)
     check_paths(source, out)
     fingerprint = checkpoint.fingerprint()
     if not overwrite and (done := _finished(out, checkpoint, transform, plan, fingerprint)):
@@ -112,7 +116,8 @@ def rewrite(
     with open_workspace(out, identity, overwrite) as workspace:
         resumed = len(workspace.records)
         try:
-            records = Stream(checkpoint, transform, plan, workspace, threads, progress).run()
+            with running_on(device):
+                records = Stream(checkpoint, transform, plan, workspace, threads, progress).run()
         except SourceError:
             workspace.discard()
             raise

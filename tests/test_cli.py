@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -76,6 +77,36 @@ def test_plan_json(source: Path, master: Path) -> None:
     assert {t["action"] for t in found["tensors"]} == {"quantize", "keep"}
     for tensor in found["tensors"]:
         assert (tensor["codec"] is None) == (tensor["bits"] is None) == (tensor["action"] == "keep")
+
+
+def test_the_plan_is_a_table_of_all_tensors(source: Path, tmp_path: Path) -> None:
+    """Columns as wide as the widest cell of any tensor, reasons as they stand, no spaces at the end of a line."""
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text('rules: [{role: mlp, bits: 8, reason: "two\\nlines  "}, {name: "*.k_proj.*", bits: 2}]')
+    tensors = answer("plan", source, "--recipe", recipe)["tensors"]
+    columns = [
+        ("tensor", False), ("shape", False), ("dtype", False), ("action", False), ("codec", False), ("bits", True),
+        ("bytes", True), ("reason", False),
+    ]  # fmt: skip
+    rows = [
+        [
+            t["name"], "x".join(map(str, t["shape"])), t["dtype"], t["action"], t["codec"] or "", str(t["bits"] or ""),
+            str(t["bytes"]), t["reason"],
+        ]
+        for t in tensors
+    ]  # fmt: skip
+    assert invoke("plan", source, "--recipe", recipe).stdout.startswith(output.table(columns, rows) + "\n\n")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("sound", [True, False])
+def test_a_plan_leaves_the_garbage_collector_as_it_was(enabled: bool, sound: bool, source: Path) -> None:
+    try:
+        (gc.enable if enabled else gc.disable)()
+        assert invoke("plan", source if sound else source / "nowhere").exit_code == (0 if sound else 1)
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
@@ -428,7 +459,7 @@ def test_help_imports_nothing_heavy(arguments: tuple[str, ...]) -> None:
     assert done.returncode == 0
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "typer" in imported  # the list is one
-    assert not imported & {"torch", "transformers", "numba", "numpy", "yaml", "safetensors"}
+    assert not imported & {"torch", "triton", "transformers", "numba", "llvmlite", "numpy", "yaml", "safetensors"}
 
 
 def test_help_is_quick() -> None:
@@ -441,7 +472,8 @@ def test_help_is_quick() -> None:
     assert min(seconds) < 0.6
 
 
-def test_a_fresh_process_works(source: Path, tmp_path: Path) -> None:
+def test_a_fresh_process_works(source: Path, master: Path, tmp_path: Path) -> None:
+    """With kernels that are compiled already: whoever waits for that sees progress."""
     done = run_fresh("-W", "error", "-c", MAIN, "quantize", str(source), str(tmp_path / "out"), "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["totals"]["bits_per_weight"] > 5.125
@@ -449,12 +481,19 @@ def test_a_fresh_process_works(source: Path, tmp_path: Path) -> None:
     assert (failed.returncode, failed.stdout, len(failed.stderr.splitlines())) == (1, "", 1)
 
 
-def test_quantize_imports_no_torch(source: Path, tmp_path: Path) -> None:
-    done = run_fresh("-X", "importtime", "-c", MAIN, "quantize", str(source), str(tmp_path / "out"))
-    assert done.returncode == 0
-    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
-    assert "numba" in imported
-    assert not imported & {"torch", "transformers", "safetensors"}
+def test_commands_import_neither_torch_nor_a_compiler(source: Path, master: Path, tmp_path: Path) -> None:
+    """The kernels were compiled when the master was made."""
+    invoke("export", master, tmp_path / "compiled", "--target", "bf16")
+    for arguments in (
+        ("quantize", source, tmp_path / "out"),
+        ("export", master, tmp_path / "exported", "--target", "bf16", "--device", "cpu"),
+        ("verify", master),
+    ):
+        done = run_fresh("-X", "importtime", "-c", MAIN, *map(str, arguments))
+        assert done.returncode == 0
+        imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+        assert ("llvmlite" in imported) == (arguments[0] != "verify")
+        assert not imported & {"torch", "triton", "transformers", "safetensors", "numba"}
 
 
 def test_a_closed_pipe_is_no_traceback(source: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pqweights_cli
@@ -38,11 +40,17 @@ LAYERS = (
 )
 NOTHING_OF_OURS = ("pqweights", "pqweights.errors")
 OPTIONAL = {
-    "torch": {"pqweights.kernels.reference", "pqweights.checkpoint.pickled"},
+    "torch": {
+        "pqweights.kernels.reference", "pqweights.kernels.gpu", "pqweights.kernels.devices", "pqweights.checkpoint.pickled",
+    },
+    "triton": {"pqweights.kernels.gpu"},
+    "numba": {"pqweights.kernels.cpu_kernels", "pqweights.kernels.vector"},
+    "llvmlite": {"pqweights.kernels.cpu", "pqweights.kernels.cpu_kernels", "pqweights.kernels.vector"},
     "yaml": {"pqweights.recipe"},
     "transformers": set(),
     "safetensors": set(),
-}
+}  # fmt: skip
+HEAVY = {*OPTIONAL, "numpy", "rich"} - {"yaml"}
 
 
 def modules() -> dict[str, ast.Module]:
@@ -136,7 +144,7 @@ def test_commands_import_the_library_only_when_they_run(name: str) -> None:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         if isinstance(node, ast.Import | ast.ImportFrom):
-            assert not {m for m in at_import if m.partition(".")[0] in ("pqweights", "numpy", "torch", "numba", "rich")}
+            assert not {m for m in at_import if m.partition(".")[0] in ("pqweights", *HEAVY)}
 
 
 @pytest.mark.parametrize("package", OPTIONAL)
@@ -149,11 +157,19 @@ def test_heavy_packages_are_imported_in_one_place(package: str) -> None:
     assert found <= OPTIONAL[package]
 
 
-def test_torch_is_imported_inside_functions_only_where_it_is_optional() -> None:
-    module = MODULES["pqweights.checkpoint.pickled"]
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("pqweights.checkpoint.pickled", "torch"),
+        ("pqweights.kernels.devices", "torch"),
+        ("pqweights.kernels.cpu", "pqweights.kernels.cpu_kernels"),  # which imports numba
+    ],
+)
+def test_some_imports_wait_until_they_are_needed(name: str, package: str) -> None:
+    module = MODULES[name]
     at_import = [node for node in module.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    assert not any("torch" in ast.unparse(node) for node in at_import)
-    assert "torch" in {name.partition(".")[0] for name in imports("pqweights.checkpoint.pickled", module)}
+    assert package not in imports(name, ast.Module(list(at_import), []))
+    assert package in imports(name, module)
 
 
 @pytest.mark.parametrize("name", sorted(name for name in MODULES if not name.startswith("pqweights_cli")))
@@ -186,11 +202,24 @@ def loaded_after(statement: str) -> set[str]:
 
 
 def test_importing_pqweights_is_light() -> None:
-    assert not loaded_after("import pqweights") & {"torch", "transformers", "numba", "typer"}
+    assert not loaded_after("import pqweights") & {"torch", "triton", "transformers", "numba", "llvmlite", "typer"}
 
 
-def test_quantizing_needs_no_torch() -> None:
+def test_quantizing_needs_neither_torch_nor_a_compiler() -> None:
     assert not loaded_after("import pqweights.quantize, pqweights.exports, pqweights.verify") & {
         "torch",
+        "triton",
         "transformers",
+        "numba",
     }
+
+
+def test_every_pip_command_in_a_message_names_an_extra_that_exists() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    named = {
+        extra
+        for module in MODULES.values()
+        for extra in re.findall(r"pip install 'pqweights\[(\w+)\]", ast.unparse(module))
+    }
+    assert {"torch", "cuda"} <= named
+    assert named <= project["optional-dependencies"].keys()

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pqweights import codebook as lloyd_max
 from pqweights.codebook import Codebook
 from pqweights.codecs.protocol import EncodedBlocks
-from pqweights.kernels import BLOCK_SIZE, load_backend
+from pqweights.kernels import BLOCK_SIZE, backend
 
 HADAMARD = "hadamard"
 SIGNED_HADAMARD = "signed-hadamard"
@@ -52,8 +52,7 @@ class HadamardLloydMax:
         energies = np.empty(blocks, dtype=np.float64)
         errors = np.empty(blocks, dtype=np.float64)
         signed = rotation == SIGNED_HADAMARD
-        backend = load_backend("cpu")
-        stats = backend.encode(
+        stats = backend().encode(
             values, dtype, self.codebook(bits), signed, norm_exponent, codes, norms, energies, errors
         )
         return EncodedBlocks(codes, norms, energies, errors, stats)
@@ -70,4 +69,4 @@ class HadamardLloydMax:
     ) -> None:
         """See Codec.decode."""
         signed = rotation == SIGNED_HADAMARD
-        load_backend("cpu").decode(codes, norms, dtype, codebook, signed, norm_exponent, values)
+        backend().decode(codes, norms, dtype, codebook, signed, norm_exponent, values)

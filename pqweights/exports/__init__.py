@@ -23,13 +23,15 @@ def export(
     *,
     dtype: str = "bf16",
     threads: int,
+    device: str = "cpu",
     overwrite: bool = False,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     progress: Progress = lambda done, total, name: None,
 ) -> Report:
     """Write a master as `target` (a key of EXPORTS) into the folder `out`; continues an interrupted run of the same call.
 
-    Raises SourceError (also for a folder that is no master), MasterError, OutputError.
+    Raises SourceError (also for a folder that is no master), MasterError, OutputError,
+    DeviceError.
     """
     checkpoint = open_local(master)
     if not checkpoint.is_master:
@@ -38,4 +40,6 @@ def export(
         )
     transform = EXPORTS[target](dtype)
     plan = make_plan(checkpoint, transform, max_shard_bytes)
-    return rewrite(checkpoint, master, transform, plan, out, threads=threads, overwrite=overwrite, progress=progress)
+    return rewrite(
+        checkpoint, master, transform, plan, out, threads=threads, device=device, overwrite=overwrite, progress=progress
+    )

@@ -1,18 +1,21 @@
 """The one seam to the arithmetic: whole blocks in, codes, norms and errors out, the same bytes from every backend.
 
-`reference` (torch, any device) defines the meaning; `cpu` (numba) is what runs. The arithmetic itself, operation by
-operation, is in docs/format.md. All arrays are C-contiguous numpy arrays.
+`reference` (torch) defines the meaning; `cpu` (numba) and `gpu` (Triton) are what runs. The arithmetic itself, operation
+by operation, is in docs/format.md. All arrays are C-contiguous numpy arrays.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from pqweights import buffers
 from pqweights.codebook import Codebook
 
 BLOCK_SIZE = 128
@@ -45,7 +48,11 @@ class EncodeStats:
 
 
 class Backend(Protocol):
-    """Encode and decode whole blocks."""
+    """Encode and decode whole blocks, from any thread."""
+
+    def empty(self, byte_count: int) -> npt.NDArray[np.uint8]:
+        """Memory from which the kernels read, and into which they write, fastest. Any other memory serves, too."""
+        ...
 
     def encode(
         self,
@@ -79,9 +86,36 @@ class Backend(Protocol):
 BACKENDS = {
     "reference": "pqweights.kernels.reference",
     "cpu": "pqweights.kernels.cpu",
+    "gpu": "pqweights.kernels.gpu",
 }
 
 
+DEVICES = {"cpu": "cpu", "cuda": "gpu"}  # what users call it -> its backend
+
+
 def load_backend(name: str) -> Backend:
-    """The backend of that name, imported on first use (torch and numba are slow to import)."""
+    """The backend of that name, imported on first use (torch, numba and Triton are slow to import)."""
     return cast(Backend, importlib.import_module(BACKENDS[name]))
+
+
+_running = "cpu"
+
+
+@contextlib.contextmanager
+def running_on(device: str) -> Iterator[None]:
+    """Codecs compute on this device (a key of DEVICES) until the block ends: one setting for all threads.
+
+    A setting, not a parameter of everything between: the bytes are the same on every device.
+    """
+    global _running
+    before, _running = _running, DEVICES[device]
+    try:
+        with buffers.allocated_by(backend().empty):
+            yield
+    finally:
+        _running = before
+
+
+def backend() -> Backend:
+    """The one that codecs compute with."""
+    return load_backend(_running)

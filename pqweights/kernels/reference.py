@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pqweights.buffers import pageable
 from pqweights.codebook import Codebook
 from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, SIGNS, EncodeStats
 
@@ -128,6 +129,9 @@ def decode_blocks(
     scale = (norms.double() * 2.0 ** (norm_exponent - 7)).float()
     x = hadamard(levels[unpack(packed, codebook.bits).long()]) * scale[:, None]
     return x * torch.from_numpy(SIGNS).to(packed.device) if signed else x
+
+
+empty = pageable  # see `pqweights.kernels.Backend.empty`
 
 
 def encode(

@@ -1,0 +1,61 @@
+"""Which device computes: what was asked for, checked; or the best one that is there."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+
+from pqweights.errors import DeviceError, MissingDependencyError
+from pqweights.kernels import DEVICES
+
+AUTO = "auto"
+GPU_PACKAGES = ("torch", "triton")
+INTERPRETER = "TRITON_INTERPRET"  # set to 1, Triton runs its kernels on the CPU: for tests
+
+
+def resolve_device(asked: str) -> str:
+    """A key of DEVICES for one of them or "auto", which is cuda where a GPU and the packages for it are there.
+
+    Raises DeviceError where cuda was asked for and there is no GPU, MissingDependencyError where its packages are missing.
+    """
+    if asked not in (AUTO, *DEVICES):
+        raise DeviceError(f"device {asked!r}: expected {', '.join(DEVICES)} or {AUTO}")
+    if asked == "cpu":
+        return asked
+    problem = _why_no_gpu()
+    if problem is not None and asked == "cuda":
+        raise problem
+    return "cpu" if problem is not None else "cuda"
+
+
+def _why_no_gpu() -> DeviceError | MissingDependencyError | None:
+    """What keeps the GPU from being used; None where nothing does. torch is imported (seconds) only where there is one."""
+    missing = [package for package in GPU_PACKAGES if importlib.util.find_spec(package) is None]
+    if missing:
+        return MissingDependencyError(
+            f"--device cuda: needs {' and '.join(missing)}: pip install 'pqweights[cuda]', or use --device cpu"
+        )
+    if os.environ.get(INTERPRETER) == "1":
+        return None
+    if not _gpu_count():
+        return DeviceError("--device cuda: expected an NVIDIA GPU and its driver, found none; use --device cpu")
+    import torch
+
+    if not torch.cuda.is_available():
+        return DeviceError(
+            f"--device cuda: torch {torch.__version__} cannot use the GPU; install a CUDA build of torch, or use --device cpu"
+        )
+    return None
+
+
+def _gpu_count() -> int:
+    """GPUs that the NVIDIA driver offers, without importing torch (which takes seconds)."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value

@@ -1,0 +1,478 @@
+"""The machine code of the CPU kernels: compiled once, kept, found again; never trusted when damaged, never required."""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+import pytest
+import run_kernels
+from blocks import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pqweights.kernels import cpu
+
+PROGRAM = run_kernels.__file__
+# What compiled code may ask of its process: C's memory and mathematics.
+LIBC = {"memcpy", "memmove", "memset", "sqrtf", "rintf"}
+
+
+def start(cache: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """The kernels in a fresh process, which keeps machine code in `cache`; warnings are errors."""
+    command = [sys.executable, "-W", "error", PROGRAM, *arguments]
+    variables = os.environ | {"PQWEIGHTS_CACHE": str(cache)} | environment
+    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Its answer; it may have said nothing else."""
+    output, errors = process.communicate()
+    assert (process.returncode, errors) == (0, "")
+    answer: dict[str, Any] = json.loads(output)
+    return answer
+
+
+def run(cache: Path, *arguments: str, **environment: str) -> dict[str, Any]:
+    return finish(start(cache, *arguments, **environment))
+
+
+def expected(*kernels: str) -> dict[str, str]:
+    return {kernel: run_kernels.DIGESTS[kernel]("reference") for kernel in kernels}
+
+
+def names(folder: Path) -> list[str]:
+    """Without what is not the same on every machine."""
+    return sorted(path.name.partition("-")[0] + path.suffix for path in folder.iterdir())
+
+
+@dataclass(frozen=True)
+class ColdRuns:
+    """Two processes, the first of which found an empty cache and decoded; the second encoded."""
+
+    folder: Path
+    answers: list[dict[str, Any]]
+    kept: list[list[str]]
+
+
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory: pytest.TempPathFactory) -> ColdRuns:
+    folder = tmp_path_factory.mktemp("cold") / "not" / "there" / "yet"
+    runs = ColdRuns(folder, [], [])
+    for kernel in ("decode", "encode"):
+        runs.answers.append(run(folder, kernel))
+        runs.kept.append(names(folder))
+    return runs
+
+
+def kept_file(folder: Path, kernel: str) -> Path:
+    (path,) = folder.glob(f"{kernel}-*.kernel")
+    return path
+
+
+# --- kept and found ---
+
+
+def test_a_cold_run_compiles_and_keeps_the_kernels_that_it_used(cold: ColdRuns) -> None:
+    assert all("numba" in answer["imported"] for answer in cold.answers)
+    assert cold.answers[0]["digests"] | cold.answers[1]["digests"] == expected("decode", "encode")
+    assert cold.kept == [["decode.kernel"], ["decode.kernel", "encode.kernel"]]
+
+
+def test_a_warm_run_needs_no_numba_and_computes_the_same(cold: ColdRuns) -> None:
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in cold.folder.iterdir()}
+    warm = run(cold.folder, "encode", "decode")
+    assert not {"numba", "torch", "triton"} & set(warm["imported"])
+    assert "llvmlite" in warm["imported"]
+    assert warm["digests"] == expected("encode", "decode")
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in cold.folder.iterdir()} == before
+
+
+def test_kept_code_runs_where_numba_cannot_be_imported(cold: ColdRuns) -> None:
+    """Nothing of numba's runtime is left in it: an address that it lacked would end the process."""
+    assert run(cold.folder, "--without", "numba", "encode", "decode")["digests"] == expected("encode", "decode")
+
+
+def undefined_symbols(machine_code: bytes) -> set[str]:
+    """What an object file expects to find in the process (ELF, chapter 4: section headers, symbol table)."""
+    if machine_code[:6] != b"\x7fELF\x02\x01":
+        pytest.skip("this system's object files are no little-endian 64-bit ELF")
+    (table,) = struct.unpack_from("<Q", machine_code, 0x28)
+    size, count = struct.unpack_from("<HH", machine_code, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", machine_code, table + i * size) for i in range(count)]
+    found = set()
+    for _, kind, _, _, start, length, link, _, _, entry in sections:
+        if kind == 2:
+            texts = sections[link][4]
+            for at in range(start + entry, start + length, entry):
+                name, _, _, section = struct.unpack_from("<IBBH", machine_code, at)
+                if section == 0:
+                    found.add(machine_code[texts + name : machine_code.index(b"\0", texts + name)].decode())
+    return found
+
+
+@pytest.mark.parametrize("kernel", ["encode", "decode"])
+def test_machine_code_refers_to_nothing_but_libc(kernel: str, cold: ColdRuns) -> None:
+    found = cpu._unpacked(kept_file(cold.folder, kernel).read_bytes())
+    assert found is not None
+    symbols = undefined_symbols(found[1])
+    assert symbols and symbols <= LIBC
+
+
+def test_two_processes_that_compile_at_once_both_work(tmp_path: Path) -> None:
+    processes = [start(tmp_path / "cache", "decode") for _ in range(2)]
+    for answer in [finish(process) for process in processes]:
+        assert answer["digests"] == expected("decode")
+        assert "numba" in answer["imported"]  # neither waited for the other
+    assert names(tmp_path / "cache") == ["decode.kernel"]
+    assert cpu._unpacked(kept_file(tmp_path / "cache", "decode").read_bytes()) is not None
+
+
+def test_a_run_that_can_keep_nothing_works(tmp_path: Path) -> None:
+    """No folder can be made below a file, not even by root."""
+    (tmp_path / "file").write_bytes(b"")
+    assert run(tmp_path / "file" / "cache", "decode")["digests"] == expected("decode")
+    assert (tmp_path / "file").read_bytes() == b""
+
+
+# --- other processors ---
+
+OTHER_PROCESSORS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "a plain one": ([], {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}),
+    "this one without AVX-512": (["--hide", "avx512"], {}),
+}
+
+
+@pytest.mark.parametrize("processor", OTHER_PROCESSORS)
+def test_code_for_another_processor_gives_the_same_bytes(processor: str, tmp_path: Path) -> None:
+    """Shorter vectors, look-ups without permutations, with and without fused operations."""
+    arguments, environment = OTHER_PROCESSORS[processor]
+    if arguments and not llvm.get_host_cpu_features().get("avx512f", False):
+        pytest.skip("this processor has no AVX-512 that could be hidden")
+    answer = run(tmp_path / "cache", *arguments, "encode", "decode", **environment)
+    assert answer["digests"] == expected("encode", "decode")
+    assert answer["permutes"] is False
+    assert answer["fuses"] is (bool(arguments) and bool(llvm.get_host_cpu_features().get("fma", False)))
+    for kernel in ("encode", "decode"):
+        path = kept_file(tmp_path / "cache", kernel)
+        assert path.name != cpu._cache_name(kernel)
+        found = cpu._unpacked(path.read_bytes())
+        assert found is not None and undefined_symbols(found[1]) <= LIBC
+
+
+# --- in this process, with a compiler that only pretends ---
+
+
+@dataclass
+class Compiler:
+    """Stands for compile_kernel: gives what a real run kept."""
+
+    kept: dict[str, tuple[str, bytes]]
+    calls: list[str] = field(default_factory=list)
+
+    def __call__(self, name: str) -> tuple[str, bytes]:
+        self.calls.append(name)
+        return self.kept[name]
+
+
+@pytest.fixture
+def compiler(cold: ColdRuns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiler:
+    """With it, a process that has loaded no kernel, and keeps them in tmp_path."""
+    kept = {}
+    for name in ("encode", "decode"):
+        found = cpu._unpacked(kept_file(cold.folder, name).read_bytes())
+        assert found is not None
+        kept[name] = found
+    stub = Compiler(kept)
+    monkeypatch.setattr("pqweights.kernels.cpu_kernels.compile_kernel", stub)
+    monkeypatch.setattr(cpu, "_loaded", {})
+    monkeypatch.setenv("PQWEIGHTS_CACHE", str(tmp_path))
+    return stub
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process."""
+    monkeypatch.setattr(cpu, "_loaded", {})
+
+
+def assert_decodes() -> None:
+    assert run_kernels.decode_digest("cpu") == run_kernels.decode_digest("reference")
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda file: b"",
+    "cut": lambda file: file[: len(file) // 2],
+    "short by a byte": lambda file: file[:-1],
+    "long by a byte": lambda file: file + b"\0",
+    "a bit of the code": lambda file: file[:-100] + bytes([file[-100] ^ 4]) + file[-99:],
+    "a bit of the hash": lambda file: bytes([file[0] ^ 1]) + file[1:],
+    "zeros": lambda file: bytes(len(file)),
+    "text": lambda file: b"no machine code at all, but longer than a hash",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_ignored_and_replaced(
+    damage: str, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_decodes()
+    path = kept_file(tmp_path, "decode")
+    whole = path.read_bytes()
+    path.write_bytes(DAMAGES[damage](whole))
+    for _ in range(2):
+        forget(monkeypatch)
+        assert_decodes()
+        assert compiler.calls == ["decode", "decode"]  # once for the empty cache, once for the damage
+        assert path.read_bytes() == whole
+    assert list(tmp_path.iterdir()) == [path]
+
+
+symbols = st.text(st.characters(exclude_characters="\n", codec="utf-8"), min_size=1)
+
+
+@examples(100)
+@given(symbols, st.binary())
+def test_property_unpacking_is_the_inverse_of_packing(symbol: str, machine_code: bytes) -> None:
+    assert cpu._unpacked(cpu._packed(symbol, machine_code)) == (symbol, machine_code)
+
+
+@examples(200)
+@given(symbols, st.binary(), st.data())
+def test_property_any_change_of_a_file_is_seen(symbol: str, machine_code: bytes, data: st.DataObject) -> None:
+    file = cpu._packed(symbol, machine_code)
+    at = data.draw(st.integers(0, len(file) - 1))
+    flipped = bytes([file[at] ^ data.draw(st.integers(1, 255))])
+    assert cpu._unpacked(file[:at] + flipped + file[at + 1 :]) is None
+    assert cpu._unpacked(file[:at]) is None
+    assert cpu._unpacked(file + data.draw(st.binary(min_size=1))) is None
+
+
+def test_threads_that_come_first_together_load_once(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(8)
+    linked, linkings = cpu._linked, []
+
+    def slow(name: str, *arguments: Any) -> Any:
+        time.sleep(0.1)  # so that the others have come
+        linkings.append(name)
+        return linked(name, *arguments)
+
+    def first(_: int) -> Any:
+        together.wait(60)
+        return cpu._kernel("decode")
+
+    monkeypatch.setattr(cpu, "_linked", slow)
+    with ThreadPoolExecutor(8) as pool:
+        functions = list(pool.map(first, range(8)))
+    assert len({id(function) for function in functions}) == 1
+    assert compiler.calls == linkings == ["decode"]
+    assert_decodes()
+
+
+def test_code_that_an_earlier_process_kept_is_not_compiled(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        forget(monkeypatch)
+        assert_decodes()
+    assert compiler.calls == ["decode"]
+
+
+# --- where ---
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path) -> Path:
+    """A folder that cannot be made."""
+    (tmp_path / "file").write_bytes(b"")
+    return tmp_path / "file" / "folder"
+
+
+def test_the_second_folder_serves_where_the_first_cannot(
+    compiler: Compiler, nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read-only installation: the user's own cache is written, and read."""
+    monkeypatch.setattr(cpu, "_cache_folders", lambda: [nowhere, tmp_path / "own"])
+    for _ in range(2):
+        forget(monkeypatch)
+        assert_decodes()
+    assert compiler.calls == ["decode"]
+    assert names(tmp_path / "own") == ["decode.kernel"]
+
+
+def test_only_the_first_folder_is_written(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_cache_folders", lambda: [tmp_path / "one", tmp_path / "two"])
+    assert_decodes()
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    forget(monkeypatch)
+    shutil.move(tmp_path / "one", tmp_path / "two")  # an earlier run could write only there
+    assert_decodes()
+    assert compiler.calls == ["decode"]
+    assert not (tmp_path / "one").exists()
+
+
+def test_without_any_folder_every_process_compiles(
+    compiler: Compiler, nowhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "_cache_folders", lambda: [nowhere])
+    for _ in range(2):
+        forget(monkeypatch)
+        assert_decodes()
+    assert compiler.calls == ["decode", "decode"]
+
+
+def test_a_full_disk_leaves_nothing_and_stops_nothing(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        write(path, data[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        assert_decodes()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_that_write_at_once_do_not_touch_each_other(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second one compiles, writes and finishes while the first one is half way through its file."""
+    pid, write = os.getpid(), Path.write_bytes
+
+    def half_way(path: Path, data: bytes) -> int:
+        with open(path, "wb", buffering=0) as stream:
+            stream.write(data[: len(data) // 2])
+            with monkeypatch.context() as patch:
+                patch.setattr(Path, "write_bytes", write)
+                patch.setattr(os, "getpid", lambda: pid + 1)
+                cpu._compiled("decode")
+            return stream.write(data[len(data) // 2 :])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", half_way)
+        cpu._compiled("decode")
+    assert cpu._kept("decode") == compiler.kept["decode"]
+    assert names(tmp_path) == ["decode.kernel"]
+
+
+def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("PQWEIGHTS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    beside = Path(cpu.__file__).parent / "__pycache__"
+    assert cpu._cache_folders() == [beside, tmp_path / ".cache" / "pqweights"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cpu._cache_folders() == [beside, tmp_path / "xdg" / "pqweights"]
+    monkeypatch.setenv("PQWEIGHTS_CACHE", str(tmp_path / "chosen"))
+    assert cpu._cache_folders() == [tmp_path / "chosen"]
+    monkeypatch.setenv("PQWEIGHTS_CACHE", "")  # unset, as shells put it
+    assert cpu._cache_folders() == [beside, tmp_path / "xdg" / "pqweights"]
+
+
+def test_who_has_no_home_gets_no_folder_called_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container that runs as a number: no HOME, no entry in /etc/passwd."""
+
+    def unknown(uid: int) -> Any:
+        raise KeyError(uid)
+
+    for name in ("PQWEIGHTS_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert all(folder.is_absolute() for folder in cpu._cache_folders())
+
+
+# --- what it depends on ---
+
+
+@pytest.fixture
+def fresh_names() -> Iterator[Callable[[str], str]]:
+    """cpu._cache_name without its memory."""
+    yield cpu._cache_name.__wrapped__
+    cpu._cache_name.cache_clear()
+
+
+def test_the_name_is_that_of_the_kernel_and_is_the_same_in_every_process(
+    fresh_names: Callable[[str], str], cold: ColdRuns
+) -> None:
+    for kernel in ("encode", "decode"):
+        assert fresh_names(kernel) == kept_file(cold.folder, kernel).name
+
+
+@pytest.mark.parametrize("source", ["cpu_kernels.py", "vector.py"])
+def test_a_change_of_a_source_changes_the_name(
+    source: str, fresh_names: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in Path(cpu.__file__).parent.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    before = fresh_names("encode")
+    monkeypatch.setattr(cpu, "__file__", str(tmp_path / "cpu.py"))
+    assert fresh_names("encode") == before  # where they lie does not matter
+    with open(tmp_path / source, "a") as stream:
+        stream.write("\n")
+    assert fresh_names("encode") != before
+
+
+def test_every_source_of_machine_code_is_in_the_name() -> None:
+    """What the compiled modules import of ours; a third one would have to be added to _cache_name."""
+    listed = "import sys; from pqweights.kernels import cpu_kernels; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", listed], capture_output=True, text=True, check=True)
+    kernels = {name for name in done.stdout.split() if name.startswith("pqweights.")}
+    assert kernels == {"pqweights.kernels", "pqweights.kernels.cpu_kernels", "pqweights.kernels.vector"} | {
+        # imported by the package pqweights.kernels, and used by nothing that is compiled
+        "pqweights.buffers", "pqweights.codebook", "pqweights.errors",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("package", ["numba", "llvmlite", "numpy"])
+def test_another_version_of_the_compiler_changes_the_name(
+    package: str, fresh_names: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, version = fresh_names("decode"), importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0" if name == package else version(name))
+    assert fresh_names("decode") != before
+
+
+def test_settings_of_the_compiler_change_the_name(
+    fresh_names: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {fresh_names("decode")}
+    for name, value in (("NUMBA_CPU_NAME", "generic"), ("NUMBA_CPU_FEATURES", ""), ("NUMBA_CPU_NAME", "haswell")):
+        monkeypatch.setenv(name, value)
+        found.add(fresh_names("decode"))
+    assert len(found) == 4
+    before = fresh_names("decode")
+    monkeypatch.setenv("PQWEIGHTS_UNRELATED", "1")
+    assert fresh_names("decode") == before
+
+
+@pytest.mark.parametrize("what", ["get_default_triple", "get_host_cpu_name", "get_host_cpu_features"])
+def test_another_processor_changes_the_name(
+    what: str, fresh_names: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = fresh_names("encode")
+    features = llvm.get_host_cpu_features()
+    name = next(iter(features))
+    features[name] = not features[name]
+    monkeypatch.setattr(llvm, what, lambda: features if what == "get_host_cpu_features" else "another")
+    assert fresh_names("encode") != before
+
+
+def test_arrays_with_gaps_are_refused() -> None:
+    """The kernels see only where an array begins."""
+    with pytest.raises(AssertionError):
+        cpu._addresses(np.zeros((4, 4), np.float32)[:, :2])
