@@ -52,15 +52,15 @@ def layer_shapes() -> dict[str, tuple[int, ...]]:
 
 
 def stored_tensors(fp8: bool) -> Iterator[TensorSpec]:
-    """An embedding, then layer after layer without end; with fp8, block scales follow every linear weight."""
+    """An embedding, then layer after layer without end; with fp8, block scales before every linear weight."""
     yield TensorSpec("model.embed_tokens.weight", "BF16", (129280, HIDDEN))
     shapes = layer_shapes()
     for layer in itertools.count():
         for name, shape in shapes.items():
             name = f"model.layers.{layer}.{name}"
-            if fp8 and name.endswith("_proj.weight"):
-                yield TensorSpec(name, "F8_E4M3", shape)
+            if fp8 and "_proj" in name:
                 yield TensorSpec(f"{name}_scale_inv", "F32", tuple(-(-n // SCALE_BLOCK) for n in shape))
+                yield TensorSpec(name, "F8_E4M3", shape)
             else:
                 yield TensorSpec(name, "BF16", shape)
 

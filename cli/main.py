@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+import os
 from typing import Annotated
 
 import typer
@@ -42,6 +45,10 @@ app.command("export")(export.command)
 
 def main() -> None:
     """The console script."""
+    # A third of the start-up otherwise: numpy's BLAS would start a thread for every core, and none of our work needs it;
+    # at the end, Python would search all that is alive once more for cycles.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    atexit.register(gc.freeze)
     app()
 
 
