@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv demo test lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-peers bench-scaling bench-report bench-kills bad-inputs clean
+.PHONY: help venv demo test lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-phases bench-peers bench-scaling bench-report bench-kills bad-inputs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -58,6 +58,7 @@ bench: $(READY) ## kernels, start-up, commands, peers, scaling: tables, and JSON
 	$(call BENCHMARK,planning) $(WORK)
 	$(call BENCHMARK,peers)
 	$(call BENCHMARK,commands) $(WORK)
+	$(call BENCHMARK,phases) $(WORK)
 	$(call BENCHMARK,scaling) $(WORK)
 	$(REPORT)
 
@@ -74,6 +75,10 @@ bench-planning: $(READY) ## start-up: --help, and plan of up to 60,000 tensors
 
 bench-commands: $(READY) ## wall time and peak memory of whole commands beside cp -r
 	$(call BENCHMARK,commands) $(WORK) $(ARGS)
+	$(REPORT)
+
+bench-phases: $(READY) ## where the seconds of quantize and export go
+	$(call BENCHMARK,phases) $(WORK) $(ARGS)
 	$(REPORT)
 
 bench-peers: $(READY) ## error per bit, and rate, on real weights, beside other quantizers

@@ -21,6 +21,7 @@ from typing import Any
 import commands
 import numpy as np
 import peers
+import phases
 import planning
 import scaling
 import throughput
@@ -34,6 +35,7 @@ SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
     "peers": peers.sections,
     "scaling": scaling.sections,
     "planning": planning.sections,
+    "phases": phases.sections,
 }
 
 
