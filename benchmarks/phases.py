@@ -84,7 +84,9 @@ def sections(document: Document) -> dict[str, str]:
         rest = row["cpu_seconds"] - sum(cpu for _, _, cpu in row["phases"].values())
         rows.append([label, "the rest", None, None, f"{rest:.2f}"])
     settings = document["settings"]
-    note = f"{settings['size']} checkpoint, largest tensor {settings['largest']}, 5 bits; seconds summed over the threads."
+    note = (
+        f"{settings['size']} checkpoint, largest tensor {settings['largest']}, 5 bits; seconds summed over the threads."
+    )
     return {"phases": f"{note}\n\n{table(['command', 'phase', 'calls', 'wall', 'CPU'], rows)}"}
 
 
