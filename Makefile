@@ -99,4 +99,4 @@ bad-inputs: $(READY) ## write docs/bad-inputs.md: what every bad input gets
 	$(BIN)/python tests/hostile/table.py > docs/bad-inputs.md
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis pqweights/kernels/__pycache__

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +12,7 @@ import numpy.typing as npt
 Allocator = Callable[[int], npt.NDArray[np.uint8]]  # byte count -> memory, contents undefined
 
 _scratch = threading.local()
+_of_thread = threading.local()
 
 
 def pageable(byte_count: int) -> npt.NDArray[np.uint8]:
@@ -20,18 +20,14 @@ def pageable(byte_count: int) -> npt.NDArray[np.uint8]:
     return np.empty(byte_count, dtype=np.uint8)
 
 
-_allocate: Allocator = pageable
+def allocate_with(allocator: Allocator) -> None:
+    """New buffers of the calling thread come from `allocator`; buffers that exist stay what they are."""
+    _of_thread.allocate = allocator
 
 
-@contextlib.contextmanager
-def allocated_by(allocator: Allocator) -> Iterator[None]:
-    """New buffers come from `allocator`; it is one setting for all threads, and buffers that exist stay what they are."""
-    global _allocate
-    before, _allocate = _allocate, allocator
-    try:
-        yield
-    finally:
-        _allocate = before
+def _allocate(byte_count: int) -> npt.NDArray[np.uint8]:
+    allocator: Allocator = getattr(_of_thread, "allocate", pageable)
+    return allocator(byte_count)
 
 
 def scratch(purpose: str, byte_count: int) -> npt.NDArray[np.uint8]:

@@ -15,7 +15,6 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
 from pqweights.checkpoint.writer import COPY_BYTES, partial_path, sync_folder, write_whole
 from pqweights.errors import OutputError, SourceError
-from pqweights.kernels import running_on
 from pqweights.kernels.devices import resolve_device
 from pqweights.manifest import FileRecord, Manifest, TensorRecord, json_bytes, read_manifest
 from pqweights.plan import Plan, index_json, plan_shards
@@ -116,8 +115,7 @@ def rewrite(
     with open_workspace(out, identity, overwrite) as workspace:
         resumed = len(workspace.records)
         try:
-            with running_on(device):
-                records = Stream(checkpoint, transform, plan, workspace, threads, progress).run()
+            records = Stream(checkpoint, transform, plan, workspace, threads, device, progress).run()
         except SourceError:
             workspace.discard()
             raise

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import ShardWriter
 from pqweights.jobs import Job
+from pqweights.kernels import compute_on
 from pqweights.manifest import TensorRecord
 from pqweights.plan import Plan, ShardPlan
 from pqweights.transform import Transform
@@ -26,6 +27,8 @@ from pqweights.workspace import Workspace
 
 # Written bytes that are worth a flush.
 FLUSH_BYTES = 1 << 27
+# Complete shards that wait for the disk; each holds a file open.
+MOST_UNFINISHED = 4
 
 Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in all, name of the tensor
 
@@ -37,6 +40,7 @@ class _Chunk:
     place: int
     number: int
     job: Job
+    sink: _ShardSink
     result: Future[Any]
 
 
@@ -71,19 +75,19 @@ class _ShardSink:
     """Places a tensor's bytes in its shard."""
 
     def __init__(self, writer: ShardWriter, shard: ShardPlan) -> None:
-        self._writer = writer
+        self.writer = writer
         self._stored = {stored.name: stored for stored in shard.stored}
 
     def write(self, stored_name: str, offset: int, data: npt.NDArray[np.uint8]) -> None:
         """See jobs.Sink."""
         stored = self._stored[stored_name]
         assert offset + data.nbytes <= stored.byte_count, stored_name
-        self._writer.write(stored.offset + offset, data)
+        self.writer.write(stored.offset + offset, data)
 
     def holds(self, record: TensorRecord) -> bool:
         """Whether a tensor that the journal calls finished is in the partial file, byte for byte."""
         return all(
-            self._writer.sha256(self._stored[name].offset, self._stored[name].byte_count) == digest
+            self.writer.sha256(self._stored[name].offset, self._stored[name].byte_count) == digest
             for name, digest in record.sha256.items()
         )
 
@@ -98,6 +102,7 @@ class Stream:
         plan: Plan,
         workspace: Workspace,
         threads: int,
+        device: str,
         progress: Progress,
     ) -> None:
         self._tensors = checkpoint.tensors
@@ -106,7 +111,7 @@ class Stream:
         self._workspace = workspace
         self._progress = progress
         self._window = 2 * threads  # steps under way: bounds the memory
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="pqweights")
+        self._pool = ThreadPoolExecutor(threads, "pqweights", compute_on, (device,))
         self._flusher = ThreadPoolExecutor(1, thread_name_prefix="pqweights-flush")
         self._flushes: deque[Future[None]] = deque()
         self._part_bytes = [sum(part.byte_count for part in tensor.parts) for tensor in self._tensors]
@@ -123,7 +128,7 @@ class Stream:
                     case _Chunk():
                         step.job.collect(step.result.result())
                         self._show(step.place, (step.number + 1) / step.job.chunks)
-                        self._flush_behind(writers[-1])
+                        self._flush_behind(step.sink.writer)
                     case _LastChunkDone():
                         record = self._finish(step)
                         self._workspace.record(record)
@@ -132,11 +137,13 @@ class Stream:
                         self._pass(step.place, step.record, records)
                     case _ShardDone():
                         self._flushes.append(self._flusher.submit(step.writer.finish))
+                        while len(self._flushes) > MOST_UNFINISHED:
+                            self._flushes.popleft().result()
             for flush in self._flushes:
                 flush.result()
         finally:
             self._pool.shutdown(wait=True, cancel_futures=True)
-            self._flusher.shutdown(wait=True, cancel_futures=True)
+            self._flusher.shutdown(wait=True)  # what is complete counts as complete when the run is continued
             for writer in writers:
                 writer.close()
         return tuple(records)
@@ -158,7 +165,7 @@ class Stream:
                 else:
                     job = self._transform.job(self._plan.tensors[place], self._tensors[place])
                     for number in range(job.chunks):
-                        yield _Chunk(place, number, job, self._pool.submit(job.run, number, sink))
+                        yield _Chunk(place, number, job, sink, self._pool.submit(job.run, number, sink))
                     yield _LastChunkDone(place, job, sink)
             yield _ShardDone(writer)
 
@@ -184,12 +191,13 @@ class Stream:
         while not isinstance(outcome, TensorRecord):
             job = outcome
             chunks = (
-                _Chunk(step.place, number, job, self._pool.submit(job.run, number, step.sink))
+                _Chunk(step.place, number, job, step.sink, self._pool.submit(job.run, number, step.sink))
                 for number in range(job.chunks)
             )
             for chunk in self._ahead(chunks):
                 assert isinstance(chunk, _Chunk)
                 job.collect(chunk.result.result())
+                self._flush_behind(step.sink.writer)
             outcome = job.finish()
         return outcome
 

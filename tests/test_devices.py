@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib.util
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from pqweights import buffers, jobs, kernels
 from pqweights import quantize as quantize_module
 from pqweights.errors import DeviceError, MissingDependencyError, PqweightsError
-from pqweights.kernels import DEVICES, backend, devices, load_backend, running_on
+from pqweights.kernels import DEVICES, backend, compute_on, devices, load_backend
 from pqweights.kernels.devices import AUTO, GPU_PACKAGES, INTERPRETER, resolve_device
 from pqweights.workspace import Workspace
 
@@ -82,6 +82,7 @@ def unusable_gpu(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def usable_gpu(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_gpu_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(devices, "_encode_one_block", lambda: None)
 
 
 def test_cpu_is_cpu_and_looks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,38 +179,21 @@ def another_device(monkeypatch: pytest.MonkeyPatch) -> str:
     return "another"
 
 
-def test_codecs_compute_on_a_device_until_the_block_ends(another_device: str) -> None:
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    """What it returns in a thread of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def test_a_thread_computes_on_the_device_that_it_named(another_device: str) -> None:
     cpu, reference = load_backend("cpu"), load_backend("reference")
-    assert backend() is cpu
-    with running_on(another_device):
-        assert backend() is reference
-        with running_on("cpu"):
-            assert backend() is cpu
-        assert backend() is reference
-        seen: list[kernels.Backend] = []
-        thread = threading.Thread(target=lambda: seen.append(backend()))
-        thread.start()
-        thread.join()
-        assert seen == [reference]
-    assert backend() is cpu
 
+    def elsewhere() -> tuple[kernels.Backend, kernels.Backend]:
+        compute_on(another_device)
+        return backend(), in_a_thread(backend)
 
-def test_an_exception_ends_the_setting(another_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, reference, allocate = backend(), load_backend("reference"), buffers._allocate
-    monkeypatch.setattr("pqweights.kernels.reference.empty", lambda byte_count: np.ones(byte_count, np.uint8))
-    with contextlib.suppress(KeyboardInterrupt), running_on(another_device):
-        assert backend() is reference and buffers._allocate is reference.empty
-        raise KeyboardInterrupt
-    assert backend() is cpu and buffers._allocate is allocate
-
-
-def test_a_backend_that_cannot_be_loaded_leaves_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DEVICES, "absent", "absent")
-    monkeypatch.setitem(kernels.BACKENDS, "absent", "pqweights.kernels.absent")
-    cpu = backend()
-    with pytest.raises(ModuleNotFoundError), running_on("absent"):
-        raise AssertionError
-    assert backend() is cpu
+    assert in_a_thread(elsewhere) == (reference, cpu)
+    assert backend() is cpu  # as it was here
 
 
 def test_buffers_come_from_the_device_that_computes(another_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,16 +206,31 @@ def test_buffers_come_from_the_device_that_computes(another_device: str, monkeyp
     monkeypatch.setattr("pqweights.kernels.reference.empty", empty)
     pool = buffers.BufferPool(1000)
     early = pool.take()
-    with running_on(another_device):
+
+    def elsewhere() -> None:
+        compute_on(another_device)
         assert len(pool.take()) == 1000
-        thread = threading.Thread(target=lambda: buffers.scratch("a test of its own", 500))
-        thread.start()
-        thread.join()
-        assert asked == [1000, 500]
+        buffers.scratch("a test of its own", 500)
         pool.give(early)
         assert pool.take() is early  # buffers that exist stay what they are
+
+    in_a_thread(elsewhere)
     pool.take()
     assert asked == [1000, 500]
+
+
+def test_a_gpu_that_computes_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No compiler, no memory left: one line before anything is written; auto takes the CPU."""
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
+
+    monkeypatch.delenv(INTERPRETER, raising=False)
+    monkeypatch.setattr(devices, "_gpu_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(devices, "load_backend", lambda name: SimpleNamespace(encode=fail))
+    assert "(Failed to find C compiler.)" in str(refusal("cuda"))
+    assert resolve_device(AUTO) == "cpu"
 
 
 # --- commands ---

@@ -239,6 +239,16 @@ def test_every_threshold_is_kept_to_within_an_ulp(backend, bits):
 
 
 @each_backend
+@pytest.mark.parametrize("bits", BITS)
+def test_what_underflows_from_below_belongs_to_the_upper_level(backend, bits):
+    """A coordinate of -2**-149 times 1/r rounds to -0, which is no less than the threshold 0."""
+    blocks = np.zeros((2, 128), np.float32)
+    blocks[:, :3] = [[4, 4, 2.0**-149], [2.0**20, 2.0**20, 2.0**-133]]
+    assert (normalised(blocks)[0] == 0).any() and np.signbit(normalised(blocks)[0][normalised(blocks)[0] == 0]).any()
+    assert_same_encoding(encode_floats(blocks, bits, backend=backend), encode_floats(blocks, bits, backend="reference"))
+
+
+@each_backend
 @pytest.mark.parametrize("exponent", [0, 16])
 def test_norms_half_way_between_two_float16_go_to_the_even_one(backend, exponent):
     """One-hot blocks whose norms are ties: normal float16 numbers with the first exponent, subnormal with the second."""

@@ -352,7 +352,7 @@ def test_processes_that_write_at_once_do_not_touch_each_other(
     compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second one compiles, writes and finishes while the first one is half way through its file."""
-    pid, write = os.getpid(), Path.write_bytes
+    pid, write, (symbol, machine_code) = os.getpid(), Path.write_bytes, compiler.kept["decode"]
 
     def half_way(path: Path, data: bytes) -> int:
         with open(path, "wb", buffering=0) as stream:
@@ -360,13 +360,15 @@ def test_processes_that_write_at_once_do_not_touch_each_other(
             with monkeypatch.context() as patch:
                 patch.setattr(Path, "write_bytes", write)
                 patch.setattr(os, "getpid", lambda: pid + 1)
+                compiler.kept["decode"] = symbol, machine_code + b"compiled elsewhere"
                 cpu._compiled("decode")
+            assert cpu._kept("decode") == compiler.kept["decode"]
             return stream.write(data[len(data) // 2 :])
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", half_way)
         cpu._compiled("decode")
-    assert cpu._kept("decode") == compiler.kept["decode"]
+    assert cpu._kept("decode") == (symbol, machine_code)
     assert names(tmp_path) == ["decode.kernel"]
 
 
@@ -374,10 +376,14 @@ def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("PQWEIGHTS_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     beside = Path(cpu.__file__).parent / "__pycache__"
     assert cpu._cache_folders() == [beside, tmp_path / ".cache" / "pqweights"]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cpu._cache_folders() == [beside, tmp_path / "xdg" / "pqweights"]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "dont_write_bytecode", True)
+        assert cpu._cache_folders() == [tmp_path / "xdg" / "pqweights"]
     monkeypatch.setenv("PQWEIGHTS_CACHE", str(tmp_path / "chosen"))
     assert cpu._cache_folders() == [tmp_path / "chosen"]
     monkeypatch.setenv("PQWEIGHTS_CACHE", "")  # unset, as shells put it
@@ -472,7 +478,25 @@ def test_another_processor_changes_the_name(
     assert fresh_names("encode") != before
 
 
-def test_arrays_with_gaps_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("array", "written"),
+    [
+        (np.zeros((4, 4), np.float32)[:, :2], False),
+        (np.zeros(7, np.float32), False),
+        (np.zeros(8, np.float64), False),
+        (np.frombuffer(bytes(32), np.float32), True),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(array: Any, written: bool) -> None:
     """The kernels see only where an array begins."""
-    with pytest.raises(AssertionError):
-        cpu._addresses(np.zeros((4, 4), np.float32)[:, :2])
+    with pytest.raises(ValueError, match="expected"):
+        cpu._address(array, np.float32, 8, written)
+    assert cpu._address(np.zeros(8, np.float32), np.float32, 8, written) > 0
+
+
+def test_code_that_others_may_have_written_is_not_used(compiler: Compiler, tmp_path: Path) -> None:
+    cpu._compiled("decode")
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o644 and cpu._kept("decode") is not None
+    file.chmod(0o664)
+    assert cpu._kept("decode") is None

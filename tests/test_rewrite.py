@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -35,8 +36,9 @@ from helpers import (
 from pqweights_cli.main import app
 from typer.testing import CliRunner
 
-from pqweights import jobs
+from pqweights import jobs, stream
 from pqweights import quantize as quantize_module
+from pqweights.checkpoint import writer
 from pqweights.codebook import DISTORTION
 from pqweights.errors import OutputError, PqweightsError, SourceChangedError, SourceError
 from pqweights.kernels import SIGNS
@@ -949,3 +951,40 @@ def test_a_random_kill_in_a_random_order(source: Path, undisturbed: dict[str, by
         check_final_names(out, undisturbed)
     run_command(command(source), out)
     assert folder_bytes(out) == undisturbed
+
+
+def test_shards_that_wait_for_a_slow_disk_hold_few_files_open(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+    sync = os.fsync
+
+    def slow(descriptor: int) -> None:
+        time.sleep(0.01)
+        opened.append(len(os.listdir("/proc/self/fd")))
+        sync(descriptor)
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "fsync", slow)
+    run_command({"quantize": source, "max_shard_bytes": 1}, tmp_path / "out")
+    assert len(opened) > 2 * stream.MOST_UNFINISHED
+    assert max(opened) < before + stream.MOST_UNFINISHED + 16
+
+
+def test_a_file_that_the_disk_refused_is_not_continued(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failed fsync nobody knows what the disk holds, whatever the page cache shows."""
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "_sync_data", fail)
+        patch.setattr(stream, "FLUSH_BYTES", 1)
+        with pytest.raises(OutputError, match="cannot be brought to the disk"):
+            run_command({"quantize": source}, tmp_path / "out")
+    assert not list((tmp_path / "out" / ".pqweights").glob("*.partial"))
+    for name in ("out", "undisturbed"):
+        run_command({"quantize": source}, tmp_path / name)
+    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "undisturbed")

@@ -11,7 +11,7 @@ import errno
 import hashlib
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +52,7 @@ class ShardWriter:
         self.path, self.partial = path, partial_path(path)
         # The kernel lets one thread at a time write to a file, and those that wait for their turn there keep a core busy.
         self._turn = threading.Lock()
-        self.unflushed_bytes = 0  # about: writes that overlap a flush may count twice or not at all
+        self.unflushed_bytes = 0
         with disk_errors(path):
             self._descriptor = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             if os.fstat(self._descriptor).st_size != file_bytes:
@@ -67,13 +67,29 @@ class ShardWriter:
             while view:
                 count = os.pwrite(self._descriptor, view, offset)
                 offset, view = offset + count, view[count:]
-        self.unflushed_bytes += data.nbytes
+            self.unflushed_bytes += data.nbytes
 
     def flush(self) -> None:
         """Bring to the disk what has been written so far, while other threads write on."""
-        self.unflushed_bytes = 0
-        with disk_errors(self.path):
-            _sync_data(self._descriptor)
+        with self._turn:
+            self.unflushed_bytes = 0
+        self._sync(_sync_data)
+
+    def _sync(self, sync: Callable[[int], None]) -> None:
+        """Raises OutputError where the disk fails.
+
+        The kernel forgets which bytes it could not bring there, so the file cannot be trusted when the run is continued:
+        unless the disk is merely full, it goes.
+        """
+        try:
+            with disk_errors(self.path):
+                sync(self._descriptor)
+        except OSError as error:
+            self.partial.unlink(missing_ok=True)
+            raise OutputError(
+                f"{self.path.name}: cannot be brought to the disk ({error.strerror}), and was removed; check the disk and run "
+                "the same command again"
+            ) from None
 
     def sha256(self, offset: int, count: int) -> str:
         """Of bytes that were written earlier."""
@@ -88,8 +104,8 @@ class ShardWriter:
 
     def finish(self) -> None:
         """Flush to the disk and give the file its own name."""
+        self._sync(os.fsync)
         with disk_errors(self.path):
-            os.fsync(self._descriptor)
             self.close()
             os.replace(self.partial, self.path)
             sync_folder(self.path.parent)

@@ -6,9 +6,8 @@ by operation, is in docs/format.md. All arrays are C-contiguous numpy arrays.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Iterator
+import threading
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -98,24 +97,19 @@ def load_backend(name: str) -> Backend:
     return cast(Backend, importlib.import_module(BACKENDS[name]))
 
 
-_running = "cpu"
+_of_thread = threading.local()
 
 
-@contextlib.contextmanager
-def running_on(device: str) -> Iterator[None]:
-    """Codecs compute on this device (a key of DEVICES) until the block ends: one setting for all threads.
+def compute_on(device: str) -> None:
+    """The calling thread computes on this device (a key of DEVICES) from now on; a thread that never said so, on the CPU.
 
-    A setting, not a parameter of everything between: the bytes are the same on every device.
+    A setting of the thread, not a parameter of everything between: the bytes are the same on every device.
     """
-    global _running
-    before, _running = _running, DEVICES[device]
-    try:
-        with buffers.allocated_by(backend().empty):
-            yield
-    finally:
-        _running = before
+    _of_thread.backend = load_backend(DEVICES[device])
+    buffers.allocate_with(_of_thread.backend.empty)
 
 
 def backend() -> Backend:
-    """The one that codecs compute with."""
-    return load_backend(_running)
+    """The one that codecs compute with in this thread."""
+    found: Backend = getattr(_of_thread, "backend", None) or load_backend("cpu")
+    return found

@@ -13,6 +13,8 @@ import hashlib
 import importlib.metadata
 import math
 import os
+import stat
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,8 @@ import numpy.typing as npt
 
 from pqweights.buffers import pageable
 from pqweights.codebook import Codebook
-from pqweights.kernels import SIGNS, VALUE_DTYPES, EncodeStats
+from pqweights.dtypes import item_bytes
+from pqweights.kernels import BLOCK_SIZE, SIGNS, VALUE_DTYPES, EncodeStats
 
 # Cells of the level search for widths up to 5, then 6, 7 and 8; vector.py has the same.
 _CELLS = {5: 32, 6: 64, 7: 128, 8: 512}
@@ -77,10 +80,18 @@ def encode(
 ) -> EncodeStats:
     """See `pqweights.kernels.Backend.encode`."""
     table, cells_per_unit, most = _encode_table(tuple(codebook.levels.tolist()), tuple(codebook.thresholds.tolist()))
-    stats = np.empty(3, dtype=np.float64)
+    blocks, stats = len(codes), np.empty(3, dtype=np.float64)
     _kernel("encode")(
-        *_addresses(values, table, SIGNS, codes, norms, energies, errors, stats),
-        len(codes), VALUE_DTYPES[dtype], codebook.bits, signed, math.ldexp(1, -norm_exponent), math.ldexp(1, norm_exponent),
+        *_IGNORED_ADDRESSES,
+        _address(values, np.uint8, blocks * BLOCK_SIZE * item_bytes(dtype)),
+        table.ctypes.data,
+        SIGNS.ctypes.data,
+        _address(codes, np.uint8, blocks * 16 * codebook.bits, written=True),
+        _address(norms, np.uint16, blocks, written=True),
+        _address(energies, np.float64, blocks, written=True),
+        _address(errors, np.float64, blocks, written=True),
+        stats.ctypes.data,
+        blocks, VALUE_DTYPES[dtype], codebook.bits, signed, math.ldexp(1, -norm_exponent), math.ldexp(1, norm_exponent),
         cells_per_unit, most,
     )  # fmt: skip
     return EncodeStats(float(stats[0]), float(stats[1]), int(stats[2]))
@@ -96,21 +107,35 @@ def decode(
     values: npt.NDArray[np.uint8],
 ) -> None:
     """See `pqweights.kernels.Backend.decode`."""
-    levels = _padded_levels(codebook)
+    blocks, levels = len(codes), _padded_levels(codebook)
     _kernel("decode")(
-        *_addresses(codes, norms, levels, SIGNS, values),
-        len(codes), VALUE_DTYPES[dtype], codebook.bits, signed, math.ldexp(1, norm_exponent - 7),
+        *_IGNORED_ADDRESSES,
+        _address(codes, np.uint8, blocks * 16 * codebook.bits),
+        _address(norms, np.uint16, blocks),
+        levels.ctypes.data,
+        SIGNS.ctypes.data,
+        _address(values, np.uint8, blocks * BLOCK_SIZE * item_bytes(dtype), written=True),
+        blocks, VALUE_DTYPES[dtype], codebook.bits, signed, math.ldexp(1, norm_exponent - 7),
     )  # fmt: skip
 
 
-_IGNORED = np.zeros(8, dtype=np.uint8)  # what numba's calling convention points to, and our kernels never touch
+# Where numba's calling convention puts a result (a null pointer) and an exception (none).
+_IGNORED = np.zeros(2, dtype=np.uint64)
+_IGNORED_ADDRESSES = (_IGNORED.ctypes.data, _IGNORED.ctypes.data + 8)
 
 
-def _addresses(*arrays: npt.NDArray[Any]) -> list[int]:
-    """Of arrays that lie in memory without gaps, and that the caller keeps alive; the kernels trust their sizes."""
-    assert all(array.flags.c_contiguous for array in arrays)
-    ignored = _IGNORED.ctypes.data
-    return [ignored, ignored, *(array.ctypes.data for array in arrays)]
+def _address(array: npt.NDArray[Any], dtype: type, count: int, written: bool = False) -> int:
+    """Of an array for which the kernels take it; they check nothing themselves.
+
+    Raises ValueError for one of another dtype or size, with gaps, or that must not be written.
+    """
+    if array.dtype != dtype or array.size != count or not array.flags.c_contiguous:
+        raise ValueError(
+            f"expected {count} contiguous elements of {np.dtype(dtype)}, found {array.size} of {array.dtype}"
+        )
+    if written and not array.flags.writeable:
+        raise ValueError("expected an array that may be written")
+    return array.ctypes.data
 
 
 # name -> types of its arguments: two pointers of numba's own, ours, then blocks, dtype, bits and signed, then factors
@@ -136,8 +161,10 @@ def _kernel(name: str) -> Any:
 def _kept(name: str) -> tuple[str, bytes] | None:
     """Symbol and object file from an earlier run."""
     for folder in _cache_folders():
-        with contextlib.suppress(OSError):
-            if (found := _unpacked((folder / _cache_name(name)).read_bytes())) is not None:
+        with contextlib.suppress(OSError), open(folder / _cache_name(name), "rb") as stream:
+            status = os.fstat(stream.fileno())
+            ours = status.st_uid in (os.getuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if ours and (found := _unpacked(stream.read())) is not None:  # it is code: nobody else may have written it
                 return found
     return None
 
@@ -153,6 +180,7 @@ def _compiled(name: str) -> tuple[str, bytes]:
             partial = folder / f"{_cache_name(name)}.{os.getpid()}"
             try:
                 partial.write_bytes(_packed(symbol, machine_code))
+                partial.chmod(0o644)  # whatever the umask: what others may write is not used
                 os.replace(partial, folder / _cache_name(name))
             finally:
                 partial.unlink(missing_ok=True)
@@ -178,8 +206,8 @@ def _cache_folders() -> list[Path]:
     if chosen:
         return [Path(chosen)]
     users = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    beside = Path(__file__).parent / "__pycache__"
-    return [beside, Path(users) / "pqweights"] if os.path.isabs(users) else [beside]  # without a home, ~ stays ~
+    beside = [] if sys.dont_write_bytecode else [Path(__file__).parent / "__pycache__"]
+    return [*beside, *([Path(users) / "pqweights"] if os.path.isabs(users) else [])]  # without a home, ~ stays ~
 
 
 @functools.cache

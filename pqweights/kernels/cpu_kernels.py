@@ -47,7 +47,7 @@ GROUP = 16
 def compile_kernel(name: str) -> tuple[str, bytes]:
     """Symbol and object file of "encode" or "decode" for this machine.
 
-    The function takes two pointers before its arguments, to where numba's results and exceptions go, and leaves them alone.
+    The function takes two pointers before its arguments, to where numba's result (a null pointer) and exception would go.
     """
     kernel, signature = {"encode": (_encode, ENCODE), "decode": (_decode, DECODE)}[name]
     compiled = numba.cfunc(signature, nopython=True, error_model="numpy")(kernel)

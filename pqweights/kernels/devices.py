@@ -6,8 +6,11 @@ import ctypes
 import importlib.util
 import os
 
+import numpy as np
+
+from pqweights.codebook import codebook
 from pqweights.errors import DeviceError, MissingDependencyError
-from pqweights.kernels import DEVICES
+from pqweights.kernels import BLOCK_SIZE, DEVICES, load_backend
 
 AUTO = "auto"
 GPU_PACKAGES = ("torch", "triton")
@@ -46,7 +49,21 @@ def _why_no_gpu() -> DeviceError | MissingDependencyError | None:
         return DeviceError(
             f"--device cuda: torch {torch.__version__} cannot use the GPU; install a CUDA build of torch, or use --device cpu"
         )
+    try:
+        _encode_one_block()
+    except RuntimeError as error:  # torch's and Triton's: no compiler, too old a GPU, no memory left on it
+        return DeviceError(
+            f"--device cuda: the GPU computes nothing ({str(error).strip().splitlines()[0]}); use --device cpu"
+        )
     return None
+
+
+def _encode_one_block() -> None:
+    """Compile for the GPU and use it, before anything depends on it."""
+    levels = codebook(5)
+    codes, norms, sums = np.empty((1, 80), np.uint8), np.empty(1, np.uint16), np.empty((2, 1), np.float64)
+    zeros = np.zeros(BLOCK_SIZE * 2, np.uint8)
+    load_backend("gpu").encode(zeros, "BF16", levels, False, 0, codes, norms, sums[0], sums[1])
 
 
 def _gpu_count() -> int:

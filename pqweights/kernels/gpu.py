@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pqweights.codebook import Codebook
+from pqweights.errors import DeviceError
 from pqweights.kernels import SIGNS, VALUE_DTYPES, EncodeStats
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -163,7 +164,7 @@ def _encode(  # type: ignore[no-untyped-def]
     wide_energy = level_energy.to(tl.float64)
     per_block = residual.to(tl.float64) + 2.0 * short * (projection.to(tl.float64) - wide_energy)
     per_block = per_block + short * short * wide_energy
-    error = energy / 128.0 * tl.where(per_block > 0.0, per_block, 0.0)
+    error = energy / 128.0 * tl.where(per_block < 0.0, 0.0, per_block)
 
     tl.store(norms + row, stored.to(tl.int16, bitcast=True), mask=inside)
     tl.store(energies + row, energy, mask=inside)
@@ -282,7 +283,7 @@ def empty(byte_count: int) -> npt.NDArray[np.uint8]:
 
 
 def _device() -> torch.device:
-    return torch.device("cpu" if INTERPRETED else "cuda")
+    return torch.device("cpu") if INTERPRETED else torch.device("cuda", torch.cuda.current_device())
 
 
 @contextlib.contextmanager
@@ -293,9 +294,15 @@ def _stream() -> Iterator[None]:
         return
     if not hasattr(_of_thread, "stream"):
         _of_thread.stream = torch.cuda.Stream()
-    with torch.cuda.stream(_of_thread.stream):
-        yield
-    _of_thread.stream.synchronize()
+    try:
+        with torch.cuda.stream(_of_thread.stream):
+            yield
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            f"--device cuda: the GPU's memory is full ({str(error).splitlines()[0]}); use fewer --threads, or --device cpu"
+        ) from None
+    finally:
+        _of_thread.stream.synchronize()
 
 
 def _run(kernel: Any, dtype: str, bits: int, blocks: int, *arguments: Any) -> None:
@@ -307,19 +314,19 @@ def _run(kernel: Any, dtype: str, bits: int, blocks: int, *arguments: Any) -> No
 
 def _tables(codebook: Codebook, signed: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Thresholds, levels and the factor of each coordinate, on the device."""
-    return _uploaded(codebook.thresholds.tobytes()), _uploaded(codebook.levels.tobytes()), _signs(signed)
+    factors = SIGNS if signed else np.ones_like(SIGNS)
+    thresholds, levels, signs = (
+        _uploaded(array.tobytes(), _device()) for array in (codebook.thresholds, codebook.levels, factors)
+    )
+    return thresholds, levels, signs
 
 
 @functools.lru_cache(maxsize=64)
-def _uploaded(floats: bytes) -> Tensor:
-    tensor = torch.tensor(np.frombuffer(floats, dtype=np.float32), device=_device())
+def _uploaded(floats: bytes, device: torch.device) -> Tensor:
+    tensor = torch.tensor(np.frombuffer(floats, dtype=np.float32), device=device)
     if not INTERPRETED:
         torch.cuda.synchronize()  # other threads will use it on other streams
     return tensor
-
-
-def _signs(signed: bool) -> Tensor:
-    return _uploaded((SIGNS if signed else np.ones_like(SIGNS)).tobytes())
 
 
 def _words(values: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[np.int16] | npt.NDArray[np.int32]:

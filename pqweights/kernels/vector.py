@@ -1,7 +1,7 @@
 """The inner steps that LLVM does not vectorise well by itself, as LLVM vector code for numba.
 
 A block is eight vectors of 16 floats. Butterflies below 16 and the last folds of a sum stay within a vector, by shuffles;
-a table look-up is a permutation of registers where the machine has one (AVX-512), a gather elsewhere. Every operation is
+a table look-up is a permutation of registers where the machine has one (AVX-512), loads lane by lane elsewhere. Every operation is
 one of docs/format.md in its order; on machines with shorter vectors LLVM splits each one.
 """
 
@@ -27,15 +27,17 @@ _F32, _I64, _I32, _I8 = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntTy
 _VF, _VI, _VB = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES), ir.VectorType(_I8, LANES)
 _VHALF, _VHALF_I32 = ir.VectorType(_I8, HALF), ir.VectorType(_I32, HALF)
 
-# Unless numba was told to compile for another machine (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES).
+# Unless numba was told to compile for another machine (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES) or without its vectors.
 _FOR_THIS_MACHINE = (
-    getattr(numba_config, "CPU_NAME", None) is None and getattr(numba_config, "CPU_FEATURES", None) is None
+    getattr(numba_config, "CPU_NAME", None) is None
+    and getattr(numba_config, "CPU_FEATURES", None) is None
+    and bool(numba_config.ENABLE_AVX)
 )
 _FEATURES = llvm.get_host_cpu_features() if _FOR_THIS_MACHINE else {}
 _HAS_PERMUTE = bool(_FEATURES.get("avx512f", False))
-# Used only where one operand makes it round like the plain operation: a factor of 1 or -1, or an addend of 0.
+# Used only where it cannot show: with factors of 1 and -1, and to find a cell, where half an ulp more is allowed for.
 _HAS_FMA = bool(_FEATURES.get("fma", False))
-# Tables of more registers than this are gathered: permuting them costs more.
+# Tables of more entries than this are read lane by lane: permuting so many registers costs more.
 _MOST_PERMUTED = 256
 
 
@@ -95,8 +97,9 @@ def _make_quantize(cells: int, levels: int) -> Any:
             factors, scale, most = (_splat(builder, args[i]) for i in (2, 3, 4))
             products, energies, residuals = [], [], []
             for i, v in enumerate(_butterflies(builder, _load_block(builder, source, args[1]))):
-                # Adding 0 turns -0 into 0, which belongs to the upper level as every tie does.
-                z = _multiply_add(builder, v, factors, _floats(0.0))
+                # Adding 0 turns -0 into 0, which belongs to the upper level as every tie does. (Not fused: a product that
+                # underflows from below would stay -0.)
+                z = builder.fadd(builder.fmul(v, factors), _floats(0.0))
                 bits = builder.bitcast(z, _VI)
                 magnitude = builder.bitcast(builder.and_(bits, _ints(0x7FFFFFFF)), _VF)
                 magnitude = builder.select(builder.fcmp_ordered("<", magnitude, most), magnitude, most)
@@ -275,7 +278,7 @@ class _Table:
 
 
 def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c: fused where the machine can, so only for operands with which that makes no difference that counts."""
+    """a * b + c: fused where the machine can, so only where that cannot show."""
     if not _HAS_FMA:
         return builder.fadd(builder.fmul(a, b), c)
     fused = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_VF, [_VF] * 3), "llvm.fma.v16f32")
