@@ -971,18 +971,21 @@ def test_shards_that_wait_for_a_slow_disk_hold_few_files_open(
     assert max(opened) < before + stream.MOST_UNFINISHED + 16
 
 
+@pytest.mark.parametrize(
+    ("number", "message"), [(errno.EIO, "cannot be brought to the disk"), (errno.ENOSPC, "the disk is full")]
+)
 def test_a_file_that_the_disk_refused_is_not_continued(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, message: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a failed fsync nobody knows what the disk holds, whatever the page cache shows."""
 
     def fail(descriptor: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
+        raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
         patch.setattr(writer, "_sync_data", fail)
         patch.setattr(stream, "FLUSH_BYTES", 1)
-        with pytest.raises(OutputError, match="cannot be brought to the disk"):
+        with pytest.raises(OutputError, match=message):
             run_command({"quantize": source}, tmp_path / "out")
     assert not list((tmp_path / "out" / ".pqweights").glob("*.partial"))
     for name in ("out", "undisturbed"):

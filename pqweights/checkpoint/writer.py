@@ -79,13 +79,15 @@ class ShardWriter:
         """Raises OutputError where the disk fails.
 
         The kernel forgets which bytes it could not bring there, so the file cannot be trusted when the run is continued:
-        unless the disk is merely full, it goes.
+        it goes.
         """
         try:
-            with disk_errors(self.path):
-                sync(self._descriptor)
+            sync(self._descriptor)
         except OSError as error:
             self.partial.unlink(missing_ok=True)
+            with disk_errors(self.path):
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise
             raise OutputError(
                 f"{self.path.name}: cannot be brought to the disk ({error.strerror}), and was removed; check the disk and run "
                 "the same command again"

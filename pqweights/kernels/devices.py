@@ -53,7 +53,7 @@ def _why_no_gpu() -> DeviceError | MissingDependencyError | None:
         _encode_one_block()
     except RuntimeError as error:  # torch's and Triton's: no compiler, too old a GPU, no memory left on it
         return DeviceError(
-            f"--device cuda: the GPU computes nothing ({str(error).strip().splitlines()[0]}); use --device cpu"
+            f"--device cuda: the GPU computes nothing ({(str(error).strip() or repr(error)).splitlines()[0]}); use --device cpu"
         )
     return None
 
