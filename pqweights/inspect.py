@@ -8,8 +8,7 @@ from typing import Any
 
 from pqweights.codecs import get_codec
 from pqweights.manifest import Manifest, TensorRecord, exceeds, read_manifest, total_relative_mse
-from pqweights.plan import TensorPlan, plan_shards, totals
-from pqweights.rewrite import SHARD_METADATA
+from pqweights.plan import QUANTIZE, TensorPlan, plan_shards, totals
 from pqweights.weight import RESCUE_FACTOR
 
 
@@ -39,7 +38,7 @@ def inspect(folder: Path) -> Inspection:
     Raises MasterError where the folder is not finished or not ours.
     """
     manifest = read_manifest(folder)
-    shards = plan_shards(manifest.tensors, manifest.max_shard_bytes, SHARD_METADATA)
+    shards = plan_shards(manifest.tensors, manifest.max_shard_bytes, manifest.metadata)
     summed = totals(manifest.tensors) | {
         "source_bytes": manifest.source_bytes,
         "output_bytes": sum(shard.file_bytes for shard in shards),
@@ -60,11 +59,15 @@ def tensor_json(tensor: TensorPlan, record: TensorRecord) -> dict[str, Any]:
 
 def is_rescued(tensor: TensorPlan, record: TensorRecord) -> bool:
     """Whether a weight was encoded with another rotation than its codec's default."""
-    return tensor.codec is not None and record.rotation != get_codec(tensor.codec).rotations[0]
+    if tensor.action != QUANTIZE:
+        return False
+    assert tensor.codec is not None
+    return record.rotation != get_codec(tensor.codec).rotations[0]
 
 
 def promise(tensor: TensorPlan) -> float | None:
     """The largest relative error that passes without rescue; None for a tensor that is not quantized."""
-    if tensor.codec is None or tensor.bits is None:
+    if tensor.action != QUANTIZE:
         return None
+    assert tensor.codec is not None and tensor.bits is not None
     return RESCUE_FACTOR * get_codec(tensor.codec).distortion(tensor.bits)

@@ -32,6 +32,10 @@ class Sink(Protocol):
         """Write all of data; any order, any thread."""
         ...
 
+    def sha256(self, stored_name: str) -> str:
+        """Of a stored tensor that was written as a whole."""
+        ...
+
 
 class Job(Protocol):
     """One pass over one tensor."""

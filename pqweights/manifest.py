@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,24 @@ from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.codecs import CODECS, get_codec
 from pqweights.dtypes import DTYPE_BITS
 from pqweights.errors import MasterError
-from pqweights.plan import DECODE, KEEP, QUANTIZE, TensorPlan
+from pqweights.plan import DECODE, DEFAULT_METADATA, INTEGER, KEEP, QUANTIZE, TensorPlan
 from pqweights.weight import exceeds_promise
 
 MANIFEST_VERSION = 1
+# What transforms say of themselves, see Transform.describe.
+MADE_BY_KEYS = (
+    "recipe", "target", "dtype", "packing", "mode", "bits", "group_size", "basis", "qparams", "original_fingerprint",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """What a run measured of one tensor. sha256: by stored name. The four measures are None for tensors not quantized."""
+    """What a run measured of one tensor. sha256: by stored name. Measures are None where they mean nothing.
+
+    relative_mse: squared error over `energy`, the sum of squares of the weight that was read. Of weights in an export:
+    total_mse, the same against the original weight, measured where that was read, else computed from what the master's
+    manifest says; master_mse: what total_mse would be, or is, by way of the master.
+    """
 
     name: str
     sha256: dict[str, str]
@@ -34,6 +43,8 @@ class TensorRecord:
     norm_exponent: int | None = None
     relative_mse: float | None = None
     energy: float | None = None
+    total_mse: float | None = None
+    master_mse: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As in the journal."""
@@ -50,7 +61,10 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The whole file. made_by: what the transform says of itself (a recipe, or an export's target)."""
+    """The whole file. made_by: what the transform says of itself (a recipe, or an export's target).
+
+    metadata: the __metadata__ of the safetensors files. left_out: tensors that were not carried over, with the reason.
+    """
 
     kind: str
     made_by: dict[str, Any]
@@ -60,6 +74,8 @@ class Manifest:
     tensors: tuple[TensorPlan, ...]
     records: tuple[TensorRecord, ...]
     files: dict[str, FileRecord]
+    metadata: dict[str, str] = field(default_factory=lambda: DEFAULT_METADATA)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As it stands in the file."""
@@ -70,6 +86,8 @@ class Manifest:
             "source": {"id": None, "bytes": self.source_bytes, "fingerprint": self.source_fingerprint},
             "max_shard_bytes": self.max_shard_bytes,
             "relative_mse": total_relative_mse(self.records),
+            **({"metadata": self.metadata} if self.metadata != DEFAULT_METADATA else {}),
+            **({"left_out": self.left_out} if self.left_out else {}),
             "exceeding": [t.name for t, r in zip(self.tensors, self.records, strict=True) if exceeds(t, r)],
             "tensors": [_tensor_json(t, r) for t, r in zip(self.tensors, self.records, strict=True)],
             "files": {name: vars(record) for name, record in sorted(self.files.items())},
@@ -99,14 +117,18 @@ def total_relative_mse(records: Sequence[TensorRecord]) -> float | None:
 
 def exceeds(tensor: TensorPlan, record: TensorRecord) -> bool:
     """Whether a weight's error is above 1.25 times what its codec promises although every rotation was tried."""
-    if tensor.codec is None or tensor.bits is None or record.relative_mse is None:
+    if tensor.action != QUANTIZE or record.relative_mse is None:
         return False
+    assert tensor.codec is not None and tensor.bits is not None
     return exceeds_promise(get_codec(tensor.codec), tensor.bits, record.relative_mse)
 
 
 def _tensor_json(tensor: TensorPlan, record: TensorRecord) -> dict[str, Any]:
     entry = tensor.to_json()
-    if record.relative_mse is not None:
+    if tensor.action == INTEGER:
+        entry |= {"relative_mse": record.relative_mse, "energy": record.energy}
+        entry |= {"total_mse": record.total_mse, "master_mse": record.master_mse}
+    elif record.relative_mse is not None:
         entry |= {
             "rotation": record.rotation, "norm_exponent": record.norm_exponent, "relative_mse": record.relative_mse,
             "energy": record.energy,
@@ -162,13 +184,15 @@ def parse_manifest(data: Any) -> Manifest:
         raise _damaged("max_shard_bytes", 0)
     return Manifest(
         kind,
-        {key: data[key] for key in ("recipe", "target", "dtype") if key in data},
+        {key: data[key] for key in MADE_BY_KEYS if key in data},
         _count(source, "bytes"),
         _field(source, "fingerprint", str),
         max_shard_bytes,
         tuple(tensor for tensor, _ in entries),
         tuple(record for _, record in entries),
         files,
+        _strings(data, "metadata", DEFAULT_METADATA),
+        _strings(data, "left_out", {}),
     )
 
 
@@ -190,6 +214,12 @@ def _parse_tensor(entry: dict[str, Any]) -> tuple[TensorPlan, TensorRecord]:
             "relative_mse": float(_field(entry, "relative_mse", float | int)),
             "energy": float(_field(entry, "energy", float | int)),
         }
+    elif action == INTEGER:
+        if not isinstance(codec, str) or not isinstance(bits, int):
+            raise _damaged(f"codec and bits of {name!r}", (codec, bits))
+        measures = {key: float(_field(entry, key, float | int)) for key in ("relative_mse", "energy")}
+        for key in ("total_mse", "master_mse"):
+            measures[key] = None if entry.get(key) is None else float(_field(entry, key, float | int))
     elif action not in (KEEP, DECODE) or codec is not None or bits is not None:
         raise _damaged(f"action, codec and bits of {name!r}", (action, codec, bits))
     plan = TensorPlan(
@@ -207,6 +237,13 @@ def _typed(value: Any, kind: Any, what: str) -> Any:
     if not isinstance(value, kind) or isinstance(value, bool):
         raise _damaged(what, value)
     return value
+
+
+def _strings(data: dict[str, Any], key: str, default: dict[str, str]) -> dict[str, str]:
+    found: dict[str, str] = _typed(data.get(key, default), dict, key)
+    for value in found.values():
+        _typed(value, str, key)
+    return found
 
 
 def _count(entry: Any, key: str) -> int:

@@ -16,13 +16,16 @@ from pqweights.checkpoint.header import StoredTensor, TensorSpec, encode_header,
 from pqweights.checkpoint.names import shard_name
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
-QUANTIZE, KEEP, DECODE = "quantize", "keep", "decode"
+# quantize: encode with a codec of ours. keep: as it is. decode: to the plain weight. integer: to what a runtime computes with.
+QUANTIZE, KEEP, DECODE, INTEGER = "quantize", "keep", "decode", "integer"
+DEFAULT_METADATA = {"format": "pt"}  # the __metadata__ of safetensors files, unless a runtime asks for another
 
 
 class TensorPlan(NamedTuple):
     """What becomes of one logical tensor.
 
-    dtype: of the source. action: quantize, keep or decode. stored: what it is in the output.
+    dtype: of the source. action: quantize, keep, decode or integer. codec, bits: of a weight that is stored as codes.
+    stored: what it is in the output.
     """
 
     name: str
@@ -79,12 +82,18 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole rewrite. companions: other files that are copied. source_bytes: of the source's weight files."""
+    """A whole rewrite. companions: other files that are copied. source_bytes: of the source's weight files.
+
+    left_out: files, left_out_tensors: tensors that the result does not carry, each with the reason. metadata: the
+    __metadata__ of its safetensors files.
+    """
 
     tensors: tuple[TensorPlan, ...]
     shards: tuple[ShardPlan, ...]
     companions: tuple[str, ...]
     left_out: dict[str, str]
+    left_out_tensors: dict[str, str]
+    metadata: dict[str, str]
     source_bytes: int
     companion_bytes: int
     max_shard_bytes: int
@@ -106,7 +115,7 @@ def totals(tensors: Sequence[TensorPlan]) -> dict[str, Any]:
         of_tensor = tensor.weights
         if tensor.role != "buffer":
             weights += of_tensor
-        if tensor.action == QUANTIZE:
+        if tensor.bits is not None:
             quantized_tensors += 1
             quantized_weights += of_tensor
             quantized_bytes += tensor.bytes

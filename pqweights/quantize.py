@@ -24,7 +24,7 @@ from pqweights.errors import SourceError
 from pqweights.jobs import CHUNK_WEIGHTS, OUTPUTS, CopyJob, Job, Sink
 from pqweights.kernels import BLOCK_SIZE, VALUE_DTYPES
 from pqweights.manifest import TensorRecord, exceeds, rounded
-from pqweights.plan import DEFAULT_MAX_SHARD_BYTES, KEEP, QUANTIZE, Plan, TensorPlan
+from pqweights.plan import DEFAULT_MAX_SHARD_BYTES, DEFAULT_METADATA, KEEP, QUANTIZE, Plan, TensorPlan
 from pqweights.recipe import Recipe, decide
 from pqweights.rewrite import Report, make_plan, rewrite
 from pqweights.stream import Progress
@@ -59,6 +59,20 @@ class Quantize:
                 TensorPlan(name, shape, tensor.dtype, decision.role, action, codec, bits, decision.reason, stored)
             )
         return result
+
+    def metadata(self, tensors: Sequence[TensorPlan]) -> dict[str, str]:
+        """See Transform."""
+        return DEFAULT_METADATA
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """See Transform; nothing."""
+        return {}
+
+    @property
+    def also_reads(self) -> tuple[Checkpoint, ...]:
+        """See Transform; nothing."""
+        return ()
 
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
         """See Transform."""

@@ -22,7 +22,6 @@ from pqweights.stream import Progress, Stream
 from pqweights.transform import Transform
 from pqweights.workspace import RunIdentity, Workspace, check_output, check_paths, is_under_way, open_workspace, tidy
 
-SHARD_METADATA = {"format": "pt"}
 MEMORY_FLOOR_BYTES = 220_000_000
 # A thread's input chunk in float32 with its temporaries, and its share of the results that wait to be collected.
 MEMORY_PER_THREAD_BYTES = 32_000_000
@@ -49,12 +48,14 @@ def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise SourceError(f"tensor {twice!r}: two tensors of the output would have this name")
-    files = checkpoint.storage.files()
+    files, metadata = checkpoint.storage.files(), transform.metadata(tensors)
     return Plan(
         tensors,
-        plan_shards(tensors, max_shard_bytes, SHARD_METADATA),
+        plan_shards(tensors, max_shard_bytes, metadata),
         checkpoint.companions,
         checkpoint.left_out,
+        transform.left_out,
+        metadata,
         checkpoint.weight_file_bytes,
         sum(files[name].byte_count for name in checkpoint.companions),
         max_shard_bytes,
@@ -99,11 +100,12 @@ def rewrite(
         for planned, record in zip(plan.tensors, done.records, strict=True):
             transform.accept(planned, record)
         tidy(out)
-        return Report(plan, done.records, True, len(done.records), checkpoint.storage.bytes_read)
+        return Report(plan, done.records, True, len(done.records), _bytes_read(checkpoint, transform))
     check_output(out, overwrite)
     _check_space(plan, out)
     outputs = [*(shard.file for shard in plan.shards), *plan.companions, INDEX_FILE, CONFIG_FILE, MANIFEST_FILE]
     read = [*checkpoint.weight_files, *plan.companions, *([CONFIG_FILE] if checkpoint.config is not None else [])]
+    inputs = [(checkpoint.storage, read), *((other.storage, other.weight_files) for other in transform.also_reads)]
     # What the bytes depend on, and strictness, which decides whether they may stand.
     described = {
         "plan": [t.to_json() for t in plan.tensors],
@@ -111,7 +113,7 @@ def rewrite(
         "transform": repr(transform),
         "version": __version__,
     }
-    identity = RunIdentity.of(described, checkpoint.storage, read, outputs)
+    identity = RunIdentity.of(described, inputs, outputs)
     with open_workspace(out, identity, overwrite) as workspace:
         resumed = len(workspace.records)
         try:
@@ -130,11 +132,17 @@ def rewrite(
             plan.tensors,
             records,
             files,
+            plan.metadata,
+            plan.left_out_tensors,
         )
         write_whole(workspace.folder, out / MANIFEST_FILE, [manifest.to_bytes()])
         sync_folder(out)
         workspace.finish()
-    return Report(plan, records, False, resumed, checkpoint.storage.bytes_read)
+    return Report(plan, records, False, resumed, _bytes_read(checkpoint, transform))
+
+
+def _bytes_read(checkpoint: Checkpoint, transform: Transform) -> int:
+    return sum(read.storage.bytes_read for read in (checkpoint, *transform.also_reads))
 
 
 def _finished(out: Path, checkpoint: Checkpoint, transform: Transform, plan: Plan, fingerprint: str) -> Manifest | None:
@@ -142,8 +150,8 @@ def _finished(out: Path, checkpoint: Checkpoint, transform: Transform, plan: Pla
     manifest = out / MANIFEST_FILE
     if not manifest.is_file() or is_under_way(out):
         return None
-    files = checkpoint.storage.files()
-    if max(files[name].stamp for name in checkpoint.weight_files) > manifest.stat().st_mtime_ns:
+    stamps = [c.storage.files()[name].stamp for c in (checkpoint, *transform.also_reads) for name in c.weight_files]
+    if max(stamps) > manifest.stat().st_mtime_ns:
         return None  # the source may have changed since where its fingerprint does not look
     found = read_manifest(out)
     same = (
@@ -151,7 +159,7 @@ def _finished(out: Path, checkpoint: Checkpoint, transform: Transform, plan: Pla
         and found.made_by == transform.describe()
         and (found.source_bytes, found.source_fingerprint) == (plan.source_bytes, fingerprint)
         and found.max_shard_bytes == plan.max_shard_bytes
-        and found.tensors == plan.tensors
+        and (found.tensors, found.metadata, found.left_out) == (plan.tensors, plan.metadata, plan.left_out_tensors)
         and all((out / s.file).is_file() and (out / s.file).stat().st_size == s.file_bytes for s in plan.shards)
         and all((out / name).is_file() for name in found.files)
     )

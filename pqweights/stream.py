@@ -84,12 +84,14 @@ class _ShardSink:
         assert offset + data.nbytes <= stored.byte_count, stored_name
         self.writer.write(stored.offset + offset, data)
 
+    def sha256(self, stored_name: str) -> str:
+        """See jobs.Sink."""
+        stored = self._stored[stored_name]
+        return self.writer.sha256(stored.offset, stored.byte_count)
+
     def holds(self, record: TensorRecord) -> bool:
         """Whether a tensor that the journal calls finished is in the partial file, byte for byte."""
-        return all(
-            self.writer.sha256(self._stored[name].offset, self._stored[name].byte_count) == digest
-            for name, digest in record.sha256.items()
-        )
+        return all(self.sha256(name) == digest for name, digest in record.sha256.items())
 
 
 class Stream:

@@ -28,6 +28,20 @@ class Transform(Protocol):
         """One entry per logical tensor, in order."""
         ...
 
+    def metadata(self, tensors: Sequence[TensorPlan]) -> dict[str, str]:
+        """The __metadata__ of the safetensors files that will hold these tensors."""
+        ...
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Tensors that the result cannot carry, each with the reason."""
+        ...
+
+    @property
+    def also_reads(self) -> tuple[Checkpoint, ...]:
+        """Checkpoints that it reads besides the one that is rewritten."""
+        ...
+
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
         """The first pass over one tensor."""
         ...

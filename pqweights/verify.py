@@ -17,7 +17,6 @@ from pqweights.errors import PqweightsError
 from pqweights.manifest import Manifest, json_bytes, read_manifest
 from pqweights.plan import QUANTIZE, ShardPlan, index_json, plan_shards
 from pqweights.quantize import encodings
-from pqweights.rewrite import SHARD_METADATA
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def verify(
         )
     if (folder / WORK_FOLDER).exists():
         problems.append(f"{WORK_FOLDER}: an unfinished run; repeat its command to finish it")
-    shards = plan_shards(manifest.tensors, manifest.max_shard_bytes, SHARD_METADATA)
+    shards = plan_shards(manifest.tensors, manifest.max_shard_bytes, manifest.metadata)
     good = []
     for shard in shards:
         problem = _check_shard(folder, shard)

@@ -12,7 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,15 @@ class RunIdentity:
     outputs: list[str]
 
     @staticmethod
-    def of(plan_json: Any, storage: Storage, files: list[str], outputs: list[str]) -> RunIdentity:
-        """From the plan (with recipe or target), the files it reads and those it writes."""
+    def of(plan_json: Any, inputs: Sequence[tuple[Storage, Sequence[str]]], outputs: list[str]) -> RunIdentity:
+        """From the plan (with recipe or target), the files it reads (those of a second folder after a number) and writes."""
         digest = hashlib.sha256(json.dumps(plan_json, sort_keys=True).encode()).hexdigest()
-        states = storage.files()
-        return RunIdentity(digest, {name: (states[name].byte_count, states[name].stamp) for name in files}, outputs)
+        source = {}
+        for number, (storage, files) in enumerate(inputs):
+            states = storage.files()
+            for name in files:
+                source[f"{number}:{name}" if number else name] = (states[name].byte_count, states[name].stamp)
+        return RunIdentity(digest, source, outputs)
 
     def to_json(self) -> dict[str, Any]:
         """The first line of the journal."""

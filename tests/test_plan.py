@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from pqweights.checkpoint.header import TensorSpec, build_header, parse_header
 from pqweights.checkpoint.storage import LocalStorage
 from pqweights.dtypes import DTYPE_BITS
-from pqweights.plan import KEEP, QUANTIZE, Plan, TensorPlan, plan_shards
+from pqweights.plan import DEFAULT_METADATA, KEEP, QUANTIZE, Plan, TensorPlan, plan_shards
 from pqweights.quantize import plan_quantize
 from pqweights.recipe import load_recipe
-from pqweights.rewrite import SHARD_METADATA
 
 SHARD_BYTES = 20_000
 Q5 = load_recipe("q5")
@@ -207,7 +206,7 @@ def test_shards_are_aligned_filled_in_order_and_not_too_large(
         else:
             kept = (TensorSpec(name, dtype, tuple(shape)),)
             tensors.append(TensorPlan(name, tuple(shape), dtype, "", KEEP, None, None, "", kept))
-    shards = plan_shards(tensors, max_shard_bytes, SHARD_METADATA)
+    shards = plan_shards(tensors, max_shard_bytes, DEFAULT_METADATA)
     assert [place for shard in shards for place in shard.tensors] == list(range(len(tensors)))
     for number, shard in enumerate(shards, start=1):
         assert shard.file == f"model-{number:05d}-of-{len(shards):05d}.safetensors"

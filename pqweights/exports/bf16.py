@@ -12,7 +12,7 @@ from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.jobs import CopyJob, Job
 from pqweights.manifest import TensorRecord
-from pqweights.plan import DECODE, KEEP, TensorPlan
+from pqweights.plan import DECODE, DEFAULT_METADATA, KEEP, TensorPlan
 from pqweights.roles import classify
 
 
@@ -48,6 +48,20 @@ class Bf16Export:
             action = DECODE if decoded else KEEP
             result.append(TensorPlan(tensor.name, tensor.shape, tensor.dtype, role, action, None, None, reason, stored))
         return result
+
+    def metadata(self, tensors: Sequence[TensorPlan]) -> dict[str, str]:
+        """See Transform."""
+        return DEFAULT_METADATA
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """See Transform; nothing."""
+        return {}
+
+    @property
+    def also_reads(self) -> tuple[Checkpoint, ...]:
+        """See Transform; nothing."""
+        return ()
 
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
         """See transform.Transform."""
