@@ -57,8 +57,14 @@ def _cells(t: TensorPlan) -> list[str]:
 
 
 def left_out_lines(plan: Plan) -> list[str]:
-    """One line per file that is not carried over."""
-    return [f"left out: {name}: {reason}" for name, reason in plan.left_out.items()]
+    """One line per file that is not carried over, and one per reason for tensors."""
+    lines = [f"left out: {name}: {reason}" for name, reason in plan.left_out.items()]
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name, reason in plan.left_out_tensors.items():
+        groups[reason].append(name)
+    for reason, names in groups.items():
+        lines.append(f"left out: {len(names)} tensor(s): {reason}: {_first_names(names)}")
+    return lines
 
 
 def totals_text(totals: dict[str, Any]) -> str:
@@ -81,8 +87,53 @@ def kept_lines(tensors: Sequence[TensorPlan]) -> list[str]:
             groups[tensor.reason].append(tensor)
     lines = []
     for reason, group in groups.items():
-        names = ", ".join(t.name for t in group[:3]) + (", ..." if len(group) > 3 else "")
+        names = _first_names([t.name for t in group])
         lines.append(f"kept: {len(group)} tensor(s), {sum(t.weights for t in group)} weights: {reason}: {names}")
+    return lines
+
+
+def _first_names(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def integer_lines(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord], measured: bool) -> list[str]:
+    """What an integer export did: which weights it holds in which form, why others stay plain, and the errors.
+
+    measured: the errors against the original are, because it was read; else they are computed from the master's.
+    """
+    from pqweights.manifest import mean_error
+    from pqweights.plan import totals
+
+    forms: dict[str, list[TensorPlan]] = defaultdict(list)
+    plain: dict[str, list[TensorPlan]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.bits is not None:
+            forms[f"{tensor.bits} bits, {tensor.codec}, {tensor.reason}"].append(tensor)
+        elif tensor.action == "decode":
+            plain[tensor.reason].append(tensor)
+    if not forms:
+        return []
+    summed = totals(tensors)
+    lines = [
+        f"{summed['bits_per_weight']:.4f} bits per weight (scales, offsets and padding counted) over "
+        f"{summed['coverage']:.4%} of {summed['weights']} weights"
+    ]
+    lines += [f"  {form}: {len(group)} tensor(s)" for form, group in forms.items()]
+    for reason, group in plain.items():
+        lines.append(
+            f"plain: {len(group)} tensor(s), {sum(t.weights for t in group)} weights: {reason}: "
+            f"{_first_names([t.name for t in group])}"
+        )
+    added, total, by_master = (mean_error(records, of) for of in ("relative_mse", "total_mse", "master_mse"))
+    if measured and total is not None and by_master is not None:
+        lines.append(f"relative MSE against the original: {total:.6f}; from the master it would be {by_master:.6f}")
+    elif added is not None:
+        lines.append(f"relative MSE against the master: {added:.6f}")
+        lines.append(
+            "relative MSE against the original: unknown without the master's manifest"
+            if total is None
+            else f"relative MSE against the original: {total:.6f}, computed from the master's own; --source measures it"
+        )
     return lines
 
 
@@ -129,6 +180,7 @@ def result_json(report: Report, out: str) -> dict[str, Any]:
         "tensors": [tensor_json(t, r) for t, r in pairs],
         "copied_files": list(report.plan.companions),
         "left_out_files": report.plan.left_out,
+        "left_out_tensors": report.plan.left_out_tensors,
     }
 
 

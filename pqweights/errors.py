@@ -6,6 +6,7 @@
     |-- MasterError            a pqweights folder contradicts its own manifest or configuration
     |-- OutputError            the output folder or its disk cannot take the result
     |-- RecipeError            a recipe, codec, width or pattern is wrong
+    |-- ExportError            a target cannot store this model, or not with these options
     |-- DeviceError            the device that is to compute is not there
     `-- MissingDependencyError an optional package is needed and absent
 
@@ -35,6 +36,10 @@ class OutputError(PqweightsError):
 
 class RecipeError(PqweightsError):
     """A recipe (or an option that overrides it) is not valid for this checkpoint."""
+
+
+class ExportError(PqweightsError):
+    """A target has no form for this model, or none with the options that were given."""
 
 
 class DeviceError(PqweightsError):

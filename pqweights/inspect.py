@@ -8,7 +8,7 @@ from typing import Any
 
 from pqweights.codecs import get_codec
 from pqweights.manifest import Manifest, TensorRecord, exceeds, read_manifest, total_relative_mse
-from pqweights.plan import QUANTIZE, TensorPlan, plan_shards, totals
+from pqweights.plan import INTEGER, QUANTIZE, TensorPlan, plan_shards, totals
 from pqweights.weight import RESCUE_FACTOR
 
 
@@ -51,7 +51,8 @@ def inspect(folder: Path) -> Inspection:
 
 def tensor_json(tensor: TensorPlan, record: TensorRecord) -> dict[str, Any]:
     """A tensor's plan and what was measured of it."""
-    return tensor.to_json() | {
+    errors = {"total_mse": record.total_mse, "master_mse": record.master_mse} if tensor.action == INTEGER else {}
+    return tensor.to_json() | errors | {
         "rotation": record.rotation, "norm_exponent": record.norm_exponent, "relative_mse": record.relative_mse,
         "exceeds": exceeds(tensor, record),
     }  # fmt: skip

@@ -110,7 +110,15 @@ def rounded(value: float) -> float:
 
 def total_relative_mse(records: Sequence[TensorRecord]) -> float | None:
     """Summed squared error over summed squares of all quantized tensors; None without any."""
-    pairs = [(r.relative_mse, r.energy) for r in records if r.relative_mse is not None and r.energy is not None]
+    return mean_error(records, "relative_mse")
+
+
+def mean_error(records: Sequence[TensorRecord], of: str) -> float | None:
+    """A measure of TensorRecord over all tensors that have an energy, weighted by it; None where one of them lacks it."""
+    errors = [(getattr(r, of), r.energy) for r in records if r.energy is not None]
+    pairs = [(error, energy) for error, energy in errors if error is not None]
+    if len(pairs) < len(errors):
+        return None
     energy = math.fsum(e for _, e in pairs)  # exactly rounded: sum() differs between versions of Python
     return rounded(math.fsum(m * e for m, e in pairs) / energy if energy else 0.0) if pairs else None
 

@@ -65,8 +65,8 @@ class PassTotals:
         """Account for the next blocks."""
         self._smallest = min(self._smallest, encoded.stats.smallest_norm)
         self._largest = max(self._largest, encoded.stats.largest_norm)
-        self._energy = _add_in_order(self._energy, encoded.energies)
-        self._error = _add_in_order(self._error, encoded.errors)
+        self._energy = add_in_order(self._energy, encoded.energies)
+        self._error = add_in_order(self._error, encoded.errors)
 
     def result(self) -> PassResult:
         """The totals so far."""
@@ -75,7 +75,7 @@ class PassTotals:
         )
 
 
-def _add_in_order(total: float, values: npt.NDArray[np.float64]) -> float:
+def add_in_order(total: float, values: npt.NDArray[np.float64]) -> float:
     """total + values[0] + values[1] + ..., one addition after the other."""
     if len(values) == 0:
         return total
@@ -150,7 +150,7 @@ def encode_chunk(
         )
         last = to_float32(values[-BLOCK_SIZE * size :], dtype)[:used].astype(np.float64)
         difference = last - decoded.view(np.float32)[:used].astype(np.float64)
-        encoded.errors[-1] = _add_in_order(0.0, difference * difference)
+        encoded.errors[-1] = add_in_order(0.0, difference * difference)
     return encoded
 
 

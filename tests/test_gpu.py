@@ -184,6 +184,7 @@ def ptx(kernel, dtype, bits, processor, options):
         else:
             signature[name] = "constexpr" if name.isupper() else "i32"
     constants = {"DTYPE": dtype, "BITS": bits, "BLOCKS": gpu.BLOCKS_PER_PROGRAM}
+    constants |= {"ROTATE": True} if "ROTATE" in signature else {}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     return triton.compile(source, target=GPUTarget("cuda", processor, 32), options=options).asm["ptx"]
 

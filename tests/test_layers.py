@@ -44,8 +44,13 @@ OPTIONAL = {
         "pqweights.kernels.reference", "pqweights.kernels.gpu", "pqweights.kernels.devices", "pqweights.checkpoint.pickled",
     },
     "triton": {"pqweights.kernels.gpu"},
-    "numba": {"pqweights.kernels.cpu_kernels", "pqweights.kernels.vector"},
-    "llvmlite": {"pqweights.kernels.cpu", "pqweights.kernels.cpu_kernels", "pqweights.kernels.vector"},
+    "numba": {
+        "pqweights.kernels.compiler", "pqweights.kernels.cpu_groups", "pqweights.kernels.cpu_kernels",
+        "pqweights.kernels.lanes", "pqweights.kernels.vector",
+    },
+    "llvmlite": {
+        "pqweights.kernels.cpu", "pqweights.kernels.compiler", "pqweights.kernels.lanes", "pqweights.kernels.vector",
+    },
     "yaml": {"pqweights.recipe"},
     "transformers": set(),
     "safetensors": set(),
@@ -162,7 +167,7 @@ def test_heavy_packages_are_imported_in_one_place(package: str) -> None:
     [
         ("pqweights.checkpoint.pickled", "torch"),
         ("pqweights.kernels.devices", "torch"),
-        ("pqweights.kernels.cpu", "pqweights.kernels.cpu_kernels"),  # which imports numba
+        ("pqweights.kernels.cpu", "pqweights.kernels.compiler"),  # which imports numba
     ],
 )
 def test_some_imports_wait_until_they_are_needed(name: str, package: str) -> None:

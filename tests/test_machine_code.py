@@ -199,7 +199,7 @@ def compiler(cold: ColdRuns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         assert found is not None
         kept[name] = found
     stub = Compiler(kept)
-    monkeypatch.setattr("pqweights.kernels.cpu_kernels.compile_kernel", stub)
+    monkeypatch.setattr("pqweights.kernels.compiler.compile_kernel", stub)
     monkeypatch.setattr(cpu, "_loaded", {})
     monkeypatch.setenv("PQWEIGHTS_CACHE", str(tmp_path))
     return stub

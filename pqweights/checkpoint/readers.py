@@ -326,6 +326,17 @@ class EncodedTensor:
             self.read(start, count, "F32", decoded)
             out[: count * item_bytes(dtype)] = convert(decoded, "F32", dtype)
             return
+        self._decode(start, count, dtype, self.rotation, out)
+
+    def read_rotated(self, start: int, count: int, out: npt.NDArray[np.uint8]) -> None:
+        """Elements as they are coded: in the basis of the codec's default rotation (H b / sqrt(128)), as float32.
+
+        Only for a weight with that rotation: a rescued one has signs in it.
+        """
+        assert self.rotation == get_codec(self.codec).rotations[0]
+        self._decode(start, count, "F32", None, out)
+
+    def _decode(self, start: int, count: int, dtype: str, rotation: str | None, out: npt.NDArray[np.uint8]) -> None:
         first, last = start // BLOCK_SIZE, -(-(start + count) // BLOCK_SIZE)
         code_bytes = get_codec(self.codec).code_bytes_per_block(self.bits)
         codes = scratch("codes", (last - first) * code_bytes).reshape(-1, code_bytes)
@@ -337,6 +348,43 @@ class EncodedTensor:
         whole = (last - first) * BLOCK_SIZE * size
         in_place = skip == 0 and len(out) >= whole
         values = out[:whole] if in_place else np.empty(whole, dtype=np.uint8)
-        get_codec(self.codec).decode(codes, norms, dtype, self.codebook, self.rotation, self.norm_exponent, values)
+        get_codec(self.codec).decode(codes, norms, dtype, self.codebook, rotation, self.norm_exponent, values)
         if not in_place:
             out[: count * size] = values[skip : skip + count * size]
+
+
+@dataclass(frozen=True)
+class OriginalTensor:
+    """A weight of a master with the values that the master was made from."""
+
+    encoded: EncodedTensor
+    original: LogicalTensor
+
+    @property
+    def name(self) -> str:
+        """See LogicalTensor."""
+        return self.encoded.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See LogicalTensor."""
+        return self.encoded.shape
+
+    @property
+    def dtype(self) -> str:
+        """See LogicalTensor."""
+        return self.encoded.dtype
+
+    @property
+    def plain_dtype(self) -> str:
+        """See LogicalTensor."""
+        return self.encoded.plain_dtype
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """Those of the master: its checkpoint is the one that is rewritten."""
+        return self.encoded.parts
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """See LogicalTensor."""
+        self.original.read(start, count, dtype, out)

@@ -51,13 +51,15 @@ class Index:
 class Checkpoint:
     """An opened checkpoint.
 
-    config: the parsed config.json, or None. tensors: in the order of the source's files and offsets.
+    config: the parsed config.json, or None. stored: what lies in the weight files. tensors: what that means, in the order
+    of files and offsets.
     weight_files: the files that hold them. companions: other files that belong to the model and are copied as they are.
     left_out: files that are not, each with the reason. is_master: whether it is one of ours.
     """
 
     storage: Storage
     config: dict[str, Any] | None
+    stored: tuple[StoredTensor, ...]
     tensors: tuple[LogicalTensor, ...]
     weight_files: tuple[str, ...]
     companions: tuple[str, ...]
@@ -79,7 +81,7 @@ class Checkpoint:
         files = self.storage.files()
         for name in self.weight_files:
             digest.update(f"{files[name].byte_count}\n".encode())
-        for stored in sorted({part for tensor in self.tensors for part in tensor.parts}, key=lambda part: part.name):
+        for stored in sorted(self.stored, key=lambda part: part.name):
             digest.update(f"{stored.name}\n{stored.dtype}\n{stored.shape}\n".encode())
             count = min(stored.byte_count, SAMPLE_BYTES)
             digest.update(read_bytes(self.storage, stored.file, stored.offset, count))
@@ -127,7 +129,16 @@ def open_checkpoint(storage: Storage, allow_pickle: bool = False, single_file: b
 
     tensors.sort(key=place)
     companions, left_out = _companions(files, weight_files)
-    return Checkpoint(storage, config, tuple(tensors), weight_files, companions, left_out, master.is_master(config))
+    return Checkpoint(
+        storage,
+        config,
+        tuple(stored.values()),
+        tuple(tensors),
+        weight_files,
+        companions,
+        left_out,
+        master.is_master(config),
+    )
 
 
 def _read_json_object(storage: Storage, name: str) -> dict[str, Any]:

@@ -63,10 +63,10 @@ class HadamardLloydMax:
         norms: npt.NDArray[np.uint16],
         dtype: str,
         codebook: Codebook,
-        rotation: str,
+        rotation: str | None,
         norm_exponent: int,
         values: npt.NDArray[np.uint8],
     ) -> None:
         """See Codec.decode."""
-        signed = rotation == SIGNED_HADAMARD
-        backend().decode(codes, norms, dtype, codebook, signed, norm_exponent, values)
+        signed, rotate = rotation == SIGNED_HADAMARD, rotation is not None
+        backend().decode(codes, norms, dtype, codebook, signed, norm_exponent, values, rotate)

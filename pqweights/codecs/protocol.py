@@ -75,9 +75,9 @@ class Codec(Protocol):
         norms: npt.NDArray[np.uint16],
         dtype: str,
         codebook: Codebook,
-        rotation: str,
+        rotation: str | None,
         norm_exponent: int,
         values: npt.NDArray[np.uint8],
     ) -> None:
-        """Decode whole blocks into raw bytes of `dtype`."""
+        """Decode whole blocks into raw bytes of `dtype`; without a rotation they stay in the default one's basis."""
         ...

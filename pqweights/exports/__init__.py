@@ -5,14 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from pqweights.checkpoint.source import open_local
-from pqweights.errors import SourceError
+from pqweights.errors import ExportError, SourceError
 from pqweights.exports.bf16 import Bf16Export
+from pqweights.exports.build import integer_export
+from pqweights.exports.options import ExportOptions
+from pqweights.exports.torchao_int4 import TorchaoInt4
+from pqweights.exports.vllm_int4 import VllmInt4
 from pqweights.plan import DEFAULT_MAX_SHARD_BYTES
 from pqweights.rewrite import Report, make_plan, rewrite
 from pqweights.stream import Progress
+from pqweights.transform import Transform
+from pqweights.workspace import check_paths
 
-EXPORTS = {
+EXPORTS: dict[str, type[Bf16Export] | type[TorchaoInt4] | type[VllmInt4]] = {
     "bf16": Bf16Export,
+    "torchao-int4": TorchaoInt4,
+    "vllm-int4": VllmInt4,
 }
 
 
@@ -20,8 +28,9 @@ def export(
     master: Path,
     out: Path,
     target: str,
+    options: ExportOptions = ExportOptions(),  # noqa: B008  # frozen
     *,
-    dtype: str = "bf16",
+    original: Path | None = None,
     threads: int,
     device: str = "cpu",
     overwrite: bool = False,
@@ -30,15 +39,25 @@ def export(
 ) -> Report:
     """Write a master as `target` (a key of EXPORTS) into the folder `out`; continues an interrupted run of the same call.
 
-    Raises SourceError (also for a folder that is no master), MasterError, OutputError,
-    DeviceError.
+    original: the checkpoint that the master was made from, whose weights an integer target then takes instead. Raises
+    SourceError (also for a folder that is no master), MasterError, ExportError, OutputError, DeviceError,
+    MissingDependencyError.
     """
+    made = EXPORTS[target].make(options)
+    for source in (master, *([original] if original else [])):
+        check_paths(source, out)
     checkpoint = open_local(master)
     if not checkpoint.is_master:
         raise SourceError(
             f"{master}: expected a pqweights master (config.json with quant_method pqweights), found none"
         )
-    transform = EXPORTS[target](dtype)
+    transform: Transform
+    if isinstance(made, Bf16Export):
+        if original is not None:
+            raise ExportError("--source: the original is what the bf16 target would give; it is for integer targets")
+        transform = made
+    else:
+        checkpoint, transform = integer_export(master, checkpoint, made, original)
     plan = make_plan(checkpoint, transform, max_shard_bytes)
     return rewrite(
         checkpoint, master, transform, plan, out, threads=threads, device=device, overwrite=overwrite, progress=progress

@@ -8,8 +8,9 @@ from typing import Any
 
 from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.header import TensorSpec
-from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor
+from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.exports.options import ExportOptions, one_of
 from pqweights.jobs import CopyJob, Job
 from pqweights.manifest import TensorRecord
 from pqweights.plan import DECODE, DEFAULT_METADATA, KEEP, TensorPlan
@@ -27,6 +28,15 @@ class Bf16Export:
     dtype: str = "bf16"
     kind: str = "export"
 
+    @staticmethod
+    def make(options: ExportOptions) -> Bf16Export:
+        """From what the user asked for.
+
+        Raises ExportError for what the target does not have.
+        """
+        options.only("bf16", "dtype")
+        return Bf16Export(one_of("bf16", "dtype", options.dtype, ("bf16", "source")))
+
     def describe(self) -> dict[str, Any]:
         """See transform.Transform."""
         return {"target": "bf16", "dtype": self.dtype}
@@ -34,20 +44,7 @@ class Bf16Export:
     def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
         """See transform.Transform."""
         model = model_dtype(checkpoint.config, checkpoint.tensors)
-        result = []
-        for tensor in checkpoint.tensors:
-            decoded = isinstance(tensor, EncodedTensor)
-            dtype = tensor.plain_dtype
-            if self.dtype == "bf16" and (decoded or dtype == model):
-                dtype = "BF16"
-            role = classify(tensor.name, tensor.dtype, tensor.shape).name
-            reason = (
-                "decoded" if decoded else "as in the master" if dtype == tensor.plain_dtype else "model dtype to BF16"
-            )
-            stored = (TensorSpec(tensor.name, dtype, tensor.shape),)
-            action = DECODE if decoded else KEEP
-            result.append(TensorPlan(tensor.name, tensor.shape, tensor.dtype, role, action, None, None, reason, stored))
-        return result
+        return [plain_plan(t, model, "BF16" if self.dtype == "bf16" else None) for t in checkpoint.tensors]
 
     def metadata(self, tensors: Sequence[TensorPlan]) -> dict[str, str]:
         """See Transform."""
@@ -76,3 +73,17 @@ class Bf16Export:
         """See transform.Transform."""
         model = model_dtype(checkpoint.config, checkpoint.tensors)
         return edited_config(checkpoint.config, "BF16" if self.dtype == "bf16" else model, model, None)
+
+
+def plain_plan(tensor: LogicalTensor, model: str, dtype: str | None, reason: str | None = None) -> TensorPlan:
+    """A tensor stored plainly: weights, and whatever else has the dtype of the model, in `dtype` if one is given.
+
+    reason: why a weight that might have been quantized is not.
+    """
+    decoded = isinstance(tensor, EncodedTensor | OriginalTensor)
+    stored = dtype if dtype is not None and (decoded or tensor.plain_dtype == model) else tensor.plain_dtype
+    role = classify(tensor.name, tensor.dtype, tensor.shape).name
+    why = "decoded" if decoded else "as in the master" if stored == tensor.plain_dtype else "model dtype to BF16"
+    action = DECODE if decoded else KEEP
+    spec = TensorSpec(tensor.name, stored, tensor.shape)
+    return TensorPlan(tensor.name, tensor.shape, tensor.dtype, role, action, None, None, reason or why, (spec,))

@@ -28,6 +28,9 @@ SIGNS: npt.NDArray[np.float32] = np.array(
 # dtype name -> number by which the kernels know it
 VALUE_DTYPES = {"BF16": 0, "F16": 1, "F32": 2}
 
+# 1 / sqrt(128): makes the rotation, and what is left in its basis, keep lengths.
+ORTHONORMAL = 0.08838834764831845
+
 # The widths of the fields into which a code is cut, low bits first: the binary digits of the width.
 FIELD_WIDTHS = {bits: tuple(w for w in (8, 4, 2, 1) if bits & w) for bits in range(1, 9)}
 
@@ -77,6 +80,7 @@ class Backend(Protocol):
         signed: bool,
         norm_exponent: int,
         values: npt.NDArray[np.uint8],  # out: [blocks * 128 * itemsize] raw bytes, rounded to nearest even, saturated
+        rotate: bool = True,  # False: leave blocks in the rotated basis, as H b / sqrt(128); signed must be False then
     ) -> None:
         """Decode whole blocks into the array given."""
         ...

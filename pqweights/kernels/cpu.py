@@ -1,6 +1,6 @@
 """The CPU backend: machine code that is compiled once for this machine, kept on disk, and called without the GIL.
 
-cpu_kernels.py is compiled by numba, which takes seconds, and whose import alone takes more time and memory than a small
+cpu_kernels.py and cpu_groups.py are compiled by numba, which takes seconds, and whose import alone takes more time and memory than a small
 model; so the object code is kept, and later runs load it with llvmlite. Callers bring the threads.
 """
 
@@ -26,7 +26,10 @@ import numpy.typing as npt
 from pqweights.buffers import pageable
 from pqweights.codebook import Codebook
 from pqweights.dtypes import item_bytes
-from pqweights.kernels import BLOCK_SIZE, SIGNS, VALUE_DTYPES, EncodeStats
+from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES, EncodeStats
+
+# What the machine code is made from.
+SOURCES = ("compiler.py", "cpu_groups.py", "cpu_kernels.py", "lanes.py", "vector.py")
 
 # Cells of the level search for widths up to 5, then 6, 7 and 8; vector.py has the same.
 _CELLS = {5: 32, 6: 64, 7: 128, 8: 512}
@@ -105,6 +108,7 @@ def decode(
     signed: bool,
     norm_exponent: int,
     values: npt.NDArray[np.uint8],
+    rotate: bool = True,
 ) -> None:
     """See `pqweights.kernels.Backend.decode`."""
     blocks, levels = len(codes), _padded_levels(codebook)
@@ -115,7 +119,94 @@ def decode(
         levels.ctypes.data,
         SIGNS.ctypes.data,
         _address(values, np.uint8, blocks * BLOCK_SIZE * item_bytes(dtype), written=True),
-        blocks, VALUE_DTYPES[dtype], codebook.bits, signed, math.ldexp(1, norm_exponent - 7),
+        blocks, VALUE_DTYPES[dtype], codebook.bits, signed, rotate,
+        math.ldexp(1, norm_exponent - 7) if rotate else math.ldexp(ORTHONORMAL, norm_exponent),
+    )  # fmt: skip
+
+
+def fit_groups(
+    values: npt.NDArray[np.float32],
+    settings: npt.NDArray[np.float32],
+    codes: npt.NDArray[np.uint8],
+    scales: npt.NDArray[np.float32],
+    offsets: npt.NDArray[np.float32],
+    energies: npt.NDArray[np.float64],
+    errors: npt.NDArray[np.float64],
+    bits: int,
+    symmetric: bool,
+    middle: bool,
+) -> None:
+    """Groups [groups * size] to codes [groups, size], scales, offsets, sums of squares and of squared errors [groups].
+
+    settings: where the fit starts, see lanes.py. size: 16, 32, ..., 256.
+    """
+    groups, size = codes.shape
+    assert size % 16 == 0 and 16 <= size <= 256 and 2 <= bits <= 8
+    _kernel("fit")(
+        *_IGNORED_ADDRESSES,
+        _address(values, np.float32, groups * size),
+        _address(settings, np.float32, 7),
+        _address(codes, np.uint8, groups * size, written=True),
+        _address(scales, np.float32, groups, written=True),
+        _address(offsets, np.float32, groups, written=True),
+        _address(energies, np.float64, groups, written=True),
+        _address(errors, np.float64, groups, written=True),
+        groups, size, bits, symmetric, middle,
+    )  # fmt: skip
+
+
+def round_groups(
+    values: npt.NDArray[np.float32],
+    codes: npt.NDArray[np.uint8],
+    scales: npt.NDArray[np.float32],
+    offsets: npt.NDArray[np.float32],
+    energies: npt.NDArray[np.float64],
+    errors: npt.NDArray[np.float64],
+    bits: int,
+    rule: int,
+) -> None:
+    """The same by the rule of a runtime, a number of cpu_groups.py."""
+    groups, size = codes.shape
+    _kernel("round")(
+        *_IGNORED_ADDRESSES,
+        _address(values, np.float32, groups * size),
+        _address(codes, np.uint8, groups * size, written=True),
+        _address(scales, np.float32, groups, written=True),
+        _address(offsets, np.float32, groups, written=True),
+        _address(energies, np.float64, groups, written=True),
+        _address(errors, np.float64, groups, written=True),
+        groups, size, bits, rule,
+    )  # fmt: skip
+
+
+def rotate(values: npt.NDArray[np.float32], factor: float) -> None:
+    """Multiply each run of 128 values by H and the factor, in place."""
+    blocks = len(values) // BLOCK_SIZE
+    _kernel("rotate")(
+        *_IGNORED_ADDRESSES, _address(values, np.float32, blocks * BLOCK_SIZE, written=True), blocks, factor
+    )
+
+
+def pack_bits(codes: npt.NDArray[np.uint8], bits: int, packed: npt.NDArray[np.uint8]) -> None:
+    """Codes [8 * n] below 2**bits as one stream of bits [n * bits], the lowest first."""
+    eights = len(codes) // 8
+    _kernel("pack_bits")(
+        *_IGNORED_ADDRESSES,
+        _address(codes, np.uint8, eights * 8),
+        _address(packed, np.uint8, eights * bits, written=True),
+        eights, bits,
+    )  # fmt: skip
+
+
+def pack_tiles(codes: npt.NDArray[np.uint8], order: npt.NDArray[np.int32], packed: npt.NDArray[np.uint8]) -> None:
+    """4-bit codes [8 * m, 128 * n] in tiles of 8 x 128, whose nibbles come from the places in `order` [1024]."""
+    rows, columns = codes.shape
+    _kernel("pack_tiles")(
+        *_IGNORED_ADDRESSES,
+        _address(codes, np.uint8, rows // 8 * 8 * (columns // 128) * 128),
+        _address(order, np.int32, 1024),
+        _address(packed, np.uint8, rows * columns // 2, written=True),
+        rows // 8, columns // 128,
     )  # fmt: skip
 
 
@@ -138,10 +229,15 @@ def _address(array: npt.NDArray[Any], dtype: type, count: int, written: bool = F
     return array.ctypes.data
 
 
-# name -> types of its arguments: two pointers of numba's own, ours, then blocks, dtype, bits and signed, then factors
+# name -> types of its arguments: two pointers of numba's own, ours, then numbers
 _ARGUMENTS: dict[str, list[Any]] = {
     "encode": [ctypes.c_void_p] * (2 + 8) + [ctypes.c_int64] * 4 + [ctypes.c_double] * 2 + [ctypes.c_float] * 2,
-    "decode": [ctypes.c_void_p] * (2 + 5) + [ctypes.c_int64] * 4 + [ctypes.c_double],
+    "decode": [ctypes.c_void_p] * (2 + 5) + [ctypes.c_int64] * 5 + [ctypes.c_double],
+    "fit": [ctypes.c_void_p] * (2 + 7) + [ctypes.c_int64] * 5,
+    "round": [ctypes.c_void_p] * (2 + 6) + [ctypes.c_int64] * 4,
+    "rotate": [ctypes.c_void_p] * (2 + 1) + [ctypes.c_int64, ctypes.c_float],
+    "pack_bits": [ctypes.c_void_p] * (2 + 2) + [ctypes.c_int64] * 2,
+    "pack_tiles": [ctypes.c_void_p] * (2 + 3) + [ctypes.c_int64] * 2,
 }
 _loading = threading.Lock()
 _loaded: dict[str, Any] = {}
@@ -171,7 +267,7 @@ def _kept(name: str) -> tuple[str, bytes] | None:
 
 def _compiled(name: str) -> tuple[str, bytes]:
     """Compile, and keep the result in the first folder that can be written; without one, every run compiles."""
-    from pqweights.kernels.cpu_kernels import compile_kernel
+    from pqweights.kernels.compiler import compile_kernel
 
     symbol, machine_code = compile_kernel(name)
     for folder in _cache_folders():
@@ -214,7 +310,7 @@ def _cache_folders() -> list[Path]:
 def _cache_name(name: str) -> str:
     """Names everything that the machine code depends on: our sources, the compiler and its settings, and the processor."""
     digest = hashlib.sha256()
-    for source in ("cpu_kernels.py", "vector.py"):
+    for source in SOURCES:
         digest.update((Path(__file__).parent / source).read_bytes())
     versions = [importlib.metadata.version(package) for package in ("numba", "llvmlite", "numpy")]
     settings = sorted((key, value) for key, value in os.environ.items() if key.startswith("NUMBA_"))

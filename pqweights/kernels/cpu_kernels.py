@@ -3,21 +3,17 @@
 Rotation, level search, their sums and packing are vector code of our own (vector.py). What is one number per block is
 computed for a group at a time, in loops that LLVM vectorises: a block's own square root and division would stall it.
 Nothing is fused or reassociated, so the bytes equal the reference's. Pointers in, nothing allocated, nothing raised: the
-machine code needs no numba to run, and cpu.py keeps it. numba is imported only to compile.
+machine code needs no numba to run (compiler.py).
 """
 
 from __future__ import annotations
 
-import platform
-import re
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding as llvm
 import numba
 import numpy as np
 from numba import carray, types
-from numba.core import config
 
 from pqweights.kernels.vector import (
     look_up_5,
@@ -44,46 +40,12 @@ from pqweights.kernels.vector import (
 GROUP = 16
 
 
-def compile_kernel(name: str) -> tuple[str, bytes]:
-    """Symbol and object file of "encode" or "decode" for this machine.
-
-    The function takes two pointers before its arguments, to where numba's result (a null pointer) and exception would go.
-    """
-    kernel, signature = {"encode": (_encode, ENCODE), "decode": (_decode, DECODE)}[name]
-    compiled = numba.cfunc(signature, nopython=True, error_model="numpy")(kernel)
-    symbol = compiled.native_name.removeprefix("cfunc.")
-    # Without numba's wrapper, and so without references to numba's runtime. What is left of reference counting (of arrays
-    # that own nothing) must not call it either.
-    code = re.sub(
-        r"declare void @NRT_MemInfo_call_dtor\(([^\s)]+).*",
-        r"define void @NRT_MemInfo_call_dtor(\1 %0) { ret void }",
-        compiled.inspect_llvm(),
-    )
-    module = llvm.parse_assembly(code)
-    for function in module.functions:
-        if not function.is_declaration and function.name != symbol:
-            function.linkage = llvm.Linkage.internal
-    target = llvm.Target.from_default_triple().create_target_machine(
-        cpu=config.CPU_NAME or llvm.get_host_cpu_name(),
-        features=llvm.get_host_cpu_features().flatten() if config.CPU_FEATURES is None else config.CPU_FEATURES,
-        opt=3,
-        reloc="static" if platform.machine() in ("x86_64", "AMD64") else "default",  # as numba does
-        codemodel="jitdefault",
-    )
-    passes = llvm.create_new_module_pass_manager()
-    passes.add_global_dead_code_eliminate_pass()
-    passes.run(module, llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options(speed_level=3)))
-    needed = {f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")}
-    assert needed <= {"memset", "memcpy", "memmove", "sqrtf"}, needed
-    return symbol, target.emit_object(module)
-
-
-def _jit(function: Callable[..., Any]) -> Any:
+def jit(function: Callable[..., Any]) -> Any:
     """Compile into whatever calls it."""
     return numba.njit(error_model="numpy")(function)
 
 
-@_jit
+@jit
 def _half_from_float(u, x):  # type: ignore[no-untyped-def]  # f32, non-negative and finite, and its bits -> u16
     """The float16 bit pattern nearest to x, ties to even."""
     rounded = u + np.uint32(0xFFF) + ((u >> np.uint32(13)) & np.uint32(1))
@@ -93,7 +55,7 @@ def _half_from_float(u, x):  # type: ignore[no-untyped-def]  # f32, non-negative
     return np.uint16(0x7C00) if x >= np.float32(65520.0) else np.uint16(half)
 
 
-@_jit
+@jit
 def _bits_from_half(h):  # type: ignore[no-untyped-def]  # u16 -> the bits of the same value in f32, but for subnormals
     """Subnormals come out as 0; infinity and NaN stay what they are."""
     h = np.uint32(h)
@@ -104,7 +66,7 @@ def _bits_from_half(h):  # type: ignore[no-untyped-def]  # u16 -> the bits of th
     return rebiased | ((h & np.uint32(0x8000)) << np.uint32(16))
 
 
-@_jit
+@jit
 def _floats_from_halves(halves, bits, x):  # type: ignore[no-untyped-def]
     """float16 patterns as float32 in x, which shares memory with `bits`."""
     for i in range(len(halves)):
@@ -116,7 +78,7 @@ def _floats_from_halves(halves, bits, x):  # type: ignore[no-untyped-def]
             x[i] = -tiny if h & np.int32(0x8000) else tiny
 
 
-@_jit
+@jit
 def _load(words16, words32, dtype, bits, x):  # type: ignore[no-untyped-def]
     """The values (in words16, or in words32 where they are float32) as float32 in x, which shares memory with `bits`."""
     if dtype == 0:
@@ -129,7 +91,7 @@ def _load(words16, words32, dtype, bits, x):  # type: ignore[no-untyped-def]
             bits[j] = words32[j]
 
 
-@_jit
+@jit
 def _store(bits, x, dtype, words16, words32):  # type: ignore[no-untyped-def]
     """Saturate the values of x, round them to nearest even and write them; x shares memory with bits."""
     if dtype == 0:
@@ -160,7 +122,7 @@ def _store(bits, x, dtype, words16, words32):  # type: ignore[no-untyped-def]
             words32[j] = bits[j]
 
 
-@_jit
+@jit
 def _power_of_two(k):  # type: ignore[no-untyped-def]  # -> f64, exactly
     result = 1.0
     for _ in range(abs(k)):
@@ -168,7 +130,7 @@ def _power_of_two(k):  # type: ignore[no-untyped-def]  # -> f64, exactly
     return result
 
 
-@_jit
+@jit
 def _prescale(x):  # type: ignore[no-untyped-def]
     """Multiply x by 2**-k, k the exponent of its largest magnitude; k, or -1000 where a value is not finite."""
     largest = np.float32(0)
@@ -199,7 +161,7 @@ def _prescale(x):  # type: ignore[no-untyped-def]
     return k
 
 
-@_jit
+@jit
 def _pack(q, block, bits, row):  # type: ignore[no-untyped-def]
     """Fold the 128 codes of a block into the 16 * bits bytes of row, one field per binary digit of the width.
 
@@ -220,7 +182,7 @@ def _pack(q, block, bits, row):  # type: ignore[no-untyped-def]
         pack_1(q, block, added, lowest, row, at)
 
 
-@_jit
+@jit
 def _unpack(row, bits, q, block):  # type: ignore[no-untyped-def]
     """The inverse of _pack, with nothing subtracted."""
     lowest = np.uint8(1)
@@ -245,7 +207,7 @@ _BLOCKS_OF_4, _BLOCKS_OF_8 = GROUP * 4, GROUP * 8
 _FOUR_SUMS = GROUP * 4 * 4
 
 
-@_jit
+@jit
 def _floats_and_bits(address, count):  # type: ignore[no-untyped-def]
     """The same memory as float32 and as bit patterns."""
     return carray(address, count, np.float32), carray(address, count, np.uint32)
@@ -253,7 +215,7 @@ def _floats_and_bits(address, count):  # type: ignore[no-untyped-def]
 
 # Arguments: pointers, then numbers; what each points to is said where the function begins.
 ENCODE = types.void(*[types.voidptr] * 8, *[types.int64] * 4, *[types.float64] * 2, *[types.float32] * 2)
-DECODE = types.void(*[types.voidptr] * 5, *[types.int64] * 4, types.float64)
+DECODE = types.void(*[types.voidptr] * 5, *[types.int64] * 5, types.float64)
 
 
 def _encode(  # type: ignore[no-untyped-def]
@@ -346,7 +308,7 @@ def _encode(  # type: ignore[no-untyped-def]
 
 
 def _decode(  # type: ignore[no-untyped-def]
-    codes_at, norms_at, levels_at, signs_at, values_at, blocks, dtype, bits, signed, from_stored,
+    codes_at, norms_at, levels_at, signs_at, values_at, blocks, dtype, bits, signed, rotate, from_stored,
 ):  # fmt: skip
     codes = carray(codes_at, (blocks, 16 * bits), np.uint8)
     norms = carray(norms_at, blocks, np.uint16)
@@ -366,7 +328,10 @@ def _decode(  # type: ignore[no-untyped-def]
             norm[i] = np.float32(np.float64(norm[i]) * from_stored)
         for i in range(count):
             _unpack(codes[first + i], bits, q, i)
-        for i in range(count):
+        for i in range(count if not rotate else 0):
+            for j in range(128):
+                y[i * 128 + j] = levels[q[i * 128 + j]] * norm[i]
+        for i in range(count if rotate else 0):
             if bits <= 5:
                 look_up_5(q, levels, i, norm[i], y)
             elif bits == 6:
@@ -381,3 +346,6 @@ def _decode(  # type: ignore[no-untyped-def]
                     y[i * 128 + j] = y[i * 128 + j] * signs[j]
         begin, end = first * 128, (first + count) * 128
         _store(raw[: count * 128], y[: count * 128], dtype, words16[begin:end], words32[begin:end])
+
+
+KERNELS = {"encode": (_encode, ENCODE), "decode": (_decode, DECODE)}

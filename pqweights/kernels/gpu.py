@@ -183,7 +183,7 @@ def _encode(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["blocks", "norm_exponent"])
 def _decode(  # type: ignore[no-untyped-def]
     codes, norms, levels, signs, values, blocks, norm_exponent,
-    DTYPE: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
+    ROTATE: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     inside = row < blocks
@@ -198,9 +198,14 @@ def _decode(  # type: ignore[no-untyped-def]
         q |= _unpack_field(codes, row, mask, BITS & 4, 2, BITS, BLOCKS)
     if BITS & 1:
         q |= _unpack_field(codes, row, mask, BITS & 6, 1, BITS, BLOCKS)
-    x = _hadamard(tl.load(levels + q), BLOCKS)
+    x = tl.load(levels + q)
     norm = tl.load(norms + row, mask=inside, other=0).to(tl.float16, bitcast=True).to(tl.float64)
-    scale = (norm * _power_of_two(norm_exponent - 7)).to(tl.float32)
+    if ROTATE:
+        x = _hadamard(x, BLOCKS)
+        scale = (norm * _power_of_two(norm_exponent - 7)).to(tl.float32)
+    else:
+        orthonormal = tl.full([BLOCKS], 0x3FB6A09E667F3BCD, tl.int64).to(tl.float64, bitcast=True)  # 1 / sqrt(128)
+        scale = (norm * (orthonormal * _power_of_two(norm_exponent))).to(tl.float32)
     x = x * scale[:, None] * tl.load(signs + j)[None, :]
     _store_values(x, values, row[:, None] * 128 + j[None, :], mask, DTYPE)
 
@@ -255,6 +260,7 @@ def decode(
     signed: bool,
     norm_exponent: int,
     values: npt.NDArray[np.uint8],
+    rotate: bool = True,
 ) -> None:
     """See `pqweights.kernels.Backend.decode`."""
     with _stream():
@@ -272,6 +278,7 @@ def decode(
             output,
             len(codes),
             norm_exponent,
+            rotate,
         )
         _from_device(output, _words(values, dtype))
 

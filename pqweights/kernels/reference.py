@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pqweights.buffers import pageable
 from pqweights.codebook import Codebook
-from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, SIGNS, EncodeStats
+from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, ORTHONORMAL, SIGNS, EncodeStats
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -122,12 +122,14 @@ def encode_blocks(
 
 
 def decode_blocks(
-    packed: Tensor, norms: Tensor, codebook: Codebook, signed: bool, norm_exponent: int
+    packed: Tensor, norms: Tensor, codebook: Codebook, signed: bool, norm_exponent: int, rotate: bool = True
 ) -> Tensor:  # [blocks, 16 * bits] u8, [blocks] f16 -> [blocks, 128] f32
-    """The inverse of `encode_blocks`, up to quantization."""
+    """The inverse of `encode_blocks`, up to quantization; or, without rotating, the blocks as H b / sqrt(128)."""
     levels = torch.from_numpy(codebook.levels).to(packed.device)
-    scale = (norms.double() * 2.0 ** (norm_exponent - 7)).float()
-    x = hadamard(levels[unpack(packed, codebook.bits).long()]) * scale[:, None]
+    factor = 2.0 ** (norm_exponent - 7) if rotate else 2.0**norm_exponent * ORTHONORMAL
+    scale = (norms.double() * factor).float()
+    x = levels[unpack(packed, codebook.bits).long()]
+    x = (hadamard(x) if rotate else x) * scale[:, None]
     return x * torch.from_numpy(SIGNS).to(packed.device) if signed else x
 
 
@@ -169,10 +171,11 @@ def decode(
     signed: bool,
     norm_exponent: int,
     values: npt.NDArray[np.uint8],
+    rotate: bool = True,
 ) -> None:
     """See `pqweights.kernels.Backend.decode`."""
     half_norms = torch.from_numpy(norms.view(np.float16))
-    x = decode_blocks(torch.from_numpy(codes), half_norms, codebook, signed, norm_exponent)
+    x = decode_blocks(torch.from_numpy(codes), half_norms, codebook, signed, norm_exponent, rotate)
     target = TORCH_DTYPES[dtype]
     limit = torch.finfo(target).max
     rounded = x.clamp(-limit, limit).to(target).reshape(-1).contiguous()

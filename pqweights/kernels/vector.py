@@ -66,6 +66,20 @@ def sum_of_squares(typingctx: Any, x: Any, block: Any) -> Any:
     return types.float32(x, block), codegen
 
 
+@intrinsic
+def rotate_block(typingctx: Any, x: Any, block: Any, factor: Any) -> Any:
+    """Rotate the 128 floats of a block, in place, and multiply by `factor`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        (target,) = _pointers(context, builder, signature, args, (_F32, None, None))
+        factors, start = _splat(builder, args[2]), builder.mul(args[1], _I64(BLOCK))
+        for i, v in enumerate(_butterflies(builder, _load_block(builder, target, args[1]))):
+            _store(builder, builder.fmul(v, factors), builder.gep(target, [builder.add(start, _I64(i * LANES))]))
+        return context.get_dummy_value()
+
+    return types.void(x, block, factor), codegen
+
+
 def _make_quantize(cells: int, levels: int) -> Any:
     @intrinsic
     def quantize(

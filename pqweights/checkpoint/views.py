@@ -1,0 +1,160 @@
+"""Tensors put together from the rows of others: a stack of experts, a part of a fused weight, a transposed matrix.
+
+What a runtime holds in another shape than the checkpoint is read from it in place, any range at a time.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.dtypes import item_bytes
+
+# A matrix of at most so many bytes is kept by each thread that transposes parts of it.
+KEPT_BYTES = 1 << 26
+
+_last_matrix = threading.local()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows first, first + step, ... of a tensor, `count` of them; a row runs along the last dimension."""
+
+    tensor: LogicalTensor
+    first: int
+    step: int
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class MovedTensor:
+    """A tensor that only moves values of others.
+
+    Without `transposed`: its rows are those of the segments, of each the `columns`. With it, it is [..., len(columns), R],
+    each of its matrices the transpose of R rows of the segments. dtype: in which it is kept.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    segments: tuple[Segment, ...]
+    columns: range
+    transposed: bool
+
+    @property
+    def plain_dtype(self) -> str:
+        """See LogicalTensor."""
+        return self.dtype
+
+    @cached_property
+    def sources(self) -> tuple[LogicalTensor, ...]:
+        """The tensors that it is made of, each once."""
+        return tuple({segment.tensor.name: segment.tensor for segment in self.segments}.values())
+
+    @cached_property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """See LogicalTensor."""
+        return tuple(part for tensor in self.sources for part in tensor.parts)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(itertools.accumulate(segment.count for segment in self.segments))
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """See LogicalTensor."""
+        size, width = item_bytes(dtype), self.shape[-1] if self.shape else 1
+        whole = not start % width and not count % width
+        if whole and not self.transposed and self._read_whole(start // width, count // width, dtype, out):
+            return
+        first, last = start // width, -(-(start + count) // width)
+        rows = (
+            self._transposed_rows(first, last - first, dtype)
+            if self.transposed
+            else self._rows(first, last - first, dtype)
+        )
+        skip = start - first * width
+        out[: count * size] = rows.reshape(-1)[skip * size : (skip + count) * size]
+
+    def _read_whole(self, row: int, rows: int, dtype: str, out: npt.NDArray[np.uint8]) -> bool:
+        """Read straight into `out`, where the rows lie together in one tensor."""
+        runs = list(self._runs(row, rows))
+        if len(runs) != 1 or runs[0].step != 1 or not self._all_columns(runs[0]):
+            return False
+        width = len(self.columns)
+        runs[0].tensor.read(runs[0].first * width, rows * width, dtype, out)
+        return True
+
+    def _all_columns(self, run: Segment) -> bool:
+        shape = run.tensor.shape
+        return self.columns == range(shape[-1] if shape else 1)
+
+    def _runs(self, row: int, rows: int) -> Iterator[Segment]:
+        """Which rows of which tensors the rows [row, row + rows) are."""
+        place = bisect.bisect_right(self._ends, row)
+        while rows:
+            segment = self.segments[place]
+            skip = row - (self._ends[place] - segment.count)
+            count = min(rows, segment.count - skip)
+            yield Segment(segment.tensor, segment.first + skip * segment.step, segment.step, count)
+            row, rows, place = row + count, rows - count, place + 1
+
+    def _rows(
+        self, row: int, rows: int, dtype: str, columns: range | None = None
+    ) -> npt.NDArray[np.uint8]:  # [rows, bytes]
+        """Rows of the segments, of each the columns."""
+        columns = self.columns if columns is None else columns
+        size = item_bytes(dtype)
+        result = np.empty((rows, len(columns), size), dtype=np.uint8)
+        done = 0
+        for run in self._runs(row, rows):
+            width = run.tensor.shape[-1]
+            low, high = min(columns[0], columns[-1]), max(columns[0], columns[-1]) + 1
+            if run.step == 1 and 2 * (high - low) > width:  # most of each row: at once
+                block = np.empty(run.count * width * size, dtype=np.uint8)
+                run.tensor.read(run.first * width, run.count * width, dtype, block)
+                result[done : done + run.count] = block.reshape(run.count, width, size)[
+                    :, columns.start :: columns.step
+                ][:, : len(columns)]
+            else:
+                strip = np.empty((high - low) * size, dtype=np.uint8)
+                for i in range(run.count):
+                    run.tensor.read((run.first + i * run.step) * width + low, high - low, dtype, strip)
+                    result[done + i] = strip.reshape(-1, size)[:: columns.step]
+            done += run.count
+        return result.reshape(rows, -1)
+
+    def _transposed_rows(self, row: int, rows: int, dtype: str) -> npt.NDArray[np.uint8]:  # [rows, bytes]
+        """Rows of the transposed matrices, counted through."""
+        size, width, height = item_bytes(dtype), self.shape[-1], len(self.columns)
+        result = np.empty((rows, width, size), dtype=np.uint8)
+        done = 0
+        while done < rows:
+            matrix, first = divmod(row + done, height)
+            count = min(rows - done, height - first)
+            if width * height * size <= KEPT_BYTES:
+                strip = self._matrix(matrix, dtype).reshape(width, height, size)[:, first : first + count]
+            else:
+                strip = self._rows(matrix * width, width, dtype, self.columns[first : first + count]).reshape(
+                    width, count, size
+                )
+            result[done : done + count] = strip.transpose(1, 0, 2)
+            done += count
+        return result.reshape(rows, -1)
+
+    def _matrix(self, matrix: int, dtype: str) -> npt.NDArray[np.uint8]:
+        """One matrix before it is transposed; each thread keeps the last, as many chunks in a row need the same."""
+        key = (id(self), matrix, dtype)
+        if getattr(_last_matrix, "key", None) != key:
+            width = self.shape[-1]
+            _last_matrix.key, _last_matrix.value = key, self._rows(matrix * width, width, dtype)
+        value: npt.NDArray[np.uint8] = _last_matrix.value
+        return value

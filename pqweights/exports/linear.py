@@ -1,0 +1,71 @@
+"""Which weights of a master are linear layers that a runtime can hold as integers, told by role, shape and name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.errors import ExportError
+from pqweights.roles import classify
+
+# Models whose linear weights are stored transposed, [in, out] (transformers' Conv1D).
+TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
+
+
+def is_encoded(tensor: LogicalTensor) -> bool:
+    """Whether the master holds the weight as codes."""
+    return isinstance(tensor, EncodedTensor | OriginalTensor)
+
+
+def linear_weights(
+    target: str,
+    checkpoint: Checkpoint,
+    asked_group_size: int | None,
+    group_size: int,
+    group_sizes: Sequence[int],
+    experts: str | None,
+) -> dict[str, str | None]:
+    """For every weight that the master encoded: None where a linear layer can take integers, else why it stays plain.
+
+    experts: why single experts stay plain, or None where they need not. Raises ExportError where a group size that was
+    asked for does not divide the rows of a weight, and where nothing would become integers.
+    """
+    model_type = str((checkpoint.config or {}).get("model_type"))
+    if model_type in TRANSPOSED:
+        raise ExportError(
+            f"config.json: {model_type} stores its linear weights transposed, which {target} has no form for; "
+            "use --target bf16 or mlx-q4"
+        )
+    result: dict[str, str | None] = {}
+    for tensor in checkpoint.tensors:
+        if not is_encoded(tensor):
+            continue
+        reason = _not_linear(tensor, experts)
+        columns = tensor.shape[-1] if tensor.shape else 1
+        if reason is None and columns % group_size:
+            fitting = ", ".join(str(size) for size in sorted(group_sizes) if columns % size == 0) or "none"
+            if asked_group_size is not None:
+                raise ExportError(
+                    f"tensor {tensor.name!r}: --group-size {group_size} does not divide its rows of {columns} weights; of the "
+                    f"sizes that {target} has these would: {fitting}"
+                )
+            reason = f"groups of {group_size} do not divide its rows of {columns} weights (--group-size that would: {fitting})"
+        result[tensor.name] = reason
+    if None not in result.values():
+        why = next((reason for reason in result.values() if reason), "the master quantizes no linear layer")
+        raise ExportError(f"no weight of this model can become integers for {target}: {why}")
+    return result
+
+
+def _not_linear(tensor: LogicalTensor, experts: str | None) -> str | None:
+    role = classify(tensor.name, tensor.dtype, tensor.shape).name
+    if role in ("embedding", "lm_head"):
+        return f"{role}: the runtime holds it plainly"
+    if len(tensor.shape) != 2:
+        return f"fused weights {list(tensor.shape)}: the format stores single linear layers"
+    if role == "expert" and experts is not None:
+        return experts
+    if role not in ("attention", "mlp", "linear", "expert") or not tensor.name.endswith(".weight"):
+        return f"{role}: not known to be a linear layer"
+    return None

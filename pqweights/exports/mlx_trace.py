@@ -1,0 +1,265 @@
+"""What mlx-lm's own `sanitize` does to a checkpoint, found out from names, shapes and dtypes alone.
+
+mlx-lm renames, stacks, splits and transposes weights as it loads them, each model in its own way. `trace` has it do so with
+placeholders that are never allocated, and reads mlx's graph of it (mlx.core.export_function with a callback). An output
+that only moves values becomes a `Moved`, which can be read in parts; any other an `Evaluated`, which mlx has to compute.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+MLX_DTYPES = {
+    "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "F64": mx.float32, "BOOL": mx.bool_,
+    "U8": mx.uint8, "I8": mx.int8, "U16": mx.uint16, "I16": mx.int16, "U32": mx.uint32, "I32": mx.int32,
+    "U64": mx.uint64, "I64": mx.int64,
+}  # fmt: skip
+
+Weights = dict[str, mx.array]
+Sanitize = Callable[[Weights], Weights]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shape and dtype of a tensor, the latter a key of MLX_DTYPES."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows first, first + step, ... of a source, `count` of them; a row runs along the last dimension."""
+
+    source: str
+    first: int
+    step: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Moved:
+    """An output that only moves values: rows of the sources, of each the columns.
+
+    transposed: it is [..., len(columns), R], and each of its matrices is the transpose of R rows.
+    """
+
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+    runs: tuple[Run, ...]
+    columns: range
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An output that is computed from these sources."""
+
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+    sources: frozenset[str]
+
+
+def placeholder(spec: Spec) -> mx.array:
+    """Zeros that nobody looks at, and that are therefore never made."""
+    return mx.zeros(spec.shape, MLX_DTYPES[spec.dtype])
+
+
+def trace(sanitize: Sanitize, specs: Mapping[str, Spec]) -> dict[str, Moved | Evaluated]:
+    """Every output of sanitize, in its order.
+
+    Raises whatever sanitize raises, and mlx's ValueError or RuntimeError where it looks at values.
+    """
+    names: list[str] = []
+    events: list[dict[str, Any]] = []
+
+    def function(*arrays: mx.array) -> list[mx.array]:
+        result = sanitize(dict(zip(specs, arrays, strict=True)))
+        names.extend(result)
+        return list(result.values())
+
+    with _contiguous_is_no_operation():
+        mx.export_function(events.append, function, *map(placeholder, specs.values()))
+    graph = _Graph(specs, events)
+    return {name: graph.output(*found) for name, found in zip(names, graph.outputs, strict=True)}
+
+
+def evaluate(
+    sanitize: Sanitize, specs: Mapping[str, Spec], wanted: Mapping[str, Evaluated], load: Callable[[str], mx.array]
+) -> Weights:
+    """Some outputs of sanitize, from the values of what they need. sanitize: of a model that was not used for it before."""
+    needed = frozenset[str]().union(*(found.sources for found in wanted.values()))
+    result = sanitize({name: load(name) if name in needed else placeholder(spec) for name, spec in specs.items()})
+    outputs = {name: result[name] for name in wanted}
+    mx.eval(list(outputs.values()))
+    return outputs
+
+
+@contextlib.contextmanager
+def _contiguous_is_no_operation() -> Iterator[None]:
+    """mlx 0.32 cannot export mx.contiguous, which changes no value."""
+    original = mx.contiguous
+    mx.contiguous = lambda array, *args, **keywords: array
+    try:
+        yield
+    finally:
+        mx.contiguous = original
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where the values of a node come from: the source row behind each position, and on which axis its columns lie."""
+
+    rows: npt.NDArray[
+        np.int64
+    ]  # rows of all sources counted through; the shape of the node without the axis of columns
+    columns: range
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.rows.shape[: self.axis], len(self.columns), *self.rows.shape[self.axis :])
+
+    def cut(self, slices: list[slice]) -> _Rows:
+        rest = (*slices[: self.axis], *slices[self.axis + 1 :])
+        return _Rows(self.rows[rest], self.columns[slices[self.axis]], self.axis)
+
+
+class _Graph:
+    """What the callback of mx.export_function was told."""
+
+    def __init__(self, specs: Mapping[str, Spec], events: list[dict[str, Any]]) -> None:
+        by_type = {event["type"]: event for event in events}
+        self._names, self._specs = list(specs), list(specs.values())
+        self._inputs = {found[0]: place for place, found in enumerate(by_type["inputs"]["inputs"])}
+        self.outputs: list[tuple[str, tuple[int, ...], mx.Dtype]] = by_type["outputs"]["outputs"]
+        self._producers = {
+            output[0]: (event, place)
+            for event in events
+            if event["type"] == "primitive"
+            for place, output in enumerate(event["outputs"])
+        }
+        counts = [math.prod(spec.shape[:-1]) for spec in self._specs]
+        self._first_rows = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+    def output(self, node: str, shape: tuple[int, ...], dtype: mx.Dtype) -> Moved | Evaluated:
+        """What an output is."""
+        found = self._rows_of(node)
+        if found is not None and found.axis in (len(shape) - 1, len(shape) - 2):
+            transposed = found.axis == len(shape) - 2
+            return Moved(tuple(shape), dtype, self._runs(found.rows.reshape(-1)), found.columns, transposed)
+        return Evaluated(tuple(shape), dtype, frozenset(self._names[place] for place in self._reached(node)))
+
+    def _rows_of(self, node: str) -> _Rows | None:
+        """None for what is computed."""
+        if node in self._inputs:
+            place = self._inputs[node]
+            shape = self._specs[place].shape
+            if not shape:
+                return None
+            rows = np.arange(self._first_rows[place], self._first_rows[place + 1])
+            return _Rows(rows.reshape(shape[:-1]), range(shape[-1]), len(shape) - 1)
+        if node not in self._producers:  # a constant
+            return None
+        event, place = self._producers[node]
+        move = _MOVES.get(event["name"])
+        if move is None:
+            return None
+        parts = []
+        for source in event["inputs"]:
+            part = self._rows_of(source[0])
+            if part is None:
+                return None
+            parts.append(part)
+        return move(parts, event["arguments"], tuple(event["outputs"][place][1]), place)
+
+    def _reached(self, node: str) -> set[int]:
+        pending, seen, found = [node], set(), set()
+        while pending:
+            name = pending.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            if name in self._inputs:
+                found.add(self._inputs[name])
+            elif name in self._producers:
+                pending += [source[0] for source in self._producers[name][0]["inputs"]]
+        return found
+
+    def _runs(self, rows: npt.NDArray[np.int64]) -> tuple[Run, ...]:
+        """Rows as runs of a constant step within one source each, taken greedily from the first row on."""
+        sources = np.searchsorted(self._first_rows, rows, side="right") - 1
+        within = rows - self._first_rows[sources]
+        runs = []
+        # A run ends where the source changes, or where the step differs from that of the run's first two rows.
+        steps = np.where(np.diff(sources) == 0, np.diff(within), 0)
+        changes = (np.flatnonzero(np.diff(steps)) + 1).tolist() if len(steps) else []
+        start = 0
+        while start < len(rows):
+            step = int(steps[start]) if start < len(steps) else 0
+            if step <= 0:
+                end = start + 1
+            else:
+                place = bisect.bisect_left(changes, start + 1)
+                end = (changes[place] if place < len(changes) else len(steps)) + 1
+            runs.append(Run(self._names[sources[start]], int(within[start]), max(step, 1), end - start))
+            start = end
+        return tuple(runs)
+
+
+def _reshape(parts: list[_Rows], arguments: list[Any], shape: tuple[int, ...], place: int) -> _Rows | None:
+    found = parts[0]
+    before, width = math.prod(found.shape[: found.axis]), len(found.columns)
+    for axis in reversed(range(len(shape))):
+        if shape[axis] == width and math.prod(shape[:axis]) == before:
+            return _Rows(found.rows.reshape(*shape[:axis], *shape[axis + 1 :]), found.columns, axis)
+    return None
+
+
+def _transpose(parts: list[_Rows], arguments: list[Any], shape: tuple[int, ...], place: int) -> _Rows:
+    found, order = parts[0], list(arguments[0])
+    rest = [axis - (axis > found.axis) for axis in order if axis != found.axis]
+    return _Rows(found.rows.transpose(rest), found.columns, order.index(found.axis))
+
+
+def _slice(parts: list[_Rows], arguments: list[Any], shape: tuple[int, ...], place: int) -> _Rows | None:
+    starts, stops, steps = arguments
+    if any(step < 1 for step in steps):
+        return None
+    return parts[0].cut([slice(*found) for found in zip(starts, stops, steps, strict=True)])
+
+
+def _split(parts: list[_Rows], arguments: list[Any], shape: tuple[int, ...], place: int) -> _Rows:
+    found, (indices, axis) = parts[0], arguments
+    first, last = list(itertools.pairwise([0, *indices, found.shape[axis]]))[place]
+    slices = [slice(None)] * len(found.shape)
+    slices[axis] = slice(first, last)
+    return found.cut(slices)
+
+
+def _concatenate(parts: list[_Rows], arguments: list[Any], shape: tuple[int, ...], place: int) -> _Rows | None:
+    first, axis = parts[0], arguments[0]
+    if axis == first.axis or any((p.columns, p.axis) != (first.columns, first.axis) for p in parts):
+        return None
+    rows = np.concatenate([part.rows for part in parts], axis=axis - (axis > first.axis))
+    return _Rows(rows, first.columns, first.axis)
+
+
+# mlx's primitives that move values, as numpy operations on rows.
+_MOVES: dict[str, Callable[[list[_Rows], list[Any], tuple[int, ...], int], _Rows | None]] = {
+    **dict.fromkeys(("Reshape", "Flatten", "Unflatten", "ExpandDims", "Squeeze"), _reshape),
+    "Transpose": _transpose,
+    "Slice": _slice,
+    "Split": _split,
+    "Concatenate": _concatenate,
+}

@@ -1,0 +1,187 @@
+"""torchao INT4, weights only: what AutoModelForCausalLM.from_pretrained opens under torchao, linear layers in 4 bits.
+
+Layouts: torchao 0.18, quantization/quantize_/workflows/int4; the safetensors metadata that rebuilds its tensor classes is
+that of torchao's prototype/safetensors. Every file carries the metadata of all, because the loader merges them with the
+last one winning. Nothing of torchao is needed to write it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.config import edited_config, model_dtype
+from pqweights.checkpoint.header import TensorSpec
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.dtypes import from_float32
+from pqweights.exports.integers import Outline, Piece, Rounding, Rule, Stays
+from pqweights.exports.linear import linear_weights
+from pqweights.exports.options import BEST, MINMAX, ExportOptions, one_of
+from pqweights.kernels.groups import GroupRule, Groups, pack_bits, pack_tiles
+
+NAME = "torchao-int4"
+TILE, UNTILED = "tile_packed_to_4d", "plain"
+GROUP_SIZES = (128, 64, 32, 256)
+TILE_ROWS, PADDED_COLUMNS = 8, 1024
+EXPERTS = "transformers stacks experts as it loads them, which torchao's tensors cannot be"
+
+
+@dataclass(frozen=True)
+class TorchaoInt4:
+    """The target. asked_group_size: None for 128, where weights that it does not divide stay plain."""
+
+    packing: str
+    asked_group_size: int | None
+    qparams: str
+
+    @property
+    def group_size(self) -> int:
+        """Weights that share scale and zero point."""
+        return self.asked_group_size or GROUP_SIZES[0]
+
+    @staticmethod
+    def make(options: ExportOptions) -> TorchaoInt4:
+        """From what the user asked for.
+
+        Raises ExportError for what the target does not have.
+        """
+        options.only(NAME, "bits", "group_size", "packing", "qparams")
+        one_of(NAME, "bits", options.bits, (4,))
+        group_size = options.group_size and one_of(NAME, "group-size", options.group_size, GROUP_SIZES)
+        packing = one_of(NAME, "packing", options.packing, (TILE, UNTILED))
+        return TorchaoInt4(packing, group_size, one_of(NAME, "qparams", options.qparams, (BEST, MINMAX)))
+
+    def describe(self) -> dict[str, Any]:
+        """See integers.Target."""
+        return {
+            "target": NAME, "packing": self.packing, "bits": 4, "group_size": self.group_size,
+            "qparams": self.qparams,
+        }  # fmt: skip
+
+    def outline(self, checkpoint: Checkpoint) -> Outline:
+        """See integers.Target; names and shapes are the source's."""
+        name = "best" if self.qparams == BEST else "torchao"
+        rounding = Rounding(
+            GroupRule(4, self.group_size, False, True, name),
+            TileLayout() if self.packing == TILE else PlainLayout(),
+        )
+        reasons = linear_weights(NAME, checkpoint, self.asked_group_size, self.group_size, GROUP_SIZES, EXPERTS)
+        decisions = {name: rounding if why is None else Stays(why) for name, why in reasons.items()}
+        rounded = [t for t in checkpoint.tensors if isinstance(decisions.get(t.name), Rounding)]
+        return Outline(checkpoint.tensors, decisions, {}, self._metadata(rounded), self._config(checkpoint))
+
+    def _metadata(self, rounded: Sequence[LogicalTensor]) -> dict[str, str]:
+        """What torchao rebuilds its tensors from."""
+        result = {"format": "pt"}
+        for tensor in rounded:
+            data: dict[str, Any] = {"block_size": [1, self.group_size], "shape": list(tensor.shape)}
+            if self.packing == TILE:
+                kind, parts = "Int4TilePackedTo4dTensor", ["qdata", "scale_and_zero"]
+            else:
+                kind, parts = "Int4Tensor", ["qdata", "scale", "zero_point"]
+                data["activation_dtype"] = {"_type": "torch.dtype", "_data": "bfloat16"}
+            result[tensor.name] = json.dumps({"_type": kind, "_data": data, "_tensor_data_names": parts})
+        return result | {"tensor_names": json.dumps([tensor.name for tensor in rounded])}
+
+    def _config(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """As transformers' TorchAoConfig writes an Int4WeightOnlyConfig."""
+        settings = {
+            "group_size": self.group_size,
+            "set_inductor_config": True,
+            "int4_packing_format": {"_type": "Int4PackingFormat", "_data": self.packing.upper()},
+            "int4_choose_qparams_algorithm": {"_type": "Int4ChooseQParamsAlgorithm", "_data": "TINYGEMM"},
+            "int4_tile_packed_ntile": TILE_ROWS,
+        }
+        quantization = {
+            "quant_method": "torchao",
+            "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": settings}},
+            "modules_to_not_convert": None,
+            "include_input_output_embeddings": False,
+            "untie_embedding_weights": False,
+        }
+        return edited_config(
+            checkpoint.config, "BF16", model_dtype(checkpoint.config, checkpoint.tensors), quantization
+        )
+
+
+def _stored(weight: str, part: str) -> str:
+    """torchao's name for a part of a parameter: q_proj.weight -> q_proj._weight_qdata."""
+    module, _, parameter = weight.rpartition(".")
+    return f"{module}._{parameter}_{part}"
+
+
+@dataclass(frozen=True)
+class PlainLayout:
+    """Int4Tensor: codes minus 8 as nibbles, the even column low, [N, K / 2]; scale and zero point [K / g, N]."""
+
+    row_multiple: int = 1
+
+    def specs(self, name: str, shape: tuple[int, ...], rule: Rule) -> tuple[TensorSpec, ...]:
+        """See integers.Layout."""
+        rows, columns = shape
+        groups = (columns // rule.group_size, rows)
+        return (
+            TensorSpec(_stored(name, "qdata"), "I8", (rows, columns // 2)),
+            TensorSpec(_stored(name, "scale"), "BF16", groups),
+            TensorSpec(_stored(name, "zero_point"), "BF16", groups),
+        )
+
+    def pieces(self, name: str, shape: tuple[int, ...], rule: Rule, first_row: int, groups: Groups) -> list[Piece]:
+        """See integers.Layout."""
+        rows, columns = shape
+        codes = pack_bits(groups.codes, 4) ^ np.uint8(0x88)
+        per_row = columns // rule.group_size
+        result = [Piece(_stored(name, "qdata"), first_row * columns // 2, 0, codes[None])]
+        for part, numbers in (("scale", groups.scales), ("zero_point", groups.offsets)):
+            by_group = np.ascontiguousarray(numbers.reshape(-1, per_row).T)
+            data = from_float32(by_group.reshape(-1), "BF16").reshape(per_row, -1)
+            result.append(Piece(_stored(name, part), first_row * 2, rows * 2, data))
+        return result
+
+
+@dataclass(frozen=True)
+class TileLayout:
+    """Int4TilePackedTo4dTensor: tiles of 8 rows by 128 columns, rows padded to 8 and columns to 1024.
+
+    qdata [N / 8, K / 128, 32, 4] i32; scale and zero point side by side, [K / g, N, 2]. What pads reads back as 0.
+    """
+
+    row_multiple: int = TILE_ROWS
+
+    def specs(self, name: str, shape: tuple[int, ...], rule: Rule) -> tuple[TensorSpec, ...]:
+        """See integers.Layout."""
+        rows, columns = _padded(shape)
+        return (
+            TensorSpec(_stored(name, "qdata"), "I32", (rows // TILE_ROWS, columns // 128, 32, 4)),
+            TensorSpec(_stored(name, "scale_and_zero"), "BF16", (columns // rule.group_size, rows, 2)),
+        )
+
+    def pieces(self, name: str, shape: tuple[int, ...], rule: Rule, first_row: int, groups: Groups) -> list[Piece]:
+        """See integers.Layout."""
+        rows, columns = _padded(shape)
+        size = rule.group_size
+        count = groups.codes.size // shape[1]
+        padded_count = -(-count // TILE_ROWS) * TILE_ROWS
+        codes: npt.NDArray[np.uint8] = np.full((padded_count, columns), 8, dtype=np.uint8)
+        codes[:count, : shape[1]] = groups.codes.reshape(count, -1)
+        pairs = np.empty((columns // size, padded_count, 2), dtype=np.float32)
+        pairs[..., 0], pairs[..., 1] = 1, 0
+        pairs[: shape[1] // size, :count, 0] = groups.scales.reshape(count, -1).T
+        pairs[: shape[1] // size, :count, 1] = groups.offsets.reshape(count, -1).T
+        data = from_float32(pairs.reshape(-1), "BF16").reshape(len(pairs), -1)
+        return [
+            Piece(_stored(name, "qdata"), first_row * columns // 2, 0, pack_tiles(codes)[None]),
+            Piece(_stored(name, "scale_and_zero"), first_row * 4, rows * 4, data),
+        ]
+
+
+def _padded(shape: tuple[int, ...]) -> tuple[int, int]:
+    rows, columns = shape
+    return math.ceil(rows / TILE_ROWS) * TILE_ROWS, math.ceil(columns / PADDED_COLUMNS) * PADDED_COLUMNS

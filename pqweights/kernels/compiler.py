@@ -1,0 +1,48 @@
+"""Machine code from numba functions, free of numba: cpu.py keeps it and runs it. numba is imported only to compile."""
+
+from __future__ import annotations
+
+import platform
+import re
+
+import llvmlite.binding as llvm
+import numba
+from numba.core import config
+
+from pqweights.kernels import cpu_groups, cpu_kernels
+
+KERNELS = cpu_kernels.KERNELS | cpu_groups.KERNELS
+
+
+def compile_kernel(name: str) -> tuple[str, bytes]:
+    """Symbol and object file of a kernel (a key of KERNELS) for this machine.
+
+    The function takes two pointers before its arguments, to where numba's result (a null pointer) and exception would go.
+    """
+    kernel, signature = KERNELS[name]
+    compiled = numba.cfunc(signature, nopython=True, error_model="numpy")(kernel)
+    symbol = compiled.native_name.removeprefix("cfunc.")
+    # Without numba's wrapper, and so without references to numba's runtime. What is left of reference counting (of arrays
+    # that own nothing) must not call it either.
+    code = re.sub(
+        r"declare void @NRT_MemInfo_call_dtor\(([^\s)]+).*",
+        r"define void @NRT_MemInfo_call_dtor(\1 %0) { ret void }",
+        compiled.inspect_llvm(),
+    )
+    module = llvm.parse_assembly(code)
+    for function in module.functions:
+        if not function.is_declaration and function.name != symbol:
+            function.linkage = llvm.Linkage.internal
+    target = llvm.Target.from_default_triple().create_target_machine(
+        cpu=config.CPU_NAME or llvm.get_host_cpu_name(),
+        features=llvm.get_host_cpu_features().flatten() if config.CPU_FEATURES is None else config.CPU_FEATURES,
+        opt=3,
+        reloc="static" if platform.machine() in ("x86_64", "AMD64") else "default",  # as numba does
+        codemodel="jitdefault",
+    )
+    passes = llvm.create_new_module_pass_manager()
+    passes.add_global_dead_code_eliminate_pass()
+    passes.run(module, llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options(speed_level=3)))
+    needed = {f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")}
+    assert needed <= {"memset", "memcpy", "memmove", "sqrtf"}, needed
+    return symbol, target.emit_object(module)
