@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pqweights import jobs
 from pqweights import quantize as quantize_module
 from pqweights.codecs import get_codec
 from pqweights.exports import export
+from pqweights.exports.options import ExportOptions
 from pqweights.quantize import quantize
 from pqweights.recipe import load_recipe
 from pqweights.rewrite import Report
@@ -186,10 +188,14 @@ def killed_runs(command: dict[str, Any], points: list[dict[str, Any]]) -> list[d
 def run_command(command: dict[str, Any], out: Path, threads: int = 2) -> Report:
     """One quantize or export in this process."""
     options = {key: value for key, value in command.items() if key not in ("quantize", "export", "recipe")}
+    asked = {field.name: options.pop(field.name) for field in fields(ExportOptions) if field.name in options}
     if "quantize" in command:
         recipe = load_recipe(command.get("recipe", "q5"))
         return quantize(Path(command["quantize"]), out, recipe, threads=threads, **options)
-    return export(Path(command["export"]), out, threads=threads, **options)
+    if "original" in options:
+        options["original"] = Path(options["original"])
+    target = options.pop("target")
+    return export(Path(command["export"]), out, target, ExportOptions(**asked), threads=threads, **options)
 
 
 def small_chunks() -> None:

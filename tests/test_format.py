@@ -17,6 +17,7 @@ from golden import make
 from pqweights import codebook
 from pqweights.codecs import get_codec
 from pqweights.exports import export
+from pqweights.exports.options import ExportOptions
 from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, SIGN_BITS, load_backend, reference
 from pqweights.quantize import quantize
 from pqweights.recipe import load_recipe
@@ -125,7 +126,7 @@ def test_the_independent_reader_decodes_the_golden_master():
 
 def test_the_package_decodes_the_same(tmp_path):
     """`export --dtype source`, read by the safetensors library."""
-    export(make.MASTER, tmp_path / "out", "bf16", dtype="source", threads=2)
+    export(make.MASTER, tmp_path / "out", "bf16", ExportOptions(dtype="source"), threads=2)
     found = {}
     for path in sorted((tmp_path / "out").glob("*.safetensors")):
         for name, entry in safetensors.deserialize(path.read_bytes()):
@@ -201,7 +202,7 @@ def test_a_kept_tensor_may_be_named_like_codes(tmp_path):
     read = {tensor.name: tensor for tensor in independent_reader.read_master(tmp_path / "master")}
     assert set(read) == set(tensors)
     assert read["audio.vq_codes"].data == tensors["audio.vq_codes"][1].tobytes()
-    export(tmp_path / "master", tmp_path / "out", "bf16", dtype="source", threads=1)
+    export(tmp_path / "master", tmp_path / "out", "bf16", ExportOptions(dtype="source"), threads=1)
     exported = helpers.read_all(tmp_path / "out")
     assert np.array_equal(exported["audio.vq_codes"][1], tensors["audio.vq_codes"][1])
 

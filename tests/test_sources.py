@@ -22,6 +22,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.dtypes import float8_table, from_float32, to_float32
 from pqweights.errors import SourceError
 from pqweights.exports import export
+from pqweights.exports.options import ExportOptions
 from pqweights.quantize import quantize
 from pqweights.recipe import load_recipe
 
@@ -362,7 +363,7 @@ def test_exporting_in_the_dtype_of_the_source_gives_that_dtype(dtype: str, tmp_p
     weight = torch.from_numpy(gaussian(40, 130)).to(TORCH_DTYPES[dtype])
     source = save(tmp_path / "src", {UP: weight, "model.norm.weight": torch.ones(8, dtype=TORCH_DTYPES[dtype])})
     master_of(source, tmp_path / "out")
-    export(tmp_path / "out", tmp_path / "exported", "bf16", dtype="source", threads=1)
+    export(tmp_path / "out", tmp_path / "exported", "bf16", ExportOptions(dtype="source"), threads=1)
     assert {name: tensor[0] for name, tensor in read_all(tmp_path / "exported").items()} == {
         UP: dtype,
         "model.norm.weight": dtype,
