@@ -8,6 +8,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.errors import ExportError, SourceError
 from pqweights.exports.bf16 import Bf16Export
 from pqweights.exports.build import integer_export
+from pqweights.exports.mlx_q4 import MlxQ4
 from pqweights.exports.options import ExportOptions
 from pqweights.exports.torchao_int4 import TorchaoInt4
 from pqweights.exports.vllm_int4 import VllmInt4
@@ -17,9 +18,10 @@ from pqweights.stream import Progress
 from pqweights.transform import Transform
 from pqweights.workspace import check_paths
 
-EXPORTS: dict[str, type[Bf16Export] | type[TorchaoInt4] | type[VllmInt4]] = {
+EXPORTS: dict[str, type[Bf16Export] | type[TorchaoInt4] | type[MlxQ4] | type[VllmInt4]] = {
     "bf16": Bf16Export,
     "torchao-int4": TorchaoInt4,
+    "mlx-q4": MlxQ4,
     "vllm-int4": VllmInt4,
 }
 

@@ -1,0 +1,250 @@
+"""A model as mlx-lm builds it from a configuration, with placeholders for weights: what it holds, and how it quantizes.
+
+The steps are those of mlx_lm.convert (0.32): build, sanitize, check names and shapes, cast, quantize. No weight is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map_with_path
+from mlx_lm import utils as mlx_lm_utils
+
+from pqweights.errors import ExportError
+from pqweights.exports.mlx_trace import MLX_DTYPES, Evaluated, Moved, Sanitize, Spec, Weights, evaluate, trace
+
+# new names by old ones
+RENAMED = {"num_experts": "num_local_experts", "n_ctx": "n_positions"}
+ROPE = ("rope_theta", "partial_rotary_factor")
+DTYPE_NAMES = {dtype: name for name, dtype in MLX_DTYPES.items() if name != "F64"}
+# What mlx-lm raises for configurations and weights that it does not take; its own bugs look the same.
+REFUSALS = (ValueError, TypeError, KeyError, AttributeError, IndexError, NotImplementedError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class QuantizedModule:
+    """How mlx-lm quantizes the weight of a module."""
+
+    bits: int
+    group_size: int
+    mode: str
+
+
+@dataclass(frozen=True)
+class MlxModel:
+    """What mlx-lm makes of a checkpoint.
+
+    outputs: parameters before quantization, in the order of sanitize. dtypes: in which they are kept. quantized: by the
+    name of the module. config: of the quantized model, as mlx-lm saves it. evaluate: values of outputs that are computed.
+    """
+
+    outputs: dict[str, Moved | Evaluated]
+    dtypes: dict[str, str]
+    quantized: dict[str, QuantizedModule]
+    config: dict[str, Any]
+    evaluate: Callable[[Mapping[str, Evaluated], Callable[[str], mx.array]], Weights]
+
+
+def read_model(
+    config: dict[str, Any],
+    generation_config: bytes | None,
+    specs: Mapping[str, Spec],
+    group_size: int | None,
+    bits: int | None,
+    mode: str,
+    keep: Callable[[set[str]], bool],
+) -> MlxModel:
+    """The model of a configuration with tensors of these names, shapes and dtypes.
+
+    keep: whether a module must not be quantized, told by the tensors that its weight is made of. Raises ExportError where
+    mlx-lm does not take the model.
+    """
+    with _refused(f"mlx-lm cannot build this model ({config.get('model_type')!r})"):
+        config = _loaded(config, generation_config)
+        _add_old_names(config)
+        build, adapt = _builder(config), ADAPTERS.get(config["model_type"], _unchanged)
+
+        def sanitize_of_a_new_model() -> Sanitize:
+            return adapt(_sanitize(build()))
+
+        model = build()
+        # Of this very model: some drop parts of themselves as they sanitize.
+        outputs = trace(adapt(_sanitize(model)), specs)
+        model.eval()
+        model.load_weights([(name, mx.zeros(o.shape, o.dtype)) for name, o in outputs.items()], strict=True)
+        _cast(model, config)
+        dtypes = {name: DTYPE_NAMES[array.dtype] for name, array in tree_flatten(model.parameters())}
+        predicate = getattr(model, "quant_predicate", None)
+
+        def quantizes(path: str, module: nn.Module) -> bool | dict[str, Any]:
+            found = outputs.get(f"{path}.weight")
+            if found is not None and keep(_sources(found)):
+                return False
+            decided: bool | dict[str, Any] = True if predicate is None else predicate(path, module)
+            return decided
+
+        with contextlib.redirect_stdout(io.StringIO()):
+            model, config = mlx_lm_utils.quantize_model(
+                model, config, group_size, bits, mode=mode, quant_predicate=quantizes
+            )
+        names = {name for name, _ in tree_flatten(model.parameters())}
+        quantized = {
+            path: QuantizedModule(module.bits, module.group_size, getattr(module, "mode", "affine"))
+            for path, module in model.named_modules()
+            if f"{path}.scales" in names
+        }
+        saved = _saved(config, "vision_tower" in getattr(model, "model", {}))
+    return MlxModel(
+        outputs,
+        dtypes,
+        quantized,
+        saved,
+        lambda wanted, load: evaluate(sanitize_of_a_new_model(), specs, wanted, load),
+    )
+
+
+@contextlib.contextmanager
+def _refused(what: str) -> Iterator[None]:
+    try:
+        yield
+    except REFUSALS as error:
+        said = " ".join(str(error).split())[:300]
+        raise ExportError(f"{what}: {type(error).__name__}: {said}; --target bf16 gives a plain checkpoint") from error
+
+
+def _sanitize(model: Any) -> Sanitize:
+    own: Sanitize = getattr(model, "sanitize", _as_they_are)
+    return own
+
+
+def _as_they_are(weights: Weights) -> Weights:
+    return weights
+
+
+def _unchanged(sanitize: Sanitize) -> Sanitize:
+    return sanitize
+
+
+def _sources(output: Moved | Evaluated) -> set[str]:
+    return set(output.sources) if isinstance(output, Evaluated) else {run.source for run in output.runs}
+
+
+def _loaded(config: dict[str, Any], generation_config: bytes | None) -> dict[str, Any]:
+    """The configuration as mlx-lm reads it from a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        if generation_config is not None:
+            (Path(folder) / "generation_config.json").write_bytes(generation_config)
+        loaded: dict[str, Any] = mlx_lm_utils.load_config(Path(folder))
+    return loaded
+
+
+def _saved(config: dict[str, Any], keep_vision_config: bool) -> dict[str, Any]:
+    """The configuration as mlx-lm writes it to a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        mlx_lm_utils.save_config(config, path, keep_vision_config=keep_vision_config)
+        saved: dict[str, Any] = json.loads(path.read_bytes())
+    return saved
+
+
+def _builder(config: dict[str, Any]) -> Callable[[], Any]:
+    """Makes the model, parameters not allocated."""
+    model_class, arguments_class = mlx_lm_utils._get_classes(config)
+    arguments = arguments_class.from_dict(config)
+    return lambda: model_class(arguments)
+
+
+def _add_old_names(config: dict[str, Any]) -> None:
+    """What transformers 5 writes under new names, under the old ones, too.
+
+    Most of mlx-lm's models know those alone; many then take a default, a wrong base of the rotary embedding, in silence.
+    """
+    for place in (config, config.get("text_config")):
+        if not isinstance(place, dict):
+            continue
+        for old, new in RENAMED.items():
+            if new in place:
+                place.setdefault(old, place[new])
+        rope = place.get("rope_parameters")
+        if isinstance(rope, dict):
+            if isinstance(local := rope.get("sliding_attention"), dict) and "rope_theta" in local:
+                place.setdefault("rope_local_base_freq", local["rope_theta"])
+            rope = rope.get("full_attention", rope)
+            for key in ROPE:
+                if key in rope:
+                    place.setdefault(key, rope[key])
+            plain = rope.get("rope_type", "default") == "default"
+            place.setdefault("rope_scaling", None if plain else rope)
+
+
+def _cast(model: Any, config: dict[str, Any]) -> None:
+    """As mlx_lm.convert: to the dtype that the configuration names in one of two places, the top level's `dtype` not among them."""
+    name = config.get("torch_dtype") or config.get("text_config", {}).get("dtype")
+    if name not in ("float16", "bfloat16", "float32"):
+        return
+    dtype, applies = getattr(mx, name), getattr(model, "cast_predicate", lambda _: True)
+    model.update(
+        tree_map_with_path(
+            lambda path, array: (
+                array.astype(dtype) if applies(path) and mx.issubdtype(array.dtype, mx.floating) else array
+            ),
+            model.parameters(),
+        )
+    )
+
+
+def _unfused_gpt_oss(sanitize: Sanitize) -> Sanitize:
+    """gpt-oss with plain experts: mlx-lm knows the packed ones, whose rows run along the input."""
+
+    def adapted(weights: Weights) -> Weights:
+        experts = re.compile(r"\.experts\.(gate_up|down)_proj$")
+        return sanitize(
+            {
+                f"{n}.weight" if experts.search(n) else n: w.swapaxes(-1, -2) if experts.search(n) else w
+                for n, w in weights.items()
+            }
+        )
+
+    return adapted
+
+
+def _stacked_experts(sanitize: Sanitize) -> Sanitize:
+    """Qwen3.5 with single experts, as transformers saves it: mlx-lm knows the stacked ones of the published checkpoints."""
+
+    def adapted(weights: Weights) -> Weights:
+        single = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+        rest: Weights = {}
+        layers: dict[str, dict[tuple[str, int], mx.array]] = defaultdict(dict)
+        for name, weight in weights.items():
+            found = single.fullmatch(name)
+            if found:
+                layers[found[1]][found[3], int(found[2])] = weight
+            else:
+                rest[name] = weight
+        for experts, parts in layers.items():
+            count = sum(kind == "down" for kind, _ in parts)
+            pairs = [mx.concatenate([parts["gate", e], parts["up", e]]) for e in range(count)]
+            rest[f"{experts}.gate_up_proj"] = mx.stack(pairs)
+            rest[f"{experts}.down_proj"] = mx.stack([parts["down", e] for e in range(count)])
+        return sanitize(rest)
+
+    return adapted
+
+
+# Layouts that transformers writes and mlx-lm's sanitize does not take, put right before it.
+ADAPTERS: dict[str, Callable[[Sanitize], Sanitize]] = {
+    "gpt_oss": _unfused_gpt_oss,
+    "qwen3_5_moe": _stacked_experts,
+}
