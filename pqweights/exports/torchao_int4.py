@@ -80,6 +80,7 @@ class TorchaoInt4:
     def _metadata(self, rounded: Sequence[LogicalTensor]) -> dict[str, str]:
         """What torchao rebuilds its tensors from."""
         result = {"format": "pt"}
+        names = []
         for tensor in rounded:
             data: dict[str, Any] = {"block_size": [1, self.group_size], "shape": list(tensor.shape)}
             if self.packing == TILE:
@@ -87,8 +88,10 @@ class TorchaoInt4:
             else:
                 kind, parts = "Int4Tensor", ["qdata", "scale", "zero_point"]
                 data["activation_dtype"] = {"_type": "torch.dtype", "_data": "bfloat16"}
-            result[tensor.name] = json.dumps({"_type": kind, "_data": data, "_tensor_data_names": parts})
-        return result | {"tensor_names": json.dumps([tensor.name for tensor in rounded])}
+            for name in _names_in_memory(tensor.name):
+                result[name] = json.dumps({"_type": kind, "_data": data, "_tensor_data_names": parts})
+                names.append(name)
+        return result | {"tensor_names": json.dumps(names)}
 
     def _config(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """As transformers' TorchAoConfig writes an Int4WeightOnlyConfig."""
@@ -109,6 +112,16 @@ class TorchaoInt4:
         return edited_config(
             checkpoint.config, "BF16", model_dtype(checkpoint.config, checkpoint.tensors), quantization
         )
+
+
+def _names_in_memory(weight: str) -> list[str]:
+    """A weight's names: transformers looks for that of the parameter, which, of a text model loaded from the checkpoint of one
+    that sees, too, is not that in the file."""
+    for prefix in ("model.language_model.", "language_model.model."):
+        if weight.startswith(prefix):
+            rest = weight.removeprefix(prefix)
+            return list(dict.fromkeys([weight, f"model.language_model.{rest}", f"model.{rest}"]))
+    return [weight]
 
 
 def _stored(weight: str, part: str) -> str:

@@ -7,9 +7,10 @@ runtime to rotate the inputs of those layers (QuaRot, arXiv:2404.00456, section 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +32,9 @@ from pqweights.roles import classify
 
 NAME = "vllm-int4"
 GROUP_SIZES = (128, 64, 32)
+
+# Models whose fused experts transformers takes apart, for compressed-tensors alone, into layers that no checkpoint has.
+UNPACKED_EXPERTS = ("llama4", "llama4_text")
 
 # Layers that vLLM fuses into one, which then has one input and one transform (its models' packed_modules_mapping).
 FUSED = (
@@ -81,6 +85,11 @@ class VllmInt4:
         """See integers.Target; names and shapes are the source's."""
         name = "best" if self.qparams == BEST else "compressed-tensors"
         plain = Rounding(GroupRule(self.bits, self.group_size, True, True, name), PackedLayout())
+        if (checkpoint.config or {}).get("model_type") in UNPACKED_EXPERTS:
+            raise ExportError(
+                f"{NAME}: transformers takes the fused experts of Llama 4 apart when it loads compressed-tensors, and would not "
+                "find them; use --target mlx-q4, torchao-int4 or bf16"
+            )
         reasons = linear_weights(NAME, checkpoint, self.asked_group_size, self.group_size, GROUP_SIZES, None)
         turned = _rotatable(checkpoint, reasons) if self.basis == ROTATED else set()
         if self.basis == ROTATED and not turned:
@@ -113,11 +122,13 @@ class VllmInt4:
             "format": "pack-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
-            "ignore": ["lm_head", *(pattern for pattern in ignored if pattern != "lm_head")],
+            "ignore": ["lm_head", *(pattern for pattern in ignored if pattern != r"re:(.*\.)?lm_head$")],
         }
         if turned:
-            targets = patterns(sorted(turned), [name for name in layers if name not in turned])
-            apply = {"targets": targets, "location": "input", "inverse": False, "ignore": []}
+            rotated = [name for name in layers if name in turned]
+            targets = patterns(rotated, [])
+            others = [name for name in layers if name not in turned and _is_matched(name, targets)]
+            apply = {"targets": targets, "location": "input", "inverse": False, "ignore": patterns(others, rotated)}
             scheme = {
                 "type": "hadamard", "head_dim": BLOCK_SIZE, "randomize": False, "requires_grad": False, "apply": [apply],
             }  # fmt: skip
@@ -128,7 +139,8 @@ class VllmInt4:
 
 
 def _module(weight: str) -> str:
-    return weight.removesuffix(".weight")
+    """What holds a weight; of fused experts, all of them."""
+    return re.sub(r"\.experts\.[a-z_]+$", ".experts", weight.removesuffix(".weight"))
 
 
 def _may_be_layer(tensor: LogicalTensor) -> bool:
@@ -162,32 +174,43 @@ def _rotatable(checkpoint: Checkpoint, reasons: Mapping[str, str | None]) -> set
 
 
 def patterns(weights: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Modules for compressed-tensors: one expression for those that differ only in numbers, unless it would take in others.
+    """Expressions of compressed-tensors that match the modules of some weights, and of the others none.
 
-    An expression leaves open what stands before the layers, because runtimes put a prefix there or take one away.
+    They leave open what stands before the layers, because loaders put a prefix there or take one away, and the numbers of
+    layers and experts, as far as that takes in none of the others.
     """
-    forms: dict[str, list[str]] = defaultdict(list)
+    excluded = sorted({_module(other) for other in others})
+
+    @functools.cache
+    def takes_in_others(expression: str) -> bool:
+        compiled = re.compile(f"{expression}$")
+        return any(compiled.match(module) for module in excluded)
+
+    result: dict[str, None] = {}  # a set that keeps its order
     for module in map(_module, weights):
-        forms[_expression(module)].append(module)
-    taken = {_expression(_module(weight)) for weight in others}
-    result = []
-    for form, members in forms.items():
-        if len(members) > 1 and form not in taken:
-            result.append(f"re:{form}")
-        else:
-            result += members
-    return result
+        for expression in _expressions(module):
+            if expression in result or not takes_in_others(expression):
+                break
+        result[expression] = None
+    return [f"re:{expression}$".replace("experts$", r"experts(\..*)?$") for expression in result]
 
 
-def _expression(module: str) -> str:
-    """The regular expression that matches a module and its like in other layers."""
-    start = re.search(r"(?<=\.)[^.\d][^.]*\.\d+\.", module)
-    tail = module[start.start() :] if start else module
-    return (
-        r".*\b" * bool(start)
-        + r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in tail.split("."))
-        + "$"
-    )
+def _expressions(module: str) -> Iterator[str]:
+    """From the most general on: from the layers' component on, then from ever further to the left."""
+    components = module.split(".")
+    numbers = [place for place, component in enumerate(components) if component.isdigit()]
+    for first in range(max(numbers[0] - 1, 0) if numbers else 0, -1, -1):
+        tail = re.escape(".".join(components[first:]))
+        yield r"(.*\.)?" + _NUMBER.sub(r"\\d+", tail)
+        yield r"(.*\.)?" + tail
+    yield re.escape(module)
+
+
+def _is_matched(weight: str, expressions: Sequence[str]) -> bool:
+    return any(re.match(expression.removeprefix("re:"), _module(weight)) for expression in expressions)
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^\\.])")
 
 
 @dataclass(frozen=True)
