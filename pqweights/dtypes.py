@@ -21,6 +21,10 @@ FLOAT8_DTYPES = ("F8_E4M3", "F8_E5M2")
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16", *FLOAT8_DTYPES)
 
 
+# Values of the 4-bit float E2M1 by code (OCP microscaling formats specification 1.0, table 5).
+FLOAT4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
+
+
 def item_bytes(dtype: str) -> int:
     """Bytes per element of a dtype of whole bytes."""
     return DTYPE_BITS[dtype] // 8

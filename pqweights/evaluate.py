@@ -1,8 +1,8 @@
 """What an export is worth: its logits in the runtime that it is meant for, perplexity from them, and its weights' error.
 
 Everything runs on a CPU, in float32 arithmetic, so that what differs between two models is their weights. Where a runtime
-has no CPU kernel for its own layout (torchao's tiles), the integers that it loaded are computed with by PyTorch's CPU kernel
-for the same arithmetic. The decoders below are written from the formats' documents and share no code with exports/.
+has no CPU kernel for its own layout (torchao's tiles), the integers that it loaded are read through PyTorch's CPU kernel for
+the same arithmetic. The decoders below are written from the formats' documents and share no code with exports/.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def _open_compressed_tensors(folder: Path, settings: Mapping[str, Any], device: 
 
 
 def _open_torchao(folder: Path, device: str) -> Model:
-    """On the CPU each tensor that torchao loaded is handed to the CPU's INT4 kernel."""
+    """On the CPU, where torchao's tensors cannot be computed with, each is read through PyTorch's CPU kernel for INT4."""
     _package("torchao", "torchao")
     torch = _package("torch", "torchao")
     model = _from_pretrained(folder)
@@ -316,7 +316,7 @@ def _open_torchao(folder: Path, device: str) -> Model:
                 f"{folder}: {name}.weight: expected a tensor {list(expected)}, found {list(weight.shape)}"
             )
         if device == "cpu":
-            module.forward = _int4_linear(torch, weight, module.bias)
+            module.weight = torch.nn.Parameter(_through_cpu_kernel(torch, weight), requires_grad=False)
     if not rounded:
         raise SourceError(f"{folder}: expected INT4 tensors, torchao loaded none; export it again")
     return Model(
@@ -324,8 +324,11 @@ def _open_torchao(folder: Path, device: str) -> Model:
     )
 
 
-def _int4_linear(torch: Any, weight: Any, bias: Any) -> Callable[[Any], Any]:
-    """x -> x W^T + bias through aten's CPU kernel, which computes (code - 8) * scale + zero in float32."""
+def _through_cpu_kernel(torch: Any, weight: Any) -> Any:
+    """What aten's CPU kernel for (code - 8) * scale + zero makes of the integers: the identity times the weight, [N, K] f32.
+
+    The kernel is slow in float32 (0.6 G multiply-adds a second), so it is asked once; in BF16 it would round.
+    """
     rows, columns = weight.shape
     group_size = weight.block_size[-1]
     if type(weight).__name__ == "Int4Tensor":
@@ -340,14 +343,8 @@ def _int4_linear(torch: Any, weight: Any, bias: Any) -> Callable[[Any], Any]:
     pairs = torch.zeros(columns // group_size, padded, 2)
     pairs[:, :rows] = scales[: columns // group_size, :rows].float()
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(torch.from_numpy(whole), 1)
-
-    def forward(values: Any) -> Any:  # [..., columns] f32
-        flat = values.reshape(-1, columns).contiguous()
-        result = torch.ops.aten._weight_int4pack_mm_for_cpu(flat, packed, group_size, pairs)[:, :rows]
-        result = result if bias is None else result + bias
-        return result.reshape(*values.shape[:-1], rows)
-
-    return forward
+    product = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.eye(columns), packed, group_size, pairs)
+    return product.T[:rows].contiguous()
 
 
 def _open_mlx(folder: Path) -> Model:
@@ -458,11 +455,12 @@ def _compressed_weight(stored: _Stored, settings: Mapping[str, Any], name: str) 
     rows, columns = stored.bytes(f"{name}_shape").view("<i8")
     codes = unpack_stream(stored.rows(f"{name}_packed"), bits)[:, :columns].astype(np.float32)
     scales = stored.floats(f"{name}_scale")
-    weight = ((codes - 2 ** (bits - 1)).reshape(rows, scales.shape[1], -1) * scales[..., None]).reshape(rows, columns)
+    centred = (codes - np.float32(2 ** (bits - 1))).reshape(rows, scales.shape[1], -1)
+    weight: Floats = (centred * scales[..., None]).reshape(rows, columns)
     for scheme in settings.get("transform_config", {}).get("config_groups", {}).values():
         if any(_matches(name.removesuffix(".weight"), apply["targets"]) for apply in scheme["apply"]):
             weight = turned(weight, scheme["head_dim"])
-    return weight.astype(np.float32)
+    return weight
 
 
 def _matches(module: str, targets: Sequence[str]) -> bool:

@@ -18,7 +18,7 @@ from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.storage import Storage
 from pqweights.codebook import Codebook
 from pqweights.codecs import get_codec
-from pqweights.dtypes import DTYPE_BITS, convert, float8_table, from_float32, item_bytes, to_float32
+from pqweights.dtypes import DTYPE_BITS, FLOAT4_VALUES, convert, float8_table, from_float32, item_bytes, to_float32
 from pqweights.kernels import BLOCK_SIZE, VALUE_DTYPES
 
 
@@ -189,10 +189,6 @@ class Float8Tensor:
         if self.scales.dtype == "F8_E8M0":
             return float8_table("F8_E8M0")[raw]
         return to_float32(raw, self.scales.dtype)
-
-
-# Values of the 4-bit float E2M1 by code (OCP microscaling formats specification 1.0, table 5).
-FLOAT4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
 
 
 _last_expert = threading.local()

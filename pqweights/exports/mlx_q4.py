@@ -28,7 +28,7 @@ from pqweights.exports.bf16 import plain_plan
 from pqweights.exports.integers import Outline, Piece, Rounding, Rule, Stays
 from pqweights.exports.linear import is_encoded
 from pqweights.exports.options import BEST, MINMAX, ExportOptions, one_of
-from pqweights.kernels.groups import GroupRule, Groups, pack_bits
+from pqweights.kernels.groups import FloatRule, GroupRule, Groups, pack_bits
 from pqweights.roles import classify
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class MlxQ4:
     def outline(self, checkpoint: Checkpoint) -> Outline:
         """See integers.Target; names and shapes are mlx-lm's."""
         try:
-            from pqweights.exports import mlx_floats, mlx_model, mlx_trace
+            from pqweights.exports import mlx_model, mlx_trace
         except ImportError as error:
             raise MissingDependencyError(
                 f"--target {NAME} needs mlx and mlx-lm ({error}): pip install 'pqweights[mlx]'"
@@ -132,7 +132,7 @@ class MlxQ4:
                 name = "best" if self.qparams == BEST else "mlx"
                 rule = GroupRule(how.bits, how.group_size, False, False, name)
             else:
-                rule = mlx_floats.FloatRule(how.mode, how.bits, how.group_size)
+                rule = FloatRule(how.mode, how.bits, how.group_size)
             decisions[f"{module}.weight"] = Rounding(rule, MlxLayout(how.mode == "affine"))
         self._check_group_size(outputs, decisions)
         gone = [name for name in tensors if name not in used]

@@ -179,6 +179,27 @@ def round_groups(
     )  # fmt: skip
 
 
+def round_floats(
+    values: npt.NDArray[np.float32],
+    codes: npt.NDArray[np.uint8],
+    scales: npt.NDArray[np.float32],
+    energies: npt.NDArray[np.float64],
+    errors: npt.NDArray[np.float64],
+    mode: int,
+) -> None:
+    """Groups to the codes of small floats and the bytes of their scales, by a mode of mlx, a number of cpu_groups.py."""
+    groups, size = codes.shape
+    _kernel("round_floats")(
+        *_IGNORED_ADDRESSES,
+        _address(values, np.float32, groups * size),
+        _address(codes, np.uint8, groups * size, written=True),
+        _address(scales, np.float32, groups, written=True),
+        _address(energies, np.float64, groups, written=True),
+        _address(errors, np.float64, groups, written=True),
+        groups, size, mode,
+    )  # fmt: skip
+
+
 def rotate(values: npt.NDArray[np.float32], factor: float) -> None:
     """Multiply each run of 128 values by H and the factor, in place."""
     blocks = len(values) // BLOCK_SIZE
@@ -235,6 +256,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "decode": [ctypes.c_void_p] * (2 + 5) + [ctypes.c_int64] * 5 + [ctypes.c_double],
     "fit": [ctypes.c_void_p] * (2 + 7) + [ctypes.c_int64] * 5,
     "round": [ctypes.c_void_p] * (2 + 6) + [ctypes.c_int64] * 4,
+    "round_floats": [ctypes.c_void_p] * (2 + 5) + [ctypes.c_int64] * 3,
     "rotate": [ctypes.c_void_p] * (2 + 1) + [ctypes.c_int64, ctypes.c_float],
     "pack_bits": [ctypes.c_void_p] * (2 + 2) + [ctypes.c_int64] * 2,
     "pack_tiles": [ctypes.c_void_p] * (2 + 3) + [ctypes.c_int64] * 2,

@@ -1,6 +1,6 @@
 """The CPU kernels of integer exports, in numba: rounding as the runtimes' own converters do it, rotation, packing.
 
-Rounding with the least squared error is in lanes.py. The rules are those of mlx 0.32 (mx.quantize, affine mode), torchao
+Rounding with the least squared error is in lanes.py. The rules are those of mlx 0.32 (mx.quantize in all its modes), torchao
 0.18 (_choose_qparams_affine_tinygemm on BF16 weights) and compressed-tensors 0.20 (calculate_qparams, symmetric, on BF16
 weights); docs/exports.md has them as formulas.
 """
@@ -87,6 +87,94 @@ def _round(  # type: ignore[no-untyped-def]
         energies[group], errors[group] = energy, error
 
 
+MXFP4, MXFP8, NVFP4 = 0, 1, 2
+
+
+@jit
+def _e4m3(x, place):  # type: ignore[no-untyped-def]  # f32, not negative -> the byte of the nearest F8_E4M3, ties to even
+    if x >= np.float32(448):
+        return np.int64(126)
+    if x < np.float32(2.0**-6):
+        return np.int64(np.rint(x * np.float32(512)))
+    place.view(np.float32)[0] = x
+    u = place[0]
+    rounded = u + np.uint32(0x7FFFF) + ((u >> np.uint32(20)) & np.uint32(1))
+    return np.int64(rounded >> np.uint32(20)) - np.int64((127 - 7) << 3)
+
+
+@jit
+def _e4m3_value(byte):  # type: ignore[no-untyped-def]  # 0 to 126 -> f32
+    mantissa = np.float32(byte & 7)
+    if byte < 8:
+        return mantissa * np.float32(2.0**-9)
+    value = (np.float32(8) + mantissa) * np.float32(2.0**-9)
+    for _ in range((byte >> 3) - 1):
+        value *= np.float32(2)
+    return value
+
+
+@jit
+def _e2m1(x):  # type: ignore[no-untyped-def]  # f32, not negative -> the code of the nearest F4_E2M1, ties down, and its value
+    if x <= np.float32(1.75):
+        if x <= np.float32(0.75):
+            return (0, np.float32(0)) if x <= np.float32(0.25) else (1, np.float32(0.5))
+        return (2, np.float32(1)) if x <= np.float32(1.25) else (3, np.float32(1.5))
+    if x <= np.float32(3.5):
+        return (4, np.float32(2)) if x <= np.float32(2.5) else (5, np.float32(3))
+    return (6, np.float32(4)) if x <= np.float32(5) else (7, np.float32(6))
+
+
+ROUND_FLOATS = types.void(*[types.voidptr] * 5, *[types.int64] * 3)
+
+
+def _round_floats(  # type: ignore[no-untyped-def]
+    values_at, codes_at, scales_at, energies_at, errors_at, groups, size, mode,
+):  # fmt: skip
+    values = carray(values_at, groups * size, np.float32)
+    codes = carray(codes_at, groups * size, np.uint8)
+    scales = carray(scales_at, groups, np.float32)  # bytes, as numbers
+    energies = carray(energies_at, groups, np.float64)
+    errors = carray(errors_at, groups, np.float64)
+    place = carray(stack(64), 1, np.uint32)
+    for group in range(groups):
+        w = values[group * size : (group + 1) * size]
+        q = codes[group * size : (group + 1) * size]
+        most = np.float32(0)
+        for j in range(size):
+            most = max(most, abs(w[j]))
+        share = most / np.float32(448 if mode == MXFP8 else 6)
+        if mode == NVFP4:
+            byte = _e4m3(share, place)
+            scale = _e4m3_value(byte)
+        else:  # the power of two that is not below it
+            place.view(np.float32)[0] = share
+            u = place[0]
+            byte = np.int64(u >> np.uint32(23)) + (1 if u & np.uint32(0x7FFFFF) else 0)
+            byte = min(byte, 254) if share > 0 else 127
+            place[0] = np.uint32(byte) << np.uint32(23) if byte > 0 else np.uint32(1 << 22)
+            scale = place.view(np.float32)[0]
+        energy, error = 0.0, 0.0
+        for j in range(size):
+            x = abs(w[j]) / scale if scale > 0 else np.float32(0)
+            if mode == MXFP8:
+                code = _e4m3(x, place)
+                decoded = _e4m3_value(code) * scale
+                sign = 128
+                place.view(np.float32)[0] = w[j]
+                negative = place[0] >> np.uint32(31) != 0
+            else:
+                code, decoded = _e2m1(x)
+                decoded *= scale
+                sign = 8
+                negative = w[j] < 0 and code > 0
+            q[j] = np.uint8(code + (sign if negative else 0))
+            e = np.float64(abs(w[j]) - decoded)
+            energy += np.float64(w[j]) * np.float64(w[j])
+            error += e * e
+        scales[group] = np.float32(byte)
+        energies[group], errors[group] = energy, error
+
+
 ROTATE = types.void(types.voidptr, types.int64, types.float32)
 
 
@@ -139,6 +227,7 @@ def _pack_tiles(codes_at, order_at, packed_at, tile_rows, tile_columns):  # type
 KERNELS = {
     "fit": (fit, FIT),
     "round": (_round, ROUND),
+    "round_floats": (_round_floats, ROUND_FLOATS),
     "rotate": (_rotate, ROTATE),
     "pack_bits": (_pack_bits, PACK_BITS),
     "pack_tiles": (_pack_tiles, PACK_TILES),

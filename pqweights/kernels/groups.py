@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.dtypes import FLOAT4_VALUES, float8_table
 from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, cpu
 
 # How scale and offset are chosen: to minimise the squared error, or as a runtime's own converter does (cpu_groups.py).
 BEST = "best"
 RUNTIME_RULES = {"mlx": 1, "torchao": 2, "compressed-tensors": 3}
+FLOAT_MODES = {"mxfp4": 0, "mxfp8": 1, "nvfp4": 2}
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,7 @@ class GroupRule:
         """[groups * group size] finite weights as integers."""
         groups = len(values) // self.group_size
         assert groups * self.group_size == len(values)
-        result = Groups(
-            np.empty((groups, self.group_size), dtype=np.uint8),
-            np.empty(groups, dtype=np.float32),
-            np.empty(groups, dtype=np.float32),
-            np.empty(groups, dtype=np.float64),
-            np.empty(groups, dtype=np.float64),
-        )
+        result = _empty_groups(groups, self.group_size)
         out = (result.codes, result.scales, result.offsets, result.energies, result.errors)
         if self.rule == BEST:
             cpu.fit_groups(
@@ -76,6 +72,35 @@ class GroupRule:
         return codes * groups.scales[:, None] + groups.offsets[:, None]
 
 
+@dataclass(frozen=True)
+class FloatRule:
+    """A floating mode of mlx (a key of FLOAT_MODES): E2M1 or E4M3 codes, and per group a scale in E8M0 or E4M3.
+
+    `Groups.scales` are the bytes of the scales, as numbers. Formats: OCP microscaling formats specification 1.0; nvfp4
+    without a scale per tensor.
+    """
+
+    kind: str
+    bits: int
+    group_size: int
+    name: str = "mlx"
+
+    def quantize(self, values: npt.NDArray[np.float32]) -> Groups:
+        """[groups * group size] finite weights, by mlx's rule."""
+        groups = len(values) // self.group_size
+        assert groups * self.group_size == len(values)
+        result = _empty_groups(groups, self.group_size)
+        result.offsets[:] = 0
+        cpu.round_floats(values, result.codes, result.scales, result.energies, result.errors, FLOAT_MODES[self.kind])
+        return result
+
+    def decode(self, groups: Groups) -> npt.NDArray[np.float32]:
+        """What mlx computes with, in float32: [groups, group size]."""
+        scales = float8_table("F8_E4M3" if self.kind == "nvfp4" else "F8_E8M0")[groups.scales.astype(np.uint8)]
+        values = FLOAT4_VALUES if self.bits == 4 else float8_table("F8_E4M3")
+        return values[groups.codes] * scales[:, None]
+
+
 @dataclass(frozen=True, eq=False)
 class Groups:
     """Some groups as integers.
@@ -89,6 +114,16 @@ class Groups:
     offsets: npt.NDArray[np.float32]
     energies: npt.NDArray[np.float64]
     errors: npt.NDArray[np.float64]
+
+
+def _empty_groups(groups: int, size: int) -> Groups:
+    return Groups(
+        np.empty((groups, size), dtype=np.uint8),
+        np.empty(groups, dtype=np.float32),
+        np.empty(groups, dtype=np.float32),
+        np.empty(groups, dtype=np.float64),
+        np.empty(groups, dtype=np.float64),
+    )
 
 
 @functools.lru_cache
