@@ -90,38 +90,47 @@ def _round(  # type: ignore[no-untyped-def]
 MXFP4, MXFP8, NVFP4 = 0, 1, 2
 
 
-@jit
-def _e4m3(x, place):  # type: ignore[no-untyped-def]  # f32, not negative -> the byte of the nearest F8_E4M3, ties to even
-    if x >= np.float32(448):
-        return np.int64(126)
-    if x < np.float32(2.0**-6):
-        return np.int64(np.rint(x * np.float32(512)))
-    place.view(np.float32)[0] = x
-    u = place[0]
-    rounded = u + np.uint32(0x7FFFF) + ((u >> np.uint32(20)) & np.uint32(1))
-    return np.int64(rounded >> np.uint32(20)) - np.int64((127 - 7) << 3)
+# Below, loops without branches over a whole group, which LLVM vectorises. x (f32) and bits (u32) share memory.
+MOST_FLOATS = 32
+_FLOATS_OF_4 = MOST_FLOATS * 4
 
 
 @jit
-def _e4m3_value(byte):  # type: ignore[no-untyped-def]  # 0 to 126 -> f32
-    mantissa = np.float32(byte & 7)
-    if byte < 8:
-        return mantissa * np.float32(2.0**-9)
-    value = (np.float32(8) + mantissa) * np.float32(2.0**-9)
-    for _ in range((byte >> 3) - 1):
-        value *= np.float32(2)
-    return value
+def _to_e4m3(x, bits, codes):  # type: ignore[no-untyped-def]  # x: not negative
+    """The nearest F8_E4M3, ties to even, saturated: bytes 0 to 126."""
+    for j in range(len(codes)):
+        small = np.int32(np.rint(min(x[j], np.float32(1)) * np.float32(512)))  # below 2**-6: steps of 2**-9
+        u = bits[j]
+        rounded = (u + np.uint32(0x7FFFF) + ((u >> np.uint32(20)) & np.uint32(1))) >> np.uint32(20)
+        normal = np.int32(min(rounded, np.uint32(0x87F))) - np.int32((127 - 7) << 3)
+        codes[j] = np.uint8(min(small if x[j] < np.float32(2.0**-6) else normal, np.int32(126)))
 
 
 @jit
-def _e2m1(x):  # type: ignore[no-untyped-def]  # f32, not negative -> the code of the nearest F4_E2M1, ties down, and its value
-    if x <= np.float32(1.75):
-        if x <= np.float32(0.75):
-            return (0, np.float32(0)) if x <= np.float32(0.25) else (1, np.float32(0.5))
-        return (2, np.float32(1)) if x <= np.float32(1.25) else (3, np.float32(1.5))
-    if x <= np.float32(3.5):
-        return (4, np.float32(2)) if x <= np.float32(2.5) else (5, np.float32(3))
-    return (6, np.float32(4)) if x <= np.float32(5) else (7, np.float32(6))
+def _from_e4m3(codes, x, bits):  # type: ignore[no-untyped-def]
+    """The inverse, for bytes 0 to 126."""
+    for j in range(len(codes)):
+        bits[j] = (np.uint32(codes[j]) << np.uint32(20)) + np.uint32((127 - 7) << 23)
+    for j in range(len(codes)):
+        x[j] = np.float32(codes[j]) * np.float32(2.0**-9) if codes[j] < 8 else x[j]
+
+
+@jit
+def _to_e2m1(x, codes):  # type: ignore[no-untyped-def]  # x: not negative
+    """The nearest F4_E2M1, ties down, saturated: codes 0 to 7."""
+    for j in range(len(codes)):
+        v = x[j]
+        low = np.int32(v > np.float32(0.25)) + np.int32(v > np.float32(0.75)) + np.int32(v > np.float32(1.25))
+        high = np.int32(v > np.float32(2.5)) + np.int32(v > np.float32(3.5)) + np.int32(v > np.float32(5))
+        codes[j] = np.uint8(low + np.int32(v > np.float32(1.75)) + high)
+
+
+@jit
+def _from_e2m1(codes, x):  # type: ignore[no-untyped-def]
+    """The inverse: 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
+    for j in range(len(codes)):
+        c = np.float32(codes[j])
+        x[j] = max(c * np.float32(0.5), max(c - np.float32(2), c + c - np.float32(8)))
 
 
 ROUND_FLOATS = types.void(*[types.voidptr] * 5, *[types.int64] * 3)
@@ -135,42 +144,48 @@ def _round_floats(  # type: ignore[no-untyped-def]
     scales = carray(scales_at, groups, np.float32)  # bytes, as numbers
     energies = carray(energies_at, groups, np.float64)
     errors = carray(errors_at, groups, np.float64)
-    place = carray(stack(64), 1, np.uint32)
+    memory = stack(_FLOATS_OF_4)
+    x, bits = carray(memory, size, np.float32), carray(memory, size, np.uint32)
     for group in range(groups):
         w = values[group * size : (group + 1) * size]
         q = codes[group * size : (group + 1) * size]
         most = np.float32(0)
         for j in range(size):
             most = max(most, abs(w[j]))
-        share = most / np.float32(448 if mode == MXFP8 else 6)
+        x[0] = most / np.float32(448 if mode == MXFP8 else 6)
         if mode == NVFP4:
-            byte = _e4m3(share, place)
-            scale = _e4m3_value(byte)
-        else:  # the power of two that is not below it
-            place.view(np.float32)[0] = share
-            u = place[0]
-            byte = np.int64(u >> np.uint32(23)) + (1 if u & np.uint32(0x7FFFFF) else 0)
-            byte = min(byte, 254) if share > 0 else 127
-            place[0] = np.uint32(byte) << np.uint32(23) if byte > 0 else np.uint32(1 << 22)
-            scale = place.view(np.float32)[0]
+            _to_e4m3(x, bits, q[:1])
+            byte = np.int64(q[0])
+            _from_e4m3(q[:1], x, bits)
+        elif most > 0:  # the power of two that is not below it
+            byte = np.int64(bits[0] >> np.uint32(23)) + np.int64(bits[0] & np.uint32(0x7FFFFF) != 0)
+            byte = min(byte, np.int64(254))
+            bits[0] = np.uint32(byte) << np.uint32(23) if byte > 0 else np.uint32(1 << 22)
+        else:
+            byte = np.int64(127)
+            x[0] = np.float32(1)
+        scale = x[0]
+        for j in range(size):
+            x[j] = abs(w[j]) / scale if scale > 0 else np.float32(0)
+        if mode == MXFP8:
+            _to_e4m3(x, bits, q)
+            _from_e4m3(q, x, bits)
+        else:
+            _to_e2m1(x, q)
+            _from_e2m1(q, x)
         energy, error = 0.0, 0.0
         for j in range(size):
-            x = abs(w[j]) / scale if scale > 0 else np.float32(0)
-            if mode == MXFP8:
-                code = _e4m3(x, place)
-                decoded = _e4m3_value(code) * scale
-                sign = 128
-                place.view(np.float32)[0] = w[j]
-                negative = place[0] >> np.uint32(31) != 0
-            else:
-                code, decoded = _e2m1(x)
-                decoded *= scale
-                sign = 8
-                negative = w[j] < 0 and code > 0
-            q[j] = np.uint8(code + (sign if negative else 0))
-            e = np.float64(abs(w[j]) - decoded)
+            e = np.float64(abs(w[j]) - x[j] * scale)
             energy += np.float64(w[j]) * np.float64(w[j])
             error += e * e
+        for j in range(size):
+            x[j] = w[j]
+        if mode == MXFP8:
+            for j in range(size):
+                q[j] = q[j] | np.uint8((bits[j] >> np.uint32(24)) & np.uint32(128))
+        else:  # mlx has no negative zero here
+            for j in range(size):
+                q[j] = q[j] | np.uint8(8 if w[j] < 0 and q[j] > 0 else 0)
         scales[group] = np.float32(byte)
         energies[group], errors[group] = energy, error
 
