@@ -3,8 +3,8 @@
     python benchmarks/commands.py --sizes 1GB 4GB 8GB --largest 100MB 1GB 1GB
 
 Everything that a command reads is read once before it, so that it comes from the page cache; every command is timed until
-a `sync` after it returns. The commands take turns, and medians count. Quantize reads what cp reads; the export writes as
-much as cp does; verify writes nothing. Peaks are the kernel's ru_maxrss of the process, the largest of all rounds, beside
+a `sync` after it returns. The commands take turns, and medians count. Quantize reads what cp reads; the BF16 export writes
+as much as cp does, the integer ones (best scales and offsets) a quarter; verify writes nothing. Peaks are the kernel's ru_maxrss of the process, the largest of all rounds, beside
 an idle interpreter that imported pqweights, torch and numpy. (cp has none: the figure would be that of this script.)
 """
 
@@ -31,7 +31,13 @@ from harness import (
 )
 
 SETTINGS = {"dtype": "BF16", "recipe": "q5", "bits": 5, "block_size": 128}
-COMMANDS = ("cp", "quantize", "export", "verify")
+EXPORTS = {
+    "export bf16": ["bf16"],
+    "torchao-int4": ["torchao-int4"],
+    "mlx-q4": ["mlx-q4"],
+    "vllm-int4 rotated": ["vllm-int4", "--basis", "rotated"],
+}
+COMMANDS = ("cp", "quantize", *EXPORTS, "verify")
 
 
 def measure(folder: Path, total: str, largest: str, rounds: int) -> list[dict]:
@@ -42,7 +48,10 @@ def measure(folder: Path, total: str, largest: str, rounds: int) -> list[dict]:
     commands = {
         "cp": (["cp", "-r", "--reflink=never", str(source), str(out)], source, out),
         "quantize": ([*PQWEIGHTS, "quantize", str(source), str(out)], source, out),
-        "export": ([*PQWEIGHTS, "export", str(master), str(out), "--target", "bf16"], master, out),
+        **{
+            name: ([*PQWEIGHTS, "export", str(master), str(out), "--target", *arguments], master, out)
+            for name, arguments in EXPORTS.items()
+        },
         "verify": ([*PQWEIGHTS, "verify", str(master)], master, None),
     }
     runs: dict[str, list[Run]] = {name: [] for name in commands}

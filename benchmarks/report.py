@@ -61,7 +61,8 @@ def draw_wall_time(document: Document, panels: Panels) -> None:
     names = [name for name in commands.COMMANDS if name != "cp"]
     for place, name in enumerate(names):
         heights = [row["of_cp"] for row in document["rows"] if row["command"] == name]
-        panels[0].bar(np.arange(len(checkpoints)) + (place - 1) * 0.25, heights, 0.25, label=name)
+        width = 0.8 / len(names)
+        panels[0].bar(np.arange(len(checkpoints)) + (place - len(names) / 2) * width, heights, width, label=name)
     panels[0].axhline(1, color="black", linestyle="--", label="cp -r")
     panels[0].set(title="wall time, page cache warm, through sync", xlabel="checkpoint", ylabel="of cp -r")
     panels[0].set_xticks(range(len(checkpoints)), checkpoints)

@@ -109,7 +109,14 @@ def make_checkpoint(folder: Path, total_bytes: int, largest_bytes: int, shard_by
         weight_map |= {spec.name: file for spec in group}
     written = sum(spec.byte_count for spec in specs)
     index = {"metadata": {"total_size": written}, "weight_map": weight_map}
-    config = {"model_type": "llama", "dtype": "bfloat16", "hidden_size": hidden_size(total_bytes)}
+    hidden, layers = hidden_size(total_bytes), sum(spec.name.endswith("q_proj.weight") for spec in specs)
+    # Tied, although there is a head: it only fills up the size.
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "hidden_size": hidden,
+        "intermediate_size": hidden * 11 // 4, "num_hidden_layers": layers, "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 256, "head_dim": 64, "vocab_size": specs[0].shape[0], "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0, "tie_word_embeddings": True,
+    }  # fmt: skip
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps(config))
     return {

@@ -110,7 +110,7 @@ def command(
     pip install torchao; AutoModelForCausalLM.from_pretrained(OUT, device_map="cuda")
 
     mlx-q4: for Apple Silicon:
-    pip install mlx-lm; mlx_lm.generate --model OUT --prompt ... (needs 'pqweights[mlx]' to be made)
+    pip install mlx-lm; mlx_lm.generate --model OUT --prompt ... (pip install 'pqweights\\[mlx]' to make it)
 
     vllm-int4: compressed-tensors W4A16. vllm serve OUT, or with pip install compressed-tensors:
     AutoModelForCausalLM.from_pretrained(OUT). With --basis rotated for vLLM alone, on a single GPU

@@ -35,5 +35,10 @@ def command(folder: options.FolderArgument, json: options.JsonOption = False) ->
             f"{manifest.kind}: {output.size(totals['output_bytes'])} in safetensors files, {totals['weights']} weights, "
             f"{totals['coverage']:.4%} of them quantized" + ("" if bits is None else f" at {bits:.4f} bits per weight")
         )
-        lines += report.quality_lines(manifest.tensors, manifest.records)
+        if any(tensor.action == "integer" for tensor in manifest.tensors):
+            lines += report.integer_lines(
+                manifest.tensors, manifest.records, measured="original_fingerprint" in manifest.made_by
+            )
+        else:
+            lines += report.quality_lines(manifest.tensors, manifest.records)
         typer.echo("\n".join(lines))
