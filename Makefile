@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv demo test lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-phases bench-peers bench-scaling bench-report bench-kills bad-inputs clean
+.PHONY: help venv demo test lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-phases bench-peers bench-scaling bench-exports bench-report bench-kills bad-inputs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -87,6 +87,10 @@ bench-peers: $(READY) ## error per bit, and rate, on real weights, beside other 
 
 bench-scaling: $(READY) ## time against size of the checkpoint and number of threads
 	$(call BENCHMARK,scaling) $(WORK) $(ARGS)
+	$(REPORT)
+
+bench-exports: $(READY) ## what integer exports cost in error, on real and heavy-tailed weights; MODELS="DIR ..." adds perplexity
+	$(call BENCHMARK,exports) $(MODELS) --weights minilm heavy $(WORK) $(ARGS)
 	$(REPORT)
 
 bench-report: $(READY) ## draw the plots and write the tables again

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import commands
+import exports
 import numpy as np
 import peers
 import phases
@@ -36,6 +37,7 @@ SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
     "scaling": scaling.sections,
     "planning": planning.sections,
     "phases": phases.sections,
+    "exports": exports.sections,
 }
 
 

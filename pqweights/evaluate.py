@@ -8,6 +8,7 @@ the same arithmetic. The decoders below are written from the formats' documents 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import itertools
@@ -167,23 +168,26 @@ def generate(folder: Path, model: Model, prompt: str, tokens: int) -> str:
 def relative_mse(original: Path, folder: Path) -> Errors:
     """The error of every weight of a master or an export that is not as in the original, measured by decoding all of them.
 
-    A weight that config.json declares as rotated is turned back first. Raises SourceError, also for a weight that the
-    original does not have under the same name and shape, and MasterError for a folder without manifest.
+    A weight that config.json declares as rotated is turned back first; mlx-lm says what becomes of the original's for an
+    export to it. Raises SourceError, also for a weight that the original does not have under the same name and shape,
+    MasterError for a folder without manifest, MissingDependencyError.
     """
     manifest = read_manifest(folder)
-    originals = {tensor.name: tensor for tensor in open_local(original).tensors}
+    if manifest.made_by.get("target") == "mlx-q4":
+        originals = _as_mlx_holds(original, _config(folder))
+    else:
+        originals = {tensor.name: functools.partial(_values, tensor) for tensor in open_local(original).tensors}
     decode = master_weight(folder) if manifest.kind == "master" else export_weight(folder)
     sums = {INTEGER: [0.0, 0.0, 0], QUANTIZE: [0.0, 0.0, 0], DECODE: [0.0, 0.0, 0]}  # error, energy, weights
     for tensor in manifest.tensors:
         if tensor.action not in sums:
             continue
-        found = originals.get(tensor.name)
-        if found is None or found.shape != tensor.shape:
+        weight = originals[tensor.name]() if tensor.name in originals else None
+        if weight is None or weight.shape != tensor.shape:
             raise SourceError(
                 f"{original}: tensor {tensor.name!r}: expected shape {list(tensor.shape)} as in {folder}, found "
-                f"{'none' if found is None else list(found.shape)}"
+                f"{'none' if weight is None else list(weight.shape)}"
             )
-        weight = _values(found)
         difference = weight - decode(tensor.name)
         for place, summand in enumerate((_squares(difference), _squares(weight), weight.size)):
             sums[tensor.action][place] += summand
@@ -205,6 +209,23 @@ def _values(tensor: LogicalTensor) -> Floats:
     return raw.view(np.float32).reshape(tensor.shape)
 
 
+def _as_mlx_holds(folder: Path, config: Mapping[str, Any]) -> dict[str, Callable[[], Floats]]:
+    """mlx-lm renames, stacks and splits weights as it loads them: the original's, after that, by name.
+
+    config: the export's, in the terms that mlx-lm knows.
+    """
+    mx, utils = _package("mlx.core", "mlx"), _package("mlx_lm.utils", "mlx")
+    with _quiet():
+        plain = {key: value for key, value in config.items() if not key.startswith("quantization")}
+        model, _ = utils.load_model(folder, lazy=True, strict=False, model_config=plain)
+    parameters = dict(_package("mlx.utils", "mlx").tree_flatten(model.parameters()))
+
+    def values(array: Any) -> Floats:
+        return np.array(array.astype(mx.float32))
+
+    return {name: functools.partial(values, array) for name, array in parameters.items()}
+
+
 # Loading: each runtime once.
 
 
@@ -218,7 +239,8 @@ def _config(folder: Path) -> dict[str, Any]:
 def _package(name: str, extra: str) -> Any:
     """An optional package; untyped, because the types of these would be checked with ours."""
     try:
-        return importlib.import_module(name)
+        with _silent():
+            return importlib.import_module(name)
     except ImportError:
         package = name.partition(".")[0]
         raise MissingDependencyError(
@@ -227,19 +249,26 @@ def _package(name: str, extra: str) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hold back progress bars, warnings and remarks of the runtimes; exceptions come through."""
+def _silent() -> Iterator[None]:
+    """Hold back warnings and remarks of the runtimes."""
     loggers = [logging.getLogger(name) for name in NOISY]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """And their progress bars. Not for imports: what they import may keep the stream that it finds as standard error."""
+    with _silent(), contextlib.redirect_stderr(io.StringIO()):
+        yield
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -295,6 +324,10 @@ def _open_compressed_tensors(folder: Path, settings: Mapping[str, Any], device: 
             transform.apply_transform_config(model, transform.TransformConfig(**settings["transform_config"]))
             runtime += " with its transforms"
         logits(np.zeros(1, dtype=np.int64))  # the first call decompresses, with a progress bar
+    torch = _package("torch", "transformers")
+    torch.nn.Module.float(
+        model
+    )  # stacked experts come in BF16, whatever was asked for; transformers refuses model.float()
     return Model(runtime, logits)
 
 
@@ -302,6 +335,9 @@ def _open_torchao(folder: Path, device: str) -> Model:
     """On the CPU, where torchao's tensors cannot be computed with, each is read through PyTorch's CPU kernel for INT4."""
     _package("torchao", "torchao")
     torch = _package("torch", "torchao")
+    stored = _Stored(folder)
+    parts = {part for name in json.loads(stored.metadata.get("tensor_names", "[]")) for part in _parts(stored, name)}
+    _refuse(folder, TORCHAO, missing=parts - stored.tensors.keys())  # which transformers answers with a RuntimeError
     model = _from_pretrained(folder)
     rounded = 0
     for name, module in model.named_modules():
@@ -431,8 +467,7 @@ def _torchao_weight(stored: _Stored, name: str) -> Floats:
         return stored.floats(name)
     about = json.loads(stored.metadata[name])
     rows, columns = about["_data"]["shape"]
-    module, _, parameter = name.rpartition(".")
-    part = f"{module}._{parameter}_"
+    part = _parts(stored, name)[0].removesuffix("qdata")
     if about["_type"] == "Int4Tensor":
         codes = unpack_nibbles(stored.rows(part + "qdata") ^ np.uint8(0x88))
         pairs = np.stack([stored.floats(part + "scale"), stored.floats(part + "zero_point")], axis=-1)
@@ -444,6 +479,12 @@ def _torchao_weight(stored: _Stored, name: str) -> Floats:
     grouped = codes.reshape(rows, pairs.shape[1], -1).astype(np.float32) - 8
     weight: Floats = grouped * pairs[..., :1] + pairs[..., 1:]
     return weight.reshape(rows, columns)
+
+
+def _parts(stored: _Stored, name: str) -> list[str]:
+    """The stored names of what torchao holds a weight as: qdata, then its scales."""
+    module, _, parameter = name.rpartition(".")
+    return [f"{module}._{parameter}_{part}" for part in json.loads(stored.metadata[name])["_tensor_data_names"]]
 
 
 def _compressed_weight(stored: _Stored, settings: Mapping[str, Any], name: str) -> Floats:

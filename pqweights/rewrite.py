@@ -111,6 +111,7 @@ def rewrite(
         "plan": [t.to_json() for t in plan.tensors],
         "shards": plan.max_shard_bytes,
         "transform": repr(transform),
+        "made_by": transform.describe(),
         "version": __version__,
     }
     identity = RunIdentity.of(described, inputs, outputs)

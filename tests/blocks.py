@@ -58,10 +58,11 @@ def decode(
     signed: bool = False,
     exponent: int = 0,
     book: Codebook | None = None,
+    rotate: bool = True,
 ) -> Bytes:
     """Raw bytes of whole blocks."""
     values = np.full(len(codes) * 128 * item_bytes(dtype), 0xAB, np.uint8)
-    load_backend(backend).decode(codes, norms, dtype, book or codebook(bits), signed, exponent, values)
+    load_backend(backend).decode(codes, norms, dtype, book or codebook(bits), signed, exponent, values, rotate)
     return values
 
 

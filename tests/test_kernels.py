@@ -174,6 +174,38 @@ def test_any_codes_decode_alike(bits, dtype):
         assert same_bits(decode("cpu", *args), decode("reference", *args)), signed
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS)
+def test_what_stays_rotated_decodes_alike(bits, dtype):
+    """Any codes, norms of every size and sign, around the 16 blocks that the CPU takes together."""
+    rng = np.random.default_rng(bits)
+    norms = np.append(np.arange(0, 2**16, 97, dtype=np.uint16), np.uint16([0x7BFF, 0xFBFF, 0x8000, 1, 0x8001]))
+    norms = norms[norms & 0x7FFF < 0x7C00]
+    codes = rng.integers(0, 256, (len(norms), 16 * bits)).astype(np.uint8)
+    for exponent in (0, -20, -130, 115):
+        args = (codes, norms, dtype, bits, False, exponent)
+        assert same_bits(decode("cpu", *args, rotate=False), decode("reference", *args, rotate=False)), exponent
+    for count in (*GROUPS, 0):
+        args = (codes[:count], norms[:count], dtype, bits, False, 3)
+        assert same_bits(decode("cpu", *args, rotate=False), decode("reference", *args, rotate=False)), count
+
+
+@each_backend
+@pytest.mark.parametrize("bits", BITS)
+def test_what_stays_rotated_is_the_levels_times_the_norm(backend, bits):
+    """By the independent reader, within three roundings; and rotated by H / sqrt(128), the decoded weights."""
+    codes, norms = encode_floats(FAMILIES["gaussian"], bits, exponent=-8)[:2]
+    args = (codes, norms, "F32", bits, False, -8)
+    rotated = decode(backend, *args, rotate=False).view(np.float32).reshape(-1, 128).astype(np.float64)
+    norm = norms.view(np.float16).astype(np.float64)[:, None] * 2.0**-8 / math.sqrt(128)
+    assert np.allclose(rotated, codebook(bits).levels[independent_reader.unpack(codes, bits)] * norm, rtol=3 * 2.0**-24)
+    weights = decode(backend, *args).view(np.float32).reshape(-1, 128)
+    # Seven sums and three products, each of at most the sum of magnitudes.
+    bound = 10 * 2.0**-24 * np.abs(rotated).sum(axis=1, keepdims=True) / math.sqrt(128)
+    assert (np.abs(rotated @ helpers.sylvester() / math.sqrt(128) - weights) <= bound).all()
+    assert np.abs(weights).max() > 1e3 * bound.max()
+
+
 def test_both_sides_know_the_same_cells():
     """cpu.py makes the tables that vector.py reads, and may not import it."""
     from pqweights.kernels import cpu, vector

@@ -35,7 +35,7 @@ LAYERS = (
     ("pqweights.stream",),
     ("pqweights.rewrite",),
     ("pqweights.quantize", "pqweights.exports"),
-    ("pqweights.inspect", "pqweights.verify"),
+    ("pqweights.inspect", "pqweights.verify", "pqweights.evaluate"),
     ("pqweights_cli",),
 )
 NOTHING_OF_OURS = ("pqweights", "pqweights.errors")

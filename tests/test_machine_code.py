@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import functools
 import importlib.metadata
 import json
 import os
+import platform
+import re
 import shutil
 import struct
 import subprocess
@@ -18,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import groups_reference
 import llvmlite.binding as llvm
 import numpy as np
 import pytest
@@ -28,14 +33,48 @@ from hypothesis import strategies as st
 
 from pqweights.kernels import cpu
 
-PROGRAM = run_kernels.__file__
+DIGESTS = run_kernels.DIGESTS | groups_reference.DIGESTS
+KERNELS = tuple(DIGESTS)
+QUICK = (
+    "round",
+    "round_floats",
+    "rotate",
+    "pack_bits",
+    "pack_tiles",
+)  # compiled in a second, together; "fit" takes twenty
 # What compiled code may ask of its process: C's memory and mathematics.
 LIBC = {"memcpy", "memmove", "memset", "sqrtf", "rintf"}
 
 
+# run_kernels.py with the kernels of groups, too; with ASSEMBLY, it keeps there how what it compiles reads.
+PROGRAM = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv.pop(1))
+import groups_reference, llvmlite.binding as llvm, run_kernels
+from pqweights.kernels import cpu
+
+if "ASSEMBLY" in os.environ:
+    names, compiled, emit_object = [], cpu._compiled, llvm.TargetMachine.emit_object
+
+    def compiled_with_a_name(name):
+        names.append(name)
+        return compiled(name)
+
+    def emit_both(machine, module):
+        text = machine.emit_assembly(module.clone())
+        (Path(os.environ["ASSEMBLY"]) / names[-1]).write_text(text)
+        return emit_object(machine, module)
+
+    cpu._compiled, llvm.TargetMachine.emit_object = compiled_with_a_name, emit_both
+run_kernels.DIGESTS |= groups_reference.DIGESTS
+run_kernels._main()
+"""
+
+
 def start(cache: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     """The kernels in a fresh process, which keeps machine code in `cache`; warnings are errors."""
-    command = [sys.executable, "-W", "error", PROGRAM, *arguments]
+    command = [sys.executable, "-W", "error", "-c", PROGRAM, str(Path(__file__).parent), *arguments]
     variables = os.environ | {"PQWEIGHTS_CACHE": str(cache)} | environment
     return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -52,8 +91,14 @@ def run(cache: Path, *arguments: str, **environment: str) -> dict[str, Any]:
     return finish(start(cache, *arguments, **environment))
 
 
+@functools.cache
+def digest(kernel: str) -> str:
+    """By the reference; for "round" and "round_floats", which have none, by this process."""
+    return DIGESTS[kernel]("reference")
+
+
 def expected(*kernels: str) -> dict[str, str]:
-    return {kernel: run_kernels.DIGESTS[kernel]("reference") for kernel in kernels}
+    return {kernel: digest(kernel) for kernel in kernels}
 
 
 def names(folder: Path) -> list[str]:
@@ -63,7 +108,7 @@ def names(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class ColdRuns:
-    """Two processes, the first of which found an empty cache and decoded; the second encoded."""
+    """Two processes, the first of which found an empty cache and decoded; the second did all that is left but "fit"."""
 
     folder: Path
     answers: list[dict[str, Any]]
@@ -74,9 +119,12 @@ class ColdRuns:
 def cold(tmp_path_factory: pytest.TempPathFactory) -> ColdRuns:
     folder = tmp_path_factory.mktemp("cold") / "not" / "there" / "yet"
     runs = ColdRuns(folder, [], [])
-    for kernel in ("decode", "encode"):
-        runs.answers.append(run(folder, kernel))
+    for kernels in (["decode"], ["encode", *QUICK]):
+        runs.answers.append(run(folder, *kernels))
         runs.kept.append(names(folder))
+    # What this process, or an earlier one, compiled.
+    symbol, machine_code = cpu._kept("fit") or cpu._compiled("fit")
+    (folder / cpu._cache_name("fit")).write_bytes(cpu._packed(symbol, machine_code))
     return runs
 
 
@@ -90,22 +138,22 @@ def kept_file(folder: Path, kernel: str) -> Path:
 
 def test_a_cold_run_compiles_and_keeps_the_kernels_that_it_used(cold: ColdRuns) -> None:
     assert all("numba" in answer["imported"] for answer in cold.answers)
-    assert cold.answers[0]["digests"] | cold.answers[1]["digests"] == expected("decode", "encode")
-    assert cold.kept == [["decode.kernel"], ["decode.kernel", "encode.kernel"]]
+    assert [answer["digests"] for answer in cold.answers] == [expected("decode"), expected("encode", *QUICK)]
+    assert cold.kept == [["decode.kernel"], sorted(f"{name}.kernel" for name in ("decode", "encode", *QUICK))]
 
 
 def test_a_warm_run_needs_no_numba_and_computes_the_same(cold: ColdRuns) -> None:
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in cold.folder.iterdir()}
-    warm = run(cold.folder, "encode", "decode")
+    warm = run(cold.folder, *KERNELS)
     assert not {"numba", "torch", "triton"} & set(warm["imported"])
     assert "llvmlite" in warm["imported"]
-    assert warm["digests"] == expected("encode", "decode")
+    assert warm["digests"] == expected(*KERNELS)
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in cold.folder.iterdir()} == before
 
 
 def test_kept_code_runs_where_numba_cannot_be_imported(cold: ColdRuns) -> None:
     """Nothing of numba's runtime is left in it: an address that it lacked would end the process."""
-    assert run(cold.folder, "--without", "numba", "encode", "decode")["digests"] == expected("encode", "decode")
+    assert run(cold.folder, "--without", "numba", *KERNELS)["digests"] == expected(*KERNELS)
 
 
 def undefined_symbols(machine_code: bytes) -> set[str]:
@@ -126,12 +174,18 @@ def undefined_symbols(machine_code: bytes) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("kernel", ["encode", "decode"])
-def test_machine_code_refers_to_nothing_but_libc(kernel: str, cold: ColdRuns) -> None:
-    found = cpu._unpacked(kept_file(cold.folder, kernel).read_bytes())
-    assert found is not None
-    symbols = undefined_symbols(found[1])
-    assert symbols and symbols <= LIBC
+def needed_by(folder: Path) -> dict[str, set[str]]:
+    """Undefined symbols of the kernels that a folder keeps."""
+    result = {}
+    for kernel in KERNELS:
+        found = cpu._unpacked(kept_file(folder, kernel).read_bytes())
+        assert found is not None
+        result[kernel] = undefined_symbols(found[1])
+    return result
+
+
+def test_machine_code_refers_to_nothing_but_libc(cold: ColdRuns) -> None:
+    assert set().union(*needed_by(cold.folder).values()) <= LIBC
 
 
 def test_two_processes_that_compile_at_once_both_work(tmp_path: Path) -> None:
@@ -152,27 +206,66 @@ def test_a_run_that_can_keep_nothing_works(tmp_path: Path) -> None:
 
 # --- other processors ---
 
+FUSING = "this one without AVX-512"  # which can fuse, where this one can
 OTHER_PROCESSORS: dict[str, tuple[list[str], dict[str, str]]] = {
     "a plain one": ([], {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}),
-    "this one without AVX-512": (["--hide", "avx512"], {}),
+    FUSING: (["--hide", "avx512"], {}),
 }
 
 
+@dataclass(frozen=True)
+class OtherRun:
+    """All kernels compiled for another processor: the answer, and how machine code that could fuse reads, by kernel."""
+
+    cache: Path
+    answer: dict[str, Any]
+    assembly: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, OtherRun]:
+    """Both at once: compiling takes seconds."""
+    started = []
+    for processor, (arguments, environment) in OTHER_PROCESSORS.items():
+        cache, assembly = tmp_path_factory.mktemp("cache"), tmp_path_factory.mktemp("assembly")
+        if processor == FUSING:
+            environment = environment | {"ASSEMBLY": str(assembly)}
+        started.append((cache, assembly, start(cache, *arguments, *KERNELS, **environment)))
+    return {
+        processor: OtherRun(cache, finish(process), {path.name: path.read_text() for path in assembly.iterdir()})
+        for processor, (cache, assembly, process) in zip(OTHER_PROCESSORS, started, strict=True)
+    }
+
+
 @pytest.mark.parametrize("processor", OTHER_PROCESSORS)
-def test_code_for_another_processor_gives_the_same_bytes(processor: str, tmp_path: Path) -> None:
+def test_code_for_another_processor_gives_the_same_bytes(processor: str, others: dict[str, OtherRun]) -> None:
     """Shorter vectors, look-ups without permutations, with and without fused operations."""
-    arguments, environment = OTHER_PROCESSORS[processor]
+    arguments, _ = OTHER_PROCESSORS[processor]
     if arguments and not llvm.get_host_cpu_features().get("avx512f", False):
         pytest.skip("this processor has no AVX-512 that could be hidden")
-    answer = run(tmp_path / "cache", *arguments, "encode", "decode", **environment)
-    assert answer["digests"] == expected("encode", "decode")
-    assert answer["permutes"] is False
-    assert answer["fuses"] is (bool(arguments) and bool(llvm.get_host_cpu_features().get("fma", False)))
-    for kernel in ("encode", "decode"):
-        path = kept_file(tmp_path / "cache", kernel)
-        assert path.name != cpu._cache_name(kernel)
-        found = cpu._unpacked(path.read_bytes())
-        assert found is not None and undefined_symbols(found[1]) <= LIBC
+    run = others[processor]
+    assert run.answer["digests"] == expected(*KERNELS)
+    assert run.answer["permutes"] is False
+    assert run.answer["fuses"] is (bool(arguments) and bool(llvm.get_host_cpu_features().get("fma", False)))
+    assert not any((run.cache / cpu._cache_name(kernel)).exists() for kernel in KERNELS)
+    needed = set().union(*needed_by(run.cache).values())
+    assert needed <= LIBC
+    if processor == "a plain one" and platform.machine() in ("x86_64", "AMD64"):
+        assert "rintf" in needed  # that symbols are found where there are some
+
+
+def fused(assembly: str) -> set[str]:
+    """The operations that multiply and add in one, of x86 and of ARM."""
+    return set(re.findall(r"\bv?fn?m(?:add|sub|la|ls)\w*", assembly))
+
+
+def test_nothing_is_fused_but_where_it_cannot_show(others: dict[str, OtherRun]) -> None:
+    """On a processor that could. Butterflies multiply by 1 and -1, and encode finds a cell of its table."""
+    run = others[FUSING]
+    found = {kernel: bool(fused(assembly)) for kernel, assembly in run.assembly.items()}
+    fuses = run.answer["fuses"]
+    assert found == dict.fromkeys(KERNELS, False) | dict.fromkeys(("encode", "decode", "rotate"), fuses)
+    assert re.search(r"\b(vmulps|mulps|fmul)\b", run.assembly["fit"])
 
 
 # --- in this process, with a compiler that only pretends ---
@@ -415,11 +508,11 @@ def fresh_names() -> Iterator[Callable[[str], str]]:
 def test_the_name_is_that_of_the_kernel_and_is_the_same_in_every_process(
     fresh_names: Callable[[str], str], cold: ColdRuns
 ) -> None:
-    for kernel in ("encode", "decode"):
+    for kernel in set(KERNELS) - {"fit"}:  # which no other process named
         assert fresh_names(kernel) == kept_file(cold.folder, kernel).name
 
 
-@pytest.mark.parametrize("source", ["cpu_kernels.py", "vector.py"])
+@pytest.mark.parametrize("source", cpu.SOURCES)
 def test_a_change_of_a_source_changes_the_name(
     source: str, fresh_names: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -434,14 +527,36 @@ def test_a_change_of_a_source_changes_the_name(
 
 
 def test_every_source_of_machine_code_is_in_the_name() -> None:
-    """What the compiled modules import of ours; a third one would have to be added to _cache_name."""
-    listed = "import sys; from pqweights.kernels import cpu_kernels; print(*sys.modules)"
+    """What the compiler and the compiled modules import of ours; another one would have to be added to cpu.SOURCES."""
+    listed = "import sys; from pqweights.kernels import compiler; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", listed], capture_output=True, text=True, check=True)
     kernels = {name for name in done.stdout.split() if name.startswith("pqweights.")}
-    assert kernels == {"pqweights.kernels", "pqweights.kernels.cpu_kernels", "pqweights.kernels.vector"} | {
+    sources = {f"pqweights.kernels.{source.removesuffix('.py')}" for source in cpu.SOURCES}
+    assert kernels == sources | {
+        "pqweights.kernels",
         # imported by the package pqweights.kernels, and used by nothing that is compiled
         "pqweights.buffers", "pqweights.codebook", "pqweights.errors",
     }  # fmt: skip
+
+
+def test_kernels_are_called_with_the_types_that_they_were_compiled_for() -> None:
+    """Behind two pointers of numba's own; what ctypes and numba say has to be the same."""
+    from numba import types
+
+    from pqweights.kernels.compiler import KERNELS as COMPILED
+
+    same = {
+        types.voidptr: ctypes.c_void_p,
+        types.int64: ctypes.c_int64,
+        types.float64: ctypes.c_double,
+        types.float32: ctypes.c_float,
+    }
+    called = {
+        name: [ctypes.c_void_p] * 2 + [same[kind] for kind in signature.args]
+        for name, (_, signature) in COMPILED.items()
+    }
+    assert called == cpu._ARGUMENTS
+    assert set(called) == set(KERNELS)
 
 
 @pytest.mark.parametrize("package", ["numba", "llvmlite", "numpy"])

@@ -71,6 +71,8 @@ class MovedTensor:
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """See LogicalTensor."""
+        if count == 0:
+            return
         size, width = item_bytes(dtype), self.shape[-1] if self.shape else 1
         whole = not start % width and not count % width
         if whole and not self.transposed and self._read_whole(start // width, count // width, dtype, out):
@@ -152,7 +154,7 @@ class MovedTensor:
 
     def _matrix(self, matrix: int, dtype: str) -> npt.NDArray[np.uint8]:
         """One matrix before it is transposed; each thread keeps the last, as many chunks in a row need the same."""
-        key = (id(self), matrix, dtype)
+        key = (self, matrix, dtype)  # the tensor itself, not its id, which another may have after it
         if getattr(_last_matrix, "key", None) != key:
             width = self.shape[-1]
             _last_matrix.key, _last_matrix.value = key, self._rows(matrix * width, width, dtype)

@@ -10,6 +10,7 @@ from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.views import MovedTensor
 from pqweights.exports.options import ExportOptions, one_of
 from pqweights.jobs import CopyJob, Job
 from pqweights.manifest import TensorRecord
@@ -80,10 +81,17 @@ def plain_plan(tensor: LogicalTensor, model: str, dtype: str | None, reason: str
 
     reason: why a weight that might have been quantized is not.
     """
-    decoded = isinstance(tensor, EncodedTensor | OriginalTensor)
+    decoded = is_encoded(tensor)
     stored = dtype if dtype is not None and (decoded or tensor.plain_dtype == model) else tensor.plain_dtype
     role = classify(tensor.name, tensor.dtype, tensor.shape).name
     why = "decoded" if decoded else "as in the master" if stored == tensor.plain_dtype else "model dtype to BF16"
     action = DECODE if decoded else KEEP
     spec = TensorSpec(tensor.name, stored, tensor.shape)
     return TensorPlan(tensor.name, tensor.shape, tensor.dtype, role, action, None, None, reason or why, (spec,))
+
+
+def is_encoded(tensor: LogicalTensor) -> bool:
+    """Whether the master holds a tensor, or some of what it was put together from, as codes."""
+    if isinstance(tensor, MovedTensor):
+        return any(is_encoded(source) for source in tensor.sources)
+    return isinstance(tensor, EncodedTensor | OriginalTensor)

@@ -11,6 +11,7 @@ from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalT
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.views import MovedTensor
 from pqweights.errors import MasterError, SourceError
+from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.integers import IntegerExport, Target
 from pqweights.manifest import Manifest, read_manifest
 
@@ -44,12 +45,16 @@ def integer_export(
 
 
 def _error(tensor: LogicalTensor, errors: dict[str, float]) -> float | None:
-    """The relative error of a tensor of the master, or of what was put together from several: their mean by size."""
+    """The relative error of a tensor of the master, or of what was put together from several: their mean by size.
+
+    What the master keeps has none.
+    """
     parts = tensor.sources if isinstance(tensor, MovedTensor) else (tensor,)
-    if any(part.name not in errors for part in parts):
+    if any(is_encoded(part) and part.name not in errors for part in parts):
         return None
     weights = [math.prod(part.shape) for part in parts]
-    return sum(errors[part.name] * count for part, count in zip(parts, weights, strict=True)) / sum(weights)
+    total = sum(errors.get(part.name, 0.0) * count for part, count in zip(parts, weights, strict=True))
+    return total / sum(weights) if total else 0.0
 
 
 def _manifest(folder: Path) -> Manifest | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -26,7 +26,7 @@ from pqweights.errors import SourceError
 from pqweights.exports.bf16 import plain_plan
 from pqweights.jobs import CHUNK_WEIGHTS, CopyJob, Job, Sink
 from pqweights.kernels import BLOCK_SIZE
-from pqweights.kernels.groups import Groups, rotate
+from pqweights.kernels.groups import BEST, Groups, rotate
 from pqweights.manifest import TensorRecord, rounded
 from pqweights.plan import INTEGER, TensorPlan
 from pqweights.roles import classify
@@ -153,7 +153,7 @@ class IntegerExport:
     """
 
     target: Target
-    original: Checkpoint | None
+    original: Checkpoint | None = field(repr=False)
     outline: Outline = field(repr=False)
     master: Mapping[str, LogicalTensor] = field(repr=False)
     master_errors: Mapping[str, float] = field(repr=False)
@@ -249,7 +249,7 @@ class IntegerJob:
         first = chunk * self._rows_per_chunk
         count = min(self._rows_per_chunk, self._rows - first)
         values = self._values(self._tensor, first, count, "values")
-        groups = self._rounding.rule.quantize(values)
+        groups = self._quantized(values)
         if not np.isfinite(groups.energies).all():
             raise SourceError(
                 f"tensor {self._tensor.name!r}: expected finite weights, found a NaN or an infinity in rows {first} to "
@@ -263,12 +263,12 @@ class IntegerJob:
                 sink.write(piece.stored_name, piece.offset + row * piece.step, data)
         by_master = np.empty(0)
         if self._master is not None:
-            of_master = self._rounding.rule.quantize(self._values(self._master, first, count, "master"))
+            of_master = self._quantized(self._values(self._master, first, count, "master"))
             by_master = _errors(values, of_master, self._rounding.rule)
         return _Done(pieces, groups.energies, groups.errors, by_master, sink)
 
     def _values(self, tensor: LogicalTensor, row: int, rows: int, purpose: str) -> npt.NDArray[np.float32]:
-        """Whole rows as float32; for a runtime's own rule as the BF16 weights that the runtime would have."""
+        """Whole rows as float32."""
         start, count = row * self._columns, rows * self._columns
         raw = scratch(purpose, count * 4)
         values = raw.view(np.float32)
@@ -278,9 +278,16 @@ class IntegerJob:
             tensor.read(start, count, "F32", raw)
             if self._rounding.rotated:
                 rotate(values)
-        if self._rounding.rule.name != "best":
-            values[:] = to_float32(from_float32(values, "BF16"), "BF16")
         return values
+
+    def _quantized(self, values: npt.NDArray[np.float32]) -> Groups:
+        """Codes with their errors; a runtime's own rule gets the BF16 weights that the runtime would have."""
+        rule = self._rounding.rule
+        if rule.name == BEST:
+            return rule.quantize(values)
+        groups = rule.quantize(to_float32(from_float32(values, "BF16"), "BF16"))
+        energies = np.einsum("ij,ij->i", *[values.reshape(groups.codes.shape)] * 2, dtype=np.float64)
+        return replace(groups, energies=energies, errors=_errors(values, groups, rule))
 
     def collect(self, result: _Done) -> None:
         """See Job."""

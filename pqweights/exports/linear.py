@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor
+from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.errors import ExportError
+from pqweights.exports.bf16 import is_encoded
 from pqweights.roles import classify
 
 # Models whose linear weights are stored transposed, [in, out] (transformers' Conv1D).
 TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
-
-
-def is_encoded(tensor: LogicalTensor) -> bool:
-    """Whether the master holds the weight as codes."""
-    return isinstance(tensor, EncodedTensor | OriginalTensor)
 
 
 def linear_weights(
@@ -53,7 +49,9 @@ def linear_weights(
             reason = f"groups of {group_size} do not divide its rows of {columns} weights (--group-size that would: {fitting})"
         result[tensor.name] = reason
     if None not in result.values():
-        why = next((reason for reason in result.values() if reason), "the master quantizes no linear layer")
+        reasons = [reason for reason in result.values() if reason]
+        fitting = [reason for reason in reasons if "--group-size" in reason]  # what the user can do something about
+        why = next(iter([*fitting, *reasons]), "the master quantizes no linear layer")
         raise ExportError(f"no weight of this model can become integers for {target}: {why}")
     return result
 

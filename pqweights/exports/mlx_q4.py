@@ -24,9 +24,8 @@ from pqweights.checkpoint.storage import read_file
 from pqweights.checkpoint.views import MovedTensor, Segment
 from pqweights.dtypes import DTYPE_BITS, convert, from_float32, item_bytes
 from pqweights.errors import ExportError, MissingDependencyError
-from pqweights.exports.bf16 import plain_plan
+from pqweights.exports.bf16 import is_encoded, plain_plan
 from pqweights.exports.integers import Outline, Piece, Rounding, Rule, Stays
-from pqweights.exports.linear import is_encoded
 from pqweights.exports.options import BEST, MINMAX, ExportOptions, one_of
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups, pack_bits
 from pqweights.roles import classify
@@ -66,7 +65,7 @@ class MlxQ4:
         options.only(NAME, "mode", "bits", "group_size", "qparams")
         mode = one_of(NAME, "mode", options.mode, tuple(BITS))
         with_mode = NAME if mode == "affine" else f"{NAME} in mode {mode}"
-        group_size = options.group_size and one_of(with_mode, "group-size", options.group_size, GROUP_SIZES[mode])
+        group_size = one_of(with_mode, "group-size", options.group_size, (None, *GROUP_SIZES[mode]))
         # The floating modes have no rule but mlx's.
         qparams = one_of(with_mode, "qparams", options.qparams, (BEST, MINMAX) if mode == "affine" else (MINMAX,))
         return MlxQ4(mode, one_of(with_mode, "bits", options.bits, BITS[mode]), group_size, qparams)
@@ -145,8 +144,7 @@ class MlxQ4:
         """Say why weights of the master stay plain; refuse where a size was asked for, or where nothing is quantized."""
         for tensor in outputs:
             columns = tensor.shape[-1] if tensor.shape else 1
-            encoded = isinstance(tensor, MovedTensor) and all(is_encoded(source) for source in tensor.sources)
-            if tensor.name in decisions or not encoded:
+            if tensor.name in decisions or not is_encoded(tensor):
                 continue
             sizes = GROUP_SIZES[self.mode]
             fitting = ", ".join(str(size) for size in sorted(sizes) if columns % size == 0) or "none"

@@ -38,13 +38,13 @@ class ExportOptions:
 
 
 def one_of(target: str, option: str, asked: T | None, allowed: Sequence[T]) -> T:
-    """What was asked for, or the first of those allowed.
+    """What was asked for, or the first of those allowed, which may be None.
 
     Raises ExportError for anything else.
     """
     if asked is None:
         return allowed[0]
     if asked not in allowed:
-        listed = ", ".join(str(a) for a in allowed)
+        listed = ", ".join(str(a) for a in allowed if a is not None)
         raise ExportError(f"--{option} {asked}: the target {target} has {listed}")
     return asked

@@ -54,7 +54,7 @@ class TorchaoInt4:
         """
         options.only(NAME, "bits", "group_size", "packing", "qparams")
         one_of(NAME, "bits", options.bits, (4,))
-        group_size = options.group_size and one_of(NAME, "group-size", options.group_size, GROUP_SIZES)
+        group_size = one_of(NAME, "group-size", options.group_size, (None, *GROUP_SIZES))
         packing = one_of(NAME, "packing", options.packing, (TILE, UNTILED))
         return TorchaoInt4(packing, group_size, one_of(NAME, "qparams", options.qparams, (BEST, MINMAX)))
 

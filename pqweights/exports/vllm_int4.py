@@ -69,7 +69,7 @@ class VllmInt4:
         options.only(NAME, "bits", "group_size", "basis", "qparams")
         return VllmInt4(
             one_of(NAME, "bits", options.bits, (4, 8)),
-            options.group_size and one_of(NAME, "group-size", options.group_size, GROUP_SIZES),
+            one_of(NAME, "group-size", options.group_size, (None, *GROUP_SIZES)),
             one_of(NAME, "basis", options.basis, (PLAIN, ROTATED)),
             one_of(NAME, "qparams", options.qparams, (BEST, MINMAX)),
         )

@@ -189,6 +189,7 @@ def round_floats(
 ) -> None:
     """Groups to the codes of small floats and the bytes of their scales, by a mode of mlx, a number of cpu_groups.py."""
     groups, size = codes.shape
+    assert size <= 32  # the kernel's room
     _kernel("round_floats")(
         *_IGNORED_ADDRESSES,
         _address(values, np.float32, groups * size),

@@ -46,7 +46,9 @@ def stack(typingctx: Any, byte_count: Any) -> Any:
     """stack(byte_count): the address of so many bytes on the stack of the function; the count is a constant."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        memory = cgutils.alloca_once(builder, ir.ArrayType(_I8, byte_count.literal_value))
+        # Not numba's alloca_once: it clears the memory, and LLVM takes seconds to see that nobody wants that.
+        with builder.goto_entry_block():
+            memory = builder.alloca(ir.ArrayType(_I8, byte_count.literal_value))
         memory.align = 64
         return builder.bitcast(memory, ir.PointerType(_I8))
 

@@ -1,0 +1,601 @@
+"""Groups to integers: the kernels against a numpy reference bit by bit, the runtimes' rules against the runtimes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import groups_reference
+import helpers
+import numpy as np
+import numpy.typing as npt
+import pytest
+from blocks import examples, same_bits
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pqweights.kernels import cpu, lanes
+from pqweights.kernels.groups import (
+    BEST,
+    RUNTIME_RULES,
+    TILE_ORDER,
+    FloatRule,
+    GroupRule,
+    Groups,
+    _settings,
+    pack_bits,
+    pack_tiles,
+    rotate,
+)
+
+Floats = npt.NDArray[np.float32]
+
+BITS = range(2, 9)
+SIZES = (16, 32, 48, 64, 112, 128, 240, 256)
+# symmetric, middle
+KINDS = {"affine from 0": (False, False), "affine from the middle": (False, True), "symmetric": (True, True)}
+LARGEST = 3.4028234663852886e38
+
+
+@functools.cache
+def families(size: int) -> dict[str, Floats]:
+    """Groups [21, size] of every kind that the arithmetic treats differently, all finite. 16 does not divide their number."""
+    count, rng = 21, np.random.default_rng(size)
+    normal, one = rng.standard_normal((count, size)), np.arange(count)
+    place = rng.integers(0, size, count)
+    outlier, one_hot, zeros = normal * 0.02, np.zeros((count, size)), np.zeros((count, size))
+    outlier[one, place] = rng.choice([-9.0, 7.0], count)
+    one_hot[one, place] = np.resize([-1e-3, 0.37, 3e38, -(2.0**-149)], count)
+    zeros[1::3], zeros[2::3, ::2] = -0.0, -0.0
+    constants = [0.0125, -1.0, 3.0, 7e-7, 6e4, -1.5e38, 1e-40, LARGEST, -LARGEST, 2.0**-149, -(2.0**-126)]
+    found = {
+        "gaussian": normal * 0.02,
+        "heavy tails": rng.standard_t(1.2, (count, size)) * 0.01,
+        "constant": np.outer(np.resize(constants, count), np.ones(size)),
+        "zeros": zeros,
+        "one outlier": outlier,
+        "one-hot": one_hot,
+        "positive": np.abs(normal) + 0.1,
+        "negative": -np.abs(normal),
+        "far from zero": normal * 1e-3 + 5,
+        "subnormal": np.round(normal * 1000) * 2.0**-149,
+        "1e-40": normal * 1e-40,
+        "1e-38": normal * 1e-38,
+        "1e37": normal * 1e37,
+        "near the largest": np.clip(normal * 3e38, -LARGEST, LARGEST),
+        "two values": np.where(rng.random((count, size)) < 0.3, *rng.standard_normal((2, count, 1))),
+        "neighbours": 1 - rng.integers(0, 3, (count, size)) * 2.0**-24,
+        "whole numbers": rng.integers(-8, 8, (count, size)),
+        "mixed scales within a group": normal * 10.0 ** rng.uniform(-30, 30, (count, size)),
+        "mixed scales": normal * 10.0 ** rng.uniform(-38, 37, (count, 1)),
+    }
+    return {name: values.astype(np.float32) for name, values in found.items()}
+
+
+def best(kind: str, bits: int, size: int) -> GroupRule:
+    symmetric, middle = KINDS[kind]
+    return GroupRule(bits, size, symmetric, middle, BEST)
+
+
+def reference(rule: GroupRule, values: Floats) -> groups_reference.Fitted:
+    settings = _settings(rule.symmetric, rule.bits, rule.group_size)
+    return groups_reference.fit(values.reshape(-1), rule.group_size, settings, rule.bits, rule.symmetric, rule.middle)
+
+
+def errors_of_range(rule: GroupRule, values: Floats) -> npt.NDArray[np.float64]:
+    """Squared errors with scale and offset from the smallest and the largest weight."""
+    return groups_reference.minimum_and_maximum(
+        values.reshape(-1), rule.group_size, rule.bits, rule.symmetric, rule.middle
+    )
+
+
+def quantize(rule: GroupRule, values: Floats) -> Groups:
+    return rule.quantize(np.ascontiguousarray(values).reshape(-1))
+
+
+def arrays(groups: Any) -> list[npt.NDArray[Any]]:
+    return [groups.codes, groups.scales, groups.offsets, groups.energies, groups.errors]
+
+
+def assert_same_groups(ours: Any, truth: Any, where: object = "") -> None:
+    names = ("codes", "scales", "offsets", "energies", "errors")
+    for name, a, b in zip(names, arrays(ours), arrays(truth), strict=True):
+        assert same_bits(a, b), (name, where)
+
+
+# --- least squares: bits ---
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernel_returns_the_bits_of_the_reference(kind: str, bits: int) -> None:
+    """Every family in every size of group."""
+    for size in SIZES:
+        for name, values in families(size).items():
+            rule = best(kind, bits, size)
+            assert_same_groups(quantize(rule, values), reference(rule, values), (name, size))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_multiple_of_16_is_a_size(kind: str) -> None:
+    values = np.concatenate([families(256)[name].reshape(-1) for name in ("gaussian", "heavy tails", "constant")])
+    for bits, size in zip(itertools.cycle(BITS), range(16, lanes.MOST_GROUP_SIZE + 1, 16)):
+        whole = values[: len(values) // size * size]
+        assert_same_groups(quantize(best(kind, bits, size), whole), reference(best(kind, bits, size), whole), size)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 15, 16, 17, 31, 33])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_number_of_groups_will_do(kind: str, count: int) -> None:
+    """The kernel takes 16 together. Nothing is written beside the arrays: it gets pointers and believes in them."""
+    size, bits, guard = 48, 4, 64
+    everything = np.concatenate(list(families(size).values()))
+    values = np.random.default_rng(count).permutation(everything)[:count]
+    shapes = [((count, size), np.uint8), *[((count,), np.float32)] * 2, *[((count,), np.float64)] * 2]
+    wholes, inner = [], []
+    for shape, dtype in shapes:
+        byte_count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        wholes.append(np.full(byte_count + 2 * guard, 0xA5, np.uint8))
+        inner.append(wholes[-1][guard : guard + byte_count].view(dtype).reshape(shape))
+    symmetric, middle = KINDS[kind]
+    settings = _settings(symmetric, bits, size)
+    cpu.fit_groups(np.ascontiguousarray(values).reshape(-1), settings, *inner, bits, symmetric, middle)
+    assert_same_groups(Groups(*inner), reference(best(kind, bits, size), values))
+    for whole in wholes:
+        assert (whole[:guard] == 0xA5).all() and (whole[-guard:] == 0xA5).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_may_lie_anywhere(kind: str) -> None:
+    """At addresses that only 4 divides."""
+    rule, count = best(kind, 5, 64), 33 * 64
+    there = np.resize(families(64)["heavy tails"].reshape(-1), count)
+    truth = reference(rule, there)
+    for offset in range(16):
+        values = np.empty(count + 16, np.float32)[offset : offset + count]
+        values[:] = there
+        assert_same_groups(rule.quantize(values), truth, offset)
+
+
+# --- least squares: what the numbers mean ---
+
+
+def assert_sound(rule: GroupRule, values: Floats, where: object = "") -> None:
+    """Finite numbers, codes in range, errors that are those of what is decoded, and no worse than min and max."""
+    groups = quantize(rule, values)
+    for name, numbers in (("scales", groups.scales), ("offsets", groups.offsets)):
+        assert np.isfinite(numbers).all(), (name, where)
+        assert same_bits(groups_reference.bf16(numbers), numbers), (name, where)
+    assert (np.abs(groups.scales) >= 2.0**-126).all(), where
+    assert int(groups.codes.max()) < 2**rule.bits, where
+    if rule.symmetric:
+        assert not groups.offsets.any(), where
+    decoded = rule.decode(groups)
+    assert np.isfinite(decoded).all(), where
+    wide = values.reshape(decoded.shape).astype(np.float64)
+    assert np.allclose(groups.energies, (wide**2).sum(axis=1), rtol=1e-12, atol=0), where
+    assert np.allclose(groups.errors, ((wide - decoded) ** 2).sum(axis=1), rtol=1e-6, atol=0), where
+    assert (groups.errors <= errors_of_range(rule, values)).all(), where
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_family_is_sound(kind: str, bits: int) -> None:
+    for size in (16, 128, 256):
+        for name, values in families(size).items():
+            assert_sound(best(kind, bits, size), values, (name, size))
+
+
+some_floats = st.one_of(
+    st.floats(width=32, allow_nan=False, allow_infinity=False),
+    st.floats(-1, 1, width=32),
+    st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0**-149, 2.0**-126, LARGEST, -LARGEST, 0.0125]),
+)
+# Short lists are repeated: constant groups, few values, ties.
+some_groups = st.lists(st.lists(some_floats, min_size=1, max_size=64), min_size=1, max_size=20)
+any_rule = st.builds(best, st.sampled_from(list(KINDS)), st.integers(2, 8), st.sampled_from([16, 32, 64, 80]))
+
+
+def made_of(lists: list[list[float]], size: int) -> Floats:
+    return np.array([list(itertools.islice(itertools.cycle(few), size)) for few in lists], dtype=np.float32)
+
+
+@examples(200)
+@given(some_groups, any_rule)
+def test_property_any_groups_are_sound(lists: list[list[float]], rule: GroupRule) -> None:
+    assert_sound(rule, made_of(lists, rule.group_size))
+
+
+@examples(150)
+@given(some_groups, any_rule)
+def test_property_any_groups_have_the_bits_of_the_reference(lists: list[list[float]], rule: GroupRule) -> None:
+    values = made_of(lists, rule.group_size)
+    assert_same_groups(quantize(rule, values), reference(rule, values))
+
+
+@examples(50)
+@given(some_groups, any_rule, st.randoms(use_true_random=False), st.lists(st.integers(0, 60), max_size=4))
+def test_property_a_group_depends_on_no_other(
+    lists: list[list[float]], rule: GroupRule, random: Any, cuts: list[int]
+) -> None:
+    """Not on its neighbours, its place, or how many groups a call has."""
+    own = made_of(lists, rule.group_size)
+    values = np.concatenate([own, families(rule.group_size)["mixed scales"], families(rule.group_size)["constant"]])
+    whole = arrays(quantize(rule, values))
+    order = list(range(len(values)))
+    random.shuffle(order)
+    for a, b in zip(arrays(quantize(rule, values[order])), whole, strict=True):
+        assert same_bits(a, b[order])
+    places = [0, *sorted(min(cut, len(values)) for cut in cuts), len(values)]
+    parts = [arrays(quantize(rule, values[a:b])) for a, b in itertools.pairwise(places)]
+    for i, array in enumerate(whole):
+        assert same_bits(np.concatenate([part[i] for part in parts]), array)
+
+
+whole_weights = st.lists(st.integers(-(2**12), 2**12), min_size=16, max_size=16)
+
+
+@examples(100)
+@given(whole_weights, st.sampled_from(list(KINDS)), st.integers(2, 8), st.integers(-90, 90))
+def test_property_a_power_of_two_changes_only_the_numbers(few: list[int], kind: str, bits: int, k: int) -> None:
+    """The same codes; scale and offset times that power. But a constant group has the scale 1."""
+    values, rule = np.array(few, dtype=np.float32), best(kind, bits, 16)
+    before, after = rule.quantize(values), rule.quantize(values * np.float32(2.0**k))
+    if len(set(few)) == 1:
+        return
+    assert same_bits(before.codes, after.codes)
+    factor = np.float32(2.0**k)
+    assert same_bits(before.scales * factor, after.scales) and same_bits(before.offsets * factor, after.offsets)
+    assert np.array_equal(before.errors * 4.0**k, after.errors)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [16, 128])
+def test_constant_groups_come_back(kind: str, bits: int, size: int) -> None:
+    """Those of a BF16 number exactly, any other at least as near as the nearest BF16. Symmetric: but at the ends of float32."""
+    rng = np.random.default_rng(bits)
+    constants = (rng.choice([-1, 1], 200) * 10.0 ** rng.uniform(-30, 36, 200)).astype(np.float32)
+    ends = np.array([0.0, -0.0, 2.0**-133, -(2.0**-126), 1e-40, -3.38e38, LARGEST, -LARGEST], dtype=np.float32)
+    rule = best(kind, bits, size)
+    for numbers in (constants, constants[:0] if rule.symmetric else ends):
+        for values in (groups_reference.bf16(numbers), numbers):
+            decoded = rule.decode(quantize(rule, np.repeat(values, size)))
+            assert (decoded == decoded[:, :1]).all()
+            bound = np.abs(groups_reference.bf16(values).astype(np.float64) - values)
+            assert (np.abs(decoded[:, 0].astype(np.float64) - values) <= bound).all()
+            if values is not numbers:
+                assert np.array_equal(decoded[:, 0], values)
+    zeros = quantize(rule, np.zeros(2 * size, np.float32))
+    assert zeros.scales.tolist() == [1, 1] and not zeros.errors.any() and not zeros.energies.any()
+    assert set(zeros.codes.reshape(-1).tolist()) == {2 ** (bits - 1) if rule.middle else 0}
+
+
+# Relative squared error of Gaussian weights, groups of 128: what was measured, and what min and max alone have.
+GAUSSIAN = {
+    "affine from 0": {2: 0.10989, 3: 0.03139, 4: 0.008202, 5: 0.002034, 6: 5.036e-4, 7: 1.2664e-4, 8: 3.268e-5},
+    "affine from the middle": {2: 0.10988, 3: 0.03139, 4: 0.008192, 5: 0.002025, 6: 4.970e-4, 7: 1.2302e-4, 8: 3.104e-5},
+    "symmetric": {2: 0.13599, 3: 0.03485, 4: 0.009349, 5: 0.002448, 6: 6.190e-4, 7: 1.5416e-4, 8: 3.857e-5},
+}  # fmt: skip
+AGAINST_THE_RANGE = {
+    "affine from 0": {2: 0.45, 3: 0.69, 4: 0.83, 5: 0.88, 6: 0.90, 7: 0.915, 8: 0.94},
+    "affine from the middle": {2: 0.45, 3: 0.69, 4: 0.83, 5: 0.88, 6: 0.89, 7: 0.89, 8: 0.90},
+    "symmetric": {2: 0.76, 3: 0.81, 4: 0.885, 5: 0.93, 6: 0.945, 7: 0.94, 8: 0.94},
+}
+
+
+@functools.cache
+def gaussian_weights() -> Floats:
+    return helpers.gaussian(2**20, seed=5, scale=1)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gaussian_weights_lose_less_than_by_min_and_max(kind: str, bits: int) -> None:
+    rule = best(kind, bits, 128)
+    groups = rule.quantize(gaussian_weights())
+    measured = groups.errors.sum() / groups.energies.sum()
+    assert abs(measured / GAUSSIAN[kind][bits] - 1) < 0.01
+    assert groups.errors.sum() <= AGAINST_THE_RANGE[kind][bits] * errors_of_range(rule, gaussian_weights()).sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "runtime", "bound"),
+    [
+        ("affine from 0", "mlx", 0.83),
+        ("affine from the middle", "torchao", 0.83),
+        ("symmetric", "compressed-tensors", 0.78),
+    ],
+)
+def test_gaussian_weights_at_4_bits_lose_less_than_by_the_rules_of_runtimes(
+    kind: str, runtime: str, bound: float
+) -> None:
+    ours = best(kind, 4, 128).quantize(gaussian_weights())
+    theirs = GroupRule(4, 128, *KINDS[kind], runtime).quantize(gaussian_weights())
+    assert ours.errors.sum() <= bound * theirs.errors.sum()
+
+
+# --- the rules of the runtimes ---
+
+
+def bf16_families(size: int) -> dict[str, Floats]:
+    """The families as BF16 weights."""
+    return {name: groups_reference.bf16(values) for name, values in families(size).items()}
+
+
+def rounded_as(runtime: str, values: Floats, bits: int) -> Groups:
+    kind = {"mlx": "affine from 0", "torchao": "affine from the middle", "compressed-tensors": "symmetric"}[runtime]
+    return quantize(GroupRule(bits, values.shape[1], *KINDS[kind], runtime), values)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_the_rule_of_mlx_is_that_of_mlx(size: int, bits: int) -> None:
+    """mx.quantize of BF16 weights, and its packing."""
+    mx = pytest.importorskip("mlx.core")
+    for name, values in bf16_families(size).items():
+        weights = mx.array((values.view(np.uint32) >> 16).astype(np.uint16)).view(mx.bfloat16)
+        words, scales, biases = mx.quantize(weights, group_size=size, bits=bits, stream=mx.cpu)
+        scales, biases = (np.array(numbers.astype(mx.float32)).reshape(-1) for numbers in (scales, biases))
+        groups = rounded_as("mlx", values, bits)
+        assert same_bits(groups.scales, scales) and same_bits(groups.offsets, biases), name
+        assert pack_bits(groups.codes, bits).tobytes() == np.array(words).tobytes(), name
+
+
+@pytest.mark.parametrize(("kind", "bits", "size"), [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)])
+def test_the_floating_modes_of_mlx_are_those_of_mlx(kind: str, bits: int, size: int) -> None:
+    """Codes, bytes of the scales, and what is decoded, where the mode reaches: beyond, mlx gives no useful numbers."""
+    mx = pytest.importorskip("mlx.core")
+    rule, reach = FloatRule(kind, bits, size), 448 * 6 if kind == "nvfp4" else 1e30
+    for name, values in bf16_families(size).items():
+        most = np.abs(values).max(axis=1)
+        values = values[(most == 0) | ((most > 1e-30) & (most <= reach))]
+        if not len(values):
+            continue
+        values = np.resize(values, (64, size))
+        weights = mx.array((values.view(np.uint32) >> 16).astype(np.uint16)).view(mx.bfloat16)
+        words, scales = mx.quantize(weights, group_size=size, bits=bits, mode=kind, stream=mx.cpu)
+        groups = rule.quantize(values.reshape(-1))
+        assert np.array_equal(groups.scales, np.array(scales).reshape(-1)), name
+        assert pack_bits(groups.codes, bits).tobytes() == np.array(words).tobytes(), name
+        decoded = mx.dequantize(words, scales, group_size=size, bits=bits, mode=kind, dtype=mx.float32, stream=mx.cpu)
+        assert np.array_equal(rule.decode(groups), np.array(decoded)), name
+        wide = values.astype(np.float64)
+        assert np.allclose(groups.energies, (wide**2).sum(axis=1), rtol=1e-12, atol=0), name
+        assert np.allclose(groups.errors, ((wide - rule.decode(groups)) ** 2).sum(axis=1), rtol=1e-6, atol=0), name
+
+
+@pytest.fixture(scope="module")
+def torchao_primitives() -> Any:
+    """Of a version whose own functions are those of the rule."""
+    for noisy in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
+    return pytest.importorskip("torchao.quantization.quant_primitives")
+
+
+@pytest.mark.parametrize("size", [32, 64, 128, 256])
+def test_the_rule_of_torchao_is_that_of_torchao(size: int, torchao_primitives: Any) -> None:
+    """The functions behind its tinygemm layout, on BF16 weights. Where their range overflows, so do theirs and ours."""
+    torch = pytest.importorskip("torch")
+    how = (torch.int32, 0, 15)
+    for name, values in bf16_families(size).items():
+        weights = torch.from_numpy(values).bfloat16()
+        scales, zeros = torchao_primitives._choose_qparams_affine_tinygemm(
+            weights, torchao_primitives.MappingType.ASYMMETRIC, (1, size), *how,
+            scale_dtype=torch.bfloat16, zero_point_dtype=torch.bfloat16,
+        )  # fmt: skip
+        codes = torchao_primitives._quantize_affine_tinygemm(weights, (1, size), scales, zeros, *how)
+        groups = rounded_as("torchao", values, 4)
+        finite = np.isfinite(groups.scales)
+        assert finite.all() == (name != "near the largest")
+        assert same_bits(groups.scales, scales.float().numpy().reshape(-1)), name
+        assert same_bits(groups.offsets[finite], zeros.float().numpy().reshape(-1)[finite]), name
+        assert np.array_equal(groups.codes[finite], codes.numpy()[finite]), name
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("size", [32, 64, 128, 256])
+def test_the_rule_of_compressed_tensors_is_that_of_compressed_tensors(size: int, bits: int) -> None:
+    torch, quantization = pytest.importorskip("torch"), pytest.importorskip("compressed_tensors.quantization")
+    from compressed_tensors.quantization.lifecycle.forward import quantize as their_quantize
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    args = quantization.QuantizationArgs(num_bits=bits, type="int", symmetric=True, strategy="group", group_size=size)
+    for name, values in bf16_families(size).items():
+        weights = torch.from_numpy(values).bfloat16()
+        scales, zeros = calculate_qparams(weights.amin(1, keepdim=True), weights.amax(1, keepdim=True), args)
+        codes = their_quantize(weights, scales, zeros, args).float().numpy() + 2 ** (bits - 1)
+        groups = rounded_as("compressed-tensors", values, bits)
+        assert scales.dtype == torch.bfloat16 and not groups.offsets.any()
+        assert same_bits(groups.scales, scales.float().numpy().reshape(-1)), name
+        assert np.array_equal(groups.codes, codes), name
+
+
+@pytest.mark.parametrize("runtime", RUNTIME_RULES)
+def test_errors_by_the_rules_of_runtimes_are_those_of_what_is_decoded(runtime: str) -> None:
+    """A runtime whose scales are 0 (of weights that vanish beside its 1e-7, or that are subnormal) loses the group."""
+    for size, name in itertools.product((16, 128), ("gaussian", "heavy tails", "one outlier", "far from zero", "1e37")):
+        values = bf16_families(size)[name]
+        groups = rounded_as(runtime, values, 4)
+        kind = {"mlx": (False, False), "torchao": (False, True), "compressed-tensors": (True, True)}[runtime]
+        decoded = GroupRule(4, size, *kind, runtime).decode(groups)
+        wide = values.astype(np.float64)
+        assert np.allclose(groups.energies, (wide**2).sum(axis=1), rtol=1e-12, atol=0), name
+        assert np.allclose(groups.errors, ((wide - decoded) ** 2).sum(axis=1), rtol=1e-6, atol=0), name
+
+
+def test_rules_have_names() -> None:
+    names = {GroupRule(4, 32, symmetric, True, BEST).kind for symmetric in (False, True)}
+    assert names == {"affine", "symmetric"}
+    assert [GroupRule(4, 32, True, True, rule).name for rule in (BEST, *RUNTIME_RULES)] == [BEST, *RUNTIME_RULES]
+
+
+# --- rotation ---
+
+
+def test_rotating_is_multiplying_with_the_sylvester_matrix() -> None:
+    """Seven sums, one product and the factor round by 2**-24 each, of at most the sum of magnitudes; so does the way back."""
+    normal = np.concatenate([families(128)[name] for name in ("gaussian", "one outlier", "heavy tails", "zeros")])
+    values = normal.reshape(-1).copy()
+    rotate(values)
+    wide = normal.astype(np.float64)
+    bound = 9 * 2.0**-24 * np.abs(wide).sum(axis=1, keepdims=True)
+    exact = wide @ helpers.sylvester() / np.sqrt(128)
+    assert (np.abs(values.reshape(-1, 128) - exact) <= bound / np.sqrt(128)).all()
+    assert np.abs(exact).max() > 1e3 * bound.max()
+    rotate(values)
+    assert (np.abs(values.reshape(-1, 128) - wide) <= 2 * bound).all()
+
+
+def test_rotating_has_the_bits_of_the_reference() -> None:
+    torch = pytest.importorskip("torch")
+    from pqweights.kernels.reference import hadamard
+
+    for name, normal in families(128).items():
+        values = normal.reshape(-1) * np.float32(2.0**-8)  # sums must not overflow
+        truth = hadamard(torch.from_numpy(values.copy())).numpy().reshape(-1) * np.float32(1 / np.sqrt(128))
+        rotate(values)
+        assert same_bits(values, truth), name
+
+
+# --- packings ---
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_bits_are_packed_as_one_stream(bits: int) -> None:
+    for shape in ((0, 8), (1, 8), (3, 24), (16, 256)):
+        codes = np.random.default_rng(bits).integers(0, 2**bits, shape).astype(np.uint8)
+        assert same_bits(pack_bits(codes, bits), groups_reference.pack_bits(codes, bits))
+    # The example in the documentation of Parquet's encodings.
+    assert pack_bits(np.arange(8, dtype=np.uint8), 3).tolist() == [0b10001000, 0b11000110, 0b11111010]
+
+
+@pytest.mark.parametrize("shape", [(8, 128), (8, 384), (24, 128), (40, 512)])
+def test_tiles_are_those_of_tinygemm(shape: tuple[int, int]) -> None:
+    codes = np.random.default_rng(shape[0]).integers(0, 16, shape).astype(np.uint8)
+    packed = pack_tiles(codes)
+    assert same_bits(packed, groups_reference.pack_tiles(codes))
+    assert len(packed) == codes.size // 2 and sorted(TILE_ORDER.tolist()) == list(range(8 * 128))
+
+
+def test_a_code_stands_where_the_kernel_of_pytorch_looks_for_it() -> None:
+    """Thread 4 * (n % 8) + k % 8 / 2 of a tile, word k / 32 % 4; in it, k / 8 % 4, and 4 more where k is odd."""
+    codes, rng = np.zeros((16, 256), np.uint8), np.random.default_rng(1)
+    for n, k in zip(rng.integers(0, 16, 50), rng.integers(0, 256, 50), strict=True):
+        codes[n, k] = 15
+        words = pack_tiles(codes).view(np.uint32).reshape(2, 2, 32, 4)
+        word = words[n // 8, k // 128, 4 * (n % 8) + k % 8 // 2, k // 32 % 4]
+        assert np.count_nonzero(words) == 1 and word == 15 << 4 * (k // 8 % 4 + 4 * (k % 2))
+        codes[n, k] = 0
+
+
+@pytest.mark.parametrize("rule", [BEST, "torchao"])
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_pytorch_computes_with_what_is_decoded(rule: str, size: int) -> None:
+    """Its 4-bit product on the CPU, which packs codes in an order of its own, with our codes, scales and zeros."""
+    torch = pytest.importorskip("torch")
+    rows, columns = 64, 512
+    weights, x = helpers.gaussian(rows, columns, seed=1), helpers.gaussian(32, columns, seed=2, scale=1)
+    x = groups_reference.bf16(x)
+    how = GroupRule(4, size, False, True, rule)
+    groups = quantize(how, groups_reference.bf16(weights))
+    codes = torch.from_numpy(groups.codes.reshape(rows, columns).astype(np.int32))
+    numbers = np.stack([groups.scales, groups.offsets], axis=-1).reshape(rows, columns // size, 2)
+    numbers = torch.from_numpy(numbers).bfloat16().transpose(0, 1).contiguous()
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    product = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.from_numpy(x).bfloat16(), packed, size, numbers)
+    exact = x.astype(np.float64) @ how.decode(groups).reshape(rows, columns).astype(np.float64).T
+    difference = product.float().numpy() - exact
+    assert np.linalg.norm(difference) <= 4e-3 * np.linalg.norm(exact)
+
+
+# --- what is refused ---
+
+GROUPS, SIZE = 4, 32
+
+
+def arguments() -> dict[str, npt.NDArray[Any]]:
+    """Of fit_groups; round_groups takes no settings."""
+    return {
+        "values": np.zeros(GROUPS * SIZE, np.float32),
+        "settings": _settings(False, 4, SIZE),
+        "codes": np.zeros((GROUPS, SIZE), np.uint8),
+        "scales": np.zeros(GROUPS, np.float32),
+        "offsets": np.zeros(GROUPS, np.float32),
+        "energies": np.zeros(GROUPS, np.float64),
+        "errors": np.zeros(GROUPS, np.float64),
+    }
+
+
+def with_gaps(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return np.repeat(array, 2, axis=-1)[..., ::2]
+
+
+def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+WRONGS: dict[str, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {
+    "another dtype": lambda array: array.astype(np.float16),
+    "another size": lambda array: np.append(array.reshape(-1), array.reshape(-1)[:1]),
+    "gaps": with_gaps,
+    "read-only": read_only,
+}
+
+
+# The codes say how many groups there are; what is only read may be read-only.
+REFUSED = sorted(set(itertools.product(arguments(), WRONGS)) - {
+    ("codes", "another size"), ("values", "read-only"), ("settings", "read-only"),
+})  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "wrong"), REFUSED)
+def test_arrays_that_do_not_fit_are_refused(name: str, wrong: str) -> None:
+    """The kernels see only where an array begins."""
+
+    def fit() -> None:
+        cpu.fit_groups(*given.values(), 4, False, False)
+
+    def round() -> None:
+        cpu.round_groups(*[array for key, array in given.items() if key != "settings"], 4, 1)
+
+    given = arguments()
+    fit(), round()
+    given[name] = WRONGS[wrong](given[name])
+    for kernel in (fit,) if name == "settings" else (fit, round):
+        with pytest.raises(ValueError, match="expected"):
+            kernel()
+
+
+@pytest.mark.parametrize("wrong", WRONGS)
+def test_arrays_that_cannot_be_rotated_or_packed_are_refused(wrong: str) -> None:
+    change, codes = WRONGS[wrong], np.zeros((8, 128), np.uint8)
+    with pytest.raises(ValueError, match="expected"):
+        rotate(change(np.zeros(256, np.float32)))
+    packed = np.zeros(512, np.uint8)
+    if wrong != "read-only":
+        with pytest.raises(ValueError, match="expected"):
+            cpu.pack_bits(change(codes.reshape(-1)), 4, packed)
+        order = change(TILE_ORDER)
+        with pytest.raises(ValueError, match="expected"):
+            cpu.pack_tiles(codes, order, packed)
+    for pack in (
+        lambda out: cpu.pack_bits(codes.reshape(-1), 4, out),
+        lambda out: cpu.pack_tiles(codes, TILE_ORDER, out),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            pack(change(packed))
+        pack(packed)
+
+
+def test_shapes_that_no_packing_has_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected"):
+        pack_bits(np.zeros(12, np.uint8), 4)
+    for shape in ((12, 128), (8, 192)):
+        with pytest.raises(ValueError, match="expected"):
+            pack_tiles(np.zeros(shape, np.uint8))

@@ -1,0 +1,228 @@
+"""Tensors put together from the rows of others, against numpy, which has them in memory."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import helpers
+import numpy as np
+import numpy.typing as npt
+import pytest
+from blocks import examples, item_bytes
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pqweights.checkpoint import views
+from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.views import MovedTensor, Segment
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A tensor in memory, which notes what is read of it."""
+
+    name: str
+    values: Floats  # BF16 numbers
+    reads: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def dtype(self) -> str:
+        return "BF16"
+
+    plain_dtype = dtype
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        return (StoredTensor(self.name, "BF16", self.shape, "file", 0, 2 * self.values.size),)
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        assert start >= 0 and start + count <= self.values.size
+        self.reads.append((start, count))
+        out[: count * item_bytes(dtype)] = helpers.raw_bytes(self.values.reshape(-1)[start : start + count], dtype)
+
+
+def held(name: str, *shape: int) -> Held:
+    """Every element another BF16 number, and no two tensors with the same."""
+    first = 1 + sum(name.encode()) * 1000
+    words = np.arange(first, first + math.prod(shape), dtype=np.uint32)
+    return Held(name, (words << 16).view(np.float32).reshape(shape))
+
+
+class Case(NamedTuple):
+    """A moved tensor, and what numpy makes of the same."""
+
+    tensor: MovedTensor
+    expected: Floats
+
+
+def case(segments: list[Segment], columns: range, transposed: bool = False, matrices: int = 1) -> Case:
+    rows = [
+        s.tensor.values.reshape(-1, s.tensor.shape[-1])[[s.first + s.step * i for i in range(s.count)]][
+            :, list(columns)
+        ]
+        for s in segments
+        if isinstance(s.tensor, Held)
+    ]
+    expected = np.concatenate(rows).reshape(matrices, -1, len(columns))
+    if transposed:
+        expected = expected.transpose(0, 2, 1)
+    expected = np.ascontiguousarray(expected if matrices > 1 else expected[0])
+    return Case(MovedTensor("moved", expected.shape, "BF16", tuple(segments), columns, transposed), expected)
+
+
+def read(tensor: MovedTensor, start: int, count: int, dtype: str) -> npt.NDArray[np.uint8]:
+    """What is behind may change, what is before it not."""
+    out = np.full(count * item_bytes(dtype) + 16, 0xA5, np.uint8)
+    tensor.read(start, count, dtype, out)
+    return out[: count * item_bytes(dtype)]
+
+
+def assert_reads(of: Case, start: int, count: int, dtype: str) -> None:
+    truth = helpers.raw_bytes(of.expected.reshape(-1)[start : start + count], dtype)
+    assert read(of.tensor, start, count, dtype).tobytes() == truth.tobytes(), (start, count, dtype)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Up to three sources of different widths, up to five segments of them, every kind of range of columns."""
+    widths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
+    sources = []
+    for name, width in zip("abc", widths, strict=False):
+        leading = draw(st.sampled_from([(), (1,), (7,), (2, 5), (3, 1, 4)]))
+        sources.append(held(name, *leading, width))
+    most = min(widths)
+    columns = range(most)
+    if draw(st.booleans()):
+        first = draw(st.integers(0, most - 1))
+        columns = range(first, draw(st.integers(first + 1, most)), draw(st.integers(1, 5)))
+        if draw(st.booleans()):
+            columns = columns[::-1]
+    segments = []
+    for _ in range(draw(st.integers(1, 5))):
+        source = draw(st.sampled_from(sources))
+        rows = math.prod(source.shape[:-1])
+        step, first = draw(st.integers(1, 4)), draw(st.integers(0, rows - 1))
+        segments.append(Segment(source, first, step, draw(st.integers(1, (rows - 1 - first) // step + 1))))
+    total = sum(segment.count for segment in segments)
+    matrices = draw(st.sampled_from([n for n in range(1, total + 1) if total % n == 0]))
+    return case(segments, columns, draw(st.booleans()), matrices)
+
+
+@examples(300)
+@given(cases(), st.data(), st.sampled_from(["BF16", "F32"]), st.booleans())
+def test_property_any_part_of_any_view_is_what_numpy_has(of: Case, data: st.DataObject, dtype: str, keep: bool) -> None:
+    """From any element on, any number of them; also where matrices are too large to be kept."""
+    size = of.expected.size
+    start = data.draw(st.integers(0, size - 1))
+    count = data.draw(st.integers(1, size - start))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(views, "_last_matrix", threading.local())  # as in a thread of its own
+        if not keep:
+            patch.setattr(views, "KEPT_BYTES", 0)
+        assert_reads(of, start, count, dtype)
+        assert_reads(of, 0, size, dtype)
+
+
+FUSED = held("fused", 4, 12, 6)
+
+
+def experts(kept_bytes: int, monkeypatch: pytest.MonkeyPatch) -> Case:
+    """Transposed experts, every other row of each, as of a fused gate and up."""
+    monkeypatch.setattr(views, "KEPT_BYTES", kept_bytes)
+    return case([Segment(FUSED, 12 * expert + 1, 2, 6) for expert in range(4)], range(6), True, 4)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 6 * 6 * 2 - 1, 6 * 6 * 2, 1 << 26])
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+def test_every_range_of_transposed_matrices(kept_bytes: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = experts(kept_bytes, monkeypatch)
+    assert of.tensor.shape == (4, 6, 6)
+    assert np.array_equal(of.expected[2], FUSED.values[2, 1::2].T)
+    for start in range(0, of.expected.size, 5):
+        for count in range(1, of.expected.size - start + 1, 7):
+            assert_reads(of, start, count, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+def test_every_range_of_stacked_rows(dtype: str) -> None:
+    """The two halves of a fused weight in turn, and a part of its columns."""
+    for columns in (range(6), range(2, 6), range(0, 6, 2), range(5, -1, -1), range(4, 5), range(5, 0, -2)):
+        of = case([Segment(FUSED, 0, 1, 5), Segment(held("other", 3, 8), 2, 1, 1), Segment(FUSED, 3, 4, 3)], columns)
+        for start in range(of.expected.size):
+            for count in range(1, of.expected.size - start + 1):
+                assert_reads(of, start, count, dtype)
+
+
+def test_a_kept_matrix_is_read_once_and_by_each_thread() -> None:
+    source = held("kept", 8, 5)
+    of = case([Segment(source, 0, 1, 8)], range(5), True)
+    for start in range(0, 40, 8):
+        assert_reads(of, start, 8, "BF16")
+    assert source.reads == [(0, 40)]
+    thread = threading.Thread(target=assert_reads, args=(of, 0, 40, "BF16"))
+    thread.start()
+    thread.join()
+    assert source.reads == [(0, 40)] * 2
+    assert_reads(of, 0, 40, "F32")  # another dtype is another matrix
+    assert source.reads == [(0, 40)] * 3
+
+
+def test_a_matrix_too_large_to_keep_is_read_in_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each row only what is asked for, where that is less than half of it."""
+    monkeypatch.setattr(views, "KEPT_BYTES", 0)
+    source = held("large", 8, 50)
+    of = case([Segment(source, 0, 1, 8)], range(50), True)
+    assert_reads(of, 16, 24, "BF16")
+    assert source.reads == [(50 * row + 2, 3) for row in range(8)]
+
+
+def test_a_view_that_is_gone_leaves_nothing_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python may give a new object the address of one that is gone; here it always does."""
+    monkeypatch.setattr(views, "id", lambda _: 1, raising=False)
+    for number in range(2):
+        assert_reads(case([Segment(held(f"s{number}", 6, 4), 0, 1, 6)], range(4), True), 0, 24, "BF16")
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_nothing_can_be_read(transposed: bool) -> None:
+    """As it can of every other tensor."""
+    of = case([Segment(FUSED, 0, 1, 5)], range(6), transposed)
+    for start in (0, 3, 30):
+        assert_reads(of, start, 0, "BF16")
+
+
+def test_rows_that_lie_together_are_read_at_once_into_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = held("whole", 9, 4)
+    of = case([Segment(source, 2, 1, 3), Segment(source, 7, 1, 2)], range(4))
+    out = np.zeros(3 * 4 * 2 + 8, np.uint8)
+    with monkeypatch.context() as patch:
+        patch.setattr(MovedTensor, "_rows", None)
+        of.tensor.read(0, 12, "BF16", out)
+    assert source.reads == [(8, 12)]
+    assert out[:24].tobytes() == helpers.raw_bytes(source.values[2:5], "BF16").tobytes()
+    assert_reads(of, 4, 16, "BF16")
+    assert source.reads[1:] == [(12, 8), (28, 8)]
+
+
+def test_sources_and_parts_come_once_in_the_order_of_the_segments() -> None:
+    a, b = held("a", 4, 3), held("b", 2, 3)
+    of = case([Segment(b, 0, 1, 1), Segment(a, 0, 1, 4), Segment(b, 1, 1, 1)], range(3))
+    assert of.tensor.sources == (b, a)
+    assert [part.name for part in of.tensor.parts] == ["b", "a"]
+    assert (of.tensor.dtype, of.tensor.plain_dtype) == ("BF16", "BF16")
+
+
+def test_a_vector_is_one_row() -> None:
+    norm = held("norm", 10)
+    of = Case(MovedTensor("moved", (10,), "BF16", (Segment(norm, 0, 1, 1),), range(10), False), norm.values)
+    for start, count in ((0, 10), (3, 4), (9, 1)):
+        assert_reads(of, start, count, "F32")
