@@ -167,7 +167,7 @@ def quality_lines(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
 def result_json(report: Report, out: str) -> dict[str, Any]:
     """quantize --json and export --json."""
     from pqweights.inspect import tensor_json
-    from pqweights.manifest import exceeds, total_relative_mse
+    from pqweights.manifest import error_totals, exceeds
 
     pairs = list(zip(report.plan.tensors, report.records, strict=True))
     return {
@@ -175,7 +175,7 @@ def result_json(report: Report, out: str) -> dict[str, Any]:
         "already_done": report.already_done,
         "resumed_tensors": report.resumed,
         "source_bytes_read": report.source_bytes_read,
-        "totals": report.plan.totals() | {"relative_mse": total_relative_mse(report.records)},
+        "totals": report.plan.totals() | error_totals(report.plan.tensors, report.records),
         "exceeding": [t.name for t, r in pairs if exceeds(t, r)],
         "tensors": [tensor_json(t, r) for t, r in pairs],
         "copied_files": list(report.plan.companions),

@@ -15,6 +15,7 @@ from typing import Any
 
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.names import MANIFEST_FILE
+from pqweights.checkpoint.source import SURROGATE_ESCAPE
 from pqweights.codecs import CODECS, get_codec
 from pqweights.dtypes import DTYPE_BITS
 from pqweights.errors import MasterError
@@ -25,6 +26,7 @@ MANIFEST_VERSION = 1
 # What transforms say of themselves, see Transform.describe.
 MADE_BY_KEYS = (
     "recipe", "target", "dtype", "packing", "mode", "bits", "group_size", "basis", "qparams", "original_fingerprint",
+    "master_errors",
 )  # fmt: skip
 
 
@@ -85,7 +87,7 @@ class Manifest:
             **self.made_by,
             "source": {"id": None, "bytes": self.source_bytes, "fingerprint": self.source_fingerprint},
             "max_shard_bytes": self.max_shard_bytes,
-            "relative_mse": total_relative_mse(self.records),
+            **error_totals(self.tensors, self.records),
             **({"metadata": self.metadata} if self.metadata != DEFAULT_METADATA else {}),
             **({"left_out": self.left_out} if self.left_out else {}),
             "exceeding": [t.name for t, r in zip(self.tensors, self.records, strict=True) if exceeds(t, r)],
@@ -113,9 +115,26 @@ def total_relative_mse(records: Sequence[TensorRecord]) -> float | None:
     return mean_error(records, "relative_mse")
 
 
+def error_totals(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]) -> dict[str, float | None]:
+    """The errors of a whole result, by name: of an integer export also those against the original."""
+    names = ["relative_mse"]
+    if any(tensor.action == INTEGER for tensor in tensors):
+        names += ["total_mse", "master_mse"]
+    return {name: mean_error(records, name) for name in names}
+
+
 def mean_error(records: Sequence[TensorRecord], of: str) -> float | None:
-    """A measure of TensorRecord over all tensors that have an energy, weighted by it; None where one of them lacks it."""
-    errors = [(getattr(r, of), r.energy) for r in records if r.energy is not None]
+    """A measure of TensorRecord over all tensors that have an energy; None where one of them lacks it.
+
+    It is weighted by the squares of the weights that it refers to: of the original's, for errors against them, which are
+    energy / (1 - m), if m is the master's error.
+    """
+    errors = []
+    for r in records:
+        if r.energy is not None and r.relative_mse is not None:
+            against_original = of != "relative_mse" and r.total_mse is not None and r.total_mse < 1
+            share = (1 - r.relative_mse) / (1 - (r.total_mse or 0)) if against_original else 1.0
+            errors.append((getattr(r, of), r.energy * share))
     pairs = [(error, energy) for error, energy in errors if error is not None]
     if len(pairs) < len(errors):
         return None
@@ -162,8 +181,11 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_FILE
     if not path.is_file():
         raise MasterError(f"{folder}: expected a folder that pqweights finished, found no {MANIFEST_FILE} in it")
+    data = path.read_bytes()
     try:
-        return parse_manifest(json.loads(path.read_bytes()))
+        if SURROGATE_ESCAPE.search(data):
+            json.dumps(json.loads(data), ensure_ascii=False).encode("utf-8")  # a UnicodeEncodeError is a ValueError
+        return parse_manifest(json.loads(data))
     except (ValueError, RecursionError) as error:
         raise MasterError(
             f"{MANIFEST_FILE}: expected JSON, found {str(error)[:120]!r}; restore it, or delete the folder"
@@ -219,15 +241,15 @@ def _parse_tensor(entry: dict[str, Any]) -> tuple[TensorPlan, TensorRecord]:
         measures = {
             "rotation": _field(entry, "rotation", str),
             "norm_exponent": _field(entry, "norm_exponent", int),
-            "relative_mse": float(_field(entry, "relative_mse", float | int)),
-            "energy": float(_field(entry, "energy", float | int)),
+            "relative_mse": _measure(entry, "relative_mse"),
+            "energy": _measure(entry, "energy"),
         }
     elif action == INTEGER:
-        if not isinstance(codec, str) or not isinstance(bits, int):
+        if not isinstance(codec, str) or type(bits) is not int or not 1 <= bits <= 8:
             raise _damaged(f"codec and bits of {name!r}", (codec, bits))
-        measures = {key: float(_field(entry, key, float | int)) for key in ("relative_mse", "energy")}
+        measures = {key: _measure(entry, key) for key in ("relative_mse", "energy")}
         for key in ("total_mse", "master_mse"):
-            measures[key] = None if entry.get(key) is None else float(_field(entry, key, float | int))
+            measures[key] = None if entry.get(key) is None else _measure(entry, key)
     elif action not in (KEEP, DECODE) or codec is not None or bits is not None:
         raise _damaged(f"action, codec and bits of {name!r}", (action, codec, bits))
     plan = TensorPlan(
@@ -245,6 +267,13 @@ def _typed(value: Any, kind: Any, what: str) -> Any:
     if not isinstance(value, kind) or isinstance(value, bool):
         raise _damaged(what, value)
     return value
+
+
+def _measure(entry: dict[str, Any], key: str) -> float:
+    value = _field(entry, key, float | int)
+    if not abs(value) < 1e300:  # nor NaN; an int may be too large for a float
+        raise _damaged(key, value)
+    return float(value)
 
 
 def _strings(data: dict[str, Any], key: str, default: dict[str, str]) -> dict[str, str]:

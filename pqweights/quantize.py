@@ -60,7 +60,8 @@ class Quantize:
             )
         return result
 
-    def metadata(self, tensors: Sequence[TensorPlan]) -> dict[str, str]:
+    @property
+    def metadata(self) -> dict[str, str]:
         """See Transform."""
         return DEFAULT_METADATA
 

@@ -48,7 +48,7 @@ def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise SourceError(f"tensor {twice!r}: two tensors of the output would have this name")
-    files, metadata = checkpoint.storage.files(), transform.metadata(tensors)
+    files, metadata = checkpoint.storage.files(), transform.metadata
     return Plan(
         tensors,
         plan_shards(tensors, max_shard_bytes, metadata),

@@ -28,8 +28,9 @@ class Transform(Protocol):
         """One entry per logical tensor, in order."""
         ...
 
-    def metadata(self, tensors: Sequence[TensorPlan]) -> dict[str, str]:
-        """The __metadata__ of the safetensors files that will hold these tensors."""
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The __metadata__ of the safetensors files."""
         ...
 
     @property

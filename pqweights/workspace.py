@@ -26,6 +26,7 @@ from pqweights.plan import plan_shards
 
 JOURNAL_FILE = "journal.jsonl"
 LOCK_FILE = "lock"
+SECOND_SOURCE = "--source: "  # before the names of its files
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,13 @@ class RunIdentity:
 
     @staticmethod
     def of(plan_json: Any, inputs: Sequence[tuple[Storage, Sequence[str]]], outputs: list[str]) -> RunIdentity:
-        """From the plan (with recipe or target), the files it reads (those of a second folder after a number) and writes."""
+        """From the plan (with recipe or target), the files it reads (those of --source after the first) and writes."""
         digest = hashlib.sha256(json.dumps(plan_json, sort_keys=True).encode()).hexdigest()
         source = {}
         for number, (storage, files) in enumerate(inputs):
             states = storage.files()
             for name in files:
-                source[f"{number}:{name}" if number else name] = (states[name].byte_count, states[name].stamp)
+                source[SECOND_SOURCE + name if number else name] = (states[name].byte_count, states[name].stamp)
         return RunIdentity(digest, source, outputs)
 
     def to_json(self) -> dict[str, Any]:
@@ -238,7 +239,7 @@ def _read_journal(path: Path, identity: RunIdentity, out: Path, overwrite: bool)
             return None
         found = first["source"]
         for name, state in identity.source.items():
-            if found.get(name) != list(state):
+            if found.get(name) != list(state) and (name in found or not name.startswith(SECOND_SOURCE)):
                 raise SourceChangedError(
                     f"{name}: the source changed since the interrupted run in {out} (size and time were {found.get(name)}, "
                     f"are {list(state)}); pass --overwrite to start again"

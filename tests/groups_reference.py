@@ -51,7 +51,7 @@ def minimum_and_maximum(values: Floats, size: int, bits: int, symmetric: bool, m
     with np.errstate(all="ignore"):
         w, work = _scaled(values, size, symmetric)
         half = np.float32(2 ** (bits - 1))
-        smallest_error = _measured(w, _stored(None, None, work, half, symmetric, middle), half, symmetric, middle)
+        smallest_error = _measured(w, _extremes(work, half, symmetric, middle), half, symmetric, middle)
         wide = work.up.astype(np.float64)
         return smallest_error * wide * wide
 
@@ -95,19 +95,41 @@ def _plain_scale(work: _Work, half: np.float32, symmetric: bool) -> Floats:
     return -(np.where(-work.smallest >= work.largest, work.smallest, work.largest) / half)
 
 
+def _extremes(work: _Work, half: np.float32, symmetric: bool, middle: bool) -> _Candidate:
+    """Min and max."""
+    return _stored(_plain_scale(work, half, symmetric), None, work.smallest, work, half, symmetric, middle)
+
+
+def _snapped(work: _Work, half: np.float32, symmetric: bool, middle: bool) -> _Candidate:
+    """As runtimes do it: 0 is a code (mlx's rule), or positive scales (that of compressed-tensors)."""
+    if symmetric:
+        scale = _maximum(work.largest, -work.smallest) / (half - np.float32(0.5))
+        return _stored(scale, None, work.smallest, work, half, symmetric, middle)
+    plain = _plain_scale(work, half, symmetric)
+    below = -work.smallest > work.largest
+    edge, step = np.where(below, work.smallest, work.largest), np.where(below, plain, -plain)
+    steps = np.rint(edge / step)
+    scale = np.where(steps < 0, edge / np.where(steps < 0, steps, np.float32(-1)), step)
+    return _stored(scale, None, np.where(steps < 0, edge, np.float32(0)), work, half, symmetric, middle)
+
+
 def _stored(
-    scale: Floats | None, zero: Floats | None, work: _Work, half: np.float32, symmetric: bool, middle: bool
+    scale: Floats,
+    zero: Floats | None,
+    start: Floats,
+    work: _Work,
+    half: np.float32,
+    symmetric: bool,
+    middle: bool,
 ) -> _Candidate:
-    """3. Round. None: those of min and max."""
-    scale = _plain_scale(work, half, symmetric) if scale is None else scale
+    """3. Round. zero: the weight of code h; start: of code 0, used where zero is None."""
     stored = np.where(work.constant, np.float32(1), _stored_scale(scale * work.up))
     inner, zeros = stored * work.down, np.zeros_like(stored)
     if symmetric:
         return _Candidate(stored, zeros, inner, zeros)
-    if zero is None:
-        offset = work.smallest + half * inner if middle else work.smallest
-    else:
-        offset = zero if middle else zero - half * inner
+    code_zero = start if zero is None else zero - half * inner
+    code_half = start + half * inner if zero is None else zero
+    offset = code_half if middle else code_zero
     offset = bf16(np.where(work.constant, work.smallest, offset) * work.up)
     return _Candidate(stored, offset, inner, offset * work.down)
 
@@ -172,10 +194,12 @@ def _fit(values: Floats, size: int, settings: Floats, bits: int, symmetric: bool
         scales = scales * (step + np.float32(1))
 
     # 3. and 4.
-    winner = _stored(None, None, work, half, symmetric, middle)
+    winner = _extremes(work, half, symmetric, middle)
     error = _measured(w, winner, half, symmetric, middle)
-    for scale, zero in zip(best_scales, best_zeros, strict=True):
-        candidate = _stored(scale, zero, work, half, symmetric, middle)
+    chains = [
+        _stored(*chain, work.smallest, work, half, symmetric, middle) for chain in zip(best_scales, best_zeros, strict=True)
+    ]
+    for candidate in [_snapped(work, half, symmetric, middle), *chains]:
         its_error = _measured(w, candidate, half, symmetric, middle)
         wins = (its_error < error) & ~work.huge
         winner = _Candidate(*(np.where(wins, a, b) for a, b in zip(candidate, winner, strict=True)))

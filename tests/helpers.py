@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -21,9 +22,12 @@ import numpy.typing as npt
 
 from pqweights import jobs
 from pqweights import quantize as quantize_module
+from pqweights.checkpoint.readers import EncodedTensor
+from pqweights.checkpoint.source import open_local
 from pqweights.codecs import get_codec
-from pqweights.exports import export
+from pqweights.exports import export, integers
 from pqweights.exports.options import ExportOptions
+from pqweights.kernels.groups import GroupRule, pack_bits, pack_tiles, rotate
 from pqweights.quantize import quantize
 from pqweights.recipe import load_recipe
 from pqweights.rewrite import Report
@@ -114,7 +118,10 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     header.pop("__metadata__", None)
-    kinds = {"BF16": "u2", "F16": "f2", "F32": "f4", "F64": "f8", "U8": "u1", "I64": "i8", "I32": "i4", "BOOL": "?"}
+    kinds = {
+        "BF16": "u2", "F16": "f2", "F32": "f4", "F64": "f8", "U8": "u1", "I8": "i1", "I32": "i4", "U32": "u4", "I64": "i8",
+        "BOOL": "?",
+    }  # fmt: skip
     result = {}
     for name, entry in header.items():
         begin, end = (8 + length + at for at in entry["data_offsets"])
@@ -128,6 +135,17 @@ def read_all(folder: Path) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         result |= read_safetensors(path)
+    return result
+
+
+def master_weights(folder: Path) -> dict[str, Array]:
+    """The weights that a master holds as codes, decoded to float32."""
+    result = {}
+    for tensor in open_local(folder).tensors:
+        if isinstance(tensor, EncodedTensor):
+            raw = np.empty(4 * math.prod(tensor.shape), dtype=np.uint8)
+            tensor.read(0, math.prod(tensor.shape), "F32", raw)
+            result[tensor.name] = raw.view(np.float32).reshape(tensor.shape)
     return result
 
 
@@ -200,7 +218,7 @@ def run_command(command: dict[str, Any], out: Path, threads: int = 2) -> Report:
 
 def small_chunks() -> None:
     """Cut tensors of this process into chunks of SMALL_CHUNK weights, so that tiny ones have several."""
-    jobs.CHUNK_WEIGHTS = quantize_module.CHUNK_WEIGHTS = SMALL_CHUNK
+    jobs.CHUNK_WEIGHTS = quantize_module.CHUNK_WEIGHTS = integers.CHUNK_WEIGHTS = SMALL_CHUNK
 
 
 def _intercept(name: str, act: Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
@@ -258,7 +276,14 @@ def _drive(command: dict[str, Any], points: list[dict[str, Any]]) -> None:
     small_chunks()
     values = np.zeros(256, dtype=np.uint8)
     weight, _ = encode_weight(values, "BF16", (128,), get_codec("hadamard-lloyd-max"), 5)
-    weight.decode()  # compiled before the forks
+    weight.decode()
+    if "export" in command and command["target"] != "bf16":
+        rotate(np.zeros(128, dtype=np.float32))
+        for symmetric in (True, False):
+            codes = GroupRule(4, 128, symmetric, True, "best").quantize(np.zeros(1024, dtype=np.float32)).codes
+        pack_bits(codes, 4)
+        pack_tiles(codes)
+    # All kernels are compiled before the forks.
     answers = []
     for point in points:
         read, write = os.pipe()

@@ -53,7 +53,8 @@ class LogicalTensor(Protocol):
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Elements [start, start + count) of the row-major tensor as raw bytes of `dtype`, at the start of `out`.
 
-        What is behind them in a longer `out` is undefined. dtype is `plain_dtype` or a floating dtype. Raises SourceError where the source cannot deliver them.
+        What is behind them in a longer `out` is undefined. dtype is `plain_dtype` or a floating dtype. Raises SourceError where
+        the source cannot deliver them.
         """
         ...
 

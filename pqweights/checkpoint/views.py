@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,10 +20,13 @@ from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.dtypes import item_bytes
 
-# A matrix of at most so many bytes is kept by each thread that transposes parts of it.
+# Matrices of at most so many bytes are kept while parts of them are transposed: the last two, for all threads.
 KEPT_BYTES = 1 << 26
+# Elements that are read at once from rows of which not all columns count.
+READ_ELEMENTS = 1 << 20
 
-_last_matrix = threading.local()
+_last_matrices: deque[tuple[tuple[MovedTensor, int, str], npt.NDArray[np.uint8]]] = deque(maxlen=2)
+_making_a_matrix = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -121,11 +125,13 @@ class MovedTensor:
             width = run.tensor.shape[-1]
             low, high = min(columns[0], columns[-1]), max(columns[0], columns[-1]) + 1
             if run.step == 1 and 2 * (high - low) > width:  # most of each row: at once
-                block = np.empty(run.count * width * size, dtype=np.uint8)
-                run.tensor.read(run.first * width, run.count * width, dtype, block)
-                result[done : done + run.count] = block.reshape(run.count, width, size)[
-                    :, columns.start :: columns.step
-                ][:, : len(columns)]
+                at_once = max(1, READ_ELEMENTS // width)
+                for first in range(0, run.count, at_once):
+                    count = min(at_once, run.count - first)
+                    block = np.empty(count * width * size, dtype=np.uint8)
+                    run.tensor.read((run.first + first) * width, count * width, dtype, block)
+                    picked = block.reshape(count, width, size)[:, columns.start :: columns.step][:, : len(columns)]
+                    result[done + first : done + first + count] = picked
             else:
                 strip = np.empty((high - low) * size, dtype=np.uint8)
                 for i in range(run.count):
@@ -153,10 +159,13 @@ class MovedTensor:
         return result.reshape(rows, -1)
 
     def _matrix(self, matrix: int, dtype: str) -> npt.NDArray[np.uint8]:
-        """One matrix before it is transposed; each thread keeps the last, as many chunks in a row need the same."""
+        """One matrix before it is transposed; kept, as many chunks in a row need the same."""
         key = (self, matrix, dtype)  # the tensor itself, not its id, which another may have after it
-        if getattr(_last_matrix, "key", None) != key:
+        with _making_a_matrix:
+            for known, value in _last_matrices:
+                if known == key:
+                    return value
             width = self.shape[-1]
-            _last_matrix.key, _last_matrix.value = key, self._rows(matrix * width, width, dtype)
-        value: npt.NDArray[np.uint8] = _last_matrix.value
-        return value
+            made = self._rows(matrix * width, width, dtype)
+            _last_matrices.append((key, made))
+        return made

@@ -47,7 +47,8 @@ class Bf16Export:
         model = model_dtype(checkpoint.config, checkpoint.tensors)
         return [plain_plan(t, model, "BF16" if self.dtype == "bf16" else None) for t in checkpoint.tensors]
 
-    def metadata(self, tensors: Sequence[TensorPlan]) -> dict[str, str]:
+    @property
+    def metadata(self) -> dict[str, str]:
         """See Transform."""
         return DEFAULT_METADATA
 

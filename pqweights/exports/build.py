@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import replace
 from pathlib import Path
 
+from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.views import MovedTensor
-from pqweights.errors import MasterError, SourceError
+from pqweights.errors import SourceError
 from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.integers import IntegerExport, Target
 from pqweights.manifest import Manifest, read_manifest
@@ -58,10 +58,11 @@ def _error(tensor: LogicalTensor, errors: dict[str, float]) -> float | None:
 
 
 def _manifest(folder: Path) -> Manifest | None:
-    """A master can be exported without its manifest; only the errors against the original are unknown then."""
-    with contextlib.suppress(MasterError):
-        return read_manifest(folder)
-    return None
+    """A master can be exported without its manifest; only the errors against the original are unknown then.
+
+    Raises MasterError for a damaged one.
+    """
+    return read_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None
 
 
 def _check_original(path: Path, source: Checkpoint, master: Checkpoint, manifest: Manifest | None) -> None:

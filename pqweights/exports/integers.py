@@ -162,7 +162,7 @@ class IntegerExport:
     def describe(self) -> dict[str, Any]:
         """See transform.Transform."""
         fingerprint = {"original_fingerprint": self.original.fingerprint()} if self.original else {}
-        return self.target.describe() | fingerprint
+        return self.target.describe() | fingerprint | {"master_errors": _digest(self.master_errors)}
 
     @property
     def also_reads(self) -> tuple[Checkpoint, ...]:
@@ -195,7 +195,8 @@ class IntegerExport:
                 )
         return result
 
-    def metadata(self, tensors: Sequence[TensorPlan]) -> dict[str, str]:
+    @property
+    def metadata(self) -> dict[str, str]:
         """See Transform."""
         return self.outline.metadata
 
@@ -250,10 +251,11 @@ class IntegerJob:
         count = min(self._rows_per_chunk, self._rows - first)
         values = self._values(self._tensor, first, count, "values")
         groups = self._quantized(values)
-        if not np.isfinite(groups.energies).all():
+        numbers = (groups.energies, groups.errors, groups.scales, groups.offsets)
+        if not all(np.isfinite(found).all() for found in numbers):
             raise SourceError(
-                f"tensor {self._tensor.name!r}: expected finite weights, found a NaN or an infinity in rows {first} to "
-                f"{first + count - 1}; `pqweights verify` tells whether the folder is damaged"
+                f"tensor {self._tensor.name!r}: expected weights that are finite, and not too large for the runtime's scales, "
+                f"found others in rows {first} to {first + count - 1}; `pqweights verify` tells whether the folder is damaged"
             )
         pieces = self._rounding.layout.pieces(
             self._planned.name, self._planned.shape, self._rounding.rule, first, groups
@@ -286,7 +288,7 @@ class IntegerJob:
         if rule.name == BEST:
             return rule.quantize(values)
         groups = rule.quantize(to_float32(from_float32(values, "BF16"), "BF16"))
-        energies = np.einsum("ij,ij->i", *[values.reshape(groups.codes.shape)] * 2, dtype=np.float64)
+        energies = _sums_of_squares(values.reshape(groups.codes.shape))
         return replace(groups, energies=energies, errors=_errors(values, groups, rule))
 
     def collect(self, result: _Done) -> None:
@@ -319,6 +321,11 @@ class IntegerJob:
         )  # fmt: skip
 
 
+def _digest(errors: Mapping[str, float]) -> str | None:
+    """Tells the errors that totals were computed from; None without any."""
+    return hashlib.sha256(repr(sorted(errors.items())).encode()).hexdigest() if errors else None
+
+
 class _Done(NamedTuple):
     """A chunk that was written."""
 
@@ -337,6 +344,11 @@ def is_rotated(tensor: EncodedTensor) -> bool:
 
 def _errors(values: npt.NDArray[np.float32], groups: Groups, rule: Rule) -> npt.NDArray[np.float64]:
     """Squared errors, summed by group, of codes that were made from other values."""
-    difference = values.reshape(groups.codes.shape) - rule.decode(groups)
-    errors: npt.NDArray[np.float64] = np.einsum("ij,ij->i", difference, difference, dtype=np.float64)
-    return errors
+    return _sums_of_squares(values.reshape(groups.codes.shape) - rule.decode(groups))
+
+
+def _sums_of_squares(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """Of each row, one addition after the other: other sums of numpy depend on the machine."""
+    wide = rows.astype(np.float64)
+    sums: npt.NDArray[np.float64] = np.add.accumulate(wide * wide, axis=1)[:, -1]
+    return sums

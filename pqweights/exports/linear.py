@@ -11,6 +11,7 @@ from pqweights.exports.bf16 import is_encoded
 from pqweights.roles import classify
 
 # Models whose linear weights are stored transposed, [in, out] (transformers' Conv1D).
+MOST_COLUMNS = 1 << 20
 TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 
 
@@ -39,6 +40,8 @@ def linear_weights(
             continue
         reason = _not_linear(tensor, experts)
         columns = tensor.shape[-1] if tensor.shape else 1
+        if reason is None and columns > MOST_COLUMNS:
+            reason = f"rows of {columns} weights: only up to {MOST_COLUMNS} are held in memory"
         if reason is None and columns % group_size:
             fitting = ", ".join(str(size) for size in sorted(group_sizes) if columns % size == 0) or "none"
             if asked_group_size is not None:
@@ -49,9 +52,9 @@ def linear_weights(
             reason = f"groups of {group_size} do not divide its rows of {columns} weights (--group-size that would: {fitting})"
         result[tensor.name] = reason
     if None not in result.values():
-        reasons = [reason for reason in result.values() if reason]
-        fitting = [reason for reason in reasons if "--group-size" in reason]  # what the user can do something about
-        why = next(iter([*fitting, *reasons]), "the master quantizes no linear layer")
+        found = [reason for reason in result.values() if reason]
+        sized = [reason for reason in found if "--group-size" in reason]  # what the user can do something about
+        why = next(iter([*sized, *found]), "the master quantizes no linear layer")
         raise ExportError(f"no weight of this model can become integers for {target}: {why}")
     return result
 

@@ -6,6 +6,7 @@ The steps are those of mlx_lm.convert (0.32): build, sanitize, check names and s
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import re
@@ -22,14 +23,14 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm import utils as mlx_lm_utils
 
 from pqweights.errors import ExportError
-from pqweights.exports.mlx_trace import MLX_DTYPES, Evaluated, Moved, Sanitize, Spec, Weights, evaluate, trace
+from pqweights.exports.mlx_trace import MLX_DTYPES, Evaluated, Moved, Sanitize, Spec, Weights, evaluate, record, trace
 
 # new names by old ones
 RENAMED = {"num_experts": "num_local_experts", "n_ctx": "n_positions"}
 ROPE = ("rope_theta", "partial_rotary_factor")
 DTYPE_NAMES = {dtype: name for name, dtype in MLX_DTYPES.items() if name != "F64"}
-# What mlx-lm raises for configurations and weights that it does not take; its own bugs look the same.
-REFUSALS = (ValueError, TypeError, KeyError, AttributeError, IndexError, NotImplementedError, RuntimeError)
+# What mlx-lm may raise, in its own code alone, for configurations and weights that it does not take.
+REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -70,48 +71,44 @@ def read_model(
     keep: whether a module must not be quantized, told by the tensors that its weight is made of. Raises ExportError where
     mlx-lm does not take the model.
     """
-    with _refused(f"mlx-lm cannot build this model ({config.get('model_type')!r})"):
+    refused = functools.partial(_refused, f"mlx-lm does not take this model ({config.get('model_type')!r})")
+    with refused():
         config = _loaded(config, generation_config)
-        _add_old_names(config)
-        build, adapt = _builder(config), ADAPTERS.get(config["model_type"], _unchanged)
-
-        def sanitize_of_a_new_model() -> Sanitize:
-            return adapt(_sanitize(build()))
-
+    _add_old_names(config)
+    adapt = ADAPTERS.get(config["model_type"], _unchanged)
+    with refused():
+        build = _builder(config)
         model = build()
         # Of this very model: some drop parts of themselves as they sanitize.
-        outputs = trace(adapt(_sanitize(model)), specs)
+        recording = record(adapt(_sanitize(model)), specs)
+    outputs = trace(recording, specs)
+    with refused():
         model.eval()
         model.load_weights([(name, mx.zeros(o.shape, o.dtype)) for name, o in outputs.items()], strict=True)
-        _cast(model, config)
-        dtypes = {name: DTYPE_NAMES[array.dtype] for name, array in tree_flatten(model.parameters())}
-        predicate = getattr(model, "quant_predicate", None)
+    _cast(model, config)
+    dtypes = {name: DTYPE_NAMES[array.dtype] for name, array in tree_flatten(model.parameters())}
+    predicate = getattr(model, "quant_predicate", None)
+    kept = {path.removesuffix(".weight") for path, found in outputs.items() if keep(_sources(found))}
 
-        def quantizes(path: str, module: nn.Module) -> bool | dict[str, Any]:
-            found = outputs.get(f"{path}.weight")
-            if found is not None and keep(_sources(found)):
-                return False
-            decided: bool | dict[str, Any] = True if predicate is None else predicate(path, module)
-            return decided
+    def quantizes(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        decided: bool | dict[str, Any] = predicate is None or predicate(path, module)
+        return False if path in kept else decided
 
-        with contextlib.redirect_stdout(io.StringIO()):
-            model, config = mlx_lm_utils.quantize_model(
-                model, config, group_size, bits, mode=mode, quant_predicate=quantizes
-            )
-        names = {name for name, _ in tree_flatten(model.parameters())}
-        quantized = {
-            path: QuantizedModule(module.bits, module.group_size, getattr(module, "mode", "affine"))
-            for path, module in model.named_modules()
-            if f"{path}.scales" in names
-        }
-        saved = _saved(config, "vision_tower" in getattr(model, "model", {}))
-    return MlxModel(
-        outputs,
-        dtypes,
-        quantized,
-        saved,
-        lambda wanted, load: evaluate(sanitize_of_a_new_model(), specs, wanted, load),
-    )
+    with refused(), contextlib.redirect_stdout(io.StringIO()):
+        model, config = mlx_lm_utils.quantize_model(
+            model, config, group_size, bits, mode=mode, quant_predicate=quantizes
+        )
+    names = {name for name, _ in tree_flatten(model.parameters())}
+    quantized = {
+        path: QuantizedModule(module.bits, module.group_size, getattr(module, "mode", "affine"))
+        for path, module in model.named_modules()
+        if f"{path}.scales" in names
+    }
+
+    def values(wanted: Mapping[str, Evaluated], load: Callable[[str], mx.array]) -> Weights:
+        return evaluate(adapt(_sanitize(build())), specs, wanted, load)
+
+    return MlxModel(outputs, dtypes, quantized, _saved(config, "vision_tower" in getattr(model, "model", {})), values)
 
 
 @contextlib.contextmanager

@@ -84,6 +84,11 @@ class MlxQ4:
             raise MissingDependencyError(
                 f"--target {NAME} needs mlx and mlx-lm ({error}): pip install 'pqweights[mlx]'"
             ) from None
+        if not isinstance((checkpoint.config or {}).get("model_type"), str):
+            raise ExportError(
+                f"config.json: --target {NAME} needs a model_type, by which mlx-lm finds the model; found none: fetch the "
+                "original's config.json, or use --target bf16"
+            )
         model_plain = model_dtype(checkpoint.config, checkpoint.tensors)
         config = edited_config(checkpoint.config, "BF16", model_plain, None)
         config.pop("quantization", None)

@@ -1,7 +1,7 @@
 """What mlx-lm's own `sanitize` does to a checkpoint, found out from names, shapes and dtypes alone.
 
-mlx-lm renames, stacks, splits and transposes weights as it loads them, each model in its own way. `trace` has it do so with
-placeholders that are never allocated, and reads mlx's graph of it (mlx.core.export_function with a callback). An output
+mlx-lm renames, stacks, splits and transposes weights as it loads them, each model in its own way. `record` has it do so with
+placeholders that are never allocated, and takes down mlx's graph of it (mlx.core.export_function with a callback), which `trace` reads. An output
 that only moves values becomes a `Moved`, which can be read in parts; any other an `Evaluated`, which mlx has to compute.
 """
 
@@ -75,8 +75,16 @@ def placeholder(spec: Spec) -> mx.array:
     return mx.zeros(spec.shape, MLX_DTYPES[spec.dtype])
 
 
-def trace(sanitize: Sanitize, specs: Mapping[str, Spec]) -> dict[str, Moved | Evaluated]:
-    """Every output of sanitize, in its order.
+@dataclass(frozen=True)
+class Recording:
+    """The names of sanitize's outputs, and what mlx's callback was told of its graph."""
+
+    names: list[str]
+    events: list[dict[str, Any]]
+
+
+def record(sanitize: Sanitize, specs: Mapping[str, Spec]) -> Recording:
+    """Run sanitize on placeholders.
 
     Raises whatever sanitize raises, and mlx's ValueError or RuntimeError where it looks at values.
     """
@@ -90,8 +98,13 @@ def trace(sanitize: Sanitize, specs: Mapping[str, Spec]) -> dict[str, Moved | Ev
 
     with _contiguous_is_no_operation():
         mx.export_function(events.append, function, *map(placeholder, specs.values()))
-    graph = _Graph(specs, events)
-    return {name: graph.output(*found) for name, found in zip(names, graph.outputs, strict=True)}
+    return Recording(names, events)
+
+
+def trace(recording: Recording, specs: Mapping[str, Spec]) -> dict[str, Moved | Evaluated]:
+    """Every output of sanitize, in its order."""
+    graph = _Graph(specs, recording.events)
+    return {name: graph.output(*found) for name, found in zip(recording.names, graph.outputs, strict=True)}
 
 
 def evaluate(

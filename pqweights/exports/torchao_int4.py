@@ -75,9 +75,11 @@ class TorchaoInt4:
         reasons = linear_weights(NAME, checkpoint, self.asked_group_size, self.group_size, GROUP_SIZES, EXPERTS)
         decisions = {name: rounding if why is None else Stays(why) for name, why in reasons.items()}
         rounded = [t for t in checkpoint.tensors if isinstance(decisions.get(t.name), Rounding)]
-        return Outline(checkpoint.tensors, decisions, {}, self._metadata(rounded), self._config(checkpoint))
+        return Outline(
+            checkpoint.tensors, decisions, {}, self._metadata(rounded, checkpoint.config), self._config(checkpoint)
+        )
 
-    def _metadata(self, rounded: Sequence[LogicalTensor]) -> dict[str, str]:
+    def _metadata(self, rounded: Sequence[LogicalTensor], config: dict[str, Any] | None) -> dict[str, str]:
         """What torchao rebuilds its tensors from."""
         result = {"format": "pt"}
         names = []
@@ -88,7 +90,7 @@ class TorchaoInt4:
             else:
                 kind, parts = "Int4Tensor", ["qdata", "scale", "zero_point"]
                 data["activation_dtype"] = {"_type": "torch.dtype", "_data": "bfloat16"}
-            for name in _names_in_memory(tensor.name):
+            for name in _names_in_memory(tensor.name, "vision_config" in (config or {})):
                 result[name] = json.dumps({"_type": kind, "_data": data, "_tensor_data_names": parts})
                 names.append(name)
         return result | {"tensor_names": json.dumps(names)}
@@ -114,9 +116,15 @@ class TorchaoInt4:
         )
 
 
-def _names_in_memory(weight: str) -> list[str]:
-    """A weight's names: transformers looks for that of the parameter, which, of a text model loaded from the checkpoint of one
-    that sees, too, is not that in the file."""
+def _names_in_memory(weight: str, has_vision: bool) -> list[str]:
+    """The names under which transformers may look for a weight: those of parameters, which are not always those in the file.
+
+    A text model may be loaded from the checkpoint of one that sees, too; older checkpoints have other prefixes.
+    """
+    if weight.startswith("backbone."):
+        return [weight, "model." + weight.removeprefix("backbone.")]
+    if has_vision and weight.startswith("model.layers."):
+        return [weight, "model.language_model." + weight.removeprefix("model.")]
     for prefix in ("model.language_model.", "language_model.model."):
         if weight.startswith(prefix):
             rest = weight.removeprefix(prefix)

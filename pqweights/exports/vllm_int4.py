@@ -36,6 +36,8 @@ GROUP_SIZES = (128, 64, 32)
 # Models whose fused experts transformers takes apart, for compressed-tensors alone, into layers that no checkpoint has.
 UNPACKED_EXPERTS = ("llama4", "llama4_text")
 
+ROUTERS = r"re:.*\.(gate|router)$"
+
 # Layers that vLLM fuses into one, which then has one input and one transform (its models' packed_modules_mapping).
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
@@ -115,14 +117,19 @@ class VllmInt4:
             "weights": weights,
         }  # fmt: skip
         layers = [t.name for t in checkpoint.tensors if _may_be_layer(t)]
-        rounded = [name for name in layers if isinstance(decisions.get(name), Rounding)]
-        ignored = patterns([name for name in layers if name not in set(rounded)], rounded)
+        rounded = {name for name in layers if isinstance(decisions.get(name), Rounding)}
+        ignored = patterns(
+            [name for name in layers if name not in rounded], [name for name in layers if name in rounded]
+        )
+        routers = [t for t in checkpoint.tensors if classify(t.name, t.dtype, t.shape).name == "router"]
+        if routers and not any(re.match(ROUTERS.removeprefix("re:"), _module(name)) for name in rounded):
+            ignored.append(ROUTERS)  # transformers calls some otherwise than their checkpoints do
         quantization: dict[str, Any] = {
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
-            "ignore": ["lm_head", *(pattern for pattern in ignored if pattern != r"re:(.*\.)?lm_head$")],
+            "ignore": ["lm_head", *ignored],
         }
         if turned:
             rotated = [name for name in layers if name in turned]
@@ -146,7 +153,7 @@ def _module(weight: str) -> str:
 def _may_be_layer(tensor: LogicalTensor) -> bool:
     """Whether compressed-tensors may take what holds a tensor for a linear layer, or vLLM for fused experts."""
     role = classify(tensor.name, tensor.dtype, tensor.shape).name
-    return len(tensor.shape) in (2, 3) and role not in ("embedding", "bias", "norm", "conv", "buffer")
+    return len(tensor.shape) in (2, 3) and role not in ("bias", "buffer")
 
 
 def _rotatable(checkpoint: Checkpoint, reasons: Mapping[str, str | None]) -> set[str]:
@@ -192,18 +199,23 @@ def patterns(weights: Sequence[str], others: Sequence[str]) -> list[str]:
             if expression in result or not takes_in_others(expression):
                 break
         result[expression] = None
-    return [f"re:{expression}$".replace("experts$", r"experts(\..*)?$") for expression in result]
+    return [f"re:{expression}$" for expression in result]
 
 
 def _expressions(module: str) -> Iterator[str]:
     """From the most general on: from the layers' component on, then from ever further to the left."""
     components = module.split(".")
     numbers = [place for place, component in enumerate(components) if component.isdigit()]
+    end = r"(\..*)?" if components[-1] == "experts" else ""
     for first in range(max(numbers[0] - 1, 0) if numbers else 0, -1, -1):
-        tail = re.escape(".".join(components[first:]))
+        tail = re.escape(".".join(components[first:])) + end
         yield r"(.*\.)?" + _NUMBER.sub(r"\\d+", tail)
+        if len(numbers) > 1:  # of this layer, all experts
+            start = _NUMBER.search(tail)
+            assert start is not None
+            yield r"(.*\.)?" + tail[: start.end()] + _NUMBER.sub(r"\\d+", tail[start.end() :])
         yield r"(.*\.)?" + tail
-    yield re.escape(module)
+    yield re.escape(module) + end
 
 
 def _is_matched(weight: str, expressions: Sequence[str]) -> bool:

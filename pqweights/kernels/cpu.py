@@ -1,7 +1,7 @@
 """The CPU backend: machine code that is compiled once for this machine, kept on disk, and called without the GIL.
 
-cpu_kernels.py and cpu_groups.py are compiled by numba, which takes seconds, and whose import alone takes more time and memory than a small
-model; so the object code is kept, and later runs load it with llvmlite. Callers bring the threads.
+cpu_kernels.py and cpu_groups.py are compiled by numba, which takes seconds, and whose import alone takes more time and
+memory than a small model; so the object code is kept, and later runs load it with llvmlite. Callers bring the threads.
 """
 
 from __future__ import annotations

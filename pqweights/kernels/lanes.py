@@ -10,7 +10,8 @@ in the order written; tests/groups_reference.py has them again in numpy. With h 
             give the least-squares scale and zero for the codes r, and the error that is left. Each chain keeps its best
             and moves on by `relax` times the least-squares step. Going several times too far leaves the local minimum in
             which plain alternation (as in Lloyd's algorithm) stops at once; that is worth more than many starts.
-3. Round.   What the chains found, and min and max, as they will be stored, in BF16.
+3. Round.   What the chains found, min and max, and what the runtimes' own rules would choose, as they will be stored, in
+            BF16.
 4. Measure. The squared error of each as decoded from what is stored, in float64; the smallest wins.
 5. Encode.  The codes of the winner.
 """
@@ -298,15 +299,18 @@ def _fit_16(
 
         _loop(b, size, [], scale_down)
 
-        def stored(scale: _Lanes, at: _Lanes | None) -> tuple[_Lanes, _Lanes, _Lanes, _Lanes]:
-            """What is stored for a scale and a zero (None: for min and max), and the same in the scale of the work."""
+        def stored(
+            scale: _Lanes, at: _Lanes | None = None, start: _Lanes | None = None
+        ) -> tuple[_Lanes, _Lanes, _Lanes, _Lanes]:
+            """What is stored for a scale, and the same in the scale of the work. at: the weight of code h; start: of code 0."""
             kept = constant.choose(one, _stored_scale(scale * up))
             inner = kept * down
             if not has_offset:
                 return kept, zero, inner, zero
-            if at is None:
-                offset = from_zero.choose(smallest, smallest + half * inner)
+            if start is not None:
+                offset = from_zero.choose(start, start + half * inner)
             else:
+                assert at is not None
                 offset = from_zero.choose(at - half * inner, at)
             offset = _bf16(constant.choose(smallest, offset) * up)
             return kept, offset, inner, offset * down
@@ -316,6 +320,17 @@ def _fit_16(
             plain_scale = (largest - smallest) / last
         else:  # whatever is largest becomes -h, the code that has no mirror image: scales have signs
             plain_scale = -((-smallest >= largest).choose(smallest, largest) / half)
+        # As runtimes do it: 0 becomes a code, from the end of larger magnitude on; without an offset, positive scales.
+        if has_offset:
+            below = -smallest > largest
+            edge = below.choose(smallest, largest)
+            step = below.choose(plain_scale, -plain_scale)
+            steps = (edge / step).rint()
+            snaps = steps < 0.0
+            snapped_scale = snaps.choose(edge / snaps.choose(steps, -1.0), step)
+            snapped_start = snaps.choose(edge, zero)
+        else:
+            snapped_scale, snapped_start = most * down * keep / (half - 0.5), zero
         relax = setting(2 * CHAINS)
         center = (largest + smallest) * 0.5
         scales, zeros = [], []
@@ -370,7 +385,11 @@ def _fit_16(
         bests = _loop(b, _I64(PASSES), [infinite, plain_scale, zero] * CHAINS + scales + zeros, improve)
 
         # 3. Round. 4. Measure.
-        candidates = [stored(plain_scale, None), *(stored(*bests[3 * c + 1 : 3 * c + 3]) for c in range(CHAINS))]
+        candidates = [
+            stored(plain_scale, start=smallest),
+            stored(snapped_scale, start=snapped_start),
+            *(stored(bests[3 * c + 1], at=bests[3 * c + 2]) for c in range(CHAINS)),
+        ]
         low = from_zero.choose(zero, -half) if has_offset else -half
         high = from_zero.choose(last, half - 1.0) if has_offset else half - 1.0
         inverses = [1.0 / inner for _, _, inner, _ in candidates]
