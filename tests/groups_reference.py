@@ -197,7 +197,8 @@ def _fit(values: Floats, size: int, settings: Floats, bits: int, symmetric: bool
     winner = _extremes(work, half, symmetric, middle)
     error = _measured(w, winner, half, symmetric, middle)
     chains = [
-        _stored(*chain, work.smallest, work, half, symmetric, middle) for chain in zip(best_scales, best_zeros, strict=True)
+        _stored(*chain, work.smallest, work, half, symmetric, middle)
+        for chain in zip(best_scales, best_zeros, strict=True)
     ]
     for candidate in [_snapped(work, half, symmetric, middle), *chains]:
         its_error = _measured(w, candidate, half, symmetric, middle)

@@ -71,7 +71,7 @@ QUANTIZED: list[tuple[str, Shape, str]] = [
     ("bert.encoder.layer.0.intermediate.dense.weight", (3072, 768), "mlp"),
     ("bert.encoder.layer.0.output.dense.weight", (768, 3072), "linear"),
     ("bert.pooler.dense.weight", (768, 768), "linear"),
-    ("shared.weight", (32128, 512), "linear"),
+    ("shared.weight", (32128, 512), "embedding"),
     ("encoder.block.0.layer.0.SelfAttention.q.weight", (512, 512), "attention"),
     ("decoder.block.0.layer.2.DenseReluDense.wi.weight", (2048, 512), "linear"),
 ]

@@ -254,8 +254,8 @@ class IntegerJob:
         numbers = (groups.energies, groups.errors, groups.scales, groups.offsets)
         if not all(np.isfinite(found).all() for found in numbers):
             raise SourceError(
-                f"tensor {self._tensor.name!r}: expected weights that are finite, and not too large for the runtime's scales, "
-                f"found others in rows {first} to {first + count - 1}; `pqweights verify` tells whether the folder is damaged"
+                f"tensor {self._tensor.name!r}: expected finite weights, and finite scales for them, found a NaN or an "
+                f"infinity in rows {first} to {first + count - 1}; `pqweights verify` tells whether the folder is damaged"
             )
         pieces = self._rounding.layout.pieces(
             self._planned.name, self._planned.shape, self._rounding.rule, first, groups
