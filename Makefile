@@ -47,7 +47,7 @@ format: $(READY) ## format the code
 # OUT: where the JSON documents and the plots go; PAGES: whose tables are written from them; FOLDER: where checkpoints are
 # made (20 GB at most), by default the temporary folder; EXTRAS: bench, or bench,bench-llama.
 OUT ?= docs/benchmarks
-PAGES ?= docs/benchmarks.md README.md
+PAGES ?= docs/benchmarks.md docs/exports.md README.md
 EXTRAS ?= bench
 BENCHMARK = $(BIN)/python benchmarks/$(1).py --out $(OUT)
 REPORT = $(call BENCHMARK,report) $(PAGES)

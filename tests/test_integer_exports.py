@@ -35,7 +35,7 @@ from pqweights_cli.main import app
 from typer.testing import CliRunner
 
 from pqweights import jobs
-from pqweights.errors import ExportError, OutputError, PqweightsError, SourceChangedError, SourceError
+from pqweights.errors import ExportError, MasterError, OutputError, PqweightsError, SourceChangedError, SourceError
 from pqweights.exports import integers
 from pqweights.exports.vllm_int4 import patterns
 from pqweights.kernels.groups import GroupRule, rotate
@@ -767,6 +767,35 @@ def test_a_manifest_of_an_export_reads_back(driven: Path) -> None:
         assert manifest.made_by["target"] == KINDS[kind]["target"]
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"relative_mse": 10**400}, {"total_mse": 10**400}, {"energy": float("inf")}, {"relative_mse": True},
+        {"codec": "\ud800"}, {"codec": 4}, {"bits": True}, {"bits": -4}, {"bits": 10**30}, {"bits": 9},
+        {"master_mse": "0"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_manifest_that_lies_about_integers_is_refused(damage: dict[str, Any], driven: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(driven / "tile", tmp_path / "tile")
+    manifest = json.loads((folder / "pqweights.json").read_bytes())
+    next(entry for entry in manifest["tensors"] if entry["action"] == "integer").update(damage)
+    (folder / "pqweights.json").write_text(json.dumps(manifest))
+    with pytest.raises(MasterError, match=r"pqweights\.json"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    "damage", [{"metadata": {"format": 1}}, {"metadata": ["pt"]}, {"left_out": {"\ud800": "?"}}], ids=str
+)
+def test_a_manifest_whose_texts_are_none_is_refused(damage: dict[str, Any], driven: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(driven / "tile", tmp_path / "tile")
+    manifest = json.loads((folder / "pqweights.json").read_bytes()) | damage
+    (folder / "pqweights.json").write_text(json.dumps(manifest))
+    with pytest.raises(MasterError, match=r"pqweights\.json"):
+        read_manifest(folder)
+
+
 # --- the original ---
 
 
@@ -889,6 +918,43 @@ def test_without_the_masters_manifest_the_error_is_unknown(driven: Path, tmp_pat
     assert all(r.total_mse is None for r in read_manifest(tmp_path / "out").records)
     given = invoke("export", master, tmp_path / "given", "-t", "torchao-int4", "--source", driven / "src")
     assert re.search(r"relative MSE against the original: 0\.0\d+; from the master it would be 0\.0\d+", given.stdout)
+
+
+def test_an_export_made_without_the_masters_manifest_is_another(driven: Path, tmp_path: Path) -> None:
+    """Its errors are not what the same command gives when the manifest is back."""
+    master = shutil.copytree(driven / "master", tmp_path / "master")
+    (master / "pqweights.json").rename(tmp_path / "aside.json")
+    command = {"export": str(master), "target": "vllm-int4"}
+    run_command(command, tmp_path / "out")
+    (tmp_path / "aside.json").rename(master / "pqweights.json")
+    with pytest.raises(OutputError):
+        run_command(command, tmp_path / "out")
+    again = run_command({**command, "overwrite": True}, tmp_path / "out")
+    assert not again.already_done
+    assert all(r.total_mse is not None for r in again.records if r.relative_mse is not None)
+
+
+def test_a_damaged_manifest_of_the_master_is_no_missing_one(driven: Path, tmp_path: Path) -> None:
+    master = shutil.copytree(driven / "master", tmp_path / "master")
+    (master / "pqweights.json").write_text("{")
+    with pytest.raises(MasterError):
+        run_command({"export": str(master), "target": "vllm-int4"}, tmp_path / "out")
+
+
+def test_totals_are_weighted_by_the_original(tmp_path: Path) -> None:
+    """A master of mixed widths, whose two-bit weights are noticeably shorter than their originals."""
+    layers = {f"{LAYER}.self_attn.{q}_proj.weight": bf16(gaussian(64, 256, seed=i)) for i, q in enumerate("qkvo")}
+    write_checkpoint(tmp_path / "src", layers, config={"model_type": "llama"})
+    rules = [{"name": f"*.{q}_proj.weight", "bits": 2} for q in "qk"]
+    (tmp_path / "mixed.yaml").write_text(json.dumps({"bits": 8, "rules": rules}))
+    run_command({"quantize": str(tmp_path / "src"), "recipe": str(tmp_path / "mixed.yaml")}, tmp_path / "master")
+    command = ("export", tmp_path / "master", tmp_path / "out", "-t", "vllm-int4", "--bits", "8", "--json")
+    totals = json.loads(invoke(*command).stdout)["totals"]
+    measured = json.loads(invoke(*command, "--source", tmp_path / "src", "--overwrite").stdout)["totals"]
+    assert totals["total_mse"] == totals["master_mse"]
+    assert totals["total_mse"] == pytest.approx(measured["master_mse"], rel=0.01)
+    assert measured["total_mse"] < totals["total_mse"]
+    assert json.loads((tmp_path / "out/pqweights.json").read_bytes())["total_mse"] == measured["total_mse"]
 
 
 def wrong_weights(folder: Path) -> Path:

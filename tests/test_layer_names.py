@@ -75,9 +75,7 @@ def test_the_runtime_expects_integers_where_there_are_some(model_type: str) -> N
     nothing: Any = None
     checkpoint = Checkpoint(nothing, {"model_type": model_type}, (), tuple(tensors), (), (), {}, True)
     outline = VllmInt4.make(ExportOptions()).outline(checkpoint)
-    rounded = {
-        name.removesuffix(".weight") for name, found in outline.decisions.items() if isinstance(found, Rounding)
-    }
+    rounded = {name.removesuffix(".weight") for name, found in outline.decisions.items() if isinstance(found, Rounding)}
     ignored = outline.config["quantization_config"]["ignore"]
     linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     assert rounded <= linear.keys()
