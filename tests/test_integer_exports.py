@@ -475,6 +475,29 @@ def test_torchao_int4_in_transformers(name: str, base: Path) -> None:
         assert np.array_equal(values, found["tile_packed_to_4d"][n]), n
 
 
+@pytest.mark.parametrize(
+    ("stored", "config", "also"),
+    [
+        ("model.layers.0.mlp.up_proj", {}, []),
+        ("model.layers.0.mlp.up_proj", {"vision_config": {}}, ["model.language_model.layers.0.mlp.up_proj"]),
+        ("model.language_model.layers.0.mlp.up_proj", {"vision_config": {}}, ["model.layers.0.mlp.up_proj"]),
+        ("backbone.layers.0.mlp.up_proj", {}, ["model.layers.0.mlp.up_proj"]),
+    ],
+)
+def test_torchao_int4_lists_the_names_that_transformers_may_give(
+    stored: str, config: dict[str, Any], also: list[str], tmp_path: Path
+) -> None:
+    """Older checkpoints have other prefixes, and a text model may be loaded from that of one that sees."""
+    config = {"model_type": "llama", "dtype": "bfloat16", **config}
+    write_checkpoint(tmp_path / "src", {f"{stored}.weight": bf16(gaussian(64, 256))}, config=config)
+    run_command({"quantize": str(tmp_path / "src")}, tmp_path / "master")
+    run_command({"export": str(tmp_path / "master"), "target": "torchao-int4"}, tmp_path / "out")
+    metadata = read_manifest(tmp_path / "out").metadata
+    names = [f"{name}.weight" for name in (stored, *also)]
+    assert json.loads(metadata["tensor_names"]) == names
+    assert len({metadata[name] for name in names}) == 1
+
+
 def test_two_ways_to_read_tiles_agree() -> None:
     """The loops of PyTorch's kernel, and its layout as one permutation."""
     codes = np.random.default_rng(1).integers(0, 16, (24, 384)).astype(np.uint8)
