@@ -6,6 +6,7 @@ here they are read, rounded, measured and written. docs/exports.md has the rules
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -161,6 +162,11 @@ class IntegerExport:
 
     def describe(self) -> dict[str, Any]:
         """See transform.Transform."""
+        return self._described
+
+    @functools.cached_property
+    def _described(self) -> dict[str, Any]:
+        """Made once: a fingerprint reads some of every tensor."""
         fingerprint = {"original_fingerprint": self.original.fingerprint()} if self.original else {}
         return self.target.describe() | fingerprint | {"master_errors": _digest(self.master_errors)}
 

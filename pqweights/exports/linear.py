@@ -10,8 +10,9 @@ from pqweights.errors import ExportError
 from pqweights.exports.bf16 import is_encoded
 from pqweights.roles import classify
 
-# Models whose linear weights are stored transposed, [in, out] (transformers' Conv1D).
+# Weights of a row: eight rows of them are held at once.
 MOST_COLUMNS = 1 << 20
+# Models whose linear weights are stored transposed, [in, out] (transformers' Conv1D).
 TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 
 

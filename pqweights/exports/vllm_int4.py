@@ -36,6 +36,7 @@ GROUP_SIZES = (128, 64, 32)
 # Models whose fused experts transformers takes apart, for compressed-tensors alone, into layers that no checkpoint has.
 UNPACKED_EXPERTS = ("llama4", "llama4_text")
 
+# What holds a router, by the names that it has in memory.
 ROUTERS = r"re:.*\.(gate|router)$"
 
 # Layers that vLLM fuses into one, which then has one input and one transform (its models' packed_modules_mapping).
@@ -165,9 +166,8 @@ def _rotatable(checkpoint: Checkpoint, reasons: Mapping[str, str | None]) -> set
         if not tensor.name.endswith(".weight") or len(tensor.shape) != 2:
             continue
         module = _module(tensor.name)
-        expert = (
-            classify(tensor.name, tensor.dtype, tensor.shape).name == "expert"
-        )  # vLLM's fused experts know no transform
+        # vLLM's fused experts know no transform.
+        expert = classify(tensor.name, tensor.dtype, tensor.shape).name == "expert"
         fit[tensor.name] = (
             reasons.get(tensor.name, "kept") is None
             and tensor.shape[1] % BLOCK_SIZE == 0
