@@ -5,8 +5,8 @@
 
 Per model, in a temporary folder: the masters (through their BF16 export), then every integer export, each with the least
 squares and with the runtime's own min-max rule, from a master and from the original weights. Perplexity: the first windows of
-the text (MODEL_DIR/eval.txt by default) as pqweights/evaluate.py defines them, in float32; the change of log-perplexity
-against the original is paired over windows, +- its standard error. Bits per weight: over the quantized weights, with all
+the text (MODEL_DIR/eval.txt by default) as docs/evaluation.md defines them, the first one scored whole, in float32; the change
+of log-perplexity against the original is paired over windows, +- its standard error. Bits per weight: over the quantized weights, with all
 that is stored for them (torchao pads rows to 1024 weights), and over the whole model. Relative MSE: ||W - W'||^2 / ||W||^2
 against the original, decoded from the files, over all weights that the master quantizes.
 
@@ -34,19 +34,11 @@ from harness import Cell, Document, argument_parser, gigabytes, machine, now, pu
 from safetensors.numpy import save_file
 
 from pqweights.errors import MissingDependencyError, SourceError
-from pqweights.evaluate import (
-    Ids,
-    Loss,
-    Windows,
-    change,
-    export_weight,
-    generate,
-    open_model,
-    perplexity,
-    relative_mse,
-    tokenize,
-    window_losses,
-)
+from pqweights.evaluate import Loss, Windows, change, open_model, perplexity, tokenize, window_losses
+from pqweights.evaluate.decoders import export_weight
+from pqweights.evaluate.runtimes import continuation
+from pqweights.evaluate.texts import Ids
+from pqweights.evaluate.weight_errors import relative_mse
 from pqweights.exports import EXPORTS, export
 from pqweights.exports.options import ExportOptions
 from pqweights.inspect import inspect
@@ -55,6 +47,7 @@ from pqweights.quantize import quantize
 from pqweights.recipe import load_recipe
 
 SOURCE = "original"
+WINDOWS = Windows(256, 128, score_first=True, count=40)
 WIDTHS = (6, 5, 4)
 # what is asked of a target, and how the row calls it
 TARGETS = (
@@ -199,14 +192,14 @@ def measure(
         "runtime": loaded.runtime,
         "making_seconds": made.seconds,
         "evaluation_seconds": seconds,
-        "sample": generate(made.folder, loaded, prompt, generated) if generated else None,
+        "sample": continuation(made.folder, loaded, prompt, generated) if generated else None,
     }
 
 
 def language_model(model: Path, options: Any, absent: set[str]) -> Iterator[dict[str, Any]]:
     """The rows of one model."""
     text = (options.text or model / "eval.txt").read_text(encoding="utf-8")[: options.characters]
-    ids, windows = tokenize(model, text), Windows(options.window, options.stride, options.windows)
+    ids, windows = tokenize(model, text), Windows(options.window, options.stride, True, options.windows)
     reference: list[Loss] = []
     threads = usable_cores()
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
@@ -295,7 +288,7 @@ def sections(document: Document) -> dict[str, str]:
                 number(row["bits_of_model"], ".4g"),
                 number(row["relative_mse"], ".5f"),
                 f"{row['perplexity']:.3f}",
-                f"{row['change']:+.4f} +- {row['standard_error']:.4f}",
+                f"{row['change']:+.4f} +- {row['standard_error'] or 0:.4f}",
                 gigabytes(row["bytes"]),
                 row["runtime"],
                 f"{row['making_seconds']:.1f}",
@@ -351,9 +344,9 @@ def main() -> None:
     parser.add_argument("models", type=Path, nargs="*", metavar="MODEL_DIR")
     parser.add_argument("--text", type=Path, help="UTF-8; by default eval.txt of the model's folder")
     parser.add_argument("--characters", type=int, default=60_000, help="of the text, from its start")
-    parser.add_argument("--window", type=int, default=Windows.size, help="tokens")
-    parser.add_argument("--stride", type=int, default=Windows.stride, help="tokens")
-    parser.add_argument("--windows", type=int, default=Windows.count)
+    parser.add_argument("--window", type=int, default=WINDOWS.size, help="tokens")
+    parser.add_argument("--stride", type=int, default=WINDOWS.stride, help="tokens")
+    parser.add_argument("--windows", type=int, default=WINDOWS.count)
     parser.add_argument("--targets", nargs="+", default=[*dict.fromkeys(target for target, _, _ in TARGETS)])
     parser.add_argument("--generate", type=int, default=0, metavar="TOKENS", help="a sample of so many from each")
     parser.add_argument("--weights", choices=("minilm", "heavy"), nargs="+", default=[], help="errors of weights alone")

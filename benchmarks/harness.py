@@ -71,9 +71,9 @@ def read_all(folder: Path) -> None:
                 pass
 
 
-def make_source(folder: Path, total: str, largest: str) -> int:
+def make_source(folder: Path, total: str, largest: str, *arguments: str) -> int:
     """A synthetic checkpoint; the bytes of its tensors."""
-    command = [*SYNTHETIC, str(folder), "--total", total, "--largest", largest, "--json"]
+    command = [*SYNTHETIC, str(folder), "--total", total, "--largest", largest, "--json", *arguments]
     made = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     return int(made["bytes"])
 

@@ -20,10 +20,12 @@ from typing import Any
 
 import commands
 import exports
+import loading
 import numpy as np
 import peers
 import phases
 import planning
+import quality
 import scaling
 import throughput
 from harness import Document, machine_line
@@ -38,6 +40,8 @@ SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
     "planning": planning.sections,
     "phases": phases.sections,
     "exports": exports.sections,
+    "loading": loading.sections,
+    "quality": quality.sections,
 }
 
 
@@ -131,6 +135,26 @@ def draw_scaling(document: Document, panels: Panels) -> None:
     panels[1].legend()
 
 
+def draw_quality(document: Document, panels: Panels) -> None:
+    """KL divergence against size: masters without and with scales, and the peers."""
+    for panel, model in zip(panels, document["settings"], strict=False):
+        rows = [row for row in document["rows"] if row["model"] == model and row["kl"] is not None]
+        masters = [row for row in rows if row["part"] == quality.MASTERS]
+        for label, scaled, color in (("pqweights", False, "black"), ("pqweights, AWQ", True, "C3")):
+            line = [(row["bits_per_weight"], row["kl"]) for row in masters if row["what"].endswith(" AWQ") == scaled]
+            panel.plot(*zip(*line, strict=True), marker="o", color=color, label=label)
+        others = [row for row in rows if row["part"] == quality.OTHERS]
+        libraries = list(dict.fromkeys(row["what"].split()[0] for row in others))
+        for row, marker in zip(others, itertools.cycle("sD^v<>pPX*"), strict=False):
+            color = f"C{libraries.index(row['what'].split()[0]) % 10}"
+            panel.plot(row["bits_per_weight"], row["kl"], marker, linestyle="", color=color, label=row["what"])
+        panel.set(
+            title=model, xlabel="bits per weight, everything counted", ylabel="KL(original || model), nats per token"
+        )
+        panel.set_yscale("log")
+    panels[-1].legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
+
+
 # file name -> the benchmark it shows, its panels, how they are drawn
 PLOTS: dict[str, tuple[str, int, Callable[[Document, Panels], None]]] = {
     "throughput": ("throughput", 2, draw_throughput),
@@ -138,6 +162,7 @@ PLOTS: dict[str, tuple[str, int, Callable[[Document, Panels], None]]] = {
     "memory": ("commands", 1, draw_memory),
     "peers": ("peers", 3, draw_peers),
     "scaling": ("scaling", 2, draw_scaling),
+    "quality": ("quality", 2, draw_quality),
 }
 
 

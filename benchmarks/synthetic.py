@@ -29,8 +29,8 @@ def hidden_size(total_bytes: int) -> int:
     return 4096 if total_bytes >= 8 * 10**9 else 2048 if total_bytes >= 5 * 10**8 else 512
 
 
-def tensor_specs(total_bytes: int, largest_bytes: int) -> list[TensorSpec]:
-    """An embedding of about largest_bytes, whole layers, and a head for the rest."""
+def tensor_specs(total_bytes: int, largest_bytes: int, head: bool = True) -> list[TensorSpec]:
+    """An embedding of about largest_bytes, whole layers, and a head for the rest, or none."""
     hidden = hidden_size(total_bytes)
     row_bytes = hidden * ITEM_BYTES
     specs = [TensorSpec("model.embed_tokens.weight", "BF16", (max(1, largest_bytes // row_bytes), hidden))]
@@ -41,7 +41,7 @@ def tensor_specs(total_bytes: int, largest_bytes: int) -> list[TensorSpec]:
         left -= layer_bytes
         number += 1
     specs.append(TensorSpec("model.norm.weight", "BF16", (hidden,)))
-    if left // row_bytes:
+    if head and left // row_bytes:
         specs.append(TensorSpec("lm_head.weight", "BF16", (left // row_bytes, hidden)))
     return specs
 
@@ -95,10 +95,12 @@ def write_shard(stream: BinaryIO, header: bytes, stored: list[TensorSpec], seed:
             stream.write(piece.data)
 
 
-def make_checkpoint(folder: Path, total_bytes: int, largest_bytes: int, shard_bytes: int, seed: int = 0) -> dict:
-    """Write the checkpoint; what it holds."""
+def make_checkpoint(
+    folder: Path, total_bytes: int, largest_bytes: int, shard_bytes: int, seed: int = 0, head: bool = True
+) -> dict:
+    """Write the checkpoint; what it holds. Without a head it is a model that transformers loads."""
     folder.mkdir(parents=True, exist_ok=True)
-    specs, block = tensor_specs(total_bytes, largest_bytes), random_block(seed)
+    specs, block = tensor_specs(total_bytes, largest_bytes, head), random_block(seed)
     weight_map: dict[str, str] = {}
     cut = shards(specs, shard_bytes)
     for number, group in enumerate(cut):
@@ -110,7 +112,7 @@ def make_checkpoint(folder: Path, total_bytes: int, largest_bytes: int, shard_by
     written = sum(spec.byte_count for spec in specs)
     index = {"metadata": {"total_size": written}, "weight_map": weight_map}
     hidden, layers = hidden_size(total_bytes), sum(spec.name.endswith("q_proj.weight") for spec in specs)
-    # Tied, although there is a head: it only fills up the size.
+    # Tied, although there may be a head: it only fills up the size.
     config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "hidden_size": hidden,
         "intermediate_size": hidden * 11 // 4, "num_hidden_layers": layers, "num_attention_heads": hidden // 64,
@@ -135,9 +137,12 @@ def main() -> None:
     parser.add_argument("--largest", type=parse_size, default="256MB")
     parser.add_argument("--shard", type=parse_size, default="1GB")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-head", action="store_true", help="without a head that only fills up the size")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    made = make_checkpoint(options.folder, options.total, options.largest, options.shard, options.seed)
+    made = make_checkpoint(
+        options.folder, options.total, options.largest, options.shard, options.seed, not options.no_head
+    )
     if options.json:
         print(json.dumps(made, indent=2))
     else:

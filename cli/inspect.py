@@ -2,43 +2,128 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
 from . import options, output, report
 
+if TYPE_CHECKING:
+    from pqweights.distribution import Distribution, Fit
+    from pqweights.inspect import Inspection
 
-def command(folder: options.FolderArgument, json: options.JsonOption = False) -> None:
+FolderOrSource = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Folder that pqweights wrote; any checkpoint with --distribution.")
+]
+DistributionOption = Annotated[
+    bool,
+    typer.Option(
+        "--distribution", help="Measure how Gaussian a checkpoint's weights are, before and after the rotation."
+    ),
+]
+PlotOption = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Draw it, too, into a .png or .svg file.")
+]
+
+
+def command(
+    folder: FolderOrSource,
+    distribution: DistributionOption = False,
+    plot: PlotOption = None,
+    threads: options.ThreadsOption = None,
+    allow_pickle: options.PickleOption = False,
+    json: options.JsonOption = False,
+) -> None:
     """Show a finished folder: tensors, bits, relative errors, sizes, and totals."""
     with output.errors():
-        from pqweights.inspect import inspect
-
-        found = inspect(folder)
-        if json:
-            output.print_json(found.to_json())
-            return
-        manifest = found.manifest
-        rows = [
-            [
-                t.name, "x".join(map(str, t.shape)), t.dtype, t.action, str(t.bits or ""), str(t.bytes),
-                "" if r.relative_mse is None else f"{r.relative_mse:.6f}", r.rotation or "",
-            ]
-            for t, r in zip(manifest.tensors, manifest.records, strict=True)
-        ]  # fmt: skip
-        columns = [
-            ("tensor", False), ("shape", False), ("dtype", False), ("action", False), ("bits", True), ("bytes", True),
-            ("relative MSE", True), ("rotation", False),
-        ]  # fmt: skip
-        totals = found.totals
-        bits = totals["bits_per_weight"]
-        lines = [output.table(columns, rows), ""]
-        lines.append(
-            f"{manifest.kind}: {output.size(totals['output_bytes'])} in safetensors files, {totals['weights']} weights, "
-            f"{totals['coverage']:.4%} of them quantized" + ("" if bits is None else f" at {bits:.4f} bits per weight")
-        )
-        if any(tensor.action == "integer" for tensor in manifest.tensors):
-            lines += report.integer_lines(
-                manifest.tensors, manifest.records, measured="original_fingerprint" in manifest.made_by
-            )
+        if distribution:
+            _show_distribution(folder, plot, options.thread_count(threads), allow_pickle, json)
         else:
-            lines += report.quality_lines(manifest.tensors, manifest.records)
-        typer.echo("\n".join(lines))
+            _show_folder(folder, plot, json)
+
+
+def _show_folder(folder: Path, plot: Path | None, json: bool) -> None:
+    from pqweights.inspect import inspect
+
+    found = inspect(folder)
+    if plot is not None:
+        from pqweights.plots import plot_inspection
+
+        plot_inspection(found, plot)
+    if json:
+        output.print_json(found.to_json())
+    else:
+        typer.echo("\n".join(_folder_lines(found)))
+
+
+def _folder_lines(found: Inspection) -> list[str]:
+    manifest = found.manifest
+    rows = [
+        [
+            t.name, "x".join(map(str, t.shape)), t.dtype, t.action, str(t.bits or ""), str(t.bytes),
+            "" if r.relative_mse is None else f"{r.relative_mse:.6f}", r.rotation or "",
+        ]
+        for t, r in zip(manifest.tensors, manifest.records, strict=True)
+    ]  # fmt: skip
+    columns = [
+        ("tensor", False), ("shape", False), ("dtype", False), ("action", False), ("bits", True), ("bytes", True),
+        ("relative MSE", True), ("rotation", False),
+    ]  # fmt: skip
+    totals = found.totals
+    bits = totals["bits_per_weight"]
+    lines = [output.table(columns, rows), ""]
+    lines.append(
+        f"{manifest.kind}: {output.size(totals['output_bytes'])} in safetensors files, {totals['weights']} weights, "
+        f"{totals['coverage']:.4%} of them quantized" + ("" if bits is None else f" at {bits:.4f} bits per weight")
+    )
+    if any(tensor.action == "integer" for tensor in manifest.tensors):
+        lines += report.integer_lines(
+            manifest.tensors, manifest.records, measured="original_fingerprint" in manifest.made_by
+        )
+    else:
+        lines += report.quality_lines(manifest.tensors, manifest.records)
+    return lines
+
+
+def _show_distribution(source: Path, plot: Path | None, threads: int, allow_pickle: bool, json: bool) -> None:
+    from pqweights.distribution import measure_distribution
+
+    if plot is not None:
+        from pqweights.plots import check_plot_file
+
+        check_plot_file(plot)
+    with output.progress("measuring") as progress:
+        found = measure_distribution(source, threads, allow_pickle, progress)
+    if plot is not None:
+        from pqweights.plots import plot_distribution
+
+        plot_distribution(found, plot)
+    if json:
+        output.print_json(found.to_json())
+    else:
+        typer.echo("\n".join(_distribution_lines(found)))
+
+
+def _distribution_lines(found: Distribution) -> list[str]:
+    from pqweights.distribution import MAX_WEIGHTS
+
+    columns = [("tensor", False), ("role", False), ("weights", True), ("measured", True)]
+    columns += [(f"{what} {when}", True) for what in ("KS", "kurtosis") for when in ("before", "after")]
+    rows = [[t.name, t.role, str(t.weights), str(t.sampled_weights), *_cells(t.before, t.after)] for t in found.tensors]
+    rows.append(
+        ["all together", "", str(found.weights), str(found.sampled_weights), *_cells(found.before, found.after)]
+    )
+    return [
+        output.table(columns, rows),
+        "",
+        "coordinates of whole blocks of 128 weights, divided by the block's norm / sqrt(128), before and after the rotation",
+        "KS: Kolmogorov-Smirnov distance to N(0, 1), to 0.00002; kurtosis about zero: 3 for N(0, 1)",
+        "dividing by the norm alone leaves Gaussian weights a KS of 0.00108 and a kurtosis of 2.954",
+        f"tensors that the recipe {found.recipe} quantizes; of each at most {MAX_WEIGHTS} weights, spread evenly",
+    ]
+
+
+def _cells(before: Fit | None, after: Fit | None) -> list[str]:
+    fits = (before, after)
+    return ["" if f is None else f"{f.ks:.5f}" for f in fits] + ["" if f is None else f"{f.kurtosis:.3f}" for f in fits]

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from . import export, inspect, plan, quantize, verify
+from . import ablate, calibrate, export, inspect, plan, quantize, verify
+from . import eval as evaluate
 
 app = typer.Typer(
     name="pqweights",
@@ -41,6 +42,9 @@ app.command("plan")(plan.command)
 app.command("inspect")(inspect.command)
 app.command("verify")(verify.command)
 app.command("export")(export.command)
+app.command("calibrate")(calibrate.command)
+app.command("ablate")(ablate.command)
+app.command("eval")(evaluate.command)
 
 
 def main() -> None:

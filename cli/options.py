@@ -71,6 +71,18 @@ OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace a result of pqweights in OUT (only the files that it lists).")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+AwqOption = Annotated[
+    Path | None,
+    typer.Option("--awq", metavar="FILE", help="Scale input channels first, by a file of pqweights calibrate."),
+]
+AnyCodecOption = Annotated[
+    bool,
+    typer.Option("--awq-any-codec", help="Take the scales although they were searched for another codec or width."),
+]
+TokenizerOption = Annotated[
+    Path | None,
+    typer.Option("--tokenizer", metavar="DIR", help="Folder with the tokenizer, if the model's own has none."),
+]
 PickleOption = Annotated[
     bool, typer.Option("--allow-pickle", help="Read pickled weights too, through torch's weights_only loader.")
 ]

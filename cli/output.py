@@ -11,6 +11,8 @@ from typing import Any
 
 import typer
 
+# What progress counts, if not some other unit, named in the plural.
+BYTES = "bytes"
 # Progress of jobs that end before this many seconds is not shown.
 QUIET_SECONDS = 2.0
 PLAIN_LINE_SECONDS = 5.0
@@ -59,26 +61,34 @@ def size(count: float) -> str:
     return f"{count:.2f} TB"
 
 
+def amount(count: float, unit: str | None) -> str:
+    """So much of a unit, for people; None: of what needs no name."""
+    return size(count) if unit == BYTES else f"{count:.0f} {unit or ''}".rstrip()
+
+
 @contextlib.contextmanager
-def progress(verb: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A callback that shows what, how far, bytes per second and time left: a bar on a terminal, lines elsewhere."""
+def progress(verb: str, unit: str | None = BYTES) -> Iterator[Callable[[int, int, str], None]]:
+    """A callback that shows what, how far, how much per second and time left: a bar on a terminal, lines elsewhere."""
     if sys.stderr.isatty():
-        with _bar(verb) as callback:
+        with _bar(verb, unit) as callback:
             yield callback
     else:
-        yield _lines(verb)
+        yield _lines(verb, unit)
 
 
 @contextlib.contextmanager
-def _bar(verb: str) -> Iterator[Callable[[int, int, str], None]]:
+def _bar(verb: str, unit: str | None) -> Iterator[Callable[[int, int, str], None]]:
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+    how_far: tuple[rich.ProgressColumn, ...] = (rich.DownloadColumn(), rich.TransferSpeedColumn())
+    if unit != BYTES:
+        how_far = (rich.MofNCompleteColumn(), *([rich.TextColumn(unit)] if unit else []))
     columns = (
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
-        TextColumn("{task.fields[name]}", markup=False, style="dim"),
+        rich.TextColumn("{task.description}"), rich.BarColumn(), *how_far, rich.TimeRemainingColumn(),
+        rich.TextColumn("{task.fields[name]}", markup=False, style="dim"),
     )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(verb, total=None, name="")
 
         def callback(done: int, total: int, name: str) -> None:
@@ -87,7 +97,7 @@ def _bar(verb: str) -> Iterator[Callable[[int, int, str], None]]:
         yield callback
 
 
-def _lines(verb: str) -> Callable[[int, int, str], None]:
+def _lines(verb: str, unit: str | None) -> Callable[[int, int, str], None]:
     start = last = time.monotonic()
     # The rate counts from the first bytes on: what came before was start-up, or the one-time compilation of the kernels.
     first_time, first_done = 0.0, -1
@@ -103,7 +113,8 @@ def _lines(verb: str) -> Callable[[int, int, str], None]:
             return
         last = now
         rate = (done - first_done) / elapsed
-        note(f"{verb} {done / total:.0%} of {size(total)}, {size(rate)}/s, {(total - done) / rate:.0f} s left: {name}")
+        speed = f"{size(rate)}/s, " if unit == BYTES else ""
+        note(f"{verb} {done / total:.0%} of {amount(total, unit)}, {speed}{(total - done) / rate:.0f} s left: {name}")
 
     return callback
 

@@ -18,11 +18,13 @@ def command(
     bits: options.BitsOption = None,
     max_shard_bytes: options.ShardOption = "5GB",  # type: ignore[assignment]  # typer parses it
     threads: options.ThreadsOption = None,
+    awq: options.AwqOption = None,
+    awq_any_codec: options.AnyCodecOption = False,
     allow_pickle: options.PickleOption = False,
     json: options.JsonOption = False,
 ) -> None:
     """Show what quantize would do, from the headers alone: per tensor action, codec, bits, bytes and reason."""
-    run(source, recipe, bits, max_shard_bytes, threads, allow_pickle, json)
+    run(source, recipe, bits, max_shard_bytes, threads, awq, awq_any_codec, allow_pickle, json)
 
 
 @contextlib.contextmanager
@@ -49,6 +51,8 @@ def run(
     bits: int | None,
     max_shard_bytes: int,
     threads: int | None,
+    awq: Path | None,
+    awq_any_codec: bool,
     allow_pickle: bool,
     json: bool,
 ) -> None:
@@ -61,7 +65,10 @@ def run(
         chosen = load_recipe(recipe)
         if bits is not None:
             chosen = chosen.with_bits(bits)
-        _, planned = plan_quantize(source, chosen, max_shard_bytes=max_shard_bytes, allow_pickle=allow_pickle)
+        _, _, planned = plan_quantize(
+            source, chosen, awq=awq, awq_any_codec=awq_any_codec, max_shard_bytes=max_shard_bytes,
+            allow_pickle=allow_pickle,
+        )  # fmt: skip
         needs = resource_needs(planned, options.thread_count(threads))
         if json:
             output.print_json(report.plan_json(planned, needs))

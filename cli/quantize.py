@@ -24,6 +24,8 @@ def command(
     max_shard_bytes: options.ShardOption = "5GB",  # type: ignore[assignment]  # typer parses it
     threads: options.ThreadsOption = None,
     device: options.DeviceOption = options.Device.CPU,
+    awq: options.AwqOption = None,
+    awq_any_codec: options.AnyCodecOption = False,
     allow_pickle: options.PickleOption = False,
     json: options.JsonOption = False,
 ) -> None:
@@ -32,7 +34,7 @@ def command(
     Killed at any moment, the same command continues. Memory does not grow with the model.
     """
     if dry_run:
-        run_plan(source, recipe, bits, max_shard_bytes, threads, allow_pickle, json)
+        run_plan(source, recipe, bits, max_shard_bytes, threads, awq, awq_any_codec, allow_pickle, json)
         return
     with output.errors():
         from pqweights.quantize import quantize
@@ -44,7 +46,8 @@ def command(
         with output.progress("quantizing") as progress:
             done = quantize(
                 source, out, chosen, threads=options.thread_count(threads), device=device.value, overwrite=overwrite,
-                max_shard_bytes=max_shard_bytes, allow_pickle=allow_pickle, strict=strict, progress=progress,
+                awq=awq, awq_any_codec=awq_any_codec, max_shard_bytes=max_shard_bytes, allow_pickle=allow_pickle,
+                strict=strict, progress=progress,
             )  # fmt: skip
         if json:
             output.print_json(report.result_json(done, str(out)))

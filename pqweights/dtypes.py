@@ -24,6 +24,10 @@ FLOAT_DTYPES = ("F64", "F32", "F16", "BF16", *FLOAT8_DTYPES)
 # Values of the 4-bit float E2M1 by code (OCP microscaling formats specification 1.0, table 5).
 FLOAT4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
 
+# Smallest and largest finite values, as float32.
+_LARGEST = {"BF16": np.float32(3.3895313892515355e38), "F16": np.float32(65504), "F32": np.finfo(np.float32).max}
+FINITE_RANGES = {dtype: (-largest, largest) for dtype, largest in _LARGEST.items()}
+
 
 def item_bytes(dtype: str) -> int:
     """Bytes per element of a dtype of whole bytes."""

@@ -7,6 +7,7 @@
     |-- OutputError            the output folder or its disk cannot take the result
     |-- RecipeError            a recipe, codec, width or pattern is wrong
     |-- ExportError            a target cannot store this model, or not with these options
+    |-- EvaluationError        a text is too short, or models cannot be compared on it
     |-- DeviceError            the device that is to compute is not there
     `-- MissingDependencyError an optional package is needed and absent
 
@@ -40,6 +41,10 @@ class RecipeError(PqweightsError):
 
 class ExportError(PqweightsError):
     """A target has no form for this model, or none with the options that were given."""
+
+
+class EvaluationError(PqweightsError):
+    """Nothing can be measured on this text, with these models or these options."""
 
 
 class DeviceError(PqweightsError):

@@ -26,7 +26,7 @@ MANIFEST_VERSION = 1
 # What transforms say of themselves, see Transform.describe.
 MADE_BY_KEYS = (
     "recipe", "target", "dtype", "packing", "mode", "bits", "group_size", "basis", "qparams", "original_fingerprint",
-    "master_errors",
+    "master_errors", "awq",
 )  # fmt: skip
 
 

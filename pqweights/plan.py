@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from pqweights.checkpoint.header import StoredTensor, TensorSpec, encode_header, in_file_order, stored_tensors
-from pqweights.checkpoint.names import shard_name
+from pqweights.checkpoint.names import awq_name, shard_name
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 # quantize: encode with a codec of ours. keep: as it is. decode: to the plain weight. integer: to what a runtime computes with.
@@ -42,6 +42,11 @@ class TensorPlan(NamedTuple):
     def weights(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether its input channels are scaled before it is quantized: it is stored with the scales then."""
+        return self.action == QUANTIZE and any(spec.name == awq_name(self.name) for spec in self.stored)
 
     @property
     def bytes(self) -> int:

@@ -11,15 +11,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.awq import AwqScales, open_awq
 from pqweights.buffers import scratch
-from pqweights.checkpoint.config import edited_config, model_dtype
+from pqweights.checkpoint import scales
+from pqweights.checkpoint.config import edited_config, guarded_config, model_dtype
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.master import Encoding, encoded_specs, quantization_config
-from pqweights.checkpoint.names import codes_name, norms_name
+from pqweights.checkpoint.names import awq_name, codes_name, norms_name
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, find_non_finite, open_local
 from pqweights.codecs import EncodedBlocks, get_codec
-from pqweights.dtypes import item_bytes
+from pqweights.dtypes import item_bytes, to_float32
 from pqweights.errors import SourceError
 from pqweights.jobs import CHUNK_WEIGHTS, OUTPUTS, CopyJob, Job, Sink
 from pqweights.kernels import BLOCK_SIZE, VALUE_DTYPES
@@ -33,31 +35,38 @@ from pqweights.weight import Pass, PassResult, PassTotals, block_count, encode_c
 
 @dataclass(frozen=True)
 class Quantize:
-    """The transform. See transform.Transform. strict: refuse a weight whose error exceeds the promise even when rescued."""
+    """The transform. See transform.Transform.
+
+    strict: refuse a weight whose error exceeds the promise even when rescued. awq: scales for input channels.
+    """
 
     recipe: Recipe
     strict: bool = False
+    awq: AwqScales | None = None
     kind: str = "master"
 
     def describe(self) -> dict[str, Any]:
         """See Transform."""
-        return {"recipe": self.recipe.to_json()}
+        return {"recipe": self.recipe.to_json()} | ({} if self.awq is None else {"awq": self.awq.describe()})
 
     def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
-        """See Transform; refuses a master as source."""
+        """See Transform; refuses a master as source, and scales that are not for this checkpoint."""
         if checkpoint.is_master:
             raise SourceError("the source is already a pqweights master; give the original, or export it to BF16 first")
+        scaled = frozenset() if self.awq is None else self.awq.searched.keys()
         result = []
         for tensor, decision in zip(checkpoint.tensors, decide(self.recipe, checkpoint.tensors), strict=True):
             name, shape, codec, bits = tensor.name, tensor.shape, decision.codec, decision.bits
             if codec is not None and bits is not None:
-                stored: tuple[TensorSpec, ...] = encoded_specs(name, shape, codec, bits)
+                stored: tuple[TensorSpec, ...] = encoded_specs(name, shape, codec, bits, name in scaled)
             else:
                 stored = (TensorSpec(name, tensor.plain_dtype, shape),)
             action = KEEP if codec is None else QUANTIZE
             result.append(
                 TensorPlan(name, shape, tensor.dtype, decision.role, action, codec, bits, decision.reason, stored)
             )
+        if self.awq is not None:
+            self.awq.check(checkpoint, result)
         return result
 
     @property
@@ -72,15 +81,16 @@ class Quantize:
 
     @property
     def also_reads(self) -> tuple[Checkpoint, ...]:
-        """See Transform; nothing."""
-        return ()
+        """See Transform: the file of the scales."""
+        return () if self.awq is None else (self.awq.file,)
 
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
         """See Transform."""
         if planned.action == KEEP:
             return CopyJob(planned, tensor)
         assert planned.codec is not None
-        return EncodeJob(planned, tensor, first_pass(get_codec(planned.codec)), ())
+        awq = self.awq.read(planned.name) if self.awq is not None and planned.is_scaled else None
+        return EncodeJob(planned, tensor, awq, first_pass(get_codec(planned.codec)), ())
 
     def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
         """See Transform."""
@@ -96,7 +106,7 @@ class Quantize:
         """See Transform."""
         dtype = model_dtype(checkpoint.config, checkpoint.tensors)
         quantization = quantization_config(encodings(tensors, records), [t.name for t in tensors if t.action == KEEP])
-        return edited_config(checkpoint.config, dtype, dtype, quantization)
+        return guarded_config(edited_config(checkpoint.config, dtype, dtype, None), quantization)
 
 
 def encodings(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]) -> list[Encoding]:
@@ -116,15 +126,26 @@ def encodings(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]) ->
 
 
 class EncodeJob:
-    """One pass of encoding over one weight. See jobs.Job."""
+    """One pass of encoding over one weight. See jobs.Job.
+
+    awq: the scales [..., K] as float16 bit patterns, where its input channels are scaled.
+    """
 
     def __init__(
-        self, planned: TensorPlan, tensor: LogicalTensor, this_pass: Pass, history: tuple[PassResult, ...]
+        self,
+        planned: TensorPlan,
+        tensor: LogicalTensor,
+        awq: npt.NDArray[np.uint8] | None,
+        this_pass: Pass,
+        history: tuple[PassResult, ...],
     ) -> None:
         assert planned.codec is not None and planned.bits is not None
         self._planned, self._tensor, self._pass, self._history = planned, tensor, this_pass, history
         self._codec, self._bits = get_codec(planned.codec), planned.bits
-        self._dtype = tensor.plain_dtype if tensor.dtype in VALUE_DTYPES or tensor.dtype == "MXFP4" else "F32"
+        exact = tensor.dtype in VALUE_DTYPES or tensor.dtype == "MXFP4"
+        self._dtype = tensor.plain_dtype if exact and awq is None else "F32"
+        self._awq = awq
+        self._factors = None if awq is None else to_float32(awq, "F16")
         self._weights = element_count(tensor)
         self._totals = PassTotals(this_pass)
         self._digests = {spec.name: hashlib.sha256() for spec in planned.stored}
@@ -141,6 +162,10 @@ class EncodeJob:
         size = item_bytes(self._dtype)
         values = scratch("weights", block_count(count) * BLOCK_SIZE * size)
         self._tensor.read(start, count, self._dtype, values)
+        if self._awq is not None and self._factors is not None:
+            scales.multiply(values.view(np.float32)[:count], start, self._planned.shape, self._factors)
+            if chunk == 0:
+                sink.write(awq_name(self._planned.name), 0, self._awq)
         buffer = OUTPUTS.take()
         code_bytes = self._codec.code_bytes_per_block(self._bits)
         codes = buffer[: block_count(count) * code_bytes].reshape(-1, code_bytes)
@@ -174,7 +199,9 @@ class EncodeJob:
         history = (*self._history, self._totals.result())
         following = next_pass(self._codec, self._bits, history)
         if following is not None:
-            return EncodeJob(self._planned, self._tensor, following, history)
+            return EncodeJob(self._planned, self._tensor, self._awq, following, history)
+        if self._awq is not None:
+            self._digests[awq_name(self._planned.name)].update(self._awq.data)
         last = history[-1]
         return TensorRecord(
             self._planned.name,
@@ -187,14 +214,23 @@ class EncodeJob:
 
 
 def plan_quantize(
-    source: Path, recipe: Recipe, *, max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES, allow_pickle: bool = False
-) -> tuple[Checkpoint, Plan]:
+    source: Path,
+    recipe: Recipe,
+    *,
+    awq: Path | None = None,
+    awq_any_codec: bool = False,
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    allow_pickle: bool = False,
+    strict: bool = False,
+) -> tuple[Checkpoint, Quantize, Plan]:
     """Open a source and decide what quantizing it would do, from the headers alone.
 
-    Raises SourceError and RecipeError.
+    awq: a file that `calibrate` wrote. awq_any_codec: take its scales although they were searched for another codec or
+    width. Raises SourceError and RecipeError.
     """
     checkpoint = open_local(source, allow_pickle)
-    return checkpoint, make_plan(checkpoint, Quantize(recipe), max_shard_bytes)
+    transform = Quantize(recipe, strict, None if awq is None else open_awq(awq, awq_any_codec))
+    return checkpoint, transform, make_plan(checkpoint, transform, max_shard_bytes)
 
 
 def quantize(
@@ -205,6 +241,8 @@ def quantize(
     threads: int,
     device: str = "cpu",
     overwrite: bool = False,
+    awq: Path | None = None,
+    awq_any_codec: bool = False,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     allow_pickle: bool = False,
     strict: bool = False,
@@ -212,11 +250,13 @@ def quantize(
 ) -> Report:
     """Turn a checkpoint into a master in the folder `out`, continuing an interrupted run of the same call.
 
-    device: cpu, cuda, or auto for cuda where there is one; the bytes are the same. Raises SourceError, RecipeError,
-    OutputError, DeviceError.
+    device: cpu, cuda, or auto for cuda where there is one; the bytes are the same. awq, awq_any_codec: see plan_quantize.
+    Raises SourceError, RecipeError, OutputError, DeviceError.
     """
-    checkpoint, plan = plan_quantize(source, recipe, max_shard_bytes=max_shard_bytes, allow_pickle=allow_pickle)
-    return rewrite(
-        checkpoint, source, Quantize(recipe, strict), plan, out, threads=threads, device=device, overwrite=overwrite,
-        progress=progress,
+    checkpoint, transform, plan = plan_quantize(
+        source, recipe, awq=awq, awq_any_codec=awq_any_codec, max_shard_bytes=max_shard_bytes,
+        allow_pickle=allow_pickle, strict=strict,
     )  # fmt: skip
+    return rewrite(
+        checkpoint, source, transform, plan, out, threads=threads, device=device, overwrite=overwrite, progress=progress
+    )

@@ -26,7 +26,7 @@ from pqweights.plan import plan_shards
 
 JOURNAL_FILE = "journal.jsonl"
 LOCK_FILE = "lock"
-SECOND_SOURCE = "--source: "  # before the names of its files
+SECOND_SOURCE = "beside it: "  # before the names of files of --source and --awq
 
 
 @dataclass(frozen=True)

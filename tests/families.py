@@ -142,16 +142,17 @@ def build(family: Family, folder: Path, change: Callable[[Any], None] = lambda m
                 parameter.data = parameter.data.float() * 1.01  # no BF16 number
     change(made)
     made.save_pretrained(folder)
-    _save_tokenizer(folder)
+    save_tokenizer(folder)
     return folder
 
 
-def _save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder: Path) -> None:
     import tokenizers
     import transformers
 
     words = {f"w{i}": i for i in range(500)} | {"<unk>": 500, "<eos>": 501}
     whole = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    whole.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     transformers.PreTrainedTokenizerFast(tokenizer_object=whole, unk_token="<unk>", eos_token="<eos>").save_pretrained(
         folder
     )

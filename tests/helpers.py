@@ -209,6 +209,8 @@ def run_command(command: dict[str, Any], out: Path, threads: int = 2) -> Report:
     asked = {field.name: options.pop(field.name) for field in fields(ExportOptions) if field.name in options}
     if "quantize" in command:
         recipe = load_recipe(command.get("recipe", "q5"))
+        if "awq" in options:
+            options["awq"] = Path(options["awq"])
         return quantize(Path(command["quantize"]), out, recipe, threads=threads, **options)
     if "original" in options:
         options["original"] = Path(options["original"])

@@ -93,12 +93,16 @@ def decode_blocks(
 ) -> np.ndarray:
     """The float32 values of all blocks, before they are rounded to the output's dtype."""
     with np.errstate(over="ignore", under="ignore"):
-        x = hadamard(level[unpack(packed, bits)])
+        x = level[unpack(packed, bits)]
         scale = np.ldexp(norms.astype(np.float64), norm_exponent - 7).astype(np.float32)
+        if rotation == "none":
+            scale = (norms.astype(np.float64) * np.ldexp(0.08838834764831845, norm_exponent)).astype(np.float32)
+        else:
+            x = hadamard(x)
         y = x * scale[:, None]
     if rotation == "signed-hadamard":
         y = np.where(SIGNS, -y, y)
-    elif rotation != "hadamard":
+    elif rotation not in ("hadamard", "none"):
         raise ValueError(f"unknown rotation {rotation!r}")
     return y
 
@@ -133,7 +137,7 @@ def quantization_config(folder: Path) -> dict:
     return config
 
 
-def decode_weight(name: str, codes: Stored, norms: Stored, config: dict) -> Tensor:
+def decode_weight(name: str, codes: Stored, norms: Stored, scales: Stored | None, config: dict) -> Tensor:
     """One weight in its own dtype."""
     override = config["overrides"].get(name, {})
     setting = {key: override.get(key, config[key]) for key in ("codec", "bits", "dtype", "rotation")}
@@ -152,7 +156,13 @@ def decode_weight(name: str, codes: Stored, norms: Stored, config: dict) -> Tens
         raise ValueError(f"wrong number of blocks in {name}")
     y = decode_blocks(packed, norm, level, bits, setting["rotation"], override.get("norm_exponent", 0))
     dtype = {"BF16": "BF16", "F16": "F16", "F32": "F32", "F64": "F64"}.get(setting["dtype"], "BF16")
-    return Tensor(name, dtype, shape, to_bytes(y.reshape(-1)[:elements], dtype))
+    y = y.reshape(-1)[:elements]
+    if scales is not None:
+        if scales.dtype != "F16" or tuple(scales.shape) != (*shape[:-2], shape[-1]):
+            raise ValueError(f"malformed scales of {name}")
+        factor = np.frombuffer(scales.data, dtype="<f2").astype(np.float32).reshape(*shape[:-2], 1, shape[-1])
+        y = (y.reshape(shape) / factor).reshape(-1)
+    return Tensor(name, dtype, shape, to_bytes(y, dtype))
 
 
 def read_master(folder: Path) -> Iterator[Tensor]:
@@ -168,6 +178,6 @@ def read_master(folder: Path) -> Iterator[Tensor]:
                 yield Tensor(name, entry.dtype, entry.shape, entry.data)
             elif name.endswith("_codes"):
                 weight = name.removesuffix("_codes")
-                yield decode_weight(weight, entry, stored[weight + "_norms"], config)
-            elif not name.endswith("_norms"):
+                yield decode_weight(weight, entry, stored[weight + "_norms"], stored.get(weight + "_awq_scale"), config)
+            elif not name.endswith(("_norms", "_awq_scale")):
                 raise ValueError(f"{name} is neither kept nor part of a weight")

@@ -71,7 +71,9 @@ def norm_exponent(norm: np.ndarray) -> int:
     return int(np.frexp(used.max())[1]) - 1 - 14
 
 
-def encode_rotated(values: np.ndarray, levels: np.ndarray, bits: int, rotation: str) -> Weight:
+def encode_rotated(
+    values: np.ndarray, levels: np.ndarray, bits: int, rotation: str, codec: str = "hadamard-lloyd-max"
+) -> Weight:
     """A weight encoded with one rotation."""
     level = np.asarray(levels, dtype=np.float64).astype(np.float32)
     b = blocks_of(values)
@@ -90,7 +92,15 @@ def encode_rotated(values: np.ndarray, levels: np.ndarray, bits: int, rotation: 
         s = np.where(prescaled, tree(b * b), s)
         r = np.sqrt(s)
         i = np.where(r == 0, np.float32(0), np.float32(1) / r)
-        z = hadamard(b) * i[:, None]
+        v = b if rotation == "none" else hadamard(b)
+        root = np.float32(11.3137085)
+        d = r
+        if codec in ("absmax", "hadamard-absmax"):
+            d = np.max(np.abs(v), axis=1, initial=0)
+            i = np.where(d == 0, np.float32(0), root / d)
+        elif codec == "lloyd-max":
+            i = np.where(d == 0, np.float32(0), root / d)
+        z = v * i[:, None]
         threshold = ((level[:-1].astype(np.float64) + level[1:].astype(np.float64)) / 2).astype(np.float32)
         code = np.zeros(z.shape, dtype=np.int64)
         for t in threshold:
@@ -98,7 +108,9 @@ def encode_rotated(values: np.ndarray, levels: np.ndarray, bits: int, rotation: 
         c = level[code]
         num, den = tree(z * c), tree(c * c)
         res = tree((z - c) * (z - c))
-        q = r * (num / den)
+        q = r * (num / den) if codec == "hadamard-lloyd-max" else d
+        if codec == "hadamard-absmax":
+            q = q * np.float32(0.08838834764831845)
         assert q.dtype == z.dtype == np.float32
         norm = q.astype(np.float64) * power(k)
         e = norm_exponent(norm)
@@ -106,7 +118,11 @@ def encode_rotated(values: np.ndarray, levels: np.ndarray, bits: int, rotation: 
         energy = s.astype(np.float64) * power(k) * power(k)
         u = 1 - n.astype(np.float64) * 2.0**e / (r.astype(np.float64) * power(k))
         num64, den64, res64 = (v.astype(np.float64) for v in (num, den, res))
-        error = energy / 128 * ((res64 + 2 * u * (num64 - den64)) + u * u * den64)
+        unit = energy / 128
+        if codec != "hadamard-lloyd-max":
+            u = 1 - n.astype(np.float64) * 2.0**e / norm
+            unit = norm * norm / 128
+        error = unit * ((res64 + 2 * u * (num64 - den64)) + u * u * den64)
         error = np.where(r == 0, 0.0, np.maximum(error, 0.0))
     used = np.asarray(values).size % BLOCK
     if used:
@@ -122,12 +138,16 @@ def encode_rotated(values: np.ndarray, levels: np.ndarray, bits: int, rotation: 
     return Weight(pack(code, bits), n.view(np.uint16), e, rotation, energy_sum, error_sum, relative, energy, error)
 
 
-def encode(values: np.ndarray, levels: np.ndarray, bits: int, distortion: float) -> Weight:
+def encode(
+    values: np.ndarray, levels: np.ndarray, bits: int, distortion: float, codec: str = "hadamard-lloyd-max"
+) -> Weight:
     """A weight encoded as section 5 says, the rescue included."""
-    plain = encode_rotated(values, levels, bits, "hadamard")
+    if codec in ("absmax", "lloyd-max"):
+        return encode_rotated(values, levels, bits, "none", codec)
+    plain = encode_rotated(values, levels, bits, "hadamard", codec)
     if plain.relative_mse <= RESCUE * distortion:
         return plain
-    signed = encode_rotated(values, levels, bits, "signed-hadamard")
+    signed = encode_rotated(values, levels, bits, "signed-hadamard", codec)
     if signed.relative_mse <= RESCUE * distortion:
         return signed
     return signed if signed.relative_mse < plain.relative_mse else plain

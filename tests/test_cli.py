@@ -296,7 +296,7 @@ def test_operating_system_errors_are_one_line(source: Path, tmp_path: Path, monk
 def test_help(option: str) -> None:
     result = invoke(option)
     assert result.exit_code == 0
-    for command in ("quantize", "plan", "inspect", "verify", "export"):
+    for command in ("quantize", "plan", "inspect", "verify", "export", "eval"):
         assert command in result.stdout
         assert invoke(command, option).exit_code == 0
 
@@ -395,6 +395,18 @@ def test_progress_is_plain_lines_without_a_terminal(clock: Clock, capsys: pytest
     assert lines[-1].split(",")[-1].strip().split(":")[0] in {f"{40 - second} s left" for second in range(26, 31)}
 
 
+def test_progress_of_other_things_than_bytes(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    for unit, expected in (
+        ("steps", "evaluating 40% of 5 steps, 3 s left: x"),
+        (None, "evaluating 40% of 5, 3 s left: x"),
+    ):
+        with output.progress("evaluating", unit=unit) as show:
+            for done in range(1, 4):
+                clock.now += 1
+                show(done, 5, "x")
+        assert capsys.readouterr().err.splitlines()[-1] == expected
+
+
 def test_short_jobs_show_no_progress(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with output.progress("verifying") as show:
         for step in range(20):
@@ -453,7 +465,9 @@ def run_fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("quantize", "--help"), ("export", "--help"), ("--version",)])
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("quantize", "--help"), ("export", "--help"), ("eval", "--help"), ("--version",)]
+)
 def test_help_imports_nothing_heavy(arguments: tuple[str, ...]) -> None:
     done = run_fresh("-X", "importtime", "-c", MAIN, *arguments)
     assert done.returncode == 0

@@ -22,7 +22,15 @@ from hostile.generate import CASES, DOWN, PAYLOAD, UP, Case
 from pqweights_cli.main import app
 from typer.testing import CliRunner, Result
 
-USAGE_ERRORS = {"bits-out-of-range", "bits-no-number", "size-no-size", "size-zero", "threads-zero", "target-unknown"}
+USAGE_ERRORS = {
+    "bits-out-of-range",
+    "bits-no-number",
+    "size-no-size",
+    "size-zero",
+    "threads-zero",
+    "target-unknown",
+    "eval-text-twice",
+}
 PAIRS = [pytest.param(case, line, id=f"{case.name}-{line.split()[0]}") for case in CASES for line in case.commands]
 
 
@@ -99,6 +107,7 @@ def test_the_undamaged_cases_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         generate.SHARD_1: generate.stored({UP: generate.WEIGHT}),
         generate.SHARD_2: generate.stored({DOWN: generate.WEIGHT}),
     }
+    generate.write(tmp_path, generate.GOOD_MODEL)
     generate.write(tmp_path / "c", {**shards, generate.INDEX: {"weight_map": generate.GOOD_MAP}})
     for line in (
         "quantize src out",
@@ -107,6 +116,7 @@ def test_the_undamaged_cases_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "export a/master exported --target bf16",
         "quantize b/src b/out --allow-pickle",
         "quantize c/src c/out",
+        generate.EVAL,
     ):
         result = run(line)
         assert result.exit_code == 0, (line, result.stderr, result.exception)

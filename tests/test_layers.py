@@ -20,7 +20,7 @@ COMMANDS = Path(pqweights_cli.__file__).parent
 # The layers, lowest first; modules of one line may import each other's, the later the earlier. A package stands for all
 # of its modules, unless one of them is listed itself.
 LAYERS = (
-    ("pqweights", "pqweights.errors", "pqweights.buffers", "pqweights.dtypes"),
+    ("pqweights.autoload", "pqweights", "pqweights.errors", "pqweights.buffers", "pqweights.dtypes"),
     ("pqweights.codebook",),
     ("pqweights.kernels",),
     ("pqweights.codecs",),
@@ -30,18 +30,22 @@ LAYERS = (
     ("pqweights.recipe",),
     ("pqweights.plan",),
     ("pqweights.manifest",),
-    ("pqweights.workspace", "pqweights.jobs"),
+    ("pqweights.workspace", "pqweights.jobs", "pqweights.awq"),
     ("pqweights.transform",),
     ("pqweights.stream",),
     ("pqweights.rewrite",),
     ("pqweights.quantize", "pqweights.exports"),
-    ("pqweights.inspect", "pqweights.verify", "pqweights.evaluate"),
+    ("pqweights.integrations",),
+    ("pqweights.inspect", "pqweights.verify", "pqweights.evaluate", "pqweights.distribution", "pqweights.plots"),
+    ("pqweights.calibrate",),
+    ("pqweights.ablate",),
     ("pqweights_cli",),
 )
-NOTHING_OF_OURS = ("pqweights", "pqweights.errors")
+NOTHING_OF_OURS = ("pqweights.autoload", "pqweights.errors")
 OPTIONAL = {
     "torch": {
         "pqweights.kernels.reference", "pqweights.kernels.gpu", "pqweights.kernels.devices", "pqweights.checkpoint.pickled",
+        "pqweights.integrations.activations", "pqweights.integrations.conversion", "pqweights.integrations.packed",
     },
     "triton": {"pqweights.kernels.gpu"},
     "numba": {
@@ -52,7 +56,11 @@ OPTIONAL = {
         "pqweights.kernels.cpu", "pqweights.kernels.compiler", "pqweights.kernels.lanes", "pqweights.kernels.vector",
     },
     "yaml": {"pqweights.recipe"},
-    "transformers": set(),
+    "matplotlib": {"pqweights.plots"},
+    "transformers": {
+        "pqweights.integrations.activations", "pqweights.integrations.conversion", "pqweights.integrations.quantizer",
+        "pqweights.integrations.transformers",
+    },
     "safetensors": set(),
 }  # fmt: skip
 HEAVY = {*OPTIONAL, "numpy", "rich"} - {"yaml"}
@@ -207,7 +215,15 @@ def loaded_after(statement: str) -> set[str]:
 
 
 def test_importing_pqweights_is_light() -> None:
-    assert not loaded_after("import pqweights") & {"torch", "triton", "transformers", "numba", "llvmlite", "typer"}
+    assert not loaded_after("import pqweights") & {
+        "torch",
+        "triton",
+        "transformers",
+        "numpy",
+        "numba",
+        "llvmlite",
+        "typer",
+    }
 
 
 def test_quantizing_needs_neither_torch_nor_a_compiler() -> None:

@@ -534,8 +534,8 @@ def test_every_source_of_machine_code_is_in_the_name() -> None:
     sources = {f"pqweights.kernels.{source.removesuffix('.py')}" for source in cpu.SOURCES}
     assert kernels == sources | {
         "pqweights.kernels",
-        # imported by the package pqweights.kernels, and used by nothing that is compiled
-        "pqweights.buffers", "pqweights.codebook", "pqweights.errors",
+        # imported by the packages pqweights and pqweights.kernels, and used by nothing that is compiled
+        "pqweights.autoload", "pqweights.buffers", "pqweights.codebook", "pqweights.errors",
     }  # fmt: skip
 
 

@@ -11,6 +11,13 @@ from pqweights.checkpoint.readers import LogicalTensor, element_count
 
 CONFIG_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+# transformers loads the weight file that this key names, and stops with the value in its message where that names none. Without
+# pqweights it would ignore our quantization_config and fill the weights with random numbers.
+GUARD_KEY = "transformers_weights"
+GUARD = (
+    "this model is a pqweights master: run `import pqweights` before loading it (pip install 'pqweights[transformers]'), or "
+    "convert it with `pqweights export --target bf16`"
+)
 
 
 def model_dtype(config: dict[str, Any] | None, tensors: Sequence[LogicalTensor]) -> str:
@@ -33,12 +40,12 @@ def edited_config(
     """The configuration with another quantization_config (or none) and its dtype stated wherever transformers looks.
 
     transformers takes the dtype of the first tensor it meets where the configuration names none, which would be that of
-    our float16 norms. A nested configuration keeps a dtype that differs from the model's.
+    our float16 norms. A nested configuration keeps a dtype that differs from the model's. `transformers_weights` goes, as the
+    weights get other files.
     """
     result = copy.deepcopy(config) if config is not None else {}
-    nested = [value for key, value in result.items() if key.endswith("_config") and isinstance(value, dict)]
-    for place in [result, *(n for n in nested if n is not result.get("quantization_config"))]:
-        for key in QUANTIZATION_KEYS:
+    for place in _places(result):
+        for key in (*QUANTIZATION_KEYS, GUARD_KEY):
             place.pop(key, None)
         found = str(place.get("dtype") or place.get("torch_dtype") or CONFIG_DTYPES[old_dtype]).removeprefix("torch.")
         place["dtype"] = CONFIG_DTYPES[dtype] if found == CONFIG_DTYPES[old_dtype] else found
@@ -47,3 +54,20 @@ def edited_config(
     if quantization is not None:
         result["quantization_config"] = quantization
     return result
+
+
+def guarded_config(config: dict[str, Any], quantization: dict[str, Any]) -> dict[str, Any]:
+    """An edited configuration as that of a master: with a quantization_config of ours, and the guard for transformers.
+
+    The guard stands in nested configurations, too: AutoModelForCausalLM loads a model of images and text by its text_config.
+    """
+    result = copy.deepcopy(config)
+    for place in _places(result):
+        place[GUARD_KEY] = GUARD
+    return {**result, "quantization_config": quantization}
+
+
+def _places(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """A configuration and those in it."""
+    nested = {key: value for key, value in config.items() if key.endswith("_config") and isinstance(value, dict)}
+    return [config, *(value for key, value in nested.items() if key != "quantization_config")]

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from pqweights.checkpoint.header import StoredTensor, TensorSpec
-from pqweights.checkpoint.names import CODES_SUFFIX, NORMS_SUFFIX, codes_name, norms_name
+from pqweights.checkpoint.names import AWQ_SUFFIX, CODES_SUFFIX, NORMS_SUFFIX, awq_name, codes_name, norms_name
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor
+from pqweights.checkpoint.scales import scale_shape
 from pqweights.checkpoint.storage import Storage
 from pqweights.codebook import Codebook, codebook_from_levels
 from pqweights.codecs import CODECS, get_codec
@@ -54,14 +55,17 @@ def has_whole_rows(shape: tuple[int, ...]) -> bool:
     return bool(shape) and shape[-1] % BLOCK_SIZE == 0 and math.prod(shape) > 0
 
 
-def encoded_specs(name: str, shape: tuple[int, ...], codec: str, bits: int) -> tuple[TensorSpec, TensorSpec]:
-    """What a weight becomes: codes U8 and norms F16.
+def encoded_specs(
+    name: str, shape: tuple[int, ...], codec: str, bits: int, awq: bool = False
+) -> tuple[TensorSpec, ...]:
+    """What a weight becomes: codes U8 and norms F16, and with AWQ the scales of its input channels F16.
 
     [..., K] becomes [..., K / 128 * code bytes] and [..., K / 128]; where 128 does not divide K, the blocks run over
     the flattened weight: [blocks, code bytes] and [blocks].
     """
     codes, norms = _encoded_shapes(shape, codec, bits)
-    return TensorSpec(name + CODES_SUFFIX, "U8", codes), TensorSpec(name + NORMS_SUFFIX, "F16", norms)
+    specs = TensorSpec(name + CODES_SUFFIX, "U8", codes), TensorSpec(name + NORMS_SUFFIX, "F16", norms)
+    return (*specs, TensorSpec(name + AWQ_SUFFIX, "F16", scale_shape(shape))) if awq else specs
 
 
 @functools.lru_cache(maxsize=4096, typed=True)  # typed: a config.json may say 5.0 bits
@@ -141,8 +145,9 @@ def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: d
             raise MasterError(
                 f"tensor {codes_name(name)!r} has no {norms_name(name)!r} beside it; the master is damaged"
             )
-        tensors.append(_encoded(storage, stored, name, settings, overrides.get(name, {}), codebooks))
-        taken |= {codes_name(name), norms_name(name)}
+        awq = stored.get(awq_name(name)) if awq_name(name) not in kept else None
+        tensors.append(_encoded(storage, stored, name, awq, settings, overrides.get(name, {}), codebooks))
+        taken |= {codes_name(name), norms_name(name)} | ({awq_name(name)} & stored.keys() - kept)
     unknown = [name for name in overrides if codes_name(name) not in taken]
     if unknown:
         raise MasterError(f"config.json: overrides: {unknown[0]!r} is no quantized weight of this checkpoint")
@@ -154,6 +159,7 @@ def _encoded(
     storage: Storage,
     stored: dict[str, StoredTensor],
     name: str,
+    awq: StoredTensor | None,
     settings: dict[str, Any],
     own: dict[str, Any],
     codebooks: dict[tuple[str, int], Codebook],
@@ -186,7 +192,12 @@ def _encoded(
         shape = (*codes.shape[:-1], per_row * BLOCK_SIZE)
     elif not isinstance(shape, list) or not all(isinstance(n, int) and n >= 0 for n in shape):
         raise MasterError(f"config.json: {name!r}: shape: expected a list of sizes, found {shape!r}")
-    for spec, found in zip(encoded_specs(name, tuple(shape), codec_name, bits), (codes, norms), strict=True):
+    if awq is not None and len(shape) < 2:
+        raise MasterError(
+            f"{awq.file}: {awq.name!r}: expected no scales for a weight {list(shape)}; the master is damaged"
+        )
+    expected = encoded_specs(name, tuple(shape), codec_name, bits, awq is not None)
+    for spec, found in zip(expected, (codes, norms) if awq is None else (codes, norms, awq), strict=True):
         if (spec.dtype, spec.shape) != (found.dtype, found.shape):
             raise MasterError(
                 f"{found.file}: {found.name!r}: expected {spec.dtype} {list(spec.shape)} for a weight {list(shape)} at "
@@ -196,7 +207,7 @@ def _encoded(
         codebooks[codec_name, bits] = _codebook(settings, codec_name, bits)
     codebook = codebooks[codec_name, bits]
     return EncodedTensor(
-        storage, name, tuple(shape), merged["dtype"], codec_name, bits, rotation, exponent, codebook, codes, norms
+        storage, name, tuple(shape), merged["dtype"], codec_name, bits, rotation, exponent, codebook, codes, norms, awq
     )
 
 

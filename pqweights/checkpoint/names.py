@@ -7,6 +7,7 @@ from __future__ import annotations
 
 CODES_SUFFIX = "_codes"
 NORMS_SUFFIX = "_norms"
+AWQ_SUFFIX = "_awq_scale"
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -24,6 +25,11 @@ def codes_name(weight: str) -> str:
 def norms_name(weight: str) -> str:
     """The name of a weight's block norms."""
     return weight + NORMS_SUFFIX
+
+
+def awq_name(weight: str) -> str:
+    """The name of a weight's activation-aware scales."""
+    return weight + AWQ_SUFFIX
 
 
 def shard_name(index: int, count: int) -> str:

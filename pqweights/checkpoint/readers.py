@@ -14,11 +14,22 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.buffers import scratch
+from pqweights.checkpoint import scales
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.storage import Storage
 from pqweights.codebook import Codebook
 from pqweights.codecs import get_codec
-from pqweights.dtypes import DTYPE_BITS, FLOAT4_VALUES, convert, float8_table, from_float32, item_bytes, to_float32
+from pqweights.codecs.protocol import HADAMARD
+from pqweights.dtypes import (
+    DTYPE_BITS,
+    FINITE_RANGES,
+    FLOAT4_VALUES,
+    convert,
+    float8_table,
+    from_float32,
+    item_bytes,
+    to_float32,
+)
 from pqweights.kernels import BLOCK_SIZE, VALUE_DTYPES
 
 
@@ -292,7 +303,7 @@ class Mxfp4Tensor:
 
 @dataclass(frozen=True)
 class EncodedTensor:
-    """A weight of a master: codes and norms, decoded block by block."""
+    """A weight of a master: codes and norms, decoded block by block. awq: the scales of its input channels."""
 
     storage: Storage
     name: str
@@ -305,6 +316,7 @@ class EncodedTensor:
     codebook: Codebook
     codes: StoredTensor
     norms: StoredTensor
+    awq: StoredTensor | None = None
 
     @property
     def plain_dtype(self) -> str:
@@ -314,23 +326,40 @@ class EncodedTensor:
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
         """See LogicalTensor."""
-        return (self.codes, self.norms)
+        return (self.codes, self.norms) if self.awq is None else (self.codes, self.norms, self.awq)
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """See LogicalTensor; whole blocks are decoded."""
-        if dtype not in VALUE_DTYPES:
-            decoded = np.empty(count * item_bytes("F32"), dtype=np.uint8)
-            self.read(start, count, "F32", decoded)
-            out[: count * item_bytes(dtype)] = convert(decoded, "F32", dtype)
+        if self.awq is None and dtype in VALUE_DTYPES:
+            self._decode(start, count, dtype, self.rotation, out)
             return
-        self._decode(start, count, dtype, self.rotation, out)
+        decoded = out[: count * 4] if dtype == "F32" else scratch("decoded", count * 4)
+        self._decode(start, count, "F32", self.rotation, decoded)
+        if self.awq is not None:
+            values = decoded.view(np.float32)
+            scales.divide(values, start, self.shape, self.awq_scales())
+            np.clip(values, *FINITE_RANGES.get(dtype, FINITE_RANGES["F32"]), out=values)
+        if dtype != "F32":
+            out[: count * item_bytes(dtype)] = convert(decoded, "F32", dtype)
+
+    def awq_scales(self) -> npt.NDArray[np.float32]:
+        """The scales of all matrices, in their stored order; only where there are some."""
+        assert self.awq is not None
+        raw = np.empty(self.awq.byte_count, dtype=np.uint8)
+        self.storage.read_into(self.awq.file, self.awq.offset, raw)
+        return to_float32(raw, "F16")
+
+    @property
+    def in_hadamard_basis(self) -> bool:
+        """Whether the codes are of H b alone: no signs of a rescue, no scales, no codec without a rotation."""
+        return self.rotation == HADAMARD and self.awq is None
 
     def read_rotated(self, start: int, count: int, out: npt.NDArray[np.uint8]) -> None:
         """Elements as they are coded: in the basis of the codec's default rotation (H b / sqrt(128)), as float32.
 
-        Only for a weight with that rotation: a rescued one has signs in it.
+        Only for a weight that is in it, see `in_hadamard_basis`.
         """
-        assert self.rotation == get_codec(self.codec).rotations[0]
+        assert self.in_hadamard_basis
         self._decode(start, count, "F32", None, out)
 
     def _decode(self, start: int, count: int, dtype: str, rotation: str | None, out: npt.NDArray[np.uint8]) -> None:

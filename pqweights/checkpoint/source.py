@@ -99,10 +99,19 @@ def open_local(path: Path, allow_pickle: bool = False) -> Checkpoint:
     if path.is_dir():
         return open_checkpoint(LocalStorage(path), allow_pickle)
     if path.is_file():
-        return open_checkpoint(LocalStorage(path.parent, only=path.name), allow_pickle, single_file=True)
+        return open_checkpoint(LocalStorage(path.parent, only=[path.name]), allow_pickle, single_file=True)
     if path.exists():
         raise SourceError(f"{path}: expected a folder or a file, found neither")
     raise SourceError(f"{path}: no such file or folder; give a local checkpoint folder or a .safetensors file")
+
+
+def read_config(folder: Path) -> dict[str, Any] | None:
+    """The parsed config.json of a folder, or None.
+
+    Raises SourceError for one that is no JSON object.
+    """
+    storage = LocalStorage(folder, only=[CONFIG_FILE] if (folder / CONFIG_FILE).is_file() else [])
+    return _read_json_object(storage, CONFIG_FILE) if storage.files() else None
 
 
 def open_checkpoint(storage: Storage, allow_pickle: bool = False, single_file: bool = False) -> Checkpoint:
@@ -113,7 +122,7 @@ def open_checkpoint(storage: Storage, allow_pickle: bool = False, single_file: b
             raise SourceError(f"{name!a}: the name of this file is no UTF-8 text; rename or remove it")
     config = _read_json_object(storage, CONFIG_FILE) if CONFIG_FILE in files else None
     weight_files, index = _weight_files(storage, files, allow_pickle, single_file)
-    stored = _stored_tensors(storage, weight_files)
+    stored = stored_tensors(storage, weight_files)
     if index is not None:
         _check_index(index, stored)
     if master.is_master(config):
@@ -247,7 +256,11 @@ def _indexed_files(
     return tuple(sorted(first_tensors)), Index(index, weight_map)
 
 
-def _stored_tensors(storage: Storage, weight_files: tuple[str, ...]) -> dict[str, StoredTensor]:
+def stored_tensors(storage: Storage, weight_files: tuple[str, ...]) -> dict[str, StoredTensor]:
+    """What lies in the weight files, by name.
+
+    Raises SourceError for a file that is damaged, and where a name stands twice.
+    """
     stored: dict[str, StoredTensor] = {}
     for file in weight_files:
         if pickled.is_pickle(file):

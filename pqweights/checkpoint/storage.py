@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -61,13 +62,13 @@ def read_file(storage: Storage, file: str, limit: int = 256_000_000) -> bytes:
 
 
 class LocalStorage:
-    """A folder, or one file of it, on this machine. Hidden files and folders are not listed."""
+    """A folder, or some files of it, on this machine. Hidden files and folders are not listed."""
 
-    def __init__(self, root: Path, only: str | None = None) -> None:
+    def __init__(self, root: Path, only: Sequence[str] | None = None) -> None:
         self.root = root
         self.bytes_read = 0
         self._lock = threading.Lock()
-        names = [only] if only is not None else sorted(self._walk())
+        names = sorted(self._walk()) if only is None else only
         self._files = {}
         for name in names:
             status = os.stat(root / name)

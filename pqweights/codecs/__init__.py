@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 
+from pqweights.codecs.ablation import Ablation
 from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
 from pqweights.codecs.protocol import Codec, EncodedBlocks
 from pqweights.errors import RecipeError
@@ -12,6 +13,10 @@ __all__ = ["CODECS", "Codec", "EncodedBlocks", "get_codec"]
 
 CODECS: dict[str, Codec] = {
     "hadamard-lloyd-max": HadamardLloydMax(),
+    "absmax": Ablation("absmax", rotated=False, uniform=True),
+    "hadamard-absmax": Ablation("hadamard-absmax", rotated=True, uniform=True),
+    "lloyd-max": Ablation("lloyd-max", rotated=False, uniform=False),
+    "hadamard-lloyd-max-l2": Ablation("hadamard-lloyd-max-l2", rotated=True, uniform=False),
 }
 
 

@@ -11,23 +11,17 @@ import numpy.typing as npt
 
 from pqweights import codebook as lloyd_max
 from pqweights.codebook import Codebook
-from pqweights.codecs.protocol import EncodedBlocks
-from pqweights.kernels import BLOCK_SIZE, backend
-
-HADAMARD = "hadamard"
-SIGNED_HADAMARD = "signed-hadamard"
+from pqweights.codecs.packed import PackedCodec
+from pqweights.codecs.protocol import HADAMARD, SIGNED_HADAMARD, EncodedBlocks
+from pqweights.kernels import backend
 
 
-class HadamardLloydMax:
+class HadamardLloydMax(PackedCodec):
     """See the module; it has no state, a class only because codecs are interchangeable."""
 
     name = "hadamard-lloyd-max"
     widths = range(lloyd_max.MIN_BITS, lloyd_max.MAX_BITS + 1)
     rotations = (HADAMARD, SIGNED_HADAMARD)
-
-    def code_bytes_per_block(self, bits: int) -> int:
-        """16 bytes per bit of width."""
-        return BLOCK_SIZE * bits // 8
 
     def distortion(self, bits: int) -> float:
         """Of Lloyd-Max levels on N(0,1)."""
@@ -56,17 +50,3 @@ class HadamardLloydMax:
             values, dtype, self.codebook(bits), signed, norm_exponent, codes, norms, energies, errors
         )
         return EncodedBlocks(codes, norms, energies, errors, stats)
-
-    def decode(
-        self,
-        codes: npt.NDArray[np.uint8],
-        norms: npt.NDArray[np.uint16],
-        dtype: str,
-        codebook: Codebook,
-        rotation: str | None,
-        norm_exponent: int,
-        values: npt.NDArray[np.uint8],
-    ) -> None:
-        """See Codec.decode."""
-        signed, rotate = rotation == SIGNED_HADAMARD, rotation is not None
-        backend().decode(codes, norms, dtype, codebook, signed, norm_exponent, values, rotate)

@@ -11,6 +11,11 @@ import numpy.typing as npt
 from pqweights.codebook import Codebook
 from pqweights.kernels import EncodeStats
 
+# The rotations, as files name them.
+HADAMARD = "hadamard"
+SIGNED_HADAMARD = "signed-hadamard"
+UNROTATED = "none"
+
 
 @dataclass(frozen=True, eq=False)
 class EncodedBlocks:
@@ -79,5 +84,8 @@ class Codec(Protocol):
         norm_exponent: int,
         values: npt.NDArray[np.uint8],
     ) -> None:
-        """Decode whole blocks into raw bytes of `dtype`; without a rotation they stay in the default one's basis."""
+        """Decode whole blocks into raw bytes of `dtype`.
+
+        rotation: one of `rotations`; None leaves the blocks in the basis in which they are coded.
+        """
         ...

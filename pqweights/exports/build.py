@@ -27,7 +27,10 @@ def integer_export(
     manifest = _manifest(folder)
     errors = {}
     if manifest is not None:
-        errors = {r.name: r.relative_mse for r in manifest.records if r.relative_mse is not None}
+        # That of a weight whose input channels were scaled is of the scaled one, and says nothing of the weight's own.
+        scaled = {tensor.name for tensor in manifest.tensors if tensor.is_scaled}
+        found = {r.name: r.relative_mse for r in manifest.records if r.relative_mse is not None}
+        errors = {name: error for name, error in found.items() if name not in scaled}
     outline = target.outline(checkpoint)
     if original is None:
         known = {t.name: error for t in outline.tensors if (error := _error(t, errors)) is not None}

@@ -21,7 +21,6 @@ from pqweights.checkpoint.config import model_dtype
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.codecs import get_codec
 from pqweights.dtypes import from_float32, to_float32
 from pqweights.errors import SourceError
 from pqweights.exports.bf16 import plain_plan
@@ -343,9 +342,8 @@ class _Done(NamedTuple):
 
 
 def is_rotated(tensor: EncodedTensor) -> bool:
-    """Whether a weight of a master lies in the rotated basis as it is: rows of whole blocks, without the signs of a rescue."""
-    codec = get_codec(tensor.codec)
-    return tensor.rotation == codec.rotations[0] and tensor.shape[-1] % BLOCK_SIZE == 0
+    """Whether a weight of a master lies in the rotated basis as it is, in rows of whole blocks."""
+    return tensor.in_hadamard_basis and tensor.shape[-1] % BLOCK_SIZE == 0
 
 
 def _errors(values: npt.NDArray[np.float32], groups: Groups, rule: Rule) -> npt.NDArray[np.float64]:

@@ -1,0 +1,225 @@
+"""Loading a master in transformers: seconds, memory, and tokens per second, beside the BF16 checkpoint it was made from.
+
+    python benchmarks/loading.py --size 3300MB --largest 250MB --small 800MB
+
+Every load is a fresh process that reads from the page cache. transformers maps BF16 files into memory, so their weights are
+only read when the model computes: each process also makes one token, and memory is given after that. Peaks: of all resident
+memory, mapped files included (VmHWM), and of anonymous memory alone (RssAnon, looked at every 2 ms); both include what the
+imports take, which is given as well. Tokens: greedy, batch 1, after 10 to warm up, in a process for each model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from harness import (
+    PQWEIGHTS,
+    Document,
+    argument_parser,
+    gigabytes,
+    machine,
+    make_source,
+    now,
+    publish,
+    read_all,
+    run_command,
+    table,
+    version,
+)
+
+BF16, DECODED, PACKED = "BF16 original, from_pretrained", "master, from_pretrained", "master, load_model(packed=True)"
+WAYS = (BF16, DECODED, PACKED)
+TOKENS = 100
+
+
+def memory() -> dict[str, int]:
+    """Bytes of this process by the kernel's account."""
+    text = Path("/proc/self/status").read_text()
+    return {name: int(kilobytes) * 1024 for name, kilobytes in re.findall(r"(Rss\w+|Vm\w+):\s+(\d+) kB", text)}
+
+
+class Watch:
+    """The peak of anonymous memory, by looking often."""
+
+    def __init__(self) -> None:
+        self.peak, self._done = 0, threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._done.wait(0.002):
+            self.peak = max(self.peak, memory()["RssAnon"])
+
+    def stop(self) -> int:
+        self._done.set()
+        self._thread.join()
+        return self.peak
+
+
+def child(way: str, folder: str, tokens: int, runs: int) -> dict[str, Any]:
+    """In a process of its own: load, make a token; then generate, if asked to."""
+    import logging
+
+    logging.getLogger("torchao").setLevel(50)
+    logging.getLogger("torch.utils._pytree").setLevel(40)
+    import torch
+    import transformers
+    from transformers.models.llama import modeling_llama  # noqa: F401  # what a first load imports is not loading
+
+    import pqweights
+
+    transformers.logging.disable_progress_bar()
+    imported, watch = memory()["VmRSS"], Watch()
+    start = time.perf_counter()
+    if way == PACKED:
+        model = pqweights.load_model(folder, packed=True)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    loaded = time.perf_counter() - start
+    ids = torch.arange(1, 17)[None]
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.inference_mode():
+        model(ids[:, :1])
+    first = time.perf_counter() - start
+    anonymous, after = watch.stop(), memory()
+    seconds = []
+    for count in [10, *[tokens] * runs] if runs else []:
+        begin = time.perf_counter()
+        model.generate(ids, max_new_tokens=count, min_new_tokens=count, **settings)
+        seconds.append(time.perf_counter() - begin)
+    return {
+        "seconds": loaded,
+        "first_token_seconds": first,
+        "imported_bytes": imported,
+        "peak_bytes": after["VmHWM"],
+        "peak_anonymous_bytes": anonymous,
+        "final_bytes": after["VmRSS"],
+        "final_anonymous_bytes": after["RssAnon"],
+        "weights": sum(p.numel() for p in model.parameters()),
+        "threads": torch.get_num_threads(),
+        "tokens_per_second": [tokens / value for value in seconds[1:]],
+    }
+
+
+def in_child(way: str, folder: Path, tokens: int = 0, runs: int = 0) -> dict[str, Any]:
+    read_all(folder)
+    command = [sys.executable, __file__, "--child", way, str(folder), str(tokens), str(runs)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def make(work: Path, size: str, largest: str) -> dict[str, Path]:
+    """A checkpoint and its master, by the way in which they are loaded."""
+    make_source(work / "source", size, largest, "--no-head")
+    run_command([*PQWEIGHTS, "quantize", str(work / "source"), str(work / "master")])
+    return {way: work / ("source" if way == BF16 else "master") for way in WAYS}
+
+
+def measure_loading(folders: dict[str, Path], rounds: int) -> list[dict]:
+    """A row per way of loading; they take turns."""
+    found: dict[str, list[dict]] = {way: [] for way in folders}
+    for _ in range(rounds):
+        for way, folder in folders.items():
+            found[way].append(in_child(way, folder))
+    return [
+        {
+            "way": way,
+            "folder_bytes": folder_bytes(folders[way]),
+            "seconds": [run["seconds"] for run in runs],
+            **{
+                f"median_{field}": statistics.median(run[field] for run in runs)
+                for field in ("seconds", "first_token_seconds")
+            },
+            **{
+                field: max(run[field] for run in runs)
+                for field in (
+                    "imported_bytes", "peak_bytes", "peak_anonymous_bytes", "final_bytes", "final_anonymous_bytes", "weights",
+                )
+            },
+        }
+        for way, runs in found.items()
+    ]  # fmt: skip
+
+
+def measure_tokens(folders: dict[str, Path], runs: int) -> list[dict]:
+    """A row for the BF16 model, decoded from the master, and one for the packed one."""
+    return [
+        {"way": way, **{k: v for k, v in in_child(way, folders[way], TOKENS, runs).items() if k in ("weights", "threads", "tokens_per_second")}}
+        for way in (DECODED, PACKED)
+    ]  # fmt: skip
+
+
+def sections(document: Document) -> dict[str, str]:
+    """The tables, in Markdown."""
+    settings, rows = document["settings"], document["loading"]
+    weights, imports = rows[0]["weights"] / 1e9, gigabytes(max(row["imported_bytes"] for row in rows))
+    header = [
+        "way", "folder", "seconds", "the runs", "until a token", "peak, anonymous", "peak, all", "after a token, anonymous",
+        "after a token, all",
+    ]  # fmt: skip
+    loading = [
+        [
+            row["way"], gigabytes(row["folder_bytes"]), f"{row['median_seconds']:.2f}",
+            ", ".join(f"{value:.2f}" for value in row["seconds"]), f"{row['median_first_token_seconds']:.2f}",
+            *(gigabytes(row[key]) for key in ("peak_anonymous_bytes", "peak_bytes", "final_anonymous_bytes", "final_bytes")),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    tokens = document["tokens"]
+    made = [
+        [row["way"], f"{statistics.median(row['tokens_per_second']):.2f}", ", ".join(f"{v:.2f}" for v in row["tokens_per_second"])]
+        for row in tokens
+    ]  # fmt: skip
+    return {
+        "loading": (
+            f"A synthetic Llama of {weights:.2f} G weights in BF16, master at 5 bits; median of {settings['rounds']}, page cache "
+            f"warm. Of all memory, {imports} are there before anything is loaded.\n\n{table(header, loading)}"
+        ),
+        "tokens": (
+            f"A synthetic Llama of {tokens[0]['weights'] / 1e9:.2f} G weights, BF16 on the CPU with {tokens[0]['threads']} "
+            f"threads, batch 1, {TOKENS} tokens, median of {settings['runs']}.\n\n"
+            + table(["way", "tokens/s", "the runs"], made)
+        ),
+    }
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        way, folder, tokens, runs = sys.argv[2:]
+        print(json.dumps(child(way, folder, int(tokens), int(runs))))
+        return
+    parser = argument_parser(__doc__)
+    parser.add_argument("--folder", type=Path, help="where checkpoints are made; by default a temporary folder")
+    parser.add_argument("--size", default="3300MB", help="of the checkpoint that is loaded")
+    parser.add_argument("--largest", default="250MB", help="its largest tensor")
+    parser.add_argument("--small", default="800MB", help="of the checkpoint that generates")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=3, help="of generation")
+    options = parser.parse_args()
+    start = now()
+    with tempfile.TemporaryDirectory(dir=options.folder) as work:
+        loading = measure_loading(make(Path(work), options.size, options.largest), options.rounds)
+    with tempfile.TemporaryDirectory(dir=options.folder) as work:
+        tokens = measure_tokens(make(Path(work), options.small, "60MB"), options.runs)
+    about = machine(start)
+    about["versions"] |= {name: version(name) for name in ("transformers", "safetensors")}
+    settings = {"dtype": "BF16", "bits": 5, "rounds": options.rounds, "runs": options.runs, "tokens": TOKENS}
+    document = {"machine": about, "settings": settings, "loading": loading, "tokens": tokens}
+    publish("loading", document, sections(document), options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""pqweights ablate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from . import options, output
+
+if TYPE_CHECKING:
+    from pqweights.ablate import Ablation, Row
+
+
+def parse_widths(text: str) -> list[int]:
+    """Bits from "3,4,5"."""
+    try:
+        widths = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"expected widths such as 3,4,5, found {text!r}") from None
+    if len(set(widths)) < len(widths) or not all(2 <= bits <= 8 for bits in widths):
+        raise typer.BadParameter(f"expected different widths from 2 to 8, found {text!r}")
+    return widths
+
+
+def command(
+    source: options.SourceArgument,
+    text: Annotated[Path, typer.Option("--text", metavar="FILE", help="UTF-8 text to evaluate on.")],
+    bits: Annotated[str, typer.Option("--bits", "-b", metavar="N,N,...", help="Widths.")] = "5",
+    calibration: Annotated[
+        Path | None,
+        typer.Option("--calibration", metavar="FILE", help="Text for AWQ.", show_default="the last third of --text"),
+    ] = None,
+    no_awq: Annotated[bool, typer.Option("--no-awq", help="Leave out activation-aware scales.")] = False,
+    no_int4: Annotated[bool, typer.Option("--no-int4", help="Leave out INT4.")] = False,
+    recipe: options.RecipeOption = "q5",
+    window: Annotated[
+        int | None,
+        typer.Option("--window", min=2, help="Tokens of a window.", show_default="2048, or the model's limit"),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            "--stride", min=1, help="Tokens between windows.", show_default="512; a quarter of a limited window"
+        ),
+    ] = None,
+    score_first: Annotated[
+        bool, typer.Option("--score-first", help="Score all of the first window, not only its last tokens.")
+    ] = False,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", min=2, help="Only the first so many tokens of the text.", show_default=False),
+    ] = None,
+    tokenizer: options.TokenizerOption = None,
+    work: Annotated[
+        Path | None,
+        typer.Option("--work", metavar="DIR", help="Where masters are made for a while.", exists=True, file_okay=False),
+    ] = None,
+    threads: options.ThreadsOption = None,
+    json: options.JsonOption = False,
+) -> None:
+    """What each part of the method is worth on a model: absmax, rotation, levels, norms, AWQ, and INT4 on top.
+
+    The ablation of arXiv:2603.29078 v1. Each row is quantized, loaded and evaluated in full; disk for one master and one
+    export at a time.
+    """
+    widths = parse_widths(bits)
+    with output.errors():
+        from pqweights.ablate import ablate
+        from pqweights.evaluate import read_text
+        from pqweights.recipe import load_recipe
+
+        chosen = load_recipe(recipe)
+        with output.progress("ablating", unit="rows") as progress:
+            done = ablate(
+                source, read_text(text), widths, chosen, calibration=None if calibration is None else read_text(calibration),
+                awq=not no_awq, int4=not no_int4, window=window, stride=stride, score_first=score_first,
+                max_tokens=max_tokens, tokenizer=tokenizer, work=work, threads=options.thread_count(threads),
+                progress=progress,
+            )  # fmt: skip
+        if json:
+            output.print_json({"text": str(text)} | done.to_json())
+        else:
+            typer.echo(_text(done, str(text)))
+
+
+def _text(done: Ablation, text: str) -> str:
+    windows = done.windows
+    lines = [
+        f"{text}: {done.tokens} tokens, windows of {windows.size}, stride {windows.stride}: {done.scored_tokens} tokens scored; "
+        f"AWQ on {done.calibration_tokens} others"
+    ]
+    columns = [
+        ("bits", True), ("configuration", False), ("bits/weight", True), ("relative MSE", True), ("perplexity", True),
+        ("change", True), ("KL mean", True), ("top-1", True), ("share of the gain", True),
+    ]  # fmt: skip
+    lines += ["", output.table(columns, [_cells(row) for row in done.rows]), ""]
+    lines.append(
+        "change: of the perplexity, +- its paired standard error over windows; share: of what rotation and levels together gain "
+        "over absmax, at the same width; empty where that gain is not above twice its standard error"
+    )
+    return "\n".join([*lines, *(f"not measured: {reason}" for reason in done.absent)])
+
+
+def _cells(row: Row) -> list[str]:
+    change, found = row.scores.perplexity_change, row.scores.divergence
+    return [
+        str(row.bits or ""), row.name, "" if row.bits_per_weight is None else f"{row.bits_per_weight:.4f}",
+        "" if row.relative_mse is None else f"{row.relative_mse:.6f}", f"{row.scores.perplexity.value:.3f}",
+        "" if change is None else f"{change.value:+.3f} +- {change.standard_error or 0:.3f}",
+        "" if found is None else f"{found.mean.value:.5f}", "" if found is None else f"{found.top1.value:.2%}",
+        "" if row.share is None else f"{row.share:.1%}",
+    ]  # fmt: skip

@@ -1,0 +1,167 @@
+"""pqweights eval."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from . import options, output
+
+if TYPE_CHECKING:
+    from pqweights.evaluate import Estimate, Report, Row, Settings
+
+
+class Dtype(StrEnum):
+    """pqweights.evaluate.runtimes.DTYPES."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class Dataset(StrEnum):
+    """Texts that the datasets package brings."""
+
+    WIKITEXT = "wikitext"
+
+
+def command(
+    models: Annotated[
+        list[Path], typer.Argument(metavar="MODEL...", help="Checkpoints, masters and exports; local folders.")
+    ],
+    text: Annotated[Path | None, typer.Option("--text", metavar="FILE", help="UTF-8 text to evaluate on.")] = None,
+    dataset: Annotated[
+        Dataset | None, typer.Option("--dataset", help="Instead of --text: the test split of WikiText-2 (raw).")
+    ] = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option("--reference", metavar="SRC", help="Compare with this model, token by token: KL, top-1, change."),
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option("--window", min=2, help="Tokens of a window.", show_default="2048, or the model's limit"),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            "--stride", min=1, help="Tokens between windows.", show_default="512; a quarter of a limited window"
+        ),
+    ] = None,
+    score_first: Annotated[
+        bool, typer.Option("--score-first", help="Score all of the first window, not only its last tokens.")
+    ] = False,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", min=2, help="Only the first so many tokens of the text.", show_default=False),
+    ] = None,
+    tokenizer: options.TokenizerOption = None,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option("--dtype", help="What is computed in.", show_default="float32; for --speed the model's own"),
+    ] = None,
+    device: Annotated[
+        options.Device, typer.Option("--device", help="Where to compute: cpu; cuda; auto: cuda if there is one.")
+    ] = options.Device.CPU,
+    packed: Annotated[
+        bool, typer.Option("--packed", help="Compute with the packed weights of the MODELs, which must be masters.")
+    ] = False,
+    speed: Annotated[
+        bool, typer.Option("--speed", help="Also tokens per second and peak memory, each in a process of its own.")
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot", metavar="FILE", help="Draw KL (or perplexity) against bits per parameter: .svg or .png."
+        ),
+    ] = None,
+    json: options.JsonOption = False,
+) -> None:
+    """Measure models on a text: perplexity, and how far each is from a reference.
+
+    Each model is computed by the library that is meant to load it; the column runtime says how. Sliding windows, of which
+    only the last tokens count: docs/evaluation.md.
+    """
+    if (text is None) == (dataset is None):
+        raise typer.BadParameter("expected either --text FILE or --dataset wikitext")
+    with output.errors():
+        from pqweights.evaluate import evaluate, read_text, wikitext
+
+        if plot is not None:
+            from pqweights.plots import check_plot_file, plot_evaluation
+
+            check_plot_file(plot)
+        with output.progress("evaluating", unit="steps") as progress:
+            done = evaluate(
+                models, wikitext() if text is None else read_text(text), name=str(text or dataset), reference=reference,
+                window=window, stride=stride, score_first=score_first, max_tokens=max_tokens, tokenizer=tokenizer,
+                dtype=dtype and dtype.value, device=device.value, packed=packed, speed=speed, progress=progress,
+            )  # fmt: skip
+        if plot is not None:
+            plot_evaluation(done, plot)
+        if json:
+            output.print_json(done.to_json())
+        else:
+            typer.echo(_text(done))
+
+
+def _text(report: Report) -> str:
+    """What was done, a line per model, and what the columns mean."""
+    rows = [*([report.reference] if report.reference else []), *report.rows]
+    cells = [_cells(row, row is report.reference) for row in rows]
+    shown = [name for name in cells[0] if any(each[name] for each in cells)]
+    columns = [(name, name not in ("model", "runtime")) for name in shown]
+    lines = [
+        _settings_line(report.settings),
+        "",
+        output.table(columns, [[each[n] for n in shown] for each in cells]),
+        "",
+    ]
+    lines.append("+-: standard error over windows")
+    if report.reference:
+        lines[-1] += "; change: of the perplexity, paired; KL(reference || model) in nats per token"
+    fast = next((row.speed for row in rows if row.speed), None)
+    if fast:
+        lines.append(
+            f"tok/s: mean of {len(fast.tokens_per_second)} runs of 100 tokens, greedy, batch 1; memory: peak of that process; "
+            "computed in " + ", ".join(sorted({row.speed.dtype for row in rows if row.speed}))
+        )
+    return "\n".join(lines)
+
+
+def _settings_line(settings: Settings) -> str:
+    masked = f"the first {settings.masked} tokens of each masked" if settings.masked else "none masked"
+    if settings.score_first and settings.masked:
+        masked = f"the first {settings.masked} tokens of each but the first masked"
+    return (
+        f"{settings.text}: {settings.tokens} tokens, {settings.windows} window(s) of {settings.window}, stride "
+        f"{settings.stride}, {masked}: {settings.scored_tokens} tokens scored; {settings.dtype} on {settings.device}"
+    )
+
+
+def _cells(row: Row, is_reference: bool) -> dict[str, str]:
+    """By column; a column that is empty everywhere is not shown."""
+    found, size, speed = row.scores.divergence, row.size, row.speed
+    return {
+        "model": row.model + (" (reference)" if is_reference else ""),
+        "GB": f"{size.bytes / 1e9:.3f}",
+        "bits/param": "" if size.bits_per_parameter is None else f"{size.bits_per_parameter:.3f}",
+        "bits/weight": "" if size.bits_per_weight is None else f"{size.bits_per_weight:.3f}",
+        "perplexity": _estimate(row.scores.perplexity, ".4f"),
+        "change": _estimate(row.scores.perplexity_change, "+.4f"),
+        "KL mean": "" if found is None else _estimate(found.mean, ".5f"),
+        "KL 99%": "" if found is None else f"{found.percentile_99:.4f}",
+        "top-1": "" if found is None else _estimate(found.top1, ".2%"),
+        "tok/s": "" if speed is None else f"{speed.mean:.1f}",
+        "memory": "" if speed is None else output.size(speed.peak_bytes),
+        "runtime": row.runtime,
+    }
+
+
+def _estimate(estimate: Estimate | None, form: str) -> str:
+    if estimate is None:
+        return ""
+    value, error = estimate
+    return f"{value:{form}}" + ("" if error is None else f" +- {error:{form.lstrip('+')}}")

@@ -1,0 +1,268 @@
+"""Evaluate: perplexity of models on a text, how far they are from a reference, and how fast they write.
+
+`evaluate` does what `pqweights eval` does; `compare` scores one opened model, beside a reference or alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pqweights.errors import DeviceError, EvaluationError
+from pqweights.evaluate.folders import MLX, Folder, Size, read_folder, size
+from pqweights.evaluate.packages import package
+from pqweights.evaluate.protocol import (
+    Estimate,
+    Loss,
+    Scores,
+    Windows,
+    change,
+    compare,
+    perplexity,
+    perplexity_change,
+    window_losses,
+)
+from pqweights.evaluate.runtimes import AUTO, DTYPES, Model, check_options, open_model
+from pqweights.evaluate.speed import Speed, measure_speed
+from pqweights.evaluate.texts import Ids, read_text, tokenize, wikitext
+
+__all__ = [
+    "Estimate", "Loss", "Model", "Report", "Row", "Scores", "Settings", "Speed", "Windows", "change", "choose_windows", "compare", "evaluate",
+    "open_model", "perplexity", "perplexity_change", "read_text", "tokenize", "wikitext", "window_losses",
+]  # fmt: skip
+
+DEFAULT_WINDOW, DEFAULT_STRIDE = 2048, 512
+
+Progress = Callable[
+    [int, int, str], None
+]  # steps done, in all (windows of all models, runs for speed), and what is done
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all models of a run have in common. tokens: of the text, those that were left out not counted."""
+
+    text: str
+    tokens: int
+    windows: int
+    window: int
+    stride: int
+    score_first: bool
+    scored_tokens: int
+    dtype: str
+    device: str
+    packed: bool
+    reference: str | None
+
+    @property
+    def masked(self) -> int:
+        """Tokens that a window reads without being scored on them."""
+        return self.window - self.stride
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model. runtime: how it was computed, in words; dtype: in what. speed: where that was asked for."""
+
+    model: str
+    runtime: str
+    dtype: str
+    size: Size
+    scores: Scores
+    speed: Speed | None
+
+    def to_json(self) -> dict[str, Any]:
+        """As in eval --json."""
+        scores, found = self.scores, self.scores.divergence
+        return {
+            "model": self.model,
+            "runtime": self.runtime,
+            "dtype": self.dtype,
+            "bytes": self.size.bytes,
+            "parameters": self.size.parameters,
+            "bits_per_parameter": self.size.bits_per_parameter,
+            "bits_per_weight": self.size.bits_per_weight,
+            "perplexity": _json(scores.perplexity),
+            "log_perplexity": _json(scores.log_perplexity),
+            "perplexity_change": _json(scores.perplexity_change),
+            "log_perplexity_change": _json(scores.change),
+            "kl": None if found is None else {
+                "mean": _json(found.mean), "median": _finite(found.median), "percentile_99": _finite(found.percentile_99),
+                "percentile_99_9": _finite(found.percentile_99_9), "maximum": _finite(found.maximum),
+            },
+            "top1_agreement": None if found is None else _json(found.top1),
+            "speed": None if self.speed is None else self.speed.to_json(),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Report:
+    """All models, in the order that was asked for, and the reference, which is compared with nothing."""
+
+    settings: Settings
+    reference: Row | None
+    rows: tuple[Row, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """eval --json."""
+        return {
+            "settings": vars(self.settings) | {"masked": self.settings.masked},
+            "reference": None if self.reference is None else self.reference.to_json(),
+            "models": [row.to_json() for row in self.rows],
+        }
+
+
+def evaluate(
+    models: Sequence[Path],
+    text: str,
+    *,
+    name: str = "the text",
+    reference: Path | None = None,
+    window: int | None = None,
+    stride: int | None = None,
+    score_first: bool = False,
+    max_tokens: int | None = None,
+    tokenizer: Path | None = None,
+    dtype: str | None = None,
+    device: str = "cpu",
+    packed: bool = False,
+    speed: bool = False,
+    progress: Progress = lambda done, total, what: None,
+) -> Report:
+    """Score models on a text, one after the other; with a reference each beside it, two in memory at most.
+
+    name: of the text, for the report. window: by default 2048 tokens, or what the model of the shortest context takes.
+    stride: by default 512, or a quarter of such a shorter window. tokenizer: a folder, instead of each model's own. dtype:
+    one of DTYPES, by default float32; speed is measured in the model's own by default. packed: masters are computed with as
+    they are, the reference excepted.
+
+    Raises SourceError for a folder that is no causal language model or is incomplete, EvaluationError where models cannot
+    be compared or not on this text, DeviceError, MasterError, MissingDependencyError. All but what loading finds is found
+    before the first model is loaded.
+    """
+    if dtype not in (None, *DTYPES):
+        raise EvaluationError(f"dtype {dtype!r}: expected {', '.join(DTYPES)}")
+    if not models:
+        raise EvaluationError("expected at least one model")
+    folders = [read_folder(path) for path in models]
+    base = None if reference is None else read_folder(reference)
+    everything = [*([base] if base else []), *folders]
+    device = _device(device, everything)
+    for folder in everything:
+        check_options(folder, device, packed and folder is not base)
+    windows = choose_windows(everything, window, stride, score_first)
+    ids = _ids(everything, text, tokenizer, max_tokens)
+    sizes = [size(folder.path) for folder in everything]
+    count = len(windows.starts(len(ids)))
+    settings = Settings(
+        name, len(ids), count, windows.size, windows.stride, score_first,
+        sum(windows.scored(start) for start in windows.starts(len(ids))), dtype or "float32", device, packed,
+        None if reference is None else str(reference),
+    )  # fmt: skip
+
+    steps = count * len(folders) + (len(everything) if speed else 0)
+
+    def opened(folder: Folder, done: int) -> Model:
+        progress(done, steps, f"loading {folder.path}")
+        return open_model(folder.path, device, settings.dtype, packed and folder is not base)
+
+    loaded_base = None if base is None else opened(base, 0)
+    found: list[tuple[str, str, Scores]] = []
+    for number, folder in enumerate(folders):
+        model = opened(folder, number * count)
+
+        def show(done: int, total: int, before: int = number * count, what: str = str(folder.path)) -> None:
+            progress(before + done, steps, what)
+
+        try:
+            scores = compare(model, loaded_base, ids, windows, show)
+        except EvaluationError as error:
+            raise EvaluationError(f"{folder.path}: {error}") from None
+        found.append((model.runtime, model.dtype, scores))
+        del model  # before the next one is loaded
+    if loaded_base is not None:
+        losses = found[0][2].reference_losses
+        assert losses is not None
+        found.insert(0, (loaded_base.runtime, loaded_base.dtype, Scores(losses)))
+        del loaded_base
+    speeds: list[Speed | None] = [None] * len(everything)
+    for number, folder in enumerate(everything if speed else ()):
+        progress(steps - len(everything) + number, steps, f"tokens per second of {folder.path}")
+        speeds[number] = measure_speed(
+            folder.path, ids, device=device, dtype=dtype or AUTO, packed=packed and folder is not base
+        )
+    rows = [
+        Row(str(folder.path), runtime, computed_in, own, scores, fast)
+        for folder, own, (runtime, computed_in, scores), fast in zip(everything, sizes, found, speeds, strict=True)
+    ]
+    return Report(settings, rows.pop(0) if base else None, tuple(rows))
+
+
+def _device(asked: str, folders: Sequence[Folder]) -> str:
+    """cpu or cuda. auto is cuda where there is one, unless a folder is for mlx-lm, which chooses by itself.
+
+    Raises DeviceError, MissingDependencyError.
+    """
+    if asked == "cpu" or (asked == "auto" and any(folder.kind == MLX for folder in folders)):
+        return "cpu"
+    torch = package("torch", "transformers", f"--device {asked}")
+    if torch.cuda.is_available():
+        return "cuda"
+    if asked == "cuda":
+        raise DeviceError(f"--device cuda: torch {torch.__version__} finds no GPU that it can use; use --device cpu")
+    return "cpu"
+
+
+def choose_windows(folders: Sequence[Folder], window: int | None, stride: int | None, score_first: bool) -> Windows:
+    """Of the size that was asked for, or that all models can take; None: the defaults of `evaluate`.
+
+    Raises EvaluationError.
+    """
+    limits = [(folder.context, folder.path) for folder in folders if folder.context is not None]
+    shortest, path = min(limits, default=(None, None))
+    if window is None:
+        window = min(DEFAULT_WINDOW, shortest or DEFAULT_WINDOW)
+        stride = stride or (DEFAULT_STRIDE if window == DEFAULT_WINDOW else max(1, window // 4))
+    elif shortest is not None and window > shortest:
+        raise EvaluationError(f"--window {window}: {path} takes at most {shortest} tokens (by its config.json)")
+    return Windows(window, stride or DEFAULT_STRIDE, score_first)
+
+
+def _ids(folders: Sequence[Folder], text: str, tokenizer: Path | None, max_tokens: int | None) -> Ids:
+    """The same tokens for all.
+
+    Raises EvaluationError where models have other tokens, or more than they know.
+    """
+    first = tokenize(tokenizer or folders[0].path, text)[:max_tokens]
+    for folder in folders:
+        if tokenizer is None and folder is not folders[0]:
+            ids = tokenize(folder.path, text)[:max_tokens]
+            if not np.array_equal(ids, first):
+                both = min(len(ids), len(first))
+                place = int((ids[:both] != first[:both]).argmax()) if (ids[:both] != first[:both]).any() else both
+                raise EvaluationError(
+                    f"{folder.path}: its tokenizer makes other tokens of the text than that of {folders[0].path} ({len(ids)}, "
+                    f"not {len(first)}; number {place} differs): per token, they cannot be compared; evaluate them apart"
+                )
+        if folder.vocabulary is not None and len(first) and int(first.max()) >= folder.vocabulary:
+            raise EvaluationError(
+                f"{folder.path}: the text has the token {int(first.max())}, the model knows {folder.vocabulary} tokens; "
+                "the tokenizer is of another model"
+            )
+    return first
+
+
+def _json(estimate: Estimate | None) -> dict[str, float | None] | None:
+    if estimate is None:
+        return None
+    return {"value": _finite(estimate.value), "standard_error": _finite(estimate.standard_error)}
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinity."""
+    return value if value is not None and math.isfinite(value) else None

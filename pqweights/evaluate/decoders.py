@@ -1,0 +1,200 @@
+"""What the tensors of an export stand for: each format decoded once, from its document, in numpy.
+
+No code is shared with exports/, so that a mistake there is not made here again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.header import StoredTensor, parse_header
+from pqweights.checkpoint.names import CONFIG_FILE
+from pqweights.checkpoint.readers import LogicalTensor, element_count
+from pqweights.checkpoint.source import open_local
+from pqweights.checkpoint.storage import LocalStorage, read_bytes, read_file
+from pqweights.dtypes import float8_table, to_float32
+from pqweights.errors import SourceError
+
+Floats = npt.NDArray[np.float32]
+Codes = npt.NDArray[np.uint8]
+
+
+def export_weight(folder: Path) -> Callable[[str], Floats]:
+    """What an export's weights stand for in the basis of the original, by the names of the runtime: f32, in its shape.
+
+    Raises SourceError for a folder that is not as exports of its kind are.
+    """
+    storage = LocalStorage(folder)
+    config = json.loads(read_file(storage, CONFIG_FILE)) if CONFIG_FILE in storage.files() else {}
+    stored = Stored(folder)
+    settings = config.get("quantization_config") or {}
+    if settings.get("quant_method") == "torchao":
+        return lambda name: _torchao_weight(stored, name)
+    if settings.get("quant_method") == "compressed-tensors":
+        return lambda name: _compressed_weight(stored, settings, name)
+    if "quantization" in config:
+        return lambda name: _mlx_weight(stored, config["quantization"], name)
+    return stored.floats
+
+
+def _torchao_weight(stored: Stored, name: str) -> Floats:
+    """torchao 0.18, Int4Tensor and Int4TilePackedTo4dTensor: (code - 8) * scale + zero, codes from 0 to 15."""
+    if name not in stored.metadata:
+        return stored.floats(name)
+    about = json.loads(stored.metadata[name])
+    rows, columns = about["_data"]["shape"]
+    part = stored_parts(stored, name)[0].removesuffix("qdata")
+    if about["_type"] == "Int4Tensor":
+        codes = unpack_nibbles(stored.rows(part + "qdata") ^ np.uint8(0x88))
+        pairs = np.stack([stored.floats(part + "scale"), stored.floats(part + "zero_point")], axis=-1)
+    else:
+        words = stored.tensors[part + "qdata"].shape
+        codes = unpack_tiles(stored.bytes(part + "qdata").view("<i4").reshape(words))[:rows, :columns]
+        pairs = stored.floats(part + "scale_and_zero")[:, :rows]
+    pairs = pairs[: columns // about["_data"]["block_size"][-1]].transpose(1, 0, 2)  # [rows, groups, 2]
+    grouped = codes.reshape(rows, pairs.shape[1], -1).astype(np.float32) - 8
+    weight: Floats = grouped * pairs[..., :1] + pairs[..., 1:]
+    return weight.reshape(rows, columns)
+
+
+def stored_parts(stored: Stored, name: str) -> list[str]:
+    """The stored names of what torchao holds a weight as: qdata, then its scales."""
+    module, _, parameter = name.rpartition(".")
+    return [f"{module}._{parameter}_{part}" for part in json.loads(stored.metadata[name])["_tensor_data_names"]]
+
+
+def _compressed_weight(stored: Stored, settings: Mapping[str, Any], name: str) -> Floats:
+    """compressed-tensors pack-quantized, symmetric: (code - 2**(bits - 1)) * scale; then the rotation that it declares."""
+    if f"{name}_packed" not in stored.tensors:
+        return stored.floats(name)
+    (group,) = settings["config_groups"].values()
+    bits = group["weights"]["num_bits"]
+    rows, columns = stored.bytes(f"{name}_shape").view("<i8")
+    codes = unpack_stream(stored.rows(f"{name}_packed"), bits)[:, :columns].astype(np.float32)
+    scales = stored.floats(f"{name}_scale")
+    centred = (codes - np.float32(2 ** (bits - 1))).reshape(rows, scales.shape[1], -1)
+    weight: Floats = (centred * scales[..., None]).reshape(rows, columns)
+    for scheme in settings.get("transform_config", {}).get("config_groups", {}).values():
+        if any(_matches(name.removesuffix(".weight"), apply["targets"]) for apply in scheme["apply"]):
+            weight = turned(weight, scheme["head_dim"])
+    return weight
+
+
+def _matches(module: str, targets: Sequence[str]) -> bool:
+    return any(re.match(t.removeprefix("re:"), module) if t.startswith("re:") else t == module for t in targets)
+
+
+def _mlx_weight(stored: Stored, settings: Mapping[str, Any], name: str) -> Floats:
+    """mlx.core.quantize: code * scale + bias, or a value of a small float times a scale."""
+    module = name.removesuffix(".weight")
+    if f"{module}.scales" not in stored.tensors:
+        return stored.floats(name)
+    own = settings.get(module)
+    about = {**settings, **(own if isinstance(own, dict) else {})}
+    codes = unpack_stream(stored.rows(name), about["bits"])
+    if about.get("mode", "affine") == "affine":
+        scales, biases = stored.floats(f"{module}.scales"), stored.floats(f"{module}.biases")
+        values = codes.astype(np.float32).reshape(*scales.shape, -1)
+        affine: Floats = (values * scales[..., None] + biases[..., None]).reshape(codes.shape)
+        return affine
+    scales = float8_table("F8_E4M3" if about["mode"] == "nvfp4" else "F8_E8M0")[stored.rows(f"{module}.scales")]
+    values = (FLOAT4 if about["bits"] == 4 else float8_table("F8_E4M3"))[codes].reshape(*scales.shape, -1)
+    weight: Floats = (values * scales[..., None]).reshape(codes.shape)
+    return weight
+
+
+def master_weight(folder: Path) -> Callable[[str], Floats]:
+    """What a master's weights are decoded to, by name.
+
+    Raises SourceError, MasterError.
+    """
+    tensors = {tensor.name: tensor for tensor in open_local(folder).tensors}
+    return lambda name: values_of(tensors[name])
+
+
+def values_of(tensor: LogicalTensor) -> Floats:
+    """A tensor of a checkpoint, as float32 in its shape."""
+    raw = np.empty(element_count(tensor) * 4, dtype=np.uint8)
+    tensor.read(0, element_count(tensor), "F32", raw)
+    return raw.view(np.float32).reshape(tensor.shape)
+
+
+class Stored:
+    """The tensors and metadata of all safetensors files of a folder, however they are named."""
+
+    def __init__(self, folder: Path) -> None:
+        self._storage = LocalStorage(folder)
+        self.tensors: dict[str, StoredTensor] = {}
+        self.metadata: dict[str, str] = {}
+        for file, state in self._storage.files().items():
+            if file.endswith(".safetensors"):
+                read = lambda at, count, file=file: read_bytes(self._storage, file, at, count)  # noqa: E731
+                tensors, metadata = parse_header(file, state.byte_count, read)
+                self.tensors |= {tensor.name: tensor for tensor in tensors}
+                self.metadata |= metadata
+
+    def bytes(self, name: str) -> Codes:
+        """As stored, flat."""
+        if name not in self.tensors:
+            raise SourceError(f"{self._storage.root}: expected the tensor {name!r}, found none; export it again")
+        tensor = self.tensors[name]
+        raw = np.empty(tensor.byte_count, dtype=np.uint8)
+        self._storage.read_into(tensor.file, tensor.offset, raw)
+        return raw
+
+    def rows(self, name: str) -> Codes:
+        """[..., bytes]."""
+        raw = self.bytes(name)
+        return raw.reshape(*self.tensors[name].shape[:-1], -1)
+
+    def floats(self, name: str) -> Floats:
+        """A plain tensor."""
+        raw = self.bytes(name)
+        return to_float32(raw, self.tensors[name].dtype).reshape(self.tensors[name].shape)
+
+
+# OCP microscaling formats 1.0, E2M1: the lowest bit is the mantissa, the highest the sign.
+FLOAT4: Floats = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
+
+
+def unpack_nibbles(packed: Codes) -> Codes:
+    """[rows, columns / 2] bytes, the even column low -> codes [rows, columns]."""
+    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+
+
+def unpack_stream(packed: Codes, bits: int) -> Codes:
+    """[..., bytes] of codes end to end, the lowest bit first -> codes [..., 8 * bytes / bits]."""
+    digits = np.unpackbits(packed, axis=-1, bitorder="little").reshape(*packed.shape[:-1], -1, bits)
+    return np.packbits(digits, axis=-1, bitorder="little")[..., 0]
+
+
+def unpack_tiles(words: npt.NDArray[np.int32]) -> Codes:
+    """[rows / 8, columns / 128, 32, 4] words of PyTorch's tinygemm -> codes [rows, columns].
+
+    aten/src/ATen/native/cuda/int4mm.cu, matrix_to_m16n8k16_Bint4_layout: lane t holds row t / 4, and of each 16 columns the
+    pairs 2 (t % 4) and 2 (t % 4) + 8; a word has two such sixteens, as nibbles 0 2 4 6 1 3 5 7.
+    """
+    tiles, blocks = words.shape[:2]
+    result = np.empty((tiles, 8, blocks, 128), dtype=np.uint8)
+    for lane, word, nibble in itertools.product(range(32), range(4), range(8)):
+        odd, sixteen, half = nibble >> 2, nibble >> 1 & 1, nibble & 1
+        column = word * 32 + sixteen * 16 + half * 8 + lane % 4 * 2 + odd
+        result[:, lane // 4, :, column] = words[:, :, lane, word] >> 4 * nibble & 15
+    return result.reshape(tiles * 8, blocks * 128)
+
+
+def turned(weight: Floats, size: int) -> Floats:
+    """Each run of `size` weights of a row times H / sqrt(size), H being Sylvester's matrix: its own inverse."""
+    index = np.arange(size)
+    signs = np.where(np.bitwise_count(index[:, None] & index[None, :]) % 2, -1.0, 1.0)
+    blocks = weight.reshape(-1, size).astype(np.float64) @ (signs / math.sqrt(size))
+    return blocks.astype(np.float32).reshape(weight.shape)

@@ -1,0 +1,110 @@
+"""How fast a model writes, and in how much memory: each in a process of its own, so that no other model is in its peak.
+
+As the tables of arXiv:2603.29078 v1 have it: 100 tokens, three runs after one to warm up; greedy, one sequence, with a
+cache of keys and values.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pqweights import errors
+from pqweights.errors import EvaluationError, PqweightsError
+from pqweights.evaluate.packages import package
+from pqweights.evaluate.runtimes import open_model
+from pqweights.evaluate.texts import Ids
+
+TOKENS, RUNS = 100, 3
+PROMPT_TOKENS = 16
+CHILD = "from pqweights.evaluate.speed import main; main()"
+
+
+@dataclass(frozen=True)
+class Speed:
+    """tokens_per_second: of each run, reading the prompt included. dtype: of the arithmetic.
+
+    peak_bytes: of the process, loading included; on cuda, of what torch allocated on the GPU.
+    """
+
+    tokens_per_second: tuple[float, ...]
+    peak_bytes: int
+    dtype: str
+
+    @property
+    def mean(self) -> float:
+        """Tokens per second."""
+        return statistics.fmean(self.tokens_per_second)
+
+    def to_json(self) -> dict[str, Any]:
+        """As in eval --json."""
+        return {
+            "tokens_per_second": self.mean, "runs": list(self.tokens_per_second), "peak_bytes": self.peak_bytes,
+            "dtype": self.dtype,
+        }  # fmt: skip
+
+
+def measure_speed(path: Path, ids: Ids, *, device: str, dtype: str, packed: bool) -> Speed:
+    """Load a model in a new process and let it continue the first tokens of a text.
+
+    Raises what open_model raises, EvaluationError where the process ends otherwise.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        answer = Path(temporary) / "answer.json"
+        request = {
+            "path": str(path.absolute()), "ids": ids[:PROMPT_TOKENS].tolist(), "device": device, "dtype": dtype,
+            "packed": packed, "answer": str(answer),
+        }  # fmt: skip
+        command = [sys.executable, "-c", CHILD, json.dumps(request)]
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
+        )
+        if not answer.is_file():
+            said = (done.stderr.strip().splitlines() or ["nothing was printed"])[-1]
+            how = f"signal {-done.returncode} (9: out of memory?)" if done.returncode < 0 else f"code {done.returncode}"
+            raise EvaluationError(f"{path}: the process that was to measure its speed ended with {how}: {said[:300]}")
+        found = json.loads(answer.read_text())
+    if "error" in found:
+        raise getattr(errors, found["error"])(found["message"])
+    return Speed(tuple(found["tokens_per_second"]), found["peak_bytes"], found["dtype"])
+
+
+def main() -> None:
+    """The process."""
+    request = json.loads(sys.argv[1])
+    try:
+        found = _measured(request)
+    except PqweightsError as error:
+        found = {"error": type(error).__name__, "message": str(error)}
+    Path(request["answer"]).write_text(json.dumps(found))
+
+
+def _measured(request: dict[str, Any]) -> dict[str, Any]:
+    model = open_model(Path(request["path"]), request["device"], request["dtype"], request["packed"])
+    ids, rates = np.array(request["ids"], dtype=np.int64), []
+    for _ in range(RUNS + 1):
+        start = time.perf_counter()
+        count = len(model.generate(ids, TOKENS))
+        rates.append(count / (time.perf_counter() - start))
+    return {"tokens_per_second": rates[1:], "peak_bytes": _peak_bytes(request["device"]), "dtype": model.dtype}
+
+
+def _peak_bytes(device: str) -> int:
+    if device == "cuda":
+        return int(package("torch", "transformers").cuda.max_memory_allocated())
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # On Linux ru_maxrss begins with the memory of the process that started this one.
+    status = Path("/proc/self/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,86 @@
+"""The error of the weights of a master or an export against the original's, measured by decoding both."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pqweights.checkpoint.source import open_local, read_config
+from pqweights.errors import SourceError
+from pqweights.evaluate.decoders import Floats, export_weight, master_weight, values_of
+from pqweights.evaluate.packages import package, quiet
+from pqweights.manifest import read_manifest
+from pqweights.plan import DECODE, INTEGER, QUANTIZE
+
+
+class RelativeError(NamedTuple):
+    """||W - W'||^2 / ||W||^2 over all weights of a set together, and how many there are. None for an empty set."""
+
+    relative_mse: float | None
+    weights: int
+
+
+class Errors(NamedTuple):
+    """integers: over what the export stores as integers. master: over all that the master quantized, or would have."""
+
+    integers: RelativeError
+    master: RelativeError
+
+
+def relative_mse(original: Path, folder: Path) -> Errors:
+    """The error of every weight of a master or an export that is not as in the original, measured by decoding all of them.
+
+    A weight that config.json declares as rotated is turned back first; mlx-lm says what becomes of the original's for an
+    export to it. Raises SourceError, also for a weight that the original does not have under the same name and shape,
+    MasterError for a folder without manifest, MissingDependencyError.
+    """
+    manifest = read_manifest(folder)
+    if manifest.made_by.get("target") == "mlx-q4":
+        originals = _as_mlx_holds(original, read_config(folder) or {})
+    else:
+        originals = {tensor.name: functools.partial(values_of, tensor) for tensor in open_local(original).tensors}
+    decode = master_weight(folder) if manifest.kind == "master" else export_weight(folder)
+    sums = {INTEGER: [0.0, 0.0, 0], QUANTIZE: [0.0, 0.0, 0], DECODE: [0.0, 0.0, 0]}  # error, energy, weights
+    for tensor in manifest.tensors:
+        if tensor.action not in sums:
+            continue
+        weight = originals[tensor.name]() if tensor.name in originals else None
+        if weight is None or weight.shape != tensor.shape:
+            raise SourceError(
+                f"{original}: tensor {tensor.name!r}: expected shape {list(tensor.shape)} as in {folder}, found "
+                f"{'none' if weight is None else list(weight.shape)}"
+            )
+        difference = weight - decode(tensor.name)
+        for place, summand in enumerate((_squares(difference), _squares(weight), weight.size)):
+            sums[tensor.action][place] += summand
+    everything = [sum(column) for column in zip(*sums.values(), strict=True)]
+    return Errors(_relative(*sums[INTEGER]), _relative(*everything))
+
+
+def _relative(error: float, energy: float, weights: float) -> RelativeError:
+    return RelativeError(error / energy if energy else None, int(weights))
+
+
+def _squares(values: Floats) -> float:
+    return float(np.einsum("ij,ij->", *[values.reshape(-1, values.shape[-1])] * 2, dtype=np.float64))
+
+
+def _as_mlx_holds(folder: Path, config: Mapping[str, Any]) -> dict[str, Callable[[], Floats]]:
+    """mlx-lm renames, stacks and splits weights as it loads them: the original's, after that, by name.
+
+    config: the export's, in the terms that mlx-lm knows.
+    """
+    mx, utils = package("mlx.core", "mlx"), package("mlx_lm.utils", "mlx")
+    with quiet():
+        plain = {key: value for key, value in config.items() if not key.startswith("quantization")}
+        model, _ = utils.load_model(folder, lazy=True, strict=False, model_config=plain)
+    parameters = dict(package("mlx.utils", "mlx").tree_flatten(model.parameters()))
+
+    def values(array: Any) -> Floats:
+        return np.array(array.astype(mx.float32))
+
+    return {name: functools.partial(values, array) for name, array in parameters.items()}

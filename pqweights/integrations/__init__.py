@@ -1,0 +1,1 @@
+"""Where pqweights meets the libraries that run models: one module each, which imports that library."""

@@ -1,0 +1,219 @@
+"""How the stored tensors of a master become parameters: conversions for transformers' loader.
+
+transformers renames each stored tensor, hands it to a converter (of the model, for fused experts and the like) and calls that
+for each parameter in turn. Here the parts of a weight, `X_codes` and so on, first get the name `X`, so that all renamings and
+converters of the model meet what they expect; every converter is replaced by one that reads encoded weights itself, with the
+readers of the checkpoint, when its turn comes: positioned reads in chunks, decoded straight into the parameter's memory.
+Nothing is mapped or fetched in advance, and no error is caught by the loader, which would only log it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
+
+from pqweights.checkpoint.master import logical_tensors
+from pqweights.checkpoint.readers import EncodedTensor
+from pqweights.checkpoint.source import stored_tensors
+from pqweights.checkpoint.storage import LocalStorage
+from pqweights.errors import SourceError
+from pqweights.integrations.packed import PackedTensor, bytes_per_weight, pack
+
+CHUNK_WEIGHTS = 1 << 20  # a multiple of the block
+NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
+NEVER = "(?!)"  # a pattern that matches nothing
+
+
+class Master:
+    """The weights of a master while a model is loaded from it.
+
+    parts: stored name -> the weight that it belongs to. decoded_weights: parameters that were to stay packed and could not.
+    """
+
+    def __init__(self, files: list[str], settings: dict[str, Any], model: Any, packed: bool) -> None:
+        self._storage = _files_of(files)
+        stored = stored_tensors(self._storage, tuple(Path(file).name for file in files))
+        tensors = logical_tensors(self._storage, stored, {"quantization_config": settings})
+        self.parts = {
+            part.name: tensor for tensor in tensors if isinstance(tensor, EncodedTensor) for part in tensor.parts
+        }
+        self.packed = packed
+        self.decoded_weights: set[str] = set()
+        self.loading_info: Any = None
+        self._model = model
+        self._pool = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="pqweights")
+        self._originals: dict[int, WeightConverter] = {}
+
+    def __deepcopy__(self, memo: Any) -> Master:
+        return self  # converters are copied for each parameter
+
+    def conversions(self, conversions: list[Any]) -> list[Any]:
+        """Conversions of a model as conversions of the model from this master."""
+        result: list[Any] = [PlainName(self)]
+        for conversion in conversions:
+            if isinstance(conversion, WeightConverter):
+                decoder = WeightDecoder(self, conversion)
+                self._originals[id(decoder)] = conversion
+                result.append(decoder)
+            else:
+                result.append(conversion)
+        return [*result, EverythingElse(self)]
+
+    def originals(self, conversions: list[Any]) -> list[Any]:
+        """The inverse of `conversions`, for some of them."""
+        ours = (PlainName, EverythingElse)
+        return [self._originals.get(id(c), c) for c in conversions if not isinstance(c, ours)]
+
+    def missing_keys(self) -> set[str]:
+        """Parameters that no stored tensor has filled."""
+        return set(self.loading_info.missing_keys) if self.loading_info is not None else set()
+
+    def read(self, tensor: EncodedTensor, dtype: torch.dtype, target: str) -> Tensor:
+        """A weight, or a part of one, for the parameter `target`: decoded, or packed where that is wanted and can be."""
+        if self.packed and self.can_stay_packed(target):
+            kept = pack(tensor, dtype)
+            if kept is not None:
+                return kept
+        return self.decode(tensor, dtype)
+
+    def decode(self, tensor: EncodedTensor, dtype: torch.dtype) -> Tensor:
+        """The weight in that dtype, in chunks and on all threads."""
+        name = NAMES.get(dtype)
+        result = torch.empty(tensor.shape, dtype=dtype if name else torch.float32)
+        count, size = result.numel(), result.element_size()
+        if count:
+            raw = result.view(-1).view(torch.uint8).numpy()
+
+            def decode_chunk(start: int) -> None:
+                length = min(CHUNK_WEIGHTS, count - start)
+                tensor.read(start, length, name or "F32", raw[start * size : (start + length) * size])
+
+            for _ in self._pool.map(decode_chunk, range(0, count, CHUNK_WEIGHTS)):
+                pass
+        return result.to(dtype)
+
+    def can_stay_packed(self, parameter: str) -> bool:
+        """Whether the module of a parameter uses it as packed weights can be used: rows of a matrix, or single experts."""
+        path, _, name = parameter.rpartition(".")
+        module = self._model.get_submodule(path)
+        if isinstance(module, nn.Linear | nn.Embedding):
+            return name == "weight"
+        # The mark of transformers' decorator for experts, whose eager forward takes one matrix at a time.
+        return hasattr(module, "is_transposed") and hasattr(module, "_apply_gate") and getattr(module, name).ndim == 3
+
+    def packed_bytes_per_weight(self, parameter: str) -> float | None:
+        """An estimate, as names may change in loading: that of the weight of this name, else of any."""
+        if not self.parts or not self.can_stay_packed(parameter):
+            return None
+        return bytes_per_weight(self.parts.get(f"{parameter}_codes") or next(iter(self.parts.values())))
+
+    def close(self) -> None:
+        """Forget the checkpoint and the threads."""
+        self._pool.shutdown()
+        self.parts, self._model, self.loading_info = {}, None, None
+
+
+def _files_of(files: list[str]) -> LocalStorage:
+    """The folder of the weight files, with those alone."""
+    folders = {Path(file).parent for file in files}
+    if len(folders) != 1:
+        raise SourceError(f"expected the weight files of a master in one folder, found {sorted(map(str, folders))}")
+    return LocalStorage(folders.pop(), only=tuple(Path(file).name for file in files))
+
+
+class PlainName(WeightRenaming):
+    """`X_codes`, `X_norms` and `X_awq_scale` of an encoded weight become `X`, before any other renaming."""
+
+    __slots__ = ("master",)
+
+    def __init__(self, master: Master) -> None:
+        super().__init__([NEVER], [""])
+        self.master = master
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """See WeightTransform."""
+        tensor = self.master.parts.get(source_key)
+        return source_key if tensor is None else tensor.name, None
+
+
+class WeightDecoder(WeightConverter):
+    """A converter of the model whose source tensors may be encoded. dtype: of the parameter."""
+
+    __slots__ = ("dtype", "master")
+
+    def __init__(self, master: Master, converter: WeightConverter) -> None:
+        sources, targets = list(converter._original_source_patterns), list(converter._original_target_patterns)
+        # On the CPU, from where transformers moves the result to its device.
+        super().__init__(sources, targets, list(converter.operations), force_cpu=True)
+        for name in ("scope_prefix", "base_model_prefix"):
+            setattr(self, name, getattr(converter, name))
+        self.master, self.dtype = master, torch.float32
+
+    def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
+        """Collect one stored tensor. See WeightTransform; codes stand for their weight, the other parts for nothing."""
+        self.layer_targets[target_key].add(source_key)
+        tensor = self.master.parts.get(source_key)
+        read: Callable[[], Tensor]
+        if tensor is None:
+            read = future.result if isinstance(future, Future) else future
+        else:
+            if isinstance(future, Future):
+                future.cancel()
+            if source_key != tensor.codes.name:
+                return
+            weight = tensor
+
+            def read() -> Tensor:
+                return self.master.read(weight, self.dtype, target_key)
+
+        self.collected_tensors[source_pattern].append(read)
+
+    def convert(self, layer_name: str, loading_info: Any = None, **options: Any) -> dict[str, Any]:
+        """See WeightConverter."""
+        self.master.loading_info = loading_info
+        converted = self._converted(layer_name, loading_info=loading_info, **options)
+        if self.master.packed:
+            for name, values in converted.items():
+                value = values[0] if isinstance(values, list) else values
+                converted[name] = self._as_wanted(name, value)
+        return converted
+
+    def _converted(self, layer_name: str, **options: Any) -> dict[str, Any]:
+        result: dict[str, Any] = super().convert(layer_name, **options)
+        return result
+
+    def _as_wanted(self, name: str, value: Tensor) -> Tensor:
+        encoded = any(key in self.master.parts for keys in self.layer_targets.values() for key in keys)
+        if isinstance(value, PackedTensor) and self.master.can_stay_packed(name):
+            return value
+        if encoded:
+            self.master.decoded_weights.add(name)
+        return value.decode() if isinstance(value, PackedTensor) else value
+
+
+class _Nothing(ConversionOps):
+    def convert(self, input_dict: dict[str, Any], **options: Any) -> dict[str, Any]:
+        return input_dict
+
+
+class EverythingElse(WeightDecoder):
+    """What no converter of the model takes: one stored weight, one parameter of the same name."""
+
+    __slots__ = ()
+
+    def __init__(self, master: Master) -> None:
+        super().__init__(master, WeightConverter([NEVER], [""], [_Nothing()]))
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """See WeightTransform."""
+        return source_key, NEVER
+
+    def _converted(self, layer_name: str, **options: Any) -> dict[str, Any]:
+        (tensors,) = self.materialize_tensors().values()
+        return {layer_name: tensors[0]}

@@ -1,0 +1,153 @@
+"""Masters in transformers: its quantizer, which decodes the weights while a model is loaded, or keeps them packed.
+
+transformers calls the hooks below during from_pretrained. How stored tensors become parameters is in conversion.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from pqweights.checkpoint.config import GUARD_KEY
+from pqweights.checkpoint.master import QUANT_METHOD
+from pqweights.errors import MasterError, OutputError, SourceError
+
+_keep_packed: contextvars.ContextVar[bool] = contextvars.ContextVar("keep_packed", default=False)
+
+
+def register() -> None:
+    """Make transformers know the quantizer; again is fine."""
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = PqweightsConfig
+    auto.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = PqweightsQuantizer
+
+
+@contextlib.contextmanager
+def packed_weights() -> Iterator[None]:
+    """Masters that this thread loads meanwhile stay packed."""
+    token = _keep_packed.set(True)
+    try:
+        yield
+    finally:
+        _keep_packed.reset(token)
+
+
+class PqweightsConfig(QuantizationConfigMixin):
+    """The quantization_config of a master, as it stands in config.json; checked when the weights are opened.
+
+    dequantize: whether an ordinary model results, from which transformers then removes this configuration.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.quant_method = QUANT_METHOD
+        self.settings = settings
+        self.dequantize = not _keep_packed.get()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in config.json."""
+        return dict(self.settings)
+
+
+class PqweightsQuantizer(HfQuantizer):
+    """See the module. decoded_weights: of a model that is to stay packed, the parameters that could not."""
+
+    requires_calibration = True  # there is no quantizing while loading
+
+    def __init__(self, quantization_config: PqweightsConfig, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+        self.packed = not quantization_config.dequantize
+        self.decoded_weights: tuple[str, ...] = ()
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """The configuration before files are looked for: without the guard, and with experts that are used one by one."""
+        remove_guard(config)
+        if self.packed:
+            config._experts_implementation = "eager"
+        return config
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """Refuse a disk: transformers would look there for weights under the names of ours."""
+        if isinstance(device_map, dict):
+            _refuse_disk(device_map)
+        return device_map
+
+    def _process_model_before_weight_loading(self, model: Any, **options: Any) -> Any:
+        from pqweights.integrations.conversion import Master
+
+        files = options.get("checkpoint_files")
+        if not files or not all(str(file).endswith(".safetensors") for file in files):
+            raise SourceError(f"expected the safetensors files of a master, found {files}")
+        if getattr(model.config, "distributed_config", None) is not None:
+            raise SourceError(
+                "a master cannot be loaded in tensor-parallel parts; export it first: pqweights export MASTER OUT --target bf16"
+            )
+        paths = [os.fspath(file) for file in files]
+        self._master = Master(paths, self.quantization_config.settings, model, self.packed)
+        return model
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
+        """To what a stored tensor is cast when it is read; a converter of ours learns what its weight shall become."""
+        from pqweights.integrations.conversion import WeightDecoder
+
+        if isinstance(converter, WeightDecoder):
+            converter.dtype = dtype
+        return super().get_new_dtype(converter, param, dtype)
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """The model's conversions, taught to read ours."""
+        return self._master.conversions(weight_conversions)
+
+    def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
+        """Bytes per weight in memory, for device maps."""
+        size = self._master.packed_bytes_per_weight(param_name) if self.packed else None
+        return float(param.element_size()) if size is None else size
+
+    def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
+        _refuse_disk(getattr(model, "hf_device_map", None) or {})
+        # What is saved goes through the model's own conversions backwards.
+        model._weight_conversions = self._master.originals(model._weight_conversions or [])
+        missing = sorted(self._master.missing_keys())
+        if missing and type(model).__name__ in (model.config.architectures or ()):
+            raise MasterError(
+                f"{len(missing)} weights of {type(model).__name__} are not in the master, {missing[0]!r} among them; it is "
+                "damaged: quantize the model again"
+            )
+        if self.packed:
+            model.requires_grad_(False)
+            self.decoded_weights = tuple(sorted(self._master.decoded_weights))
+        self._master.close()
+        return model
+
+    def is_serializable(self) -> bool:
+        """Whether save_pretrained may write the model. Raises OutputError, as its own message would not say what to do."""
+        if self.packed:
+            raise OutputError(
+                "a packed model is not saved by save_pretrained; copy the master, or load it without packed=True and save that"
+            )
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether it may be trained: decoded it is an ordinary model."""
+        return not self.packed
+
+
+def remove_guard(config: Any) -> None:
+    """Remove the key that stops a transformers without pqweights, from a configuration and those in it."""
+    for place in [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]:
+        if place is not None and hasattr(place, GUARD_KEY):
+            delattr(place, GUARD_KEY)
+
+
+def _refuse_disk(device_map: dict[str, Any]) -> None:
+    if "disk" in device_map.values():
+        raise SourceError(
+            "device_map: the weights of a master cannot be offloaded to disk; export it first: pqweights export MASTER OUT "
+            "--target bf16"
+        )

@@ -1,0 +1,229 @@
+"""Weights that stay packed in memory: the numbers of the decoded model, in the memory of the master."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+from families import FAMILIES
+from helpers import bf16, f32, gaussian, master_weights, run_command, write_checkpoint
+from test_transformers import scaled_master
+
+import pqweights
+from pqweights.checkpoint.readers import EncodedTensor
+from pqweights.checkpoint.source import open_local
+from pqweights.errors import OutputError, PqweightsError
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+import torch  # noqa: E402
+
+from pqweights.integrations import packed as module  # noqa: E402
+from pqweights.integrations.packed import PackedTensor, pack  # noqa: E402
+
+IDS = torch.tensor(families.IDS)
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp()
+
+
+def open_both(folder: Path, **options: Any) -> tuple[Any, Any]:
+    """The packed model and the decoded one."""
+    options = {"attn_implementation": "eager", **options}
+    decoded = pqweights.load_model(folder, experts_implementation="eager", **options)
+    return pqweights.load_model(folder, packed=True, **options), decoded
+
+
+def output(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        made = model(IDS)
+    return (made.logits if hasattr(made, "logits") else made.last_hidden_state).float()
+
+
+def packed_bytes(model: Any) -> int:
+    return sum(p.stored_bytes for p in model.parameters() if isinstance(p, PackedTensor))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_logits_are_those_of_the_decoded_model(name: str, dtype: str, base: Path) -> None:
+    packed, decoded = open_both(families.master(base, name), dtype=dtype)
+    one, other = output(packed), output(decoded)
+    # The same matrices, but torch may add up products in another order for fewer rows.
+    assert (one - other).abs().max() <= (2.0**-6 if dtype == "bfloat16" else 1e-5) * other.abs().max()
+    left = {name for name, p in packed.named_parameters() if isinstance(p, PackedTensor)}
+    assert left or name == "gpt2"
+    # In the memory of the master, but for what the user is told of.
+    encoded = {t.name: t for t in open_local(families.master(base, name)).tensors if isinstance(t, EncodedTensor)}
+    stored = sum(part.byte_count for tensor in encoded.values() for part in tensor.parts)
+    if not packed.hf_quantizer.decoded_weights:
+        assert packed_bytes(packed) == stored
+    assert packed.get_memory_footprint() < decoded.get_memory_footprint()
+    assert name != "gpt2" or "h.0.attn.c_attn.weight" in packed.hf_quantizer.decoded_weights
+    assert name == "gpt2" or not packed.hf_quantizer.decoded_weights
+
+
+def test_chunks_and_threads(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_WEIGHTS", 3000)
+    for name in ("llama-biased", "qwen3_moe"):
+        packed, decoded = open_both(families.master(base, name), dtype="float32")
+        one, other = output(packed), output(decoded)
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+
+
+def test_tied_weights_are_one(base: Path) -> None:
+    packed, _ = open_both(families.master(base, "llama-tied"))
+    assert packed.lm_head.weight is packed.model.embed_tokens.weight
+    moved = packed.to(torch.float32)
+    assert moved.lm_head.weight is moved.model.embed_tokens.weight
+    assert moved.lm_head.weight.dtype == torch.float32
+    # Codes and norms are what they were.
+    assert moved.lm_head.weight.matrices[0][0].norms.dtype == torch.float16
+    exact = pqweights.load_model(families.master(base, "llama-tied"), dtype="float32", attn_implementation="eager")
+    assert (output(moved) - output(exact)).abs().max() <= 1e-5 * output(exact).abs().max()
+
+
+def test_generating(base: Path) -> None:
+    packed, decoded = open_both(families.master(base, "qwen3"), dtype="float32")
+    one, other = (m.generate(IDS, max_new_tokens=8, do_sample=False) for m in (packed, decoded))
+    assert torch.equal(one, other)
+
+
+def test_scales_of_input_channels(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_WEIGHTS", 3000)
+    packed, decoded = open_both(scaled_master(families.master(base, "llama"), tmp_path / "master"), dtype="float32")
+    assert (output(packed) - output(decoded)).abs().max() <= 1e-5 * output(decoded).abs().max()
+    up = packed.model.layers[0].mlp.up_proj.weight
+    assert up.matrices[0][0].awq is not None
+    assert torch.equal(up.decode(), decoded.model.layers[0].mlp.up_proj.weight)
+
+
+TENSORS = {
+    "model.rows.weight": bf16(gaussian(40, 256, seed=1)),
+    "model.odd.weight": bf16(gaussian(37, 200, seed=2)),
+    "model.aligned.weight": bf16(np.full((5, 128), 0.0125, np.float32)),  # needs the signs of a rescue
+    "model.large.weight": f32(gaussian(6, 128, seed=3) * np.float32(2.0**40)),
+    "model.experts.up": bf16(gaussian(3, 8, 128, seed=4)),
+    "model.experts.odd": bf16(gaussian(4, 32, 12, seed=5)),
+    "model.experts.never": bf16(gaussian(3, 5, 50, seed=6)),
+}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[PackedTensor | None, torch.Tensor]]:
+    """Weights of all kinds: packed, and as decoded to float32."""
+    folder = tmp_path_factory.mktemp("packed")
+    source = write_checkpoint(folder / "model", TENSORS)
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(json.dumps({"bits": 3, "rules": [{"name": "*odd*", "bits": 7}]}))
+    run_command({"quantize": str(source), "recipe": str(recipe)}, folder / "master")
+    exact = master_weights(folder / "master")
+    tensors = {t.name: t for t in open_local(folder / "master").tensors}
+    assert all(isinstance(t, EncodedTensor) for t in tensors.values())
+    return {
+        name: (pack(tensor, torch.float32), torch.from_numpy(np.array(exact[name])))  # type: ignore[arg-type]
+        for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("on_torch", [False, True])
+def test_every_kind_of_weight(on_torch: bool, weights: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the CPU's kernels, and by the operations of torch that other devices use."""
+    if on_torch:
+        monkeypatch.setattr(module.Piece, "_decode_numpy", module.Piece._decode_torch)
+    for name, (packed, exact) in weights.items():
+        assert (packed is None) == (name == "model.experts.never"), name
+        if packed is None:
+            continue
+        assert torch.equal(packed.decode(), exact), name
+        assert torch.equal(packed.to(torch.bfloat16).decode(), exact.to(torch.bfloat16)), name
+        assert packed.shape == exact.shape
+        if packed.stacked:
+            for index in (0, torch.tensor(2), -1):
+                assert isinstance(packed[index], PackedTensor)
+                assert torch.equal(packed[index].decode(), exact[index])
+            x = torch.randn(4, exact.shape[1])
+            assert torch.equal(x @ packed[1], x @ exact[1])
+            continue
+        ids = torch.tensor([[0, 3], [len(exact) - 1, 3]])
+        assert torch.equal(torch.nn.functional.embedding(ids, packed), exact[ids]), name
+        x = torch.randn(2, 3, exact.shape[1])
+        expected = torch.nn.functional.linear(x, exact)
+        made = torch.nn.functional.linear(x, packed)
+        assert (made - expected).abs().max() <= 1e-5 * expected.abs().max()
+        with pytest.raises(IndexError):
+            torch.nn.functional.embedding(torch.tensor([len(exact)]), packed)
+
+
+def test_what_is_not_known_is_decoded(weights: dict[str, Any]) -> None:
+    packed, exact = weights["model.rows.weight"]
+    for result, expected in (
+        (packed.t(), exact.t()),
+        (packed + 1, exact + 1),
+        (packed[3:5], exact[3:5]),
+        (packed[:, 0], exact[:, 0]),
+        (torch.cat([packed, exact]), torch.cat([exact, exact])),
+        (torch.cat([packed, packed], dim=1), torch.cat([exact, exact], dim=1)),
+        (packed.sum(), exact.sum()),
+    ):
+        assert type(result) is torch.Tensor
+        assert torch.equal(result, expected)
+    assert type(torch.nn.functional.linear(torch.randn(2, 256).double(), packed.double())) is torch.Tensor
+
+
+def test_stacks_and_rows_below_rows(weights: dict[str, Any]) -> None:
+    """Experts of their own encodings, merged as transformers merges them."""
+    (one, exact_one), (other, exact_other) = weights["model.aligned.weight"], weights["model.large.weight"]
+    below = torch.cat([one, other], dim=0)
+    assert isinstance(below, PackedTensor)
+    assert torch.equal(below.decode(), torch.cat([exact_one, exact_other]))
+    assert torch.equal(below.like(), below)
+    both = torch.cat([torch.stack([one, one]), torch.stack([one, one])], dim=1)
+    assert isinstance(both, PackedTensor)
+    exact = torch.cat([exact_one, exact_one])
+    assert torch.equal(both.decode(), torch.stack([exact, exact]))
+    assert torch.equal(torch.nn.functional.linear(torch.eye(128), both[1]), exact.t())
+    assert torch.equal(
+        torch.nn.functional.embedding(torch.tensor([4, 9]), below), torch.cat([exact_one, exact_other])[[4, 9]]
+    )
+    assert both.stored_bytes == 4 * one.stored_bytes
+
+
+def test_it_is_for_inference(base: Path, tmp_path: Path) -> None:
+    packed, decoded = open_both(families.master(base, "llama"))
+    assert not any(p.requires_grad for p in packed.parameters())
+    assert not packed(IDS).logits.requires_grad  # without no_grad
+    with pytest.raises(PqweightsError, match="no gradients"):
+        packed(inputs_embeds=torch.randn(1, 3, 256, dtype=torch.bfloat16, requires_grad=True))
+    with pytest.raises(PqweightsError, match="cannot be changed"):
+        packed.lm_head.weight.zero_()
+    with pytest.raises(OutputError, match="copy the master"):
+        packed.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    assert all(p.requires_grad for p in decoded.parameters())
+
+
+def test_a_damaged_master(base: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(families.master(base, "llama"), tmp_path / "master"))
+    (file,) = folder.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(PqweightsError, match="truncated"):
+        pqweights.load_model(folder, packed=True)
+
+
+def test_data_may_be_replaced(weights: dict[str, Any]) -> None:
+    """As a module does that is moved to another device."""
+    packed, exact = weights["model.rows.weight"]
+    parameter = torch.nn.Parameter(packed.like(), requires_grad=False)
+    ((piece,),) = packed.matrices
+    parameter.data = PackedTensor(((replace(piece, norms=piece.norms * 2),),), False, torch.float32)
+    assert torch.equal(parameter.decode(), exact * 2)

@@ -1,0 +1,369 @@
+"""Masters in transformers: the same weights as those of the BF16 export, either order of imports, and nothing random, ever."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+from families import FAMILIES
+from helpers import bf16, f32, gaussian, read_all, run_command, safetensors_bytes, write_checkpoint
+from independent_reader import read_master
+
+import pqweights
+from pqweights.checkpoint.config import GUARD, GUARD_KEY
+from pqweights.checkpoint.source import open_local
+from pqweights.errors import MasterError, PqweightsError, SourceError
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp()
+
+
+@pytest.fixture
+def copied(base: Path, tmp_path: Path) -> Path:
+    """A master of a Llama, to be damaged."""
+    return Path(shutil.copytree(families.master(base, "llama"), tmp_path / "master"))
+
+
+def load(folder: Path, auto: str = "AutoModelForCausalLM", **options: Any) -> Any:
+    return getattr(transformers, auto).from_pretrained(folder, **options)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Every parameter and buffer is the same, bit for bit."""
+    first, second = one.state_dict(), other.state_dict()
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype, name
+        assert torch.equal(tensor, second[name]), name
+
+
+def edit_config(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    path = folder / "config.json"
+    config = json.loads(path.read_bytes())
+    change(config)
+    path.write_text(json.dumps(config))
+    return folder
+
+
+AUTO = {"qwen3_vl": "AutoModelForImageTextToText", "gpt2": "AutoModel"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_weights_are_those_of_the_bf16_export(name: str, base: Path) -> None:
+    auto = AUTO.get(name, "AutoModelForCausalLM")
+    loaded = load(families.master(base, name), auto)
+    assert_same(loaded, load(families.exported(base, name, "bf16"), auto))
+    assert loaded.dtype == torch.bfloat16
+    for place in (loaded.config, loaded.config.get_text_config()):
+        assert not hasattr(place, "quantization_config")
+        assert not hasattr(place, GUARD_KEY)
+    assert not getattr(loaded, "hf_quantizer", None)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_a_model_of_images_and_text_as_a_whole(name: str, base: Path) -> None:
+    auto = "AutoModelForImageTextToText"
+    assert_same(load(families.master(base, name), auto), load(families.exported(base, name, "bf16"), auto))
+
+
+def test_fused_experts_and_shards(tmp_path: Path) -> None:
+    """Experts that are fused in the file, in a checkpoint of several files."""
+    family = FAMILIES["qwen3_moe"]
+    config = getattr(transformers, family.config)(**family.settings)
+    model = getattr(transformers, family.model)(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "model", save_original_format=False, max_shard_size="300KB")
+    assert any(".experts.gate_up_proj" in name for name in read_all(tmp_path / "model"))
+    run_command({"quantize": str(tmp_path / "model"), "max_shard_bytes": 200_000}, tmp_path / "master")
+    run_command({"export": str(tmp_path / "master"), "target": "bf16"}, tmp_path / "exported")
+    assert len(list((tmp_path / "master").glob("*.safetensors"))) > 2
+    assert_same(load(tmp_path / "master"), load(tmp_path / "exported"))
+
+
+BERT = {
+    "vocab_size": 300,
+    "hidden_size": 192,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 320,
+}
+RECIPE = {"bits": 3, "rules": [{"name": "*query.weight", "bits": 8}, {"name": "*key.weight", "keep": True}]}
+
+
+def test_float32_is_decoded_without_rounding(tmp_path: Path) -> None:
+    """BERT, with rows that blocks do not divide, mixed widths, a rescued weight and norms beyond float16."""
+    model = transformers.BertModel(transformers.BertConfig(**BERT))
+    with torch.no_grad():
+        model.encoder.layer[0].attention.self.value.weight.fill_(0.0125)
+        model.encoder.layer[0].attention.output.dense.weight.mul_(2.0**30)
+        model.pooler.dense.weight.mul_(2.0**-40)
+    model.save_pretrained(tmp_path / "model")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(RECIPE))
+    run_command({"quantize": str(tmp_path / "model"), "recipe": str(recipe)}, tmp_path / "master")
+    settings = json.loads((tmp_path / "master" / "config.json").read_bytes())["quantization_config"]
+    own = settings["overrides"].values()
+    assert {"shape", "norm_exponent", "bits", "rotation"} <= {key for entry in own for key in entry}
+    loaded = load(tmp_path / "master", "AutoModel").state_dict()
+    for tensor in read_master(tmp_path / "master"):
+        assert tensor.dtype == "F32"
+        assert loaded[tensor.name].dtype == torch.float32
+        assert loaded[tensor.name].numpy().tobytes() == tensor.data, tensor.name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_another_dtype_than_the_masters(dtype: str, base: Path) -> None:
+    """Each weight is rounded once, from its float32 values."""
+    folder = families.master(base, "llama")
+    loaded = load(folder, dtype=getattr(torch, dtype)).state_dict()
+    for tensor in open_local(folder).tensors:
+        raw = np.empty(int(np.prod(tensor.shape)) * 4, dtype=np.uint8)
+        tensor.read(0, len(raw) // 4, "F32", raw)
+        expected = torch.from_numpy(raw.view(np.float32)).reshape(tensor.shape).to(getattr(torch, dtype))
+        assert torch.equal(loaded[tensor.name], expected), tensor.name
+
+
+def test_device_map(base: Path) -> None:
+    pytest.importorskip("accelerate")
+    folder = families.master(base, "qwen3_moe")
+    for device_map in ("cpu", "auto", {"": "cpu"}):
+        assert_same(load(folder, device_map=device_map).to("cpu"), load(folder))
+    with pytest.raises(SourceError, match="offloaded to disk"):
+        load(folder, device_map={"": "disk"}, offload_folder=str(base / "offload"))
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "qwen3_moe", "gpt_oss", "qwen3_5_moe"])
+def test_saved_again_it_is_an_ordinary_model(name: str, base: Path, tmp_path: Path) -> None:
+    loaded = load(families.master(base, name))
+    loaded.save_pretrained(tmp_path / "saved")
+    text = (tmp_path / "saved" / "config.json").read_text()
+    assert "quantization" not in text
+    assert GUARD_KEY not in text
+    assert_same(load(tmp_path / "saved"), loaded)
+    # In the layout of the master, and so of its source.
+    assert read_all(tmp_path / "saved").keys() <= read_all(families.exported(base, name, "bf16")).keys()
+
+
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+
+
+LOADS = "AutoModelForCausalLM.from_pretrained(sys.argv[1]).lm_head.weight.sum().item()"
+# pqweights before transformers is the order of this file.
+ORDERS = {
+    "after": f"import sys; from transformers import AutoModelForCausalLM; import pqweights; print({LOADS})",
+    "between": f"""
+import sys, transformers
+assert "transformers.quantizers.auto" not in sys.modules
+import importlib, importlib.util, pqweights
+spec = importlib.util.find_spec("transformers.quantizers.auto")
+assert spec.loader.get_source(spec.name) and spec.origin.endswith("auto.py")
+from transformers.quantizers import auto
+assert importlib.reload(auto) is auto
+from transformers import AutoModelForCausalLM
+print({LOADS})""",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_order_of_imports(order: str, base: Path) -> None:
+    folder = families.master(base, "llama")
+    done = run_python(ORDERS[order], str(folder))
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == load(folder).lm_head.weight.sum().item()
+
+
+def test_without_pqweights_nothing_loads(base: Path) -> None:
+    """Each way of loading ends in an error that says what to do; what loads no weights works."""
+    code = """
+import sys
+import transformers
+text, both = sys.argv[1:]
+assert transformers.AutoConfig.from_pretrained(text).hidden_size == 256
+assert len(transformers.AutoTokenizer.from_pretrained(text)) > 100
+ways = [
+    (transformers.AutoModelForCausalLM.from_pretrained, text), (transformers.AutoModel.from_pretrained, text),
+    (transformers.LlamaForCausalLM.from_pretrained, text), (transformers.AutoModelForCausalLM.from_pretrained, both),
+    (transformers.AutoModelForImageTextToText.from_pretrained, both),
+    (transformers.Qwen3_5TextModel.from_pretrained, both),
+    (lambda folder: transformers.pipeline("text-generation", model=folder), text),
+]
+for way, folder in ways:
+    try:
+        way(folder)
+    except ValueError as error:
+        assert "run `import pqweights`" in str(error), error
+    else:
+        raise SystemExit(f"loaded: {way} {folder}")
+assert "pqweights" not in sys.modules
+transformers.AutoModelForCausalLM.from_pretrained(text)
+"""
+    done = run_python(code, str(families.master(base, "llama")), str(families.master(base, "qwen3_5")))
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.strip().splitlines()[-1].endswith(GUARD)
+
+
+def test_the_guard_of_a_source_is_gone_from_every_output(tmp_path: Path) -> None:
+    """What a source says of its files is not true of ours."""
+    config = {"architectures": ["Some"], GUARD_KEY: "adapter.safetensors", "text_config": {GUARD_KEY: "x.safetensors"}}
+    source = write_checkpoint(
+        tmp_path / "model", {"model.layers.0.mlp.up_proj.weight": bf16(gaussian(64, 128))}, config=config
+    )
+    run_command({"quantize": str(source)}, tmp_path / "master")
+    written = json.loads((tmp_path / "master" / "config.json").read_bytes())
+    assert written[GUARD_KEY] == written["text_config"][GUARD_KEY] == GUARD
+    for target in ("bf16", "torchao-int4", "vllm-int4"):
+        run_command({"export": str(tmp_path / "master"), "target": target}, tmp_path / target)
+        assert GUARD_KEY not in (tmp_path / target / "config.json").read_text()
+
+
+def test_a_master_without_norms(copied: Path) -> None:
+    (file,) = copied.glob("*.safetensors")
+    tensors = read_all(copied)
+    name = "model.layers.0.mlp.up_proj.weight_norms"
+    file.write_bytes(safetensors_bytes({k: v for k, v in tensors.items() if k != name}, {"format": "pt"}))
+    with pytest.raises(MasterError, match=r"has no 'model\.layers\.0\.mlp\.up_proj\.weight_norms'"):
+        load(copied)
+
+
+def test_a_master_without_a_weight(copied: Path) -> None:
+    """Neither transformers' loader nor the index can know; the class can."""
+    (file,) = copied.glob("*.safetensors")
+    kept = {name: tensor for name, tensor in read_all(copied).items() if "layers.1.mlp.up_proj" not in name}
+    file.write_bytes(safetensors_bytes(kept, {"format": "pt"}))
+    for way in (load, pqweights.load_model, transformers.LlamaForCausalLM.from_pretrained):
+        with pytest.raises(MasterError, match=r"'model.layers.1.mlp.up_proj.weight'"):
+            way(copied)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q: q.update(format_version=2), "format_version"),
+        (lambda q: q.update(extra=1), "unknown key 'extra'"),
+        (lambda q: q.update(bits=5), "expected a last dimension that 80 divides|expected F16|expected U8"),
+        (lambda q: q["levels"]["hadamard-lloyd-max"]["6"].pop(), "64 ascending"),
+        (lambda q: q["overrides"].update({"model.nothing": {"bits": 4}}), "model.nothing"),
+        (lambda q: q["overrides"].update({"lm_head.weight": {"shape": [512, 128]}}), "expected U8"),
+        (lambda q: q["overrides"].update({"lm_head.weight": {"rotation": "x"}}), "rotation 'x'"),
+    ],
+)
+def test_a_damaged_configuration(change: Callable[[dict[str, Any]], None], message: str, copied: Path) -> None:
+    edit_config(copied, lambda config: change(config["quantization_config"]))
+    with pytest.raises(MasterError, match=message):
+        load(copied)
+
+
+def test_damaged_files(copied: Path) -> None:
+    (file,) = copied.glob("*.safetensors")
+    data = file.read_bytes()
+    file.write_bytes(data[:-100])
+    with pytest.raises(SourceError, match="truncated"):
+        load(copied)
+    file.unlink()
+    with pytest.raises(OSError, match=r"safetensors"):
+        load(copied)
+
+
+def test_a_configuration_of_another_shape(copied: Path) -> None:
+    """transformers' own error, not weights at random."""
+    edit_config(copied, lambda config: config.update(intermediate_size=384))
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        load(copied)
+
+
+def test_a_head_of_its_own_is_new(base: Path) -> None:
+    """As with any checkpoint: a model of another task than the master's begins with a new head."""
+    loaded = load(families.master(base, "llama"), "AutoModelForSequenceClassification", pad_token_id=0)
+    other = load(families.exported(base, "llama", "bf16"), "AutoModelForSequenceClassification", pad_token_id=0)
+    assert torch.equal(loaded.model.layers[0].mlp.up_proj.weight, other.model.layers[0].mlp.up_proj.weight)
+    assert loaded.score.weight.shape == (2, 256)
+
+
+def test_scales_of_input_channels(base: Path, tmp_path: Path) -> None:
+    """AWQ: what the reader of the checkpoint makes of them."""
+    folder = scaled_master(families.master(base, "llama"), tmp_path / "master")
+    loaded = load(folder, dtype=torch.float32).state_dict()
+    for tensor in open_local(folder).tensors:
+        raw = np.empty(int(np.prod(tensor.shape)) * 4, dtype=np.uint8)
+        tensor.read(0, len(raw) // 4, "F32", raw)
+        assert loaded[tensor.name].numpy().tobytes() == raw.tobytes(), tensor.name
+
+
+def scaled_master(master: Path, folder: Path) -> Path:
+    """A master whose MLP weights have scales of their input channels."""
+    shutil.copytree(master, folder)
+    (file,) = folder.glob("*.safetensors")
+    tensors = read_all(folder)
+    rng = np.random.default_rng(3)
+    for name in [n for n in tensors if n.endswith("_proj.weight_norms")]:
+        channels = tensors[name][1].shape[-1] * 128
+        scales = (2.0 ** rng.integers(-2, 3, channels) * rng.uniform(1, 2, channels)).astype(np.float16)
+        tensors[name.replace("_norms", "_awq_scale")] = ("F16", scales)
+    file.write_bytes(safetensors_bytes(tensors, {"format": "pt"}))
+    (folder / "model.safetensors.index.json").unlink()
+    file.rename(folder / "model.safetensors")
+    return folder
+
+
+def test_load_model(base: Path, tmp_path: Path) -> None:
+    for name in ("llama", "qwen3_5", "gpt2"):
+        loaded = pqweights.load_model(families.master(base, name))
+        assert type(loaded).__name__ == FAMILIES[name].model
+        assert_same(loaded, pqweights.load_model(str(families.exported(base, name, "bf16"))))
+    with pytest.raises(SourceError, match="no such folder"):
+        pqweights.load_model(tmp_path / "nothing")
+    with pytest.raises(SourceError, match=r"config\.json"):
+        pqweights.load_model(tmp_path)
+    with pytest.raises(SourceError, match="expected a pqweights master"):
+        pqweights.load_model(families.model(base, "llama"), packed=True)
+
+
+def test_load_model_counts_the_weights(base: Path, tmp_path: Path) -> None:
+    """Where transformers only warns."""
+    folder = Path(shutil.copytree(families.model(base, "llama"), tmp_path / "model"))
+    (file,) = folder.glob("*.safetensors")
+    tensors = read_all(folder)
+    file.write_bytes(safetensors_bytes({**tensors, "model.more": f32(gaussian(4))}, {"format": "pt"}))
+    with pytest.raises(SourceError, match=r"left over, 'model\.more'"):
+        pqweights.load_model(folder)
+    del tensors["lm_head.weight"]
+    file.write_bytes(safetensors_bytes(tensors, {"format": "pt"}))
+    with pytest.raises(SourceError, match=r"missing, 'lm_head\.weight'"):
+        pqweights.load_model(folder)
+
+
+def test_load_model_without_transformers(base: Path) -> None:
+    code = """
+import sys
+sys.modules["transformers"] = None
+import pqweights
+pqweights.load_model(sys.argv[1])
+"""
+    done = run_python(code, str(families.master(base, "llama")))
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "MissingDependencyError" in last
+    assert last.endswith("pip install 'pqweights[transformers]'")
+
+
+def test_an_error_of_ours_is_one_line(copied: Path) -> None:
+    edit_config(copied, lambda config: config["quantization_config"].update(bits=9))
+    with pytest.raises(PqweightsError) as caught:
+        pqweights.load_model(copied)
+    assert "\n" not in str(caught.value)
