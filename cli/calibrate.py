@@ -51,7 +51,7 @@ def command(
     """Search activation-aware scales (AWQ) for quantize --awq: run the checkpoint over a text, keep what helps.
 
     For each matrix, scales of its input channels are searched against the codec that the recipe gives it, by the error of
-    the layer's output. A quarter of the text is held back; what does not help there keeps scale 1.
+    the layer's output. Every fourth window of the text is held back; what does not clearly help there keeps scale 1.
     """
     with output.errors():
         from pqweights.calibrate import calibrate

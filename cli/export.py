@@ -115,7 +115,7 @@ def command(
     vllm-int4: compressed-tensors W4A16. vllm serve OUT, or with pip install compressed-tensors:
     AutoModelForCausalLM.from_pretrained(OUT). With --basis rotated for vLLM alone, on a single GPU
     """
-    with output.errors():
+    with output.errors(continues=True):
         from pqweights.exports import export
         from pqweights.exports.options import ExportOptions
 

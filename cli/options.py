@@ -43,6 +43,12 @@ def thread_count(asked: int | None) -> int:
     return asked or usable or 1
 
 
+def check_awq(awq: Path | None, any_codec: bool) -> None:
+    """Refuse an option that would mean nothing."""
+    if any_codec and awq is None:
+        raise typer.BadParameter("--awq-any-codec: expected --awq FILE beside it")
+
+
 SourceArgument = Annotated[
     Path,
     typer.Argument(metavar="SRC", help="Checkpoint folder (sharded or single safetensors), or one safetensors file."),

@@ -30,8 +30,11 @@ def note(text: str) -> None:
 
 
 @contextlib.contextmanager
-def errors() -> Iterator[None]:
-    """Turn expected errors into one line on stderr and exit code 1; a bug keeps its traceback."""
+def errors(continues: bool = False) -> Iterator[None]:
+    """Turn expected errors into one line on stderr and exit code 1; a bug keeps its traceback.
+
+    continues: whether a command that was interrupted goes on where it stopped when it is given again.
+    """
     from pqweights.errors import PqweightsError
 
     try:
@@ -39,7 +42,7 @@ def errors() -> Iterator[None]:
     except PqweightsError as error:
         fail(str(error))
     except KeyboardInterrupt:
-        fail("interrupted; run the same command again: it continues where it stopped")
+        fail("interrupted" + ("; run the same command again: it continues where it stopped" if continues else ""))
     except BrokenPipeError:
         raise
     except OSError as error:

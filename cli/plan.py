@@ -24,6 +24,7 @@ def command(
     json: options.JsonOption = False,
 ) -> None:
     """Show what quantize would do, from the headers alone: per tensor action, codec, bits, bytes and reason."""
+    options.check_awq(awq, awq_any_codec)
     run(source, recipe, bits, max_shard_bytes, threads, awq, awq_any_codec, allow_pickle, json)
 
 

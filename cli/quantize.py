@@ -33,10 +33,11 @@ def command(
 
     Killed at any moment, the same command continues. Memory does not grow with the model.
     """
+    options.check_awq(awq, awq_any_codec)
     if dry_run:
         run_plan(source, recipe, bits, max_shard_bytes, threads, awq, awq_any_codec, allow_pickle, json)
         return
-    with output.errors():
+    with output.errors(continues=True):
         from pqweights.quantize import quantize
         from pqweights.recipe import load_recipe
 

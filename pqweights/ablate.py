@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pqweights.calibrate import WINDOW, calibrate
+from pqweights.calibrate import WINDOW, calibrate, fewest_tokens
 from pqweights.errors import EvaluationError, MissingDependencyError, RecipeError
 from pqweights.evaluate import (
     Estimate,
@@ -144,19 +144,21 @@ def ablate(
         recipe.with_bits(bits)
     if not widths:
         raise RecipeError("--bits: expected at least one width, found none")
-    ids = tokenize(tokenizer or source, text)[:max_tokens]
     windows = choose_windows([read_folder(source)], window, stride, score_first)
+    ids = tokenize(tokenizer or source, text, max_tokens)
     calibrated = 0
     if awq:
         if calibration is None:
             kept = len(ids) - len(ids) // CALIBRATION_SHARE
             rest, ids = ids[kept:], ids[:kept]
             calibration = str(load_tokenizer(tokenizer or source).decode(rest.tolist()))
-        calibrated = min(len(tokenize(tokenizer or source, calibration)), MOST_CALIBRATION_TOKENS)
-        size = min(WINDOW, windows.size)
-        if calibrated < 2 * size:
+        calibrated = min(
+            len(tokenize(tokenizer or source, calibration, MOST_CALIBRATION_TOKENS)), MOST_CALIBRATION_TOKENS
+        )
+        needed = fewest_tokens(min(WINDOW, windows.size))
+        if calibrated < needed:
             raise EvaluationError(
-                f"calibration for AWQ: expected at least {2 * size} tokens, found {calibrated}; give a longer text, one of its "
+                f"calibration for AWQ: expected at least {needed} tokens, found {calibrated}; give a longer text, one of its "
                 "own (--calibration FILE), or --no-awq"
             )
     starts = windows.starts(len(ids))
@@ -254,4 +256,4 @@ def _with_shares(rows: Sequence[Row]) -> list[Row]:
 
 def is_clear(change: Estimate) -> bool:
     """Whether a change is above twice its standard error, and a gain."""
-    return change.value > 2 * (change.standard_error or 0.0)
+    return change.standard_error is not None and change.value > 2 * change.standard_error

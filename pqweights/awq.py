@@ -7,7 +7,7 @@ docs/awq.md has the format and the method.
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import itertools
 import json
 import math
@@ -19,19 +19,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.header import TensorSpec, encode_header, parse_header
+from pqweights.checkpoint.header import StoredTensor, TensorSpec, encode_header, parse_header
 from pqweights.checkpoint.names import AWQ_SUFFIX, awq_name
 from pqweights.checkpoint.scales import scale_shape
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.storage import read_bytes
-from pqweights.checkpoint.writer import write_whole
+from pqweights.checkpoint.writer import sha256_of_file, write_whole
 from pqweights.dtypes import to_float32
 from pqweights.errors import OutputError, SourceError
 from pqweights.plan import QUANTIZE, TensorPlan
+from pqweights.scale_search import SMALLEST_SCALE
 
 METADATA_KEY = "pqweights_awq"
 AWQ_VERSION = 1
-SMALLEST_SCALE = 2.0**-14  # float16's smallest normal number
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +48,10 @@ class AwqScales:
     checkpoint: str
     searched: dict[str, tuple[str, int]] = field(repr=False)
 
+    @functools.cached_property
+    def _stored(self) -> dict[str, StoredTensor]:
+        return {part.name: part for part in self.file.stored}
+
     def describe(self) -> dict[str, Any]:
         """The manifest's account of it."""
         return {"sha256": self.sha256, "weights": len(self.searched), "any_codec": self.any_codec}
@@ -57,7 +61,7 @@ class AwqScales:
 
         Raises SourceError for one that is no positive normal number.
         """
-        stored = next(part for part in self.file.stored if part.name == awq_name(name))
+        stored = self._stored[awq_name(name)]
         raw = np.empty(stored.byte_count, dtype=np.uint8)
         self.file.storage.read_into(stored.file, stored.offset, raw)
         values = to_float32(raw, "F16")
@@ -74,11 +78,10 @@ class AwqScales:
                 f"({self.checkpoint[:12]}); run pqweights calibrate on this one"
             )
         planned = {tensor.name: tensor for tensor in tensors}
-        stored = {part.name: part for part in self.file.stored}
         for name, (codec, bits) in self.searched.items():
             tensor = planned.get(name)
             shape = () if tensor is None else tensor.shape
-            if len(shape) < 2 or not math.prod(shape) or stored[awq_name(name)].shape != scale_shape(shape):
+            if len(shape) < 2 or not math.prod(shape) or self._stored[awq_name(name)].shape != scale_shape(shape):
                 raise _damaged(self.path, f"{name!r}: expected scales for a weight of the checkpoint")
             assert tensor is not None
             if (tensor.codec, tensor.bits) != (codec, bits) and not self.any_codec:
@@ -104,20 +107,20 @@ def open_awq(path: Path, any_codec: bool = False) -> AwqScales:
         about = json.loads(metadata[METADATA_KEY])
         version, checkpoint, weights = about["version"], about["checkpoint"], about["weights"]
         searched = {
-            weight: (str(entry["codec"]), int(entry["bits"])) for weight, entry in weights.items() if entry["scaled"]
+            weight: (entry["codec"], entry["bits"]) for weight, entry in weights.items() if entry["scaled"] is True
         }
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
         raise SourceError(f"{path}: expected scales that pqweights calibrate wrote, found another file") from None
-    if version != AWQ_VERSION:
+    if type(version) is not int or version != AWQ_VERSION:
         raise SourceError(f"{path}: version: expected {AWQ_VERSION}, found {version!r}; a newer pqweights may read it")
     there = {part.name.removesuffix(AWQ_SUFFIX): part for part in file.stored}
     whole = there.keys() == searched.keys() or (not searched and there.keys() == {NO_SCALES})
-    if not whole or not isinstance(checkpoint, str):
-        raise _damaged(path, "its metadata and its tensors name different weights")
+    typed = all(type(codec) is str and type(bits) is int for codec, bits in searched.values())
+    if not whole or not typed or not isinstance(checkpoint, str):
+        raise _damaged(path, "its metadata does not fit its tensors")
     if any(part.dtype != "F16" for part in there.values()):
         raise _damaged(path, "expected float16 scales")
-    digest = hashlib.sha256(read_bytes(file.storage, name, 0, size)).hexdigest()
-    return AwqScales(path, file, digest, any_codec, checkpoint, searched)
+    return AwqScales(path, file, sha256_of_file(path), any_codec, checkpoint, searched)
 
 
 def check_free(path: Path, overwrite: bool) -> None:
@@ -131,8 +134,10 @@ def check_free(path: Path, overwrite: bool) -> None:
             raise OutputError(f"{path}: there already; choose another name, or pass --overwrite")
         try:
             open_awq(path)
-        except SourceError:
-            raise OutputError(f"{path}: there already, and not ours; move it away, or choose another name") from None
+        except SourceError as error:
+            raise OutputError(
+                f"{error}: --overwrite replaces only a file of scales; move it away, or choose another name"
+            ) from None
 
 
 def write_awq(

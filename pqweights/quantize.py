@@ -57,14 +57,14 @@ class Quantize:
         result = []
         for tensor, decision in zip(checkpoint.tensors, decide(self.recipe, checkpoint.tensors), strict=True):
             name, shape, codec, bits = tensor.name, tensor.shape, decision.codec, decision.bits
+            reason = decision.reason
             if codec is not None and bits is not None:
                 stored: tuple[TensorSpec, ...] = encoded_specs(name, shape, codec, bits, name in scaled)
+                reason += ", input channels scaled" if name in scaled else ""
             else:
                 stored = (TensorSpec(name, tensor.plain_dtype, shape),)
             action = KEEP if codec is None else QUANTIZE
-            result.append(
-                TensorPlan(name, shape, tensor.dtype, decision.role, action, codec, bits, decision.reason, stored)
-            )
+            result.append(TensorPlan(name, shape, tensor.dtype, decision.role, action, codec, bits, reason, stored))
         if self.awq is not None:
             self.awq.check(checkpoint, result)
         return result
@@ -80,9 +80,9 @@ class Quantize:
         return {}
 
     @property
-    def also_reads(self) -> tuple[Checkpoint, ...]:
+    def also_reads(self) -> dict[str, Checkpoint]:
         """See Transform: the file of the scales."""
-        return () if self.awq is None else (self.awq.file,)
+        return {} if self.awq is None else {"--awq": self.awq.file}
 
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
         """See Transform."""
@@ -163,7 +163,8 @@ class EncodeJob:
         values = scratch("weights", block_count(count) * BLOCK_SIZE * size)
         self._tensor.read(start, count, self._dtype, values)
         if self._awq is not None and self._factors is not None:
-            scales.multiply(values.view(np.float32)[:count], start, self._planned.shape, self._factors)
+            with np.errstate(over="ignore"):  # found by the encoder
+                scales.multiply(values.view(np.float32)[:count], start, self._planned.shape, self._factors)
             if chunk == 0:
                 sink.write(awq_name(self._planned.name), 0, self._awq)
         buffer = OUTPUTS.take()
@@ -180,6 +181,11 @@ class EncodeJob:
 
     def _refuse_non_finite(self, start: int, count: int) -> None:
         at = find_non_finite(self._tensor, start, count)
+        if at < 0:
+            raise SourceError(
+                f"tensor {self._tensor.name!r}: times the scales of its input channels it leaves the range of float32; quantize it "
+                "without them, or keep it with a rule"
+            )
         place = [int(i) for i in np.unravel_index(at, self._tensor.shape)]
         raise SourceError(
             f"{self._tensor.parts[0].file}: tensor {self._tensor.name!r}: expected finite weights, found a NaN or an infinity "

@@ -12,7 +12,7 @@ from pathlib import Path
 from pqweights import __version__
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, WORK_FOLDER
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.storage import read_bytes
+from pqweights.checkpoint.storage import Storage, read_bytes
 from pqweights.checkpoint.writer import COPY_BYTES, partial_path, sync_folder, write_whole
 from pqweights.errors import OutputError, SourceError
 from pqweights.kernels.devices import resolve_device
@@ -105,7 +105,8 @@ def rewrite(
     _check_space(plan, out)
     outputs = [*(shard.file for shard in plan.shards), *plan.companions, INDEX_FILE, CONFIG_FILE, MANIFEST_FILE]
     read = [*checkpoint.weight_files, *plan.companions, *([CONFIG_FILE] if checkpoint.config is not None else [])]
-    inputs = [(checkpoint.storage, read), *((other.storage, other.weight_files) for other in transform.also_reads)]
+    inputs: dict[str, tuple[Storage, Sequence[str]]] = {"": (checkpoint.storage, read)}
+    inputs |= {option: (other.storage, other.weight_files) for option, other in transform.also_reads.items()}
     # What the bytes depend on, and strictness, which decides whether they may stand.
     described = {
         "plan": [t.to_json() for t in plan.tensors],
@@ -143,7 +144,7 @@ def rewrite(
 
 
 def _bytes_read(checkpoint: Checkpoint, transform: Transform) -> int:
-    return sum(read.storage.bytes_read for read in (checkpoint, *transform.also_reads))
+    return sum(read.storage.bytes_read for read in (checkpoint, *transform.also_reads.values()))
 
 
 def _finished(out: Path, checkpoint: Checkpoint, transform: Transform, plan: Plan, fingerprint: str) -> Manifest | None:
@@ -151,7 +152,9 @@ def _finished(out: Path, checkpoint: Checkpoint, transform: Transform, plan: Pla
     manifest = out / MANIFEST_FILE
     if not manifest.is_file() or is_under_way(out):
         return None
-    stamps = [c.storage.files()[name].stamp for c in (checkpoint, *transform.also_reads) for name in c.weight_files]
+    stamps = [
+        c.storage.files()[name].stamp for c in (checkpoint, *transform.also_reads.values()) for name in c.weight_files
+    ]
     if max(stamps) > manifest.stat().st_mtime_ns:
         return None  # the source may have changed since where its fingerprint does not look
     found = read_manifest(out)

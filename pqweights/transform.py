@@ -39,8 +39,8 @@ class Transform(Protocol):
         ...
 
     @property
-    def also_reads(self) -> tuple[Checkpoint, ...]:
-        """Checkpoints that it reads besides the one that is rewritten."""
+    def also_reads(self) -> dict[str, Checkpoint]:
+        """What it reads besides the checkpoint that is rewritten, by the option that names it."""
         ...
 
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:

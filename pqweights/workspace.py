@@ -12,7 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from pqweights.plan import plan_shards
 
 JOURNAL_FILE = "journal.jsonl"
 LOCK_FILE = "lock"
-SECOND_SOURCE = "beside it: "  # before the names of files of --source and --awq
 
 
 @dataclass(frozen=True)
@@ -42,14 +41,14 @@ class RunIdentity:
     outputs: list[str]
 
     @staticmethod
-    def of(plan_json: Any, inputs: Sequence[tuple[Storage, Sequence[str]]], outputs: list[str]) -> RunIdentity:
-        """From the plan (with recipe or target), the files it reads (those of --source after the first) and writes."""
+    def of(plan_json: Any, inputs: Mapping[str, tuple[Storage, Sequence[str]]], outputs: list[str]) -> RunIdentity:
+        """From the plan (with recipe or target), the files it reads and writes. inputs: by option, "" for the source."""
         digest = hashlib.sha256(json.dumps(plan_json, sort_keys=True).encode()).hexdigest()
         source = {}
-        for number, (storage, files) in enumerate(inputs):
+        for option, (storage, files) in inputs.items():
             states = storage.files()
             for name in files:
-                source[SECOND_SOURCE + name if number else name] = (states[name].byte_count, states[name].stamp)
+                source[f"{option} {name}".lstrip()] = (states[name].byte_count, states[name].stamp)
         return RunIdentity(digest, source, outputs)
 
     def to_json(self) -> dict[str, Any]:
@@ -239,7 +238,7 @@ def _read_journal(path: Path, identity: RunIdentity, out: Path, overwrite: bool)
             return None
         found = first["source"]
         for name, state in identity.source.items():
-            if found.get(name) != list(state) and (name in found or not name.startswith(SECOND_SOURCE)):
+            if found.get(name) != list(state) and (name in found or not name.startswith("--")):
                 raise SourceChangedError(
                     f"{name}: the source changed since the interrupted run in {out} (size and time were {found.get(name)}, "
                     f"are {list(state)}); pass --overwrite to start again"

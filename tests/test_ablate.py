@@ -27,13 +27,13 @@ from pqweights.quantize import quantize
 from pqweights.recipe import load_recipe
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
-WINDOWS = ("--window", "128", "--stride", "64")
+WINDOWS = ("--window", "48", "--stride", "24")
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = families.build(families.FAMILIES["llama"], tmp_path_factory.mktemp("ablated") / "model", with_outliers)
-    (folder / "text").write_text(text(1500))
+    (folder / "text").write_text(text(3000))
     return folder
 
 
@@ -56,15 +56,15 @@ def test_there_is_a_row_for_each_configuration(report: dict[str, Any]) -> None:
     assert len(names) == len(set(names)) == (19 if HAS_TORCHAO else 13)
     assert report["absent"] == []
     # the last third calibrates
-    assert report["settings"]["tokens"] == 1000
-    assert report["settings"]["calibration_tokens"] == 500
-    assert report["settings"]["scored_tokens"] == 14 * 64
+    assert report["settings"]["tokens"] == 2000
+    assert report["settings"]["calibration_tokens"] == 1000
+    assert report["settings"]["scored_tokens"] == 82 * 24
 
 
 def test_a_row_is_what_the_commands_give(source: Path, report: dict[str, Any], tmp_path: Path) -> None:
     quantize(source, tmp_path / "m", replace(load_recipe("q5"), codec="lloyd-max").with_bits(3), threads=2)
-    ids = tokenize(source, (source / "text").read_text())[:1000]
-    scores = compare(open_model(tmp_path / "m"), open_model(source), ids, Windows(128, 64))
+    ids = tokenize(source, (source / "text").read_text())[:2000]
+    scores = compare(open_model(tmp_path / "m"), open_model(source), ids, Windows(48, 24))
     (row,) = [r for r in report["rows"] if (r["bits"], r["name"]) == (3, "+ Lloyd-Max only")]
     assert scores.divergence is not None
     assert row["perplexity"]["value"] == pytest.approx(scores.perplexity.value, rel=1e-6)
@@ -127,7 +127,7 @@ def test_parts_can_be_left_out(source: Path, tmp_path: Path) -> None:
         (["--bits", "3,x"], 2, "expected widths such as 3,4,5"),
         (["--bits", "3,3"], 2, "different widths"),
         (["--bits", "9"], 2, "from 2 to 8"),
-        (["--max-tokens", "600"], 1, "calibration for AWQ: expected at least 1024 tokens, found 200"),
+        (["--max-tokens", "600"], 1, "calibration for AWQ: expected at least 8192 tokens, found 200"),
         (["--no-awq", "--window", "4096"], 1, "takes at most 512 tokens"),
         (["--no-awq", "--window", "512", "--max-tokens", "300"], 1, "found 300"),
     ],
@@ -141,4 +141,4 @@ def test_bad_input(arguments: list[str], code: int, expected: str, source: Path)
 
 
 def test_tokens_of_both_kinds_do_not_overlap(source: Path) -> None:
-    assert np.array_equal(tokenize(source, (source / "text").read_text()), TOKENS[:1500])
+    assert np.array_equal(tokenize(source, (source / "text").read_text()), TOKENS[:3000])

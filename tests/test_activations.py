@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from pqweights.checkpoint.source import open_local
-from pqweights.integrations.activations import Found, Inputs, places, watch
+from pqweights.integrations.activations import Found, places, watch
 from pqweights.plan import QUANTIZE
 from pqweights.quantize import Quantize
 from pqweights.recipe import load_recipe
+from pqweights.scale_search import Inputs
 
 Seen = dict[tuple[str, int | None], Inputs]
 IDS = np.random.default_rng(3).integers(0, 490, (3, 24))
@@ -40,8 +42,10 @@ def run(
     weights = {t.name: as_float32(stored[t.name]) for t in planned if t.action == QUANTIZE}
     where = places(model, list(weights))
     wanted = {(found.place[0], number) for found in where.values() for number in (None, *range(4))}
-    with watch(model, list(IDS), HELD_BACK, ALL, tmp_path, lambda done, total: None) as activations:
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        activations = watch(model, list(IDS), HELD_BACK, ALL, wanted, file.fileno(), lambda done, total: None)
         seen = {place: found for place in wanted if (found := activations.inputs(place)) is not None}
+        assert activations._records.keys() <= wanted
     return model, weights, where, seen
 
 
@@ -61,6 +65,7 @@ def test_every_weight_that_is_multiplied_with_is_seen(
             along_rows = found.along_rows != transposed
             assert along_rows == (not weight.endswith(TRANSPOSED.get(name, ("-",)))), weight
             assert found.rms.shape == (values.shape[-1 if along_rows else -2],)
+            assert set(found.windows.tolist()) <= {1}
             assert found.rows.shape == (found.tokens, len(found.rms))
             assert np.allclose(np.sqrt((found.rows.astype(np.float64) ** 2).mean(axis=0)), found.rms, rtol=1e-5)
             if "expert" not in weight:
@@ -127,8 +132,6 @@ def test_experts_of_their_own_are_the_right_ones(
 
 def test_samples_are_fair(tmp_path: Path) -> None:
     """Every row that was seen is kept with the same chance, and those that are kept are rows that were seen."""
-    import tempfile
-
     from pqweights.integrations.activations import _Sample
 
     kept = np.zeros(1000)
@@ -137,11 +140,57 @@ def test_samples_are_fair(tmp_path: Path) -> None:
             sample = _Sample(file.fileno(), 40, 50, 3, seed)
             rows = np.repeat(np.arange(1000, dtype=np.float32)[:, None], 3, axis=1)
             for at in range(0, 1000, 170):
-                sample.add(rows[at : at + 170])
+                sample.add(rows[at : at + 170], at)
             found = sample.read()
             assert found.shape == (50, 3)
             assert (found == found[:, :1]).all()
             kept[found[:, 0].astype(int)] += 1
+            assert np.array_equal(sample.windows, found[:, 0].astype(int) // 170 * 170)
     assert kept.sum() == 200 * 50
     for part in np.split(kept, 10):
         assert 0.85 < part.mean() / 10 < 1.15
+
+
+def test_products_of_every_kind_are_seen(tmp_path: Path) -> None:
+    """With arguments by place or by name, of matrices and of stacks, the right way round or transposed."""
+    import torch
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(500, 8)
+            for name in "abcde":
+                setattr(self, name, torch.nn.Parameter(torch.randn(8, 8)))
+            self.stack = torch.nn.Parameter(torch.randn(3, 8, 4))
+            self.single = torch.nn.Parameter(torch.randn(3, 4, 8))
+            self.config: dict[str, object] = {}
+
+        def get_input_embeddings(self) -> torch.nn.Embedding:
+            return self.embed
+
+        def can_generate(self) -> bool:
+            return False
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(ids)[0]
+            torch.nn.functional.linear(input=x, weight=self.a)
+            x @ self.b
+            torch.matmul(x, other=self.c.T)
+            torch.addmm(torch.zeros(8), x, self.d)
+            torch.addmm(input=torch.zeros(8), mat1=x, mat2=self.e)
+            torch.bmm(x.expand(3, *x.shape), self.stack)
+            return torch.nn.functional.linear(x, self.single[torch.tensor(2)])
+
+    model = Layer()
+    wanted = {(name, None) for name in "abcde"} | {(name, n) for name in ("stack", "single") for n in range(3)}
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        seen = watch(model, list(IDS), HELD_BACK, ALL, wanted, file.fileno(), lambda done, total: None)
+        found = {place: seen.inputs(place) for place in wanted}
+    entered = model.embed(torch.from_numpy(IDS[[0, 2]].reshape(-1))).detach().numpy()
+    for place, inputs in found.items():
+        if place in (("single", 0), ("single", 1)):
+            assert inputs is None
+            continue
+        assert inputs is not None, place
+        assert np.array_equal(inputs.rows, entered), place
+        assert inputs.along_rows == (place[0] in ("a", "c", "single")), place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from independent_reader import read_master
 from pqweights_cli.main import app
 from typer.testing import CliRunner
 
-from pqweights import calibrate as search
+from pqweights import calibrate, scale_search
 from pqweights.awq import METADATA_KEY, NO_SCALES, open_awq, write_awq
 from pqweights.checkpoint import scales
 from pqweights.checkpoint.source import open_local
@@ -38,8 +39,10 @@ from pqweights.codecs import get_codec
 from pqweights.errors import MasterError, OutputError, PqweightsError, SourceError
 from pqweights.evaluate.decoders import export_weight, master_weight
 from pqweights.inspect import inspect
-from pqweights.integrations.activations import Inputs
+from pqweights.integrations.activations import Found as Where
 from pqweights.manifest import read_manifest
+from pqweights.plan import QUANTIZE, TensorPlan
+from pqweights.scale_search import Inputs, Matrix, output_errors, search
 from pqweights.verify import verify
 from pqweights.weight import encode_weight
 
@@ -221,6 +224,16 @@ def test_what_leaves_a_dtype_is_clamped(tmp_path: Path) -> None:
     assert np.array_equal(half, np.clip(wide, -65504, 65504).astype(np.float16))
 
 
+def test_a_product_that_leaves_float32_is_refused(tmp_path: Path) -> None:
+    name = "a.q_proj.weight"
+    source = write_checkpoint(tmp_path / "src", {name: f32(gaussian(8, 128, seed=1, scale=1e35))}, config={})
+    path = tmp_path / "s.safetensors"
+    wide = np.full(128, 2.0**15, dtype=np.float32)
+    write_awq(path, open_local(source).fingerprint(), {}, searched(names=[name]), {name: wide})
+    with pytest.raises(SourceError, match="leaves the range of float32"):
+        run_command({"quantize": str(source), "awq": str(path)}, tmp_path / "out")
+
+
 # --- the file ---
 
 
@@ -255,6 +268,8 @@ def wrong_files(source: Path, awq: Path) -> dict[str, Callable[[Path], None]]:
         "infinite": other(entry, with_scale(np.inf)),
         "NaN": other(entry, with_scale(np.nan)),
         "negative": other(entry, with_scale(-1)),
+        "codes that are no numbers": other(entry | {"weights": searched(bits=5.0)}, good),  # type: ignore[arg-type]
+        "too large a number": other(json.dumps(entry | {"weights": searched(bits=4)}).replace(": 4", ": 1e999"), good),
         "truncated": lambda path: path.write_bytes(awq.read_bytes()[:-2]) and None,
     }
 
@@ -277,6 +292,8 @@ def test_another_width_or_codec_when_told(source: Path, awq: Path, tmp_path: Pat
     assert "--awq-any-codec" in line.stderr
     told = ["--awq", str(path), "--awq-any-codec"]
     assert CliRunner().invoke(app, ["plan", str(source), *told]).exit_code == 0
+    for command in (["plan", str(source)], ["quantize", str(source), str(tmp_path / "x")]):
+        assert CliRunner().invoke(app, [*command, "--awq-any-codec"]).exit_code == 2
     done = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "out"), *told])
     assert done.exit_code == 0, done.stderr
     assert MATRIX + "_awq_scale" in read_all(tmp_path / "out")
@@ -349,16 +366,19 @@ def a_layer(tmp_path: Path, weight: Floats) -> Any:
     folder = write_checkpoint(tmp_path / "layer", {"w": f32(weight)}, config={"model_type": "llama"})
     (tensor,) = open_local(folder).tensors
     shape = weight.shape
-    return search._Matrix(tensor, 0, shape[0], shape[1])
+    return Matrix(tensor, 0, shape[0], shape[1])
 
 
-def inputs(rows: Floats, held_back: Floats) -> Inputs:
-    return Inputs(
-        True, len(rows), np.sqrt((rows.astype(np.float64) ** 2).mean(axis=0)).astype(np.float32), rows, held_back
-    )
+def inputs(rows: Floats, held_back: Floats, windows: int = 8) -> Inputs:
+    rms = np.sqrt((rows.astype(np.float64) ** 2).mean(axis=0)).astype(np.float32)
+    return Inputs(True, len(rows), rms, rows, held_back, np.arange(len(held_back)) % windows)
 
 
 CODEC = get_codec("hadamard-lloyd-max")
+
+
+def output_error(*arguments: Any) -> float:
+    return float(output_errors(*arguments).sum())
 
 
 def test_the_output_error_is_what_it_says() -> None:
@@ -366,7 +386,7 @@ def test_the_output_error_is_what_it_says() -> None:
     encoded, _ = encode_weight((weight * factors).view(np.uint8).reshape(-1), "F32", weight.shape, CODEC, 4)
     decoded = encoded.decode().view(np.float32).reshape(weight.shape).astype(np.float64) / factors
     expected = ((rows.astype(np.float64) @ (decoded - weight).T) ** 2).sum() / 16
-    assert search.output_error(CODEC, 4, weight, factors, rows) == pytest.approx(expected, rel=1e-4)
+    assert output_errors(CODEC, 4, weight, factors, rows).sum() / 16 == pytest.approx(expected, rel=1e-4)
 
 
 def test_outlier_channels_gain_what_theory_says(tmp_path: Path) -> None:
@@ -375,7 +395,7 @@ def test_outlier_channels_gain_what_theory_says(tmp_path: Path) -> None:
     sizes = np.exp(1.2 * random.standard_normal(512)).astype(np.float32)
     weight = gaussian(256, 512, seed=6) / sizes
     rows, held_back = (gaussian(400, 512, seed=seed, scale=1) * sizes for seed in (7, 8))
-    found, best = search._search(CODEC, 5, a_layer(tmp_path, weight), inputs(rows, held_back))
+    found, best = search(CODEC, 5, a_layer(tmp_path, weight), inputs(rows, held_back))
     assert found.scaled
     assert best is not None
     # the sizes of inputs and weights are one another's inverse: only the sum tells
@@ -386,13 +406,13 @@ def test_outlier_channels_gain_what_theory_says(tmp_path: Path) -> None:
     assert found.held_back_gain == pytest.approx(theory, abs=0.02)
     # and the whole matrix errs by that much less, on inputs that nobody has seen
     fresh = gaussian(300, 512, seed=9, scale=1) * sizes
-    plain = search.output_error(CODEC, 5, weight, np.ones(512, dtype=np.float32), fresh)
-    assert search.output_error(CODEC, 5, weight, best, fresh) / plain == pytest.approx(1 - theory, rel=0.15)
+    plain = output_error(CODEC, 5, weight, np.ones(512, dtype=np.float32), fresh)
+    assert output_error(CODEC, 5, weight, best, fresh) / plain == pytest.approx(1 - theory, rel=0.15)
 
 
 def test_where_channels_are_alike_the_scale_stays_1(tmp_path: Path) -> None:
     rows, held_back = gaussian(400, 256, seed=1, scale=1), gaussian(200, 256, seed=2, scale=1)
-    found, best = search._search(CODEC, 5, a_layer(tmp_path, gaussian(200, 256, seed=3)), inputs(rows, held_back))
+    found, best = search(CODEC, 5, a_layer(tmp_path, gaussian(200, 256, seed=3)), inputs(rows, held_back))
     assert (found.scaled, best) == (False, None)
     assert "1%" in found.reason
 
@@ -401,7 +421,7 @@ def test_what_does_not_help_on_the_text_held_back_is_dropped(tmp_path: Path) -> 
     sizes = np.exp(1.2 * np.random.default_rng(5).standard_normal(256)).astype(np.float32)
     weight = gaussian(128, 256, seed=6)
     rows, held_back = gaussian(400, 256, seed=1, scale=1) * sizes, gaussian(200, 256, seed=2, scale=1) / sizes
-    found, best = search._search(CODEC, 5, a_layer(tmp_path, weight), inputs(rows, held_back))
+    found, best = search(CODEC, 5, a_layer(tmp_path, weight), inputs(rows, held_back))
     assert best is None
     assert found.gain is not None
     assert found.gain > 0.05
@@ -410,16 +430,58 @@ def test_what_does_not_help_on_the_text_held_back_is_dropped(tmp_path: Path) -> 
     assert "held back" in found.reason
 
 
-@pytest.mark.parametrize(("rows", "held_back"), [(63, 100), (100, 31), (0, 0)])
-def test_too_few_tokens_fall_back(rows: int, held_back: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rows", "held_back", "windows"), [(255, 200, 8), (300, 127, 8), (300, 200, 3), (300, 0, 8), (0, 0, 8)]
+)
+def test_too_few_tokens_fall_back(rows: int, held_back: int, windows: int, tmp_path: Path) -> None:
     sizes = np.exp(1.2 * np.random.default_rng(5).standard_normal(128)).astype(np.float32)
-    seen = inputs(gaussian(max(rows, 1), 128, seed=1) * sizes, gaussian(held_back, 128, seed=2) * sizes)
+    seen = inputs(gaussian(max(rows, 1), 128, seed=1) * sizes, gaussian(held_back, 128, seed=2) * sizes, windows)
     if not rows:
-        seen = Inputs(True, 0, np.zeros(128, dtype=np.float32), seen.rows[:0], seen.held_back)
-    found, best = search._search(CODEC, 5, a_layer(tmp_path, gaussian(64, 128, seed=3)), seen)
+        seen = replace(seen, tokens=0, rows=seen.rows[:0])
+    found, best = search(CODEC, 5, a_layer(tmp_path, gaussian(64, 128, seed=3)), seen)
     assert best is None
-    assert "64 and 32" in found.reason
-    assert str(rows) in found.reason
+    assert "256 tokens, and 128 held back from 4 windows" in found.reason
+    assert f"; {rows} entered it, and {held_back} from {min(windows, held_back)}" in found.reason
+
+
+def test_a_gain_that_one_window_makes_is_chance() -> None:
+    windows = np.arange(400) % 8
+    steady = np.random.default_rng(1).standard_normal(400) + 1
+    assert scale_search.is_clear(steady, windows)
+    assert not scale_search.is_clear(-steady, windows)
+    one = np.where(windows == 3, 100.0, -1.0)
+    assert one.sum() > 0
+    assert not scale_search.is_clear(one, windows)
+    assert not scale_search.is_clear(steady, np.zeros(400, dtype=np.int64))
+
+
+def test_what_is_no_matrix_of_whole_blocks_keeps_scale_1(tmp_path: Path) -> None:
+    """Experts of 5 x 100 weights share blocks; scales of one would change the codes of the next."""
+    weight = gaussian(3, 5, 100, seed=1)
+    folder = write_checkpoint(tmp_path / "stack", {"w": f32(weight)}, config={})
+    (tensor,) = open_local(folder).tensors
+    sizes = np.exp(1.2 * np.random.default_rng(5).standard_normal(100)).astype(np.float32)
+    seen = inputs(gaussian(300, 100, seed=1) * sizes, gaussian(200, 100, seed=2) * sizes)
+    found, best = search(CODEC, 5, Matrix(tensor, 0, 5, 100), seen)
+    assert best is None
+    assert "shares blocks" in found.reason
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_activations_that_are_not_finite_are_named(value: float, tmp_path: Path) -> None:
+    seen = inputs(gaussian(300, 128, seed=1), gaussian(200, 128, seed=2))
+    for broken in (replace(seen, rms=seen.rms * np.float32(value)), replace(seen, held_back=seen.held_back + value)):
+        found, best = search(CODEC, 5, a_layer(tmp_path, gaussian(64, 128, seed=3)), broken)
+        assert best is None
+        assert "--dtype float32" in found.reason
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    weight = gaussian(64, 128, seed=3)
+    weight[40, 3] = np.nan
+    seen = inputs(gaussian(300, 128, seed=1), gaussian(200, 128, seed=2))
+    with pytest.raises(SourceError, match="tensor 'w': expected finite weights"):
+        search(CODEC, 5, a_layer(tmp_path, weight), seen)
 
 
 def test_silent_channels_get_a_finite_scale(tmp_path: Path) -> None:
@@ -427,26 +489,34 @@ def test_silent_channels_get_a_finite_scale(tmp_path: Path) -> None:
     rows[:, ::2] = held_back[:, ::2] = 0
     weight = gaussian(128, 256, seed=3)
     weight[:, 1::8] = 0
-    found, best = search._search(CODEC, 5, a_layer(tmp_path, weight), inputs(rows, held_back))
+    found, best = search(CODEC, 5, a_layer(tmp_path, weight), inputs(rows, held_back))
     assert found.scaled
     assert best is not None
     assert np.isfinite(best).all()
     assert (best >= 2.0**-14).all()
 
 
-def test_the_samples_of_a_large_model_fit_the_disk() -> None:
-    small = run_plan([(1024, 1024)] * 10)
-    assert search._rows(small) == search.MOST_ROWS
-    large = run_plan([(4096, 12288)] * 300)
-    rows = search._rows(large)
-    assert search.FEWEST_ROWS[0] <= rows[0] < search.MOST_ROWS[0]
-    assert sum(rows) * 4 * 12288 * 300 <= search.SAMPLE_BYTES * 1.01
-
-
-def run_plan(shapes: list[tuple[int, int]]) -> list[Any]:
-    from pqweights.plan import QUANTIZE, TensorPlan
-
+def plan_of(shapes: dict[str, tuple[int, ...]]) -> list[Any]:
     return [
-        TensorPlan(f"w{i}", shape, "BF16", "attention", QUANTIZE, "hadamard-lloyd-max", 5, "", ())
-        for i, shape in enumerate(shapes)
+        TensorPlan(name, shape, "BF16", "attention", QUANTIZE, "hadamard-lloyd-max", 5, "", ())
+        for name, shape in shapes.items()
     ]
+
+
+def test_the_samples_of_a_large_model_fit_the_disk() -> None:
+    small = plan_of({f"w{i}": (1024, 1024) for i in range(10)})
+    where = {tensor.name: Where((tensor.name, None), False) for tensor in small}
+    assert calibrate._rows(small, where) == calibrate.MOST_ROWS
+    assert calibrate._rounds(small, where, calibrate.MOST_ROWS) == [small]
+    # four thousand experts of two matrices each: as many rows as the search needs, and so the model is run several times
+    shapes = {f"e{i}.{name}": (768, 2048) for i in range(4000) for name in ("gate", "up")}
+    large = plan_of(shapes)
+    where = {name: Where((f"experts.{name.partition('.')[0]}", None), False) for name in shapes}
+    rows = calibrate._rows(large, where)
+    rounds = calibrate._rounds(large, where, rows)
+    assert rows == scale_search.FEWEST_ROWS
+    assert [tensor for part in rounds for tensor in part] == large
+    for part in rounds:
+        channels = 2048 * len({tensor.name.partition(".")[0] for tensor in part})  # gate and up have the same inputs
+        assert sum(rows) * 4 * channels <= calibrate.SAMPLE_BYTES
+    assert 1 < len(rounds) <= 2 + sum(rows) * 4 * 2048 * 4000 / calibrate.SAMPLE_BYTES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from typer.testing import CliRunner, Result
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from pqweights import load_model
+from pqweights.awq import open_awq
 from pqweights.evaluate import Windows, compare, open_model
+from pqweights.evaluate.decoders import master_weight
 from pqweights.integrations import activations
 
 TOKENS = np.random.default_rng(11).integers(0, 500, 3000)
@@ -56,7 +60,18 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "empty.txt").write_text("")
     (folder / "blank.txt").write_text(" \n\n")
     (folder / "latin.txt").write_bytes(b"caf\xe9")
+    _wide_tokenizer(folder / "wide")
     return folder
+
+
+def _wide_tokenizer(folder: Path) -> None:
+    """Of a larger vocabulary than the model's."""
+    import tokenizers
+    import transformers
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": 1999 - i for i in range(500)}, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
 
 
 def invoke(*arguments: object) -> Result:
@@ -76,11 +91,11 @@ def test_it_says_what_each_layer_gains(calibrated: tuple[Path, Result]) -> None:
     assert done.exit_code == 0, done.stderr
     lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.startswith(("model.", "lm_head"))}
     assert len(lines) == 2 + 2 * 7
-    assert "no activations entered it" in lines["model.embed_tokens.weight"]
+    assert "no product of activations" in lines["model.embed_tokens.weight"]
     for layer in (0, 1):
         for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj"):
             assert "%" in lines[f"model.layers.{layer}.{name}.weight"]
-    # 19 windows of 128, two of eight held back
+    # 19 windows of 128, every fourth held back
     assert "searched on 1920 tokens, checked on 512" in done.stdout
     assert "Loading" not in done.stderr
 
@@ -100,6 +115,35 @@ def test_the_master_errs_less_where_it_counts(source: Path, calibrated: tuple[Pa
     assert found["plain"] is not None
     assert found["scaled"] is not None
     assert found["scaled"].mean.value < 0.5 * found["plain"].mean.value
+
+
+def test_no_layer_errs_more_on_text_that_nobody_has_seen(
+    source: Path, calibrated: tuple[Path, Result], tmp_path: Path
+) -> None:
+    """Of the real masters, decoded as everyone decodes them."""
+    scales, _ = calibrated
+    scaled = set(open_awq(scales).searched)
+    assert len(scaled) > 5
+    assert invoke("quantize", source, tmp_path / "plain", "--bits", 3).exit_code == 0
+    assert invoke("quantize", source, tmp_path / "scaled", "--bits", 3, "--awq", scales).exit_code == 0
+    model = load_model(source, dtype="float32")
+    where = activations.places(model, sorted(scaled))
+    windows = list(np.random.default_rng(13).integers(0, 500, (20, 128)))
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        wanted = {found.place for found in where.values()}
+        seen = activations.watch(
+            model, windows, [False] * 20, (2560, 1), wanted, file.fileno(), lambda done, total: None
+        )
+        original, plain, changed = (
+            master_weight(folder) for folder in (source, tmp_path / "plain", tmp_path / "scaled")
+        )
+        for name in scaled:
+            inputs = seen.inputs(where[name].place)
+            assert inputs is not None
+            before, after = (
+                np.square((decoded(name) - original(name)) @ inputs.rows.T).sum() for decoded in (plain, changed)
+            )
+            assert after < before, name
 
 
 def test_the_same_run_gives_the_same_file(
@@ -139,16 +183,16 @@ def test_experts_that_saw_little_are_named(
 ) -> None:
     moe = tmp_path / "moe"
     shutil.copytree(families.model(tmp_path_factory.getbasetemp(), "qwen3_moe"), moe)
-    arguments = ("--text", texts / "long.txt", "--tokenizer", source, "--window", 64, "--max-tokens", 256, "--json")
+    arguments = ("--text", texts / "long.txt", "--tokenizer", source, "--window", 32, "--max-tokens", 512, "--json")
     done = invoke("calibrate", moe, tmp_path / "s.safetensors", *arguments)
     assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
     experts = [m for name, w in report["weights"].items() if ".experts." in name for m in w["matrices"]]
-    few = [m for m in experts if "tokens entered it" in m["reason"]]
+    few = [m for m in experts if "entered it, and" in m["reason"]]
     assert experts
     assert few
     assert not any(m["scaled"] for m in few)
-    assert all("64 and 32" in m["reason"] for m in few)
+    assert all("256 tokens" in m["reason"] for m in few)
 
 
 def test_a_model_without_a_head(texts: Path, tmp_path: Path) -> None:
@@ -177,11 +221,19 @@ def test_a_model_without_a_head(texts: Path, tmp_path: Path) -> None:
         (["--text", "{texts}/blank.txt"], "white space alone"),
         (["--text", "{texts}/latin.txt"], "UTF-8"),
         (["--text", "{texts}/none.txt"], "No such file"),
-        (["--text", "{texts}/short.txt"], "two windows of 512, found 100"),
-        (["--text", "{texts}/short.txt", "--window", "64"], "expected at least 128 tokens"),
+        (["--text", "{texts}/short.txt"], "expected at least 8192 tokens, 16 windows of 512, found 100"),
+        (["--text", "{texts}/short.txt", "--window", "64"], "expected at least 1024 tokens"),
         (["--text", "{texts}/long.txt", "--window", "600"], "the 512 tokens that the model takes"),
         (["--text", "{texts}/long.txt", "--recipe", "q99"], "no recipe is called"),
         (["--text", "{texts}/long.txt", "--tokenizer", "{texts}"], "expected a tokenizer"),
+        (
+            ["--text", "{texts}/long.txt", "--tokenizer", "{texts}/wide", "--window", "64"],
+            "makes the token 1999, the model knows 512",
+        ),
+        (
+            ["--text", "{texts}/long.txt", "--window", "64", "--device-map", "bogus"],
+            "transformers cannot run this model",
+        ),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], expected: str, source: Path, texts: Path, tmp_path: Path) -> None:
@@ -203,7 +255,7 @@ def test_the_output_is_checked_before_the_model_is_run(
     foreign.write_bytes((source / "model.safetensors").read_bytes())
     for out, options, expected in (
         (calibrated[0], [], "pass --overwrite"),
-        (foreign, ["--overwrite"], "not ours"),
+        (foreign, ["--overwrite"], "replaces only a file of scales"),
         (tmp_path, [], "a folder"),
         (tmp_path / "none" / "s.safetensors", [], "its folder is not there"),
     ):

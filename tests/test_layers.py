@@ -26,6 +26,7 @@ LAYERS = (
     ("pqweights.codecs",),
     ("pqweights.weight",),
     ("pqweights.checkpoint",),
+    ("pqweights.scale_search",),
     ("pqweights.roles",),
     ("pqweights.recipe",),
     ("pqweights.plan",),

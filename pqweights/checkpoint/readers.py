@@ -337,16 +337,20 @@ class EncodedTensor:
         self._decode(start, count, "F32", self.rotation, decoded)
         if self.awq is not None:
             values = decoded.view(np.float32)
-            scales.divide(values, start, self.shape, self.awq_scales())
+            rows = self.shape[-2]
+            first, last = start // self.shape[-1] // rows, -(-(start + count) // (self.shape[-1] * rows))
+            scales.divide(values, start - first * rows * self.shape[-1], self.shape, self.awq_scales(first, last))
             np.clip(values, *FINITE_RANGES.get(dtype, FINITE_RANGES["F32"]), out=values)
         if dtype != "F32":
             out[: count * item_bytes(dtype)] = convert(decoded, "F32", dtype)
 
-    def awq_scales(self) -> npt.NDArray[np.float32]:
-        """The scales of all matrices, in their stored order; only where there are some."""
+    def awq_scales(self, first: int = 0, last: int | None = None) -> npt.NDArray[np.float32]:
+        """The scales of the matrices [first, last), of all by default; only where there are some."""
         assert self.awq is not None
-        raw = np.empty(self.awq.byte_count, dtype=np.uint8)
-        self.storage.read_into(self.awq.file, self.awq.offset, raw)
+        row = self.shape[-1] * 2
+        count = self.awq.byte_count if last is None else (last - first) * row
+        raw = np.empty(count, dtype=np.uint8)
+        self.storage.read_into(self.awq.file, self.awq.offset + first * row, raw)
         return to_float32(raw, "F16")
 
     @property

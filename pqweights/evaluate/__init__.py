@@ -238,10 +238,10 @@ def _ids(folders: Sequence[Folder], text: str, tokenizer: Path | None, max_token
 
     Raises EvaluationError where models have other tokens, or more than they know.
     """
-    first = tokenize(tokenizer or folders[0].path, text)[:max_tokens]
+    first = tokenize(tokenizer or folders[0].path, text, max_tokens)
     for folder in folders:
         if tokenizer is None and folder is not folders[0]:
-            ids = tokenize(folder.path, text)[:max_tokens]
+            ids = tokenize(folder.path, text, max_tokens)
             if not np.array_equal(ids, first):
                 both = min(len(ids), len(first))
                 place = int((ids[:both] != first[:both]).argmax()) if (ids[:both] != first[:both]).any() else both

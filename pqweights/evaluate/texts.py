@@ -14,6 +14,8 @@ from pqweights.evaluate.packages import Refused, package, quiet
 Ids = npt.NDArray[np.int64]  # [tokens]
 
 WIKITEXT = ("Salesforce/wikitext", "wikitext-2-raw-v1")
+# A first guess of how much text so many tokens are.
+CHARACTERS_PER_TOKEN = 8
 # One of these files is there wherever a tokenizer is.
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "tekken.json")
 
@@ -65,11 +67,17 @@ def load_tokenizer(folder: Path) -> Any:
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
-def tokenize(folder: Path, text: str) -> Ids:
-    """The ids of a text, without special tokens.
+def tokenize(folder: Path, text: str, max_tokens: int | None = None) -> Ids:
+    """The ids of a text, without special tokens; of the first so many, only as much of the text is read as they need.
 
     Raises as load_tokenizer.
     """
     tokenizer = load_tokenizer(folder)
-    with quiet():  # it warns of texts that are longer than the model takes
-        return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
+    characters = len(text) if max_tokens is None else CHARACTERS_PER_TOKEN * max_tokens
+    while True:
+        with quiet():  # it warns of texts that are longer than the model takes
+            ids = tokenizer(text[:characters], add_special_tokens=False)["input_ids"]
+        # What stands at the cut may be other tokens than in the whole text.
+        if characters >= len(text) or (max_tokens is not None and len(ids) - len(ids) // 4 > max_tokens):
+            return np.array(ids[:max_tokens], dtype=np.int64)
+        characters *= 2

@@ -58,9 +58,9 @@ class Bf16Export:
         return {}
 
     @property
-    def also_reads(self) -> tuple[Checkpoint, ...]:
+    def also_reads(self) -> dict[str, Checkpoint]:
         """See Transform; nothing."""
-        return ()
+        return {}
 
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
         """See transform.Transform."""

@@ -170,9 +170,9 @@ class IntegerExport:
         return self.target.describe() | fingerprint | {"master_errors": _digest(self.master_errors)}
 
     @property
-    def also_reads(self) -> tuple[Checkpoint, ...]:
+    def also_reads(self) -> dict[str, Checkpoint]:
         """See Transform."""
-        return () if self.original is None else (self.original,)
+        return {} if self.original is None else {"--source": self.original}
 
     @property
     def left_out(self) -> dict[str, str]:

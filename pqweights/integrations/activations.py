@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,52 +16,67 @@ import numpy.typing as npt
 import torch
 from torch.overrides import TorchFunctionMode
 
+from pqweights.errors import SourceError
+from pqweights.scale_search import Inputs
+
 Floats = npt.NDArray[np.float32]
 Place = tuple[str, int | None]  # a parameter of the model, and which matrix of a stack
 
-_LINEAR = (torch.nn.functional.linear,)
-_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.mm, torch.Tensor.mm)
-_WITH_BIAS = (torch.addmm,)
-
-
-@dataclass(frozen=True, eq=False)
-class Inputs:
-    """What entered one matrix of K input channels.
-
-    tokens: how many rows there were in all, held-back ones not counted. rms: [K] f32, root mean square of each channel
-    over them. rows, held_back: samples [rows, K] f32 of each kind. along_rows: whether channels run along the rows of the
-    matrix as the model stores it, [N, K]; some store [K, N].
-    """
-
-    along_rows: bool
-    tokens: int
-    rms: Floats
-    rows: Floats
-    held_back: Floats
+# Functions that multiply: the names of their arguments up to the two that are multiplied, and which axis of the second is
+# summed over.
+_PRODUCTS: dict[Any, tuple[tuple[str, ...], int]] = {
+    torch.nn.functional.linear: (("input", "weight"), -1),
+    torch.matmul: (("input", "other"), -2),
+    torch.Tensor.matmul: (("self", "other"), -2),
+    torch.Tensor.__matmul__: (("self", "other"), -2),
+    torch.mm: (("input", "mat2"), -2),
+    torch.Tensor.mm: (("self", "mat2"), -2),
+    torch.bmm: (("input", "mat2"), -2),
+    torch.Tensor.bmm: (("self", "mat2"), -2),
+    torch.addmm: (("input", "mat1", "mat2"), -2),
+}
 
 
 class _Sample:
-    """Rows of one kind, each row that was seen with the same chance (reservoir sampling), in a file."""
+    """Rows of one kind, each row that was seen with the same chance (reservoir sampling), in a file.
+
+    windows: of each row that is kept, the number of its window.
+    """
 
     def __init__(self, descriptor: int, offset: int, capacity: int, columns: int, seed: int) -> None:
         self._descriptor, self._offset, self._capacity, self._columns = descriptor, offset, capacity, columns
         self._random = np.random.default_rng(seed)
+        self._windows = np.zeros(capacity, dtype=np.int64)
         self.seen = 0
 
-    def add(self, rows: Floats) -> None:
+    @property
+    def windows(self) -> npt.NDArray[np.int64]:
+        """By row."""
+        return self._windows[: self.seen]
+
+    def add(self, rows: Floats, window: int) -> None:
         """Offer rows [n, K]."""
         numbers = np.arange(self.seen, self.seen + len(rows))
         places = np.where(numbers < self._capacity, numbers, self._random.integers(0, numbers + 1))
         self.seen += len(rows)
         for row in np.flatnonzero(places < self._capacity):
-            at = self._offset + int(places[row]) * self._columns * 4
-            os.pwrite(self._descriptor, np.ascontiguousarray(rows[row]).data, at)
+            place = int(places[row])
+            self._windows[place] = window
+            view = np.ascontiguousarray(rows[row]).data.cast("B")
+            at = self._offset + place * self._columns * 4
+            while view:
+                count = os.pwrite(self._descriptor, view, at)
+                view, at = view[count:], at + count
 
     def read(self) -> Floats:
         """The sample: [rows, K]."""
-        count = min(self.seen, self._capacity)
-        data = os.pread(self._descriptor, count * self._columns * 4, self._offset)
-        return np.frombuffer(data, dtype=np.float32).reshape(count, self._columns)
+        result = np.empty((min(self.seen, self._capacity), self._columns), dtype=np.float32)
+        view, at = result.reshape(-1).data.cast("B"), self._offset
+        while view:
+            count = os.preadv(self._descriptor, [view], at)
+            assert count, "the file of the samples was cut"
+            view, at = view[count:], at + count
+        return result
 
 
 class _Record:
@@ -81,15 +92,17 @@ class _Record:
 
 
 class Activations:
-    """What was seen, by place. Made by `watch`."""
+    """What entered the wanted places, as `watch` saw it. descriptor: of the file where samples lie. rows: as in `watch`."""
 
-    def __init__(self, descriptor: int, rows: tuple[int, int]) -> None:
-        self._descriptor, self._rows = descriptor, rows
+    def __init__(self, descriptor: int, rows: tuple[int, int], wanted: Collection[Place]) -> None:
+        self._descriptor, self._rows, self._wanted = descriptor, rows, wanted
         self._records: dict[Place, _Record] = {}
         self._end = 0
 
-    def add(self, place: Place, values: torch.Tensor, along_rows: bool, held_back: bool) -> None:
+    def add(self, place: Place, values: torch.Tensor, along_rows: bool, window: int, held_back: bool) -> None:
         """Rows [..., K] that entered the matrix at `place`."""
+        if place not in self._wanted:
+            return
         rows = values.detach().reshape(-1, values.shape[-1]).float().cpu().numpy()
         if place not in self._records:
             columns = rows.shape[1]
@@ -98,10 +111,11 @@ class Activations:
             self._end += sum(self._rows) * columns * 4
         record = self._records[place]
         if held_back:
-            record.held_back.add(rows)
+            record.held_back.add(rows, window)
         else:
-            record.rows.add(rows)
-            record.squares += np.einsum("ij,ij->j", rows, rows, dtype=np.float64)
+            record.rows.add(rows, window)
+            with np.errstate(over="ignore", invalid="ignore"):
+                record.squares += np.einsum("ij,ij->j", rows, rows, dtype=np.float64)
 
     def inputs(self, place: Place) -> Inputs | None:
         """Of one matrix; None where nothing entered it."""
@@ -109,7 +123,14 @@ class Activations:
         if record is None:
             return None
         rms = np.sqrt(record.squares / max(record.rows.seen, 1)).astype(np.float32)
-        return Inputs(record.along_rows, record.rows.seen, rms, record.rows.read(), record.held_back.read())
+        return Inputs(
+            record.along_rows,
+            record.rows.seen,
+            rms,
+            record.rows.read(),
+            record.held_back.read(),
+            record.held_back.windows,
+        )
 
 
 class _Watch(TorchFunctionMode):
@@ -119,7 +140,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self._names, self._activations = names, activations
         self._modules: list[torch.nn.Module] = []
-        self.held_back = False
+        self.window, self.held_back = 0, False
 
     def enter(self, module: torch.nn.Module, args: Any) -> None:
         """A module begins to compute."""
@@ -132,61 +153,73 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every function of torch passes here."""
         kwargs = kwargs or {}
-        if func in _LINEAR:
-            self._note(args[0], args[1] if len(args) > 1 else kwargs["weight"], -1)
-        elif func in _PRODUCTS:
-            self._note(args[0], args[1] if len(args) > 1 else next(iter(kwargs.values())), -2)
-        elif func in _WITH_BIAS and len(args) == 3:
-            self._note(args[1], args[2], -2)
+        of_product = _PRODUCTS.get(func)
+        if of_product is not None:
+            names, axis = of_product
+            given = dict(zip(names, args, strict=False)) | kwargs
+            values, weight = (given.get(name) for name in names[-2:])
+            if isinstance(values, torch.Tensor) and isinstance(weight, torch.Tensor) and weight.dim() in (2, 3):
+                self._note(values, weight, axis)
         return func(*args, **kwargs)
 
-    def _note(self, values: Any, weight: Any, axis: int) -> None:
-        """values times a matrix, whose `axis` is summed over."""
-        if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
-            return
+    def _note(self, values: torch.Tensor, weight: torch.Tensor, axis: int) -> None:
+        """values times a matrix, or values [E, ...] times a stack of them, whose `axis` is summed over."""
         for module in reversed(self._modules[-2:]):
             for own, parameter in module._parameters.items():
                 if parameter is None or parameter.dim() not in (2, 3) or parameter.device != weight.device:
                     continue
                 matrix = parameter.shape[-1] * parameter.shape[-2]
-                offset = weight.data_ptr() - parameter.data_ptr()
-                number, rest = divmod(offset, matrix * parameter.element_size())
-                if rest == 0 and 0 <= number < max(1, parameter.numel() // matrix) and weight.numel() == matrix:
-                    name = f"{self._names[id(module)]}.{own}".lstrip(".")
+                stack = parameter.numel() // matrix if matrix else 0
+                number, rest = divmod(
+                    weight.data_ptr() - parameter.data_ptr(), max(1, matrix * parameter.element_size())
+                )
+                name = f"{self._names[id(module)]}.{own}".lstrip(".")
+                # Transposed views of a parameter have its address, too.
+                along_rows = (axis == -1) == (weight.stride(-1) == 1)
+                if rest or not 0 <= number < stack:
+                    continue
+                if weight.numel() == matrix and weight.dim() == 2:
                     place = (name, int(number) if parameter.dim() == 3 else None)
-                    # Transposed views of a parameter have its address, too.
-                    along_rows = (axis == -1) == (weight.stride(-1) == 1)
-                    self._activations.add(place, values, along_rows, self.held_back)
+                    self._activations.add(place, values, along_rows, self.window, self.held_back)
+                    return
+                if (
+                    weight.numel() == parameter.numel()
+                    and weight.dim() == 3
+                    and values.dim() == 3
+                    and len(values) == stack
+                ):
+                    for expert in range(stack):
+                        self._activations.add((name, expert), values[expert], along_rows, self.window, self.held_back)
                     return
 
 
-@contextmanager
 def watch(
-    model: Any, windows: Sequence[npt.NDArray[np.int64]], held_back: Sequence[bool], rows: tuple[int, int], folder: Path,
-    progress: Callable[[int, int], None],
-) -> Iterator[Activations]:  # fmt: skip
-    """Run the model over windows of token ids, and keep samples of what enters each matrix while the context lasts.
+    model: Any, windows: Sequence[npt.NDArray[np.int64]], held_back: Sequence[bool], rows: tuple[int, int],
+    wanted: Collection[Place], descriptor: int, progress: Callable[[int, int], None],
+) -> Activations:  # fmt: skip
+    """Run the model over windows of token ids, and keep samples of what enters the wanted matrices.
 
-    held_back: which windows are for checking. rows: how many rows are kept of either kind. folder: where the file of the
-    samples lies. progress: windows done, windows in all.
+    held_back: which windows are for checking. rows: how many rows are kept of either kind. descriptor: of the file where they
+    are written. progress: windows done, windows in all. Raises SourceError for a model that takes no text.
     """
-    with tempfile.TemporaryFile(dir=folder) as file:
-        activations = Activations(file.fileno(), rows)
-        mode = _Watch({id(module): name for name, module in model.named_modules()}, activations)
-        before = torch.nn.modules.module.register_module_forward_pre_hook(mode.enter)
-        after = torch.nn.modules.module.register_module_forward_hook(mode.leave, always_call=True)
-        try:
-            device = model.get_input_embeddings().weight.device
-            for number, (window, is_held_back) in enumerate(zip(windows, held_back, strict=True)):
-                mode.held_back = is_held_back
-                with torch.inference_mode(), mode:
-                    model(torch.from_numpy(window)[None].to(device), **_without_cache(model))
-                progress(number + 1, len(windows))
-        finally:
-            before.remove()
-            after.remove()
-        del model  # a large one need not stay while the samples are used
-        yield activations
+    embeddings = model.get_input_embeddings()
+    if not isinstance(embeddings, torch.nn.Embedding):
+        raise SourceError(f"{type(model).__name__}: expected a model of text, found one that looks up no tokens")
+    activations = Activations(descriptor, rows, wanted)
+    mode = _Watch({id(module): name for name, module in model.named_modules()}, activations)
+    before = torch.nn.modules.module.register_module_forward_pre_hook(mode.enter)
+    after = torch.nn.modules.module.register_module_forward_hook(mode.leave, always_call=True)
+    try:
+        device = embeddings.weight.device
+        for number, (window, is_held_back) in enumerate(zip(windows, held_back, strict=True)):
+            mode.window, mode.held_back = number, is_held_back
+            with torch.inference_mode(), mode:
+                model(torch.from_numpy(window)[None].to(device), **_without_cache(model))
+            progress(number + 1, len(windows))
+    finally:
+        before.remove()
+        after.remove()
+    return activations
 
 
 def _without_cache(model: Any) -> dict[str, bool]:
