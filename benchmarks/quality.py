@@ -209,9 +209,25 @@ def sections(document: Document) -> dict[str, str]:
                     [row["bits"], *line, number(row["share"], ".1%")] for row, line in zip(rows, cells, strict=True)
                 ]
             result[f"quality-{part}-{model}"] = f"{said}\n\n{table(header, cells)}"
+    result["quality-short"] = short(document)
     if document["absent"]:
         result["quality-absent"] = "\n".join(f"Not measured: {name} {why}" for name, why in document["absent"].items())
     return result
+
+
+def short(document: Document) -> str:
+    """Masters of all models in one table: perplexity and KL at each width, without and with scales."""
+    found = {(row["model"], row["what"]): row for row in document["rows"] if row["part"] == MASTERS}
+    models = list(document["settings"])
+    header = ["", *(f"{model}: {name}" for model in models for name in ("perplexity", "KL", "AWQ: perplexity", "KL"))]
+    rows: list[list[Cell]] = []
+    for what in ("original", *(f"q{bits}" for bits in WIDTHS)):
+        line: list[Cell] = [what]
+        for model in models:
+            for row in (found.get((model, what)), found.get((model, f"{what} AWQ"))):
+                line += [None, None] if row is None else [f"{row['perplexity']:.3f}", number(row["kl"], ".5f")]
+        rows.append(line)
+    return table(header, rows)
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ def _folder_lines(found: Inspection) -> list[str]:
     rows = [
         [
             t.name, "x".join(map(str, t.shape)), t.dtype, t.action, str(t.bits or ""), str(t.bytes),
-            "" if r.relative_mse is None else f"{r.relative_mse:.6f}", r.rotation or "",
+            "" if r.relative_mse is None else f"{r.relative_mse:.6f}", (r.rotation or "") + (", scaled" if t.is_scaled else ""),
         ]
         for t, r in zip(manifest.tensors, manifest.records, strict=True)
     ]  # fmt: skip
