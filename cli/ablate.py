@@ -35,23 +35,10 @@ def command(
     no_awq: Annotated[bool, typer.Option("--no-awq", help="Leave out activation-aware scales.")] = False,
     no_int4: Annotated[bool, typer.Option("--no-int4", help="Leave out INT4.")] = False,
     recipe: options.RecipeOption = "q5",
-    window: Annotated[
-        int | None,
-        typer.Option("--window", min=2, help="Tokens of a window.", show_default="2048, or the model's limit"),
-    ] = None,
-    stride: Annotated[
-        int | None,
-        typer.Option(
-            "--stride", min=1, help="Tokens between windows.", show_default="512; a quarter of a limited window"
-        ),
-    ] = None,
-    score_first: Annotated[
-        bool, typer.Option("--score-first", help="Score all of the first window, not only its last tokens.")
-    ] = False,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option("--max-tokens", min=2, help="Only the first so many tokens of the text.", show_default=False),
-    ] = None,
+    window: options.WindowOption = None,
+    stride: options.StrideOption = None,
+    score_first: options.ScoreFirstOption = False,
+    max_tokens: options.MaxTokensOption = None,
     tokenizer: options.TokenizerOption = None,
     work: Annotated[
         Path | None,

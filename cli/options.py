@@ -85,6 +85,21 @@ AnyCodecOption = Annotated[
     bool,
     typer.Option("--awq-any-codec", help="Take the scales although they were searched for another codec or width."),
 ]
+WindowOption = Annotated[
+    int | None,
+    typer.Option("--window", min=2, help="Tokens of a window.", show_default="2048, or the model's limit"),
+]
+StrideOption = Annotated[
+    int | None,
+    typer.Option("--stride", min=1, help="Tokens between windows.", show_default="512; a quarter of a limited window"),
+]
+ScoreFirstOption = Annotated[
+    bool, typer.Option("--score-first", help="Score all of the first window, not only its last tokens.")
+]
+MaxTokensOption = Annotated[
+    int | None,
+    typer.Option("--max-tokens", min=2, help="Only the first so many tokens of the text.", show_default=False),
+]
 TokenizerOption = Annotated[
     Path | None,
     typer.Option("--tokenizer", metavar="DIR", help="Folder with the tokenizer, if the model's own has none."),
