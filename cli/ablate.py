@@ -75,8 +75,8 @@ def command(
 def _text(done: Ablation, text: str) -> str:
     windows = done.windows
     lines = [
-        f"{text}: {done.tokens} tokens, windows of {windows.size}, stride {windows.stride}: {done.scored_tokens} tokens scored; "
-        f"AWQ on {done.calibration_tokens} others"
+        f"{text}: {done.tokens} tokens, windows of {windows.size}, stride {windows.stride}: {done.scored_tokens} tokens scored"
+        + (f"; AWQ on {done.calibration_tokens} others" if done.calibration_tokens else "")
     ]
     columns = [
         ("bits", True), ("configuration", False), ("bits/weight", True), ("relative MSE", True), ("perplexity", True),
@@ -95,7 +95,7 @@ def _cells(row: Row) -> list[str]:
     return [
         str(row.bits or ""), row.name, "" if row.bits_per_weight is None else f"{row.bits_per_weight:.4f}",
         "" if row.relative_mse is None else f"{row.relative_mse:.6f}", f"{row.scores.perplexity.value:.3f}",
-        "" if change is None else f"{change.value:+.3f} +- {change.standard_error or 0:.3f}",
+        output.estimate(change, "+.3f"),
         "" if found is None else f"{found.mean.value:.5f}", "" if found is None else f"{found.top1.value:.2%}",
         "" if row.share is None else f"{row.share:.1%}",
     ]  # fmt: skip

@@ -11,7 +11,7 @@ import typer
 from . import options, output
 
 if TYPE_CHECKING:
-    from pqweights.evaluate import Estimate, Report, Row, Settings
+    from pqweights.evaluate import Report, Row, Settings
 
 
 class Dtype(StrEnum):
@@ -136,19 +136,12 @@ def _cells(row: Row, is_reference: bool) -> dict[str, str]:
         "GB": f"{size.bytes / 1e9:.3f}",
         "bits/param": "" if size.bits_per_parameter is None else f"{size.bits_per_parameter:.3f}",
         "bits/weight": "" if size.bits_per_weight is None else f"{size.bits_per_weight:.3f}",
-        "perplexity": _estimate(row.scores.perplexity, ".4f"),
-        "change": _estimate(row.scores.perplexity_change, "+.4f"),
-        "KL mean": "" if found is None else _estimate(found.mean, ".5f"),
+        "perplexity": output.estimate(row.scores.perplexity, ".4f"),
+        "change": output.estimate(row.scores.perplexity_change, "+.4f"),
+        "KL mean": "" if found is None else output.estimate(found.mean, ".5f"),
         "KL 99%": "" if found is None else f"{found.percentile_99:.4f}",
-        "top-1": "" if found is None else _estimate(found.top1, ".2%"),
+        "top-1": "" if found is None else output.estimate(found.top1, ".2%"),
         "tok/s": "" if speed is None else f"{speed.mean:.1f}",
         "memory": "" if speed is None else output.size(speed.peak_bytes),
         "runtime": row.runtime,
     }
-
-
-def _estimate(estimate: Estimate | None, form: str) -> str:
-    if estimate is None:
-        return ""
-    value, error = estimate
-    return f"{value:{form}}" + ("" if error is None else f" +- {error:{form.lstrip('+')}}")

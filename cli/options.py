@@ -91,7 +91,9 @@ WindowOption = Annotated[
 ]
 StrideOption = Annotated[
     int | None,
-    typer.Option("--stride", min=1, help="Tokens between windows.", show_default="512; a quarter of a limited window"),
+    typer.Option(
+        "--stride", min=1, help="Tokens between windows.", show_default="a quarter of the window, 512 at most"
+    ),
 ]
 ScoreFirstOption = Annotated[
     bool, typer.Option("--score-first", help="Score all of the first window, not only its last tokens.")

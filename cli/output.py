@@ -134,3 +134,11 @@ def table(columns: list[tuple[str, bool]], rows: list[list[str]]) -> str:
         return "  ".join(parts).rstrip()
 
     return "\n".join([line([title for title, _ in columns]), *(line(row) for row in rows)])
+
+
+def estimate(value: tuple[float, float | None] | None, form: str) -> str:
+    """A measure with its standard error, where it has one: "1.23 +- 0.04"; empty for None."""
+    if value is None:
+        return ""
+    measure, error = value
+    return f"{measure:{form}}" + ("" if error is None else f" +- {error:{form.lstrip('+')}}")

@@ -24,6 +24,7 @@ from pqweights.evaluate import (
     compare,
     open_model,
     perplexity_change,
+    to_json,
     tokenize,
 )
 from pqweights.evaluate.folders import read_folder
@@ -76,10 +77,10 @@ class Row:
         change, found = self.scores.perplexity_change, self.scores.divergence
         return {
             "name": self.name, "bits": self.bits, "bits_per_weight": self.bits_per_weight,
-            "relative_mse": self.relative_mse, "perplexity": self.scores.perplexity._asdict(),
-            "perplexity_change": None if change is None else change._asdict(),
-            "kl_mean": None if found is None else found.mean._asdict(),
-            "top1_agreement": None if found is None else found.top1._asdict(), "share": self.share,
+            "relative_mse": self.relative_mse, "perplexity": to_json(self.scores.perplexity),
+            "perplexity_change": to_json(change),
+            "kl_mean": None if found is None else to_json(found.mean),
+            "top1_agreement": None if found is None else to_json(found.top1), "share": self.share,
         }  # fmt: skip
 
 

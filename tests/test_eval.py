@@ -129,7 +129,9 @@ def test_packed_masters_give_the_same(work: Path) -> None:
     ("asked", "expected"),
     [
         ({}, (128, 32, False)),
-        ({"window": 128}, None),  # the stride is 512 then
+        ({"window": 128}, (128, 32, False)),
+        ({"window": 64}, (64, 16, False)),
+        ({"window": 64, "stride": 65}, None),
         ({"window": 64, "stride": 64}, (64, 64, False)),
         ({"stride": 100}, (128, 100, False)),
         ({"window": 32, "stride": 8, "score_first": True}, (32, 8, True)),
@@ -137,7 +139,7 @@ def test_packed_masters_give_the_same(work: Path) -> None:
 )
 def test_windows_are_chosen(asked: dict[str, Any], expected: tuple[int, int, bool] | None, work: Path) -> None:
     if expected is None:
-        with pytest.raises(EvaluationError, match=r"--stride 512: .* at most the window, here 128 tokens"):
+        with pytest.raises(EvaluationError, match=r"--stride 65: .* at most the window, here 64 tokens"):
             evaluate([work / "source"], TEXT, **asked)
         return
     settings = evaluate([work / "source"], TEXT, **asked).settings
@@ -232,8 +234,11 @@ def test_another_tokenizer(beside: str, work: Path, copy: Callable[[str], Path])
 
 def test_another_vocabulary(work: Path, tmp_path: Path) -> None:
     larger = model_folder(tmp_path / "larger", vocab_size=520)
-    with pytest.raises(EvaluationError, match="larger: the model has 520 logits, the reference 512"):
+    with pytest.raises(EvaluationError, match=r"larger: its config\.json has 520 tokens, that of the reference 512"):
         evaluate([larger], TEXT, reference=work / "source")
+    models = [open_model(folder) for folder in (larger, work / "source")]
+    with pytest.raises(EvaluationError, match="the model has 520 logits, the reference 512"):
+        compare(models[0], models[1], tokenize(work / "source", TEXT), Windows(32, 16))
 
 
 def test_a_vocabulary_that_lacks_tokens(work: Path, tmp_path: Path) -> None:
@@ -583,3 +588,14 @@ def test_reports_are_data(work: Path) -> None:
     with pytest.raises(AttributeError):
         report.settings.tokens = 3  # type: ignore[misc]
     json.dumps(report.to_json(), allow_nan=False)
+
+
+def test_a_bug_of_ours_keeps_its_traceback() -> None:
+    """What a package raises for an input is one line; what we raise is not."""
+    from pqweights.evaluate import folders
+    from pqweights.evaluate.packages import Refused
+
+    with pytest.raises(SourceError, match="json"), Refused("json does not take it"):
+        json.loads("{")
+    with pytest.raises(AttributeError), Refused("never"):
+        folders._count(None, "x")  # type: ignore[arg-type]

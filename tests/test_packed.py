@@ -227,3 +227,50 @@ def test_data_may_be_replaced(weights: dict[str, Any]) -> None:
     ((piece,),) = packed.matrices
     parameter.data = PackedTensor(((replace(piece, norms=piece.norms * 2),),), False, torch.float32)
     assert torch.equal(parameter.decode(), exact * 2)
+
+
+def small_weight(tmp_path: Path) -> PackedTensor:
+    source = write_checkpoint(tmp_path / "one", {"a.q_proj.weight": f32(gaussian(48, 256, seed=1))}, config={})
+    run_command({"quantize": str(source)}, tmp_path / "one-master")
+    (tensor,) = open_local(tmp_path / "one-master").tensors
+    assert isinstance(tensor, EncodedTensor)
+    packed = pack(tensor, torch.float32)
+    assert packed is not None
+    return packed
+
+
+@pytest.mark.parametrize("shape", [(2, 128), (4, 255), (512,), (3, 2, 128), ()])
+def test_inputs_of_another_width_are_refused_as_by_torch(shape: tuple[int, ...], tmp_path: Path) -> None:
+    weight = small_weight(tmp_path)
+    with pytest.raises(RuntimeError):
+        torch.nn.functional.linear(torch.zeros(shape), weight)
+
+
+def test_functions_are_called_by_keyword_as_well(tmp_path: Path) -> None:
+    weight = small_weight(tmp_path)
+    x, ids = torch.randn(3, 256), torch.tensor([[5, 7]])
+    whole = weight.decode()
+    linear = torch.nn.functional.linear(input=x, weight=weight, bias=torch.ones(48))
+    assert torch.allclose(linear, x @ whole.T + 1, atol=1e-5)
+    assert torch.equal(torch.nn.functional.embedding(input=ids, weight=weight), whole[ids])
+    assert torch.nn.functional.embedding(ids[:, :0], weight).shape == (1, 0, 256)
+
+
+def test_autocast_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all threads: it is a setting of the one that computes."""
+    weight = small_weight(tmp_path)
+    x = torch.randn(3, 256)
+    for chunk in (1 << 20, 1024):
+        monkeypatch.setattr(module, "CHUNK_WEIGHTS", chunk)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = torch.nn.functional.linear(x, weight)
+            expected = torch.nn.functional.linear(x, weight.decode())
+        assert found.dtype == expected.dtype == torch.bfloat16
+        assert torch.allclose(found.float(), expected.float(), atol=2**-6 * float(expected.abs().max()))
+
+
+def test_what_needs_a_storage_is_refused(tmp_path: Path) -> None:
+    weight = small_weight(tmp_path)
+    for use in (weight.share_memory_, weight.untyped_storage):
+        with pytest.raises(PqweightsError, match="no storage"):
+            use()

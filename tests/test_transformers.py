@@ -367,3 +367,25 @@ def test_an_error_of_ours_is_one_line(copied: Path) -> None:
     with pytest.raises(PqweightsError) as caught:
         pqweights.load_model(copied)
     assert "\n" not in str(caught.value)
+
+
+def test_the_guard_leaves_unknown_configurations_too(copied: Path, tmp_path: Path) -> None:
+    """A dict that is no configuration to transformers: what stands in it is saved again as it is."""
+    config = json.loads((copied / "config.json").read_text())
+    config["foo_config"] = {"a": 1, GUARD_KEY: GUARD}
+    (copied / "config.json").write_text(json.dumps(config))
+    load(copied).save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert saved["foo_config"] == {"a": 1}
+    assert GUARD_KEY not in json.dumps(saved)
+
+
+def test_an_ordinary_model_with_the_configuration_of_a_master(copied: Path, base: Path) -> None:
+    """What AutoConfig.from_pretrained(master), from_config and save_pretrained make: there are no codes to decode."""
+    plain = families.exported(base, "llama", "bf16")
+    for path in copied.glob("model*"):
+        path.unlink()
+    for path in plain.glob("model*"):
+        shutil.copy(path, copied)
+    with pytest.raises(MasterError, match="hold no codes"):
+        load(copied)

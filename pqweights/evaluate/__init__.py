@@ -33,7 +33,7 @@ from pqweights.evaluate.texts import Ids, read_text, tokenize, wikitext
 
 __all__ = [
     "Estimate", "Loss", "Model", "Report", "Row", "Scores", "Settings", "Speed", "Windows", "change", "choose_windows", "compare", "evaluate",
-    "open_model", "perplexity", "perplexity_change", "read_text", "tokenize", "wikitext", "window_losses",
+    "open_model", "perplexity", "perplexity_change", "read_text", "to_json", "tokenize", "wikitext", "window_losses",
 ]  # fmt: skip
 
 DEFAULT_WINDOW, DEFAULT_STRIDE = 2048, 512
@@ -87,15 +87,15 @@ class Row:
             "parameters": self.size.parameters,
             "bits_per_parameter": self.size.bits_per_parameter,
             "bits_per_weight": self.size.bits_per_weight,
-            "perplexity": _json(scores.perplexity),
-            "log_perplexity": _json(scores.log_perplexity),
-            "perplexity_change": _json(scores.perplexity_change),
-            "log_perplexity_change": _json(scores.change),
+            "perplexity": to_json(scores.perplexity),
+            "log_perplexity": to_json(scores.log_perplexity),
+            "perplexity_change": to_json(scores.perplexity_change),
+            "log_perplexity_change": to_json(scores.change),
             "kl": None if found is None else {
-                "mean": _json(found.mean), "median": _finite(found.median), "percentile_99": _finite(found.percentile_99),
+                "mean": to_json(found.mean), "median": _finite(found.median), "percentile_99": _finite(found.percentile_99),
                 "percentile_99_9": _finite(found.percentile_99_9), "maximum": _finite(found.maximum),
             },
-            "top1_agreement": None if found is None else _json(found.top1),
+            "top1_agreement": None if found is None else to_json(found.top1),
             "speed": None if self.speed is None else self.speed.to_json(),
         }  # fmt: skip
 
@@ -137,7 +137,7 @@ def evaluate(
     """Score models on a text, one after the other; with a reference each beside it, two in memory at most.
 
     name: of the text, for the report. window: by default 2048 tokens, or what the model of the shortest context takes.
-    stride: by default 512, or a quarter of such a shorter window. tokenizer: a folder, instead of each model's own. dtype:
+    stride: by default a quarter of the window, 512 at most. tokenizer: a folder, instead of each model's own. dtype:
     one of DTYPES, by default float32; speed is measured in the model's own by default. packed: masters are computed with as
     they are, the reference excepted.
 
@@ -156,6 +156,13 @@ def evaluate(
     for folder in everything:
         check_options(folder, device, packed and folder is not base)
     windows = choose_windows(everything, window, stride, score_first)
+    for folder in folders if base else []:
+        assert base is not None
+        if None not in (folder.vocabulary, base.vocabulary) and folder.vocabulary != base.vocabulary:
+            raise EvaluationError(
+                f"{folder.path}: its config.json has {folder.vocabulary} tokens, that of the reference {base.vocabulary}: "
+                "expected models of one vocabulary"
+            )
     ids = _ids(everything, text, tokenizer, max_tokens)
     sizes = [size(folder.path) for folder in everything]
     count = len(windows.starts(len(ids)))
@@ -227,10 +234,9 @@ def choose_windows(folders: Sequence[Folder], window: int | None, stride: int | 
     shortest, path = min(limits, default=(None, None))
     if window is None:
         window = min(DEFAULT_WINDOW, shortest or DEFAULT_WINDOW)
-        stride = stride or (DEFAULT_STRIDE if window == DEFAULT_WINDOW else max(1, window // 4))
     elif shortest is not None and window > shortest:
         raise EvaluationError(f"--window {window}: {path} takes at most {shortest} tokens (by its config.json)")
-    return Windows(window, stride or DEFAULT_STRIDE, score_first)
+    return Windows(window, stride or min(DEFAULT_STRIDE, max(1, window // 4)), score_first)
 
 
 def _ids(folders: Sequence[Folder], text: str, tokenizer: Path | None, max_tokens: int | None) -> Ids:
@@ -257,7 +263,8 @@ def _ids(folders: Sequence[Folder], text: str, tokenizer: Path | None, max_token
     return first
 
 
-def _json(estimate: Estimate | None) -> dict[str, float | None] | None:
+def to_json(estimate: Estimate | None) -> dict[str, float | None] | None:
+    """A measure as JSON holds it; None for what is not finite."""
     if estimate is None:
         return None
     return {"value": _finite(estimate.value), "standard_error": _finite(estimate.standard_error)}

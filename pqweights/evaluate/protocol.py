@@ -8,6 +8,7 @@ the formulas.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -242,7 +243,7 @@ def _score(logits: Sequence[Floats], chosen: Ids, start: int) -> _Tokens:
             with np.errstate(invalid="ignore"):  # a token that the reference rules out: 0 * (-inf - ...)
                 result.divergences[place] = np.where(likely > 0, likely * (theirs - ours), 0.0).sum(axis=1)
 
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         for _ in pool.map(rows, range(0, tokens, step)):
             pass
     return result

@@ -167,11 +167,11 @@ def _open_master(folder: Folder, device: str, dtype: str, packed: bool) -> Model
 
     _loader(folder)  # refuses what is no language model
     with Refused(f"{folder.path}: transformers does not take this model"), quiet():
-        model = load_model(folder.path, packed=packed, dtype=dtype, device_map=None if device == "cpu" else device)
+        model = load_model(folder.path, packed=packed, dtype=dtype, device_map=None)
     if model.get_output_embeddings() is None:
         raise SourceError(f"{folder.path}: {type(model).__name__} has no head for the next token; export it first")
     runtime = "transformers, pqweights' packed weights" if packed else "transformers, weights decoded by pqweights"
-    return _in_torch(runtime, model.eval())
+    return _in_torch(runtime, model.eval().to(device))
 
 
 def _open_compressed_tensors(folder: Folder, device: str, dtype: str) -> Model:

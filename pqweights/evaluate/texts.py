@@ -27,7 +27,7 @@ def read_text(path: Path) -> str:
     """
     data = path.read_bytes()
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise EvaluationError(
             f"{path}: expected UTF-8 text, found the byte 0x{data[error.start]:02x} at {error.start}; convert the file"

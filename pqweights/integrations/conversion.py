@@ -22,7 +22,7 @@ from pqweights.checkpoint.master import logical_tensors
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import stored_tensors
 from pqweights.checkpoint.storage import LocalStorage
-from pqweights.errors import SourceError
+from pqweights.errors import MasterError, SourceError
 from pqweights.integrations.packed import PackedTensor, bytes_per_weight, pack
 
 CHUNK_WEIGHTS = 1 << 20  # a multiple of the block
@@ -43,6 +43,11 @@ class Master:
         self.parts = {
             part.name: tensor for tensor in tensors if isinstance(tensor, EncodedTensor) for part in tensor.parts
         }
+        if not self.parts and settings.get("codec") is not None:
+            raise MasterError(
+                "config.json: the quantization_config is that of a master, but the files hold no codes; of an ordinary model, remove "
+                "quantization_config and transformers_weights from its config.json"
+            )
         self.packed = packed
         self.decoded_weights: set[str] = set()
         self.loading_info: Any = None

@@ -223,9 +223,18 @@ class PackedTensor(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    if not isinstance(weight, PackedTensor) or weight.stacked or isinstance(x, PackedTensor) or x.dtype != weight.dtype:
+def _linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Any:  # torch's names: it is called by them, too
+    x = input
+    if not isinstance(weight, PackedTensor) or weight.stacked or isinstance(x, PackedTensor):
         return NotImplemented
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.like(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if x.dtype != weight.dtype or x.ndim == 0 or x.shape[-1] != weight.shape[-1]:
+        return NotImplemented  # torch says what is wrong
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
@@ -242,18 +251,19 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
             chunk = _buffer(weight.dtype, weight.device, (stop - start) * columns).view(-1, columns)
             _decode_rows(matrix, start, stop, chunk)
             bias_of_rows = None if bias is None else bias[start:stop]
-            flat_out[:, start:stop] = torch.nn.functional.linear(flat, chunk, bias_of_rows)
+            with torch.autocast(x.device.type, enabled=False):
+                flat_out[:, start:stop] = torch.nn.functional.linear(flat, chunk, bias_of_rows)
 
     _share(multiply, rows, columns, weight.device)
     return out
 
 
 def _embedding(
-    ids: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, *_: Any, **__: Any
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, *_: Any, **__: Any
 ) -> Any:
     if not isinstance(weight, PackedTensor) or weight.stacked or max_norm is not None:
         return NotImplemented
-    (matrix,) = weight.matrices
+    ids, (matrix,) = input, weight.matrices
     out = torch.empty(ids.numel(), weight.shape[1], dtype=weight.dtype, device=weight.device)
     selected = matrix[0].selected(ids.reshape(-1)) if len(matrix) == 1 else None
     if selected is not None:
@@ -263,7 +273,7 @@ def _embedding(
             if not 0 <= row < weight.shape[0]:
                 raise IndexError(f"index {row} is out of range for {weight.shape[0]} rows")
             _decode_rows(matrix, row, row + 1, into[None])
-    return out.view(*ids.shape, -1)
+    return out.view(*ids.shape, weight.shape[1])
 
 
 def _getitem(weight: Tensor, index: Any) -> Any:
@@ -299,7 +309,13 @@ def _set_data(tensor: Tensor, value: Tensor) -> Any:
     return NotImplemented
 
 
+def _no_storage(*_: Any, **__: Any) -> Any:
+    raise PqweightsError("packed weights have no storage of their own; load the model without packed=True")
+
+
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.share_memory_: _no_storage,
+    torch.Tensor.untyped_storage: _no_storage,
     torch.nn.functional.linear: _linear,
     torch.nn.functional.embedding: _embedding,
     torch.Tensor.__getitem__: _getitem,

@@ -122,6 +122,7 @@ class PqweightsQuantizer(HfQuantizer):
             model.requires_grad_(False)
             self.decoded_weights = tuple(sorted(self._master.decoded_weights))
         self._master.close()
+        del self._master
         return model
 
     def is_serializable(self) -> bool:
@@ -140,9 +141,11 @@ class PqweightsQuantizer(HfQuantizer):
 
 def remove_guard(config: Any) -> None:
     """Remove the key that stops a transformers without pqweights, from a configuration and those in it."""
-    for place in [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]:
-        if place is not None and hasattr(place, GUARD_KEY):
-            delattr(place, GUARD_KEY)
+    values = config if isinstance(config, dict) else vars(config)
+    values.pop(GUARD_KEY, None)
+    for key, value in values.items():
+        if key.endswith("_config") and (isinstance(value, dict) or hasattr(value, "sub_configs")):
+            remove_guard(value)
 
 
 def _refuse_disk(device_map: dict[str, Any]) -> None:

@@ -1405,7 +1405,7 @@ EVAL_CASES = [
     evaluating("eval-packed-without-a-master", "--packed", "expected a master", command=EVAL + " --packed"),
     evaluating("eval-plot-of-another-kind", "plot.doc", ".png or .svg", command=EVAL + " --plot plot.doc"),
     evaluating("eval-reference-missing", "nowhere", "config.json", command=EVAL + " --reference nowhere"),
-    beside("eval-reference-of-another-vocabulary", "16 logits", "18", vocabulary=18),
+    beside("eval-reference-of-another-vocabulary", "16 tokens", "18", vocabulary=18),
     beside(
         "eval-reference-of-another-tokenizer", "model", "other tokens", "other",
         words={f"w{number}": (number + 1) % 16 for number in range(16)},
