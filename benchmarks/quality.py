@@ -122,10 +122,20 @@ def others(
         }
 
 
-def ablation(model: Path, text: str, calibration: str, tokens: int, absent: dict[str, str]) -> Iterator[dict[str, Any]]:
+def ablation(
+    model: Path, text: str, calibration: str, tokens: int, windows: Windows, absent: dict[str, str]
+) -> Iterator[dict[str, Any]]:
     """The rows of pqweights ablate."""
     done = ablate(
-        model, text, ABLATED, load_recipe("q5"), calibration=calibration, max_tokens=tokens, threads=usable_cores()
+        model,
+        text,
+        ABLATED,
+        load_recipe("q5"),
+        calibration=calibration,
+        max_tokens=tokens,
+        window=windows.size,
+        stride=windows.stride,
+        threads=usable_cores(),
     )
     for line in done.absent:
         absent["INT4"] = line
@@ -158,7 +168,7 @@ def rows_of(model: Path, options: Any, settings: dict[str, Any], absent: dict[st
         work = Path(temporary)
         parts = {
             MASTERS: lambda: masters(model, work, ids, calibration, windows, base),
-            ABLATION: lambda: ablation(model, text, calibration, options.max_tokens, absent),
+            ABLATION: lambda: ablation(model, text, calibration, options.max_tokens, windows, absent),
             OTHERS: lambda: others(model, work, ids, windows, base, absent),
         }
         alone = {"what": "original", "bits": None, "bits_per_weight": None, "relative_mse": None}
