@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.calibrate import WINDOW, calibrate, fewest_tokens
-from pqweights.errors import EvaluationError, MissingDependencyError, RecipeError
+from pqweights.errors import EvaluationError, ExportError, MissingDependencyError, RecipeError
 from pqweights.evaluate import (
     Estimate,
     Scores,
@@ -28,6 +28,7 @@ from pqweights.evaluate import (
     tokenize,
 )
 from pqweights.evaluate.folders import read_folder
+from pqweights.evaluate.packages import package
 from pqweights.evaluate.texts import load_tokenizer
 from pqweights.evaluate.weight_errors import relative_mse
 from pqweights.exports import export
@@ -153,9 +154,7 @@ def ablate(
             kept = len(ids) - len(ids) // CALIBRATION_SHARE
             rest, ids = ids[kept:], ids[:kept]
             calibration = str(load_tokenizer(tokenizer or source).decode(rest.tolist()))
-        calibrated = min(
-            len(tokenize(tokenizer or source, calibration, MOST_CALIBRATION_TOKENS)), MOST_CALIBRATION_TOKENS
-        )
+        calibrated = len(tokenize(tokenizer or source, calibration, MOST_CALIBRATION_TOKENS))
         needed = fewest_tokens(min(WINDOW, windows.size))
         if calibrated < needed:
             raise EvaluationError(
@@ -163,11 +162,17 @@ def ablate(
                 "own (--calibration FILE), or --no-awq"
             )
     starts = windows.starts(len(ids))
+    absent: list[str] = []
+    if int4:
+        try:
+            package("torchao", "torchao", "INT4")
+        except MissingDependencyError as error:
+            absent.append(str(error))
+            int4 = False
     total = 1 + len(widths) * (len(MASTERS) - (not awq) + (len(RULES) if int4 else 0)) + (len(RULES) if int4 else 0)
     progress(0, total, "original")
     reference = open_model(source)
     rows: list[Row] = []
-    absent: list[str] = []
     with tempfile.TemporaryDirectory(prefix="pqweights-ablate-", dir=work) as folder:
         plan = _folders(
             source,
@@ -236,7 +241,7 @@ def _integers(
                     f"+ INT4 on top, {called}" if original is None else f"INT4 from the original, {called}",
                     bits if original is None else None, out,
                 )  # fmt: skip
-            except MissingDependencyError as error:
+            except ExportError as error:
                 absent.append(f"INT4: {error}")
 
 

@@ -19,7 +19,9 @@ from typer.testing import CliRunner
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from pqweights import ablate
 from pqweights.ablate import ABSMAX, BOTH, LEAST_SQUARES, MASTERS, Row, _with_shares
+from pqweights.errors import MissingDependencyError
 from pqweights.evaluate import Scores, Windows, compare, open_model, tokenize
 from pqweights.evaluate.protocol import Loss
 from pqweights.evaluate.weight_errors import relative_mse
@@ -142,3 +144,17 @@ def test_bad_input(arguments: list[str], code: int, expected: str, source: Path)
 
 def test_tokens_of_both_kinds_do_not_overlap(source: Path) -> None:
     assert np.array_equal(tokenize(source, (source / "text").read_text()), TOKENS[:3000])
+
+
+def test_without_torchao_the_other_rows_stand(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found missing before anything is measured, and said."""
+
+    def package(name: str, extra: str, why: str) -> None:
+        raise MissingDependencyError(f"{why} needs {name}: pip install 'pqweights[{extra}]'")
+
+    monkeypatch.setattr(ablate, "package", package)
+    done = invoke("ablate", source, "--text", source / "text", "--no-awq", "--max-tokens", 256, *WINDOWS)
+    assert done.exit_code == 0, done.stderr
+    assert "not measured: INT4 needs torchao: pip install 'pqweights[torchao]'" in done.stdout
+    assert "INT4 on top" not in done.stdout
+    assert "+ both" in done.stdout

@@ -1,7 +1,7 @@
 """What enters each matrix of a model while it reads text: for weights of linear layers and of experts alike.
 
-A model is run by transformers; every product of activations with a parameter (or with one matrix of a stack of experts) is
-seen where torch computes it, so that no architecture needs a rule of its own. Rows of inputs are sampled into a file.
+A model is run by transformers; products of activations with a parameter, or with matrices of a stack of experts, are seen where
+torch computes them (see _PRODUCTS), so that no architecture needs a rule of its own. Rows of inputs are sampled into a file.
 """
 
 from __future__ import annotations
