@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -269,3 +271,18 @@ def test_a_master_is_not_calibrated(source: Path, texts: Path, tmp_path: Path) -
     done = invoke("calibrate", tmp_path / "master", tmp_path / "s.safetensors", "--text", texts / "long.txt")
     assert done.exit_code == 1
     assert "what it was made from" in done.stderr
+
+
+def test_a_full_disk_is_named(source: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the samples of activations are written; it is not transformers that cannot go on."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(activations.os, "pwrite", full)
+    arguments = ("--text", texts / "long.txt", "--window", 128, "--max-tokens", 2500)
+    done = invoke("calibrate", source, tmp_path / "s.safetensors", *arguments)
+    assert done.exit_code == 1
+    assert "temporary file beside OUT: the disk is full" in done.stderr
+    assert "transformers" not in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -31,8 +31,7 @@ def disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise OutputError(
-                f"{path.name}: the disk is full ({error.strerror}); free some space and run the same command again: it "
-                "continues where it stopped"
+                f"{path.name}: the disk is full ({error.strerror}); free some space and run the same command again"
             ) from None
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another output folder") from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch.overrides import TorchFunctionMode
 
+from pqweights.checkpoint.writer import disk_errors
 from pqweights.errors import SourceError
 from pqweights.scale_search import Inputs
 
@@ -35,6 +37,9 @@ _PRODUCTS: dict[Any, tuple[tuple[str, ...], int]] = {
     torch.Tensor.bmm: (("self", "mat2"), -2),
     torch.addmm: (("input", "mat1", "mat2"), -2),
 }
+
+
+_SAMPLES = Path("temporary file beside OUT")  # as errors call it
 
 
 class _Sample:
@@ -64,9 +69,10 @@ class _Sample:
             self._windows[place] = window
             view = np.ascontiguousarray(rows[row]).data.cast("B")
             at = self._offset + place * self._columns * 4
-            while view:
-                count = os.pwrite(self._descriptor, view, at)
-                view, at = view[count:], at + count
+            with disk_errors(_SAMPLES):
+                while view:
+                    count = os.pwrite(self._descriptor, view, at)
+                    view, at = view[count:], at + count
 
     def read(self) -> Floats:
         """The sample: [rows, K]."""
