@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv demo test lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-phases bench-peers bench-scaling bench-exports bench-loading bench-quality bench-report bench-kills bad-inputs clean
+.PHONY: help venv demo test lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-phases bench-peers bench-scaling bench-exports bench-loading bench-quality bench-hub bench-report bench-kills bad-inputs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -47,7 +47,7 @@ format: $(READY) ## format the code
 # OUT: where the JSON documents and the plots go; PAGES: whose tables are written from them; FOLDER: where checkpoints are
 # made (20 GB at most), by default the temporary folder; EXTRAS: bench, or bench,bench-llama.
 OUT ?= docs/benchmarks
-PAGES ?= docs/benchmarks.md docs/exports.md docs/quality.md README.md
+PAGES ?= docs/benchmarks.md docs/exports.md docs/hub.md docs/quality.md README.md
 EXTRAS ?= bench
 BENCHMARK = $(BIN)/python benchmarks/$(1).py --out $(OUT)
 REPORT = $(call BENCHMARK,report) $(PAGES)
@@ -99,6 +99,10 @@ bench-loading: $(READY) ## a master in transformers: seconds and memory of loadi
 
 bench-quality: $(READY) ## MODELS="DIR ...": perplexity, KL and top-1 of masters with and without AWQ, of the ablation, of peers
 	$(call BENCHMARK,quality) $(MODELS) $(WORK) $(ARGS)
+	$(REPORT)
+
+bench-hub: $(READY) ## over a Hub on the loopback: quantize by id with little disk, push, load; a 430 GB plan; injected faults
+	$(call BENCHMARK,hub) $(WORK) $(ARGS)
 	$(REPORT)
 
 bench-report: $(READY) ## draw the plots and write the tables again

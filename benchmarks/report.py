@@ -20,6 +20,7 @@ from typing import Any
 
 import commands
 import exports
+import hub
 import loading
 import numpy as np
 import peers
@@ -42,6 +43,7 @@ SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
     "exports": exports.sections,
     "loading": loading.sections,
     "quality": quality.sections,
+    "hub": hub.sections,
 }
 
 

@@ -45,6 +45,8 @@ def command(
         typer.Option("--work", metavar="DIR", help="Where masters are made for a while.", exists=True, file_okay=False),
     ] = None,
     threads: options.ThreadsOption = None,
+    revision: options.RevisionOption = None,
+    token: options.TokenOption = None,
     json: options.JsonOption = False,
 ) -> None:
     """What each part of the method is worth on a model: absmax, rotation, levels, norms, AWQ, and INT4 on top.
@@ -59,9 +61,10 @@ def command(
         from pqweights.recipe import load_recipe
 
         chosen = load_recipe(recipe)
+        found = options.fetched(source, revision, token)
         with output.progress("ablating", unit="rows") as progress:
             done = ablate(
-                source, read_text(text), widths, chosen, calibration=None if calibration is None else read_text(calibration),
+                found.path, read_text(text), widths, chosen, calibration=None if calibration is None else read_text(calibration),
                 awq=not no_awq, int4=not no_int4, window=window, stride=stride, score_first=score_first,
                 max_tokens=max_tokens, tokenizer=tokenizer, work=work, threads=options.thread_count(threads),
                 progress=progress,

@@ -46,6 +46,8 @@ def command(
     ] = None,
     threads: options.ThreadsOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file of scales.")] = False,
+    revision: options.RevisionOption = None,
+    token: options.TokenOption = None,
     json: options.JsonOption = False,
 ) -> None:
     """Search activation-aware scales (AWQ) for quantize --awq: run the checkpoint over a text, keep what helps.
@@ -61,9 +63,10 @@ def command(
         chosen = load_recipe(recipe)
         if bits is not None:
             chosen = chosen.with_bits(bits)
+        found = options.fetched(source, revision, token)
         with output.progress("calibrating", unit=None) as progress:
             done = calibrate(
-                source, out, read_text(text), chosen, max_tokens=max_tokens, window=window, tokenizer=tokenizer,
+                found.path, out, read_text(text), chosen, max_tokens=max_tokens, window=window, tokenizer=tokenizer,
                 dtype=dtype.value, device_map=device_map, threads=options.thread_count(threads), overwrite=overwrite,
                 progress=progress,
             )  # fmt: skip

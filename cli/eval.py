@@ -12,6 +12,7 @@ from . import options, output
 
 if TYPE_CHECKING:
     from pqweights.evaluate import Report, Row, Settings
+    from pqweights.evaluate.record import Place
 
 
 class Dtype(StrEnum):
@@ -30,14 +31,15 @@ class Dataset(StrEnum):
 
 def command(
     models: Annotated[
-        list[Path], typer.Argument(metavar="MODEL...", help="Checkpoints, masters and exports; local folders.")
+        list[str],
+        typer.Argument(metavar="MODEL...", help="Checkpoints, masters and exports: folders, or ORG/NAME on the Hub."),
     ],
     text: Annotated[Path | None, typer.Option("--text", metavar="FILE", help="UTF-8 text to evaluate on.")] = None,
     dataset: Annotated[
         Dataset | None, typer.Option("--dataset", help="Instead of --text: the test split of WikiText-2 (raw).")
     ] = None,
     reference: Annotated[
-        Path | None,
+        str | None,
         typer.Option("--reference", metavar="SRC", help="Compare with this model, token by token: KL, top-1, change."),
     ] = None,
     window: options.WindowOption = None,
@@ -64,34 +66,66 @@ def command(
             "--plot", metavar="FILE", help="Draw KL (or perplexity) against bits per parameter: .svg or .png."
         ),
     ] = None,
+    no_record: options.RecordOption = False,
+    revision: options.RevisionOption = None,
+    token: options.TokenOption = None,
     json: options.JsonOption = False,
 ) -> None:
     """Measure models on a text: perplexity, and how far each is from a reference.
 
     Each model is computed by the library that is meant to load it; the column runtime says how. Sliding windows, of which
-    only the last tokens count: docs/evaluation.md.
+    only the last tokens count: docs/evaluation.md. What was measured of a master or an export is written beside it, for
+    its model card.
     """
     if (text is None) == (dataset is None):
         raise typer.BadParameter("expected either --text FILE or --dataset wikitext")
     with output.errors():
         from pqweights.evaluate import evaluate, read_text, wikitext
+        from pqweights.evaluate.record import find_place
 
         if plot is not None:
             from pqweights.plots import check_plot_file, plot_evaluation
 
             check_plot_file(plot)
+        named = {name: options.fetched(name, revision, token) for name in models}
+        base = None if reference is None else options.fetched(reference, None, token)
+        folders = [named[name].path for name in models]
+        places = [None if no_record or named[name].origin else find_place(named[name].path) for name in models]
+        words = wikitext() if text is None else read_text(text)
         with output.progress("evaluating", unit="steps") as progress:
             done = evaluate(
-                models, wikitext() if text is None else read_text(text), name=str(text or dataset), reference=reference,
+                folders, words, name=str(text or dataset), reference=base and base.path,
                 window=window, stride=stride, score_first=score_first, max_tokens=max_tokens, tokenizer=tokenizer,
                 dtype=dtype and dtype.value, device=device.value, packed=packed, speed=speed, progress=progress,
             )  # fmt: skip
+        recorded = done
+        shown = [(name, named[name]) for name in models] + ([(reference, base)] if reference and base else [])
+        done = done.renamed({str(found.path): name for name, found in shown if found.origin})
         if plot is not None:
             plot_evaluation(done, plot)
         if json:
             output.print_json(done.to_json())
         else:
             typer.echo(_text(done))
+        _record(recorded, places, words, tokenizer, reference)
+
+
+def _record(
+    report: Report, places: list[Place | None], words: str, tokenizer: Path | None, reference: str | None
+) -> None:
+    """Write figures beside the models that they are of; where that cannot be done, the figures were shown all the same."""
+    from pqweights.errors import MasterError, OutputError
+    from pqweights.evaluate.record import make_record, write_record
+    from pqweights.hub.sources import repository_id
+
+    on_hub = None if reference is None else repository_id(reference)
+    for row, place in zip(report.rows, places, strict=True):
+        if place is not None:
+            try:
+                path = write_record(place, make_record(report, row, words, tokenizer=tokenizer, reference=on_hub))
+                output.note(f"recorded in {path}")
+            except (MasterError, OutputError) as error:
+                output.note(f"not recorded: {error}")
 
 
 def _text(report: Report) -> str:

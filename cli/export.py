@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -75,7 +74,7 @@ def command(
         ),
     ] = None,
     source: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--source", metavar="SRC", help="Take the weights of the original checkpoint; prints what the master costs."
         ),
@@ -99,6 +98,8 @@ def command(
     max_shard_bytes: options.ShardOption = "5GB",  # type: ignore[assignment]  # typer parses it
     threads: options.ThreadsOption = None,
     device: options.DeviceOption = options.Device.CPU,
+    revision: options.RevisionOption = None,
+    token: options.TokenOption = None,
     json: options.JsonOption = False,
 ) -> None:
     """Turn a master into a checkpoint that runtimes load. Killed at any moment, the same command continues.
@@ -123,9 +124,11 @@ def command(
             dtype=dtype and dtype.value, bits=bits, group_size=group_size, mode=mode and mode.value,
             packing=packing and packing.value, basis=basis and basis.value, qparams=qparams and qparams.value,
         )  # fmt: skip
+        found = options.fetched(folder, revision, token)
+        original = None if source is None else options.fetched(source, None, token).path
         with output.progress("exporting") as progress:
             done = export(
-                folder, out, target.value, asked, original=source, threads=options.thread_count(threads),
+                found.path, out, target.value, asked, origin=found.origin, original=original, threads=options.thread_count(threads),
                 device=device.value, overwrite=overwrite, max_shard_bytes=max_shard_bytes, progress=progress,
             )  # fmt: skip
         if json:

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from pqweights.inspect import Inspection
 
 FolderOrSource = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Folder that pqweights wrote; any checkpoint with --distribution.")
+    str,
+    typer.Argument(
+        metavar="DIR", help="Folder that pqweights wrote, or ORG/NAME on the Hub; any checkpoint with --distribution."
+    ),
 ]
 DistributionOption = Annotated[
     bool,
@@ -33,14 +36,20 @@ def command(
     plot: PlotOption = None,
     threads: options.ThreadsOption = None,
     allow_pickle: options.PickleOption = False,
+    revision: options.RevisionOption = None,
+    token: options.TokenOption = None,
     json: options.JsonOption = False,
 ) -> None:
     """Show a finished folder: tensors, bits, relative errors, sizes, and totals."""
     with output.errors():
+        from pqweights.checkpoint.names import MANIFEST_FILE
+
         if distribution:
-            _show_distribution(folder, plot, options.thread_count(threads), allow_pickle, json)
+            _show_distribution(
+                options.fetched(folder, revision, token).path, plot, options.thread_count(threads), allow_pickle, json
+            )
         else:
-            _show_folder(folder, plot, json)
+            _show_folder(options.fetched(folder, revision, token, only=[MANIFEST_FILE]).path, plot, json)
 
 
 def _show_folder(folder: Path, plot: Path | None, json: bool) -> None:

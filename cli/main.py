@@ -9,13 +9,14 @@ from typing import Annotated
 
 import typer
 
-from . import ablate, calibrate, export, inspect, plan, quantize, verify
+from . import ablate, calibrate, card, export, inspect, plan, push, quantize, verify
 from . import eval as evaluate
 
 app = typer.Typer(
     name="pqweights",
     help="Quantize a checkpoint into a nearly lossless 5.125-bit master, and turn the master into what runtimes load.",
     no_args_is_help=True,
+    pretty_exceptions_show_locals=False,  # a token may be among them
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -42,6 +43,8 @@ app.command("plan")(plan.command)
 app.command("inspect")(inspect.command)
 app.command("verify")(verify.command)
 app.command("export")(export.command)
+app.command("card")(card.command)
+app.command("push")(push.command)
 app.command("calibrate")(calibrate.command)
 app.command("ablate")(ablate.command)
 app.command("eval")(evaluate.command)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from . import output
+
+if TYPE_CHECKING:
+    from pqweights.hub.sources import Access, Fetched
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -49,12 +55,39 @@ def check_awq(awq: Path | None, any_codec: bool) -> None:
         raise typer.BadParameter("--awq-any-codec: expected --awq FILE beside it")
 
 
+def access(revision: str | None, token: str | None) -> Access:
+    """How the Hub is used; waits are told on stderr."""
+    from pqweights.hub.sources import Access
+
+    return Access(revision, token or None, output.note)
+
+
+def fetched(source: str, revision: str | None, token: str | None, only: Sequence[str] = ()) -> Fetched:
+    """A folder here, or a repository on the Hub as a folder in the cache."""
+    from pqweights.hub.sources import local_folder
+
+    with output.progress("fetching") as progress:
+        return local_folder(source, access(revision, token), only, progress)
+
+
 SourceArgument = Annotated[
-    Path,
-    typer.Argument(metavar="SRC", help="Checkpoint folder (sharded or single safetensors), or one safetensors file."),
+    str,
+    typer.Argument(
+        metavar="SRC",
+        help="Checkpoint folder (sharded or single safetensors), one safetensors file, or ORG/MODEL on the Hub.",
+    ),
+]
+RevisionOption = Annotated[
+    str | None, typer.Option("--revision", metavar="REV", help="Branch, tag or commit on the Hub.", show_default="main")
+]
+TokenOption = Annotated[
+    str | None,
+    typer.Option("--token", metavar="TOKEN", help="For the Hub.", show_default="HF_TOKEN, or that of hf auth login"),
 ]
 OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="New or empty folder for the result.")]
-FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Folder that pqweights wrote.")]
+FolderArgument = Annotated[
+    str, typer.Argument(metavar="DIR", help="Folder that pqweights wrote, or ORG/NAME of one on the Hub.")
+]
 RecipeOption = Annotated[
     str, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="Recipe by name, or a YAML file.")
 ]
@@ -105,6 +138,19 @@ MaxTokensOption = Annotated[
 TokenizerOption = Annotated[
     Path | None,
     typer.Option("--tokenizer", metavar="DIR", help="Folder with the tokenizer, if the model's own has none."),
+]
+RecordOption = Annotated[
+    bool, typer.Option("--no-record", help="Leave out pqweights-eval.json, the figures beside each of our results.")
+]
+BaseModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--base-model", metavar="ORG/MODEL", help="The original, for the card, if it was quantized from a local folder."
+    ),
+]
+AdoptOption = Annotated[
+    bool,
+    typer.Option("--adopt", help="Keep the text of a README.md that pqweights did not write, in the card's notes."),
 ]
 PickleOption = Annotated[
     bool, typer.Option("--allow-pickle", help="Read pickled weights too, through torch's weights_only loader.")

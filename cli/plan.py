@@ -21,11 +21,13 @@ def command(
     awq: options.AwqOption = None,
     awq_any_codec: options.AnyCodecOption = False,
     allow_pickle: options.PickleOption = False,
+    revision: options.RevisionOption = None,
+    token: options.TokenOption = None,
     json: options.JsonOption = False,
 ) -> None:
     """Show what quantize would do, from the headers alone: per tensor action, codec, bits, bytes and reason."""
     options.check_awq(awq, awq_any_codec)
-    run(source, recipe, bits, max_shard_bytes, threads, awq, awq_any_codec, allow_pickle, json)
+    run(source, recipe, bits, max_shard_bytes, threads, awq, awq_any_codec, allow_pickle, revision, token, json)
 
 
 @contextlib.contextmanager
@@ -47,7 +49,7 @@ def _no_search_for_cycles() -> Iterator[None]:
 
 @_no_search_for_cycles()
 def run(
-    source: Path,
+    source: str,
     recipe: str,
     bits: int | None,
     max_shard_bytes: int,
@@ -55,6 +57,8 @@ def run(
     awq: Path | None,
     awq_any_codec: bool,
     allow_pickle: bool,
+    revision: str | None,
+    token: str | None,
     json: bool,
 ) -> None:
     """Print the plan."""
@@ -66,12 +70,13 @@ def run(
         chosen = load_recipe(recipe)
         if bits is not None:
             chosen = chosen.with_bits(bits)
-        _, _, planned = plan_quantize(
-            source, chosen, awq=awq, awq_any_codec=awq_any_codec, max_shard_bytes=max_shard_bytes,
+        checkpoint, _, planned = plan_quantize(
+            source, chosen, access=options.access(revision, token), awq=awq, awq_any_codec=awq_any_codec, max_shard_bytes=max_shard_bytes,
             allow_pickle=allow_pickle,
         )  # fmt: skip
         needs = resource_needs(planned, options.thread_count(threads))
+        traffic = report.traffic(checkpoint)
         if json:
-            output.print_json(report.plan_json(planned, needs))
+            output.print_json(report.plan_json(planned, needs) | traffic)
         else:
-            typer.echo(report.plan_text(planned, needs))
+            typer.echo("\n".join([report.plan_text(planned, needs), *report.traffic_lines(traffic)]))

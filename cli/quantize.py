@@ -27,6 +27,14 @@ def command(
     awq: options.AwqOption = None,
     awq_any_codec: options.AnyCodecOption = False,
     allow_pickle: options.PickleOption = False,
+    low_disk: Annotated[
+        bool,
+        typer.Option(
+            "--low-disk", help="Of a repository keep at most two files at a time: each is deleted when it is done."
+        ),
+    ] = False,
+    revision: options.RevisionOption = None,
+    token: options.TokenOption = None,
     json: options.JsonOption = False,
 ) -> None:
     """Turn a checkpoint into a master: packed codes and block norms, nearly lossless at 5.125 bits per weight.
@@ -35,7 +43,9 @@ def command(
     """
     options.check_awq(awq, awq_any_codec)
     if dry_run:
-        run_plan(source, recipe, bits, max_shard_bytes, threads, awq, awq_any_codec, allow_pickle, json)
+        run_plan(
+            source, recipe, bits, max_shard_bytes, threads, awq, awq_any_codec, allow_pickle, revision, token, json
+        )
         return
     with output.errors(continues=True):
         from pqweights.quantize import quantize
@@ -46,7 +56,7 @@ def command(
             chosen = chosen.with_bits(bits)
         with output.progress("quantizing") as progress:
             done = quantize(
-                source, out, chosen, threads=options.thread_count(threads), device=device.value, overwrite=overwrite,
+                source, out, chosen, access=options.access(revision, token), low_disk=low_disk, threads=options.thread_count(threads), device=device.value, overwrite=overwrite,
                 awq=awq, awq_any_codec=awq_any_codec, max_shard_bytes=max_shard_bytes, allow_pickle=allow_pickle,
                 strict=strict, progress=progress,
             )  # fmt: skip

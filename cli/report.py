@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .output import size, table
 
 if TYPE_CHECKING:
+    from pqweights.checkpoint.source import Checkpoint
     from pqweights.manifest import TensorRecord
     from pqweights.plan import Plan, TensorPlan
     from pqweights.rewrite import Report
@@ -25,6 +26,31 @@ def plan_json(plan: Plan, needs: dict[str, int]) -> dict[str, Any]:
         "copied_files": list(plan.companions),
         "left_out_files": plan.left_out,
     }
+
+
+def traffic(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a checkpoint on the Hub is, and what was sent and fetched so far; nothing for one that lies here."""
+    from pqweights.hub.storage import HubStorage
+
+    storage = checkpoint.storage
+    if not isinstance(storage, HubStorage):
+        return {}
+    of = {"repository": storage.origin.id, "revision": storage.origin.revision}
+    sizes = [storage.files()[name].byte_count for name in checkpoint.weight_files]
+    disk = {"source_bytes": sum(sizes), "low_disk_bytes": storage.low_disk_bytes(checkpoint.weight_files)}
+    return {"hub": of | {"requests": storage.hub.requests, "bytes": storage.hub.bytes} | disk}
+
+
+def traffic_lines(found: dict[str, Any]) -> list[str]:
+    """The same for people."""
+    if not found:
+        return []
+    hub = found["hub"]
+    return [
+        f"besides, to fetch the source: {size(hub['source_bytes'])} in the Hub's cache, or with --low-disk "
+        f"{size(hub['low_disk_bytes'])} in the output folder",
+        f"{hub['repository']} at {hub['revision']}: {hub['requests']} requests, {size(hub['bytes'])} fetched for this plan",
+    ]
 
 
 def plan_text(plan: Plan, needs: dict[str, int]) -> str:

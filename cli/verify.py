@@ -8,14 +8,21 @@ from . import options, output
 
 
 def command(
-    folder: options.FolderArgument, threads: options.ThreadsOption = None, json: options.JsonOption = False
+    folder: options.FolderArgument,
+    threads: options.ThreadsOption = None,
+    revision: options.RevisionOption = None,
+    token: options.TokenOption = None,
+    json: options.JsonOption = False,
 ) -> None:
     """Check every stored byte of a finished folder against its manifest; exit 1 and a line per problem."""
     with output.errors():
         from pqweights.verify import verify
 
+        found = options.fetched(folder, revision, token)
         with output.progress("verifying") as progress:
-            result = verify(folder, threads=options.thread_count(threads), progress=progress)
+            result = verify(
+                found.path, threads=options.thread_count(threads), beside=found.not_fetched, progress=progress
+            )
         if json:
             checked = {"tensors": result.tensors, "files": result.files, "bytes": result.bytes}
             output.print_json({"ok": result.ok, "checked": checked, "problems": list(result.problems)})

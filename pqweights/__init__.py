@@ -19,10 +19,11 @@ __version__ = "0.1.0"
 def load_model(
     path: str | os.PathLike[str], *, packed: bool = False, dtype: Any = "auto", device_map: Any = None, **options: Any
 ) -> Any:
-    """The model in a folder: a master of ours, or any that transformers loads; nothing missing, nothing left over.
+    """The model in a folder, or of that id on the Hub: a master of ours, or any that transformers loads; nothing missing,
+    nothing left over.
 
     packed: keep the codes of a master in memory and decode in the forward pass (inference only). dtype, device_map and options
-    are those of transformers' from_pretrained. Raises SourceError, MasterError, MissingDependencyError.
+    are those of transformers' from_pretrained (`revision` and `token`, too). Raises SourceError, HubError, MasterError, MissingDependencyError.
     """
     loading = importlib.import_module("pqweights.integrations.transformers")
     return loading.load_model(path, packed=packed, dtype=dtype, device_map=device_map, **options)

@@ -5,6 +5,7 @@
     |   `-- SourceChangedError it differs from the one that an interrupted run began with
     |-- MasterError            a pqweights folder contradicts its own manifest or configuration
     |-- OutputError            the output folder or its disk cannot take the result
+    |-- HubError               the Hub, or the way there, refuses or fails
     |-- RecipeError            a recipe, codec, width or pattern is wrong
     |-- ExportError            a target cannot store this model, or not with these options
     |-- EvaluationError        a text is too short, or models cannot be compared on it
@@ -33,6 +34,10 @@ class MasterError(PqweightsError):
 
 class OutputError(PqweightsError):
     """The output folder is occupied, in use, or out of space."""
+
+
+class HubError(PqweightsError):
+    """The Hub does not have what was asked for, does not let us, or cannot be reached."""
 
 
 class RecipeError(PqweightsError):

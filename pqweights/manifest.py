@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.header import TensorSpec
+from pqweights.checkpoint.model_card import checked_facts
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.source import SURROGATE_ESCAPE
+from pqweights.checkpoint.storage import Origin
 from pqweights.codecs import CODECS, get_codec
 from pqweights.dtypes import DTYPE_BITS
 from pqweights.errors import MasterError
@@ -66,6 +68,8 @@ class Manifest:
     """The whole file. made_by: what the transform says of itself (a recipe, or an export's target).
 
     metadata: the __metadata__ of the safetensors files. left_out: tensors that were not carried over, with the reason.
+    origin: the Hub repository that was read, None for a local folder. model: what is known of the original model (see
+    model_card.model_facts). master: of an export, what its master's manifest says of itself.
     """
 
     kind: str
@@ -78,6 +82,9 @@ class Manifest:
     files: dict[str, FileRecord]
     metadata: dict[str, str] = field(default_factory=lambda: DEFAULT_METADATA)
     left_out: dict[str, str] = field(default_factory=dict)
+    origin: Origin | None = None
+    model: dict[str, Any] = field(default_factory=dict)
+    master: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As it stands in the file."""
@@ -85,7 +92,14 @@ class Manifest:
             "manifest_version": MANIFEST_VERSION,
             "kind": self.kind,
             **self.made_by,
-            "source": {"id": None, "bytes": self.source_bytes, "fingerprint": self.source_fingerprint},
+            "source": {
+                "id": None,
+                **({} if self.origin is None else self.origin._asdict()),
+                "bytes": self.source_bytes,
+                "fingerprint": self.source_fingerprint,
+            },
+            **({"model": self.model} if self.model else {}),
+            **({"master": self.master} if self.master else {}),
             "max_shard_bytes": self.max_shard_bytes,
             **error_totals(self.tensors, self.records),
             **({"metadata": self.metadata} if self.metadata != DEFAULT_METADATA else {}),
@@ -223,7 +237,18 @@ def parse_manifest(data: Any) -> Manifest:
         files,
         _strings(data, "metadata", DEFAULT_METADATA),
         _strings(data, "left_out", {}),
+        None if source.get("id") is None else Origin(_field(source, "id", str), _field(source, "revision", str)),
+        _parse_model(data),
+        _typed(data.get("master", {}), dict, "master"),
     )
+
+
+def _parse_model(data: dict[str, Any]) -> dict[str, Any]:
+    model: dict[str, Any] = _typed(data.get("model", {}), dict, "model")
+    expected = {key: _field(model, key, str) for key in ("id", "revision") if key in model} | checked_facts(model)
+    if model != expected:
+        raise _damaged("model", model)
+    return expected
 
 
 def _parse_tensor(entry: dict[str, Any]) -> tuple[TensorPlan, TensorRecord]:

@@ -17,18 +17,20 @@ from pqweights.checkpoint import scales
 from pqweights.checkpoint.config import edited_config, guarded_config, model_dtype
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.master import Encoding, encoded_specs, quantization_config
+from pqweights.checkpoint.model_card import model_facts
 from pqweights.checkpoint.names import awq_name, codes_name, norms_name
 from pqweights.checkpoint.readers import LogicalTensor, element_count
-from pqweights.checkpoint.source import Checkpoint, find_non_finite, open_local
+from pqweights.checkpoint.source import Checkpoint, find_non_finite
 from pqweights.codecs import EncodedBlocks, get_codec
 from pqweights.dtypes import item_bytes, to_float32
 from pqweights.errors import SourceError
+from pqweights.hub.sources import Access, open_source
 from pqweights.jobs import CHUNK_WEIGHTS, OUTPUTS, CopyJob, Job, Sink
 from pqweights.kernels import BLOCK_SIZE, VALUE_DTYPES
 from pqweights.manifest import TensorRecord, exceeds, rounded
 from pqweights.plan import DEFAULT_MAX_SHARD_BYTES, DEFAULT_METADATA, KEEP, QUANTIZE, Plan, TensorPlan
 from pqweights.recipe import Recipe, decide
-from pqweights.rewrite import Report, make_plan, rewrite
+from pqweights.rewrite import Lineage, Report, make_plan, rewrite
 from pqweights.stream import Progress
 from pqweights.weight import Pass, PassResult, PassTotals, block_count, encode_chunk, first_pass, next_pass
 
@@ -220,9 +222,11 @@ class EncodeJob:
 
 
 def plan_quantize(
-    source: Path,
+    source: str | Path,
     recipe: Recipe,
     *,
+    access: Access = Access(),  # noqa: B008  # frozen
+    low_disk: bool = False,
     awq: Path | None = None,
     awq_any_codec: bool = False,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
@@ -232,18 +236,20 @@ def plan_quantize(
     """Open a source and decide what quantizing it would do, from the headers alone.
 
     awq: a file that `calibrate` wrote. awq_any_codec: take its scales although they were searched for another codec or
-    width. Raises SourceError and RecipeError.
+    width. source, access, low_disk: see quantize. Raises SourceError, HubError, RecipeError.
     """
-    checkpoint = open_local(source, allow_pickle)
+    checkpoint = open_source(source, access, low_disk=low_disk, allow_pickle=allow_pickle)
     transform = Quantize(recipe, strict, None if awq is None else open_awq(awq, awq_any_codec))
     return checkpoint, transform, make_plan(checkpoint, transform, max_shard_bytes)
 
 
 def quantize(
-    source: Path,
+    source: str | Path,
     out: Path,
     recipe: Recipe,
     *,
+    access: Access = Access(),  # noqa: B008  # frozen
+    low_disk: bool = False,
     threads: int,
     device: str = "cpu",
     overwrite: bool = False,
@@ -256,13 +262,17 @@ def quantize(
 ) -> Report:
     """Turn a checkpoint into a master in the folder `out`, continuing an interrupted run of the same call.
 
-    device: cpu, cuda, or auto for cuda where there is one; the bytes are the same. awq, awq_any_codec: see plan_quantize.
-    Raises SourceError, RecipeError, OutputError, DeviceError.
+    source: a folder or file; a text may also be a repository on the Hub, used by `access`, whose files are fetched while the
+    work goes on and, with low_disk, deleted once what was made of them is on the disk. device: cpu, cuda, or auto for cuda
+    where there is one; the bytes are the same. awq, awq_any_codec: see plan_quantize.
+    Raises SourceError, RecipeError, OutputError, DeviceError, HubError.
     """
     checkpoint, transform, plan = plan_quantize(
-        source, recipe, awq=awq, awq_any_codec=awq_any_codec, max_shard_bytes=max_shard_bytes,
-        allow_pickle=allow_pickle, strict=strict,
+        source, recipe, access=access, low_disk=low_disk, awq=awq, awq_any_codec=awq_any_codec,
+        max_shard_bytes=max_shard_bytes, allow_pickle=allow_pickle, strict=strict,
     )  # fmt: skip
     return rewrite(
-        checkpoint, source, transform, plan, out, threads=threads, device=device, overwrite=overwrite, progress=progress
-    )
+        checkpoint, None if checkpoint.storage.origin else Path(source), transform, plan, out,
+        lineage=Lineage(model_facts(checkpoint.storage)), threads=threads, device=device, overwrite=overwrite,
+        progress=progress,
+    )  # fmt: skip

@@ -6,11 +6,12 @@ import contextlib
 import hashlib
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pqweights import __version__
-from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, WORK_FOLDER
+from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, WORK_FOLDER
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import Storage, read_bytes
 from pqweights.checkpoint.writer import COPY_BYTES, partial_path, sync_folder, write_whole
@@ -20,7 +21,16 @@ from pqweights.manifest import FileRecord, Manifest, TensorRecord, json_bytes, r
 from pqweights.plan import Plan, index_json, plan_shards
 from pqweights.stream import Progress, Stream
 from pqweights.transform import Transform
-from pqweights.workspace import RunIdentity, Workspace, check_output, check_paths, is_under_way, open_workspace, tidy
+from pqweights.workspace import (
+    FETCHED_FOLDER,
+    RunIdentity,
+    Workspace,
+    check_output,
+    check_paths,
+    is_under_way,
+    open_workspace,
+    tidy,
+)
 
 MEMORY_FLOOR_BYTES = 220_000_000
 # A thread's input chunk in float32 with its temporaries, and its share of the results that wait to be collected.
@@ -36,6 +46,14 @@ class Report:
     already_done: bool
     resumed: int
     source_bytes_read: int
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """What a result descends from, for its manifest, which see: the original model, and the master of an export."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    master: dict[str, Any] = field(default_factory=dict)
 
 
 def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int) -> Plan:
@@ -79,11 +97,12 @@ def resource_needs(plan: Plan, threads: int) -> dict[str, int]:
 
 def rewrite(
     checkpoint: Checkpoint,
-    source: Path,
+    source: Path | None,
     transform: Transform,
     plan: Plan,
     out: Path,
     *,
+    lineage: Lineage,
     threads: int,
     device: str = "cpu",
     overwrite: bool = False,
@@ -91,20 +110,22 @@ def rewrite(
 ) -> Report:
     """Fulfil a plan in the folder `out`, continuing what the same command left there, on whatever device that ran.
 
-    Raises SourceError, OutputError, DeviceError; after any of them no incomplete file stands under a final name.
+    source: where the checkpoint lies, None for the Hub. Raises SourceError, OutputError, HubError, DeviceError; after any of
+    them no incomplete file stands under a final name.
     """
     device = resolve_device(device)
-    check_paths(source, out)
-    fingerprint = checkpoint.fingerprint()
-    if not overwrite and (done := _finished(out, checkpoint, transform, plan, fingerprint)):
+    if source is not None:
+        check_paths(source, out)
+    if not overwrite and (done := _finished(out, checkpoint, transform, plan, lineage)):
         for planned, record in zip(plan.tensors, done.records, strict=True):
             transform.accept(planned, record)
         tidy(out)
         return Report(plan, done.records, True, len(done.records), _bytes_read(checkpoint, transform))
     check_output(out, overwrite)
-    _check_space(plan, out)
+    _check_space(plan, out, checkpoint.storage.fetched_bytes(checkpoint.weight_files))
     outputs = [*(shard.file for shard in plan.shards), *plan.companions, INDEX_FILE, CONFIG_FILE, MANIFEST_FILE]
-    read = [*checkpoint.weight_files, *plan.companions, *([CONFIG_FILE] if checkpoint.config is not None else [])]
+    read = [*checkpoint.weight_files, *plan.companions]
+    read += [name for name in (CONFIG_FILE, CARD_FILE) if name in checkpoint.storage.files()]
     inputs: dict[str, tuple[Storage, Sequence[str]]] = {"": (checkpoint.storage, read)}
     inputs |= {option: (other.storage, other.weight_files) for option, other in transform.also_reads.items()}
     # What the bytes depend on, and strictness, which decides whether they may stand.
@@ -113,18 +134,22 @@ def rewrite(
         "shards": plan.max_shard_bytes,
         "transform": repr(transform),
         "made_by": transform.describe(),
+        "lineage": vars(lineage),
         "version": __version__,
     }
     identity = RunIdentity.of(described, inputs, outputs)
     with open_workspace(out, identity, overwrite) as workspace:
         resumed = len(workspace.records)
+        checkpoint.restore_fingerprints(workspace.fingerprints())
         try:
             records = Stream(checkpoint, transform, plan, workspace, threads, device, progress).run()
         except SourceError:
             workspace.discard()
             raise
         workspace.publish([shard.file for shard in plan.shards])
-        files = _write_small_files(checkpoint, transform, plan, records, workspace)
+        with checkpoint.storage.fetching(workspace.fetched, plan.companions):
+            files = _write_small_files(checkpoint, transform, plan, records, workspace)
+            fingerprint = checkpoint.fingerprint()
         manifest = Manifest(
             transform.kind,
             transform.describe(),
@@ -136,6 +161,9 @@ def rewrite(
             files,
             plan.metadata,
             plan.left_out_tensors,
+            checkpoint.storage.origin,
+            lineage.model,
+            lineage.master,
         )
         write_whole(workspace.folder, out / MANIFEST_FILE, [manifest.to_bytes()])
         sync_folder(out)
@@ -147,21 +175,23 @@ def _bytes_read(checkpoint: Checkpoint, transform: Transform) -> int:
     return sum(read.storage.bytes_read for read in (checkpoint, *transform.also_reads.values()))
 
 
-def _finished(out: Path, checkpoint: Checkpoint, transform: Transform, plan: Plan, fingerprint: str) -> Manifest | None:
+def _finished(out: Path, checkpoint: Checkpoint, transform: Transform, plan: Plan, lineage: Lineage) -> Manifest | None:
     """The manifest of `out` where it already is the result of this very rewrite."""
     manifest = out / MANIFEST_FILE
     if not manifest.is_file() or is_under_way(out):
         return None
-    stamps = [
-        c.storage.files()[name].stamp for c in (checkpoint, *transform.also_reads.values()) for name in c.weight_files
-    ]
-    if max(stamps) > manifest.stat().st_mtime_ns:
+    local = [c for c in (checkpoint, *transform.also_reads.values()) if c.storage.origin is None]
+    stamps = [c.storage.files()[name].stamp for c in local for name in c.weight_files]
+    if max(stamps, default=0) > manifest.stat().st_mtime_ns:
         return None  # the source may have changed since where its fingerprint does not look
     found = read_manifest(out)
     same = (
         found.kind == transform.kind
         and found.made_by == transform.describe()
-        and (found.source_bytes, found.source_fingerprint) == (plan.source_bytes, fingerprint)
+        and (found.source_bytes, found.origin) == (plan.source_bytes, checkpoint.storage.origin)
+        and (found.model, found.master) == (lineage.model, lineage.master)
+        # a commit is what it was; a folder may have been exchanged
+        and (found.origin is not None or found.source_fingerprint == checkpoint.fingerprint())
         and found.max_shard_bytes == plan.max_shard_bytes
         and (found.tensors, found.metadata, found.left_out) == (plan.tensors, plan.metadata, plan.left_out_tensors)
         and all((out / s.file).is_file() and (out / s.file).stat().st_size == s.file_bytes for s in plan.shards)
@@ -174,10 +204,14 @@ def _finished(out: Path, checkpoint: Checkpoint, transform: Transform, plan: Pla
     return found if digests == {name: record.sha256 for name, record in found.files.items()} else None
 
 
-def _check_space(plan: Plan, out: Path) -> None:
-    """Refuse a result that does not fit on the disk beside what it replaces; what it continues counts as there."""
-    needed = plan.output_bytes + plan.companion_bytes
-    present = 0
+def _check_space(plan: Plan, out: Path, fetched_bytes: int) -> None:
+    """Refuse a result that does not fit on the disk beside what it replaces; what it continues counts as there.
+
+    fetched_bytes: of the source, at most at once, on the same disk.
+    """
+    needed = plan.output_bytes + plan.companion_bytes + fetched_bytes
+    fetched = out / WORK_FOLDER / FETCHED_FOLDER
+    present = sum(path.stat().st_blocks * 512 for path in fetched.iterdir()) if fetched.is_dir() else 0
     for shard in plan.shards:
         staged = out / WORK_FOLDER / shard.file
         published = [out / shard.file] if is_under_way(out) else []
@@ -210,6 +244,7 @@ def _pieces(checkpoint: Checkpoint, name: str) -> Iterator[bytes]:
     size = checkpoint.storage.files()[name].byte_count
     for offset in range(0, size, COPY_BYTES):
         yield read_bytes(checkpoint.storage, name, offset, min(COPY_BYTES, size - offset))
+    checkpoint.storage.release(name)
 
 
 def _sha256_of_pieces(pieces: Iterable[bytes]) -> str:

@@ -107,6 +107,7 @@ class Stream:
         device: str,
         progress: Progress,
     ) -> None:
+        self._checkpoint = checkpoint
         self._tensors = checkpoint.tensors
         self._transform = transform
         self._plan = plan
@@ -119,36 +120,54 @@ class Stream:
         self._part_bytes = [sum(part.byte_count for part in tensor.parts) for tensor in self._tensors]
         self._total_bytes = sum(self._part_bytes)
         self._passed_bytes = 0
+        self._last_uses: dict[int, list[str]] = {}  # place of a tensor: files of the source that nothing after it reads
+        if checkpoint.storage.frees:
+            places = {part.file: place for place, tensor in enumerate(self._tensors) for part in tensor.parts}
+            for file, place in places.items():
+                self._last_uses.setdefault(place, []).append(file)
 
     def run(self) -> tuple[TensorRecord, ...]:
         """All tensors; the records in plan order."""
         records: list[TensorRecord] = []
         writers: list[ShardWriter] = []
         try:
-            for step in self._ahead(self._steps(writers)):
-                match step:
-                    case _Chunk():
-                        step.job.collect(step.result.result())
-                        self._show(step.place, (step.number + 1) / step.job.chunks)
-                        self._flush_behind(step.sink.writer)
-                    case _LastChunkDone():
-                        record = self._finish(step)
-                        self._workspace.record(record)
-                        self._pass(step.place, record, records)
-                    case _Known():
-                        self._pass(step.place, step.record, records)
-                    case _ShardDone():
-                        self._flushes.append(self._flusher.submit(step.writer.finish))
-                        while len(self._flushes) > MOST_UNFINISHED:
-                            self._flushes.popleft().result()
-            for flush in self._flushes:
-                flush.result()
+            # Left first: nobody waits any longer for a file that is still to come.
+            with self._checkpoint.storage.fetching(self._workspace.fetched, self._needed_files()):
+                for step in self._ahead(self._steps(writers)):
+                    self._take(step, records)
+                for flush in self._flushes:
+                    flush.result()
         finally:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._flusher.shutdown(wait=True)  # what is complete counts as complete when the run is continued
             for writer in writers:
                 writer.close()
         return tuple(records)
+
+    def _needed_files(self) -> list[str]:
+        """Files of the source, in the order in which they are read."""
+        known = self._workspace.records
+        return list(dict.fromkeys(part.file for t in self._tensors if t.name not in known for part in t.parts))
+
+    def _take(self, step: _Step, records: list[TensorRecord]) -> None:
+        """Do what is left to be done, in this thread and in order."""
+        match step:
+            case _Chunk():
+                step.job.collect(step.result.result())
+                self._show(step.place, (step.number + 1) / step.job.chunks)
+                self._flush_behind(step.sink.writer)
+            case _LastChunkDone():
+                record = self._finish(step)
+                self._workspace.record(record)
+                self._pass(step.place, record, records)
+                self._release_files(step.place, step.sink.writer)
+            case _Known():
+                self._pass(step.place, step.record, records)
+                self._release_files(step.place, None)
+            case _ShardDone():
+                self._flushes.append(self._flusher.submit(step.writer.finish))
+                while len(self._flushes) > MOST_UNFINISHED:
+                    self._flushes.popleft().result()
 
     def _steps(self, writers: list[ShardWriter]) -> Iterator[_Step]:
         """Everything that is to be done, in order; a chunk is given to the threads when it is asked for."""
@@ -186,6 +205,25 @@ class Stream:
             self._flushes.popleft().result()
         if not self._flushes and writer.unflushed_bytes >= FLUSH_BYTES:
             self._flushes.append(self._flusher.submit(writer.flush))
+
+    def _release_files(self, place: int, writer: ShardWriter | None) -> None:
+        """Have the files of the source released that nothing after this tensor reads.
+
+        First what was made of them is brought to the disk: the file being written here, those before it by flushes that
+        stand before this one.
+        """
+
+        def release(files: list[str]) -> None:
+            if writer is not None:
+                writer.flush()
+            self._workspace.sync_records()
+            known = self._workspace.fingerprints()
+            self._workspace.keep_fingerprints(known | {f: self._checkpoint.file_fingerprint(f) for f in files})
+            for file in files:
+                self._checkpoint.storage.release(file)
+
+        if files := self._last_uses.pop(place, None):
+            self._flushes.append(self._flusher.submit(release, files))
 
     def _finish(self, step: _LastChunkDone) -> TensorRecord:
         """The record of a tensor, after as many further passes as it asks for."""

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, WORK_FOLDER, is_inside
+from pqweights.checkpoint.names import (
+    CARD_FILE,
+    CONFIG_FILE,
+    EVALUATION_FILE,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    WORK_FOLDER,
+    is_inside,
+)
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.writer import sha256_of_file
 from pqweights.codecs import CODECS
-from pqweights.errors import PqweightsError
+from pqweights.errors import MasterError, PqweightsError
+from pqweights.evaluate.record import read_records
 from pqweights.manifest import Manifest, json_bytes, read_manifest
 from pqweights.plan import QUANTIZE, ShardPlan, index_json, plan_shards
 from pqweights.quantize import encodings
@@ -35,9 +44,13 @@ class Verification:
 
 
 def verify(
-    folder: Path, *, threads: int, progress: Callable[[int, int, str], None] = lambda done, total, name: None
+    folder: Path,
+    *,
+    threads: int,
+    beside: Sequence[str] = (),
+    progress: Callable[[int, int, str], None] = lambda done, total, name: None,
 ) -> Verification:
-    """Check a master or an export.
+    """Check a master or an export. beside: files that the repository has that the folder was fetched from, and it has not.
 
     Raises MasterError where the folder has no readable manifest; everything else is a problem in the result.
     """
@@ -60,7 +73,7 @@ def verify(
     problems += _check_hashes(folder, manifest, good, threads, progress)
     problems += _check_index(folder, manifest, shards)
     problems += _check_files(folder, manifest)
-    problems += _check_foreign(folder, manifest, shards)
+    problems += _check_foreign(folder, manifest, shards, beside)
     if manifest.kind == "master" and not any(p.startswith((CONFIG_FILE, "model-")) for p in problems):
         problems += _check_config(folder, manifest)
     return Verification(
@@ -135,13 +148,19 @@ def _check_files(folder: Path, manifest: Manifest) -> Iterator[str]:
             yield f"{name}: sha256: expected {record.sha256}, found {found}"
 
 
-def _check_foreign(folder: Path, manifest: Manifest, shards: tuple[ShardPlan, ...]) -> Iterator[str]:
-    """Files that nobody lists; a card may be added, and hidden files belong to version control."""
-    known = {shard.file for shard in shards} | set(manifest.files) | {MANIFEST_FILE, CARD_FILE}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and name not in known and not any(part.startswith(".") for part in name.split("/")):
+def _check_foreign(
+    folder: Path, manifest: Manifest, shards: tuple[ShardPlan, ...], beside: Sequence[str]
+) -> Iterator[str]:
+    """Files that nobody lists; a card and figures may be added, and hidden files belong to version control."""
+    known = {shard.file for shard in shards} | set(manifest.files) | {MANIFEST_FILE, CARD_FILE, EVALUATION_FILE}
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    for name in sorted({*names, *beside} - known):
+        if not any(part.startswith(".") for part in name.split("/")):
             yield f"{name}: is not in the manifest"
+    try:
+        read_records(folder, "")
+    except MasterError as error:
+        yield str(error)
 
 
 def _check_config(folder: Path, manifest: Manifest) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """The output folder while it is being written: who may write there, what an interrupted run left, what may be replaced.
 
-Everything unfinished lies in OUT/.pqweights: the lock, the journal, the partial and the finished shards. The journal's
+Everything unfinished lies in OUT/.pqweights: the lock, the journal, the partial and the finished shards, and what was
+fetched for them. The journal's
 first line says which run it belongs to and what it replaces; each further line records one finished tensor. When all
 tensors are done the shards move to OUT, so that an older result stands until the new one is complete; then the folder goes.
 """
@@ -12,20 +13,23 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pqweights.checkpoint.names import CARD_FILE, MANIFEST_FILE, WORK_FOLDER, is_inside
-from pqweights.checkpoint.storage import Storage
-from pqweights.checkpoint.writer import disk_errors, partial_path, sync_folder
+from pqweights.checkpoint.names import CARD_FILE, EVALUATION_FILE, MANIFEST_FILE, WORK_FOLDER, is_inside
+from pqweights.checkpoint.storage import Origin, Storage
+from pqweights.checkpoint.writer import disk_errors, partial_path, sync_folder, write_whole
 from pqweights.errors import MasterError, OutputError, SourceChangedError
 from pqweights.manifest import TensorRecord, read_manifest
 from pqweights.plan import plan_shards
 
 JOURNAL_FILE = "journal.jsonl"
 LOCK_FILE = "lock"
+FINGERPRINTS_FILE = "fingerprints.json"
+FETCHED_FOLDER = "fetched"
 
 
 @dataclass(frozen=True)
@@ -33,12 +37,13 @@ class RunIdentity:
     """What a run must share with the one that it continues.
 
     work: digest of the plan and of the recipe or target. source: size and stamp of every file that is read.
-    outputs: every file that the run will give its final name.
+    outputs: every file that the run will give its final name. origin: the repository and commit that is read.
     """
 
     work: str
     source: dict[str, tuple[int, int]]
     outputs: list[str]
+    origin: Origin | None = None
 
     @staticmethod
     def of(plan_json: Any, inputs: Mapping[str, tuple[Storage, Sequence[str]]], outputs: list[str]) -> RunIdentity:
@@ -49,12 +54,13 @@ class RunIdentity:
             states = storage.files()
             for name in files:
                 source[f"{option} {name}".lstrip()] = (states[name].byte_count, states[name].stamp)
-        return RunIdentity(digest, source, outputs)
+        return RunIdentity(digest, source, outputs, inputs[""][0].origin)
 
     def to_json(self) -> dict[str, Any]:
         """The first line of the journal."""
         source = {name: list(state) for name, state in self.source.items()}
-        return {"work": self.work, "source": source, "outputs": self.outputs}
+        origin = {} if self.origin is None else {"origin": list(self.origin)}
+        return {"work": self.work, **origin, "source": source, "outputs": self.outputs}
 
 
 class Workspace:
@@ -65,6 +71,7 @@ class Workspace:
     ) -> None:
         self.out = out
         self.folder = out / WORK_FOLDER
+        self.fetched = self.folder / FETCHED_FOLDER
         self._outputs, self._replaces = outputs, replaces
         self.records = records  # of the run that is continued, by tensor name
         self._journal = journal
@@ -75,6 +82,23 @@ class Workspace:
         with disk_errors(self.folder / JOURNAL_FILE):
             while line:
                 line = line[os.write(self._journal, line) :]
+
+    def sync_records(self) -> None:
+        """Make durable what was recorded."""
+        with disk_errors(self.folder / JOURNAL_FILE):
+            os.fsync(self._journal)
+
+    def fingerprints(self) -> dict[str, str]:
+        """Those of files of the source that were released, by file; none where they cannot be read."""
+        try:
+            found = json.loads((self.folder / FINGERPRINTS_FILE).read_bytes())
+        except (FileNotFoundError, ValueError):
+            return {}
+        return found if isinstance(found, dict) and all(isinstance(v, str) for v in found.values()) else {}
+
+    def keep_fingerprints(self, known: dict[str, str]) -> None:
+        """For the run that continues this one."""
+        write_whole(self.folder, self.folder / FINGERPRINTS_FILE, [json.dumps(known).encode()])
 
     def finish(self) -> None:
         """Remove the work folder: the run is complete. The journal goes first; without one there is nothing to continue."""
@@ -128,12 +152,20 @@ def tidy(out: Path) -> None:
 
 def _remove_work_folder(work: Path) -> None:
     """Remove the work folder; its lock file goes last, while it is still held."""
-    for path in work.iterdir():
-        if path.name != LOCK_FILE:
-            path.unlink()
+    _empty(work, but=(LOCK_FILE,))
     (work / LOCK_FILE).unlink()
     with contextlib.suppress(OSError):  # another run has just looked for the lock
         work.rmdir()
+
+
+def _empty(work: Path, but: Sequence[str]) -> None:
+    for path in work.iterdir():
+        if path.name in but:
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def check_paths(source: Path, out: Path) -> None:
@@ -151,7 +183,7 @@ def check_output(out: Path, overwrite: bool) -> None:
         raise OutputError(f"{out}: expected a folder or nothing, found a file; choose another output folder")
     if is_under_way(out):
         return
-    names = sorted(path.name for path in out.iterdir() if path.name not in (WORK_FOLDER, CARD_FILE))
+    names = sorted(path.name for path in out.iterdir() if path.name not in (WORK_FOLDER, CARD_FILE, EVALUATION_FILE))
     if (out / MANIFEST_FILE).is_file():
         if not overwrite:
             raise OutputError(
@@ -189,11 +221,10 @@ def open_workspace(out: Path, identity: RunIdentity, overwrite: bool) -> Iterato
                 raise
             _refuse_foreign_names(out, identity.outputs, replaces, work)
             _begin_journal(work, identity, replaces)
+            _empty(work, but=(LOCK_FILE, JOURNAL_FILE))  # nothing here is of this run
             records = {}
-        if not records:  # nothing here is of this run
-            for path in work.iterdir():
-                if path.name not in (LOCK_FILE, JOURNAL_FILE):
-                    path.unlink()
+        elif not records:  # what it fetched may serve
+            _empty(work, but=(LOCK_FILE, JOURNAL_FILE, FETCHED_FOLDER, FINGERPRINTS_FILE))
         first = _first_line(work / JOURNAL_FILE)
         assert first is not None
         journal = os.open(work / JOURNAL_FILE, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -236,6 +267,8 @@ def _read_journal(path: Path, identity: RunIdentity, out: Path, overwrite: bool)
     if any(first.get(key) != value for key, value in identity.to_json().items()):
         if overwrite:
             return None
+        if identity.origin is not None and first.get("origin") not in (None, list(identity.origin)):
+            raise _other_commit(out, first["origin"], identity.origin)
         found = first["source"]
         for name, state in identity.source.items():
             if found.get(name) != list(state) and (name in found or not name.startswith("--")):
@@ -258,6 +291,17 @@ def _read_journal(path: Path, identity: RunIdentity, out: Path, overwrite: bool)
         records[record.name] = record
         valid += len(line)
     return records
+
+
+def _other_commit(out: Path, found: Any, origin: Origin) -> SourceChangedError:
+    was = "@".join(str(part) for part in found) if isinstance(found, list) else "another source"
+    again = (
+        f"pass --revision {found[1]} to continue it, or " if isinstance(found, list) and found[0] == origin.id else ""
+    )
+    return SourceChangedError(
+        f"{origin.id}: expected {was}, which the interrupted run in {out} was reading, found commit {origin.revision}: "
+        f"{again}pass --overwrite to start again"
+    )
 
 
 def _parse_record(line: bytes) -> TensorRecord | None:

@@ -543,7 +543,9 @@ def test_progress(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     seconds = iter(range(10_000))
     monkeypatch.setattr(output.time, "monotonic", lambda: float(next(seconds)))
-    result = invoke(work / "q3", "--text", work / "text.txt", "--reference", work / "source", "--stride", "8")
+    result = invoke(
+        work / "q3", "--text", work / "text.txt", "--reference", work / "source", "--stride", "8", "--no-record"
+    )
     lines = result.stderr.splitlines()
     assert lines
     for line in lines:
@@ -574,7 +576,17 @@ def test_a_plot_is_checked_first(work: Path, tmp_path: Path) -> None:
 def test_a_fresh_process_says_nothing_more(work: Path) -> None:
     """The packages speak at import and while loading; the command does not pass that on."""
     main = "from pqweights_cli.main import main; main()"
-    command = [sys.executable, "-c", main, "eval", str(work / "q3"), "--text", str(work / "text.txt"), "--json"]
+    command = [
+        sys.executable,
+        "-c",
+        main,
+        "eval",
+        str(work / "q3"),
+        "--text",
+        str(work / "text.txt"),
+        "--no-record",
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert all(line.startswith("evaluating ") for line in done.stderr.splitlines())

@@ -26,6 +26,7 @@ LAYERS = (
     ("pqweights.codecs",),
     ("pqweights.weight",),
     ("pqweights.checkpoint",),
+    ("pqweights.hub",),
     ("pqweights.scale_search",),
     ("pqweights.roles",),
     ("pqweights.recipe",),
@@ -38,6 +39,8 @@ LAYERS = (
     ("pqweights.quantize", "pqweights.exports"),
     ("pqweights.integrations",),
     ("pqweights.inspect", "pqweights.verify", "pqweights.evaluate", "pqweights.distribution", "pqweights.plots"),
+    ("pqweights.card",),
+    ("pqweights.push",),
     ("pqweights.calibrate",),
     ("pqweights.ablate",),
     ("pqweights_cli",),
@@ -56,7 +59,8 @@ OPTIONAL = {
     "llvmlite": {
         "pqweights.kernels.cpu", "pqweights.kernels.compiler", "pqweights.kernels.lanes", "pqweights.kernels.vector",
     },
-    "yaml": {"pqweights.recipe"},
+    "yaml": {"pqweights.recipe", "pqweights.checkpoint.model_card", "pqweights.card.front_matter"},
+    "huggingface_hub": set(),  # by name, in pqweights.hub.client
     "matplotlib": {"pqweights.plots"},
     "transformers": {
         "pqweights.integrations.activations", "pqweights.integrations.conversion", "pqweights.integrations.quantizer",

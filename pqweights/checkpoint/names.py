@@ -14,6 +14,7 @@ SINGLE_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "pqweights.json"
 CARD_FILE = "README.md"
+EVALUATION_FILE = "pqweights-eval.json"
 WORK_FOLDER = ".pqweights"
 
 

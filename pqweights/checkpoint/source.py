@@ -5,10 +5,12 @@ No weight is read here. As in transformers, a folder holds model.safetensors, or
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import operator
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,14 @@ from pqweights.checkpoint.header import StoredTensor, parse_header
 from pqweights.checkpoint.names import (
     CARD_FILE,
     CONFIG_FILE,
+    EVALUATION_FILE,
     INDEX_FILE,
     MANIFEST_FILE,
     SINGLE_FILE,
     is_inside,
 )
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.storage import LocalStorage, Storage, read_bytes, read_file
+from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, read_bytes, read_file
 from pqweights.errors import SourceError
 
 # Weights in formats other than safetensors: never copied along.
@@ -65,6 +68,7 @@ class Checkpoint:
     companions: tuple[str, ...]
     left_out: dict[str, str]
     is_master: bool
+    _fingerprints: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def weight_file_bytes(self) -> int:
@@ -73,31 +77,52 @@ class Checkpoint:
         return sum(files[name].byte_count for name in self.weight_files)
 
     def fingerprint(self) -> str:
-        """sha256 over every weight file's size and every tensor's name, dtype, shape and first and last 4096 bytes.
+        """sha256 over the fingerprints of all weight files.
 
         It tells one model from another, fine-tunes included, without reading it; it is no proof that all bytes agree.
         """
         digest = hashlib.sha256()
-        files = self.storage.files()
-        for name in self.weight_files:
-            digest.update(f"{files[name].byte_count}\n".encode())
-        for stored in sorted(self.stored, key=lambda part: part.name):
-            digest.update(f"{stored.name}\n{stored.dtype}\n{stored.shape}\n".encode())
-            count = min(stored.byte_count, SAMPLE_BYTES)
-            digest.update(read_bytes(self.storage, stored.file, stored.offset, count))
-            if stored.byte_count > SAMPLE_BYTES:
-                end = stored.offset + stored.byte_count - SAMPLE_BYTES
-                digest.update(read_bytes(self.storage, stored.file, end, SAMPLE_BYTES))
+        for file in self.weight_files:
+            digest.update(f"{self.file_fingerprint(file)}\n".encode())
         return digest.hexdigest()
 
+    def file_fingerprint(self, file: str) -> str:
+        """sha256 over a weight file's size and its tensors' names, dtypes, shapes and first and last 4096 bytes.
 
-def open_local(path: Path, allow_pickle: bool = False) -> Checkpoint:
-    """The checkpoint in a folder, or in a single safetensors file.
+        Computed once: the file need not be there any longer when it is asked for again.
+        """
+        if file not in self._fingerprints:
+            digest = hashlib.sha256(f"{self.storage.files()[file].byte_count}\n".encode())
+            for stored in self._by_file[file]:
+                digest.update(f"{stored.name}\n{stored.dtype}\n{stored.shape}\n".encode())
+                count = min(stored.byte_count, SAMPLE_BYTES)
+                digest.update(read_bytes(self.storage, file, stored.offset, count))
+                if stored.byte_count > SAMPLE_BYTES:
+                    end = stored.offset + stored.byte_count - SAMPLE_BYTES
+                    digest.update(read_bytes(self.storage, file, end, SAMPLE_BYTES))
+            self._fingerprints[file] = digest.hexdigest()
+        return self._fingerprints[file]
+
+    @functools.cached_property
+    def _by_file(self) -> dict[str, list[StoredTensor]]:
+        """What lies in each weight file, by name."""
+        found: dict[str, list[StoredTensor]] = {file: [] for file in self.weight_files}
+        for stored in sorted(self.stored, key=operator.attrgetter("name")):
+            found[stored.file].append(stored)
+        return found
+
+    def restore_fingerprints(self, known: dict[str, str]) -> None:
+        """Take over what an interrupted run computed, by file."""
+        self._fingerprints.update(known)
+
+
+def open_local(path: Path, allow_pickle: bool = False, origin: Origin | None = None) -> Checkpoint:
+    """The checkpoint in a folder, or in a single safetensors file. origin: where the folder was fetched from.
 
     Raises SourceError (also for a path that does not exist); pickled weights only with allow_pickle.
     """
     if path.is_dir():
-        return open_checkpoint(LocalStorage(path), allow_pickle)
+        return open_checkpoint(LocalStorage(path, origin=origin), allow_pickle)
     if path.is_file():
         return open_checkpoint(LocalStorage(path.parent, only=[path.name]), allow_pickle, single_file=True)
     if path.exists():
@@ -148,6 +173,18 @@ def open_checkpoint(storage: Storage, allow_pickle: bool = False, single_file: b
         left_out,
         master.is_master(config),
     )
+
+
+def needed_files(storage: Storage) -> tuple[str, ...]:
+    """What is to be fetched of a folder elsewhere: the weights that would be read, and what belongs to the model.
+
+    Raises SourceError where there are none that can be read.
+    """
+    files = storage.files()
+    weight_files, index = _weight_files(storage, files, allow_pickle=False, single_file=False)
+    others = (CONFIG_FILE, MANIFEST_FILE, *([index.file] if index is not None else []))
+    companions, _ = _companions(files, weight_files)
+    return (*(name for name in others if name in files), *companions, *weight_files)
 
 
 def _read_json_object(storage: Storage, name: str) -> dict[str, Any]:
@@ -262,6 +299,7 @@ def stored_tensors(storage: Storage, weight_files: tuple[str, ...]) -> dict[str,
     Raises SourceError for a file that is damaged, and where a name stands twice.
     """
     stored: dict[str, StoredTensor] = {}
+    storage.expect(weight_files)
     for file in weight_files:
         if pickled.is_pickle(file):
             tensors = pickled.stored_tensors(storage, file)
@@ -288,6 +326,11 @@ def _check_index(index: Index, stored: dict[str, StoredTensor]) -> None:
             raise SourceError(f"tensor {name!r}: {index.file} places it in {file}, found it in {found.file}")
 
 
+def is_weight_file(name: str) -> bool:
+    """Whether a file holds weights, or says where they are, by its name."""
+    return name.lower().endswith((*WEIGHT_SUFFIXES, ".index.json"))
+
+
 def _companions(files: dict[str, Any], weight_files: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:
     companions: list[str] = []
     left_out: dict[str, str] = {}
@@ -297,10 +340,11 @@ def _companions(files: dict[str, Any], weight_files: tuple[str, ...]) -> tuple[t
         if name == MANIFEST_FILE:
             left_out[name] = "the manifest of the source describes the source"
             continue
-        lower = name.lower()
-        if name == CARD_FILE:
+        if name == EVALUATION_FILE:
+            left_out[name] = "the figures of the source are of another model"
+        elif name == CARD_FILE:
             left_out[name] = "the card of the source describes another model"
-        elif lower.endswith(WEIGHT_SUFFIXES) or lower.endswith(".index.json"):
+        elif is_weight_file(name):
             left_out[name] = "weights that are not part of the checkpoint read"
         else:
             companions.append(name)

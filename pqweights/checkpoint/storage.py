@@ -5,12 +5,13 @@ Reads are positioned reads into the caller's buffer, never memory maps: mapped p
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,16 +21,33 @@ from pqweights.errors import SourceError
 
 @dataclass(frozen=True)
 class FileState:
-    """Size and modification stamp of a file: what tells that it changed."""
+    """Size of a file, and a stamp that tells that it changed: its modification time, or what its content hashes to."""
 
     byte_count: int
     stamp: int
+
+
+class Origin(NamedTuple):
+    """Where files come from that are not on this machine: a repository of the Hub, and the commit."""
+
+    id: str
+    revision: str
 
 
 class Storage(Protocol):
     """Read access to a folder of files."""
 
     bytes_read: int  # so far, by all threads
+
+    @property
+    def origin(self) -> Origin | None:
+        """The repository and its commit; None for a local folder."""
+        ...
+
+    @property
+    def frees(self) -> bool:
+        """Whether `release` frees space, so that it is worth bringing to the disk what was made of a file."""
+        ...
 
     def files(self) -> dict[str, FileState]:
         """Relative POSIX path -> state, for every regular file, in sorted order."""
@@ -38,8 +56,24 @@ class Storage(Protocol):
     def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
         """Fill the buffer from `offset`.
 
-        Raises SourceError where the file ends early.
+        Raises SourceError where the file ends early, HubError where it cannot be fetched.
         """
+        ...
+
+    def expect(self, files: Sequence[str]) -> None:
+        """The headers of these files will be read next."""
+        ...
+
+    def fetching(self, folder: Path, files: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+        """Meanwhile these files are read, in about this order: they are fetched ahead, into `folder` if not elsewhere."""
+        ...
+
+    def fetched_bytes(self, files: Sequence[str]) -> int:
+        """Space that fetching these files takes at most at once in the folder that `fetching` is given."""
+        ...
+
+    def release(self, file: str) -> None:
+        """A file is no longer needed."""
         ...
 
 
@@ -62,10 +96,14 @@ def read_file(storage: Storage, file: str, limit: int = 256_000_000) -> bytes:
 
 
 class LocalStorage:
-    """A folder, or some files of it, on this machine. Hidden files and folders are not listed."""
+    """A folder, or some files of it, on this machine. Hidden files and folders are not listed.
 
-    def __init__(self, root: Path, only: Sequence[str] | None = None) -> None:
+    origin: where the folder was fetched from.
+    """
+
+    def __init__(self, root: Path, only: Sequence[str] | None = None, origin: Origin | None = None) -> None:
         self.root = root
+        self._origin = origin
         self.bytes_read = 0
         self._lock = threading.Lock()
         names = sorted(self._walk()) if only is None else only
@@ -96,31 +134,58 @@ class LocalStorage:
                     found.append(relative)
         return found
 
+    @property
+    def origin(self) -> Origin | None:
+        """See Storage."""
+        return self._origin
+
+    @property
+    def frees(self) -> bool:
+        """See Storage; the files are the user's."""
+        return False
+
     def files(self) -> dict[str, FileState]:
         """See Storage.files."""
         return self._files
 
+    def expect(self, files: Sequence[str]) -> None:
+        """See Storage; they are there."""
+
+    def fetching(self, folder: Path, files: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+        """See Storage; they are there."""
+        return contextlib.nullcontext()
+
+    def fetched_bytes(self, files: Sequence[str]) -> int:
+        """See Storage; none."""
+        return 0
+
+    def release(self, file: str) -> None:
+        """See Storage; they stay."""
+
     def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
         """See Storage.read_into."""
-        # Opened for each read: a checkpoint may have more files than a process may hold open.
-        descriptor = os.open(self.root / file, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            done = _fill(descriptor, file, offset, buffer)
-        finally:
-            os.close(descriptor)
+        read_at(self.root / file, file, offset, buffer)
         with self._lock:
-            self.bytes_read += done
+            self.bytes_read += buffer.nbytes
 
 
-def _fill(descriptor: int, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> int:
-    view = buffer.data
-    done = 0
-    while done < len(view):
-        count = os.preadv(descriptor, [view[done:]], offset + done)
-        if count == 0:
-            raise SourceError(
-                f"{file}: expected {len(view)} bytes at offset {offset}, found the end of the file after {done}; "
-                "it was cut while it was being read: fetch it again"
-            )
-        done += count
-    return done
+def read_at(path: Path, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
+    """Fill the buffer from `offset` of a file on this machine.
+
+    Raises SourceError, which calls it `file`, where it ends early.
+    """
+    # Opened for each read: a checkpoint may have more files than a process may hold open.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        view = buffer.data
+        done = 0
+        while done < len(view):
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+            if count == 0:
+                raise SourceError(
+                    f"{file}: expected {len(view)} bytes at offset {offset}, found the end of the file after {done}; "
+                    "it was cut while it was being read: fetch it again"
+                )
+            done += count
+    finally:
+        os.close(descriptor)

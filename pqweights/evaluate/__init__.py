@@ -5,16 +5,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from pqweights.errors import DeviceError, EvaluationError
-from pqweights.evaluate.folders import MLX, Folder, Size, read_folder, size
+from pqweights.evaluate.folders import MLX, Folder, read_folder, size
 from pqweights.evaluate.packages import package
 from pqweights.evaluate.protocol import (
     Estimate,
@@ -27,6 +24,7 @@ from pqweights.evaluate.protocol import (
     perplexity_change,
     window_losses,
 )
+from pqweights.evaluate.report import Report, Row, Settings, to_json
 from pqweights.evaluate.runtimes import AUTO, DTYPES, Model, check_options, open_model
 from pqweights.evaluate.speed import Speed, measure_speed
 from pqweights.evaluate.texts import Ids, read_text, tokenize, wikitext
@@ -41,80 +39,6 @@ DEFAULT_WINDOW, DEFAULT_STRIDE = 2048, 512
 Progress = Callable[
     [int, int, str], None
 ]  # steps done, in all (windows of all models, runs for speed), and what is done
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What all models of a run have in common. tokens: of the text, those that were left out not counted."""
-
-    text: str
-    tokens: int
-    windows: int
-    window: int
-    stride: int
-    score_first: bool
-    scored_tokens: int
-    dtype: str
-    device: str
-    packed: bool
-    reference: str | None
-
-    @property
-    def masked(self) -> int:
-        """Tokens that a window reads without being scored on them."""
-        return self.window - self.stride
-
-
-@dataclass(frozen=True)
-class Row:
-    """One model. runtime: how it was computed, in words; dtype: in what. speed: where that was asked for."""
-
-    model: str
-    runtime: str
-    dtype: str
-    size: Size
-    scores: Scores
-    speed: Speed | None
-
-    def to_json(self) -> dict[str, Any]:
-        """As in eval --json."""
-        scores, found = self.scores, self.scores.divergence
-        return {
-            "model": self.model,
-            "runtime": self.runtime,
-            "dtype": self.dtype,
-            "bytes": self.size.bytes,
-            "parameters": self.size.parameters,
-            "bits_per_parameter": self.size.bits_per_parameter,
-            "bits_per_weight": self.size.bits_per_weight,
-            "perplexity": to_json(scores.perplexity),
-            "log_perplexity": to_json(scores.log_perplexity),
-            "perplexity_change": to_json(scores.perplexity_change),
-            "log_perplexity_change": to_json(scores.change),
-            "kl": None if found is None else {
-                "mean": to_json(found.mean), "median": _finite(found.median), "percentile_99": _finite(found.percentile_99),
-                "percentile_99_9": _finite(found.percentile_99_9), "maximum": _finite(found.maximum),
-            },
-            "top1_agreement": None if found is None else to_json(found.top1),
-            "speed": None if self.speed is None else self.speed.to_json(),
-        }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Report:
-    """All models, in the order that was asked for, and the reference, which is compared with nothing."""
-
-    settings: Settings
-    reference: Row | None
-    rows: tuple[Row, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """eval --json."""
-        return {
-            "settings": vars(self.settings) | {"masked": self.settings.masked},
-            "reference": None if self.reference is None else self.reference.to_json(),
-            "models": [row.to_json() for row in self.rows],
-        }
 
 
 def evaluate(
@@ -261,15 +185,3 @@ def _ids(folders: Sequence[Folder], text: str, tokenizer: Path | None, max_token
                 "the tokenizer is of another model"
             )
     return first
-
-
-def to_json(estimate: Estimate | None) -> dict[str, float | None] | None:
-    """A measure as JSON holds it; None for what is not finite."""
-    if estimate is None:
-        return None
-    return {"value": _finite(estimate.value), "standard_error": _finite(estimate.standard_error)}
-
-
-def _finite(value: float | None) -> float | None:
-    """JSON has no infinity."""
-    return value if value is not None and math.isfinite(value) else None

@@ -12,6 +12,7 @@ from pqweights.checkpoint.master import is_master
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.source import read_config
 from pqweights.errors import MasterError, MissingDependencyError, SourceError
+from pqweights.hub.sources import Access, local_folder, repository_id
 
 # The end of an architecture's name -> the class that knows which model of that kind a config.json means.
 AUTO_CLASSES = {
@@ -31,8 +32,13 @@ def load_model(
 ) -> Any:
     """See pqweights.load_model."""
     folder = Path(path)
+    if isinstance(path, str) and repository_id(path) is not None:
+        # token=True is the one that the user logged in with; False, none, is left to transformers for custom code alone.
+        token = options.get("token")
+        access = Access(options.get("revision"), token if isinstance(token, str) else None)
+        folder = local_folder(path, access).path
     if not folder.is_dir():
-        raise SourceError(f"{folder}: no such folder; give a local folder, for a model on the Hub download it first")
+        raise SourceError(f"{folder}: no such folder; give a local folder, or ORG/NAME of a model on the Hub")
     config = read_config(folder)
     if config is None:
         raise SourceError(f"{folder}: expected a model with {CONFIG_FILE}, found none")

@@ -1,0 +1,149 @@
+"""The model card: README.md of a master or an export, generated from its manifest, configuration and evaluation records.
+
+docs/card.md says what stands where. Same inputs, same bytes: no time, host or path is in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from pqweights.card import loading, sections
+from pqweights.card.front_matter import known_base_model, make_facts, to_yaml
+from pqweights.card.markdown import words
+from pqweights.card.old_card import NOTES_BEGIN, NOTES_END, generated_comment, read_old_card
+from pqweights.checkpoint.model_card import MAX_CARD_BYTES
+from pqweights.checkpoint.names import CARD_FILE, MANIFEST_FILE
+from pqweights.checkpoint.source import read_config
+from pqweights.checkpoint.writer import write_whole
+from pqweights.errors import MasterError, OutputError
+from pqweights.evaluate.record import read_records
+from pqweights.exports import EXPORTS
+from pqweights.hub.ids import is_repository_id
+from pqweights.inspect import inspect
+
+__all__ = ["Card", "make_card", "read_card", "save_card", "write_card"]
+
+# In the commands, where no repository is known.
+HERE = "DIR"
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card. repository, base_model: what it names, None where that is not known. evaluations: how many it reports.
+
+    changed: whether it differs from the one that was there.
+    """
+
+    text: str
+    repository: str | None
+    base_model: str | None
+    evaluations: int
+    changed: bool
+
+
+def make_card(
+    folder: Path,
+    repository: str | None = None,
+    base_model: str | None = None,
+    old: str | None = None,
+    adopt: bool = False,
+) -> Card:
+    """The card of a finished folder.
+
+    repository: where it lies on the Hub (or a folder, for the commands), by default that of the old card. base_model: a
+    repository, for a manifest that names none. old: the card that is there; its notes are kept, and what the user put into
+    its front matter. adopt: keep all of one that we did not write. Raises MasterError for a folder that is not finished or
+    not ours, SourceError for its configuration, OutputError where something of the old card would be lost, or where what
+    was asked for contradicts the manifest.
+    """
+    found = inspect(folder)
+    manifest = found.manifest
+    target = None if manifest.kind == "master" else manifest.made_by["target"]
+    if target is not None and target not in list(EXPORTS):
+        raise MasterError(f"{MANIFEST_FILE}: target: expected {', '.join(EXPORTS)}, found {str(target)[:80]!r}")
+    sha256 = hashlib.sha256((folder / MANIFEST_FILE).read_bytes()).hexdigest()
+    records = read_records(folder, sha256)
+    before = read_old_card(old, adopt)
+    named = manifest.model.get("id")
+    if None not in (base_model, named) and base_model != named:
+        raise OutputError(f"base model {base_model}: {MANIFEST_FILE} says that it was made from {named}")
+    base_model = known_base_model(manifest.model, base_model, before)
+    repository = repository or before.repository
+    if repository is not None and not repository.isprintable():
+        raise OutputError(f"repository {repository!r}: expected a name that can be printed")
+    model = loading.read_model(repository or HERE, read_config(folder) or {}, manifest.files)
+    facts, carried = make_facts(
+        manifest.model,
+        base_model,
+        loading.library(target, model),
+        loading.tags(target, sections.main_bits(manifest)),
+        before,
+    )
+    on_hub = repository if repository is not None and is_repository_id(repository) else None
+    loads = loading.load_section(target, manifest.made_by, model)
+    if repository is None:
+        loads = [f"{HERE} stands for this folder.", *loads]
+    parts = [
+        to_yaml(facts) + generated_comment(on_hub, carried),
+        f"# {words(_title(on_hub, base_model, target, manifest.made_by))}",
+        *sections.opening(found, base_model),
+    ]
+    for title, body in (
+        ("Load", loads),
+        ("Recipe", sections.recipe(manifest)),
+        ("What became of the weights", sections.weights(found)),
+        ("Evaluation", sections.evaluation(records, manifest)),
+        ("Method", sections.method(manifest)),
+        ("Files and hashes", sections.files(manifest, sha256, bool(records))),
+    ):
+        parts += [f"## {title}", *body] if body else []
+    text = "\n\n".join(parts) + f"\n\n{NOTES_BEGIN}{before.notes}{NOTES_END}\n"
+    return Card(text, on_hub, base_model, len(records), text != old)
+
+
+def read_card(folder: Path) -> str | None:
+    """The card that a folder has.
+
+    Raises OutputError for one that is no text.
+    """
+    path = folder / CARD_FILE
+    if not path.is_file():
+        return None
+    if path.stat().st_size > MAX_CARD_BYTES:
+        raise OutputError(f"{path}: expected a card, found {path.stat().st_size} bytes; move it away")
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise OutputError(
+            f"{path}: expected UTF-8 text, found another byte at {error.start}; correct it, or move it away"
+        ) from None
+
+
+def save_card(folder: Path, card: Card) -> bool:
+    """Write a card into its folder; whether it was another one that was there.
+
+    Raises OutputError where the folder cannot be written.
+    """
+    path, data = folder / CARD_FILE, card.text.encode("utf-8")
+    if path.is_file() and path.read_bytes() == data:
+        return False
+    write_whole(folder, path, [data])
+    return True
+
+
+def write_card(folder: Path, repository: str | None = None, base_model: str | None = None, adopt: bool = False) -> Card:
+    """Write the card of a folder, or refresh it. Raises as make_card and save_card."""
+    card = make_card(folder, repository, base_model, read_card(folder), adopt)
+    save_card(folder, card)
+    return card
+
+
+def _title(repository: str | None, base_model: str | None, target: str | None, made_by: dict[str, object]) -> str:
+    if repository is not None:
+        return repository.rpartition("/")[2]
+    recipe = made_by.get("recipe")
+    name = recipe.get("name") if isinstance(recipe, dict) else None
+    of = f" of {base_model}" if base_model else ""
+    return f"pqweights export {target}{of}" if target is not None else f"pqweights master {name or ''}".rstrip() + of

@@ -1,0 +1,62 @@
+"""What a model's own card says of it and its derivatives must carry on: licence, languages, task.
+
+A card is README.md with YAML between two lines of dashes at its top (https://huggingface.co/docs/hub/model-cards). Those of
+strangers may hold anything; what has not the type that it should have is passed over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from pqweights.checkpoint.names import CARD_FILE
+from pqweights.checkpoint.storage import Storage, read_file
+
+# Those of text; `language` is a list of it.
+TEXT_KEYS = ("license", "license_name", "license_link", "pipeline_tag")
+MAX_CARD_BYTES = 4_000_000
+MAX_TEXT = 300
+MAX_LANGUAGES = 500
+FENCE = "---"
+
+
+def model_facts(storage: Storage) -> dict[str, Any]:
+    """id and revision of a repository on the Hub, and licence, languages and task by its card; what is unknown is absent."""
+    facts: dict[str, Any] = {} if storage.origin is None else dict(storage.origin._asdict())
+    state = storage.files().get(CARD_FILE)
+    if state is None or state.byte_count > MAX_CARD_BYTES:
+        return facts
+    return facts | checked_facts(front_matter(read_file(storage, CARD_FILE).decode("utf-8", "replace"))[0])
+
+
+def checked_facts(found: dict[str, Any]) -> dict[str, Any]:
+    """Licence, languages and task, of what a card or a manifest holds."""
+    facts: dict[str, Any] = {key: found[key] for key in TEXT_KEYS if _is_text(found.get(key))}
+    languages = found.get("language")
+    languages = [languages] if isinstance(languages, str) else languages
+    # YAML 1.1 takes Norwegian for false.
+    languages = [{False: "no"}.get(each, each) for each in languages] if isinstance(languages, list) else []
+    if languages and len(languages) <= MAX_LANGUAGES and all(_is_text(each) for each in languages):
+        facts["language"] = languages
+    return facts
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_TEXT and value.isprintable()
+
+
+def front_matter(card: str) -> tuple[dict[str, Any], str]:
+    """The YAML at the top of a card, and the text below it; an empty one where there is none, or none that can be read."""
+    lines = card.removeprefix("\ufeff").splitlines(keepends=True)
+    if not lines or lines[0].rstrip() != FENCE:
+        return {}, card
+    end = next((n for n, line in enumerate(lines[1:], 1) if line.rstrip() == FENCE), None)
+    if end is None:
+        return {}, card
+    body = "".join(lines[end + 1 :])
+    try:
+        found = yaml.safe_load("".join(lines[1:end]))
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}, body
+    return (found if isinstance(found, dict) else {}), body

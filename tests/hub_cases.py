@@ -1,0 +1,304 @@
+"""Faults of a Hub, and what becomes of the command that meets them: run by test_hub.py, and by benchmarks/hub.py for its table.
+
+Each case runs a command against the loopback Hub, with faults, as often as it says, and then once more without: both sides
+must end with the right bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import helpers
+from loopback_hub import Corrupt, Cut, Drop, Fault, LoopbackHub, Run, Short, Status
+
+if TYPE_CHECKING:
+    import pytest
+    from typer.testing import Result
+
+RUN = Path(__file__).with_name("run_hub.py")
+SOURCE, TARGET = "me/source", "me/master"
+# The first request for it is for its header, and passes.
+SHARD = r"resolve/.*/model-00002-of-00003\.safetensors"
+CARD = b"---\nlicense: apache-2.0\nlanguage:\n- en\n- de\n---\n# A model\n"
+# Weights of other formats and hidden files, which are not fetched.
+NOT_NEEDED = {
+    "pytorch_model.bin": b"pickled", "model.gguf": b"GGUF", "onnx/model.onnx": b"onnx", ".gitattributes": b"*.bin",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """name: what goes wrong. faults: made for a Hub. command: quantize or push. ends_well: whether the first run must succeed,
+    in spite of it. says: what its line must name where it fails.
+    """
+
+    name: str
+    faults: Callable[[LoopbackHub], list[Fault]]
+    command: str = "quantize"
+    ends_well: bool = True
+    says: str = ""
+    options: tuple[str, ...] = field(default=())
+
+
+def write_source(folder: Path) -> Path:
+    """Three shards of 180 kB, 66 kB and 33 kB with a card, and files of other formats."""
+    shards = [
+        {f"model.layers.{layer}.{name}.weight": helpers.bf16(helpers.gaussian(*shape, seed=10 * layer + seed))
+         for seed, (name, shape) in enumerate(parts)}
+        for layer, parts in enumerate([
+            [("mlp.up_proj", (256, 256)), ("mlp.down_proj", (128, 192)), ("input_layernorm", (128,))],
+            [("mlp.up_proj", (128, 256))],
+            [("mlp.up_proj", (64, 256)), ("input_layernorm", (128,))],
+        ])
+    ]  # fmt: skip
+    companions = {
+        "README.md": CARD,
+        "tokenizer.json": b'{"version": "1.0"}',
+        "chat/template.jinja": b"{{ x }}",
+        **NOT_NEEDED,
+    }
+    return helpers.write_checkpoint(folder, *shards, config={"model_type": "llama"}, companions=companions)
+
+
+def files_of(folder: Path) -> dict[str, bytes | Path]:
+    """Everything in a folder, for a commit."""
+    return {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+
+
+def run(hub: LoopbackHub, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line against a Hub."""
+    return subprocess.run(
+        [sys.executable, str(RUN), *arguments], env=hub.environment(home), capture_output=True, text=True, timeout=120
+    )
+
+
+@dataclass
+class Client:
+    """The command line in this process, against a Hub: a process of its own takes most of a second.
+
+    token: of the environment. The official client reads its settings when it is imported: they are set in its module.
+    """
+
+    url: str
+    home: Path
+    token: str | None
+    patch: pytest.MonkeyPatch
+
+    def set_up(self) -> Client:
+        """As run_hub.py and LoopbackHub.environment do it, until `patch` is undone."""
+        from huggingface_hub import constants
+        from huggingface_hub.utils import _http, close_session
+
+        from pqweights.hub import client
+
+        close_session()
+        settings = {
+            "ENDPOINT": self.url, "HUGGINGFACE_CO_URL_TEMPLATE": self.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(self.home / "hub"), "HF_TOKEN_PATH": str(self.home / "token"),
+            "HF_HUB_DISABLE_XET": True, "HF_HUB_DISABLE_TELEMETRY": True, "HF_HUB_OFFLINE": False,
+        }  # fmt: skip
+        for name, value in settings.items():
+            self.patch.setattr(constants, name, value)
+        self.patch.setattr(client, "FIRST_WAIT_SECONDS", 0.05)
+        sleep = time.sleep
+        self.patch.setattr(_http.time, "sleep", lambda seconds: sleep(min(seconds, 0.05)))
+        for name in ("NO_PROXY", "no_proxy"):
+            self.patch.setenv(name, "127.0.0.1,localhost")
+        for name in ("HUGGING_FACE_HUB_TOKEN", "HF_TOKEN"):
+            self.patch.delenv(name, raising=False)
+        return self
+
+    def __call__(self, *arguments: str | Path) -> Result:
+        """Run it; an exception other than the end of the command is a bug, and raised."""
+        from pqweights_cli.main import app
+        from typer.testing import CliRunner
+
+        if self.token is None:
+            self.patch.delenv("HF_TOKEN", raising=False)
+        else:
+            self.patch.setenv("HF_TOKEN", self.token)
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        if self.token:
+            assert self.token not in result.output
+        return result
+
+    def well(self, *arguments: str | Path) -> Result:
+        """Run what must succeed."""
+        result = self(*arguments)
+        assert result.exit_code == 0, result.output
+        return result
+
+    def line(self, *arguments: str | Path) -> str:
+        """Run what must fail with exit code 1 and one line; waits are told before it."""
+        result = self(*arguments)
+        assert result.exit_code == 1, result.output
+        assert result.stdout == ""
+        *waits, line = result.stderr.splitlines()
+        assert all("trying again in" in wait for wait in waits), result.stderr
+        assert line.startswith("error: ")
+        assert len(line) < 1500
+        return line
+
+
+def another_commit(hub: LoopbackHub) -> None:
+    """What its owner might do in between."""
+    source = hub.repositories[SOURCE]
+    data = bytearray(source.read("model-00003-of-00003.safetensors"))
+    data[-1] ^= 1
+    hub.commit(SOURCE, {"model-00003-of-00003.safetensors": bytes(data), "NEWS": b"!"})
+
+
+TRANSIENT = {
+    "connection cut in the middle of a shard": Fault(Cut(40_000), "GET", SHARD, after=1, times=2),
+    "connection reset in the middle of a shard": Fault(Cut(40_000, reset=True), "GET", SHARD, after=1),
+    "connection closed without an answer": Fault(Drop(), "GET", SHARD, after=1, times=2),
+    "truncated range, honestly announced": Fault(Short(30_000), "GET", SHARD, after=1),
+    "truncated range, wrongly announced": Fault(Short(30_000, consistent=False), "GET", SHARD, after=1),
+    "503 on a shard": Fault(Status(503), "GET", SHARD, after=1, times=3),
+    "500 on a shard": Fault(Status(500), "GET", SHARD, after=1),
+    "429 with Retry-After on a shard": Fault(Status(429, {"Retry-After": "1"}), "GET", SHARD, after=1),
+    "503 on the list of files": Fault(Status(503), "GET", "/api/models/"),
+    "429 with Retry-After on the list of files": Fault(Status(429, {"Retry-After": "1"}), "GET", "/api/models/"),
+    "503 on a header": Fault(Status(503), "GET", r"resolve/.*-00001-of"),
+    "header cut": Fault(Cut(100), "GET", r"resolve/.*-00001-of"),
+    "503 on config.json": Fault(Status(503), "GET", r"resolve/.*config\.json"),
+    "tokenizer cut": Fault(Cut(3), "GET", r"resolve/.*tokenizer\.json"),
+    "wrong checksum, once": Fault(Corrupt(50_000), "GET", SHARD, after=1),
+    "wrong checksum of config.json, once": Fault(Corrupt(3), "GET", r"resolve/.*config\.json"),
+}
+
+CASES = [
+    *(Case(name, lambda hub, fault=fault: [fault], options=("--low-disk",)) for name, fault in TRANSIENT.items()),  # type: ignore[misc]
+    *(
+        Case(f"{name} (into the cache)", lambda hub, fault=TRANSIENT[name]: [fault])  # type: ignore[misc]
+        for name in (
+            "connection cut in the middle of a shard", "connection reset in the middle of a shard", "503 on a shard",
+            "429 with Retry-After on a shard", "wrong checksum, once",
+        )
+    ),
+    Case(
+        "wrong checksum, always",
+        lambda hub: [Fault(Corrupt(50_000), "GET", SHARD, after=1, times=1000)],
+        ends_well=False, says="hash", options=("--low-disk",),
+    ),
+    Case(
+        "wrong checksum, always (into the cache)",
+        lambda hub: [Fault(Corrupt(50_000), "GET", SHARD, after=1, times=1000)],
+        ends_well=False, says="hash",
+    ),
+    Case(
+        "503 that does not end",
+        lambda hub: [Fault(Status(503), "GET", SHARD, after=1, times=1000)],
+        ends_well=False, says="failed 6 times (503)", options=("--low-disk",),
+    ),
+    Case(
+        "429 that asks to wait an hour",
+        lambda hub: [Fault(Status(429, {"Retry-After": "3600"}), "GET", SHARD, after=1, times=1000)],
+        ends_well=False, says="wait for 3600 s", options=("--low-disk",),
+    ),
+    Case(
+        "a commit between two requests",
+        lambda hub: [Fault(Run(lambda: another_commit(hub)), "GET", SHARD, after=1)],
+        options=("--low-disk",),
+    ),
+    Case(
+        "a shard that is gone",
+        lambda hub: [Fault(Status(404, {"X-Error-Code": "EntryNotFound"}), "GET", SHARD, after=1, times=1000)],
+        ends_well=False, says="is not in the repository", options=("--low-disk",),
+    ),
+    Case("upload cut half-way, once", lambda hub: [Fault(Cut(5_000), "PUT")], "push"),
+    Case(
+        "upload that dies half-way, always",
+        lambda hub: [Fault(Cut(5_000), "PUT", times=1000)],
+        "push", ends_well=False, says="cannot be reached",
+    ),
+    Case("503 on an upload", lambda hub: [Fault(Status(503), "PUT")], "push"),
+    Case("503 on the commit", lambda hub: [Fault(Status(503), "POST", r"/commit/")], "push"),
+    Case("429 on the commit", lambda hub: [Fault(Status(429, {"Retry-After": "1"}), "POST", r"/commit/")], "push"),
+    Case("reply to the commit lost", lambda hub: [Fault(Drop(applied=True), "POST", r"/commit/")], "push"),
+    Case(
+        "token without write access",
+        lambda hub: [Fault(Status(403), "POST", r"/commit/", times=1000)],
+        "push", ends_well=False, says="does not permit",
+    ),
+    Case(
+        "somebody else commits while we push",
+        lambda hub: [Fault(Run(lambda: hub.commit(TARGET, {"NOTES": b"x"})), "POST", r"/commit/")],
+        "push", ends_well=False, says="changed it in between",
+    ),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Exit code and line of the first run, and of the second one; requests of the first."""
+
+    first: int
+    line: str
+    second: int
+    requests: int
+
+
+def play(case: Case, folder: Path, run: Callable[..., subprocess.CompletedProcess[str]] = run) -> Outcome:
+    """Run a case, each command by `run`; raises AssertionError where its end is not the right one."""
+    source, out = write_source(folder / "source"), folder / "out"
+    expected = folder / "expected"
+    helpers.run_command({"quantize": str(source)}, expected)
+    with LoopbackHub() as hub:
+        commit = hub.commit(SOURCE, files_of(source))
+        if case.command == "push":
+            arguments = ["push", str(expected), TARGET]
+        else:
+            arguments = ["quantize", SOURCE, str(out), *case.options]
+        for fault in case.faults(hub):
+            hub.inject(fault)
+        first = run(hub, folder / "home", *arguments)
+        requests = len(hub.requests)
+        met = [request for request in hub.requests if request.fault]
+        hub.clear_faults()
+        if case.command == "quantize":
+            arguments += ["--revision", commit]  # of the source that the first run was reading
+        second = run(hub, folder / "home", *arguments)
+        line = first.stderr.strip().splitlines()[-1] if first.returncode else ""
+        assert met, "the fault was never met"
+        assert (first.returncode == 0) == case.ends_well, first.stderr
+        assert case.says in line, line
+        assert "Traceback" not in first.stderr + second.stderr, first.stderr + second.stderr
+        assert hub.token not in first.stdout + first.stderr + second.stdout + second.stderr
+        assert second.returncode == 0, second.stderr
+        if case.command == "push":
+            _check_pushed(hub, expected)
+        else:
+            _check_quantized(hub, expected, out, commit)
+    return Outcome(first.returncode, line, second.returncode, requests)
+
+
+def _check_quantized(hub: LoopbackHub, expected: Path, out: Path, commit: str) -> None:
+    found, right = helpers.folder_bytes(out), helpers.folder_bytes(expected)
+    manifest, of_folder = json.loads(found.pop("pqweights.json")), json.loads(right.pop("pqweights.json"))
+    assert found == right
+    assert manifest["source"].pop("id") == SOURCE
+    assert manifest["source"].pop("revision") == commit
+    assert {"id": SOURCE, "revision": commit, **of_folder.pop("model")} == manifest.pop("model")
+    of_folder["source"].pop("id")
+    assert manifest == of_folder
+    fetched = {request.path.rpartition("/")[2] for request in hub.requests if "/resolve/" in request.path}
+    assert not fetched & {name.rpartition("/")[2] for name in NOT_NEEDED}
+
+
+def _check_pushed(hub: LoopbackHub, folder: Path) -> None:
+    there = hub.repositories[TARGET].files()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            name = path.relative_to(folder).as_posix()
+            assert hub.repositories[TARGET].read(name) == path.read_bytes(), name
+            assert name in there
