@@ -10,11 +10,11 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv demo test lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-phases bench-peers bench-scaling bench-exports bench-loading bench-quality bench-hub bench-report bench-kills bad-inputs clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 eval card publish demo test lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-phases bench-peers bench-scaling bench-exports bench-loading bench-quality bench-hub bench-fit bench-report bench-kills bad-inputs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9 -]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +24,33 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 venv: $(READY) ## make the environment in .venv (torch without CUDA where that can be had)
+
+# Thin calls of the command line. MODEL: a folder, or ORG/MODEL on the Hub; DIR: a master; OUT: what is made; ARGS: more options.
+COMMAND = $(BIN)/pqweights
+RECIPE ?= q5
+# Said before anything is installed.
+needs = $(if $(filter $(1),$(MAKECMDGOALS)),$(foreach name,$(2),$(if $($(name)),,$(error $(1) needs $(name)=...: see make help))))
+$(call needs,quantize,MODEL OUT)$(call needs,fit,MODEL SIZE)$(call needs,eval,DIR TEXT)$(call needs,publish,DIR REPO)
+$(foreach target,int4 mlx vllm bf16,$(call needs,$(target),DIR OUT))
+
+quantize: $(READY) ## MODEL=... OUT=... [RECIPE=q5]: a checkpoint into a master
+	$(COMMAND) quantize $(MODEL) $(OUT) --recipe $(RECIPE) $(ARGS)
+
+fit: $(READY) ## MODEL=... SIZE=9GB [OUT=...] [SENSITIVITY=heuristic]: the best master of that size; without OUT only the plan
+	$(COMMAND) $(if $(OUT),quantize $(MODEL) $(OUT),plan $(MODEL)) --target-size $(SIZE) --sensitivity $(or $(SENSITIVITY),heuristic) $(ARGS)
+
+int4 mlx vllm bf16: $(READY) ## DIR=... OUT=...: a master into what torchao (int4), MLX, vLLM or everything (bf16) loads
+	$(COMMAND) export $(DIR) $(OUT) --target $(TARGET_$@) $(ARGS)
+TARGET_int4 := torchao-int4
+TARGET_mlx := mlx-q4
+TARGET_vllm := vllm-int4
+TARGET_bf16 := bf16
+
+eval: $(READY) ## DIR=... TEXT=FILE [MODEL=...]: perplexity of a master or an export, beside the original
+	$(COMMAND) eval $(DIR) --text $(TEXT) $(if $(MODEL),--reference $(MODEL)) $(ARGS)
+
+publish: $(READY) ## DIR=... REPO=ORG/NAME: verify, write the card, and push a master or an export to the Hub
+	$(COMMAND) push $(DIR) $(REPO) $(ARGS)
 
 demo: $(READY) ## quantize a real trained model and show that the result still works
 	$(BIN)/python demo/minilm.py $(ARGS)
@@ -44,12 +71,12 @@ format: $(READY) ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# OUT: where the JSON documents and the plots go; PAGES: whose tables are written from them; FOLDER: where checkpoints are
+# DOCS: where the JSON documents and the plots go; PAGES: whose tables are written from them; FOLDER: where checkpoints are
 # made (20 GB at most), by default the temporary folder; EXTRAS: bench, or bench,bench-llama.
-OUT ?= docs/benchmarks
-PAGES ?= docs/benchmarks.md docs/exports.md docs/hub.md docs/quality.md README.md
+DOCS ?= docs/benchmarks
+PAGES ?= docs/benchmarks.md docs/exports.md docs/fit.md docs/hub.md docs/quality.md README.md
 EXTRAS ?= bench
-BENCHMARK = $(BIN)/python benchmarks/$(1).py --out $(OUT)
+BENCHMARK = $(BIN)/python benchmarks/$(1).py --out $(DOCS)
 REPORT = $(call BENCHMARK,report) $(PAGES)
 WORK = $(if $(FOLDER),--folder $(FOLDER))
 
@@ -103,6 +130,10 @@ bench-quality: $(READY) ## MODELS="DIR ...": perplexity, KL and top-1 of masters
 
 bench-hub: $(READY) ## over a Hub on the loopback: quantize by id with little disk, push, load; a 430 GB plan; injected faults
 	$(call BENCHMARK,hub) $(WORK) $(ARGS)
+	$(REPORT)
+
+bench-fit: $(READY) ## MODELS="DIR ...": widths by sensitivity beside uniform and hand-made ones; predicted and measured loss
+	$(call BENCHMARK,fit) $(MODELS) $(WORK) $(ARGS)
 	$(REPORT)
 
 bench-report: $(READY) ## draw the plots and write the tables again

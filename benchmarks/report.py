@@ -20,6 +20,7 @@ from typing import Any
 
 import commands
 import exports
+import fit
 import hub
 import loading
 import numpy as np
@@ -44,6 +45,7 @@ SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
     "loading": loading.sections,
     "quality": quality.sections,
     "hub": hub.sections,
+    "fit": fit.sections,
 }
 
 
@@ -158,6 +160,21 @@ def draw_quality(document: Document, panels: Panels) -> None:
 
 
 # file name -> the benchmark it shows, its panels, how they are drawn
+def draw_fit(document: Document, panels: Panels) -> None:
+    """Measured KL over predicted rise, a panel for each kind of sensitivities, a colour for each model."""
+    for panel, kind in zip(panels, (fit.RULE, fit.RANDOM, fit.TEXT), strict=True):
+        for place, model in enumerate(document["models"]):
+            rows = [row for row in model["rows"] if row["bits_per_weight"] >= fit.FEWEST_BITS]
+            predicted, measured = [row["predicted"][kind] for row in rows], [row["kl"] for row in rows]
+            panel.scatter(predicted, measured, s=14, color=f"C{place}", label=model["name"])
+        limits = (0.001, 1.0)
+        panel.plot(limits, limits, color="grey", linewidth=0.8)
+        panel.set(
+            xscale="log", yscale="log", xlabel="predicted rise, nats per token", ylabel="KL divergence", title=kind
+        )
+        panel.legend(fontsize="small")
+
+
 PLOTS: dict[str, tuple[str, int, Callable[[Document, Panels], None]]] = {
     "throughput": ("throughput", 2, draw_throughput),
     "wall-time": ("commands", 1, draw_wall_time),
@@ -165,6 +182,7 @@ PLOTS: dict[str, tuple[str, int, Callable[[Document, Panels], None]]] = {
     "peers": ("peers", 3, draw_peers),
     "scaling": ("scaling", 2, draw_scaling),
     "quality": ("quality", 2, draw_quality),
+    "fit": ("fit", 3, draw_fit),
 }
 
 

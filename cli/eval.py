@@ -87,7 +87,11 @@ def command(
             from pqweights.plots import check_plot_file, plot_evaluation
 
             check_plot_file(plot)
-        named = {name: options.fetched(name, revision, token) for name in models}
+        from pqweights.hub.sources import repository_id
+
+        if revision is not None and not any(repository_id(name) for name in models):
+            raise typer.BadParameter("--revision: expected a repository on the Hub among the models")
+        named = {name: options.fetched(name, revision if repository_id(name) else None, token) for name in models}
         base = None if reference is None else options.fetched(reference, None, token)
         folders = [named[name].path for name in models]
         places = [None if no_record or named[name].origin else find_place(named[name].path) for name in models]

@@ -124,7 +124,7 @@ def command(
             dtype=dtype and dtype.value, bits=bits, group_size=group_size, mode=mode and mode.value,
             packing=packing and packing.value, basis=basis and basis.value, qparams=qparams and qparams.value,
         )  # fmt: skip
-        found = options.fetched(folder, revision, token)
+        found = options.fetched(folder, revision, token, ours=True)
         original = None if source is None else options.fetched(source, None, token).path
         with output.progress("exporting") as progress:
             done = export(

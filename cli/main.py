@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from . import ablate, calibrate, card, export, inspect, plan, push, quantize, verify
+from . import ablate, calibrate, card, export, inspect, plan, push, quantize, sensitivity, verify
 from . import eval as evaluate
 
 app = typer.Typer(
@@ -45,6 +45,7 @@ app.command("verify")(verify.command)
 app.command("export")(export.command)
 app.command("card")(card.command)
 app.command("push")(push.command)
+app.command("sensitivity")(sensitivity.command)
 app.command("calibrate")(calibrate.command)
 app.command("ablate")(ablate.command)
 app.command("eval")(evaluate.command)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
-from decimal import Decimal
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,8 +14,7 @@ from . import output
 
 if TYPE_CHECKING:
     from pqweights.hub.sources import Access, Fetched
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    from pqweights.recipe import Recipe
 
 
 class Device(StrEnum):
@@ -29,16 +26,16 @@ class Device(StrEnum):
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes from "5GB", "500 MB" or "1000000"; GB is 10**9."""
-    if isinstance(text, int):
+    """Bytes from "5GB" (10**9), "5GiB" (2**30) or "1000000"."""
+    if isinstance(text, int):  # a default
         return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS:
-        raise typer.BadParameter(f"expected a size such as 5GB or 500MB, found {text!r}")
-    size = int(Decimal(match[1]) * _UNITS[match[2].upper()])
-    if size < 1:
-        raise typer.BadParameter(f"expected at least one byte, found {text!r}")
-    return size
+    from pqweights import units
+    from pqweights.errors import RecipeError
+
+    try:
+        return units.parse_size(text)
+    except RecipeError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def thread_count(asked: int | None) -> int:
@@ -47,6 +44,24 @@ def thread_count(asked: int | None) -> int:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     )  # macOS has no affinity
     return asked or usable or 1
+
+
+def chosen_recipe(
+    name: str, bits: int | None, target_size: int | None, target_bpw: float | None, sensitivity: str | None
+) -> Recipe:
+    """The recipe, with what the options change in it.
+
+    Raises RecipeError.
+    """
+    from pqweights.recipe import load_recipe, make_target
+
+    target = make_target("--target-size and --target-bpw", target_size, target_bpw)
+    recipe = load_recipe(name)
+    if bits is not None and target is not None:
+        raise typer.BadParameter("--bits: expected it or a target, which chooses the widths, found both")
+    if bits is not None:
+        recipe = recipe.with_bits(bits)
+    return recipe.with_target(target, sensitivity)
 
 
 def check_awq(awq: Path | None, any_codec: bool) -> None:
@@ -62,12 +77,14 @@ def access(revision: str | None, token: str | None) -> Access:
     return Access(revision, token or None, output.note)
 
 
-def fetched(source: str, revision: str | None, token: str | None, only: Sequence[str] = ()) -> Fetched:
-    """A folder here, or a repository on the Hub as a folder in the cache."""
+def fetched(
+    source: str, revision: str | None, token: str | None, only: Sequence[str] = (), ours: bool = False
+) -> Fetched:
+    """A folder here, or a repository on the Hub as a folder in the cache. only, ours: see local_folder."""
     from pqweights.hub.sources import local_folder
 
     with output.progress("fetching") as progress:
-        return local_folder(source, access(revision, token), only, progress)
+        return local_folder(source, access(revision, token), only, ours, progress)
 
 
 SourceArgument = Annotated[
@@ -95,6 +112,27 @@ BitsOption = Annotated[
     int | None,
     typer.Option("--bits", "-b", min=2, max=8, help="Default width instead of the recipe's.", show_default=False),
 ]
+TargetSizeOption = Annotated[
+    int | None,
+    typer.Option(
+        "--target-size", metavar="SIZE", parser=parse_size, show_default=False,
+        help="Choose the width of every weight so that the safetensors files have at most this size: 9GB, 9GiB.",
+    ),
+]  # fmt: skip
+TargetBitsOption = Annotated[
+    float | None,
+    typer.Option(
+        "--target-bpw", metavar="BITS", help="The same for so many bits per weight, all overhead counted.",
+        show_default=False,
+    ),
+]  # fmt: skip
+SensitivityOption = Annotated[
+    str | None,
+    typer.Option(
+        "--sensitivity", metavar="heuristic|FILE", help="By which the widths are chosen: a rule of thumb, or a file of pqweights sensitivity.",
+        show_default="heuristic",
+    ),
+]  # fmt: skip
 ShardOption = Annotated[
     int, typer.Option("--max-shard-size", metavar="SIZE", parser=parse_size, help="Largest output file, e.g. 5GB.")
 ]

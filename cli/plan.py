@@ -6,6 +6,7 @@ import contextlib
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -16,6 +17,12 @@ def command(
     source: options.SourceArgument,
     recipe: options.RecipeOption = "q5",
     bits: options.BitsOption = None,
+    target_size: options.TargetSizeOption = None,
+    target_bpw: options.TargetBitsOption = None,
+    sensitivity: options.SensitivityOption = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw widths by layer and role: .png or .svg.")
+    ] = None,
     max_shard_bytes: options.ShardOption = "5GB",  # type: ignore[assignment]  # typer parses it
     threads: options.ThreadsOption = None,
     awq: options.AwqOption = None,
@@ -27,7 +34,23 @@ def command(
 ) -> None:
     """Show what quantize would do, from the headers alone: per tensor action, codec, bits, bytes and reason."""
     options.check_awq(awq, awq_any_codec)
-    run(source, recipe, bits, max_shard_bytes, threads, awq, awq_any_codec, allow_pickle, revision, token, json)
+    run(
+        source,
+        recipe,
+        bits,
+        target_size,
+        target_bpw,
+        sensitivity,
+        plot,
+        max_shard_bytes,
+        threads,
+        awq,
+        awq_any_codec,
+        allow_pickle,
+        revision,
+        token,
+        json,
+    )
 
 
 @contextlib.contextmanager
@@ -52,6 +75,10 @@ def run(
     source: str,
     recipe: str,
     bits: int | None,
+    target_size: int | None,
+    target_bpw: float | None,
+    sensitivity: str | None,
+    plot: Path | None,
     max_shard_bytes: int,
     threads: int | None,
     awq: Path | None,
@@ -64,19 +91,26 @@ def run(
     """Print the plan."""
     with output.errors():
         from pqweights.quantize import plan_quantize
-        from pqweights.recipe import load_recipe
         from pqweights.rewrite import resource_needs
 
-        chosen = load_recipe(recipe)
-        if bits is not None:
-            chosen = chosen.with_bits(bits)
-        checkpoint, _, planned = plan_quantize(
+        if plot is not None:
+            from pqweights.plots import check_plot_file, plot_widths
+
+            check_plot_file(plot)
+        chosen = options.chosen_recipe(recipe, bits, target_size, target_bpw, sensitivity)
+        checkpoint, transform, planned = plan_quantize(
             source, chosen, access=options.access(revision, token), awq=awq, awq_any_codec=awq_any_codec, max_shard_bytes=max_shard_bytes,
             allow_pickle=allow_pickle,
         )  # fmt: skip
         needs = resource_needs(planned, options.thread_count(threads))
-        traffic = report.traffic(checkpoint)
+        if plot is not None:
+            plot_widths(planned.tensors, plot)
+        traffic, fit = report.traffic(checkpoint), transform.fit
         if json:
-            output.print_json(report.plan_json(planned, needs) | traffic)
-        else:
-            typer.echo("\n".join([report.plan_text(planned, needs), *report.traffic_lines(traffic)]))
+            fitted = {} if fit is None else {"fit": fit.to_json()}
+            output.print_json(report.plan_json(planned, needs) | fitted | traffic)
+            return
+        lines = [report.plan_text(planned, needs), *report.traffic_lines(traffic)]
+        if fit is not None:
+            lines += ["", *report.fit_lines(fit), "", *report.curve_lines(fit)]
+        typer.echo("\n".join(lines))

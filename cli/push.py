@@ -18,12 +18,16 @@ def command(
     repository: Annotated[
         str, typer.Argument(metavar="ORG/NAME", help="Repository on the Hub; made if it is not there.")
     ],
-    private: Annotated[bool, typer.Option("--private", help="If the repository is made, make it private.")] = False,
+    private: Annotated[
+        bool, typer.Option("--private", help="Make the repository private; one that is there must be.")
+    ] = False,
     revision: Annotated[
         str | None,
         typer.Option("--revision", metavar="BRANCH", help="Branch; made if it is not there.", show_default="main"),
     ] = None,
-    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request.")] = False,
+    create_pr: Annotated[
+        bool, typer.Option("--create-pr", help="Open a pull request against the branch, which must be there.")
+    ] = False,
     message: Annotated[str | None, typer.Option("--message", "-m", help="Title of the commit.")] = None,
     base_model: options.BaseModelOption = None,
     adopt: options.AdoptOption = False,

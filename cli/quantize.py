@@ -15,6 +15,9 @@ def command(
     out: options.OutArgument,
     recipe: options.RecipeOption = "q5",
     bits: options.BitsOption = None,
+    target_size: options.TargetSizeOption = None,
+    target_bpw: options.TargetBitsOption = None,
+    sensitivity: options.SensitivityOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
     overwrite: options.OverwriteOption = False,
     strict: Annotated[
@@ -44,16 +47,27 @@ def command(
     options.check_awq(awq, awq_any_codec)
     if dry_run:
         run_plan(
-            source, recipe, bits, max_shard_bytes, threads, awq, awq_any_codec, allow_pickle, revision, token, json
+            source,
+            recipe,
+            bits,
+            target_size,
+            target_bpw,
+            sensitivity,
+            None,
+            max_shard_bytes,
+            threads,
+            awq,
+            awq_any_codec,
+            allow_pickle,
+            revision,
+            token,
+            json,
         )
         return
     with output.errors(continues=True):
         from pqweights.quantize import quantize
-        from pqweights.recipe import load_recipe
 
-        chosen = load_recipe(recipe)
-        if bits is not None:
-            chosen = chosen.with_bits(bits)
+        chosen = options.chosen_recipe(recipe, bits, target_size, target_bpw, sensitivity)
         with output.progress("quantizing") as progress:
             done = quantize(
                 source, out, chosen, access=options.access(revision, token), low_disk=low_disk, threads=options.thread_count(threads), device=device.value, overwrite=overwrite,
@@ -71,5 +85,7 @@ def command(
             )
         lines = [f"{source} -> {out}", report.totals_text(done.plan.totals())]
         lines += report.quality_lines(done.plan.tensors, done.records)
+        if fit := report.fit_of(done):
+            lines += report.fit_lines(fit)
         lines += report.kept_lines(done.plan.tensors) + report.left_out_lines(done.plan)
         typer.echo("\n".join(lines))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,11 +11,14 @@ from .output import size, table
 
 if TYPE_CHECKING:
     from pqweights.checkpoint.source import Checkpoint
+    from pqweights.fit import Fit
     from pqweights.manifest import TensorRecord
     from pqweights.plan import Plan, TensorPlan
     from pqweights.rewrite import Report
 
 WORST_SHOWN = 5
+FEWEST_LINEAR_BITS = 3
+_NUMBERS = re.compile(r"\.\d+\.")
 
 
 def plan_json(plan: Plan, needs: dict[str, int]) -> dict[str, Any]:
@@ -30,14 +34,15 @@ def plan_json(plan: Plan, needs: dict[str, int]) -> dict[str, Any]:
 
 def traffic(checkpoint: Checkpoint) -> dict[str, Any]:
     """What a checkpoint on the Hub is, and what was sent and fetched so far; nothing for one that lies here."""
-    from pqweights.hub.storage import HubStorage
+    from pqweights.checkpoint.source import file_uses, most_fetched
+    from pqweights.hub.storage import LOW_DISK_FILES, HubStorage
 
     storage = checkpoint.storage
     if not isinstance(storage, HubStorage):
         return {}
     of = {"repository": storage.origin.id, "revision": storage.origin.revision}
-    sizes = [storage.files()[name].byte_count for name in checkpoint.weight_files]
-    disk = {"source_bytes": sum(sizes), "low_disk_bytes": storage.low_disk_bytes(checkpoint.weight_files)}
+    at_once = most_fetched(file_uses(checkpoint.tensors), storage.files(), LOW_DISK_FILES)
+    disk = {"source_bytes": checkpoint.weight_file_bytes, "low_disk_bytes": at_once}
     return {"hub": of | {"requests": storage.hub.requests, "bytes": storage.hub.bytes} | disk}
 
 
@@ -80,6 +85,59 @@ def _tensor_lines(tensors: Sequence[TensorPlan]) -> list[str]:
 
 def _cells(t: TensorPlan) -> list[str]:
     return [_shape(t), t.dtype, t.action, t.codec or "", str(t.bits or ""), str(t.bytes)]
+
+
+def fit_of(report: Report) -> Fit | None:
+    """How widths were chosen, where they were."""
+    from pqweights.quantize import Quantize
+
+    return report.transform.fit if isinstance(report.transform, Quantize) else None
+
+
+def fit_lines(fit: Fit) -> list[str]:
+    """What was chosen for a target: bits of each kind of group by layer, and what is predicted of it."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for group in fit.groups:
+        kinds[_NUMBERS.sub(".*.", group.name)].append("kept" if group.bits is None else str(group.bits))
+    width = max(len(kind) for kind in kinds)
+    by = (
+        "rule of thumb"
+        if fit.sensitivity is None
+        else f"{fit.sensitivity.method.get('kind')}, {fit.sensitivity.method.get('tokens')} tokens"
+    )
+    target = fit.target.output_bytes
+    used = f", {fit.output_bytes / target:.2%} of the target" if target else ""
+    lines = ["bits of each group of weights, by layer:"]
+    lines += [f"  {kind:{width}}  {' '.join(widths)}" for kind, widths in kinds.items()]
+    lines.append(
+        f"target: {fit.target}: {fit.output_bytes} bytes{used}, {fit.bits_per_weight:.4f} bits per weight; smallest possible: "
+        f"{fit.smallest_bytes} bytes"
+    )
+    lines.append(
+        f"predicted rise of the loss: {fit.rise:.5f} nats per token (sensitivities: {by}), at most {fit.gap:.4%} above the least "
+        "possible"
+    )
+    if fit.unknown:
+        lines.append(
+            f"{len(fit.unknown)} group(s) are not in the sensitivity file and got the rule of thumb: {_first_names(fit.unknown)}"
+        )
+    if fit.bits_per_weight < FEWEST_LINEAR_BITS:
+        lines.append(
+            f"below {FEWEST_LINEAR_BITS} bits per weight the rise is not linear: expect more than is predicted"
+        )
+    return lines
+
+
+def curve_lines(fit: Fit) -> list[str]:
+    """What other sizes would give."""
+    rows = [
+        [
+            size(point.output_bytes), f"{point.rise:.5f}",
+            "<- the target" if point.output_bytes == fit.output_bytes else "",
+        ]
+        for point in fit.curve
+    ]  # fmt: skip
+    return ["what a size buys:", table([("safetensors files", True), ("predicted rise", True), ("", False)], rows)]
 
 
 def left_out_lines(plan: Plan) -> list[str]:
@@ -201,6 +259,7 @@ def result_json(report: Report, out: str) -> dict[str, Any]:
         "already_done": report.already_done,
         "resumed_tensors": report.resumed,
         "source_bytes_read": report.source_bytes_read,
+        **({"fit": fit.to_json()} if (fit := fit_of(report)) else {}),
         "totals": report.plan.totals() | error_totals(report.plan.tensors, report.records),
         "exceeding": [t.name for t, r in pairs if exceeds(t, r)],
         "tensors": [tensor_json(t, r) for t, r in pairs],

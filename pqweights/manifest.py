@@ -28,7 +28,7 @@ MANIFEST_VERSION = 1
 # What transforms say of themselves, see Transform.describe.
 MADE_BY_KEYS = (
     "recipe", "target", "dtype", "packing", "mode", "bits", "group_size", "basis", "qparams", "original_fingerprint",
-    "master_errors", "awq",
+    "master_errors", "awq", "fit",
 )  # fmt: skip
 
 

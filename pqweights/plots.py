@@ -107,16 +107,29 @@ def plot_inspection(inspection: Inspection, file: Path) -> None:
             errors.grid(visible=True, which="both")
         else:
             errors.text(0.5, 0.5, "no errors are known of these tensors", transform=errors.transAxes, ha="center")
-        sizes = [
-            Point(layer_of(tensor.name), tensor.role, 8 * tensor.bytes / tensor.weights, tensor.weights)
-            for tensor, _ in pairs
-        ]
-        _draw_by_layer(bits, sizes)
-        bits.set(ylabel="bits per weight", xlabel="layer", title="bits per weight, all overhead counted")
-        bits.set_ylim(bottom=0)
-        _mark_layers(bits, sizes)
-        handles, labels = bits.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right upper", title="role")
+        _draw_bits(figure, bits, [tensor for tensor, _ in pairs])
+
+
+def plot_widths(tensors: Sequence[TensorPlan], file: Path) -> None:
+    """Bits per weight of a plan, by layer and role.
+
+    Raises OutputError, MissingDependencyError.
+    """
+    check_plot_file(file)
+    with _figure(file, width=10.0, height=4.5) as figure:
+        shown = [t for t in tensors if t.weights and (t.bits is not None or t.role not in STRUCTURAL)]
+        _draw_bits(figure, figure.subplots(), shown)
+
+
+def _draw_bits(figure: Figure, axes: Axes, tensors: Sequence[TensorPlan]) -> None:
+    """Bits per weight, with the legend of roles for the whole figure."""
+    sizes = [Point(layer_of(t.name), t.role, 8 * t.bytes / t.weights, t.weights) for t in tensors]
+    _draw_by_layer(axes, sizes)
+    axes.set(ylabel="bits per weight", xlabel="layer", title="bits per weight, all overhead counted")
+    axes.set_ylim(bottom=0)
+    _mark_layers(axes, sizes)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", title="role")
 
 
 def plot_evaluation(report: Report, file: Path) -> None:

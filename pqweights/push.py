@@ -7,15 +7,17 @@ goes on where it stopped. Of what lies there only the files of an earlier push a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pqweights.card import Card, make_card, save_card
+from pqweights.card import Card, check_names, make_card, read_card, save_card
+from pqweights.checkpoint.model_card import MAX_CARD_BYTES
 from pqweights.checkpoint.names import CARD_FILE, EVALUATION_FILE, MANIFEST_FILE
-from pqweights.checkpoint.source import is_weight_file
-from pqweights.errors import HubError, MasterError
+from pqweights.checkpoint.source import SURROGATE_ESCAPE, is_weight_file
+from pqweights.errors import HubError, MasterError, PqweightsError
 from pqweights.hub.client import Hub, RemoteFile, Repository, pieces_of
 from pqweights.hub.ids import is_repository_id
 from pqweights.hub.sources import Access
@@ -25,6 +27,9 @@ from pqweights.verify import verify
 
 NEW, CHANGED, SAME, DELETED = "new", "changed", "same", "deleted"
 MAIN = "main"
+MAX_MANIFEST_BYTES = 256_000_000  # of one there; what a larger one lists is not looked at
+_COMMIT = re.compile(r"[0-9a-fA-F]{40}")
+_PULL_REQUEST = re.compile(r"refs/pr/\d+")
 
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, name
 
@@ -88,54 +93,99 @@ def push(
 ) -> PushReport:
     """Verify a master or an export, write its card, and bring both to a branch (access.revision, main by default).
 
-    private: of a repository that is made. create_pr: as a pull request. base_model, adopt: see make_card. dry_run: change
-    nothing, there or here.
+    private: of a repository that is made; one that is there must be. create_pr: as a pull request against the branch, which
+    must be there. base_model, adopt: see make_card. dry_run: change nothing, there or here.
 
     Raises MasterError for a folder that is broken, HubError, OutputError.
     """
     if not is_repository_id(repository):
         raise HubError(f"{repository}: expected ORG/NAME; the namespace is not guessed")
+    branch = (access.revision or MAIN).removeprefix("refs/heads/")
+    check_names(base_model, branch)
+    if _COMMIT.fullmatch(branch):
+        raise HubError(
+            f"{repository}: --revision {branch}: expected a branch, found a commit, which nothing can be added to"
+        )
     read_manifest(folder)
+    old = read_card(folder)
     hub = access.hub()
     hub.log_in()
-    branch = access.revision or MAIN
+    there = _look(hub, repository, branch, private, create_pr)
     checked = verify(folder, threads=threads, progress=verifying)
     if not checked.ok:
         raise MasterError(
             f"{folder}: {checked.problems[0]} ({len(checked.problems)} problem(s)): nothing was pushed; pqweights verify lists them"
         )
-    remote, exists = _remote(hub, repository, branch)
-    _check_remote(hub, remote, folder)
-    card = make_card(folder, repository, base_model=base_model, old=_old_card(hub, remote, folder), adopt=adopt)
-    local = _local_files(folder, card)
-    changes = _changes(hub, folder, card, local, remote)
-    url = f"{hub.endpoint}/{repository}"
-    report = PushReport(repository, branch, not exists, changes, None, url, card)
-    if dry_run or all(change.kind == SAME for change in changes):
+    remote = there.remote
+    ours = _pushed_before(hub, remote)
+    _check_weights(remote, ours, folder)
+    card = make_card(
+        folder, remote.id, base_model=base_model, old=old, adopt=adopt,
+        revision=MAIN if _PULL_REQUEST.fullmatch(branch) else branch, pushed=_card_there(hub, remote),
+    )  # fmt: skip
+    changes = _changes(folder, card, remote, ours)
+    report = PushReport(remote.id, branch, not there.exists, changes, None, f"{hub.endpoint}/{remote.id}", card)
+    if any(change.name == CARD_FILE and change.kind != SAME for change in changes):
+        _validate(hub, remote.id, card)
+    if dry_run:
         return report
     save_card(folder, card)
-    if not exists:
+    if all(change.kind == SAME for change in changes):
+        return report
+    if not there.exists:
         hub.call(repository, lambda: hub.api.create_repo(repository, private=private, exist_ok=True))
         remote = hub.repository(repository)
-    if branch not in (MAIN, remote.commit) and not _has_branch(hub, repository, branch):
-        hub.call(repository, lambda: hub.api.create_branch(repository, branch=branch, exist_ok=True))
+        _check_private(remote, private)
+    if not there.has_branch:
+        hub.call(repository, lambda: hub.api.create_branch(remote.id, branch=branch, exist_ok=True))
         remote = hub.repository(repository, branch)
     commit, url = _send(hub, folder, card, remote, branch, changes, create_pr, message, progress)
-    return PushReport(repository, branch, not exists, changes, commit, url or report.url, card)
+    return replace(report, commit=commit, url=url or report.url)
 
 
-def _remote(hub: Hub, repository: str, branch: str) -> tuple[Repository, bool]:
-    """What is there, and whether the repository exists; a branch that does not holds what main does."""
-    if not hub.exists(repository):
-        return Repository(repository, "", {}), False
-    if branch != MAIN and not _has_branch(hub, repository, branch):
-        branch = MAIN
-    return hub.repository(repository, branch), True
+@dataclass(frozen=True)
+class _There:
+    """remote: what the branch holds; main, where it is to be made, and nothing, where the repository is."""
+
+    remote: Repository
+    exists: bool
+    has_branch: bool
+
+
+def _look(hub: Hub, repository: str, branch: str, private: bool, create_pr: bool) -> _There:
+    """What is there. Raises HubError for a repository or branch that cannot take this push."""
+    exists = hub.exists(repository)
+    has_branch = branch == MAIN or (exists and _has_branch(hub, repository, branch))
+    if create_pr and not has_branch:
+        raise HubError(
+            f"{repository}: has no branch {branch!a}, and a pull request is opened against one that is there: make it, or leave out "
+            "--revision or --create-pr"
+        )
+    if not exists:
+        return _There(Repository(repository, "", {}), False, has_branch)
+    remote = hub.repository(repository, branch if has_branch else MAIN)
+    _check_private(remote, private)
+    return _There(remote, True, has_branch)
 
 
 def _has_branch(hub: Hub, repository: str, branch: str) -> bool:
+    """Raises HubError for a tag."""
     found = hub.call(repository, lambda: hub.api.list_repo_refs(repository, include_pull_requests=True))
-    return any(branch in (ref.name, ref.ref) for ref in [*found.branches, *(found.pull_requests or [])])
+    if any(branch in (ref.name, ref.ref) for ref in [*found.branches, *(found.pull_requests or [])]):
+        return True
+    if any(branch in (ref.name, ref.ref) for ref in found.tags):
+        raise HubError(
+            f"{repository}: --revision {branch}: expected a branch, found a tag, which nothing can be added to"
+        )
+    return False
+
+
+def _check_private(remote: Repository, private: bool) -> None:
+    if private and not remote.private:
+        raise HubError(
+            f"{remote.id}: is there, and public: make it private in its settings on the Hub, choose another one, or leave out "
+            "--private; nothing was pushed"
+        )
 
 
 def _manifest_files(folder: Path) -> dict[str, int]:
@@ -155,23 +205,43 @@ def _local_files(folder: Path, card: Card) -> dict[str, int]:
     return files | {CARD_FILE: len(card.text.encode())}
 
 
-def _replaced(hub: Hub, remote: Repository) -> set[str]:
-    """The files of an earlier push, by the manifest that lies there; none where there is none that can be read."""
+def _pushed_before(hub: Hub, remote: Repository) -> Set[str]:
+    """The files of an earlier push: those that are what the manifest there says of them.
+
+    None where there is none that can be read: it may be anybody's, and hold anything.
+    """
     manifest = remote.files.get(MANIFEST_FILE)
-    if manifest is None:
-        return set()
+    if manifest is None or manifest.byte_count > MAX_MANIFEST_BYTES:
+        return frozenset()
+    data = hub.read_whole(remote, manifest)
     try:
-        found = parse_manifest(json.loads(hub.read_whole(remote, manifest)))
-    except (MasterError, ValueError, RecursionError):
-        return set()
-    shards = plan_shards(found.tensors, found.max_shard_bytes, found.metadata)
-    return {*(shard.file for shard in shards), *found.files, MANIFEST_FILE, EVALUATION_FILE} & remote.files.keys()
+        content = json.loads(data)
+        if SURROGATE_ESCAPE.search(data):
+            json.dumps(content, ensure_ascii=False).encode("utf-8")  # a UnicodeEncodeError is a ValueError
+        found = parse_manifest(content)
+        shards = plan_shards(found.tensors, found.max_shard_bytes, found.metadata)
+    except (PqweightsError, ValueError, TypeError, OverflowError, RecursionError):
+        return frozenset()
+    listed: dict[str, tuple[int, str | None]] = {
+        name: (record.bytes, record.sha256) for name, record in found.files.items()
+    }
+    listed |= {shard.file: (shard.file_bytes, None) for shard in shards}
+    ours = {MANIFEST_FILE, EVALUATION_FILE} & remote.files.keys()
+    for name, (byte_count, sha256) in listed.items():
+        there = remote.files.get(name)
+        if (
+            there is not None
+            and there.byte_count == byte_count
+            and (None in (there.sha256, sha256) or there.sha256 == sha256)
+        ):
+            ours.add(name)
+    return {name for name in ours if name != CARD_FILE and not any(part.startswith(".") for part in name.split("/"))}
 
 
-def _check_remote(hub: Hub, remote: Repository, folder: Path) -> None:
+def _check_weights(remote: Repository, ours: Set[str], folder: Path) -> None:
     """Refuse a repository with weights of others: a loader might take those."""
     foreign = [name for name in remote.files if is_weight_file(name)]
-    foreign = sorted(set(foreign) - _replaced(hub, remote) - _manifest_files(folder).keys())
+    foreign = sorted(set(foreign) - ours - _manifest_files(folder).keys())
     if foreign:
         raise HubError(
             f"{remote.id}: holds {foreign[0]!a}, which no push of pqweights put there ({len(foreign)} such file(s)): choose another "
@@ -179,21 +249,64 @@ def _check_remote(hub: Hub, remote: Repository, folder: Path) -> None:
         )
 
 
-def _old_card(hub: Hub, remote: Repository, folder: Path) -> str | None:
-    """The card whose notes are kept: the one here, else the one there."""
-    if (folder / CARD_FILE).is_file():
-        return (folder / CARD_FILE).read_text(encoding="utf-8", errors="replace")
+def _card_there(hub: Hub, remote: Repository) -> str | None:
+    """Raises HubError for one that is no text."""
     file = remote.files.get(CARD_FILE)
-    return None if file is None else hub.read_whole(remote, file).decode("utf-8", "replace")
+    if file is None:
+        return None
+    if file.byte_count > MAX_CARD_BYTES:
+        raise HubError(
+            f"{remote.id}: {CARD_FILE}: expected a card, found {file.byte_count} bytes; delete it there, or choose another repository"
+        )
+    try:
+        return hub.read_whole(remote, file).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise HubError(
+            f"{remote.id}: {CARD_FILE}: expected UTF-8 text, found another byte at {error.start}; correct it there, or delete it"
+        ) from None
 
 
-def _changes(hub: Hub, folder: Path, card: Card, local: dict[str, int], remote: Repository) -> tuple[Change, ...]:
+def _validate(hub: Hub, repository: str, card: Card) -> None:
+    """Ask the Hub whether it takes this front matter.
+
+    The client asks the same with the commit, when all else was sent. Its ModelCard.validate sends not the text itself, but what
+    it would write. Raises HubError.
+    """
+
+    def ask() -> str | None:
+        reply = hub.utils.get_session().post(
+            f"{hub.api.endpoint}/api/validate-yaml", json={"content": card.text, "repoType": "model"},
+            headers=hub.utils.build_hf_headers(token=hub.token),
+        )  # fmt: skip
+        if reply.status_code == 400:
+            return str(reply.text)
+        hub.utils.hf_raise_for_status(reply)
+        return None
+
+    refused = hub.call(repository, ask, f": {CARD_FILE}")
+    if refused is None:
+        return
+    try:
+        said = "; ".join(str(error["message"]) for error in json.loads(refused)["errors"])
+    except (ValueError, TypeError, KeyError):
+        said = refused
+    raise HubError(
+        f"{repository}: {CARD_FILE}: the Hub refuses its front matter: {hub.clean(said)[:300]}; correct it in the {CARD_FILE} of the "
+        "folder; nothing was pushed"
+    )
+
+
+def _changes(folder: Path, card: Card, remote: Repository, ours: Set[str]) -> tuple[Change, ...]:
+    """ours: what of the repository an earlier push brought there."""
+    local = _local_files(folder, card)
     changes = []
     for name, byte_count in sorted(local.items()):
         there = remote.files.get(name)
         kind = NEW if there is None else SAME if _is_same(there, name, byte_count, folder, card) else CHANGED
         changes.append(Change(name, kind, byte_count))
-    gone = sorted(_replaced(hub, remote) - local.keys())
+    # As long as the manifest stays, all that it lists does, and the evaluations there are of it.
+    stays = any(change.name == MANIFEST_FILE and change.kind == SAME for change in changes)
+    gone = [] if stays else sorted(ours - local.keys())
     return (*changes, *(Change(name, DELETED, 0) for name in gone))
 
 
@@ -231,19 +344,24 @@ def _send(
             done += change.byte_count
             progress(done, total, change.name)
     title = message or f"pqweights push: {read_manifest(folder).kind}"
-    try:
-        info = hub.call(
-            remote.id,
-            lambda: hub.api.create_commit(
+
+    def commit() -> Any:
+        try:
+            return hub.api.create_commit(
                 remote.id, operations, commit_message=title, revision=branch, parent_commit=remote.commit or None,
                 create_pr=create_pr,
-            ),
-            attempts=1 if create_pr else None,
-        )  # fmt: skip
+            )  # fmt: skip
+        except ValueError as error:
+            if type(error) is not ValueError:
+                raise  # another one is a refusal, or an answer that is none
+            raise HubError(f"{remote.id}: the commit is refused: {hub.clean(str(error))[:300]}") from None
+
+    try:
+        info = hub.call(remote.id, commit, attempts=1 if create_pr else None)
     except HubError:
         # The reply may have been lost, not the commit.
         after = None if create_pr else hub.repository(remote.id, branch)
-        if after is None or any(c.kind != SAME for c in _changes(hub, folder, card, _local_files(folder, card), after)):
+        if after is None or any(change.kind != SAME for change in _changes(folder, card, after, frozenset())):
             raise
         return after.commit, f"{hub.endpoint}/{remote.id}"
     return str(info.oid), str(info.pr_url if create_pr else f"{hub.endpoint}/{remote.id}")

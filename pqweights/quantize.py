@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,17 @@ from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, find_non_finite
 from pqweights.codecs import EncodedBlocks, get_codec
 from pqweights.dtypes import item_bytes, to_float32
-from pqweights.errors import SourceError
+from pqweights.errors import OutputError, SourceError
+from pqweights.fit import Fit, Widths, fit
 from pqweights.hub.sources import Access, open_source
+from pqweights.hub.storage import HubStorage
 from pqweights.jobs import CHUNK_WEIGHTS, OUTPUTS, CopyJob, Job, Sink
 from pqweights.kernels import BLOCK_SIZE, VALUE_DTYPES
 from pqweights.manifest import TensorRecord, exceeds, rounded
-from pqweights.plan import DEFAULT_MAX_SHARD_BYTES, DEFAULT_METADATA, KEEP, QUANTIZE, Plan, TensorPlan
-from pqweights.recipe import Recipe, decide
+from pqweights.plan import DEFAULT_MAX_SHARD_BYTES, DEFAULT_METADATA, KEEP, QUANTIZE, Plan, TensorPlan, plan_shards
+from pqweights.recipe import Recipe, Target, decide, is_smaller
 from pqweights.rewrite import Lineage, Report, make_plan, rewrite
+from pqweights.sensitivity import HEURISTIC, read_sensitivity
 from pqweights.stream import Progress
 from pqweights.weight import Pass, PassResult, PassTotals, block_count, encode_chunk, first_pass, next_pass
 
@@ -39,20 +42,27 @@ from pqweights.weight import Pass, PassResult, PassTotals, block_count, encode_c
 class Quantize:
     """The transform. See transform.Transform.
 
-    strict: refuse a weight whose error exceeds the promise even when rescued. awq: scales for input channels.
+    strict: refuse a weight whose error exceeds the promise even when rescued. awq: scales for input channels. fit: the
+    widths of a recipe with a target.
     """
 
     recipe: Recipe
     strict: bool = False
     awq: AwqScales | None = None
+    fit: Fit | None = None
     kind: str = "master"
 
     def describe(self) -> dict[str, Any]:
         """See Transform."""
-        return {"recipe": self.recipe.to_json()} | ({} if self.awq is None else {"awq": self.awq.describe()})
+        awq = {} if self.awq is None else {"awq": self.awq.describe()}
+        return {"recipe": self.recipe.to_json()} | awq | ({} if self.fit is None else {"fit": self.fit.describe()})
 
     def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
         """See Transform; refuses a master as source, and scales that are not for this checkpoint."""
+        return self.plan_with(checkpoint, {} if self.fit is None else self.fit.widths)
+
+    def plan_with(self, checkpoint: Checkpoint, widths: Widths) -> list[TensorPlan]:
+        """The plan with these widths, by name of the weight, instead of the recipe's; None keeps it."""
         if checkpoint.is_master:
             raise SourceError("the source is already a pqweights master; give the original, or export it to BF16 first")
         scaled = frozenset() if self.awq is None else self.awq.searched.keys()
@@ -60,6 +70,9 @@ class Quantize:
         for tensor, decision in zip(checkpoint.tensors, decide(self.recipe, checkpoint.tensors), strict=True):
             name, shape, codec, bits = tensor.name, tensor.shape, decision.codec, decision.bits
             reason = decision.reason
+            if name in widths and decision.free:
+                bits, reason = widths[name], f"to keep {self.recipe.target}"
+                codec = codec if bits is not None and is_smaller(tensor, codec, bits) else None
             if codec is not None and bits is not None:
                 stored: tuple[TensorSpec, ...] = encoded_specs(name, shape, codec, bits, name in scaled)
                 reason += ", input channels scaled" if name in scaled else ""
@@ -240,7 +253,38 @@ def plan_quantize(
     """
     checkpoint = open_source(source, access, low_disk=low_disk, allow_pickle=allow_pickle)
     transform = Quantize(recipe, strict, None if awq is None else open_awq(awq, awq_any_codec))
+    if recipe.target is not None:
+        transform = replace(transform, fit=_fit(checkpoint, transform, recipe, recipe.target, max_shard_bytes))
     return checkpoint, transform, make_plan(checkpoint, transform, max_shard_bytes)
+
+
+def _fit(checkpoint: Checkpoint, transform: Quantize, recipe: Recipe, target: Target, max_shard_bytes: int) -> Fit:
+    """The widths of a recipe with a target.
+
+    Raises SourceError for sensitivities of another checkpoint, RecipeError for a target that cannot be kept.
+    """
+    sensitivity = None
+    if recipe.sensitivity not in (None, HEURISTIC):
+        assert recipe.sensitivity is not None
+        sensitivity = read_sensitivity(Path(recipe.sensitivity))
+        found = checkpoint.fingerprint()
+        if sensitivity.checkpoint != found:
+            raise SourceError(
+                f"{recipe.sensitivity}: expected sensitivities of this checkpoint (fingerprint {found[:12]}), found those of "
+                f"another ({sensitivity.checkpoint[:12]}): measure them with pqweights sensitivity"
+            )
+    free = [
+        tensor.name
+        for tensor, decision in zip(checkpoint.tensors, decide(recipe, checkpoint.tensors), strict=True)
+        if decision.free and decision.codec is not None
+    ]
+
+    def file_bytes(tensors: Sequence[TensorPlan]) -> int:
+        return sum(shard.file_bytes for shard in plan_shards(tensors, max_shard_bytes, transform.metadata))
+
+    return fit(
+        checkpoint, target, sensitivity, lambda widths: transform.plan_with(checkpoint, widths), file_bytes, free
+    )
 
 
 def quantize(
@@ -271,6 +315,12 @@ def quantize(
         source, recipe, access=access, low_disk=low_disk, awq=awq, awq_any_codec=awq_any_codec,
         max_shard_bytes=max_shard_bytes, allow_pickle=allow_pickle, strict=strict,
     )  # fmt: skip
+    if isinstance(checkpoint.storage, HubStorage):
+        if Path(source) == out:
+            raise OutputError(
+                f"{out}: expected another folder than one called like the repository, which it would be taken for"
+            )
+        checkpoint.storage.check_room(checkpoint.weight_files)
     return rewrite(
         checkpoint, None if checkpoint.storage.origin else Path(source), transform, plan, out,
         lineage=Lineage(model_facts(checkpoint.storage)), threads=threads, device=device, overwrite=overwrite,

@@ -24,8 +24,9 @@ from pqweights.codecs import get_codec
 from pqweights.dtypes import item_bytes
 from pqweights.errors import RecipeError
 from pqweights.roles import ROLES, Role, classify, without_numbers
+from pqweights.units import parse_size
 
-RECIPE_KEYS = ("name", "description", "codec", "bits", "rules")
+RECIPE_KEYS = ("name", "description", "codec", "bits", "target_size", "target_bpw", "sensitivity", "rules")
 RULE_KEYS = ("name", "role", "min_weights", "max_weights", "dims", "keep", "codec", "bits", "reason")
 
 
@@ -62,18 +63,67 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Target:
+    """What the result shall have at most: bytes in its safetensors files, or bits per weight. One of the two."""
+
+    output_bytes: int | None = None
+    bits_per_weight: float | None = None
+
+    def __str__(self) -> str:
+        if self.output_bytes is not None:
+            return f"{self.output_bytes} bytes"
+        return f"{self.bits_per_weight:g} bits per weight"
+
+    def to_json(self) -> dict[str, Any]:
+        """As in a recipe."""
+        if self.output_bytes is not None:
+            return {"target_size": self.output_bytes}
+        return {"target_bpw": self.bits_per_weight}
+
+
+def make_target(where: str, size: str | int | None, bits_per_weight: float | None) -> Target | None:
+    """From a size in words or bytes, or from bits per weight; None without either.
+
+    Raises RecipeError.
+    """
+    if size is not None and bits_per_weight is not None:
+        raise RecipeError(f"{where}: expected a target size or target bits per weight, found both")
+    if size is not None:
+        try:
+            return Target(output_bytes=parse_size(size))
+        except RecipeError as error:
+            raise RecipeError(f"{where}: target size: {error}") from None
+    if bits_per_weight is not None:
+        if not 0 < bits_per_weight < math.inf:
+            raise RecipeError(f"{where}: target bits per weight: expected a positive number, found {bits_per_weight}")
+        return Target(bits_per_weight=float(bits_per_weight))
+    return None
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """A whole recipe."""
+    """A whole recipe. target: the widths that no rule gives are chosen to keep it, by `sensitivity` (heuristic, or a file)."""
 
     name: str
     description: str
     codec: str
     bits: int
     rules: tuple[Rule, ...] = ()
+    target: Target | None = None
+    sensitivity: str | None = None
 
     def with_bits(self, bits: int) -> Recipe:
         """The same recipe with another default width; rules keep theirs."""
+        if self.target is not None:
+            raise RecipeError(f"--bits: recipe {self.name!r} chooses widths by its target size; leave --bits out")
         return replace(self, bits=_checked_bits("--bits", self.codec, bits))
+
+    def with_target(self, target: Target | None, sensitivity: str | None) -> Recipe:
+        """The same recipe with another target, where one is given, and another sensitivity."""
+        target = target or self.target
+        if sensitivity is not None and target is None:
+            raise RecipeError("--sensitivity: expected --target-size or --target-bpw beside it")
+        return replace(self, target=target, sensitivity=sensitivity or self.sensitivity)
 
     def to_json(self) -> dict[str, Any]:
         """As it stands in a manifest: the keys of the YAML, unset ones left out."""
@@ -84,17 +134,18 @@ class Recipe:
             rules.append({key: value for key, value in entry.items() if value not in ([], None, False)})
         return {
             "name": self.name, "description": self.description, "codec": self.codec, "bits": self.bits, "rules": rules,
-        }  # fmt: skip
+        } | ({} if self.target is None else self.target.to_json())  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What happens to a tensor: codec and bits are None where it is kept."""
+    """What happens to a tensor: codec and bits are None where it is kept. free: no rule gave the width."""
 
     role: str
     codec: str | None
     bits: int | None
     reason: str
+    free: bool = False
 
 
 def decide(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> list[Decision]:
@@ -127,12 +178,25 @@ def _decide_one(recipe: Recipe, tensor: LogicalTensor) -> Decision:
     codec, bits = rule.codec or recipe.codec, rule.bits or recipe.bits
     if role.name == "buffer":
         return Decision(role.name, None, None, ROLES["buffer"].keep or "")
-    encoded = sum(spec.byte_count for spec in encoded_specs(tensor.name, tensor.shape, codec, bits))
-    plain = math.prod(tensor.shape) * item_bytes(tensor.plain_dtype)
-    if encoded >= plain:
+    if not is_smaller(tensor, codec, bits):
+        encoded, plain = _sizes(tensor, codec, bits)
         return Decision(role.name, None, None, f"encoding would not make it smaller ({encoded} against {plain} bytes)")
     reason = (rule.reason or f"rule {number} of the recipe") if number else f"default for role {role.name}"
-    return Decision(role.name, codec, bits, reason)
+    return Decision(role.name, codec, bits, reason, free=rule.bits is None)
+
+
+def is_smaller(tensor: LogicalTensor, codec: str | None, bits: int) -> bool:
+    """Whether encoding makes a tensor smaller than it is."""
+    if codec is None:
+        return False
+    encoded, plain = _sizes(tensor, codec, bits)
+    return encoded < plain
+
+
+def _sizes(tensor: LogicalTensor, codec: str, bits: int) -> tuple[int, int]:
+    """Bytes of a tensor when it is encoded, and when it is kept."""
+    encoded = sum(spec.byte_count for spec in encoded_specs(tensor.name, tensor.shape, codec, bits))
+    return encoded, math.prod(tensor.shape) * item_bytes(tensor.plain_dtype)
 
 
 def _check_patterns(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> None:
@@ -194,7 +258,17 @@ def parse_recipe(text: str, where: str) -> Recipe:
         raise RecipeError(f"{where}: rules: expected a list, found {type(entries).__name__}")
     rules = tuple(_parse_rule(f"{where}: rule {i}", entry, codec) for i, entry in enumerate(entries, start=1))
     name = _typed(where, data, "name", str, Path(where).stem)
-    return Recipe(name, _typed(where, data, "description", str, "").strip(), codec, bits, rules)
+    size, per_weight = data.get("target_size"), data.get("target_bpw")
+    if not isinstance(size, str | int | None) or isinstance(size, bool):
+        raise RecipeError(f"{where}: target_size: expected a size such as 9GB, found {size!r}")
+    if not isinstance(per_weight, float | int | None) or isinstance(per_weight, bool):
+        raise RecipeError(f"{where}: target_bpw: expected a number, found {per_weight!r}")
+    target = make_target(where, size, per_weight)
+    sensitivity = _typed(where, data, "sensitivity", str, None)
+    if sensitivity is not None and target is None:
+        raise RecipeError(f"{where}: sensitivity: expected target_size or target_bpw beside it")
+    description = _typed(where, data, "description", str, "").strip()
+    return Recipe(name, description, codec, bits, rules, target, sensitivity)
 
 
 def _parse_rule(where: str, data: Any, default_codec: str) -> Rule:

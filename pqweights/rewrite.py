@@ -12,7 +12,7 @@ from typing import Any
 
 from pqweights import __version__
 from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, WORK_FOLDER
-from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.source import Checkpoint, file_uses, most_fetched
 from pqweights.checkpoint.storage import Storage, read_bytes
 from pqweights.checkpoint.writer import COPY_BYTES, partial_path, sync_folder, write_whole
 from pqweights.errors import OutputError, SourceError
@@ -41,6 +41,7 @@ MEMORY_PER_THREAD_BYTES = 32_000_000
 class Report:
     """What a rewrite did. already_done: the folder held the finished result; resumed: tensors taken from the journal."""
 
+    transform: Transform
     plan: Plan
     records: tuple[TensorRecord, ...]
     already_done: bool
@@ -120,9 +121,12 @@ def rewrite(
         for planned, record in zip(plan.tensors, done.records, strict=True):
             transform.accept(planned, record)
         tidy(out)
-        return Report(plan, done.records, True, len(done.records), _bytes_read(checkpoint, transform))
+        return Report(transform, plan, done.records, True, len(done.records), _bytes_read(checkpoint, transform))
     check_output(out, overwrite)
-    _check_space(plan, out, checkpoint.storage.fetched_bytes(checkpoint.weight_files))
+    storage = checkpoint.storage
+    _check_space(
+        plan, out, most_fetched(file_uses(checkpoint.tensors), storage.files(), storage.frees) if storage.frees else 0
+    )
     outputs = [*(shard.file for shard in plan.shards), *plan.companions, INDEX_FILE, CONFIG_FILE, MANIFEST_FILE]
     read = [*checkpoint.weight_files, *plan.companions]
     read += [name for name in (CONFIG_FILE, CARD_FILE) if name in checkpoint.storage.files()]
@@ -147,7 +151,7 @@ def rewrite(
             workspace.discard()
             raise
         workspace.publish([shard.file for shard in plan.shards])
-        with checkpoint.storage.fetching(workspace.fetched, plan.companions):
+        with storage.fetching(workspace.fetched, dict.fromkeys(plan.companions, 1)):
             files = _write_small_files(checkpoint, transform, plan, records, workspace)
             fingerprint = checkpoint.fingerprint()
         manifest = Manifest(
@@ -168,7 +172,7 @@ def rewrite(
         write_whole(workspace.folder, out / MANIFEST_FILE, [manifest.to_bytes()])
         sync_folder(out)
         workspace.finish()
-    return Report(plan, records, False, resumed, _bytes_read(checkpoint, transform))
+    return Report(transform, plan, records, False, resumed, _bytes_read(checkpoint, transform))
 
 
 def _bytes_read(checkpoint: Checkpoint, transform: Transform) -> int:
@@ -242,7 +246,7 @@ def _small_files(
 
 def _pieces(checkpoint: Checkpoint, name: str) -> Iterator[bytes]:
     size = checkpoint.storage.files()[name].byte_count
-    for offset in range(0, size, COPY_BYTES):
+    for offset in range(0, max(size, 1), COPY_BYTES):  # an empty one is read, too: that checks it
         yield read_bytes(checkpoint.storage, name, offset, min(COPY_BYTES, size - offset))
     checkpoint.storage.release(name)
 

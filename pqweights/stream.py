@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.source import Checkpoint, file_uses
 from pqweights.checkpoint.writer import ShardWriter
 from pqweights.jobs import Job
 from pqweights.kernels import compute_on
@@ -55,10 +55,11 @@ class _LastChunkDone:
 
 @dataclass(frozen=True)
 class _Known:
-    """A tensor that an earlier run finished."""
+    """A tensor that an earlier run finished. writer: of the file that it is in, where that is not complete."""
 
     place: int
     record: TensorRecord
+    writer: ShardWriter | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,12 @@ class _ShardDone:
     writer: ShardWriter
 
 
-_Step = _Chunk | _LastChunkDone | _Known | _ShardDone
+@dataclass(frozen=True)
+class _Drain:
+    """Everything before is to be done first: what comes next may need room on the disk that it gives back."""
+
+
+_Step = _Chunk | _LastChunkDone | _Known | _ShardDone | _Drain
 
 
 class _ShardSink:
@@ -120,11 +126,14 @@ class Stream:
         self._part_bytes = [sum(part.byte_count for part in tensor.parts) for tensor in self._tensors]
         self._total_bytes = sum(self._part_bytes)
         self._passed_bytes = 0
-        self._last_uses: dict[int, list[str]] = {}  # place of a tensor: files of the source that nothing after it reads
-        if checkpoint.storage.frees:
-            places = {part.file: place for place, tensor in enumerate(self._tensors) for part in tensor.parts}
-            for file, place in places.items():
-                self._last_uses.setdefault(place, []).append(file)
+        # Places of tensors where files of the source are read for the first time, and those that nothing after reads.
+        self._uses = file_uses(self._tensors) if checkpoint.storage.origin is not None else {}
+        self._first_uses: set[int] = set()
+        self._last_uses: dict[int, list[str]] = {}
+        for file, use in self._uses.items():
+            self._last_uses.setdefault(use.last, []).append(file)
+            if checkpoint.storage.frees:
+                self._first_uses.add(use.first)
 
     def run(self) -> tuple[TensorRecord, ...]:
         """All tensors; the records in plan order."""
@@ -144,10 +153,11 @@ class Stream:
                 writer.close()
         return tuple(records)
 
-    def _needed_files(self) -> list[str]:
-        """Files of the source, in the order in which they are read."""
+    def _needed_files(self) -> dict[str, int]:
+        """Files of the source, in the order in which they are read; of each, how many are needed together."""
         known = self._workspace.records
-        return list(dict.fromkeys(part.file for t in self._tensors if t.name not in known for part in t.parts))
+        needed = {part.file for t in self._tensors if t.name not in known for part in t.parts} if self._uses else set()
+        return {file: use.together for file, use in self._uses.items() if file in needed}
 
     def _take(self, step: _Step, records: list[TensorRecord]) -> None:
         """Do what is left to be done, in this thread and in order."""
@@ -163,7 +173,9 @@ class Stream:
                 self._release_files(step.place, step.sink.writer)
             case _Known():
                 self._pass(step.place, step.record, records)
-                self._release_files(step.place, None)
+                self._release_files(step.place, step.writer)
+            case _Drain():
+                pass
             case _ShardDone():
                 self._flushes.append(self._flusher.submit(step.writer.finish))
                 while len(self._flushes) > MOST_UNFINISHED:
@@ -182,8 +194,10 @@ class Stream:
             sink = _ShardSink(writer, shard)
             for place, name in zip(shard.tensors, names, strict=True):
                 if name in known and sink.holds(known[name]):
-                    yield _Known(place, known[name])
+                    yield _Known(place, known[name], writer)
                 else:
+                    if place in self._first_uses:
+                        yield _Drain()
                     job = self._transform.job(self._plan.tensors[place], self._tensors[place])
                     for number in range(job.chunks):
                         yield _Chunk(place, number, job, sink, self._pool.submit(job.run, number, sink))
@@ -195,7 +209,7 @@ class Stream:
         under_way: deque[_Step] = deque()
         for step in steps:
             under_way.append(step)
-            if len(under_way) > self._window:
+            while len(under_way) > (0 if isinstance(step, _Drain) else self._window):
                 yield under_way.popleft()
         yield from under_way
 
@@ -214,13 +228,15 @@ class Stream:
         """
 
         def release(files: list[str]) -> None:
-            if writer is not None:
-                writer.flush()
-            self._workspace.sync_records()
-            known = self._workspace.fingerprints()
-            self._workspace.keep_fingerprints(known | {f: self._checkpoint.file_fingerprint(f) for f in files})
-            for file in files:
-                self._checkpoint.storage.release(file)
+            try:
+                if writer is not None and self._checkpoint.storage.frees:
+                    writer.flush()
+                self._workspace.sync_records()
+                known = self._workspace.fingerprints()
+                self._workspace.keep_fingerprints(known | {f: self._checkpoint.file_fingerprint(f) for f in files})
+            finally:  # after a failure of the disk, too, of which the next step hears: nobody may wait for room for ever
+                for file in files:
+                    self._checkpoint.storage.release(file)
 
         if files := self._last_uses.pop(place, None):
             self._flushes.append(self._flusher.submit(release, files))

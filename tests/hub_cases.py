@@ -106,9 +106,9 @@ class Client:
         }  # fmt: skip
         for name, value in settings.items():
             self.patch.setattr(constants, name, value)
-        self.patch.setattr(client, "FIRST_WAIT_SECONDS", 0.05)
+        self.patch.setattr(client, "FIRST_WAIT_SECONDS", 0.005)
         sleep = time.sleep
-        self.patch.setattr(_http.time, "sleep", lambda seconds: sleep(min(seconds, 0.05)))
+        self.patch.setattr(_http.time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
         for name in ("NO_PROXY", "no_proxy"):
             self.patch.setenv(name, "127.0.0.1,localhost")
         for name in ("HUGGING_FACE_HUB_TOKEN", "HF_TOKEN"):
@@ -219,7 +219,7 @@ CASES = [
     Case(
         "upload that dies half-way, always",
         lambda hub: [Fault(Cut(5_000), "PUT", times=1000)],
-        "push", ends_well=False, says="cannot be reached",
+        "push", ends_well=False, says="keeps breaking",
     ),
     Case("503 on an upload", lambda hub: [Fault(Status(503), "PUT")], "push"),
     Case("503 on the commit", lambda hub: [Fault(Status(503), "POST", r"/commit/")], "push"),

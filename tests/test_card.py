@@ -253,6 +253,80 @@ def test_a_master_on_the_hub_is_named(base: Path, tmp_path: Path) -> None:
     assert f"- master that it was made from: `o/m` at commit `{revision}`" in text
 
 
+def test_a_master_on_the_hub_of_an_unknown_model_is_named(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = Path(shutil.copytree(exported(base, "llama", "bf16"), tmp_path / "export"))
+    revision = "fe" * 20
+    change_manifest(folder, lambda data: (data.pop("model", None), data["source"].update(id="o/m", revision=revision)))
+    text = make_card(folder).text
+    assert (
+        f"Made from the master [o/m](https://huggingface.co/o/m) at commit `{revision}` (fingerprint `" in text
+        and "local" not in text
+    )
+
+
+@pytest.mark.parametrize("by_source", [False, True])
+def test_an_export_of_a_scaled_master(by_source: bool, base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = Path(shutil.copytree(exported(base, "llama", "vllm-int4"), tmp_path / "export"))
+    recipe = read_manifest(master_of(base, "llama")).made_by["recipe"]
+    about = {
+        "recipe": recipe,
+        "bits_per_weight": 6.125,
+        "relative_mse": 0.000642,
+        "awq": {"sha256": "ab" * 32, "weights": 7},
+    }
+    change_manifest(folder, lambda data: data.update(master=about))
+    if by_source:
+        change_manifest(folder, lambda data: data.update(original_fingerprint="cd" * 32))
+    text = make_card(folder).text
+    assert "The master itself: 6.1250 bits per weight." in text and "0.000642" not in text
+    if by_source:
+        assert "scaled" not in text and "2306.00978" not in text
+        assert f"The master's activation-aware scales (file of scales: sha256 `{'ab' * 32}`) have no part" in text
+    else:
+        assert "The master's activation-aware scales: the input channels of 7 weights were scaled before" in text
+    about.pop("awq")
+    change_manifest(folder, lambda data: data.update(master=about))
+    text = make_card(folder).text
+    assert "The master's quantization used no calibration data." in text and "relative MSE 0.000642 against" in text
+
+
+@pytest.mark.parametrize(
+    ("target", "by", "says"),
+    [
+        (
+            {"target_size": 9_000_000_000}, {"kind": "heuristic"},
+            "by a rule of thumb for sensitivities, so that the target of 9000000000 bytes is kept",
+        ),
+        (
+            {"target_bpw": 4.25}, {"kind": "text", "sha256": "ab" * 32},
+            f"by sensitivities measured on a text (file: sha256 `{'ab' * 32}`), so that the target of 4.25 bits per weight is kept",
+        ),
+        ({"target_bpw": 4}, {"kind": "random tokens", "sha256": "cd" * 32}, "by sensitivities measured on random tokens (file"),
+        ({"target_size": "x"}, {"kind": ["<b>"]}, "so that the target of the recipe is kept"),
+    ],
+)  # fmt: skip
+def test_widths_that_were_chosen(
+    target: dict[str, Any], by: dict[str, Any], says: str, master: Path, base: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    fit = {"sensitivity": by, "predicted_rise": 0.0123456}
+    change_manifest(master, lambda data: (data["recipe"].update(target), data.update(fit=fit)))
+    text = make_card(master).text
+    assert "Default: `hadamard-lloyd-max`, the width chosen for each group." in text
+    assert "\nThe widths that no rule gives were chosen for each group of weights, by " in text
+    assert says in text and "by 0.01235 nats per token, as predicted" in text and "<b>" not in text
+    assert text.count("arXiv:2411.17525](https://arxiv.org/abs/2411.17525)") == 2
+    about = {"recipe": read_manifest(master).made_by["recipe"], "fit": fit | {"predicted_rise": None}}
+    folder = Path(shutil.copytree(exported(base, "llama", "bf16"), tmp_path / "export"))
+    change_manifest(folder, lambda data: data.update(master=about))
+    text = make_card(folder).text
+    assert (
+        "\nThe master's widths that no rule gives were chosen" in text and says in text and "as predicted" not in text
+    )
+
+
 def test_left_out_tensors_and_a_target_of_later(base: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = Path(shutil.copytree(exported(base, "llama", "bf16"), tmp_path / "export"))
@@ -291,6 +365,85 @@ def test_the_command_of_another_architecture_runs(base: Path, tmp_path: Path) ->
     folder = master_of(base, "gpt2")
     for block in blocks(make_card(folder, str(folder)).text, "python"):
         run(block + "\nassert type(model).__name__ == 'GPT2Model'", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "commands"),
+    [
+        ("master", ['load_model("a/b", revision="x/y")', "pqweights export a/b OUT --target bf16 --revision x/y"]),
+        ("bf16", ['LM.from_pretrained("a/b", revision="x/y", dtype="auto")', 'Tokenizer.from_pretrained("a/b", revision="x/y")']),
+        ("vllm-int4", ["vllm serve a/b --revision x/y", 'from_pretrained("a/b", revision="x/y", dtype="auto")']),
+        (
+            "mlx-q4",
+            ['load("a/b", revision="x/y")', "hf download a/b --revision x/y --local-dir b-x-y\nmlx_lm.generate --model b-x-y "],
+        ),
+    ],
+)  # fmt: skip
+def test_the_commands_of_a_branch(kind: str, commands: list[str], base: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = master_of(base, "llama") if kind == "master" else exported(base, "llama", kind)
+    text = make_card(folder, "a/b", revision="x/y").text
+    assert "It lies on the branch `x/y`, which the commands name." in text
+    assert all(each in text for each in commands)
+    for block in blocks(text, "python"):
+        compile(block, kind, "exec")
+    main = make_card(folder, "a/b").text
+    assert "revision" not in main and "branch" not in main
+    # Kept by a refresh, for the same repository alone.
+    assert make_card(folder, old=text).text == make_card(folder, "a/b", old=text).text == text
+    assert make_card(folder, "a/b", old=text, revision="main").text == main
+    assert "revision" not in make_card(folder, "c/d", old=text).text
+    # A folder has none.
+    assert "revision" not in make_card(folder, str(folder), revision="x/y").text
+
+
+def test_mlx_takes_a_branch_in_python_alone() -> None:
+    pytest.importorskip("mlx_lm")
+    import inspect as python
+
+    from mlx_lm import generate, load
+
+    assert "revision" in python.signature(load).parameters
+    parser = sys.modules[generate.__module__].setup_arg_parser()
+    assert not any("revision" in option for action in parser._actions for option in action.option_strings)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "-x", "a..b", "a-->b", "a\nb", "\u00e4", "x" * 300])
+def test_branches_that_a_card_cannot_carry(name: str, master: Path) -> None:
+    with pytest.raises(OutputError, match=r"^branch '.*': expected a name of letters") as caught:
+        make_card(master, "a/b", revision=name)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b/c", "x\ny", "\u202e", "a/" + "b" * 5000])
+def test_base_models_that_are_none(name: str, master: Path) -> None:
+    with pytest.raises(OutputError, match=r"^base model '.*': expected ORG/NAME") as caught:
+        make_card(master, base_model=name)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_the_marks_of_a_card(master: Path) -> None:
+    """Of what it was written with, whatever is done to it since."""
+    text = make_card(master, "a/b").text
+    assert "; notes: " + hashlib.sha256(b"\n").hexdigest()[:12] + " -->\n" in text
+    edited = text.replace(NOTES_END, f"Mine.\n{NOTES_END}").replace("tags:\n", "z: 1\ndatasets: [x]\ntags:\n- mine\n")
+    again = make_card(master, old=edited).text
+    found = re.search(r"; notes: ([0-9a-f]{12}); keys: ([0-9a-f]{12}) -->\n", again)
+    assert found is not None and found[1] == hashlib.sha256(b"\nMine.\n").hexdigest()[:12]
+    assert make_card(master, old=again).text == again
+    # Of two cards the one that was edited since stands, and the one here, if neither was.
+    assert make_card(master, old=text, pushed=edited).text == again
+    assert make_card(master, old=edited, pushed=text).text == again
+    assert make_card(master, old=text, pushed=again).text == text
+    assert make_card(master, old=None, pushed=again).text == again
+    with pytest.raises(OutputError, match="its notes on the Hub and here differ"):
+        make_card(master, old=edited, pushed=text.replace(NOTES_END, f"Theirs.\n{NOTES_END}"))
+    with pytest.raises(OutputError, match="its front matter on the Hub and here differ"):
+        make_card(master, old=edited, pushed=edited.replace("z: 1", "z: 2"))
+    # A card of before there were marks: empty notes are no edit.
+    unmarked = re.sub(r"; notes: .* -->", " -->", again)
+    assert make_card(master, old=text, pushed=unmarked).text == again
+    assert make_card(master, old=again, pushed=re.sub(r"; notes: .* -->", " -->", text)).text == again
 
 
 @pytest.mark.parametrize(
@@ -387,6 +540,7 @@ def edited(folder: Path, change: Callable[[str], str]) -> None:
 def test_notes_survive_byte_for_byte(notes: str, master: Path) -> None:
     write_card(master, "a/b")
     edited(master, lambda text: text.replace(f"{NOTES_BEGIN}\n{NOTES_END}", f"{NOTES_BEGIN}{notes}{NOTES_END}"))
+    assert write_card(master).changed == (notes != "\n")  # their mark
     before = (master / "README.md").read_bytes()
     assert not write_card(master).changed
     edited(master, lambda text: text.replace("# b\n", "# another title\n"))

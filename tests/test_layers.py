@@ -21,6 +21,7 @@ COMMANDS = Path(pqweights_cli.__file__).parent
 # of its modules, unless one of them is listed itself.
 LAYERS = (
     ("pqweights.autoload", "pqweights", "pqweights.errors", "pqweights.buffers", "pqweights.dtypes"),
+    ("pqweights.units", "pqweights.fusion", "pqweights.knapsack"),
     ("pqweights.codebook",),
     ("pqweights.kernels",),
     ("pqweights.codecs",),
@@ -32,6 +33,8 @@ LAYERS = (
     ("pqweights.recipe",),
     ("pqweights.plan",),
     ("pqweights.manifest",),
+    ("pqweights.sensitivity",),
+    ("pqweights.fit",),
     ("pqweights.workspace", "pqweights.jobs", "pqweights.awq"),
     ("pqweights.transform",),
     ("pqweights.stream",),
@@ -41,7 +44,7 @@ LAYERS = (
     ("pqweights.inspect", "pqweights.verify", "pqweights.evaluate", "pqweights.distribution", "pqweights.plots"),
     ("pqweights.card",),
     ("pqweights.push",),
-    ("pqweights.calibrate",),
+    ("pqweights.calibrate", "pqweights.perturb"),
     ("pqweights.ablate",),
     ("pqweights_cli",),
 )

@@ -12,7 +12,8 @@ from pathlib import Path
 from pqweights.card import loading, sections
 from pqweights.card.front_matter import known_base_model, make_facts, to_yaml
 from pqweights.card.markdown import words
-from pqweights.card.old_card import NOTES_BEGIN, NOTES_END, generated_comment, read_old_card
+from pqweights.card.merge import merge
+from pqweights.card.old_card import NOTES_BEGIN, NOTES_END, OldCard, generated_comment, is_branch, read_old_card
 from pqweights.checkpoint.model_card import MAX_CARD_BYTES
 from pqweights.checkpoint.names import CARD_FILE, MANIFEST_FILE
 from pqweights.checkpoint.source import read_config
@@ -23,10 +24,11 @@ from pqweights.exports import EXPORTS
 from pqweights.hub.ids import is_repository_id
 from pqweights.inspect import inspect
 
-__all__ = ["Card", "make_card", "read_card", "save_card", "write_card"]
+__all__ = ["Card", "check_names", "make_card", "read_card", "save_card", "write_card"]
 
 # In the commands, where no repository is known.
 HERE = "DIR"
+MAIN = "main"
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,20 @@ def make_card(
     base_model: str | None = None,
     old: str | None = None,
     adopt: bool = False,
+    revision: str | None = None,
+    pushed: str | None = None,
 ) -> Card:
     """The card of a finished folder.
 
     repository: where it lies on the Hub (or a folder, for the commands), by default that of the old card. base_model: a
     repository, for a manifest that names none. old: the card that is there; its notes are kept, and what the user put into
-    its front matter. adopt: keep all of one that we did not write. Raises MasterError for a folder that is not finished or
-    not ours, SourceError for its configuration, OutputError where something of the old card would be lost, or where what
-    was asked for contradicts the manifest.
+    its front matter. adopt: keep all of one that we did not write. revision: the branch that it lies on, by default that of
+    the old card, if it was for the same repository, else main. pushed: the card on the Hub; see merge.merge.
+
+    Raises MasterError for a folder that is not finished or not ours, SourceError for its configuration, OutputError where
+    something of the old cards would be lost, or where what was asked for makes no sense or contradicts the manifest.
     """
+    check_names(base_model, revision)
     found = inspect(folder)
     manifest = found.manifest
     target = None if manifest.kind == "master" else manifest.made_by["target"]
@@ -65,28 +72,31 @@ def make_card(
         raise MasterError(f"{MANIFEST_FILE}: target: expected {', '.join(EXPORTS)}, found {str(target)[:80]!r}")
     sha256 = hashlib.sha256((folder / MANIFEST_FILE).read_bytes()).hexdigest()
     records = read_records(folder, sha256)
-    before = read_old_card(old, adopt)
+    before = _kept(old, pushed, adopt)
     named = manifest.model.get("id")
     if None not in (base_model, named) and base_model != named:
-        raise OutputError(f"base model {base_model}: {MANIFEST_FILE} says that it was made from {named}")
+        raise OutputError(f"base model {base_model}: {MANIFEST_FILE} says that it was made from {words(named)}")
     base_model = known_base_model(manifest.model, base_model, before)
+    if revision is None and repository in (None, before.repository):
+        revision = before.branch
     repository = repository or before.repository
     if repository is not None and not repository.isprintable():
         raise OutputError(f"repository {repository!r}: expected a name that can be printed")
-    model = loading.read_model(repository or HERE, read_config(folder) or {}, manifest.files)
-    facts, carried = make_facts(
+    on_hub = repository if repository is not None and is_repository_id(repository) else None
+    branch = None if on_hub is None or revision == MAIN else revision
+    model = loading.read_model(repository or HERE, branch, read_config(folder) or {}, manifest.files)
+    facts, carried, own = make_facts(
         manifest.model,
         base_model,
         loading.library(target, model),
         loading.tags(target, sections.main_bits(manifest)),
         before,
     )
-    on_hub = repository if repository is not None and is_repository_id(repository) else None
     loads = loading.load_section(target, manifest.made_by, model)
     if repository is None:
         loads = [f"{HERE} stands for this folder.", *loads]
     parts = [
-        to_yaml(facts) + generated_comment(on_hub, carried),
+        to_yaml(facts) + generated_comment(on_hub, branch, carried, before.notes, own),
         f"# {words(_title(on_hub, base_model, target, manifest.made_by))}",
         *sections.opening(found, base_model),
     ]
@@ -101,6 +111,21 @@ def make_card(
         parts += [f"## {title}", *body] if body else []
     text = "\n\n".join(parts) + f"\n\n{NOTES_BEGIN}{before.notes}{NOTES_END}\n"
     return Card(text, on_hub, base_model, len(records), text != old)
+
+
+def check_names(base_model: str | None, revision: str | None) -> None:
+    """Refuse names that a card cannot carry. Raises OutputError."""
+    if base_model is not None and not is_repository_id(base_model, namespace=False):
+        raise OutputError(f"base model {base_model[:100]!a}: expected ORG/NAME, a repository on the Hub")
+    if revision is not None and not is_branch(revision):
+        raise OutputError(f"branch {revision[:100]!a}: expected a name of letters, digits and any of . _ / + @ -")
+
+
+def _kept(old: str | None, pushed: str | None, adopt: bool) -> OldCard:
+    return merge(
+        None if old is None else read_old_card(old, adopt),
+        None if pushed is None else read_old_card(pushed, adopt, f"{CARD_FILE} on the Hub"),
+    )
 
 
 def read_card(folder: Path) -> str | None:

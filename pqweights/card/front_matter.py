@@ -21,8 +21,8 @@ _OUR_TAG = re.compile(r"pqweights|quantized|mlx|vllm|compressed-tensors|torchao|
 
 def make_facts(
     model: Mapping[str, Any], base_model: str | None, library: str | None, tags: Sequence[str], old: OldCard
-) -> tuple[dict[str, Any], list[str]]:
-    """The front matter, and the keys in it that the manifest gave.
+) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
+    """The front matter, the keys in it that the manifest gave, and what in it is the user's own.
 
     model: Manifest.model. tags: ours; those that the user added stay.
     """
@@ -30,7 +30,8 @@ def make_facts(
     for row in CARRIED:
         facts |= {key: model[key] for key in row if key in model}
     carried = list(facts)
-    foreign = {key: value for key, value in old.facts.items() if key not in (*OURS, *old.written)}
+    foreign = own_keys(old)
+    own_tags = foreign.pop("tags", [])
     for row in CARRIED:
         if any(key in facts for key in row):
             foreign = {key: value for key, value in foreign.items() if key not in row}
@@ -38,10 +39,17 @@ def make_facts(
         facts |= {"base_model": base_model, "base_model_relation": "quantized"}
     if library is not None:
         facts["library_name"] = library
-    theirs = old.facts.get("tags")
-    theirs = [tag for tag in theirs if isinstance(tag, str)] if isinstance(theirs, list) else []
-    facts["tags"] = [*tags, *dict.fromkeys(tag for tag in theirs if not _OUR_TAG.fullmatch(tag))]
-    return facts | foreign, carried
+    facts["tags"] = [*tags, *own_tags]
+    return facts | foreign, carried, foreign | ({"tags": own_tags} if own_tags else {})
+
+
+def own_keys(card: OldCard) -> dict[str, Any]:
+    """What the user put into the front matter; of the tags those that are not ours."""
+    own = {key: value for key, value in card.facts.items() if key not in (*OURS, *card.written)}
+    tags = card.facts.get("tags")
+    tags = [tag for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else []
+    tags = list(dict.fromkeys(tag for tag in tags if not _OUR_TAG.fullmatch(tag)))
+    return own | ({"tags": tags} if tags else {})
 
 
 def known_base_model(model: Mapping[str, Any], asked: str | None, old: OldCard) -> str | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pqweights.card.markdown import fenced
+from pqweights.card.markdown import code, fenced
 from pqweights.evaluate.texts import TOKENIZER_FILES
 from pqweights.exports import EXPORTS
 from pqweights.exports.options import ROTATED
@@ -23,25 +23,25 @@ NO_TOKENIZER = "tokenizer_config.json"  # matches one of the patterns, and is no
 
 @dataclass(frozen=True)
 class Model:
-    """What the commands depend on. place: a repository's id or a folder. auto_class: None where it is not known.
+    """What the commands depend on. place: a repository's id or a folder. branch: None for main, or for a folder.
 
-    opens: whether config.json names a kind of model. custom: whether it names code of its own.
+    auto_class: None where it is not known. opens: whether config.json names a kind of model. custom: whether it names code of its own.
     """
 
     place: str
+    branch: str | None
     auto_class: str | None
     tokenizer: bool
     opens: bool
     custom: bool
 
 
-def read_model(place: str, config: Mapping[str, Any], files: Iterable[str]) -> Model:
+def read_model(place: str, branch: str | None, config: Mapping[str, Any], files: Iterable[str]) -> Model:
     """From config.json and the names of the other files."""
     here = [name for name in files if "/" not in name and name != NO_TOKENIZER]
     tokenizer = any(fnmatch.filter(here, pattern) for pattern in TOKENIZER_FILES)
-    return Model(
-        place, auto_class(config), tokenizer, isinstance(config.get("model_type"), str), bool(config.get("auto_map"))
-    )
+    opens, custom = isinstance(config.get("model_type"), str), bool(config.get("auto_map"))
+    return Model(place, branch, auto_class(config), tokenizer, opens, custom)
 
 
 def auto_class(config: Mapping[str, Any]) -> str | None:
@@ -78,9 +78,11 @@ def tags(target: str | None, bits: int | None) -> list[str]:
 
 def load_section(target: str | None, made_by: Mapping[str, Any], model: Model) -> list[str]:
     """Paragraphs and blocks. target: None for a master."""
+    where = [] if model.branch is None else [f"It lies on the branch {code(model.branch)}, which the commands name."]
     if target is None:
-        return _master(model)
-    return {"bf16": _bf16, "torchao-int4": _torchao, "mlx-q4": _mlx, "vllm-int4": _vllm}[target](made_by, model)
+        return where + _master(model)
+    of_target = {"bf16": _bf16, "torchao-int4": _torchao, "mlx-q4": _mlx, "vllm-int4": _vllm}[target]
+    return where + of_target(made_by, model)
 
 
 def _master(model: Model) -> list[str]:
@@ -105,7 +107,7 @@ def _master(model: Model) -> list[str]:
     return [
         *parts,
         f"As an ordinary checkpoint, or with another `--target` for a runtime ({targets}):",
-        _shell("pip install pqweights", f"pqweights export {_quoted(model)} OUT --target bf16"),
+        _shell("pip install pqweights", f"pqweights export {_quoted(model)} OUT --target bf16{_option(model)}"),
     ]
 
 
@@ -126,12 +128,16 @@ def _mlx(made_by: Mapping[str, Any], model: Model) -> list[str]:
     parts = ["For mlx-lm, on Apple Silicon."]
     if not model.tokenizer:
         return [*parts, "It needs a tokenizer beside the weights, which is not here."]
+    fetch, place = [], _quoted(model)
+    if model.branch is not None:  # mlx_lm.generate knows main alone
+        place = shlex.quote(f"{model.place.rpartition('/')[2]}-{model.branch.replace('/', '-')}")
+        fetch = [f"hf download {_quoted(model)}{_option(model)} --local-dir {place}"]
     return [
         *parts,
-        _shell("pip install mlx-lm", f'mlx_lm.generate --model {_quoted(model)} --prompt "Once upon a time"'),
+        _shell("pip install mlx-lm", *fetch, f'mlx_lm.generate --model {place} --prompt "Once upon a time"'),
         fenced("python", [
             "from mlx_lm import generate, load", "",
-            f"model, tokenizer = load({_literal(model)})",
+            f"model, tokenizer = load({_literal(model)}{_revision(model)})",
             'print(generate(model, tokenizer, prompt="Once upon a time", max_tokens=20))',
         ]),
     ]  # fmt: skip
@@ -139,7 +145,7 @@ def _mlx(made_by: Mapping[str, Any], model: Model) -> list[str]:
 
 def _vllm(made_by: Mapping[str, Any], model: Model) -> list[str]:
     trust = " --trust-remote-code" if model.custom else ""
-    serve = _shell("pip install vllm", f"vllm serve {_quoted(model)}{trust}")
+    serve = _shell("pip install vllm", f"vllm serve {_quoted(model)}{_option(model)}{trust}")
     if made_by.get("basis") == ROTATED:
         return [
             "For vLLM alone, on a single GPU: the integers are of rotated weights, and vLLM rotates the inputs to match "
@@ -167,24 +173,32 @@ def _by_transformers(model: Model, packages: str = "torch transformers", options
 
 
 def _our_loader(model: Model, options: str = "", comment: str = "") -> str:
-    call = f"model = pqweights.load_model({_literal(model)}{options}{_trust(model)})"
+    call = f"model = pqweights.load_model({_literal(model)}{_revision(model)}{options}{_trust(model)})"
     return fenced("python", ["import pqweights", "", call + (f"  # {comment}" if comment else "")])
 
 
 def _auto(model: Model, options: str = "") -> list[str]:
     imported = [str(model.auto_class), *(["AutoTokenizer"] if model.tokenizer else [])]
-    trust = _trust(model)
+    trust, revision = _trust(model), _revision(model)
     lines = [
         f"from transformers import {', '.join(imported)}", "",
-        f'model = {model.auto_class}.from_pretrained({_literal(model)}, dtype="auto"{options}{trust})',
+        f'model = {model.auto_class}.from_pretrained({_literal(model)}{revision}, dtype="auto"{options}{trust})',
     ]  # fmt: skip
     if model.tokenizer:
-        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({_literal(model)}{trust})")
+        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({_literal(model)}{revision}{trust})")
     return lines
 
 
 def _trust(model: Model) -> str:
     return ", trust_remote_code=True" if model.custom else ""
+
+
+def _revision(model: Model) -> str:
+    return "" if model.branch is None else f", revision={json.dumps(model.branch)}"
+
+
+def _option(model: Model) -> str:
+    return "" if model.branch is None else f" --revision {shlex.quote(model.branch)}"
 
 
 def _literal(model: Model) -> str:

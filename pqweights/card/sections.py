@@ -65,16 +65,21 @@ def _origin(manifest: Manifest, base_model: str | None) -> str:
         commit = "" if revision is None else f" at commit {code(revision)}"
         by_way = "" if manifest.origin is None or manifest.kind == "master" else _by_way(manifest.origin)
         return f"The base model is {_link(model)}{commit}.{by_way}"
-    source = "local checkpoint" if manifest.kind == "master" else "local master"
-    made = f"Made from a {source} (fingerprint {code(manifest.source_fingerprint)})."
+    source = "checkpoint" if manifest.kind == "master" else "master"
+    place = f"a local {source}" if manifest.origin is None else f"the {source} {_at(manifest.origin)}"
+    made = f"Made from {place} (fingerprint {code(manifest.source_fingerprint)})."
     if base_model is None:
         return made
     return f"{made} The base model is {_link(base_model)}, by the word of who made this card: the manifest names none."
 
 
 def _by_way(master: Origin) -> str:
-    shown = _link(master.id) if is_repository_id(master.id) else code(master.id)
-    return f" The master that it was made from is {shown} at commit {code(master.revision)}."
+    return f" The master that it was made from is {_at(master)}."
+
+
+def _at(origin: Origin) -> str:
+    shown = _link(origin.id) if is_repository_id(origin.id) else code(origin.id)
+    return f"{shown} at commit {code(origin.revision)}"
 
 
 def _link(repository: str) -> str:
@@ -89,7 +94,9 @@ def recipe(manifest: Manifest) -> list[str]:
         return []
     of = "" if manifest.kind == "master" else "The master's: "
     lines = [f"{of}{code(_text(found.get('name')))}: {words(_text(found.get('description')))}".rstrip(": ")]
-    default = f"Default: {code(_text(found.get('codec')))}, {words(_text(found.get('bits')))} bits."
+    fit = source.get("fit")
+    width = "the width chosen for each group" if isinstance(fit, dict) else f"{words(_text(found.get('bits')))} bits"
+    default = f"Default: {code(_text(found.get('codec')))}, {width}."
     rules = found.get("rules")
     rules = [rule for rule in rules if isinstance(rule, dict)] if isinstance(rules, list) else []
     if rules:
@@ -97,7 +104,38 @@ def recipe(manifest: Manifest) -> list[str]:
         lines.append("\n".join(f"{place}. {_rule(rule)}" for place, rule in enumerate(rules, start=1)))
     else:
         lines.append(f"{default} No rules.")
+    if isinstance(fit, dict):
+        lines.append(_fit(fit, found, "The widths" if manifest.kind == "master" else "The master's widths"))
     return [*lines, _calibration(source.get("awq"), manifest)]
+
+
+def _fit(fit: Mapping[str, Any], recipe: Mapping[str, Any], whose: str) -> str:
+    """How widths came from a target."""
+    target, per_weight, rise = (
+        _measure(value) for value in (recipe.get("target_size"), recipe.get("target_bpw"), fit.get("predicted_rise"))
+    )
+    kept = "the target of the recipe"
+    if target is not None:
+        kept = f"the target of {target:.0f} bytes"
+    elif per_weight is not None:
+        kept = f"the target of {per_weight:g} bits per weight"
+    by = fit.get("sensitivity")
+    by = by if isinstance(by, dict) else {}
+    kind = _text(by.get("kind"))
+    sensitivities = _SENSITIVITIES.get(kind, f"sensitivities of the kind {code(kind)}")
+    if by.get("sha256") is not None:
+        sensitivities += f" (file: sha256 {code(_text(by['sha256']))})"
+    predicted = "" if rise is None else f": by {number(rise)} nats per token, as predicted"
+    return (
+        f"{whose} that no rule gives were chosen for each group of weights, by {sensitivities}, so that {kept} is kept and the loss "
+        f"rises least{predicted} (Malinovskii et al., *HIGGS*, [arXiv:2411.17525](https://arxiv.org/abs/2411.17525))."
+    )
+
+
+_SENSITIVITIES = {
+    "heuristic": "a rule of thumb for sensitivities", "random tokens": "sensitivities measured on random tokens",
+    "text": "sensitivities measured on a text",
+}  # fmt: skip
 
 
 def _rule(rule: Mapping[str, Any]) -> str:
@@ -119,13 +157,17 @@ _CONDITIONS = {
 
 
 def _calibration(awq: Any, manifest: Manifest) -> str:
+    master = manifest.kind == "master"
     if not isinstance(awq, dict):
-        return "No calibration data was used."
-    scaled = sum(tensor.is_scaled for tensor in manifest.tensors)
-    count = scaled if manifest.kind == "master" else awq.get("weights")
+        return "No calibration data was used." if master else "The master's quantization used no calibration data."
+    file = f"sha256 {code(_text(awq.get('sha256')))}"
+    if "original_fingerprint" in manifest.made_by:
+        return f"The master's activation-aware scales (file of scales: {file}) have no part in this export."
+    count = sum(tensor.is_scaled for tensor in manifest.tensors) if master else awq.get("weights")
+    whose = "Activation-aware" if master else "The master's activation-aware"
     return (
-        f"Activation-aware scales: the input channels of {words(_text(count))} weights were scaled before they were quantized, "
-        f"by what a calibration text showed (file of scales: sha256 {code(_text(awq.get('sha256')))})."
+        f"{whose} scales: the input channels of {words(_text(count))} weights were scaled before they were quantized, "
+        f"by what a calibration text showed (file of scales: {file})."
     )
 
 
@@ -189,6 +231,8 @@ def _role_row(title: str, pairs: Sequence[Pair], integers: bool) -> list[str]:
 
 def _error_of_master(manifest: Manifest) -> list[str]:
     bits, error = (_measure(manifest.master.get(key)) for key in ("bits_per_weight", "relative_mse"))
+    if isinstance(manifest.master.get("awq"), dict):
+        error = None  # of the scaled weights
     said = [
         *([] if bits is None else [f"{bits:.4f} bits per weight"]),
         *([] if error is None else [f"relative MSE {number(error)} against the original"]),
@@ -319,7 +363,7 @@ def method(manifest: Manifest) -> list[str]:
         "Vicentino, *PolarQuant* for weights, [arXiv:2603.29078](https://arxiv.org/abs/2603.29078v1) v1 (its author has since "
         "called it HLWQ): the method."
     ]
-    if isinstance(source.get("awq"), dict):
+    if isinstance(source.get("awq"), dict) and "original_fingerprint" not in manifest.made_by:
         sources.append(
             "Lin et al., *AWQ*, [arXiv:2306.00978](https://arxiv.org/abs/2306.00978): the scales of input channels."
         )

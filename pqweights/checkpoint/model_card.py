@@ -16,6 +16,7 @@ from pqweights.checkpoint.storage import Storage, read_file
 # Those of text; `language` is a list of it.
 TEXT_KEYS = ("license", "license_name", "license_link", "pipeline_tag")
 MAX_CARD_BYTES = 4_000_000
+MAX_FRONT_MATTER = 64_000
 MAX_TEXT = 300
 MAX_LANGUAGES = 500
 FENCE = "---"
@@ -36,7 +37,7 @@ def checked_facts(found: dict[str, Any]) -> dict[str, Any]:
     languages = found.get("language")
     languages = [languages] if isinstance(languages, str) else languages
     # YAML 1.1 takes Norwegian for false.
-    languages = [{False: "no"}.get(each, each) for each in languages] if isinstance(languages, list) else []
+    languages = ["no" if each is False else each for each in languages] if isinstance(languages, list) else []
     if languages and len(languages) <= MAX_LANGUAGES and all(_is_text(each) for each in languages):
         facts["language"] = languages
     return facts
@@ -44,6 +45,13 @@ def checked_facts(found: dict[str, Any]) -> dict[str, Any]:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= MAX_TEXT and value.isprintable()
+
+
+class _Loader(yaml.SafeLoader):
+    """Without merges of mappings, whose copies of copies fill any memory."""
+
+    def flatten_mapping(self, node: Any) -> None:
+        """Leave `<<` a key like any other."""
 
 
 def front_matter(card: str) -> tuple[dict[str, Any], str]:
@@ -55,8 +63,11 @@ def front_matter(card: str) -> tuple[dict[str, Any], str]:
     if end is None:
         return {}, card
     body = "".join(lines[end + 1 :])
+    text = "".join(lines[1:end])
+    if len(text) > MAX_FRONT_MATTER:
+        return {}, body
     try:
-        found = yaml.safe_load("".join(lines[1:end]))
-    except (yaml.YAMLError, ValueError, RecursionError):
+        found = yaml.load(text, _Loader)  # a SafeLoader
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError):
         return {}, body
     return (found if isinstance(found, dict) else {}), body

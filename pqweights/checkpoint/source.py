@@ -10,6 +10,7 @@ import hashlib
 import json
 import operator
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,14 @@ from pqweights.checkpoint.names import (
     is_inside,
 )
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, read_bytes, read_file
+from pqweights.checkpoint.storage import FileState, LocalStorage, Origin, Storage, read_bytes, read_file
 from pqweights.errors import SourceError
 
 # Weights in formats other than safetensors: never copied along.
 WEIGHT_SUFFIXES = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".tflite",
-    ".npz", ".ot", ".mlmodel", ".pb", ".nemo", ".llamafile",
+    ".npz", ".npy", ".ot", ".mlmodel", ".pb", ".nemo", ".llamafile", ".pickle", ".joblib", ".distcp", ".hdf5", ".keras",
+    ".pdparams",
 )  # fmt: skip
 SAMPLE_BYTES = 4096
 MAX_JSON_DEPTH = 100
@@ -349,6 +351,43 @@ def _companions(files: dict[str, Any], weight_files: tuple[str, ...]) -> tuple[t
         else:
             companions.append(name)
     return tuple(companions), left_out
+
+
+@dataclass(frozen=True)
+class FileUse:
+    """When tensors are read in their order: the places of the first and the last one that need a file.
+
+    together: how many files are needed at that first place, or before and after it.
+    """
+
+    first: int
+    last: int
+    together: int
+
+
+def file_uses(tensors: Sequence[LogicalTensor]) -> dict[str, FileUse]:
+    """By file, in the order in which they are needed."""
+    spans: dict[str, tuple[int, int]] = {}
+    for place, tensor in enumerate(tensors):
+        for part in tensor.parts:
+            spans[part.file] = (spans.get(part.file, (place, place))[0], place)
+    return {
+        file: FileUse(first, last, sum(begin <= first <= end for begin, end in spans.values()))
+        for file, (first, last) in spans.items()
+    }
+
+
+def most_fetched(uses: dict[str, FileUse], files: dict[str, FileState], at_once: int) -> int:
+    """The most bytes of files that are held together, if each goes after its last use and the next ones come ahead.
+
+    at_once: how many are held, where no more are needed together.
+    """
+    most, order = 0, list(uses)
+    for number, file in enumerate(order):
+        held = [f for f in order[: number + 1] if uses[f].last >= uses[file].first]
+        held += order[number + 1 : number + 1 + max(0, at_once - len(held))]
+        most = max(most, sum(files[f].byte_count for f in held))
+    return most
 
 
 def find_non_finite(tensor: LogicalTensor, start: int, count: int) -> int:

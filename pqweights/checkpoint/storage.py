@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -45,8 +45,8 @@ class Storage(Protocol):
         ...
 
     @property
-    def frees(self) -> bool:
-        """Whether `release` frees space, so that it is worth bringing to the disk what was made of a file."""
+    def frees(self) -> int:
+        """How many files are held at once, as `release` deletes them; 0 where they stay."""
         ...
 
     def files(self) -> dict[str, FileState]:
@@ -64,12 +64,11 @@ class Storage(Protocol):
         """The headers of these files will be read next."""
         ...
 
-    def fetching(self, folder: Path, files: Sequence[str]) -> contextlib.AbstractContextManager[None]:
-        """Meanwhile these files are read, in about this order: they are fetched ahead, into `folder` if not elsewhere."""
-        ...
+    def fetching(self, folder: Path, files: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
+        """Meanwhile these files are read, in this order: they are fetched ahead, into `folder` if not elsewhere.
 
-    def fetched_bytes(self, files: Sequence[str]) -> int:
-        """Space that fetching these files takes at most at once in the folder that `fetching` is given."""
+        files: how many of them are needed together when the file is first read.
+        """
         ...
 
     def release(self, file: str) -> None:
@@ -140,9 +139,9 @@ class LocalStorage:
         return self._origin
 
     @property
-    def frees(self) -> bool:
+    def frees(self) -> int:
         """See Storage; the files are the user's."""
-        return False
+        return 0
 
     def files(self) -> dict[str, FileState]:
         """See Storage.files."""
@@ -151,13 +150,9 @@ class LocalStorage:
     def expect(self, files: Sequence[str]) -> None:
         """See Storage; they are there."""
 
-    def fetching(self, folder: Path, files: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+    def fetching(self, folder: Path, files: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
         """See Storage; they are there."""
         return contextlib.nullcontext()
-
-    def fetched_bytes(self, files: Sequence[str]) -> int:
-        """See Storage; none."""
-        return 0
 
     def release(self, file: str) -> None:
         """See Storage; they stay."""

@@ -80,6 +80,6 @@ def _lineage(master: Path) -> Lineage:
     if not (master / MANIFEST_FILE).is_file():
         return Lineage()
     manifest = read_manifest(master)
-    about: dict[str, Any] = {key: manifest.made_by[key] for key in ("recipe", "awq") if key in manifest.made_by}
+    about: dict[str, Any] = {key: manifest.made_by[key] for key in ("recipe", "awq", "fit") if key in manifest.made_by}
     about["bits_per_weight"] = totals(manifest.tensors)["bits_per_weight"]
     return Lineage(manifest.model, about | {"relative_mse": total_relative_mse(manifest.records)})

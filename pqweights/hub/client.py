@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import logging
 import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -33,9 +33,12 @@ TIMEOUT_SECONDS = 30.0
 COMMIT_TIMEOUT_SECONDS = 300.0
 PASSING = (408, 425, 429, 500, 502, 503, 504)
 LOG_IN = "log in with `hf auth login`, or pass --token"
-TOKEN = re.compile(r"hf_[A-Za-z0-9]{4,}")
-# Of a URL, everything from the question mark on: signatures stand there.
+TOKEN = re.compile(r"hf_[A-Za-z0-9_-]{4,}")
+# Of a URL, user and password, and everything from the question mark on, where signatures stand.
+CREDENTIALS = re.compile(r"(https?://)[^\s/@'\"]+@")
 QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")
+HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+MOST_HTTP_BYTES = 50_000_000_000  # of a file; more the Hub sends by xet alone
 
 Result = TypeVar("Result")
 Tell = Callable[[str], None]  # a line for the user: what is being waited for
@@ -77,6 +80,7 @@ class Repository:
     id: str
     commit: str
     files: dict[str, RemoteFile]
+    private: bool = False
 
     @property
     def origin(self) -> Origin:
@@ -91,20 +95,27 @@ class Hub:
     """
 
     def __init__(self, token: str | None = None, tell: Tell = lambda line: None) -> None:
+        if token is not None:
+            token = token.strip()
+            if not (token.isascii() and token.isprintable() and token):
+                raise HubError("--token: expected printable ASCII characters; copy the token anew")
         # Imported here: most commands never need it, and it takes half as long as they do.
         self.library: Any = importlib.import_module("huggingface_hub")
         self._http: Any = importlib.import_module("httpx2")
         self.utils: Any = importlib.import_module("huggingface_hub.utils")
         self.errors: Any = importlib.import_module("huggingface_hub.errors")
-        # Its warnings repeat what `tell` says.
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-        self.utils.disable_progress_bars()
+        # Its remarks repeat what `tell` says.
+        self.utils.logging.set_verbosity_error()
         self.token = token
         self.api: Any = self.library.HfApi(token=token)
         self.requests = self.bytes = 0
         self._tell = tell
         self._counted: Any = None
         self._lock = threading.Lock()
+        try:
+            self._count()
+        except (ValueError, self._http.InvalidURL) as error:
+            raise HubError(f"HF_ENDPOINT: no address of a Hub: {self.clean(str(error))}") from None
 
     def repository(self, repository: str, revision: str | None = None) -> Repository:
         """What a repository holds at a branch, tag or commit (None: main).
@@ -115,20 +126,21 @@ class Hub:
             self.utils.validate_repo_id(repository)
         except self.errors.HFValidationError as error:
             raise HubError(f"{repository}: no name of a repository: {self.clean(str(error))}") from None
+        of = f" at revision {revision}" if revision else ""
         found = self.call(
             repository,
             lambda: self.api.model_info(repository, revision=revision, files_metadata=True, timeout=TIMEOUT_SECONDS),
-            f" at revision {revision}" if revision else "",
+            of,
         )
         files = {}
         for each in found.siblings or ():
-            sha256 = None if each.lfs is None else each.lfs.sha256
-            if each.size is None or (sha256 is None and each.blob_id is None):
-                raise HubError(f"{repository}: {each.rfilename!a}: the Hub tells neither size nor hash of it")
-            files[each.rfilename] = RemoteFile(each.rfilename, each.size, sha256, each.blob_id)
-        if not found.sha:
+            file = RemoteFile(each.rfilename, each.size, None if each.lfs is None else each.lfs.sha256, each.blob_id)
+            if not isinstance(file.byte_count, int) or file.byte_count < 0 or not HASH.fullmatch(str(file.identity)):
+                raise HubError(f"{repository}: {file.name!a}: the Hub tells neither size nor hash of it")
+            files[file.name] = file
+        if not HASH.fullmatch(str(found.sha)):
             raise HubError(f"{repository}: the Hub tells no commit of it")
-        return Repository(repository, found.sha, dict(sorted(files.items())))
+        return Repository(str(found.id), str(found.sha), dict(sorted(files.items())), bool(found.private))
 
     @property
     def endpoint(self) -> str:
@@ -136,10 +148,13 @@ class Hub:
         return self.clean(str(self.api.endpoint))
 
     def log_in(self) -> str:
-        """The name that the token stands for.
+        """The name that the token stands for; before anything is sent.
 
         Raises HubError where there is none, or not a valid one.
         """
+        self.utils.disable_progress_bars()
+        # The client's own is none: a stalled reply would be waited for for ever. Long enough for a commit of many files.
+        self.utils.get_session().timeout = self._http.Timeout(COMMIT_TIMEOUT_SECONDS, connect=TIMEOUT_SECONDS)
         return str(self.call("login", lambda: self.api.whoami())["name"])
 
     def exists(self, repository: str) -> bool:
@@ -183,12 +198,17 @@ class Hub:
 
         Raises HubError, OutputError for the disk, Interrupted once `stop` says so.
         """
+        if file.byte_count > MOST_HTTP_BYTES:
+            raise HubError(
+                f"{repository.id}: {file.name}: {file.byte_count} bytes, more than the Hub sends by HTTP: fetch it with `hf download "
+                f"{repository.id}`, and give the folder"
+            )
         partial = partial_path(target)
 
         def fetch() -> None:
             with disk_errors(target), open(partial, "ab") as stream:
                 if stream.tell() > file.byte_count:
-                    stream.truncate(0)
+                    stream.seek(stream.truncate(0))
                 for chunk in self._stream(repository, file.name, stream.tell(), file.byte_count - stream.tell()):
                     if stop():
                         raise Interrupted
@@ -215,10 +235,14 @@ class Hub:
         raise _wrong_content(repository, file)
 
     def cached(self, repository: Repository, file: RemoteFile) -> Path | None:
-        """A file in the cache that all users of the Hub's client share, where it is there and whole."""
-        found = self.library.try_to_load_from_cache(repository.id, file.name, revision=repository.commit)
-        path = Path(found) if isinstance(found, str) else None
-        return path if path is not None and path.is_file() and path.stat().st_size == file.byte_count else None
+        """A file in the cache that all users of the Hub's client share, where it is there and of the right size."""
+        path = self._cache(repository) / "snapshots" / repository.commit / file.name
+        return path if path.is_file() and path.stat().st_size == file.byte_count else None
+
+    def cache_room(self) -> int:
+        """Free bytes on the disk of that cache."""
+        cache = Path(self._constants.HF_HUB_CACHE).absolute()
+        return int(shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.exists())).free)
 
     def download_to_cache(
         self,
@@ -227,33 +251,65 @@ class Hub:
         show: Show = lambda count: None,
         stop: Callable[[], bool] = lambda: False,
     ) -> Path:
-        """Fetch a file into that cache, unless it is there; checked against its hash. Raises HubError, Interrupted."""
+        """Fetch a file into that cache, unless it is there; checked against its hash either way.
 
-        class Meter(self.utils.tqdm):  # type: ignore[name-defined,misc]
-            """Where the client tells how far it is; nothing is shown here."""
+        The layout is the client's (https://huggingface.co/docs/huggingface_hub/guides/manage-cache): a blob under its hash, and a
+        link to it under commit and name; under the client's own lock. Raises HubError, OutputError, Interrupted.
+        """
+        found = self.cached(repository, file)
+        if found is not None and file.is_of(pieces_of(found)):
+            return found
+        cache = self._cache(repository)
+        blob, pointer = cache / "blobs" / file.identity, cache / "snapshots" / repository.commit / file.name
+        lock = cache.parent / ".locks" / cache.name / f"{file.identity}.lock"
+        with disk_errors(blob):
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            pointer.parent.mkdir(parents=True, exist_ok=True)
+        with self.utils.WeakFileLock(lock):
+            if not (blob.is_file() and file.is_of(pieces_of(blob))):
+                self.download(repository, file, blob, show, stop)
+            with disk_errors(pointer):
+                pointer.unlink(missing_ok=True)
+                try:
+                    pointer.symlink_to(os.path.relpath(blob, pointer.parent))
+                except OSError:  # a file system without links
+                    shutil.copyfile(blob, pointer)
+        return pointer
 
-            def __init__(self, *values: Any, **options: Any) -> None:
-                super().__init__(*values, **(options | {"disable": True}))
+    def remember(self, repository: Repository, revision: str | None) -> None:
+        """Note in the cache which commit a branch is at, for the client's use without a network."""
+        if revision != repository.commit:
+            ref = self._cache(repository) / "refs" / (revision or "main")
+            with disk_errors(ref):
+                ref.parent.mkdir(parents=True, exist_ok=True)
+                ref.write_text(repository.commit)
 
-            def update(self, n: float | None = 1) -> None:
-                if stop():
-                    raise Interrupted
-                show(int(n or 0))
+    def snapshot(self, repository: str, revision: str | None) -> Path:
+        """The folder in the cache, without asking the Hub.
 
-        def fetch() -> Path:
-            return Path(
-                self.library.hf_hub_download(
-                    repository.id, file.name, revision=repository.commit, token=self.token, tqdm_class=Meter
-                )
-            )
+        Raises HubError where it is not there.
+        """
+        try:
+            return Path(self.library.snapshot_download(repository, revision=revision, local_files_only=True))
+        except self.errors.LocalEntryNotFoundError:
+            raise HubError(
+                f"{repository}: not in the cache, and the Hub is switched off by HF_HUB_OFFLINE; unset it"
+            ) from None
 
-        for _ in range(WRONG_CONTENT_ATTEMPTS):
-            path = self.call(repository.id, fetch, f": {file.name}", stop)
-            if file.is_of(pieces_of(path)):
-                return path
-            path.resolve().unlink(missing_ok=True)  # the blob; the client would take it again
-            path.unlink(missing_ok=True)
-        raise _wrong_content(repository, file)
+    @property
+    def is_offline(self) -> bool:
+        """Whether the user has switched the Hub off."""
+        return bool(self._constants.is_offline_mode())
+
+    @property
+    def _constants(self) -> Any:
+        return importlib.import_module("huggingface_hub.constants")
+
+    def _cache(self, repository: Repository) -> Path:
+        name: str = importlib.import_module("huggingface_hub.file_download").repo_folder_name(
+            repo_id=repository.id, repo_type="model"
+        )
+        return Path(str(self._constants.HF_HUB_CACHE)) / name
 
     def upload(self, repository: Repository, branch: str, name: str, content: str | bytes, create_pr: bool) -> Any:
         """The operation that adds a file to a commit, its content sent already if it is a large file. content: path, or bytes.
@@ -304,9 +360,13 @@ class Hub:
                 if pause is None and not self._is_of_the_hub(error):
                     raise  # the disk's
                 if pause is None or attempt >= most or pause > LONGEST_WAIT_SECONDS:
-                    raise self._explained(repository, what, error) from None
+                    raise self._explained(repository, what, error, attempt) from None
                 again = f"trying again in {pause:.0f} s ({attempt} of {most - 1})"
                 self._tell(f"{what}: {self._in_short(error)}; {again}")
+            except (ValueError, KeyError, TypeError) as error:  # of the client, which found no answer of a Hub's
+                raise HubError(
+                    f"{what}: {self.endpoint} does not answer as a Hub does ({type(error).__name__}: {self.clean(str(error))[:120]})"
+                ) from None
             end = time.monotonic() + pause
             while time.monotonic() < end:
                 if stop():
@@ -319,7 +379,7 @@ class Hub:
         token = self.token or self.library.get_token()
         if token:
             text = text.replace(token, "hf_***")
-        return " ".join(QUERY.sub(r"\1", TOKEN.sub("hf_***", text)).split())
+        return " ".join(QUERY.sub(r"\1", CREDENTIALS.sub(r"\1", TOKEN.sub("hf_***", text))).split())
 
     def _stream(self, repository: Repository, file: str, start: int, count: int) -> Iterator[bytes]:
         """`count` bytes from `start`, as they come; fewer where the reply is short."""
@@ -338,7 +398,7 @@ class Hub:
             elif not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
                 raise self._http.RemoteProtocolError("the reply is of another range")
             left = count
-            for chunk in response.iter_raw(COPY_BYTES):
+            for chunk in response.iter_raw():
                 passed = min(skip, len(chunk))
                 skip -= passed
                 part = chunk[passed : passed + left]
@@ -350,28 +410,27 @@ class Hub:
 
     def _count(self) -> None:
         """Count what the client's session sends and gets; it makes a new one after some errors."""
-        session = self.utils.get_session()
-        if session is self._counted:
-            return
-        self._counted = session
-        # The client's own is none: a stalled reply would be waited for for ever. Long enough for a commit of many files.
-        session.timeout = self._http.Timeout(COMMIT_TIMEOUT_SECONDS, connect=TIMEOUT_SECONDS)
+        with self._lock:
+            session = self.utils.get_session()
+            if session is self._counted:
+                return
+            self._counted = session
 
-        def count(response: Any) -> None:
-            with self._lock:
-                self.requests += 1
-            close = response.close
+            def count(response: Any) -> None:
+                with self._lock:
+                    self.requests += 1
+                close = response.close
 
-            def closed() -> None:
-                if not response.is_closed:
-                    with self._lock:
-                        self.bytes += response.num_bytes_downloaded
-                close()
+                def closed() -> None:
+                    if not response.is_closed:
+                        with self._lock:
+                            self.bytes += response.num_bytes_downloaded
+                    close()
 
-            response.close = closed
+                response.close = closed
 
-        hooks = session.event_hooks
-        session.event_hooks = {**hooks, "response": [*hooks["response"], count]}
+            hooks = session.event_hooks
+            session.event_hooks = {**hooks, "response": [*hooks["response"], count]}
 
     def _is_of_the_hub(self, error: Exception) -> bool:
         errors = self.errors
@@ -394,7 +453,7 @@ class Hub:
         if response is not None:
             if response.status_code not in PASSING:
                 return None
-            asked = _seconds(response.headers)
+            asked = self._asked(response.headers)
             return wait if asked is None else asked
         if isinstance(error, (self._http.TransportError, self.errors.XetDownloadError)):
             return wait
@@ -402,13 +461,21 @@ class Hub:
             return wait
         return None
 
+    def _asked(self, headers: Any) -> float | None:
+        """Seconds that the Hub asks to wait, in either of its headers; None where it does not."""
+        try:
+            return max(0.0, float(headers.get("Retry-After", "")))
+        except ValueError:  # a date, which nobody sends here, or none
+            limits = self.utils.parse_ratelimit_headers(headers)
+        return float(limits.reset_in_seconds) if limits is not None and limits.remaining == 0 else None
+
     def _in_short(self, error: Exception) -> str:
         response = getattr(error, "response", None)
         if response is not None:
             return f"the Hub answers {response.status_code}"
         return f"the connection failed ({type(error).__name__})"
 
-    def _explained(self, repository: str, what: str, error: Exception) -> HubError:
+    def _explained(self, repository: str, what: str, error: Exception, attempts: int) -> HubError:
         """One line: what, what is wrong, what to do."""
         if isinstance(error, self.errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
             error = error.__cause__
@@ -443,19 +510,20 @@ class Hub:
         if status == 412:
             return HubError(f"{what}: somebody else has changed it in between; run the same command again")
         if status == 429:
-            asked = _seconds(response.headers)  # type: ignore[union-attr]
+            asked = self._asked(response.headers)  # type: ignore[union-attr]
             for_how_long = "" if asked is None else f" for {asked:.0f} s"
             return HubError(
                 f"{what}: too many requests: the Hub asks to wait{for_how_long} (429); wait, {LOG_IN} for a higher limit, and "
                 "run the same command again"
             )
         if status is not None and status >= 500:
-            return HubError(f"{what}: the Hub failed {ATTEMPTS} times ({status}); run the same command again later")
+            return HubError(f"{what}: the Hub failed {attempts} times ({status}); run the same command again later")
         if status is not None:
             return HubError(f"{what}: the Hub refuses ({status}): {self._said(error)}")
+        how = "the connection to {} keeps breaking" if self.requests else "{} cannot be reached"
         return HubError(
-            f"{what}: {endpoint} cannot be reached ({type(error).__name__}: {self.clean(str(error))[:120]}); check the network and "
-            "run the same command again"
+            f"{what}: {how.format(endpoint)} ({type(error).__name__}: {self.clean(str(error))[:120]}); check the network and run the "
+            "same command again"
         )
 
     def _said(self, error: Exception) -> str:
@@ -475,11 +543,3 @@ def _wrong_content(repository: Repository, file: RemoteFile) -> HubError:
         f"{repository.id}: {file.name}: fetched {WRONG_CONTENT_ATTEMPTS} times, and its content never was what the Hub says (hash "
         f"{file.identity[:16]}...); run the same command again, and if it stays so tell the owner of the repository"
     )
-
-
-def _seconds(headers: Any) -> float | None:
-    """What Retry-After asks for, in seconds; None for a date, which nobody sends here."""
-    try:
-        return max(0.0, float(headers.get("Retry-After", "")))
-    except ValueError:
-        return None

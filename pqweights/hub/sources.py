@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.source import Checkpoint, needed_files, open_checkpoint, open_local
 from pqweights.checkpoint.storage import Origin
 from pqweights.errors import SourceError
@@ -71,19 +72,27 @@ def local_folder(
     source: str | Path,
     access: Access,
     only: Sequence[str] = (),
+    ours: bool = False,
     progress: Progress = lambda done, total, name: None,
 ) -> Fetched:
     """A folder with a model: here as it is, of the Hub fetched into the cache, as far as it is needed or named by `only`.
 
-    Raises SourceError, HubError.
+    ours: refuse what pqweights did not push before it is fetched. Raises SourceError, HubError.
     """
     repository = repository_id(source)
     if repository is None:
         check_local(source, access)
         return Fetched(Path(source))
     hub = access.hub()
+    if hub.is_offline:
+        folder = hub.snapshot(repository, access.revision)
+        return Fetched(folder, Origin(repository, folder.name))
     found = hub.repository(repository, access.revision)
     storage = HubStorage(hub, found)
+    if ours and MANIFEST_FILE not in storage.files():
+        raise SourceError(
+            f"{repository}: expected a master or an export that pqweights pushed, found no {MANIFEST_FILE} in the repository"
+        )
     wanted = [name for name in only if name in storage.files()] if only else needed_files(storage)
     if not wanted:
         raise SourceError(f"{repository}: expected {', '.join(only)} in the repository, found none")
@@ -99,6 +108,7 @@ def local_folder(
 
         path = hub.download_to_cache(found, found.files[name], show)
         folder = path.parents[name.count("/")]
+    hub.remember(found, access.revision)
     return Fetched(folder, found.origin, tuple(name for name in storage.files() if name not in wanted))
 
 

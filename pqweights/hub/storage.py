@@ -8,9 +8,11 @@ time, and deleted on `release`.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,16 +21,17 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.storage import FileState, Origin, read_at
 from pqweights.errors import HubError, OutputError, SourceError
-from pqweights.hub.client import Hub, Interrupted, RemoteFile, Repository
+from pqweights.hub.client import Hub, Interrupted, Repository
 
 # Whole in one request: configurations, indices, cards.
 SMALL_BYTES = 32_000_000
 # The first request for a header; the next ones ask for what the longest needed so far.
 HEADER_BYTES = 1 << 16
-MOST_AHEAD_OF_HEADER = 1 << 24
+MOST_HEADER_BYTES = 1 << 20
 REQUESTS_AT_ONCE = 8
 LOW_DISK_FILES = 2
 DOWNLOADS_AT_ONCE = 2
+PATIENCE_SECONDS = 1.0  # with a thread that is to stop
 
 
 class HubStorage:
@@ -43,7 +46,10 @@ class HubStorage:
         self._files = {
             name: FileState(file.byte_count, int(file.identity[:15] or "0", 16)) for name, file in self._remote.items()
         }
-        self._starts: dict[str, bytes] = {}  # of weight files, for their headers
+        self._expected: deque[str] = deque()  # files whose headers are to be read
+        self._starts: dict[str, bytes] = {}  # of some of them, until they are
+        self._header_bytes = HEADER_BYTES
+        self._headers: dict[str, str] = {}  # sha256 of those, with the length before them
         self._small: dict[str, bytes] = {}
         self._fetcher: _Fetcher | None = None
 
@@ -53,55 +59,79 @@ class HubStorage:
         return self.repository.origin
 
     @property
-    def frees(self) -> bool:
+    def frees(self) -> int:
         """See Storage."""
-        return self.low_disk
+        return LOW_DISK_FILES if self.low_disk else 0
+
+    def check_room(self, files: Sequence[str]) -> None:
+        """Refuse to fetch what the disk of the cache cannot hold.
+
+        Raises OutputError.
+        """
+        needed = sum(
+            self._files[f].byte_count for f in files if self.hub.cached(self.repository, self._remote[f]) is None
+        )
+        free = self.hub.cache_room()
+        if not self.low_disk and needed > free:
+            raise OutputError(
+                f"{self.repository.id}: its weights need {needed} bytes in the Hub's cache, {free} are free there: pass --low-disk, free "
+                "some, or set HF_HOME to another disk"
+            )
 
     def files(self) -> dict[str, FileState]:
         """See Storage; hidden files are not listed, as in a local folder."""
         return self._files
 
-    def fetched_bytes(self, files: Sequence[str]) -> int:
-        """See Storage."""
-        return self.low_disk_bytes(files) if self.low_disk else 0
-
-    def low_disk_bytes(self, files: Sequence[str]) -> int:
-        """What they would take with low_disk."""
-        return sum(sorted((self._files[file].byte_count for file in files), reverse=True)[:LOW_DISK_FILES])
-
     def expect(self, files: Sequence[str]) -> None:
-        """See Storage: their first bytes are asked for, several at once."""
-        most = HEADER_BYTES
-        for file in files[:1]:
-            self._start(file, most)
-            most = min(max(most, _header_end(self._starts[file]) * 9 // 8), MOST_AHEAD_OF_HEADER)
-        with ThreadPoolExecutor(REQUESTS_AT_ONCE, "pqweights-headers") as pool:
-            for _ in pool.map(lambda file: self._start(file, most), files[1:]):
-                pass
+        """See Storage: once one of them is read, the first bytes of some more are asked for, several at once."""
+        self._expected = deque(files)
 
-    def _start(self, file: str, most: int) -> None:
-        count = min(most, self._files[file].byte_count)
+    def _fetch_starts(self) -> None:
+        """Of the next files, so that few wait in memory. The first tells how long headers are here."""
+        count = REQUESTS_AT_ONCE * 4 if self._headers else 1
+        batch = [self._expected.popleft() for _ in range(min(count, len(self._expected)))]
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE, "pqweights-headers") as pool:
+            for file, start in zip(batch, pool.map(self._start, batch), strict=True):
+                self._starts[file] = start
+
+    def _start(self, file: str) -> bytes:
+        count = min(self._header_bytes, self._files[file].byte_count)
         cached = self.hub.cached(self.repository, self._remote[file])
         if cached is None:
-            self._starts[file] = self.hub.read(self.repository, file, 0, count)
-        else:
-            start = np.empty(count, dtype=np.uint8)
-            read_at(cached, file, 0, start)
-            self._starts[file] = start.tobytes()
+            return self.hub.read(self.repository, file, 0, count)
+        start = np.empty(count, dtype=np.uint8)
+        read_at(cached, file, 0, start)
+        return start.tobytes()
+
+    def _check_header(self, file: str, path: Path) -> None:
+        """The plan was made by a header that came by itself, before the file could be checked as a whole.
+
+        Raises SourceError where it was another: then nothing that was made by it can stay.
+        """
+        digest = self._headers.get(file)
+        if digest is not None:
+            with open(path, "rb") as stream:
+                start = stream.read(8)
+                if hashlib.sha256(start + stream.read(int.from_bytes(start, "little"))).hexdigest() != digest:
+                    raise SourceError(
+                        f"{self.repository.id}: {file}: its header was damaged when it was fetched for the plan; nothing was kept: run "
+                        "the same command again"
+                    )
 
     @contextlib.contextmanager
-    def fetching(self, folder: Path, files: Sequence[str]) -> Iterator[None]:
+    def fetching(self, folder: Path, files: Mapping[str, int]) -> Iterator[None]:
         """See Storage."""
-        self._starts.clear()
 
         def fetch(file: str, stop: Callable[[], bool]) -> Path:
             remote = self._remote[file]
             if not self.low_disk or self.hub.cached(self.repository, remote) is not None:
-                return self.hub.download_to_cache(self.repository, remote, stop=stop)
-            target = folder / remote.identity  # no name that the repository chose
-            if not target.exists():
-                self.hub.download(self.repository, remote, target, stop=stop)
-            return target
+                path = self.hub.download_to_cache(self.repository, remote, stop=stop)
+            else:
+                path = folder / self._local_name(file)
+                if not path.exists():
+                    self.hub.download(self.repository, remote, path, stop=stop)
+            self._check_header(file, path)
+            return path
 
         limit = LOW_DISK_FILES if self.low_disk else len(self._files)
         self._fetcher = _Fetcher(fetch, files, limit, 1 if self.low_disk else DOWNLOADS_AT_ONCE, folder)
@@ -112,8 +142,13 @@ class HubStorage:
 
     def release(self, file: str) -> None:
         """See Storage."""
+        self._small.pop(file, None)
         if self._fetcher is not None:
-            self._fetcher.release(file, self._remote[file])
+            self._fetcher.release(file, self._local_name(file) if self.low_disk else None)
+
+    def _local_name(self, file: str) -> str:
+        """Of a file that is not kept: none that the repository chose, and another for files of equal content."""
+        return f"{self._remote[file].identity}-{hashlib.sha256(file.encode()).hexdigest()[:8]}"
 
     def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
         """See Storage."""
@@ -132,14 +167,28 @@ class HubStorage:
 
     def _bytes(self, file: str, offset: int, count: int) -> bytes:
         """A range of a file that was not fetched."""
+        while file in self._expected:
+            self._fetch_starts()
         start = self._starts.get(file)
-        if start is not None and offset + count <= len(start):
-            return start[offset : offset + count]
+        if start is not None:
+            data = start[offset : offset + count]
+            if len(data) < count:
+                data = self._range(file, offset, count)
+            if offset == 8:  # the header, which follows its length
+                self._headers[file] = hashlib.sha256(start[:8] + data).hexdigest()
+                self._header_bytes = min(max(self._header_bytes, (8 + count) * 9 // 8), MOST_HEADER_BYTES)
+                del self._starts[file]
+            return data
         remote = self._remote[file]
-        if start is None and remote.byte_count <= SMALL_BYTES and not file.endswith(".safetensors"):
-            if file not in self._small:
-                self._small[file] = self.hub.read_whole(self.repository, remote)
-            return self._small[file][offset : offset + count]
+        if not file.endswith(".safetensors") and (remote.byte_count <= SMALL_BYTES or count == remote.byte_count):
+            data = self._small.get(file) or self.hub.read_whole(self.repository, remote)
+            if remote.byte_count <= SMALL_BYTES:
+                self._small[file] = data
+            return data[offset : offset + count]
+        return self._range(file, offset, count)
+
+    def _range(self, file: str, offset: int, count: int) -> bytes:
+        remote = self._remote[file]
         cached = self.hub.cached(self.repository, remote)
         if cached is None:
             return self.hub.read(self.repository, file, offset, count)
@@ -149,21 +198,21 @@ class HubStorage:
 
 
 class _Fetcher:
-    """Threads that fetch files in order, as many as the limit allows; a file that somebody waits for comes first."""
+    """Threads that fetch files in order, as many as there is room for; a file that somebody waits for comes first."""
 
     def __init__(
         self,
         fetch: Callable[[str, Callable[[], bool]], Path],
-        files: Sequence[str],
+        files: Mapping[str, int],
         limit: int,
         threads: int,
         folder: Path,
     ) -> None:
-        self._fetch, self._limit, self._folder = fetch, limit, folder
+        self._fetch, self._limit, self._folder, self._together = fetch, limit, folder, dict(files)
         self._ahead = deque(files)
-        self._urgent: deque[str] = deque()
         self._held: set[str] = set()  # being fetched, or there
-        self._found: dict[str, Path | Exception] = {}
+        self._found: dict[str, Path | BaseException] = {}
+        self._asked_again: set[str] = set()
         self._changed = threading.Condition()
         self._stopped = False
         self._threads = [
@@ -179,42 +228,53 @@ class _Fetcher:
         """
         with self._changed:
             if file not in self._held:
+                if file not in self._together:  # nobody foresaw it
+                    self._together[file] = len(self._held) + 1
                 with contextlib.suppress(ValueError):
                     self._ahead.remove(file)
-                self._urgent.append(file)
-                self._held.add(file)
+                self._ahead.appendleft(file)
                 self._changed.notify_all()
-            while file not in self._found:
-                if self._stopped:
-                    raise Interrupted
-                self._changed.wait()
-            found = self._found[file]
-        if isinstance(found, Exception):
-            raise found
-        return found
+            while True:
+                while file not in self._found:
+                    if self._stopped:
+                        raise Interrupted
+                    self._changed.wait()
+                found = self._found[file]
+                if not isinstance(found, BaseException):
+                    return found
+                if file in self._asked_again or not isinstance(found, HubError):
+                    raise found
+                # It failed while nobody needed it: the Hub may be well again.
+                self._asked_again.add(file)
+                del self._found[file]
+                self._held.discard(file)
+                self._ahead.appendleft(file)
+                self._changed.notify_all()
 
-    def release(self, file: str, remote: RemoteFile) -> None:
-        """Let a file go, and delete it where it was fetched into the folder, now or by an earlier run."""
+    def release(self, file: str, name: str | None) -> None:
+        """Let a file go; name: under which it is deleted, where an earlier run or this one fetched it into the folder."""
         with self._changed:
-            self._held.discard(file)
-            self._found.pop(file, None)
-            (self._folder / remote.identity).unlink(missing_ok=True)
+            if name is not None:
+                self._held.discard(file)
+                self._found.pop(file, None)
+                (self._folder / name).unlink(missing_ok=True)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop fetching; what was fetched in part stays for the next run."""
+        """Stop fetching; what was fetched in part stays for the next run.
+
+        A thread that waits for bytes that do not come is left behind: it writes nothing any more.
+        """
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join()
+            thread.join(PATIENCE_SECONDS)
 
     def _next(self) -> str | None:
         with self._changed:
             while not self._stopped:
-                if self._urgent:
-                    return self._urgent.popleft()
-                if self._ahead and len(self._held) < self._limit:
+                if self._ahead and len(self._held) < max(self._limit, self._together[self._ahead[0]]):
                     file = self._ahead.popleft()
                     self._held.add(file)
                     return file
@@ -223,14 +283,15 @@ class _Fetcher:
 
     def _work(self) -> None:
         while (file := self._next()) is not None:
-            found: Path | Exception
+            found: Path | BaseException | None = None
             try:
                 found = self._fetch(file, lambda: self._stopped)
-            except (HubError, OutputError, OSError, Interrupted) as error:
+            except (HubError, OutputError, SourceError, OSError, Interrupted) as error:
                 found = error
-            with self._changed:
-                self._found[file] = found
-                self._changed.notify_all()
+            finally:  # whoever waits hears of a bug, too, which keeps its traceback
+                with self._changed:
+                    self._found[file] = found or sys.exception() or Interrupted()
+                    self._changed.notify_all()
 
 
 def _is_listed(repository: Repository, name: str) -> bool:
@@ -239,13 +300,8 @@ def _is_listed(repository: Repository, name: str) -> bool:
     Raises SourceError for a name that would lead out of a folder, or means something else than it says.
     """
     parts = name.split("/")
-    if any(part in ("", ".", "..") for part in parts) or any(c in name for c in "\\\0") or ":" in parts[0]:
+    if any(part in ("", ".", "..") for part in parts) or "\\" in name or ":" in parts[0] or not name.isprintable():
         raise SourceError(
-            f"{repository.id}: lists a file {name[:80]!a}: expected a path inside the repository; do not use this repository"
+            f"{repository.id}: lists a file {name[:80]!a}: expected the path of a file in it, in printable characters; do not use this repository"
         )
     return not any(part.startswith(".") for part in parts)
-
-
-def _header_end(start: bytes) -> int:
-    """Where the header of a safetensors file ends, by its first 8 bytes."""
-    return 8 + int.from_bytes(start[:8], "little")

@@ -1,0 +1,246 @@
+"""Fitting: a width for every weight, so that a size is kept and the loss is predicted to rise least.
+
+The predicted rise is the sum over groups of alpha * t^2 (sensitivity/); t^2 of a width is what its codec promises. Groups are
+those that runtimes fuse (fusion.py), sizes are counted to the byte, and the choice is the optimum (knapsack.py). docs/fit.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.codecs import get_codec
+from pqweights.errors import RecipeError
+from pqweights.knapsack import Choice, Solution, cheapest, curve, solve
+from pqweights.manifest import rounded
+from pqweights.plan import TensorPlan
+from pqweights.recipe import Target
+from pqweights.sensitivity import HEURISTIC, Sensitivity, alphas_for, groups_of
+
+# Tries at meeting a size exactly: file headers depend a little on what is in the files.
+MOST_ROUNDS = 8
+CURVE_POINTS = 12
+
+Widths = Mapping[str, int | None]  # bits by weight; None: kept as it is
+
+
+@dataclass(frozen=True)
+class FittedGroup:
+    """weights: the names. bits: None where it is kept. bytes: in the output. rise: predicted, in nats per token."""
+
+    name: str
+    weights: tuple[str, ...]
+    bits: int | None
+    bytes: int
+    parameters: int
+    alpha: float
+    rise: float
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """What a size would give at best."""
+
+    output_bytes: int
+    rise: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """An allocation. output_bytes: of the safetensors files; bits_per_weight: of all weights that the recipe would quantize,
+    those that are kept counted as they are. gap: the predicted rise is at most by this share above the least there is.
+
+    unknown: groups of which the sensitivity file says nothing. curve: size against rise, from the smallest possible one on.
+    """
+
+    target: Target
+    sensitivity: Sensitivity | None
+    groups: tuple[FittedGroup, ...]
+    output_bytes: int
+    bits_per_weight: float
+    smallest_bytes: int
+    gap: float
+    unknown: tuple[str, ...]
+    curve: tuple[CurvePoint, ...]
+
+    @property
+    def rise(self) -> float:
+        """Of the loss, predicted, in nats per token."""
+        return math.fsum(group.rise for group in self.groups)
+
+    @property
+    def widths(self) -> Widths:
+        """For the transform."""
+        return {name: group.bits for group in self.groups for name in group.weights}
+
+    def describe(self) -> dict[str, Any]:
+        """The manifest's account of it."""
+        by = {"kind": HEURISTIC} if self.sensitivity is None else {
+            "kind": self.sensitivity.method.get("kind"), "sha256": self.sensitivity.sha256,
+        }  # fmt: skip
+        return {"sensitivity": by, "predicted_rise": rounded(self.rise)}
+
+    def to_json(self) -> dict[str, Any]:
+        """plan --json."""
+        return self.describe() | {
+            "target": self.target.to_json(),
+            "output_bytes": self.output_bytes,
+            "bits_per_weight": self.bits_per_weight,
+            "smallest_bytes": self.smallest_bytes,
+            "gap": self.gap,
+            "unknown_groups": list(self.unknown),
+            "groups": [vars(group) | {"weights": list(group.weights)} for group in self.groups],
+            "curve": [vars(point) for point in self.curve],
+        }
+
+
+@dataclass(frozen=True)
+class _Option:
+    """One width of one group. kept: which of its weights stay as they are, as that is smaller."""
+
+    bits: int | None
+    cost: int
+    error: float
+
+
+def fit(
+    checkpoint: Checkpoint,
+    target: Target,
+    sensitivity: Sensitivity | None,
+    planned: Callable[[Widths], Sequence[TensorPlan]],
+    file_bytes: Callable[[Sequence[TensorPlan]], int],
+    free: Sequence[str],
+) -> Fit:
+    """Choose widths for the weights in `free`, in groups.
+
+    sensitivity: None for the rule of thumb. planned: what becomes of all tensors with given widths (by default the recipe's).
+    file_bytes: of the safetensors files that hold them. Raises RecipeError for a target that is below what is possible, or above what can
+    be used.
+    """
+    tensors = planned({})
+    by_name = {tensor.name: tensor for tensor in tensors}
+    fixed = [t for t in tensors if t.name not in set(free)]
+    quantized = [t for t in fixed if t.action == "quantize"]
+    if not free:
+        raise RecipeError(
+            "a target size: expected weights whose width is free, found none that the recipe quantizes without bits of its own"
+        )
+    groups = groups_of(checkpoint, [(name, by_name[name].role) for name in free])
+    roles = {name: by_name[name].role for name in free}
+    parameters = {name: by_name[name].weights for name in free}
+    alphas, unknown = alphas_for(groups, roles, parameters, sensitivity)
+    codecs = {name: by_name[name].codec for name in free}
+    widths = sorted({bits for codec in codecs.values() for bits in get_codec(codec or "").widths})
+    plans = {bits: {t.name: t for t in planned(dict.fromkeys(free, bits))} for bits in [*widths, None]}
+
+    options: list[list[_Option]] = []
+    for names in groups.values():
+        of_group = []
+        for bits, plan in plans.items():
+            cost = sum(plan[name].bytes for name in names)
+            error = math.fsum(_error(plan[name]) * parameters[name] for name in names) / sum(
+                parameters[n] for n in names
+            )
+            of_group.append(_Option(bits, cost, error))
+        options.append(of_group)
+    choices = [
+        [Choice(o.cost, alpha * o.error) for o in of_group]
+        for of_group, alpha in zip(options, alphas.values(), strict=True)
+    ]
+
+    def size(solution: Solution) -> int:
+        widths = {
+            name: of_group[at].bits
+            for names, of_group, at in zip(groups.values(), options, solution.choices, strict=True)
+            for name in names
+        }
+        return file_bytes(planned(widths))
+
+    all_weights = sum(parameters.values()) + sum(t.weights for t in quantized)
+    fixed_quantized = sum(t.bytes for t in quantized)
+    least = cheapest(choices)
+    smallest = solve(choices, least)
+    assert smallest is not None
+    smallest_bytes = size(smallest)
+    if target.bits_per_weight is not None:
+        budget = math.floor(min(target.bits_per_weight * all_weights / 8, 2.0**62)) - fixed_quantized
+        most = sum(max(o.cost for o in of_group) for of_group in options)
+        if budget < least:
+            raise RecipeError(
+                f"target: {target}: below the smallest possible, {8 * (least + fixed_quantized) / all_weights:.4f} bits per weight "
+                f"({smallest_bytes} bytes)"
+            )
+        if budget > most:
+            raise RecipeError(
+                f"target: {target}: above what the source has, {8 * (most + fixed_quantized) / all_weights:.4f} bits per weight; no "
+                "quantization is needed"
+            )
+        solution = solve(choices, budget)
+        assert solution is not None
+        output_bytes = size(solution)
+    else:
+        assert target.output_bytes is not None
+        largest_bytes = file_bytes(planned(dict.fromkeys(free, None)))
+        if target.output_bytes < smallest_bytes:
+            raise RecipeError(f"target: {target}: below the smallest possible, {smallest_bytes} bytes")
+        if target.output_bytes > largest_bytes:
+            raise RecipeError(
+                f"target: {target}: above the {largest_bytes} bytes of the source's weights; no quantization is needed"
+            )
+        solution, output_bytes = _within(target.output_bytes, smallest_bytes - least, choices, size)
+    overhead = output_bytes - solution.cost
+    fitted = tuple(
+        FittedGroup(
+            name, tuple(names), of_group[at].bits, of_group[at].cost, sum(parameters[n] for n in names), alpha,
+            alpha * of_group[at].error,
+        )
+        for (name, names), of_group, at, alpha in zip(
+            groups.items(), options, solution.choices, alphas.values(), strict=True
+        )
+    )  # fmt: skip
+    return Fit(
+        target,
+        sensitivity,
+        fitted,
+        output_bytes,
+        8 * (solution.cost + fixed_quantized) / all_weights,
+        smallest_bytes,
+        solution.gap,
+        tuple(unknown),
+        _curve(choices, overhead, smallest_bytes, output_bytes),
+    )
+
+
+def _error(planned: TensorPlan) -> float:
+    """What a codec promises; nothing for what is kept."""
+    if planned.codec is None or planned.bits is None:
+        return 0.0
+    return get_codec(planned.codec).distortion(planned.bits)
+
+
+def _within(
+    output_bytes: int, overhead: int, choices: Sequence[Sequence[Choice]], size: Callable[[Solution], int]
+) -> tuple[Solution, int]:
+    """The best choices whose files have at most so many bytes. overhead: of the files, beside what the choices cost."""
+    budget = output_bytes - overhead
+    for _ in range(MOST_ROUNDS):
+        solution = solve(choices, max(budget, cheapest(choices)))
+        assert solution is not None
+        found = size(solution)
+        if found <= output_bytes:
+            return solution, found
+        budget = min(budget, solution.cost) - (found - output_bytes)
+    solution = solve(choices, cheapest(choices))
+    assert solution is not None
+    return solution, size(solution)
+
+
+def _curve(choices: Sequence[Sequence[Choice]], overhead: int, smallest: int, chosen: int) -> tuple[CurvePoint, ...]:
+    """Sizes from the smallest to beyond twice the chosen one's way, with the least rise that the envelope allows there."""
+    end = max(chosen + (chosen - smallest) // 2, smallest + 1)
+    sizes = sorted({smallest + (end - smallest) * n // (CURVE_POINTS - 1) for n in range(CURVE_POINTS)} | {chosen})
+    rises = curve(choices, [size - overhead for size in sizes])
+    return tuple(CurvePoint(size, rise) for size, rise in zip(sizes, rises, strict=True) if rise is not None)

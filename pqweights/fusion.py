@@ -1,0 +1,42 @@
+"""Which weights share one width: those that runtimes put together into one matrix, or compute with in one kernel.
+
+q, k and v of a layer; gate and up; the down-projections into the latents of MLA (DeepSeek-V2, arXiv:2405.04434); what
+enters linear attention; all experts of a layer; embeddings that are tied.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+# Of a module's name, what is put together with its neighbours, and the name of the whole.
+_FUSED = (
+    (re.compile(r"([qkv]_proj|[qkv]_lin|query|key|value|w[qkv]|[qkv])"), "qkv"),
+    (re.compile(r"(q_a_proj|kv_a_proj_with_mqa)"), "qkv_a"),
+    (re.compile(r"(gate_proj|up_proj|w1|w3)"), "gate_up"),
+    (re.compile(r"in_proj_(qkv|z)"), "in_proj_qkvz"),
+)
+_EXPERTS = re.compile(r"(.*?\.?(?:experts|\w*_experts(?<!shared_experts)))\..+")
+TIED = "embeddings"
+
+
+def group_of(name: str, role: str, tied: bool) -> str:
+    """The name of the group that a weight belongs to. tied: whether the model's embeddings are."""
+    if tied and role in ("embedding", "lm_head"):
+        return TIED
+    module = name.removesuffix(".weight")
+    if role == "expert" and (experts := _EXPERTS.fullmatch(module)):
+        return experts[1]
+    path, _, last = module.rpartition(".")
+    for pattern, whole in _FUSED:
+        if pattern.fullmatch(last):
+            return f"{path}.{whole}" if path else whole
+    return module
+
+
+def grouped(weights: Iterable[tuple[str, str]], tied: bool) -> dict[str, list[str]]:
+    """Groups of weights, given as (name, role): group -> names, both in the order in which they came."""
+    groups: dict[str, list[str]] = {}
+    for name, role in weights:
+        groups.setdefault(group_of(name, role, tied), []).append(name)
+    return groups

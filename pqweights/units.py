@@ -1,0 +1,31 @@
+"""Sizes as people write them: 9GB is 9 * 10**9 bytes, 9GiB is 9 * 2**30."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+from pqweights.errors import RecipeError
+
+UNITS = {"": 1, "B": 1} | {
+    prefix + unit: base**power
+    for unit, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate(("k", "M", "G", "T"), start=1)
+}
+_BY_CASE = {name.upper(): value for name, value in UNITS.items()}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes from "5GB", "500 MiB" or "1000000".
+
+    Raises RecipeError for what is no size.
+    """
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _BY_CASE:
+        raise RecipeError(f"expected a size such as 5GB (10**9 bytes), 5GiB (2**30) or 500MB, found {text!r}")
+    size = int(Decimal(match[1]) * _BY_CASE[match[2].upper()])
+    if not 1 <= size < 2**63:
+        raise RecipeError(f"expected at least one byte, at most 2**63, found {text[:40]!r}")
+    return size

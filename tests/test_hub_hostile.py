@@ -1,0 +1,527 @@
+"""Repositories of strangers: whatever they hold or claim, one line or a result, and nothing is run, or written elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import bf16, folder_bytes, gaussian, run_command, safetensors_bytes, small_checkpoint
+from hub_cases import Client, files_of
+from loopback_hub import Blob, Content, Corrupt, Drop, Fault, LoopbackHub, Status
+
+pytest.importorskip("huggingface_hub")
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
+
+SOURCE, MASTER = "evil/source", "evil/master"
+INDEX, CONFIG, CARD = "model.safetensors.index.json", "config.json", "README.md"
+SHARD = "model-00001-of-00002.safetensors"
+OF_MASTER = "model-00001-of-00001.safetensors"
+# command, repository; {} is the output folder
+COMMANDS = (
+    f"plan {SOURCE}", f"quantize {SOURCE} {{}}", f"quantize {SOURCE} {{}} --low-disk", f"inspect {SOURCE} --distribution",
+    f"verify {MASTER}", f"inspect {MASTER}", f"export {MASTER} {{}} --target bf16",
+)  # fmt: skip
+
+
+@pytest.fixture
+def hub() -> Iterator[LoopbackHub]:
+    with LoopbackHub() as hub:
+        yield hub
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Around everything that may be written: sandbox/a/b/work/out and sandbox/home."""
+    work = tmp_path / "sandbox/a/b/work"
+    work.mkdir(parents=True)
+    (work / "mine.txt").write_text("mine")
+    monkeypatch.chdir(work)
+    return tmp_path / "sandbox"
+
+
+@pytest.fixture
+def client(hub: LoopbackHub, sandbox: Path) -> Iterator[Client]:
+    from huggingface_hub.utils import close_session
+
+    with pytest.MonkeyPatch.context() as patch:
+        yield Client(hub.url, sandbox / "home", hub.token, patch).set_up()
+        close_session()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two shards, and its master."""
+    folder = tmp_path_factory.mktemp("made")
+    small_checkpoint(folder / "source")
+    run_command({"quantize": str(folder / "source")}, folder / "master")
+    return folder
+
+
+def outside(sandbox: Path, out: Path) -> dict[str, bytes]:
+    """Everything but the output folder and the Hub's cache."""
+    home = [sandbox / "home", out]
+    files = {}
+    for path in sandbox.rglob("*"):
+        if not any(path == each or each in path.parents for each in home):
+            files[str(path)] = path.read_bytes() if path.is_file() else b""
+    return files
+
+
+def expect_line_or_result(client: Client, sandbox: Path, command: str) -> str | None:
+    """Run a command; the line with which it was refused. Nothing but the output folder and the cache may change."""
+    out = sandbox / "a/b/work/out"
+    while out.exists():
+        out = out.with_name(out.name + "-")
+    before = outside(sandbox, out)
+    result = client(*command.format(out).split())
+    assert outside(sandbox, out) == before
+    assert not any(path.is_symlink() for path in out.rglob("*"))
+    assert not [path for path in out.rglob("*") if any(part.startswith(".git") for part in path.relative_to(out).parts)]
+    if result.exit_code == 0:
+        return None
+    assert result.exit_code == 1
+    if command.startswith("verify") and result.stdout:
+        assert result.stderr == ""
+        return result.stdout
+    *waits, line = result.stderr.splitlines()
+    assert all("trying again in" in wait for wait in waits), result.stderr
+    assert line.startswith("error: ")
+    assert len(line) < 1500
+    assert line.isprintable()
+    return line
+
+
+def commit(hub: LoopbackHub, id: str, folder: Path, changes: dict[str, Content | None]) -> None:
+    hub.commit(id, {**files_of(folder), **changes})
+
+
+# --- Names ------------------------------------------------------------------------------------------------------------
+
+LEAVING = [
+    "../x", "/etc/x", "{sandbox}/absolute", "a/../../b", "a\\b", "..\\b", "a/./b", "a//b", "./x", "..", "a/..", "a/", "C:/x",
+    "nul\0byte", "new\nline", "carriage\rreturn", "escape\x1b[31m", "/../../../x", "../../../../home/hub/x",
+]  # fmt: skip
+ODD = [
+    "a b",
+    " ",
+    "übung.txt",
+    "-rf",
+    "$(touch x)",
+    "x" * 200,
+    "%2e%2e/x",
+]
+HIDDEN = [".git/config", ".git/hooks/post-checkout", ".gitmodules", ".pqweights/journal.jsonl", ".bashrc", "a/.ssh/id"]
+
+
+@pytest.mark.parametrize("name", LEAVING, ids=ascii)
+def test_names_that_lead_elsewhere(name: str, hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
+    name = name.format(sandbox=sandbox)
+    for id, folder in ((SOURCE, made / "source"), (MASTER, made / "master")):
+        commit(hub, id, folder, {name: b"escaped"})
+    for command in COMMANDS:
+        line = expect_line_or_result(client, sandbox, command)
+        assert line is not None, command
+        assert "do not use this repository" in line
+
+
+def test_odd_names(hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
+    for id, folder in ((SOURCE, made / "source"), (MASTER, made / "master")):
+        commit(hub, id, folder, dict.fromkeys(ODD, b"odd"))
+    for command in COMMANDS:
+        line = expect_line_or_result(client, sandbox, command)
+        assert (line is None) != command.startswith("verify"), (command, line)
+    for out in ("out", "out-"):
+        assert {name: (sandbox / "a/b/work" / out / name).read_bytes() for name in ODD} == dict.fromkeys(ODD, b"odd")
+
+
+def test_names_too_long_for_the_disk(hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
+    for id, folder in ((SOURCE, made / "source"), (MASTER, made / "master")):
+        commit(hub, id, folder, {"x" * 300: b"odd"})
+    for command in COMMANDS[1:3]:
+        assert expect_line_or_result(client, sandbox, command) is not None
+
+
+def test_hidden_names_are_left_alone(hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
+    for id, folder in ((SOURCE, made / "source"), (MASTER, made / "master")):
+        commit(hub, id, folder, dict.fromkeys(HIDDEN, b"hidden"))
+    for command in COMMANDS:
+        assert expect_line_or_result(client, sandbox, command) is None
+    assert folder_bytes(sandbox / "a/b/work/out").keys() == folder_bytes(made / "master").keys()
+    asked = [request.path for request in hub.requests]
+    assert not [path for path in asked for name in HIDDEN if path.endswith(f"/{name}")]
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["in the index", "in the index and the list"])
+@pytest.mark.parametrize("name", ["../x.safetensors", "{sandbox}/x.safetensors", "a/x.safetensors", "a\\x.safetensors"])
+def test_an_index_that_points_elsewhere(
+    name: str, both: bool, hub: LoopbackHub, client: Client, sandbox: Path, made: Path
+) -> None:
+    name = name.format(sandbox=sandbox)
+    real = (made / "source" / SHARD).read_bytes()
+    for path in (sandbox / "a/b/x.safetensors", sandbox / "x.safetensors"):
+        path.write_bytes(real)  # a file of the user's
+    index = json.loads((made / "source" / INDEX).read_bytes())
+    index["weight_map"] = {key: name if file == SHARD else file for key, file in index["weight_map"].items()}
+    changes: dict[str, Content | None] = {INDEX: json.dumps(index).encode(), SHARD: None}
+    commit(hub, SOURCE, made / "source", changes | ({name: real} if both else {}))
+    for command in COMMANDS[:4]:
+        line = expect_line_or_result(client, sandbox, command)
+        assert line is not None
+        assert "expected a file in the same folder" in line or "do not use this repository" in line
+
+
+def test_a_manifest_that_points_elsewhere(hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
+    manifest = json.loads((made / "master/pqweights.json").read_bytes())
+    for name in ("../mine.txt", f"{sandbox}/a/b/work/mine.txt"):
+        manifest["files"][name] = {"bytes": 4, "sha256": "0" * 64}
+        commit(hub, MASTER, made / "master", {"pqweights.json": json.dumps(manifest).encode()})
+        for command in ("verify", "inspect"):
+            line = expect_line_or_result(client, sandbox, f"{command} {MASTER}")
+            assert line is not None or command == "inspect"
+
+
+def test_links_are_files_that_hold_a_path(hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
+    """As git stores them; the Hub lists them as small files."""
+    for name in ("/etc/passwd", str(sandbox / "a/b/work/mine.txt"), "../mine.txt"):
+        commit(hub, SOURCE, made / "source", {"tokenizer.json": name.encode()})
+        for command in COMMANDS[1:3]:
+            out = sandbox / "a/b/work" / f"out-{len(list(sandbox.rglob('out*')))}"
+            client.well(*command.format(out).split())
+            assert (out / "tokenizer.json").read_bytes() == name.encode()
+            assert not (out / "tokenizer.json").is_symlink()
+    with hub.lock:
+        hub.commit(SOURCE, {SHARD: b"../../../etc/passwd"})
+    for command in COMMANDS[:4]:
+        assert expect_line_or_result(client, sandbox, command) is not None
+
+
+# --- Weights ----------------------------------------------------------------------------------------------------------
+
+
+def header_of(length: int, text: bytes = b"", data: bytes = b"") -> bytes:
+    return struct.pack("<Q", length) + text + data
+
+
+def with_offsets(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
+    """A shard whose header says something else of the same data."""
+
+    def make(shard: bytes) -> bytes:
+        length = int.from_bytes(shard[:8], "little")
+        header = json.loads(shard[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        return header_of(len(text), text, shard[8 + length :])
+
+    return make
+
+
+def first(header: dict[str, Any]) -> dict[str, Any]:
+    entry: dict[str, Any] = next(entry for name, entry in header.items() if name != "__metadata__")
+    return entry
+
+
+SHARDS: dict[str, Callable[[bytes], bytes]] = {
+    "a header of 2**63 bytes": lambda shard: header_of(2**63) + shard[8:],
+    "a header of 2**64 - 1 bytes": lambda shard: header_of(2**64 - 1) + shard[8:],
+    "a header of 200 MB that is not there": lambda shard: header_of(200_000_000) + shard[8:],
+    "a header longer than the file": lambda shard: header_of(len(shard)) + shard[8:],
+    "a header of no bytes": lambda shard: header_of(0) + shard[8:],
+    "no header": lambda shard: b"\0" * 4,
+    "an empty file": lambda shard: b"",
+    "no JSON": lambda shard: header_of(100, b"{" * 100, shard),
+    "nesting": lambda shard: header_of(90_000, b"[" * 90_000, shard),
+    "cut": lambda shard: shard[:-1],
+    "more than the header says": lambda shard: shard + b"x",
+    "offsets beyond the end": with_offsets(lambda h: first(h).update(data_offsets=[0, 10**15])),
+    "huge shape": with_offsets(lambda h: first(h).update(shape=[2**62, 2**62])),
+    "negative offsets": with_offsets(lambda h: first(h).update(data_offsets=[-8, first(h)["data_offsets"][1]])),
+    "overlap": with_offsets(lambda h: [entry.update(data_offsets=[0, 8]) for entry in h.values() if "dtype" in entry]),
+    "unknown dtype": with_offsets(lambda h: first(h).update(dtype="F8_E99")),
+    "a name with a line break": with_offsets(lambda h: h.update({"a\nb": h.pop(max(h))})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_shards_that_lie(name: str, hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
+    for id, kind, file in ((SOURCE, "source", SHARD), (MASTER, "master", OF_MASTER)):
+        commit(hub, id, made / kind, {file: SHARDS[name]((made / kind / file).read_bytes())})
+    for command in COMMANDS:
+        line = expect_line_or_result(client, sandbox, command)
+        assert (line is None) == command.startswith("inspect evil/master"), command
+    assert not list(sandbox.rglob("out*/*.safetensors"))
+
+
+def test_a_header_of_200_megabytes(hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
+    path = sandbox.parent / "sparse"
+    with path.open("wb") as file:
+        file.write(header_of(200_000_000, b"{" + b" " * 100))
+        file.truncate(210_000_000)
+    hub.commit(SOURCE, {**files_of(made / "source"), SHARD: path}, sha256={SHARD: "0" * 64})
+    for command in COMMANDS[:3]:
+        line = expect_line_or_result(client, sandbox, command)
+        assert line is not None
+        assert SHARD in line
+    assert sum(request.bytes_sent for request in hub.requests) < 20_000_000
+
+
+@pytest.mark.parametrize("file", [SHARD, CONFIG, "tokenizer.json", CARD])
+@pytest.mark.parametrize("change", [-1, 1, 10**13, "empty"])
+def test_a_list_that_lies_about_sizes(
+    file: str, change: int | str, hub: LoopbackHub, client: Client, sandbox: Path, made: Path
+) -> None:
+    """What is served is the content, whatever the list says."""
+    commit(hub, SOURCE, made / "source", {})
+    there = hub.repositories[SOURCE]
+    old = there.blobs()[file]
+    size = 0 if change == "empty" else old.size + int(change)
+    lie = Blob(old.content, size, old.sha256, old.oid, old.lfs)
+    there.advance("main", {file: lie})
+    for command in COMMANDS[:3]:
+        line = expect_line_or_result(client, sandbox, command)
+        if command.startswith("plan") and file in ("tokenizer.json", CARD):
+            assert line is None  # it reads neither
+        elif file == CARD and size > 4_000_000:
+            assert line is None  # such a card is passed over
+        else:
+            assert line is not None
+
+
+@pytest.mark.parametrize("options", ["", " --low-disk"])
+def test_a_header_that_the_way_damaged(
+    options: str, hub: LoopbackHub, client: Client, sandbox: Path, tmp_path: Path
+) -> None:
+    """Never a result of what the repository does not hold."""
+    data = safetensors_bytes({"model.layers.0.mlp.up_proj.weight": bf16(gaussian(64, 256))})
+    hub.commit(SOURCE, {"model.safetensors": data})
+    hub.inject(Fault(Corrupt(data.index(b"up_proj")), "GET", r"resolve/.*\.safetensors"))
+    expect_line_or_result(client, sandbox, f"quantize {SOURCE} {{}}{options}")
+    for path in sandbox.rglob("out*/*.safetensors"):
+        assert b"up_proj" in path.read_bytes()
+
+
+# --- Configurations and cards -----------------------------------------------------------------------------------------
+
+CONFIGS: dict[str, bytes] = {
+    "nested": b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+    "nested lists": b'{"a":' + b"[" * 200 + b"]" * 200 + b"}",
+    "nan": b'{"model_type": "llama", "x": NaN, "y": Infinity, "z": -1e999}',
+    "huge": b'{"x": "' + b"y" * 33_000_000 + b'"}',
+    "a huge number": b'{"hidden_size": ' + b"9" * 5_000 + b"}",
+    "no object": b"[]",
+    "no text": b"\xff\xfe\0",
+    "half of a pair": b'{"x": "\\ud800"}',
+    "twice": b'{"model_type": "llama", "model_type": "evil"}',
+    "wrong types": b'{"model_type": [1], "architectures": {"a": 1}, "quantization_config": 3, "torch_dtype": {}}',
+    "a method of ours": b'{"quantization_config": {"quant_method": "pqweights"}}',
+    "fp8": b'{"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, -1]}}',
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configurations(name: str, hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
+    for id, kind in ((SOURCE, "source"), (MASTER, "master")):
+        commit(hub, id, made / kind, {CONFIG: CONFIGS[name]})
+    for command in COMMANDS:
+        line = expect_line_or_result(client, sandbox, command)
+        if command.startswith(("verify", "export")):
+            assert line is not None
+        elif name in ("nested", "nested lists", "no object", "no text", "half of a pair", "empty"):
+            assert line is not None or command.startswith("inspect evil/master")
+
+
+def merges(levels: int) -> bytes:
+    """10**levels pairs, by as many keys."""
+    lines = ["a0: &a0 {k: v}"]
+    for n in range(1, levels + 1):
+        merged = ", ".join([f"*a{n - 1}"] * 10)
+        lines.append(f"a{n}: &a{n} {{<<: [{merged}]}}")
+    return "\n".join(lines).encode()
+
+
+CARDS: dict[str, tuple[bytes, dict[str, Any]]] = {
+    "aliases": (
+        b"a0: &a0 [x]\n" + b"".join(b"a%d: &a%d [%s]\n" % (n, n, b", ".join([b"*a%d" % (n - 1)] * 10)) for n in range(1, 20))
+        + b"license: *a19\npipeline_tag: text-generation", {"pipeline_tag": "text-generation"},
+    ),
+    "itself": (b"license: &a [*a]\nlicense_name: x", {"license_name": "x"}),
+    "python": (b"license: !!python/object/apply:os.system ['touch RAN']", {}),
+    "python, new": (b"license: !!python/object/new:os.system ['touch RAN']\nlanguage: en", {}),
+    "python name": (b"license: !!python/name:os.system\nlanguage: en", {}),
+    "tabs": (b"license:\tmit\n\tlanguage: en", {}),
+    "nested": (b"license: " + b"[" * 20_000, {}),
+    "types": (b"license: [mit]\nlicense_name: 3\nlicense_link: 2020-01-01\npipeline_tag: {a: b}\nlanguage: 7", {}),
+    "dates": (b"license: 2020-99-99", {}),
+    "long": (b"license: " + b"x" * 301 + b"\nlicense_name: ok", {"license_name": "ok"}),
+    "control": (b'license: "a\\u001b[31mb\\u202e"\nlicense_name: "a\\nb"', {}),
+    "no mapping": (b"- license: mit", {}),
+    "norwegian": (b"language:\n- no\n- en", {"language": ["no", "en"]}),
+    "no text": (b"license: \xff\xfe", {"license": "\ufffd\ufffd"}),
+    "a key that is none": (b"? [a]\n: b\nlicense: mit", {}),
+}  # fmt: skip
+CARDS_TOO_MUCH = {
+    "merged": merges(7),
+    "languages in a list": b"language:\n- [en]\n- de",
+    "languages in a mapping": b"language:\n- {en: 1}",
+    "many lines": b"x: [a, b, c, d]\n" * 100_000,
+    "a number to the base of 60": b"license: " + b"1:" * 300_000 + b"1",
+}
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_cards(name: str, hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
+    front, facts = CARDS[name]
+    commit(hub, SOURCE, made / "source", {CARD: b"---\n" + front + b"\n---\n# x\n"})
+    for command in COMMANDS[:3]:
+        assert expect_line_or_result(client, sandbox, command) is None
+    found = json.loads((sandbox / "a/b/work/out/pqweights.json").read_bytes())["model"]
+    assert {key: value for key, value in found.items() if key not in ("id", "revision")} == facts
+    assert not list(sandbox.rglob("RAN"))
+
+
+@pytest.mark.parametrize("name", CARDS_TOO_MUCH)
+def test_cards_that_take_too_long(name: str, tmp_path: Path) -> None:
+    """In a process of its own, with a second of time for what takes milliseconds, or minutes."""
+    path = tmp_path / CARD
+    path.write_bytes(b"---\n" + CARDS_TOO_MUCH[name] + b"\n---\n# x\n")
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_CPU, (2, 2)); from pathlib import Path\n"
+        "from pqweights.checkpoint.model_card import model_facts\n"
+        "from pqweights.checkpoint.storage import LocalStorage\n"
+        "model_facts(LocalStorage(Path(sys.argv[1])))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_card_of_5_megabytes(hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
+    commit(hub, SOURCE, made / "source", {CARD: b"---\nlicense: mit\n---\n" + b"x" * 5_000_000})
+    assert expect_line_or_result(client, sandbox, COMMANDS[1]) is None
+    assert sum(request.bytes_sent for request in hub.requests) < 1_000_000
+
+
+# --- Code -------------------------------------------------------------------------------------------------------------
+
+
+def code(marker: Path) -> dict[str, bytes]:
+    """What runs where a program lets it."""
+    run = f"open({str(marker)!r}, 'a').write(__file__)\n".encode()
+    model = run + b"class EvilModel: pass\nclass EvilConfig: pass\nclass EvilTokenizer: pass\n"
+    names = [
+        "modeling_x.py", "configuration_x.py", "tokenization_x.py", "setup.py", "conftest.py", "__init__.py", "sitecustomize.py",
+        "usercustomize.py", "json.py", "numpy.py", "transformers/__init__.py", "handler.py", "chat_template.py",
+    ]  # fmt: skip
+    tokenizer = {
+        "auto_map": {"AutoTokenizer": ["tokenization_x.EvilTokenizer", None]},
+        "tokenizer_class": "EvilTokenizer",
+    }
+    return {**dict.fromkeys(names, model), "tokenizer_config.json": json.dumps(tokenizer).encode()}
+
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_x.EvilConfig",
+    "AutoModelForCausalLM": "modeling_x.EvilModel",
+    "AutoModel": "modeling_x.EvilModel",
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama, another class", "unknown"])
+def test_code_of_a_repository_is_never_run(
+    kind: str, hub: LoopbackHub, client: Client, sandbox: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    import pqweights
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=64,
+    )  # fmt: skip
+    folder, marker = sandbox.parent / "model", sandbox.parent / "RAN"
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    written = json.loads((folder / CONFIG).read_bytes()) | {"auto_map": AUTO_MAP}
+    if kind != "llama":
+        written["architectures"] = ["EvilForCausalLM"]
+    if kind == "unknown":
+        written["model_type"] = "evil"
+    (folder / CONFIG).write_text(json.dumps(written))
+    for name, data in code(marker).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(data)
+    hub.commit(SOURCE, files_of(folder))
+    out = sandbox / "a/b/work/out"
+    monkeypatch.setenv("HF_MODULES_CACHE", str(sandbox / "home/modules"))
+    assert expect_line_or_result(client, sandbox, COMMANDS[1]) is None
+    hub.commit(MASTER, files_of(out))
+    for command in COMMANDS:
+        assert expect_line_or_result(client, sandbox, command) is None
+    monkeypatch.chdir(out)
+    client.well("verify", ".")
+    monkeypatch.setattr("builtins.input", lambda *_: "n")
+    for repository in (MASTER, SOURCE, out):
+        if kind != "unknown":
+            assert type(pqweights.load_model(repository)).__module__.startswith("transformers.models.llama")
+        else:
+            with pytest.raises((ValueError, pqweights.errors.PqweightsError)):
+                pqweights.load_model(repository)
+    assert not marker.exists()
+
+
+# --- Tokens -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "token"),
+    [("--token", "hf_" + "Secret" * 6), ("HF_TOKEN", "another+form/of=secret"), ("--token", "x" * 40)],
+)
+def test_the_token_stands_nowhere(
+    given: str, token: str, hub: LoopbackHub, client: Client, sandbox: Path, made: Path
+) -> None:
+    hub.token = token
+    client.token = token if given == "HF_TOKEN" else None
+    option = ["--token", token] if given == "--token" else []
+    commit(hub, SOURCE, made / "source", {})
+    commit(hub, MASTER, made / "master", {})
+    hub.create("me/private", private=True).access = False
+    hub.create("me/gated", gated="auto").access = False
+    hub.commit("me/gated", files_of(made / "source"))
+    saying = {"X-Error-Message": f"no, {token}: see https://x.org/y?Signature={token}"}
+    body = json.dumps({"error": f"{token}"}).encode()
+    faults = [
+        None, Fault(Status(400, saying, body), times=100), Fault(Status(403, saying, body), times=100),
+        Fault(Status(500, saying, body), times=100), Fault(Status(401, saying, body), times=100), Fault(Drop(), times=100),
+        Fault(Status(200, {}, b"no JSON " + token.encode()), "GET", "/resolve/", times=100),
+        Fault(Status(302, {"Location": f"http://127.0.0.1:1/?token={token}"}, b""), "GET", "/resolve/", times=100),
+    ]  # fmt: skip
+    commands = [
+        *COMMANDS,
+        "plan me/private",
+        "plan me/gated",
+        "plan me/nothing",
+        f"push {made / 'master'} you/x --dry-run",
+    ]
+    codes = set()
+    for number, fault in enumerate(faults):
+        if fault is not None:
+            hub.inject(fault)
+        for command in commands if number < 2 else commands[2:3] + commands[4:5] + commands[-1:]:
+            result = client(*command.format(sandbox / f"out-{number}-{len(codes)}").split(), *option)
+            codes.add((command, number, result.exit_code))
+            assert token not in result.output, result.output
+            assert "Signature=" not in result.output
+            assert "Traceback" not in result.output
+        hub.clear_faults()
+    assert all((COMMANDS[2], number, 1) in codes for number in range(1, len(faults)))
+    assert sum(code == 0 for _, _, code in codes) >= len(COMMANDS)
+    for path in sandbox.rglob("*"):
+        assert token.encode() not in (path.read_bytes() if path.is_file() else os.fsencode(path))
+    assert any(request.authorized for request in hub.requests)

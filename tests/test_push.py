@@ -1,0 +1,677 @@
+"""Pushing to the Hub: what is sent, what is not, what of the repository stays, and what is refused before anything is sent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import folder_bytes, run_command
+from hub_cases import CARD, SOURCE, TARGET, Client, files_of, write_source
+from loopback_hub import Cut, Drop, Fault, LoopbackHub, Status
+
+pytest.importorskip("huggingface_hub")
+# The official client's upload of large files.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
+
+LOG_IN = "hf auth login"
+SHARD = "model-00001-of-00001.safetensors"
+
+
+@pytest.fixture
+def hub() -> Iterator[LoopbackHub]:
+    with LoopbackHub() as hub:
+        yield hub
+
+
+@pytest.fixture
+def client(hub: LoopbackHub, tmp_path: Path) -> Iterator[Client]:
+    from huggingface_hub.utils import close_session
+
+    with pytest.MonkeyPatch.context() as patch:
+        yield Client(hub.url, tmp_path / "home", hub.token, patch).set_up()
+        close_session()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A master and its export, and one in three shards."""
+    folder = tmp_path_factory.mktemp("made")
+    source = str(write_source(folder / "source"))
+    run_command({"quantize": source}, folder / "master")
+    run_command({"quantize": source, "max_shard_bytes": 40_000}, folder / "sharded")
+    run_command({"export": str(folder / "master"), "target": "bf16"}, folder / "export")
+    return folder
+
+
+@pytest.fixture
+def master(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made / "master", tmp_path / "master"))
+
+
+def writes(hub: LoopbackHub) -> list[str]:
+    """Requests that may have changed something."""
+    asking = ("/api/validate-yaml",)
+    return [f"{r.method} {r.path}" for r in hub.requests if r.method not in ("GET", "HEAD") and r.path not in asking]
+
+
+def puts(hub: LoopbackHub) -> list[str]:
+    """The large files that were sent, by hash."""
+    return [r.path.removeprefix("/uploads/") for r in hub.requests if r.method == "PUT"]
+
+
+def assert_holds(hub: LoopbackHub, folder: Path, revision: str = "main", also: tuple[str, ...] = ()) -> None:
+    """The repository holds the folder, and nothing else but what a new one has."""
+    there = hub.repositories[TARGET]
+    assert set(there.files(revision)) == {*files_of(folder), ".gitattributes", *also}
+    for name, path in files_of(folder).items():
+        assert there.read(name, revision) == path.read_bytes(), name
+
+
+@pytest.mark.parametrize("kind", ["master", "export", "sharded"])
+def test_a_pushed_folder_is_there_and_opens_by_id(
+    kind: str, hub: LoopbackHub, client: Client, made: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(made / kind, tmp_path / kind))
+    without_card = folder_bytes(folder)
+    told = client.well("push", folder, TARGET).stdout
+    assert f"{TARGET}, branch main (made): " in told
+    assert f"commit {hub.repositories[TARGET].sha()}: {hub.url}/{TARGET}" in told
+    assert_holds(hub, folder)
+    assert not hub.repositories[TARGET].private
+    assert sum(path.startswith("POST") and "/commit/" in path for path in writes(hub)) == 1  # everything in one
+    card = folder_bytes(folder).pop("README.md")
+    assert folder_bytes(folder) == {**without_card, "README.md": card}
+    assert b"license: apache-2.0" in card
+    assert TARGET.encode() in card
+
+    assert ": ok: " in client.well("verify", TARGET).stdout
+    assert client.well("inspect", TARGET).stdout == client.well("inspect", folder).stdout
+    if kind != "export":
+        client.well("export", TARGET, tmp_path / "by-id", "--target", "bf16")
+        found, right = folder_bytes(tmp_path / "by-id"), folder_bytes(made / "export")
+        manifest = json.loads(found.pop("pqweights.json"))
+        assert manifest["source"]["id"] == TARGET
+        del right["pqweights.json"]
+        assert kind == "sharded" or found == right
+
+
+def test_a_second_push_sends_nothing(hub: LoopbackHub, client: Client, master: Path) -> None:
+    client.well("push", master, TARGET)
+    first, sent = hub.repositories[TARGET].sha(), len(writes(hub))
+    assert "holds all of this already; nothing was pushed" in client.well("push", master, TARGET).stdout
+    report = json.loads(client.well("push", master, TARGET, "--json").stdout)
+    assert report["commit"] is None
+    assert report["bytes"] == 0
+    assert {each["change"] for each in report["files"]} == {"same"}
+    assert len(writes(hub)) == sent
+    assert hub.repositories[TARGET].sha() == first
+
+
+def test_only_what_changed_is_sent(hub: LoopbackHub, client: Client, master: Path) -> None:
+    client.well("push", master, TARGET)
+    uploaded = len(puts(hub))
+    card = (master / "README.md").read_text(encoding="utf-8")
+    (master / "README.md").write_text(card.replace("<!-- /notes -->", "Mine.\n<!-- /notes -->"), encoding="utf-8")
+    report = json.loads(client.well("push", master, TARGET, "--json").stdout)
+    assert {each["name"] for each in report["files"] if each["change"] != "same"} == {"README.md"}
+    assert len(puts(hub)) == uploaded
+    assert b"Mine." in hub.repositories[TARGET].read("README.md")
+    assert_holds(hub, master)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_dry_run_changes_nothing(there: bool, hub: LoopbackHub, client: Client, master: Path) -> None:
+    if there:
+        hub.commit(TARGET, {"README.md": b"# Mine, by hand\n", "notes.txt": b"x"})
+        (master / "README.md").write_text("# Mine, by hand\n")
+    before, state = folder_bytes(master), hub.repositories[TARGET].sha() if there else None
+    options = ["--adopt"] if there else []
+    told = client.well("push", master, TARGET, "--dry-run", *options).stdout
+    assert "would be pushed; nothing was" in told
+    assert ("(would be made)" in told) != there
+    report = json.loads(
+        client.well("push", master, TARGET, "--dry-run", "--json", "--revision", "dev", *options).stdout
+    )
+    assert report["dry_run"]
+    assert report["commit"] is None
+    assert report["created"] != there
+    assert {each["name"] for each in report["files"]} >= {SHARD, "README.md", "pqweights.json", "config.json"}
+    assert folder_bytes(master) == before
+    assert writes(hub) == []
+    if there:
+        assert hub.repositories[TARGET].sha() == state
+        assert list(hub.repositories[TARGET].branches) == ["main"]
+    else:
+        assert TARGET not in hub.repositories
+
+
+# --- What is refused before anything is sent --------------------------------------------------------------------------
+
+
+def flip_a_byte(folder: Path) -> None:
+    data = bytearray((folder / SHARD).read_bytes())
+    data[-10] ^= 1
+    (folder / SHARD).write_bytes(data)
+
+
+BROKEN = {
+    "a flipped byte": (flip_a_byte, "sha256"),
+    "a shard that is missing": (lambda folder: (folder / SHARD).unlink(), SHARD),
+    "a file that is missing": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
+    "a file that nobody lists": (lambda folder: (folder / "more.bin").write_bytes(b"x"), "more.bin"),
+    "no manifest": (lambda folder: (folder / "pqweights.json").unlink(), "pqweights.json"),
+    "a damaged manifest": (lambda folder: (folder / "pqweights.json").write_bytes(b"{"), "pqweights.json"),
+    "no folder": (shutil.rmtree, "pqweights.json"),
+    "a card that others wrote": (lambda folder: (folder / "README.md").write_text("# Mine\n"), "--adopt"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_folder_is_refused_before_anything_is_sent(
+    name: str, hub: LoopbackHub, client: Client, master: Path
+) -> None:
+    damage, says = BROKEN[name]
+    damage(master)
+    before = folder_bytes(master)
+    assert says in client.line("push", master, TARGET)
+    assert writes(hub) == []
+    assert TARGET not in hub.repositories
+    assert folder_bytes(master) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["master", "me/", "/master", "me/a/b", "../master", "", "https://huggingface.co/me/master"]
+)
+def test_the_namespace_is_not_guessed(name: str, hub: LoopbackHub, client: Client, master: Path) -> None:
+    assert "ORG/NAME" in client.line("push", master, name)
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    ("repository", "token", "says"),
+    [
+        (TARGET, None, LOG_IN),
+        (TARGET, "hf_" + "Wrong" * 7, LOG_IN),
+        ("you/master", "right", "does not permit"),
+    ],
+)
+def test_who_may_not_push(
+    repository: str, token: str | None, says: str, hub: LoopbackHub, client: Client, master: Path
+) -> None:
+    client.token = hub.token if token == "right" else token
+    for options in ([], ["--dry-run"]):
+        if options and repository != TARGET:
+            continue  # only creating it shows that
+        line = client.line("push", master, repository, *options)
+        assert says in line
+        assert LOG_IN in line
+    assert hub.repositories == {}
+    assert puts(hub) == []
+
+
+def test_a_token_of_the_command_line(hub: LoopbackHub, client: Client, master: Path) -> None:
+    client.token = None
+    done = client.well("push", master, TARGET, "--token", hub.token)
+    assert hub.token not in done.output
+    assert_holds(hub, master)
+    assert not any(hub.token.encode() in data for data in folder_bytes(master).values())
+
+
+def test_weights_of_others_are_not_mixed_with(hub: LoopbackHub, client: Client, master: Path) -> None:
+    for name in (
+        "pytorch_model.bin",
+        "model.gguf",
+        "model-00001-of-00002.safetensors",
+        "onnx/model.onnx",
+        "x.index.json",
+    ):
+        hub.commit(TARGET, {name: b"of somebody else", "notes.txt": b"x"})
+        state = hub.repositories[TARGET].sha()
+        line = client.line("push", master, TARGET)
+        assert name in line
+        assert hub.repositories[TARGET].sha() == state
+        assert writes(hub) == []
+        hub.commit(TARGET, {name: None})
+    hub.commit(TARGET, {"model.bin": b"of somebody else"}, branch="dev")
+    assert "model.bin" in client.line("push", master, TARGET, "--revision", "dev")
+    assert not (master / "README.md").exists()
+    client.well("push", master, TARGET)
+    assert set(hub.repositories[TARGET].files()) == {*files_of(master), "notes.txt"}
+
+
+# --- Where it goes ----------------------------------------------------------------------------------------------------
+
+
+def test_private(hub: LoopbackHub, client: Client, master: Path) -> None:
+    client.well("push", master, TARGET, "--private")
+    assert hub.repositories[TARGET].private
+    assert_holds(hub, master)
+
+
+def test_private_is_no_wish_for_what_is_public(hub: LoopbackHub, client: Client, master: Path) -> None:
+    hub.commit(TARGET, {"notes.txt": b"x"})
+    assert "public" in refused(hub, client, master, "--private")
+    assert "public" in refused(hub, client, master, "--private", "--dry-run")
+    hub.repositories[TARGET].private = True
+    client.well("push", master, TARGET, "--private")
+
+
+def test_a_branch_is_expected(hub: LoopbackHub, client: Client, master: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.commit(TARGET, {"notes.txt": b"x"})
+    commit = hub.repositories[TARGET].sha()
+    for revision in (commit, commit.upper()):
+        assert "expected a branch, found a commit" in refused(hub, client, master, "--revision", revision)
+    assert "expected a name of letters" in refused(hub, client, master, "--revision", "a b")
+    assert "expected a name of letters" in refused(hub, client, master, "--revision", "a-->b")
+
+    from huggingface_hub import GitRefInfo, HfApi
+
+    refs = HfApi.list_repo_refs
+
+    def with_tag(*arguments: Any, **options: Any) -> Any:
+        found = refs(*arguments, **options)
+        found.tags.append(GitRefInfo(name="v1", ref="refs/tags/v1", target_commit=commit))
+        return found
+
+    monkeypatch.setattr(HfApi, "list_repo_refs", with_tag)
+    for revision in ("v1", "refs/tags/v1"):
+        assert "expected a branch, found a tag" in refused(hub, client, master, "--revision", revision)
+
+
+def test_a_pull_request_makes_no_branch(hub: LoopbackHub, client: Client, master: Path) -> None:
+    assert "no branch" in refused(hub, client, master, "--create-pr", "--revision", "dev")
+    hub.commit(TARGET, {"notes.txt": b"x"})
+    assert "no branch" in refused(hub, client, master, "--create-pr", "--revision", "dev")
+    hub.commit(TARGET, {"notes.txt": b"y"}, branch="dev")
+    client.well("push", master, TARGET, "--create-pr", "--revision", "dev")
+    assert hub.repositories[TARGET].read("notes.txt", "refs/pr/1") == b"y"
+    # A further commit to it.
+    note_here(master, "More.\n")
+    client.well("push", master, TARGET, "--revision", "refs/pr/1")
+    assert b"More." in hub.repositories[TARGET].read("README.md", "refs/pr/1")
+    assert b"revision" not in hub.repositories[TARGET].read("README.md", "refs/pr/1")
+
+
+def test_the_card_of_a_branch_loads_that_branch(hub: LoopbackHub, client: Client, master: Path) -> None:
+    client.well("push", master, TARGET, "--revision", "refs/heads/dev")
+    card = hub.repositories[TARGET].read("README.md", "dev").decode()
+    assert f'load_model("{TARGET}", revision="dev")' in card
+    assert "--revision dev" in card
+    client.well("card", master)
+    assert "nothing was pushed" in client.well("push", master, TARGET, "--revision", "dev").stdout
+    client.well("push", master, TARGET)
+    assert b"revision" not in hub.repositories[TARGET].read("README.md")
+
+
+def test_a_base_model_that_is_none(hub: LoopbackHub, client: Client, master: Path) -> None:
+    assert "base model 'a b': expected ORG/NAME" in refused(hub, client, master, "--base-model", "a b")
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_card_that_the_hub_refuses(after: int, hub: LoopbackHub, client: Client, master: Path) -> None:
+    """Before anything is sent; and if it changes its mind, in one line, too."""
+    body = b'{"errors": [{"message": "\\"license\\" must be one of [x]"}, {"message": "b"}], "warnings": []}'
+    hub.inject(Fault(Status(400, body=body), "POST", "/api/validate-yaml", after=after, times=1000))
+    line = client.line("push", master, TARGET)
+    assert '"license" must be one of [x]' in line
+    assert "as a Hub does" not in line
+    if after == 0:
+        assert writes(hub) == []
+        assert TARGET not in hub.repositories
+        assert not (master / "README.md").exists()
+
+
+def test_branches(hub: LoopbackHub, client: Client, master: Path, made: Path) -> None:
+    told = client.well("push", master, TARGET, "--revision", "five-bits").stdout
+    assert f"{TARGET}, branch five-bits (made)" in told
+    assert_holds(hub, master, "five-bits")
+    assert list(hub.repositories[TARGET].files()) == [".gitattributes"]
+    # The branch is there now, and main still is not touched.
+    shutil.copytree(made / "sharded", master.parent / "sharded")
+    client.well("push", master.parent / "sharded", TARGET, "--revision", "five-bits")
+    assert_holds(hub, master.parent / "sharded", "five-bits")
+    assert list(hub.repositories[TARGET].files()) == [".gitattributes"]
+    assert ": ok: " in client.well("verify", TARGET, "--revision", "five-bits").stdout
+    sent = len(puts(hub))
+    client.well("push", master, TARGET)
+    assert_holds(hub, master)
+    assert len(puts(hub)) == sent  # the repository has them from the first push to the branch
+
+
+def test_a_pull_request(hub: LoopbackHub, client: Client, master: Path) -> None:
+    hub.commit(TARGET, {"notes.txt": b"x"})
+    state = hub.repositories[TARGET].sha()
+    told = client.well("push", master, TARGET, "--create-pr", "--message", "Five bits").stdout
+    assert f"{hub.url}/{TARGET}/discussions/1" in told
+    assert hub.repositories[TARGET].sha() == state
+    pushed = hub.repositories[TARGET].sha("refs/pr/1")
+    assert hub.repositories[TARGET].commits[pushed].title == "Five bits"
+    assert set(hub.repositories[TARGET].files("refs/pr/1")) == {*files_of(master), "notes.txt"}
+    assert f"commit {pushed}" in told
+
+
+def test_a_pull_request_to_a_repository_of_others(hub: LoopbackHub, client: Client, master: Path) -> None:
+    hub.commit("you/master", {"notes.txt": b"x"})
+    client.well("push", master, "you/master", "--create-pr")
+    assert SHARD in hub.repositories["you/master"].files("refs/pr/1")
+    assert list(hub.repositories["you/master"].files()) == ["notes.txt"]
+
+
+def test_messages(hub: LoopbackHub, client: Client, master: Path) -> None:
+    client.well("push", master, TARGET, "-m", "Nearly lossless")
+    there = hub.repositories[TARGET]
+    assert there.commits[there.sha()].title == "Nearly lossless"
+    card = (master / "README.md").read_text(encoding="utf-8")
+    (master / "README.md").write_text(card.replace("<!-- /notes -->", "Mine.\n<!-- /notes -->"), encoding="utf-8")
+    client.well("push", master, TARGET)
+    assert there.commits[there.sha()].title == "pqweights push: master"
+
+
+# --- What is there already --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("smaller_first", [True, False])
+def test_shards_that_are_no_longer_ours_are_deleted_and_the_files_of_others_stay(
+    smaller_first: bool, hub: LoopbackHub, client: Client, master: Path, made: Path, tmp_path: Path
+) -> None:
+    sharded = Path(shutil.copytree(made / "sharded", tmp_path / "sharded"))
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    first, second = (master, sharded) if smaller_first else (sharded, master)
+    client.well("push", first, TARGET)
+    hub.commit(TARGET, {"LICENSE": b"of others", "images/plot.png": b"png"})
+    report = json.loads(client.well("push", second, TARGET, "--json").stdout)
+    shards = {path.name for path in first.glob("*.safetensors")}
+    assert {each["name"] for each in report["files"] if each["change"] == "deleted"} == shards
+    assert_holds(hub, second, also=("LICENSE", "images/plot.png"))
+    # Of its own folder the file of others is none: the manifest does not list it.
+    refused = client("verify", TARGET)
+    assert refused.stdout.splitlines() == [f"{name}: is not in the manifest" for name in ("LICENSE", "images/plot.png")]
+
+
+def test_notes_on_the_hub_are_kept(hub: LoopbackHub, client: Client, master: Path) -> None:
+    client.well("push", master, TARGET)
+    card = hub.repositories[TARGET].read("README.md").decode()
+    notes = "\nWritten on the Hub: *übrigens*.\n"
+    hub.commit(TARGET, {"README.md": card.replace("<!-- /notes -->", f"{notes}<!-- /notes -->").encode()})
+    (master / "README.md").unlink()
+    report = json.loads(client.well("push", master, TARGET, "--json").stdout)
+    assert {each["name"] for each in report["files"] if each["change"] != "same"} == {"README.md"}  # with their mark
+    (master / "README.md").unlink()
+    assert "nothing was pushed" in client.well("push", master, TARGET).stdout
+    assert notes in (master / "README.md").read_text(encoding="utf-8")
+    assert notes in hub.repositories[TARGET].read("README.md").decode()
+    # With other weights, too: the card is written anew, but for the notes.
+    run_command({"quantize": str(write_source(master.parent / "source")), "overwrite": True, "recipe": "q4"}, master)
+    client.well("push", master, TARGET)
+    found = hub.repositories[TARGET].read("README.md").decode()
+    assert notes in found
+    assert found != card
+    assert (master / "README.md").read_text(encoding="utf-8") == found
+
+
+NOTES = "<!-- /notes -->"
+
+
+def note_here(folder: Path, text: str, at: str = NOTES) -> None:
+    card = (folder / "README.md").read_bytes()
+    (folder / "README.md").write_bytes(card.replace(at.encode(), text.encode() + at.encode(), 1))
+
+
+def note_there(hub: LoopbackHub, text: str, at: str = NOTES) -> None:
+    card = hub.repositories[TARGET].read("README.md").replace(at.encode(), text.encode() + at.encode(), 1)
+    hub.commit(TARGET, {"README.md": card})
+
+
+def refused(hub: LoopbackHub, client: Client, folder: Path, *options: str) -> str:
+    """The line of a push that changes nothing, there or here."""
+    before, sent = folder_bytes(folder), writes(hub)
+    there = {name: (each.sha(), list(each.branches)) for name, each in hub.repositories.items()}
+    line = client.line("push", folder, TARGET, *options)
+    assert writes(hub) == sent
+    assert {name: (each.sha(), list(each.branches)) for name, each in hub.repositories.items()} == there
+    assert folder_bytes(folder) == before
+    return line
+
+
+def test_of_notes_here_and_on_the_hub_those_stand_that_were_edited(
+    hub: LoopbackHub, client: Client, master: Path
+) -> None:
+    def pushed() -> str:
+        client.well("push", master, TARGET)
+        there = hub.repositories[TARGET].read("README.md")
+        assert there == (master / "README.md").read_bytes()
+        return there.decode()
+
+    client.well("push", master, TARGET)
+    note_there(hub, "Written on the Hub.\n")
+    assert "\nWritten on the Hub.\n<!-- /notes -->" in pushed()
+    note_there(hub, "Again.\n")
+    assert "\nWritten on the Hub.\nAgain.\n<!-- /notes -->" in pushed()
+    note_here(master, "Written here.\n")
+    client.well("card", master)  # a refresh is no push
+    assert "\nWritten on the Hub.\nAgain.\nWritten here.\n<!-- /notes -->" in pushed()
+    note_here(master, "The same.\n")
+    note_there(hub, "The same.\n")
+    assert pushed().count("The same.") == 1
+    note_here(master, "Of here.\n")
+    note_there(hub, "Of the Hub.\n")
+    line = refused(hub, client, master)
+    assert "its notes on the Hub and here differ" in line
+    assert "make them the same" in line
+    assert "nothing was pushed" in line
+    note_there(hub, "Of here.\n", "Of the Hub.\n")
+    note_here(master, "Of the Hub.\n")
+    assert "\nOf here.\nOf the Hub.\n<!-- /notes -->" in pushed()
+
+
+def test_keys_of_the_front_matter_are_kept_like_notes(hub: LoopbackHub, client: Client, master: Path) -> None:
+    def pushed() -> str:
+        client.well("push", master, TARGET)
+        return hub.repositories[TARGET].read("README.md").decode()
+
+    at = "tags:\n"
+    assert "datasets" not in pushed()
+    note_there(hub, "datasets:\n- a/b\n", at)
+    assert "datasets:\n- a/b\n" in pushed()
+    (master / "README.md").write_text((master / "README.md").read_text().replace("datasets:\n- a/b\n", ""))
+    assert "datasets" not in pushed()  # deleted here, and not edited there
+    note_there(hub, "thumbnail: x\n", at)
+    note_here(master, "thumbnail: y\n", at)
+    assert "its front matter on the Hub and here differ" in refused(hub, client, master)
+
+
+def test_a_card_of_others_on_the_hub_beside_ours_here(hub: LoopbackHub, client: Client, master: Path) -> None:
+    hub.commit(TARGET, {"README.md": b"# By hand\n"})
+    client.well("card", master)
+    assert "README.md on the Hub: is there and not written by pqweights card" in refused(hub, client, master)
+    note_here(master, "Mine.\n")
+    assert "its notes on the Hub and here differ" in refused(hub, client, master, "--adopt")
+    (master / "README.md").unlink()
+    client.well("card", master)
+    client.well("push", master, TARGET, "--adopt")
+    assert b"\n# By hand\n" in (master / "README.md").read_bytes()
+    assert hub.repositories[TARGET].read("README.md") == (master / "README.md").read_bytes()
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_notes_are_pushed_byte_for_byte(newline: str, hub: LoopbackHub, client: Client, master: Path) -> None:
+    client.well("push", master, TARGET)
+    note_here(master, f"a{newline}\u00e9\u2028b{newline}")
+    client.well("push", master, TARGET)
+    assert f"a{newline}\u00e9\u2028b{newline}<!-- /notes -->".encode() in hub.repositories[TARGET].read("README.md")
+
+
+@pytest.mark.parametrize("where", ["here", "there"])
+@pytest.mark.parametrize(("content", "says"), [(b"# \xff\n", "UTF-8"), (b"# " + b"x" * 4_000_000, "4000002 bytes")])
+def test_a_card_that_is_no_text(
+    where: str, content: bytes, says: str, hub: LoopbackHub, client: Client, master: Path
+) -> None:
+    if where == "here":
+        (master / "README.md").write_bytes(content)
+    else:
+        hub.commit(TARGET, {"README.md": content})
+    line = refused(hub, client, master, "--adopt")
+    assert says in line
+    assert "README.md" in line
+
+
+def remote_manifest(hub: LoopbackHub, change: Callable[[dict[str, Any]], object]) -> None:
+    data = json.loads(hub.repositories[TARGET].read("pqweights.json"))
+    change(data)
+    hub.commit(TARGET, {"pqweights.json": json.dumps(data).encode()})
+
+
+def deleted(client: Client, folder: Path) -> set[str]:
+    report = json.loads(client.well("push", folder, TARGET, "--json").stdout)
+    return {each["name"] for each in report["files"] if each["change"] == "deleted"}
+
+
+def test_a_manifest_on_the_hub_is_not_trusted_with_files_of_others(
+    hub: LoopbackHub, client: Client, master: Path
+) -> None:
+    client.well("push", master, TARGET)
+    theirs = {
+        "notes.txt": b"1234", "vocab.bin.txt": b"12345", ".gitattributes": b"* text\n", ".cache/x": b"123", "big.zip": b"zip",
+        "same.zip": b"own",
+    }  # fmt: skip
+    hub.commit(TARGET, theirs)
+    sha256 = {name: hashlib.sha256(content).hexdigest() for name, content in theirs.items()}
+    listed = {name: {"bytes": len(content), "sha256": sha256[name]} for name, content in theirs.items()}
+    listed["notes.txt"]["bytes"] = 5
+    listed["big.zip"]["sha256"] = "00" * 32
+    readme = hub.repositories[TARGET].read("README.md")
+    listed["README.md"] = {"bytes": len(readme), "sha256": hashlib.sha256(readme).hexdigest()}
+    remote_manifest(hub, lambda data: data["files"].update(listed))
+    # What is as it says was ours: of the small one no hash is known.
+    assert deleted(client, master) == {"vocab.bin.txt", "same.zip"}
+    assert_holds(hub, master, also=("notes.txt", ".cache/x", "big.zip"))
+
+
+def test_a_shard_of_another_size_is_not_ours(hub: LoopbackHub, client: Client, master: Path, made: Path) -> None:
+    sharded = Path(shutil.copytree(made / "sharded", master.parent / "sharded"))
+    client.well("push", sharded, TARGET)
+    name = sorted(path.name for path in sharded.glob("*.safetensors"))[1]
+    hub.commit(TARGET, {name: b"of somebody else"})
+    assert name in refused(hub, client, master)
+
+
+# Odd, and no reason to pass over it.
+READABLE = ("two tensors of a name", "a shape that no float holds")
+HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "half surrogates": lambda data: data["files"].update({"\ud800": {"bytes": 1, "sha256": "x"}}),
+    "half surrogates of a tensor": lambda data: data["tensors"][0]["stored"][0].update(name="\udfff"),
+    "metadata of half surrogates": lambda data: data.update(metadata={"\ud800": "\udfff"}),
+    "a shape that no float holds": lambda data: data["tensors"][0]["stored"][0].update(shape=[10**400]),
+    "bits of a list": lambda data: data["tensors"][0].update(bits=[5], action="quantize", codec="hadamard-lloyd-max"),
+    "two tensors of a name": lambda data: data["tensors"].append(data["tensors"][0]),
+    "a negative size": lambda data: data["files"]["config.json"].update(bytes=-1),
+    "another version": lambda data: data.update(manifest_version=99),
+}
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, "depth", "no text", "too large"])
+def test_a_hostile_manifest_on_the_hub(
+    name: str, hub: LoopbackHub, client: Client, master: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be anybody's; that which cannot be read is replaced, and nothing is deleted on its word."""
+    client.well("push", master, TARGET)
+    hub.commit(TARGET, {"gone.txt": b"x"})
+    if name in HOSTILE:
+        remote_manifest(
+            hub, lambda data: (data["files"].update({"gone.txt": {"bytes": 1, "sha256": "x"}}), HOSTILE[name](data))
+        )
+    elif name == "too large":
+        remote_manifest(hub, lambda data: data["files"].update({"gone.txt": {"bytes": 1, "sha256": "x"}}))
+        monkeypatch.setattr("pqweights.push.MAX_MANIFEST_BYTES", 1000)
+    else:
+        hub.commit(TARGET, {"pqweights.json": b"[" * 100_000 if name == "depth" else b"\xff\xfe\x00"})
+    assert deleted(client, master) == ({"gone.txt"} if name in READABLE else set())
+    assert hub.repositories[TARGET].read("pqweights.json") == (master / "pqweights.json").read_bytes()
+
+
+def test_evaluations_on_the_hub_go_with_their_manifest(
+    hub: LoopbackHub, client: Client, master: Path, made: Path
+) -> None:
+    client.well("push", master, TARGET)
+    hub.commit(TARGET, {"pqweights-eval.json": b"{}"})
+    note_here(master, "Mine.\n")
+    assert deleted(client, master) == set()
+    assert deleted(client, Path(shutil.copytree(made / "export", master.parent / "export"))) == {"pqweights-eval.json"}
+
+
+def test_the_manifest_there_is_read_once(hub: LoopbackHub, client: Client, master: Path) -> None:
+    client.well("push", master, TARGET)
+    before = len(hub.requests)
+    note_here(master, "Mine.\n")
+    client.well("push", master, TARGET)
+    read = [each.path for each in hub.requests[before:] if "/resolve/" in each.path]
+    assert sorted(path.rpartition("/")[2] for path in read) == ["README.md", "pqweights.json"]
+
+
+def test_a_card_of_others_on_the_hub_is_refused_or_adopted(hub: LoopbackHub, client: Client, master: Path) -> None:
+    hub.commit(TARGET, {"README.md": b"---\nlicense: mit\ntags: [mine]\n---\n# By hand\n"})
+    assert "--adopt" in client.line("push", master, TARGET)
+    assert writes(hub) == []
+    assert not (master / "README.md").exists()
+    client.well("push", master, TARGET, "--adopt")
+    assert b"# By hand" in hub.repositories[TARGET].read("README.md")
+
+
+# --- Interrupted pushes -----------------------------------------------------------------------------------------------
+
+
+def test_what_was_sent_is_not_sent_again(hub: LoopbackHub, client: Client, made: Path, tmp_path: Path) -> None:
+    sharded = Path(shutil.copytree(made / "sharded", tmp_path / "sharded"))
+    count = len(list(sharded.glob("*.safetensors")))
+    hub.inject(Fault(Cut(1_000), "PUT", after=2, times=1000))
+    assert "run the same command again" in client.line("push", sharded, TARGET)
+    assert len(hub.objects) == 2
+    assert set(hub.repositories[TARGET].files()) == {".gitattributes"}  # no commit of a part
+    hub.clear_faults()
+    stored, sent = set(hub.objects), len(puts(hub))
+    client.well("push", sharded, TARGET)
+    again = puts(hub)[sent:]
+    assert not set(again) & stored
+    assert len(again) == len(set(again)) == count - 2
+    assert_holds(hub, sharded)
+
+
+def test_a_commit_that_failed_is_made_without_sending_again(hub: LoopbackHub, client: Client, master: Path) -> None:
+    hub.inject(Fault(Status(500), "POST", "/commit/", times=1000))
+    client.line("push", master, TARGET)
+    sent = len(puts(hub))
+    hub.clear_faults()
+    client.well("push", master, TARGET)
+    assert len(puts(hub)) == sent
+    assert_holds(hub, master)
+
+
+@pytest.mark.parametrize("create_pr", [False, True])
+def test_a_reply_that_was_lost(create_pr: bool, hub: LoopbackHub, client: Client, master: Path) -> None:
+    """A commit is recognised; of pull requests none is opened twice by one command."""
+    hub.inject(Fault(Drop(applied=True), "POST", "/commit/"))
+    if create_pr:
+        client.line("push", master, TARGET, "--create-pr")
+        assert hub.repositories[TARGET].pull_requests == 1
+    else:
+        told = client.well("push", master, TARGET).stdout
+        assert f"commit {hub.repositories[TARGET].sha()}" in told
+        assert len(hub.repositories[TARGET].commits) == 2
+
+
+def test_the_source_in_the_card_is_the_repository_that_was_quantized(
+    hub: LoopbackHub, client: Client, tmp_path: Path
+) -> None:
+    hub.commit(SOURCE, files_of(write_source(tmp_path / "source")))
+    client.well("quantize", SOURCE, tmp_path / "master", "--low-disk")
+    client.well("push", tmp_path / "master", TARGET)
+    card = hub.repositories[TARGET].read("README.md")
+    assert f"base_model: {SOURCE}".encode() in card or f"base_model:\n- {SOURCE}".encode() in card
+    for line in CARD.splitlines()[1:2]:
+        assert line in card
