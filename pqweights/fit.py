@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pqweights.checkpoint.header import encode_header
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import get_codec
 from pqweights.errors import RecipeError
@@ -99,9 +100,10 @@ class Fit:
 
 @dataclass(frozen=True)
 class _Option:
-    """One width of one group. kept: which of its weights stay as they are, as that is smaller."""
+    """One width of one group; None where all of it is kept. bytes: of its data. cost: what counts for the target."""
 
     bits: int | None
+    bytes: int
     cost: int
     error: float
 
@@ -138,13 +140,18 @@ def fit(
 
     options: list[list[_Option]] = []
     for names in groups.values():
+        weights = sum(parameters[name] for name in names)
         of_group = []
         for bits, plan in plans.items():
-            cost = sum(plan[name].bytes for name in names)
-            error = math.fsum(_error(plan[name]) * parameters[name] for name in names) / sum(
-                parameters[n] for n in names
+            parts = [plan[name] for name in names]
+            used = bits if any(part.bits is not None for part in parts) else None
+            cost = sum(part.bytes for part in parts)
+            # A file's header has an entry for every stored tensor; counted where files are.
+            entries = (
+                len(encode_header([spec for part in parts for spec in part.stored], {})) if target.output_bytes else 0
             )
-            of_group.append(_Option(bits, cost, error))
+            error = math.fsum(_error(part) * part.weights for part in parts) / weights
+            of_group.append(_Option(used, cost, cost + entries, error))
         options.append(of_group)
     choices = [
         [Choice(o.cost, alpha * o.error) for o in of_group]
@@ -190,11 +197,10 @@ def fit(
             raise RecipeError(
                 f"target: {target}: above the {largest_bytes} bytes of the source's weights; no quantization is needed"
             )
-        solution, output_bytes = _within(target.output_bytes, smallest_bytes - least, choices, size)
-    overhead = output_bytes - solution.cost
+        solution, output_bytes = _within(target.output_bytes, smallest, smallest_bytes, choices, size)
     fitted = tuple(
         FittedGroup(
-            name, tuple(names), of_group[at].bits, of_group[at].cost, sum(parameters[n] for n in names), alpha,
+            name, tuple(names), of_group[at].bits, of_group[at].bytes, sum(parameters[n] for n in names), alpha,
             alpha * of_group[at].error,
         )
         for (name, names), of_group, at, alpha in zip(
@@ -206,11 +212,11 @@ def fit(
         sensitivity,
         fitted,
         output_bytes,
-        8 * (solution.cost + fixed_quantized) / all_weights,
+        8 * (sum(group.bytes for group in fitted) + fixed_quantized) / all_weights,
         smallest_bytes,
         solution.gap,
         tuple(unknown),
-        _curve(choices, overhead, smallest_bytes, output_bytes),
+        _curve(choices, smallest, smallest_bytes, solution, output_bytes),
     )
 
 
@@ -222,25 +228,40 @@ def _error(planned: TensorPlan) -> float:
 
 
 def _within(
-    output_bytes: int, overhead: int, choices: Sequence[Sequence[Choice]], size: Callable[[Solution], int]
+    output_bytes: int,
+    smallest: Solution,
+    smallest_bytes: int,
+    choices: Sequence[Sequence[Choice]],
+    size: Callable[[Solution], int],
 ) -> tuple[Solution, int]:
-    """The best choices whose files have at most so many bytes. overhead: of the files, beside what the choices cost."""
-    budget = output_bytes - overhead
-    for _ in range(MOST_ROUNDS):
-        solution = solve(choices, max(budget, cheapest(choices)))
-        assert solution is not None
+    """The best choices whose files have at most so many bytes.
+
+    Costs count headers but for the digits of offsets and the padding, so the budget is corrected by what was found.
+    """
+    best, best_bytes = smallest, smallest_bytes
+    budget = output_bytes - (smallest_bytes - smallest.cost)
+    tried: set[int] = set()
+    while budget not in tried and len(tried) < MOST_ROUNDS:
+        tried.add(budget)
+        solution = solve(choices, budget)
+        if solution is None:
+            break
         found = size(solution)
-        if found <= output_bytes:
-            return solution, found
-        budget = min(budget, solution.cost) - (found - output_bytes)
-    solution = solve(choices, cheapest(choices))
-    assert solution is not None
-    return solution, size(solution)
+        if found <= output_bytes and solution.loss <= best.loss:
+            best, best_bytes = solution, found
+        budget = (solution.cost if found > output_bytes else budget) + output_bytes - found
+    return best, best_bytes
 
 
-def _curve(choices: Sequence[Sequence[Choice]], overhead: int, smallest: int, chosen: int) -> tuple[CurvePoint, ...]:
-    """Sizes from the smallest to beyond twice the chosen one's way, with the least rise that the envelope allows there."""
-    end = max(chosen + (chosen - smallest) // 2, smallest + 1)
-    sizes = sorted({smallest + (end - smallest) * n // (CURVE_POINTS - 1) for n in range(CURVE_POINTS)} | {chosen})
-    rises = curve(choices, [size - overhead for size in sizes])
-    return tuple(CurvePoint(size, rise) for size, rise in zip(sizes, rises, strict=True) if rise is not None)
+def _curve(
+    choices: Sequence[Sequence[Choice]], smallest: Solution, smallest_bytes: int, chosen: Solution, chosen_bytes: int
+) -> tuple[CurvePoint, ...]:
+    """Sizes from the smallest to beyond the chosen one, with the least rise that the envelope allows there."""
+    end = max(chosen_bytes + (chosen_bytes - smallest_bytes) // 2, smallest_bytes + 1)
+    sizes = {smallest_bytes + (end - smallest_bytes) * n // (CURVE_POINTS - 1) for n in range(1, CURVE_POINTS)}
+    overhead = chosen_bytes - chosen.cost
+    between = sorted(size for size in sizes if size != chosen_bytes)
+    rises = curve(choices, [size - overhead for size in between])
+    points = {size: max(0.0, float(rise)) for size, rise in zip(between, rises, strict=True) if rise is not None}
+    points |= {smallest_bytes: smallest.loss, chosen_bytes: chosen.loss}
+    return tuple(CurvePoint(size, rise) for size, rise in sorted(points.items()))

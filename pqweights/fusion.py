@@ -16,7 +16,7 @@ _FUSED = (
     (re.compile(r"(gate_proj|up_proj|w1|w3)"), "gate_up"),
     (re.compile(r"in_proj_(qkv|z)"), "in_proj_qkvz"),
 )
-_EXPERTS = re.compile(r"(.*?\.?(?:experts|\w*_experts(?<!shared_experts)))\..+")
+_EXPERTS = re.compile(r"(.*?\.?(?:experts|\w*_experts))\..+")
 TIED = "embeddings"
 
 

@@ -65,7 +65,7 @@ def cheapest(groups: Sequence[Sequence[Choice]]) -> int:
 def solve(groups: Sequence[Sequence[Choice]], budget: int) -> Solution | None:
     """The choices of least loss that cost at most `budget`; None where even the cheapest cost more.
 
-    Of choices that lose equally, the cheapest; of those that cost equally, too, the first.
+    Of a group's choices that lose equally, the cheapest; of those that cost equally, too, the first.
     """
     if cheapest(groups) > budget:
         return None

@@ -67,6 +67,8 @@ def measure_sensitivity(
     with Refused(f"{source}: transformers cannot run this model"), quiet():
         model = load_model(source, dtype=dtype, device_map=device_map, experts_implementation="eager").eval()
         where = places(model, [t.name for t in planned])
+    if model.get_output_embeddings() is None:
+        raise SourceError(f"{source}: {type(model).__name__}: no causal language model: it predicts no tokens")
     parameters = dict(model.named_parameters(remove_duplicate=False))
     groups = groups_of(checkpoint, [(t.name, t.role) for t in planned if t.name in where])
     if not groups:

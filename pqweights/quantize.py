@@ -72,7 +72,8 @@ class Quantize:
             reason = decision.reason
             if name in widths and decision.free:
                 bits, reason = widths[name], f"to keep {self.recipe.target}"
-                codec = codec if bits is not None and is_smaller(tensor, codec, bits) else None
+                if bits is None or not is_smaller(tensor, codec, bits):
+                    codec = bits = None
             if codec is not None and bits is not None:
                 stored: tuple[TensorSpec, ...] = encoded_specs(name, shape, codec, bits, name in scaled)
                 reason += ", input channels scaled" if name in scaled else ""

@@ -94,9 +94,13 @@ def make_target(where: str, size: str | int | None, bits_per_weight: float | Non
         except RecipeError as error:
             raise RecipeError(f"{where}: target size: {error}") from None
     if bits_per_weight is not None:
-        if not 0 < bits_per_weight < math.inf:
-            raise RecipeError(f"{where}: target bits per weight: expected a positive number, found {bits_per_weight}")
-        return Target(bits_per_weight=float(bits_per_weight))
+        try:
+            value = float(bits_per_weight)
+        except OverflowError:  # an integer of hundreds of digits
+            value = math.inf
+        if not 0 < value < math.inf:
+            raise RecipeError(f"{where}: target bits per weight: expected a positive number, found {value}")
+        return Target(bits_per_weight=value)
     return None
 
 

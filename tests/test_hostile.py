@@ -30,6 +30,11 @@ USAGE_ERRORS = {
     "threads-zero",
     "target-unknown",
     "eval-text-twice",
+    "fit-size-no-size",
+    "fit-size-zero",
+    "fit-size-beyond-all-files",
+    "fit-bits-no-number",
+    "fit-bits-and-target",
 }
 PAIRS = [pytest.param(case, line, id=f"{case.name}-{line.split()[0]}") for case in CASES for line in case.commands]
 

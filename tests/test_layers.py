@@ -62,7 +62,7 @@ OPTIONAL = {
     "llvmlite": {
         "pqweights.kernels.cpu", "pqweights.kernels.compiler", "pqweights.kernels.lanes", "pqweights.kernels.vector",
     },
-    "yaml": {"pqweights.recipe", "pqweights.checkpoint.model_card", "pqweights.card.front_matter"},
+    "yaml": {"pqweights.recipe", "pqweights.checkpoint.model_card", "pqweights.card.front_matter", "pqweights.card.old_card"},
     "huggingface_hub": set(),  # by name, in pqweights.hub.client
     "matplotlib": {"pqweights.plots"},
     "transformers": {

@@ -11,7 +11,18 @@ import yaml
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import PlainTensor
 from pqweights.errors import RecipeError
-from pqweights.recipe import Decision, Recipe, Rule, decide, load_recipe, parse_recipe, recipe_folder, recipe_names
+from pqweights.recipe import (
+    Decision,
+    Recipe,
+    Rule,
+    Target,
+    decide,
+    load_recipe,
+    make_target,
+    parse_recipe,
+    recipe_folder,
+    recipe_names,
+)
 from pqweights.roles import ROLES
 
 CODEC = "hadamard-lloyd-max"
@@ -157,6 +168,22 @@ def test_a_recipe_in_a_manifest_reads_back() -> None:
         ("rules: [{name: [], bits: 4}]", ["rule 1", "condition"]),
         ("rules: [{name: [1], bits: 4}]", ["rule 1", "name"]),
         ("rules: [{min_weights: many, bits: 4}]", ["rule 1", "min_weights", "'many'"]),
+        ("{target_size: 9GB, target_bpw: 4.5}", ["test.yaml", "both"]),
+        ("target_size: 9 XB", ["test.yaml", "target size", "'9 XB'", "5GiB (2**30)"]),
+        ("target_size: ''", ["target size", "''"]),
+        ("target_size: 1.5", ["target_size", "1.5"]),
+        ("target_size: true", ["target_size", "True"]),
+        ("target_size: [9GB]", ["target_size", "['9GB']"]),
+        ("target_bpw: '4.5'", ["target_bpw", "'4.5'"]),
+        ("target_bpw: false", ["target_bpw", "False"]),
+        ("target_bpw: 0", ["bits per weight", "found 0"]),
+        ("target_bpw: -1.5", ["bits per weight", "found -1.5"]),
+        ("target_bpw: .nan", ["bits per weight", "found nan"]),
+        ("target_bpw: .inf", ["bits per weight", "found inf"]),
+        (f"target_bpw: {'9' * 400}", ["test.yaml", "bits per weight"]),
+        ("sensitivity: heuristic", ["sensitivity", "target_size or target_bpw"]),
+        ("{target_bpw: 4.5, sensitivity: 5}", ["sensitivity", "str", "5"]),
+        ("target_bwp: 4", ["'target_bwp'", "'target_bpw'"]),
     ],
 )
 def test_what_is_wrong_is_said(text: str, fragments: list[str]) -> None:
@@ -327,3 +354,56 @@ def test_a_single_string_is_a_list_of_one(kind: str) -> None:
     value: dict[str, Any] = {"name": "lm_head.weight", "role": "lm_head"}
     one = parse_recipe(f"rules: [{{{kind}: {value[kind]}, bits: 4}}]", "a")
     assert one == parse_recipe(f"rules: [{{{kind}: [{value[kind]}], bits: 4}}]", "a")
+
+
+# ------------------------------------------------------------------------------------------------------------------- targets
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ("target_size: 9GB", Target(output_bytes=9 * 10**9)),
+        ("target_size: 1.5 GiB", Target(output_bytes=3 * 2**29)),
+        ("target_size: 123456", Target(output_bytes=123_456)),
+        ("target_bpw: 4.5", Target(bits_per_weight=4.5)),
+        ("target_bpw: 4", Target(bits_per_weight=4.0)),
+        ("{}", None),
+    ],
+)
+def test_a_target_in_a_recipe(text: str, target: Target | None) -> None:
+    recipe = parse_recipe(text, "a.yaml")
+    assert recipe.target == target
+    again = parse_recipe(yaml.safe_dump(recipe.to_json()), "a.yaml")
+    assert again == recipe
+
+
+def test_a_manifest_does_not_name_the_file_of_sensitivities() -> None:
+    recipe = parse_recipe("{target_bpw: 4.5, sensitivity: /home/me/s.json}", "a.yaml")
+    assert recipe.sensitivity == "/home/me/s.json"
+    assert "/home/me" not in yaml.safe_dump(recipe.to_json())
+
+
+def test_what_is_asked_for_is_worth_more_than_the_recipe() -> None:
+    recipe = parse_recipe("{target_size: 9GB, sensitivity: s.json}", "a.yaml")
+    assert recipe.with_target(None, None) == recipe
+    changed = recipe.with_target(make_target("x", None, 3), None)
+    assert (changed.target, changed.sensitivity) == (Target(bits_per_weight=3.0), "s.json")
+    assert recipe.with_target(None, "heuristic").sensitivity == "heuristic"
+    with pytest.raises(RecipeError, match="leave --bits out"):
+        recipe.with_bits(4)
+    with pytest.raises(RecipeError, match="--target-size or --target-bpw beside it"):
+        load_recipe("q5").with_target(None, "heuristic")
+
+
+def test_only_widths_that_no_rule_gives_are_free() -> None:
+    made = decisions(
+        "{target_bpw: 4.5, rules: [{role: mlp, bits: 8}, {role: attention, codec: lloyd-max}, {role: lm_head, keep: true}]}"
+    )
+    assert {name for name, decision in made.items() if decision.free} == {
+        "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.down_proj",
+    }  # fmt: skip
+
+
+def test_a_target_is_named_in_its_unit() -> None:
+    assert str(Target(output_bytes=9 * 10**9)) == "9000000000 bytes"
+    assert str(Target(bits_per_weight=4.5)) == "4.5 bits per weight"

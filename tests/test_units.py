@@ -111,7 +111,9 @@ def test_all_experts_of_a_layer_are_one(path: str, modules: tuple[str, ...]) -> 
 
 
 def test_fused_experts() -> None:
-    names = [f"model.layers.{layer}.mlp.experts.{module}" for layer in (0, 1) for module in ("gate_up_proj", "down_proj")]
+    names = [
+        f"model.layers.{layer}.mlp.experts.{module}" for layer in (0, 1) for module in ("gate_up_proj", "down_proj")
+    ]
     assert groups(*names) == {f"model.layers.{layer}.mlp.experts": names[2 * layer :][:2] for layer in (0, 1)}
 
 
@@ -139,7 +141,10 @@ def test_latents() -> None:
         attention + "kv_b_proj": of("kv_b_proj", within=attention),
         attention + "o_proj": of("o_proj", within=attention),
     }  # fmt: skip
-    assert list(groups(*of("q_proj", "kv_a_proj_with_mqa", within=attention))) == [attention + "qkv", attention + "qkv_a"]
+    assert list(groups(*of("q_proj", "kv_a_proj_with_mqa", within=attention))) == [
+        attention + "qkv",
+        attention + "qkv_a",
+    ]
 
 
 def test_gpt2() -> None:
@@ -194,5 +199,10 @@ def test_embeddings_that_are_tied_are_one() -> None:
 
 
 def test_no_weight_is_lost() -> None:
-    names = [f"{a}{b}{c}" for a in ("", "m.", "m.experts.0.", "..") for b in ("q", "w1", "experts", "") for c in ("", ".weight")]
+    names = [
+        f"{a}{b}{c}"
+        for a in ("", "m.", "m.experts.0.", "..")
+        for b in ("q", "w1", "experts", "")
+        for c in ("", ".weight")
+    ]
     assert sorted(name for each in groups(*names).values() for name in each) == sorted(names)

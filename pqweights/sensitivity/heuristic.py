@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from pqweights import fusion
+
 # alpha of a group in a model of one layer; those of layers are shared by all of them.
 EMBEDDING, HEAD, TIED = 0.5, 1.0, 1.5
 # By module: what feeds the residual stream, what is behind an activation or a softmax.
@@ -34,12 +36,12 @@ def heuristic_alphas(
     result = {}
     for name, names in groups.items():
         kinds = {roles[weight] for weight in names}
-        if kinds == {"embedding"}:
+        if name == fusion.TIED:
+            alpha = TIED
+        elif kinds == {"embedding"}:
             alpha = EMBEDDING
         elif kinds == {"lm_head"}:
             alpha = HEAD
-        elif kinds == {"embedding", "lm_head"}:
-            alpha = TIED
         elif "expert" in kinds:
             alpha = EXPERTS
         else:
