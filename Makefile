@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv quantize fit int4 mlx vllm bf16 eval card publish demo test lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-phases bench-peers bench-scaling bench-exports bench-loading bench-quality bench-hub bench-fit bench-report bench-kills bad-inputs clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 eval publish demo test lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-phases bench-peers bench-scaling bench-exports bench-loading bench-quality bench-hub bench-fit bench-report bench-kills bad-inputs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -37,7 +37,7 @@ quantize: $(READY) ## MODEL=... OUT=... [RECIPE=q5]: a checkpoint into a master
 	$(COMMAND) quantize $(MODEL) $(OUT) --recipe $(RECIPE) $(ARGS)
 
 fit: $(READY) ## MODEL=... SIZE=9GB [OUT=...] [SENSITIVITY=heuristic]: the best master of that size; without OUT only the plan
-	$(COMMAND) $(if $(OUT),quantize $(MODEL) $(OUT),plan $(MODEL)) --target-size $(SIZE) --sensitivity $(or $(SENSITIVITY),heuristic) $(ARGS)
+	$(COMMAND) $(if $(OUT),quantize $(MODEL) $(OUT),plan $(MODEL)) --recipe $(RECIPE) --target-size $(SIZE) --sensitivity $(or $(SENSITIVITY),heuristic) $(ARGS)
 
 int4 mlx vllm bf16: $(READY) ## DIR=... OUT=...: a master into what torchao (int4), MLX, vLLM or everything (bf16) loads
 	$(COMMAND) export $(DIR) $(OUT) --target $(TARGET_$@) $(ARGS)

@@ -4,13 +4,14 @@
 
 Per model, by the protocol of `pqweights eval` on the first `--max-tokens` tokens of MODEL_DIR/eval.txt, in float32 on the CPU, beside
 the original: the change of the log-perplexity, paired by window, and the KL divergence. Sensitivities are (a) the rule of thumb,
-(b) measured on random tokens, (c) measured on the end of the text, which is not evaluated on. The hand-made recipe is that of
+(b) measured on random tokens, (c) measured on the text that follows the part evaluated on. The hand-made recipe is that of
 arXiv:2603.29078 v1: gate and up 3 bits, down 4, attention 5, o_proj and lm_head 6 (embeddings 5, experts as the MLP).
 """
 
 from __future__ import annotations
 
 import math
+import re
 import sys
 import tempfile
 import time
@@ -22,12 +23,12 @@ import numpy as np
 from harness import Document, argument_parser, machine, now, publish, table, usable_cores
 
 from pqweights.codecs import get_codec
-from pqweights.evaluate import Model, Windows, choose_windows, compare, open_model, read_text, tokenize
+from pqweights.evaluate import Model, Windows, choose_windows, compare, open_model, perplexity, read_text, tokenize
 from pqweights.evaluate.folders import read_folder
 from pqweights.evaluate.texts import Ids, load_tokenizer
 from pqweights.inspect import inspect
 from pqweights.perturb import measure_sensitivity
-from pqweights.plan import QUANTIZE
+from pqweights.plan import QUANTIZE, TensorPlan
 from pqweights.quantize import plan_quantize, quantize
 from pqweights.recipe import Recipe, Rule, Target, load_recipe
 from pqweights.sensitivity import HEURISTIC, Sensitivity, alphas_for, groups_of, write_sensitivity
@@ -55,6 +56,7 @@ class Bench:
         self.ids: Ids = tokenize(model, text, max_tokens)
         self.windows: Windows = choose_windows([read_folder(model)], None, 128, False)
         self.base: Model = remembering(open_model(model))
+        self.perplexity = 0.0  # of the original
         self.measured: dict[tuple[tuple[str, int | None], ...], dict[str, Any]] = {}
         rest = load_tokenizer(model).decode(tokenize(model, text, None)[max_tokens:].tolist())
         self.files: dict[str, str] = {RULE: HEURISTIC}
@@ -81,10 +83,13 @@ class Bench:
             self.measured[widths] = {
                 "bits_per_weight": totals["bits_per_weight"],
                 "output_bytes": totals["output_bytes"],
+                "perplexity": scores.perplexity.value,
                 "change": scores.change.value,
                 "change_error": scores.change.standard_error,
                 "kl": scores.divergence.mean.value,
             }
+            assert scores.reference_losses is not None
+            self.perplexity = perplexity(scores.reference_losses)
         return {
             "what": what,
             "target": None if recipe.target is None else recipe.target.bits_per_weight,
@@ -92,13 +97,17 @@ class Bench:
             "predicted": {kind: self._predicted(recipe, kind) for kind in self.files},
         }
 
-    def _predicted(self, recipe: Recipe, kind: str) -> float:
-        checkpoint, transform, plan = plan_quantize(self.model, recipe)
-        del transform
+    def alphas(self, recipe: Recipe, kind: str) -> tuple[dict[str, float], dict[str, list[str]], dict[str, TensorPlan]]:
+        """alpha and weights of each group, and the plan of the weights."""
+        checkpoint, _, plan = plan_quantize(self.model, recipe)
         planned = {t.name: t for t in plan.tensors if t.action == QUANTIZE}
         groups = groups_of(checkpoint, [(t.name, t.role) for t in planned.values()])
         weights = {t.name: t.weights for t in planned.values()}
         alphas, _ = alphas_for(groups, {t.name: t.role for t in planned.values()}, weights, self.found[kind])
+        return alphas, groups, planned
+
+    def _predicted(self, recipe: Recipe, kind: str) -> float:
+        alphas, groups, planned = self.alphas(recipe, kind)
 
         def error(names: list[str]) -> float:
             parts = [planned[n] for n in names]
@@ -148,9 +157,9 @@ def correlations(models: list[dict[str, Any]], kind: str) -> dict[str, float]:
         (row["predicted"][kind], row["change"])
         for model in models
         for row in model["rows"]
-        if row["bits_per_weight"] >= FEWEST_BITS
+        if row["bits_per_weight"] > FEWEST_BITS - 0.01
     ]
-    kl = [row["kl"] for model in models for row in model["rows"] if row["bits_per_weight"] >= FEWEST_BITS]
+    kl = [row["kl"] for model in models for row in model["rows"] if row["bits_per_weight"] > FEWEST_BITS - 0.01]
     predicted, measured = np.array([p for p, _ in pairs]), np.array([m for _, m in pairs])
     return {
         "points": len(pairs),
@@ -161,6 +170,41 @@ def correlations(models: list[dict[str, Any]], kind: str) -> dict[str, float]:
     }
 
 
+def shortfall(models: list[dict[str, Any]]) -> str:
+    """By how much the rule of thumb falls short of measuring, in words."""
+    ratios = {}
+    for model in models:
+        for row in model["rows"]:
+            if row["what"] == RULE and row["bits_per_weight"] > FEWEST_BITS - 0.01:
+                other = next(r for r in model["rows"] if r["what"] == RANDOM and r["target"] == row["target"])
+                ratios[model["name"], row["bits_per_weight"]] = row["kl"] / other["kl"]
+    mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+    (name, bits), worst = max(ratios.items(), key=lambda item: item[1])
+    return (
+        f"The KL divergence with (a) is {mean:.3f} times that with (b), as the geometric mean over {len(ratios)} targets from "
+        f"{FEWEST_BITS:g} bits on; at worst {worst:.3f} times ({name}, {bits:.4f} bits)."
+    )
+
+
+def alphas_by_kind(models: list[dict[str, Any]]) -> str:
+    """alpha of each kind of group, summed over layers, and what share of it the first and the last layer have."""
+    rows: list[list[Any]] = []
+    for model in models:
+        kinds: dict[str, list[str]] = {}
+        for name in model["alphas"][RULE]:
+            kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(name)
+        for kind, names in kinds.items():
+            row: list[Any] = [model["name"], f"`{kind}`"]
+            for by in (RULE, RANDOM, TEXT):
+                ordered = sorted(names, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])
+                found = [model["alphas"][by][name] for name in ordered]
+                total = sum(found)
+                ends = f" ({found[0] / total:.0%}, {found[-1] / total:.0%})" if len(found) > 1 else ""
+                row.append(f"{total:.3f}{ends}")
+            rows.append(row)
+    return table(["model", "groups", "rule (first, last layer)", "random tokens", "text"], rows)
+
+
 def sections(document: Document) -> dict[str, str]:
     """The tables, in Markdown."""
     parts = []
@@ -168,16 +212,17 @@ def sections(document: Document) -> dict[str, str]:
         rows = [
             [
                 row["what"], row["target"] if row["target"] is not None else None, f"{row['bits_per_weight']:.4f}", row["output_bytes"],
-                f"{row['change']:+.5f} ± {row['change_error']:.5f}", None if row["line"] is None else f"{row['change'] - row['line']:+.5f}",
+                f"{row['perplexity']:.4f}", f"{row['change']:+.5f} ± {row['change_error']:.5f}", None if row["line"] is None else f"{row['change'] - row['line']:+.5f}",
                 f"{row['kl']:.5f}", *(f"{row['predicted'][kind]:.5f}" for kind in (RULE, RANDOM, TEXT)),
             ]
             for row in model["rows"]
         ]  # fmt: skip
         header = [
-            "widths", "target", "bits/weight", "bytes", "log-perplexity, change", "against the line", "KL",
+            "widths", "target", "bits/weight", "bytes", "perplexity", "log-perplexity, change", "against the line", "KL",
             "predicted (a)", "(b)", "(c)",
         ]  # fmt: skip
-        parts.append(f"**{model['name']}** ({model['scored_tokens']} tokens scored)\n\n{table(header, rows)}")
+        about = f"{model['scored_tokens']} tokens scored, perplexity of the original {model['perplexity']:.4f}"
+        parts.append(f"**{model['name']}** ({about})\n\n{table(header, rows)}")
     rows = []
     for kind in (RULE, RANDOM, TEXT):
         found = correlations(document["models"], kind)
@@ -199,7 +244,8 @@ def sections(document: Document) -> dict[str, str]:
     size_header = ["model", "bits/weight", "hand-made", "(a)", "(b)", "(c)", "hand-made, KL", "(a)", "(b)", "(c)"]
     return {
         "fit": "\n\n".join(parts),
-        "fit-correlation": table(header, rows),
+        "fit-correlation": f"{table(header, rows)}\n\n{shortfall(document['models'])}",
+        "fit-alphas": alphas_by_kind(document["models"]),
         "fit-hand-made": table(size_header, at_size),
     }
 
@@ -217,16 +263,12 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=options.folder) as work:
             bench = Bench(folder, Path(work), options.max_tokens, options.tokens)
             scored = sum(bench.windows.scored(at) for at in bench.windows.starts(len(bench.ids)))
-            alphas = {
-                kind: {group.name: group.alpha for group in found.groups}
-                for kind, found in bench.found.items()
-                if found
-            }
+            alphas = {kind: bench.alphas(load_recipe("q5"), kind)[0] for kind in bench.files}
             print(f"{folder.resolve().name}: sensitivities in {bench.seconds}", file=sys.stderr, flush=True)
             rows = bench.rows()
             models.append({
                 "name": folder.resolve().name, "scored_tokens": scored, "window": bench.windows.size, "stride": bench.windows.stride,
-                "seconds": bench.seconds, "alphas": alphas, "rows": rows,
+                "seconds": bench.seconds, "perplexity": bench.perplexity, "alphas": alphas, "rows": rows,
             })  # fmt: skip
     settings = {"max_tokens": options.max_tokens, "tokens": options.tokens, "dtype": "float32"}
     document = {"machine": machine(start), "settings": settings, "models": models}

@@ -122,10 +122,11 @@ def measure_round(work: Path, size: str, largest: str, shard: str) -> dict[str, 
         command = [*PQWEIGHTS, "export", MASTER, str(exported), "--target", "bf16"]
         steps.append(run("export MASTER OUT --target bf16", hub, work, command, [home, exported]))
         steps.append(run("verify MASTER", hub, work, [*PQWEIGHTS, "verify", MASTER], [home]))
+        card = hub.repositories[MASTER].read("README.md").decode()
     for step in steps:
         del step["said"]
     return {
-        "source_bytes": sum(shards), "shards": len(shards), "two_largest_shards": sum(shards[:2]),
+        "card": card, "source_bytes": sum(shards), "shards": len(shards), "two_largest_shards": sum(shards[:2]),
         "planned_output_bytes": planned["output_bytes"], "output_folder_bytes": bytes_in_out, "loaded": loaded, "steps": steps,
     }  # fmt: skip
 
@@ -248,7 +249,10 @@ def main() -> None:
         "large": large,
         "faults": measure_faults(),
     }
+    card = found.pop("card")
     publish("hub", document, sections(document), options.out)
+    if options.out is not None:
+        (options.out / "hub-card.md").write_text(card, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -97,14 +97,11 @@ def fit_of(report: Report) -> Fit | None:
 def fit_lines(fit: Fit) -> list[str]:
     """What was chosen for a target: bits of each kind of group by layer, and what is predicted of it."""
     kinds: dict[str, list[str]] = defaultdict(list)
-    for group in fit.groups:
+    for group in sorted(fit.groups, key=lambda g: [int(n) for n in re.findall(r"\d+", g.name)]):
         kinds[_NUMBERS.sub(".*.", group.name)].append("kept" if group.bits is None else str(group.bits))
     width = max(len(kind) for kind in kinds)
-    by = (
-        "rule of thumb"
-        if fit.sensitivity is None
-        else f"{fit.sensitivity.method.get('kind')}, {fit.sensitivity.method.get('tokens')} tokens"
-    )
+    method = {} if fit.sensitivity is None else fit.sensitivity.method
+    by = f"sensitivities on {method.get('tokens')} tokens ({method.get('kind')})"
     target = fit.target.output_bytes
     used = f", {fit.output_bytes / target:.2%} of the target" if target else ""
     lines = ["bits of each group of weights, by layer:"]
@@ -113,17 +110,17 @@ def fit_lines(fit: Fit) -> list[str]:
         f"target: {fit.target}: {fit.output_bytes} bytes{used}, {fit.bits_per_weight:.4f} bits per weight; smallest possible: "
         f"{fit.smallest_bytes} bytes"
     )
-    lines.append(
-        f"predicted rise of the loss: {fit.rise:.5f} nats per token (sensitivities: {by}), at most {fit.gap:.4%} above the least "
-        "possible"
-    )
+    unit = "by the rule of thumb, good for comparing sizes" if fit.sensitivity is None else f"nats per token, by {by}"
+    lines.append(f"predicted rise of the loss: {fit.rise:.5f} ({unit}), at most {fit.gap:.4%} above the least possible")
     if fit.unknown:
         lines.append(
             f"{len(fit.unknown)} group(s) are not in the sensitivity file and got the rule of thumb: {_first_names(fit.unknown)}"
         )
-    if fit.bits_per_weight < FEWEST_LINEAR_BITS:
+    few = [group.name for group in fit.groups if group.bits is not None and group.bits < FEWEST_LINEAR_BITS]
+    if few:
         lines.append(
-            f"below {FEWEST_LINEAR_BITS} bits per weight the rise is not linear: expect more than is predicted"
+            f"{len(few)} group(s) have less than {FEWEST_LINEAR_BITS} bits, where the loss rises more than is predicted: "
+            f"{_first_names(few)}"
         )
     return lines
 

@@ -118,6 +118,10 @@ def calibrate(
     checkpoint = open_local(source)
     if checkpoint.is_master:
         raise SourceError(f"{source}: expected an original checkpoint, found a master; calibrate what it was made from")
+    if recipe.target is not None:
+        raise RecipeError(
+            f"recipe {recipe.name!r}: scales are searched for given widths, and this one chooses them by a target"
+        )
     planned = [t for t in Quantize(recipe).plan(checkpoint) if t.action == QUANTIZE]
     if not planned:
         raise RecipeError(f"recipe {recipe.name!r}: expected a recipe that quantizes something here, found none")

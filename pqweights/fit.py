@@ -17,7 +17,7 @@ from pqweights.codecs import get_codec
 from pqweights.errors import RecipeError
 from pqweights.knapsack import Choice, Solution, cheapest, curve, solve
 from pqweights.manifest import rounded
-from pqweights.plan import TensorPlan
+from pqweights.plan import QUANTIZE, TensorPlan
 from pqweights.recipe import Target
 from pqweights.sensitivity import HEURISTIC, Sensitivity, alphas_for, groups_of
 
@@ -55,6 +55,7 @@ class Fit:
     those that are kept counted as they are. gap: the predicted rise is at most by this share above the least there is.
 
     unknown: groups of which the sensitivity file says nothing. curve: size against rise, from the smallest possible one on.
+    free: the weights that no rule gives a width.
     """
 
     target: Target
@@ -66,6 +67,7 @@ class Fit:
     gap: float
     unknown: tuple[str, ...]
     curve: tuple[CurvePoint, ...]
+    free: frozenset[str]
 
     @property
     def rise(self) -> float:
@@ -75,7 +77,7 @@ class Fit:
     @property
     def widths(self) -> Widths:
         """For the transform."""
-        return {name: group.bits for group in self.groups for name in group.weights}
+        return {name: group.bits for group in self.groups for name in group.weights if name in self.free}
 
     def describe(self) -> dict[str, Any]:
         """The manifest's account of it."""
@@ -122,17 +124,16 @@ def fit(
     file_bytes: of the safetensors files that hold them. Raises RecipeError for a target that is below what is possible, or above what can
     be used.
     """
-    tensors = planned({})
-    by_name = {tensor.name: tensor for tensor in tensors}
-    fixed = [t for t in tensors if t.name not in set(free)]
-    quantized = [t for t in fixed if t.action == "quantize"]
+    chosen = set(free)
+    # Those that a rule fixes, too: they have a part in the loss, and in groups.
+    by_name = {t.name: t for t in planned({}) if t.name in chosen or t.action == QUANTIZE}
     if not free:
         raise RecipeError(
             "a target size: expected weights whose width is free, found none that the recipe quantizes without bits of its own"
         )
-    groups = groups_of(checkpoint, [(name, by_name[name].role) for name in free])
-    roles = {name: by_name[name].role for name in free}
-    parameters = {name: by_name[name].weights for name in free}
+    groups = groups_of(checkpoint, [(t.name, t.role) for t in by_name.values()])
+    roles = {t.name: t.role for t in by_name.values()}
+    parameters = {t.name: t.weights for t in by_name.values()}
     alphas, unknown = alphas_for(groups, roles, parameters, sensitivity)
     codecs = {name: by_name[name].codec for name in free}
     widths = sorted({bits for codec in codecs.values() for bits in get_codec(codec or "").widths})
@@ -142,9 +143,11 @@ def fit(
     for names in groups.values():
         weights = sum(parameters[name] for name in names)
         of_group = []
-        for bits, plan in plans.items():
+        for plan in plans.values():
             parts = [plan[name] for name in names]
-            used = bits if any(part.bits is not None for part in parts) else None
+            # What the free ones get, if there are any.
+            deciding = [part for part in parts if part.name in chosen] or parts
+            used = next((part.bits for part in deciding if part.bits is not None), None)
             cost = sum(part.bytes for part in parts)
             # A file's header has an entry for every stored tensor; counted where files are.
             entries = (
@@ -166,24 +169,23 @@ def fit(
         }
         return file_bytes(planned(widths))
 
-    all_weights = sum(parameters.values()) + sum(t.weights for t in quantized)
-    fixed_quantized = sum(t.bytes for t in quantized)
+    all_weights = sum(parameters.values())
     least = cheapest(choices)
     smallest = solve(choices, least)
     assert smallest is not None
     smallest_bytes = size(smallest)
     if target.bits_per_weight is not None:
-        budget = math.floor(min(target.bits_per_weight * all_weights / 8, 2.0**62)) - fixed_quantized
+        budget = math.floor(min(target.bits_per_weight * all_weights / 8, 2.0**62))
         most = sum(max(o.cost for o in of_group) for of_group in options)
         if budget < least:
             raise RecipeError(
-                f"target: {target}: below the smallest possible, {8 * (least + fixed_quantized) / all_weights:.4f} bits per weight "
+                f"target: {target}: below the smallest possible, {8 * least / all_weights:.4f} bits per weight "
                 f"({smallest_bytes} bytes)"
             )
         if budget > most:
             raise RecipeError(
-                f"target: {target}: above what the source has, {8 * (most + fixed_quantized) / all_weights:.4f} bits per weight; no "
-                "quantization is needed"
+                f"target: {target}: above what the source has, {8 * most / all_weights:.4f} bits per weight with what rules fix; no "
+                "quantization is needed for that"
             )
         solution = solve(choices, budget)
         assert solution is not None
@@ -195,7 +197,7 @@ def fit(
             raise RecipeError(f"target: {target}: below the smallest possible, {smallest_bytes} bytes")
         if target.output_bytes > largest_bytes:
             raise RecipeError(
-                f"target: {target}: above the {largest_bytes} bytes of the source's weights; no quantization is needed"
+                f"target: {target}: above the {largest_bytes} bytes of the source's weights with what rules fix; no quantization is needed for that"
             )
         solution, output_bytes = _within(target.output_bytes, smallest, smallest_bytes, choices, size)
     fitted = tuple(
@@ -212,11 +214,12 @@ def fit(
         sensitivity,
         fitted,
         output_bytes,
-        8 * (sum(group.bytes for group in fitted) + fixed_quantized) / all_weights,
+        8 * sum(group.bytes for group in fitted) / all_weights,
         smallest_bytes,
         solution.gap,
         tuple(unknown),
         _curve(choices, smallest, smallest_bytes, solution, output_bytes),
+        frozenset(free),
     )
 
 

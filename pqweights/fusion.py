@@ -17,14 +17,16 @@ _FUSED = (
     (re.compile(r"in_proj_(qkv|z)"), "in_proj_qkvz"),
 )
 _EXPERTS = re.compile(r"(.*?\.?(?:experts|\w*_experts))\..+")
+# Of tokens: those of positions and the like are never tied.
+_INPUT_EMBEDDING = re.compile(r"embed_tokens|wte|word_embeddings?|tok_embeddings|embed_in|shared|embeddings?|embedding")
 TIED = "embeddings"
 
 
 def group_of(name: str, role: str, tied: bool) -> str:
     """The name of the group that a weight belongs to. tied: whether the model's embeddings are."""
-    if tied and role in ("embedding", "lm_head"):
-        return TIED
     module = name.removesuffix(".weight")
+    if tied and (role == "lm_head" or (role == "embedding" and _INPUT_EMBEDDING.fullmatch(module.rpartition(".")[2]))):
+        return TIED
     if role == "expert" and (experts := _EXPERTS.fullmatch(module)):
         return experts[1]
     path, _, last = module.rpartition(".")

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 # A state whose bound is not better than the best answer by this share is dropped.
 TOLERANCE = 1e-6
+MOST_TOLERANCE = 1e-3
 # Where more states than this are alive, the tolerance grows tenfold.
 MOST_STATES = 200_000
 
@@ -81,6 +82,11 @@ def solve(groups: Sequence[Sequence[Choice]], budget: int) -> Solution | None:
         if found is not None:
             break
         tolerance *= 10
+        if (
+            tolerance > MOST_TOLERANCE
+        ):  # never seen; the bound of the relaxed problem still tells how good the answer is
+            found, tolerance = [], 1.0
+            break
     # What the search finds is the best of all; if it finds nothing, nothing is better by more than the tolerance.
     bound = max(bound, best_loss * (1 - tolerance))
     if found:

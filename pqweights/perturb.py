@@ -115,7 +115,7 @@ def _windows(source: Path, text: str | None, tokens: int, window: int | None, to
     Raises EvaluationError where they are too few, or not of this model.
     """
     folder = read_folder(source)
-    size = window or min(DEFAULT_WINDOW, folder.context or DEFAULT_WINDOW)
+    size = window or min(DEFAULT_WINDOW, folder.context or DEFAULT_WINDOW, max(tokens, 2))
     if folder.context is not None and size > folder.context:
         raise EvaluationError(
             f"--window: expected at most the {folder.context} tokens that the model takes, found {size}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, find_non_finite
 from pqweights.codecs import EncodedBlocks, get_codec
 from pqweights.dtypes import item_bytes, to_float32
-from pqweights.errors import OutputError, SourceError
+from pqweights.errors import OutputError, RecipeError, SourceError
 from pqweights.fit import Fit, Widths, fit
 from pqweights.hub.sources import Access, open_source
 from pqweights.hub.storage import HubStorage
@@ -31,7 +31,7 @@ from pqweights.jobs import CHUNK_WEIGHTS, OUTPUTS, CopyJob, Job, Sink
 from pqweights.kernels import BLOCK_SIZE, VALUE_DTYPES
 from pqweights.manifest import TensorRecord, exceeds, rounded
 from pqweights.plan import DEFAULT_MAX_SHARD_BYTES, DEFAULT_METADATA, KEEP, QUANTIZE, Plan, TensorPlan, plan_shards
-from pqweights.recipe import Recipe, Target, decide, is_smaller
+from pqweights.recipe import Decision, Recipe, Target, decide, is_smaller
 from pqweights.rewrite import Lineage, Report, make_plan, rewrite
 from pqweights.sensitivity import HEURISTIC, read_sensitivity
 from pqweights.stream import Progress
@@ -49,7 +49,7 @@ class Quantize:
     recipe: Recipe
     strict: bool = False
     awq: AwqScales | None = None
-    fit: Fit | None = None
+    fit: Fit | None = field(default=None, repr=False)  # what it comes to is in the plan
     kind: str = "master"
 
     def describe(self) -> dict[str, Any]:
@@ -59,19 +59,23 @@ class Quantize:
 
     def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
         """See Transform; refuses a master as source, and scales that are not for this checkpoint."""
-        return self.plan_with(checkpoint, {} if self.fit is None else self.fit.widths)
+        decisions = decide(self.recipe, checkpoint.tensors)
+        result = self.plan_with(checkpoint, decisions, {} if self.fit is None else self.fit.widths)
+        if self.awq is not None:
+            self.awq.check(checkpoint, result)
+        return result
 
-    def plan_with(self, checkpoint: Checkpoint, widths: Widths) -> list[TensorPlan]:
-        """The plan with these widths, by name of the weight, instead of the recipe's; None keeps it."""
+    def plan_with(self, checkpoint: Checkpoint, decisions: Sequence[Decision], widths: Widths) -> list[TensorPlan]:
+        """The plan by the recipe's decisions, but for these widths, by name of the weight; None keeps it."""
         if checkpoint.is_master:
             raise SourceError("the source is already a pqweights master; give the original, or export it to BF16 first")
         scaled = frozenset() if self.awq is None else self.awq.searched.keys()
         result = []
-        for tensor, decision in zip(checkpoint.tensors, decide(self.recipe, checkpoint.tensors), strict=True):
+        for tensor, decision in zip(checkpoint.tensors, decisions, strict=True):
             name, shape, codec, bits = tensor.name, tensor.shape, decision.codec, decision.bits
             reason = decision.reason
             if name in widths and decision.free:
-                bits, reason = widths[name], f"to keep {self.recipe.target}"
+                bits, reason = widths[name], f"{reason}; to keep {self.recipe.target}"
                 if bits is None or not is_smaller(tensor, codec, bits):
                     codec = bits = None
             if codec is not None and bits is not None:
@@ -81,8 +85,6 @@ class Quantize:
                 stored = (TensorSpec(name, tensor.plain_dtype, shape),)
             action = KEEP if codec is None else QUANTIZE
             result.append(TensorPlan(name, shape, tensor.dtype, decision.role, action, codec, bits, reason, stored))
-        if self.awq is not None:
-            self.awq.check(checkpoint, result)
         return result
 
     @property
@@ -264,6 +266,11 @@ def _fit(checkpoint: Checkpoint, transform: Quantize, recipe: Recipe, target: Ta
 
     Raises SourceError for sensitivities of another checkpoint, RecipeError for a target that cannot be kept.
     """
+    if transform.awq is not None and not transform.awq.any_codec:
+        raise RecipeError(
+            f"--awq and a target ({target}): the widths are chosen, so scales that were searched for one width are taken for "
+            "others: pass --awq-any-codec, too"
+        )
     sensitivity = None
     if recipe.sensitivity not in (None, HEURISTIC):
         assert recipe.sensitivity is not None
@@ -274,18 +281,17 @@ def _fit(checkpoint: Checkpoint, transform: Quantize, recipe: Recipe, target: Ta
                 f"{recipe.sensitivity}: expected sensitivities of this checkpoint (fingerprint {found[:12]}), found those of "
                 f"another ({sensitivity.checkpoint[:12]}): measure them with pqweights sensitivity"
             )
-    free = [
-        tensor.name
-        for tensor, decision in zip(checkpoint.tensors, decide(recipe, checkpoint.tensors), strict=True)
-        if decision.free and decision.codec is not None
-    ]
+    decisions = decide(recipe, checkpoint.tensors)
+    pairs = zip(checkpoint.tensors, decisions, strict=True)
+    free = [tensor.name for tensor, decision in pairs if decision.free and decision.codec is not None]
 
     def file_bytes(tensors: Sequence[TensorPlan]) -> int:
         return sum(shard.file_bytes for shard in plan_shards(tensors, max_shard_bytes, transform.metadata))
 
-    return fit(
-        checkpoint, target, sensitivity, lambda widths: transform.plan_with(checkpoint, widths), file_bytes, free
-    )
+    def planned(widths: Widths) -> list[TensorPlan]:
+        return transform.plan_with(checkpoint, decisions, widths)
+
+    return fit(checkpoint, target, sensitivity, planned, file_bytes, free)
 
 
 def quantize(

@@ -11,7 +11,7 @@ import fnmatch
 import importlib.resources
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ class Recipe:
     bits: int
     rules: tuple[Rule, ...] = ()
     target: Target | None = None
-    sensitivity: str | None = None
+    sensitivity: str | None = field(default=None, repr=False)  # a path, which may be spelled in several ways
 
     def with_bits(self, bits: int) -> Recipe:
         """The same recipe with another default width; rules keep theirs."""

@@ -492,7 +492,7 @@ def test_plan_prints_and_writes_nothing(source: Path, tmp_path: Path) -> None:
         f"target: 250000 bytes: {fit.output_bytes} bytes, {fit.output_bytes / 250_000:.2%} of the target, "
         f"{fit.bits_per_weight:.4f} bits per weight; smallest possible: {fit.smallest_bytes} bytes"
     )
-    assert f"predicted rise of the loss: {fit.rise:.5f} nats per token (sensitivities: rule of thumb)" in text
+    assert f"predicted rise of the loss: {fit.rise:.5f} (by the rule of thumb, good for comparing sizes)" in text
     assert "<- the target" in text
     assert "what a size buys:" in text
     table = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.startswith("  ")}
@@ -502,15 +502,30 @@ def test_plan_prints_and_writes_nothing(source: Path, tmp_path: Path) -> None:
     assert table["lm_head"] == [widths["lm_head"]]
     for tensor in plan.tensors:
         if tensor.name in fit.widths:
-            assert tensor.reason == "to keep 250000 bytes"
+            assert tensor.reason.endswith("; to keep 250000 bytes")
     dry = invoke("quantize", source, tmp_path / "out", "--target-size", "250kB", "--dry-run")
     assert dry.stdout == text
     assert not (tmp_path / "out").exists()
 
 
 def test_few_bits_come_with_a_warning(source: Path) -> None:
-    assert "the rise is not linear" in invoke("plan", source, "--target-bpw", 2.5).stdout
-    assert "the rise is not linear" not in invoke("plan", source, "--target-bpw", 3.5).stdout
+    assert "less than 3 bits, where the loss rises more" in invoke("plan", source, "--target-bpw", 2.5).stdout
+    assert "less than 3 bits" not in invoke("plan", source, "--target-bpw", 4.5).stdout
+
+
+def test_what_rules_fix_counts_in_the_prediction(source: Path) -> None:
+    """And in groups: k and v get what fits, beside a q that a rule fixes, and the group's error is that of all three."""
+    free, _ = fitted(source, targeted(bits=4.0))
+    text = "target_bpw: 4.0\nrules:\n  - role: mlp\n    bits: 2\n  - name: '*.q_proj.weight'\n    bits: 8\n"
+    fixed, plan = fitted(source, parse_recipe(text, "mine.yaml"))
+    assert fixed.rise > 2 * free.rise
+    assert {group.name for group in fixed.groups} == {group.name for group in free.groups}
+    widths = bits_of(plan)
+    for layer in range(LAYERS):
+        attention = f"model.layers.{layer}.self_attn"
+        group = next(group for group in fixed.groups if group.name == f"{attention}.qkv")
+        assert widths[f"{attention}.q_proj.weight"] == 8
+        assert widths[f"{attention}.k_proj.weight"] == widths[f"{attention}.v_proj.weight"] == group.bits
 
 
 def test_json_has_all_of_it(source: Path, tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_groups_that_were_cut_finer_add_up() -> None:
 )
 def test_tied_by_the_configuration(tmp_path: Path, config: dict[str, Any], tied: bool) -> None:
     folder = write_checkpoint(tmp_path / "m", {"lm_head.weight": bf16(gaussian(4, 128))}, config=config)
-    assert is_tied(open_local(folder)) is tied
+    assert is_tied(open_local(folder), [("embed_tokens", "embedding"), ("lm_head", "lm_head")]) is tied
 
 
 def test_the_slope_goes_through_the_origin() -> None:
@@ -190,7 +190,9 @@ def test_a_file_in_the_way_is_not_replaced(tmp_path: Path) -> None:
     for path, overwrite in ((tmp_path / "s.json", False), (tmp_path, False), (tmp_path, True)):
         with pytest.raises(OutputError, match="is there already"):
             check_free(path, overwrite)
-    check_free(tmp_path / "s.json", True)
+    with pytest.raises(OutputError, match="replaces a file of sensitivities alone"):
+        check_free(tmp_path / "s.json", True)
+    assert (tmp_path / "s.json").read_text() == "mine"
     check_free(tmp_path / "new.json", False)
 
 
@@ -533,7 +535,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("options", "expected"),
     [
         (["--window", "513"], "--window: expected at most the 512 tokens that the model takes, found 513"),
-        (["--tokens", "255"], "--tokens 255: expected at least one window of 256"),
+        (["--tokens", "255", "--window", "256"], "--tokens 255: expected at least one window of 256"),
         (["--tokens", "16", "--window", "32"], "--tokens 16: expected at least one window of 32"),
         (["--text", "{texts}/none.txt"], "No such file"),
         (["--text", "{texts}/empty.txt"], "an empty file"),

@@ -125,7 +125,8 @@ def _fit(fit: Mapping[str, Any], recipe: Mapping[str, Any], whose: str) -> str:
     sensitivities = _SENSITIVITIES.get(kind, f"sensitivities of the kind {code(kind)}")
     if by.get("sha256") is not None:
         sensitivities += f" (file: sha256 {code(_text(by['sha256']))})"
-    predicted = "" if rise is None else f": by {number(rise)} nats per token, as predicted"
+    # By the rule of thumb the figure says nothing by itself.
+    predicted = "" if rise is None or kind == "heuristic" else f": by {number(rise)} nats per token, as predicted"
     return (
         f"{whose} that no rule gives were chosen for each group of weights, by {sensitivities}, so that {kept} is kept and the loss "
         f"rises least{predicted} (Malinovskii et al., *HIGGS*, [arXiv:2411.17525](https://arxiv.org/abs/2411.17525))."

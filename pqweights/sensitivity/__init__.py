@@ -24,6 +24,7 @@ from pqweights.sensitivity.heuristic import heuristic_alphas
 
 VERSION_KEY, VERSION = "pqweights_sensitivity", 1
 HEURISTIC = "heuristic"
+LEAST_OF_RULE = 1e-3  # an alpha is at least this share of what the rule of thumb says
 KINDS = ("random tokens", "text")
 # More is no measurement, and would leave the range of float64 in sums.
 MOST_ALPHA = 1e30
@@ -98,19 +99,23 @@ def alphas_for(
     ratios = sorted(alphas[name] / rule[name] for name in alphas if rule[name] > 0)
     scale = ratios[len(ratios) // 2] if ratios else 1.0
     missing = [name for name in groups if name not in alphas]
-    return {name: alphas.get(name, rule[name] * scale) for name in groups}, missing
+    # Measured to be nothing, a group would be given nothing, whatever is left.
+    return {
+        name: max(alphas.get(name, rule[name] * scale), LEAST_OF_RULE * rule[name] * scale) for name in groups
+    }, missing
 
 
 def groups_of(checkpoint: Checkpoint, weights: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
     """The groups of a checkpoint's weights, given as (name, role)."""
-    return grouped(weights, is_tied(checkpoint))
+    return grouped(weights, is_tied(checkpoint, weights))
 
 
-def is_tied(checkpoint: Checkpoint) -> bool:
-    """Whether input and output embeddings are one matrix, by the configuration."""
+def is_tied(checkpoint: Checkpoint, weights: Sequence[tuple[str, str]]) -> bool:
+    """Whether input and output embeddings are one matrix: by the configuration, else because the latter are not there."""
     config = checkpoint.config or {}
     text = config.get("text_config")
-    return bool(config.get("tie_word_embeddings", isinstance(text, dict) and text.get("tie_word_embeddings", False)))
+    stated = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
+    return all(role != "lm_head" for _, role in weights) if stated is None else bool(stated)
 
 
 def write_sensitivity(path: Path, found: Sensitivity) -> None:
@@ -125,6 +130,11 @@ def check_free(path: Path, overwrite: bool) -> None:
     """Refuse a path where something else lies, or whose folder is not there."""
     if path.is_dir() or (path.exists() and not overwrite):
         raise OutputError(f"{path}: is there already; pass --overwrite to replace it, or choose another file")
+    if path.exists():
+        try:
+            read_sensitivity(path)
+        except SourceError as error:
+            raise OutputError(f"--overwrite replaces a file of sensitivities alone: {error}") from None
     if not path.absolute().parent.is_dir():
         raise OutputError(f"{path}: its folder is not there; make it first")
 

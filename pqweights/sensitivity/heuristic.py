@@ -14,9 +14,9 @@ from pqweights import fusion
 EMBEDDING, HEAD, TIED = 0.5, 1.0, 1.5
 # By module: what feeds the residual stream, what is behind an activation or a softmax.
 _MODULES = (
-    (re.compile(r".*\.(o_proj|out_proj|wo|dense|c_proj)$"), 0.15),
+    (re.compile(r".*\.(o_proj|out_proj|wo|dense|attn\.c_proj)$"), 0.15),
     (re.compile(r".*\.(qkv|qkv_a|qkv_proj|c_attn|query_key_value|in_proj\w*|\w*_b_proj)$"), 0.3),
-    (re.compile(r".*\.(down_proj|w2|fc2|fc_out|dense_4h_to_h)$"), 0.35),
+    (re.compile(r".*\.(down_proj|w2|fc2|fc_out|dense_4h_to_h|c_proj)$"), 0.35),
     (re.compile(r".*\.(gate_up|gate_up_proj|up_proj|fc1|fc_in|c_fc|dense_h_to_4h)$"), 0.5),
 )
 EXPERTS, OTHER = 0.8, 0.4

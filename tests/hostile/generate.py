@@ -1528,7 +1528,7 @@ FIT_CASES = [
     evaluating("sensitivity-output-there", TEXT, "--overwrite", command="sensitivity model text.txt"),
     evaluating("sensitivity-output-a-folder", "model", "is there already", command="sensitivity model model --overwrite"),
     evaluating("sensitivity-window-beyond-the-model", "16 tokens", "found 17", command=MEASURE + " --window 17"),
-    evaluating("sensitivity-too-few-tokens", "--tokens 15", "one window of 16", command="sensitivity model s.json --tokens 15"),
+    evaluating("sensitivity-too-few-tokens", "--tokens 15", "one window of 16", command="sensitivity model s.json --tokens 15 --window 16"),
     evaluating("sensitivity-recipe-unknown", "'q55'", "'q5'", command=MEASURE + " --recipe q55"),
     evaluating("sensitivity-config-damaged", "config.json", "JSON", command=MEASURE, config=b"{"),
     evaluating(
