@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
 from pqweights_cli.main import main
@@ -13,4 +14,5 @@ sleep = time.sleep
 time.sleep = lambda seconds: sleep(min(seconds, 0.05))  # the official client's
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for what it runs in the background
     main()
