@@ -1,9 +1,9 @@
 """The output folder while it is being written: who may write there, what an interrupted run left, what may be replaced.
 
 Everything unfinished lies in OUT/.pqweights: the lock, the journal, the partial and the finished shards, and what was
-fetched for them. The journal's
-first line says which run it belongs to and what it replaces; each further line records one finished tensor. When all
-tensors are done the shards move to OUT, so that an older result stands until the new one is complete; then the folder goes.
+fetched for them. The journal's first line says which run it belongs to and what it replaces; each further line records one
+finished tensor. When all tensors are done the shards move to OUT, so that an older result stands until the new one is
+complete; then the folder goes.
 """
 
 from __future__ import annotations

@@ -675,3 +675,20 @@ def test_the_source_in_the_card_is_the_repository_that_was_quantized(
     assert f"base_model: {SOURCE}".encode() in card or f"base_model:\n- {SOURCE}".encode() in card
     for line in CARD.splitlines()[1:2]:
         assert line in card
+
+
+def test_an_upload_that_xet_gives_up_is_one_line(
+    client: Client, hub: LoopbackHub, master: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its errors are bare RuntimeErrors, of which this one stands for all."""
+    from huggingface_hub import HfApi
+
+    def refuse(*values: object, **options: object) -> None:
+        raise RuntimeError(f"CAS: 403 for https://cas.example/x?signature=1 with {hub.token}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HfApi, "preupload_lfs_files", refuse)
+        line = client.line("push", master, TARGET)
+    assert "the upload failed: CAS: 403 for https://cas.example/x with hf_***" in line
+    client.well("push", master, TARGET)
+    assert_holds(hub, master)

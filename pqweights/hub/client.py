@@ -321,10 +321,10 @@ class Hub:
             addition = self.library.CommitOperationAdd(path_in_repo=name, path_or_fileobj=content)
             try:
                 self.api.preupload_lfs_files(repository.id, additions=[addition], revision=branch, create_pr=create_pr)
-            except RuntimeError as error:  # the client's, around what went wrong
+            except RuntimeError as error:  # the client's, around what went wrong, or that of xet alone
                 if isinstance(error.__cause__, self._http.HTTPError | OSError):
                     raise error.__cause__ from None
-                raise
+                raise HubError(f"{repository.id}: {name}: the upload failed: {self.clean(str(error))[:200]}") from None
             return addition
 
         return self.call(repository.id, send, f": {name}", attempts=1)  # the client tries six times by itself
@@ -351,7 +351,7 @@ class Hub:
             self._count()
             try:
                 return request()
-            except (self._http.HTTPError, self.errors.XetDownloadError, OSError) as error:
+            except (self._http.HTTPError, OSError) as error:
                 if how_far() > reached:
                     attempt, reached, wait = 0, how_far(), FIRST_WAIT_SECONDS
                 attempt += 1
@@ -433,20 +433,11 @@ class Hub:
             session.event_hooks = {**hooks, "response": [*hooks["response"], count]}
 
     def _is_of_the_hub(self, error: Exception) -> bool:
-        errors = self.errors
-        kinds = (
-            self._http.HTTPError,
-            errors.XetDownloadError,
-            errors.OfflineModeIsEnabled,
-            errors.LocalEntryNotFoundError,
-            errors.LocalTokenNotFoundError,
-        )
+        kinds = (self._http.HTTPError, self.errors.OfflineModeIsEnabled, self.errors.LocalTokenNotFoundError)
         return isinstance(error, kinds)
 
     def _pause(self, error: Exception, wait: float) -> float | None:
         """Seconds after which a request may succeed; None where it will not."""
-        if isinstance(error, self.errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-            return self._pause(error.__cause__, wait)
         if isinstance(error, self.errors.OfflineModeIsEnabled):
             return None
         response = getattr(error, "response", None)
@@ -455,11 +446,7 @@ class Hub:
                 return None
             asked = self._asked(response.headers)
             return wait if asked is None else asked
-        if isinstance(error, (self._http.TransportError, self.errors.XetDownloadError)):
-            return wait
-        if type(error) is OSError and error.errno is None:  # "Consistency check failed", by the client
-            return wait
-        return None
+        return wait if isinstance(error, self._http.TransportError) else None
 
     def _asked(self, headers: Any) -> float | None:
         """Seconds that the Hub asks to wait, in either of its headers; None where it does not."""
@@ -477,8 +464,6 @@ class Hub:
 
     def _explained(self, repository: str, what: str, error: Exception, attempts: int) -> HubError:
         """One line: what, what is wrong, what to do."""
-        if isinstance(error, self.errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-            error = error.__cause__
         endpoint = self.endpoint
         errors, response = self.errors, getattr(error, "response", None)
         status = None if response is None else response.status_code
