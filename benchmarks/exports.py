@@ -34,17 +34,17 @@ from harness import Cell, Document, argument_parser, gigabytes, machine, now, pu
 from safetensors.numpy import save_file
 
 from pqweights.errors import MissingDependencyError, SourceError
-from pqweights.evaluate import Loss, Windows, change, open_model, perplexity, tokenize, window_losses
-from pqweights.evaluate.decoders import export_weight
-from pqweights.evaluate.runtimes import continuation
-from pqweights.evaluate.texts import Ids
+from pqweights.evaluate.protocol import Loss, Windows, change, perplexity, window_losses
 from pqweights.evaluate.weight_errors import relative_mse
 from pqweights.exports import EXPORTS, export
 from pqweights.exports.options import ExportOptions
-from pqweights.inspect import inspect
-from pqweights.manifest import read_manifest
+from pqweights.planning.recipe import load_recipe
 from pqweights.quantize import quantize
-from pqweights.recipe import load_recipe
+from pqweights.results.inspect import inspect
+from pqweights.rewrite.manifest import read_manifest
+from pqweights.runtimes.decoders import export_weight
+from pqweights.runtimes.models import continuation, open_model
+from pqweights.runtimes.texts import Ids, tokenize
 
 SOURCE = "original"
 WINDOWS = Windows(256, 128, score_first=True, count=40)

@@ -23,15 +23,17 @@ import numpy as np
 from harness import Document, argument_parser, machine, now, publish, table, usable_cores
 
 from pqweights.codecs import get_codec
-from pqweights.evaluate import Model, Windows, choose_windows, compare, open_model, perplexity, read_text, tokenize
-from pqweights.evaluate.folders import read_folder
-from pqweights.evaluate.texts import Ids, load_tokenizer
-from pqweights.inspect import inspect
-from pqweights.perturb import measure_sensitivity
-from pqweights.plan import QUANTIZE, TensorPlan
+from pqweights.evaluate.evaluation import choose_windows
+from pqweights.evaluate.protocol import Windows, compare, perplexity
+from pqweights.measure.sensitivity import measure_sensitivity
+from pqweights.planning.plan import QUANTIZE, TensorPlan
+from pqweights.planning.recipe import Recipe, Rule, Target, load_recipe
+from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of, write_sensitivity
 from pqweights.quantize import plan_quantize, quantize
-from pqweights.recipe import Recipe, Rule, Target, load_recipe
-from pqweights.sensitivity import HEURISTIC, Sensitivity, alphas_for, groups_of, write_sensitivity
+from pqweights.results.inspect import inspect
+from pqweights.runtimes.folders import read_folder
+from pqweights.runtimes.models import Model, open_model
+from pqweights.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
 
 UNIFORM = (2, 3, 4, 5, 6)
 TARGETS = (2.5, 3.0, 3.5, 4.0, 4.5, 5.0)

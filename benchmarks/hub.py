@@ -2,10 +2,10 @@
 
     python benchmarks/hub.py --size 2GB --shard 250MB
 
-The official client talks to the small Hub of tests/loopback_hub.py in this process, without xet. A source of Gaussian weights
+The official client talks to the small Hub of tests/support/loopback_hub.py in this process, without xet. A source of Gaussian weights
 under a Llama's names is pushed; each step is a process of its own. Disk: what the output folder and the client's cache hold
 together, looked at every 10 ms. The plan of a large model is of 200 sparse shards that the Hub serves. Last come the faults of
-tests/hub_cases.py: what the command that meets one does, and the same command again.
+tests/support/hub_cases.py: what the command that meets one does, and the same command again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from harness import (
     version,
 )
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import hub_cases
 from loopback_hub import LoopbackHub
 

@@ -36,7 +36,7 @@ from harness import Document, argument_parser, machine, now, publish, table, usa
 from safetensors.numpy import load_file
 
 from pqweights.codecs import EncodedBlocks, get_codec
-from pqweights.weight import PassTotals, block_count, encode_chunk, first_pass, next_pass
+from pqweights.codecs.weight import PassTotals, block_count, encode_chunk, first_pass, next_pass
 
 PIECE_WEIGHTS = 1 << 20
 TIMED_SECONDS = 0.1  # a timing repeats the encoding until it is at least so long

@@ -31,7 +31,7 @@ PHASES = {
     "write to the page cache": ("pqweights.checkpoint.writer", "ShardWriter", ("write",)),
     "flush to the disk": ("pqweights.checkpoint.writer", "ShardWriter", ("flush", "finish")),
     "sha256 and sums, encoded": ("pqweights.quantize", "EncodeJob", ("collect",)),
-    "sha256, copied or decoded": ("pqweights.jobs", "CopyJob", ("collect",)),
+    "sha256, copied or decoded": ("pqweights.rewrite.jobs", "CopyJob", ("collect",)),
 }
 
 

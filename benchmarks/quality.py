@@ -23,18 +23,20 @@ import peers
 from harness import Cell, Document, argument_parser, machine, now, publish, table, usable_cores
 from safetensors.numpy import save_file
 
-from pqweights.ablate import MOST_CALIBRATION_TOKENS, ablate
-from pqweights.calibrate import WINDOW, calibrate
 from pqweights.checkpoint.source import open_local
-from pqweights.evaluate import Model, Scores, Windows, choose_windows, compare, open_model, read_text, tokenize
-from pqweights.evaluate.decoders import values_of
-from pqweights.evaluate.folders import read_folder
-from pqweights.evaluate.texts import Ids, load_tokenizer
+from pqweights.evaluate.evaluation import choose_windows
+from pqweights.evaluate.protocol import Scores, Windows, compare
 from pqweights.evaluate.weight_errors import relative_mse
-from pqweights.inspect import inspect
-from pqweights.plan import QUANTIZE
+from pqweights.measure.ablation import MOST_CALIBRATION_TOKENS, ablate
+from pqweights.measure.calibrate import WINDOW, calibrate
+from pqweights.planning.plan import QUANTIZE
+from pqweights.planning.recipe import load_recipe
 from pqweights.quantize import Quantize, quantize
-from pqweights.recipe import load_recipe
+from pqweights.results.inspect import inspect
+from pqweights.runtimes.decoders import values_of
+from pqweights.runtimes.folders import read_folder
+from pqweights.runtimes.models import Model, open_model
+from pqweights.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
 
 WIDTHS = (8, 6, 5, 4, 3, 2)
 ABLATED = (5, 4, 3)

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from harness import Document, argument_parser, machine, now, publish, table, usable_cores
 
-from pqweights.codebook import codebook
+from pqweights.codecs.lloyd_max import codebook
 from pqweights.kernels import BLOCK_SIZE, load_backend
 
 CHUNK_BLOCKS = (1 << 20) // BLOCK_SIZE

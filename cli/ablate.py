@@ -10,7 +10,7 @@ import typer
 from . import options, output
 
 if TYPE_CHECKING:
-    from pqweights.ablate import Ablation, Row
+    from pqweights.measure.ablation import Ablation, Row
 
 
 def parse_widths(text: str) -> list[int]:
@@ -56,9 +56,9 @@ def command(
     """
     widths = parse_widths(bits)
     with output.errors():
-        from pqweights.ablate import ablate
-        from pqweights.evaluate import read_text
-        from pqweights.recipe import load_recipe
+        from pqweights.measure.ablation import ablate
+        from pqweights.planning.recipe import load_recipe
+        from pqweights.runtimes.texts import read_text
 
         chosen = load_recipe(recipe)
         found = options.fetched(source, revision, token)

@@ -11,7 +11,7 @@ import typer
 from . import options, output
 
 if TYPE_CHECKING:
-    from pqweights.calibrate import LayerReport
+    from pqweights.measure.calibrate import LayerReport
 
 
 class Dtype(StrEnum):
@@ -56,9 +56,9 @@ def command(
     the layer's output. Every fourth window of the text is held back; what does not clearly help there keeps scale 1.
     """
     with output.errors():
-        from pqweights.calibrate import calibrate
-        from pqweights.evaluate.texts import read_text
-        from pqweights.recipe import load_recipe
+        from pqweights.measure.calibrate import calibrate
+        from pqweights.planning.recipe import load_recipe
+        from pqweights.runtimes.texts import read_text
 
         chosen = load_recipe(recipe)
         if bits is not None:

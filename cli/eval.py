@@ -11,12 +11,12 @@ import typer
 from . import options, output
 
 if TYPE_CHECKING:
-    from pqweights.evaluate import Report, Row, Settings
-    from pqweights.evaluate.record import Place
+    from pqweights.evaluate.report import Report, Row, Settings
+    from pqweights.results.evaluation_record import Place
 
 
 class Dtype(StrEnum):
-    """pqweights.evaluate.runtimes.DTYPES."""
+    """pqweights.runtimes.models.DTYPES."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -80,11 +80,13 @@ def command(
     if (text is None) == (dataset is None):
         raise typer.BadParameter("expected either --text FILE or --dataset wikitext")
     with output.errors():
-        from pqweights.evaluate import evaluate, read_text, wikitext
-        from pqweights.evaluate.record import find_place
+        from pqweights.evaluate.evaluation import evaluate
+        from pqweights.results.evaluation_record import find_place
+        from pqweights.runtimes.texts import read_text, wikitext
 
         if plot is not None:
-            from pqweights.plots import check_plot_file, plot_evaluation
+            from pqweights.plots.evaluation import plot_evaluation
+            from pqweights.plots.figure import check_plot_file
 
             check_plot_file(plot)
         from pqweights.hub.sources import repository_id
@@ -119,8 +121,9 @@ def _record(
 ) -> None:
     """Write figures beside the models that they are of; where that cannot be done, the figures were shown all the same."""
     from pqweights.errors import MasterError, OutputError
-    from pqweights.evaluate.record import make_record, write_record
+    from pqweights.evaluate.recording import make_record
     from pqweights.hub.sources import repository_id
+    from pqweights.results.evaluation_record import write_record
 
     on_hub = None if reference is None else repository_id(reference)
     for row, place in zip(report.rows, places, strict=True):

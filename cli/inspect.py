@@ -10,8 +10,8 @@ import typer
 from . import options, output, report
 
 if TYPE_CHECKING:
-    from pqweights.distribution import Distribution, Fit
-    from pqweights.inspect import Inspection
+    from pqweights.measure.distribution import Distribution, Fit
+    from pqweights.results.inspect import Inspection
 
 FolderOrSource = Annotated[
     str,
@@ -53,11 +53,11 @@ def command(
 
 
 def _show_folder(folder: Path, plot: Path | None, json: bool) -> None:
-    from pqweights.inspect import inspect
+    from pqweights.results.inspect import inspect
 
     found = inspect(folder)
     if plot is not None:
-        from pqweights.plots import plot_inspection
+        from pqweights.plots.layers import plot_inspection
 
         plot_inspection(found, plot)
     if json:
@@ -96,16 +96,16 @@ def _folder_lines(found: Inspection) -> list[str]:
 
 
 def _show_distribution(source: Path, plot: Path | None, threads: int, allow_pickle: bool, json: bool) -> None:
-    from pqweights.distribution import measure_distribution
+    from pqweights.measure.distribution import measure_distribution
 
     if plot is not None:
-        from pqweights.plots import check_plot_file
+        from pqweights.plots.figure import check_plot_file
 
         check_plot_file(plot)
     with output.progress("measuring") as progress:
         found = measure_distribution(source, threads, allow_pickle, progress)
     if plot is not None:
-        from pqweights.plots import plot_distribution
+        from pqweights.plots.distribution import plot_distribution
 
         plot_distribution(found, plot)
     if json:
@@ -115,7 +115,7 @@ def _show_distribution(source: Path, plot: Path | None, threads: int, allow_pick
 
 
 def _distribution_lines(found: Distribution) -> list[str]:
-    from pqweights.distribution import MAX_WEIGHTS
+    from pqweights.measure.distribution import MAX_WEIGHTS
 
     columns = [("tensor", False), ("role", False), ("weights", True), ("measured", True)]
     columns += [(f"{what} {when}", True) for what in ("KS", "kurtosis") for when in ("before", "after")]

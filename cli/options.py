@@ -14,7 +14,7 @@ from . import output
 
 if TYPE_CHECKING:
     from pqweights.hub.sources import Access, Fetched
-    from pqweights.recipe import Recipe
+    from pqweights.planning.recipe import Recipe
 
 
 class Device(StrEnum):
@@ -53,7 +53,7 @@ def chosen_recipe(
 
     Raises RecipeError.
     """
-    from pqweights.recipe import load_recipe, make_target
+    from pqweights.planning.recipe import load_recipe, make_target
 
     target = make_target("--target-size and --target-bpw", target_size, target_bpw)
     recipe = load_recipe(name)

@@ -91,10 +91,11 @@ def run(
     """Print the plan."""
     with output.errors():
         from pqweights.quantize import plan_quantize
-        from pqweights.rewrite import resource_needs
+        from pqweights.rewrite.driver import resource_needs
 
         if plot is not None:
-            from pqweights.plots import check_plot_file, plot_widths
+            from pqweights.plots.figure import check_plot_file
+            from pqweights.plots.layers import plot_widths
 
             check_plot_file(plot)
         chosen = options.chosen_recipe(recipe, bits, target_size, target_bpw, sensitivity)

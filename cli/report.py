@@ -11,10 +11,10 @@ from .output import size, table
 
 if TYPE_CHECKING:
     from pqweights.checkpoint.source import Checkpoint
-    from pqweights.fit import Fit
-    from pqweights.manifest import TensorRecord
-    from pqweights.plan import Plan, TensorPlan
-    from pqweights.rewrite import Report
+    from pqweights.planning.fit import Fit
+    from pqweights.planning.plan import Plan, TensorPlan
+    from pqweights.rewrite.driver import Report
+    from pqweights.rewrite.manifest import TensorRecord
 
 WORST_SHOWN = 5
 FEWEST_LINEAR_BITS = 3
@@ -182,8 +182,8 @@ def integer_lines(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
 
     measured: the errors against the original are, because it was read; else they are computed from the master's.
     """
-    from pqweights.manifest import mean_error
-    from pqweights.plan import totals
+    from pqweights.planning.plan import totals
+    from pqweights.rewrite.manifest import mean_error
 
     forms: dict[str, list[TensorPlan]] = defaultdict(list)
     plain: dict[str, list[TensorPlan]] = defaultdict(list)
@@ -220,8 +220,8 @@ def integer_lines(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
 
 def quality_lines(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]) -> list[str]:
     """Total and worst errors; rescued tensors; those whose error exceeds the promise."""
-    from pqweights.inspect import is_rescued, promise
-    from pqweights.manifest import exceeds, total_relative_mse
+    from pqweights.results.inspect import is_rescued, promise
+    from pqweights.rewrite.manifest import exceeds, total_relative_mse
 
     pairs = [(t, r) for t, r in zip(tensors, records, strict=True) if r.relative_mse is not None]
     if not pairs:
@@ -247,8 +247,8 @@ def quality_lines(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
 
 def result_json(report: Report, out: str) -> dict[str, Any]:
     """quantize --json and export --json."""
-    from pqweights.inspect import tensor_json
-    from pqweights.manifest import error_totals, exceeds
+    from pqweights.results.inspect import tensor_json
+    from pqweights.rewrite.manifest import error_totals, exceeds
 
     pairs = list(zip(report.plan.tensors, report.records, strict=True))
     return {

@@ -47,10 +47,10 @@ def command(
     tokens for each group, some four groups a layer. The file serves every target.
     """
     with output.errors():
-        from pqweights.evaluate.texts import read_text
-        from pqweights.perturb import measure_sensitivity
-        from pqweights.recipe import load_recipe
-        from pqweights.sensitivity import check_free, write_sensitivity
+        from pqweights.measure.sensitivity import measure_sensitivity
+        from pqweights.planning.recipe import load_recipe
+        from pqweights.planning.sensitivity_file import check_free, write_sensitivity
+        from pqweights.runtimes.texts import read_text
 
         chosen = load_recipe(recipe)
         check_free(out, overwrite)

@@ -16,7 +16,7 @@ def command(
 ) -> None:
     """Check every stored byte of a finished folder against its manifest; exit 1 and a line per problem."""
     with output.errors():
-        from pqweights.verify import verify
+        from pqweights.results.verify import verify
 
         found = options.fetched(folder, revision, token, ours=True)
         with output.progress("verifying") as progress:

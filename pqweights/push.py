@@ -21,9 +21,9 @@ from pqweights.errors import HubError, MasterError, PqweightsError
 from pqweights.hub.client import Hub, RemoteFile, Repository, pieces_of
 from pqweights.hub.ids import is_repository_id
 from pqweights.hub.sources import Access
-from pqweights.manifest import parse_manifest, read_manifest
-from pqweights.plan import plan_shards
-from pqweights.verify import verify
+from pqweights.planning.plan import plan_shards
+from pqweights.results.verify import verify
+from pqweights.rewrite.manifest import parse_manifest, read_manifest
 
 NEW, CHANGED, SAME, DELETED = "new", "changed", "same", "deleted"
 MAIN = "main"

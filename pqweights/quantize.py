@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.awq import AwqScales, open_awq
 from pqweights.buffers import scratch
 from pqweights.checkpoint import scales
 from pqweights.checkpoint.config import edited_config, guarded_config, model_dtype
@@ -22,20 +21,30 @@ from pqweights.checkpoint.names import awq_name, codes_name, norms_name
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, find_non_finite
 from pqweights.codecs import EncodedBlocks, get_codec
+from pqweights.codecs.weight import Pass, PassResult, PassTotals, block_count, encode_chunk, first_pass, next_pass
 from pqweights.dtypes import item_bytes, to_float32
 from pqweights.errors import OutputError, RecipeError, SourceError
-from pqweights.fit import Fit, Widths, fit
 from pqweights.hub.sources import Access, open_source
 from pqweights.hub.storage import HubStorage
-from pqweights.jobs import CHUNK_WEIGHTS, OUTPUTS, CopyJob, Job, Sink
 from pqweights.kernels import BLOCK_SIZE, VALUE_DTYPES
-from pqweights.manifest import TensorRecord, exceeds, rounded
-from pqweights.plan import DEFAULT_MAX_SHARD_BYTES, DEFAULT_METADATA, KEEP, QUANTIZE, Plan, TensorPlan, plan_shards
-from pqweights.recipe import Decision, Recipe, Target, decide, is_smaller
-from pqweights.rewrite import Lineage, Report, make_plan, rewrite
-from pqweights.sensitivity import HEURISTIC, read_sensitivity
-from pqweights.stream import Progress
-from pqweights.weight import Pass, PassResult, PassTotals, block_count, encode_chunk, first_pass, next_pass
+from pqweights.planning.awq_file import AwqScales, open_awq
+from pqweights.planning.fit import Fit, Widths, fit
+from pqweights.planning.plan import (
+    DEFAULT_MAX_SHARD_BYTES,
+    DEFAULT_METADATA,
+    KEEP,
+    QUANTIZE,
+    Plan,
+    TensorPlan,
+    plan_shards,
+)
+from pqweights.planning.recipe import Decision, Recipe, Target, decide, is_smaller
+from pqweights.planning.sensitivity_file import HEURISTIC, read_sensitivity
+from pqweights.rewrite.driver import Lineage, Report, make_plan, rewrite
+from pqweights.rewrite.jobs import CHUNK_WEIGHTS, OUTPUTS, CopyJob, Job, Sink
+from pqweights.rewrite.manifest import TensorRecord, exceeds
+from pqweights.rewrite.stream import Progress
+from pqweights.strict_json import rounded
 
 
 @dataclass(frozen=True)

@@ -20,39 +20,34 @@ COMMANDS = Path(pqweights_cli.__file__).parent
 # The layers, lowest first; modules of one line may import each other's, the later the earlier. A package stands for all
 # of its modules, unless one of them is listed itself.
 LAYERS = (
-    ("pqweights.autoload", "pqweights", "pqweights.errors", "pqweights.buffers", "pqweights.dtypes"),
-    ("pqweights.units", "pqweights.fusion", "pqweights.knapsack"),
-    ("pqweights.codebook",),
+    (
+        "pqweights.autoload",
+        "pqweights",
+        "pqweights.errors",
+        "pqweights.buffers",
+        "pqweights.dtypes",
+        "pqweights.strict_json",
+        "pqweights.units",
+    ),
     ("pqweights.kernels",),
     ("pqweights.codecs",),
-    ("pqweights.weight",),
     ("pqweights.checkpoint",),
     ("pqweights.hub",),
-    ("pqweights.scale_search",),
-    ("pqweights.roles",),
-    ("pqweights.recipe",),
-    ("pqweights.plan",),
-    ("pqweights.manifest",),
-    ("pqweights.sensitivity",),
-    ("pqweights.fit",),
-    ("pqweights.workspace", "pqweights.jobs", "pqweights.awq"),
-    ("pqweights.transform",),
-    ("pqweights.stream",),
+    ("pqweights.planning",),
     ("pqweights.rewrite",),
     ("pqweights.quantize", "pqweights.exports"),
-    ("pqweights.integrations",),
-    ("pqweights.inspect", "pqweights.verify", "pqweights.evaluate", "pqweights.distribution", "pqweights.plots"),
-    ("pqweights.card",),
-    ("pqweights.push",),
-    ("pqweights.calibrate", "pqweights.perturb"),
-    ("pqweights.ablate",),
+    ("pqweights.integrations", "pqweights.results"),
+    ("pqweights.runtimes",),
+    ("pqweights.evaluate", "pqweights.measure"),
+    ("pqweights.card", "pqweights.plots", "pqweights.push"),
     ("pqweights_cli",),
 )
 NOTHING_OF_OURS = ("pqweights.autoload", "pqweights.errors")
 OPTIONAL = {
     "torch": {
+        "pqweights.measure.activations",
         "pqweights.kernels.reference", "pqweights.kernels.gpu", "pqweights.kernels.devices", "pqweights.checkpoint.pickled",
-        "pqweights.integrations.activations", "pqweights.integrations.conversion", "pqweights.integrations.packed",
+        "pqweights.integrations.conversion", "pqweights.integrations.packed",
     },
     "triton": {"pqweights.kernels.gpu"},
     "numba": {
@@ -62,11 +57,12 @@ OPTIONAL = {
     "llvmlite": {
         "pqweights.kernels.cpu", "pqweights.kernels.compiler", "pqweights.kernels.lanes", "pqweights.kernels.vector",
     },
-    "yaml": {"pqweights.recipe", "pqweights.checkpoint.model_card", "pqweights.card.front_matter", "pqweights.card.old_card"},
+    "yaml": {"pqweights.planning.recipe", "pqweights.checkpoint.model_card", "pqweights.card.front_matter", "pqweights.card.old_card"},
     "huggingface_hub": set(),  # by name, in pqweights.hub.client
-    "matplotlib": {"pqweights.plots"},
+    "matplotlib": {"pqweights.plots.distribution", "pqweights.plots.figure", "pqweights.plots.layers"},
     "transformers": {
-        "pqweights.integrations.activations", "pqweights.integrations.conversion", "pqweights.integrations.quantizer",
+        "pqweights.measure.activations",
+        "pqweights.integrations.conversion", "pqweights.integrations.quantizer",
         "pqweights.integrations.transformers",
     },
     "safetensors": set(),
@@ -122,8 +118,13 @@ def exact_layer(name: str) -> int:
 
 
 def test_there_is_something_to_check() -> None:
-    assert {"pqweights.rewrite", "pqweights.checkpoint.header", "pqweights_cli.main", "pqweights"} <= MODULES.keys()
-    assert "pqweights.kernels" in imports("pqweights.weight", MODULES["pqweights.weight"])
+    assert {
+        "pqweights.rewrite.driver",
+        "pqweights.checkpoint.header",
+        "pqweights_cli.main",
+        "pqweights",
+    } <= MODULES.keys()
+    assert "pqweights.kernels" in imports("pqweights.codecs.weight", MODULES["pqweights.codecs.weight"])
     assert "pqweights_cli.plan" in imports("pqweights_cli.main", MODULES["pqweights_cli.main"])
     assert "pqweights.checkpoint.master" in imports(
         "pqweights.checkpoint.source", MODULES["pqweights.checkpoint.source"]
@@ -235,7 +236,7 @@ def test_importing_pqweights_is_light() -> None:
 
 
 def test_quantizing_needs_neither_torch_nor_a_compiler() -> None:
-    assert not loaded_after("import pqweights.quantize, pqweights.exports, pqweights.verify") & {
+    assert not loaded_after("import pqweights.quantize, pqweights.exports, pqweights.results.verify") & {
         "torch",
         "triton",
         "transformers",

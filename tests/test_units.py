@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pqweights.errors import RecipeError
-from pqweights.fusion import TIED, group_of, grouped
-from pqweights.roles import classify
+from pqweights.planning.groups import TIED, group_of, grouped
+from pqweights.planning.roles import classify
 from pqweights.units import parse_size
 
 # ------------------------------------------------------------------------------------------------------------------ units

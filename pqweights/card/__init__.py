@@ -19,10 +19,10 @@ from pqweights.checkpoint.names import CARD_FILE, MANIFEST_FILE
 from pqweights.checkpoint.source import read_config
 from pqweights.checkpoint.writer import write_whole
 from pqweights.errors import MasterError, OutputError
-from pqweights.evaluate.record import read_records
 from pqweights.exports import EXPORTS
 from pqweights.hub.ids import is_repository_id
-from pqweights.inspect import inspect
+from pqweights.results.evaluation_record import read_records
+from pqweights.results.inspect import inspect
 
 __all__ = ["Card", "check_names", "make_card", "read_card", "save_card", "write_card"]
 

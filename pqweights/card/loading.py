@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from pqweights.card.markdown import code, fenced
-from pqweights.evaluate.texts import TOKENIZER_FILES
 from pqweights.exports import EXPORTS
 from pqweights.exports.options import ROTATED
 from pqweights.exports.torchao_int4 import UNTILED
 from pqweights.integrations.transformers import AUTO_CLASSES
+from pqweights.runtimes.texts import TOKENIZER_FILES
 
 TRANSFORMERS, MLX, PQWEIGHTS = "transformers", "mlx", "pqweights"
 IMAGES = "AutoModelForImageTextToText"

@@ -13,13 +13,13 @@ from typing import Any
 from pqweights.card.markdown import code, listed, number, size, table, words
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
 from pqweights.checkpoint.storage import Origin
-from pqweights.evaluate.record import Figure, Record
+from pqweights.codecs.weight import RESCUE_FACTOR
 from pqweights.hub.ids import is_repository_id
-from pqweights.inspect import Inspection, is_rescued
-from pqweights.manifest import Manifest, TensorRecord, mean_error
-from pqweights.plan import DECODE, INTEGER, KEEP, TensorPlan, plan_shards
-from pqweights.roles import ROLES
-from pqweights.weight import RESCUE_FACTOR
+from pqweights.planning.plan import DECODE, INTEGER, KEEP, TensorPlan, plan_shards
+from pqweights.planning.roles import ROLES
+from pqweights.results.evaluation_record import Figure, Record
+from pqweights.results.inspect import Inspection, is_rescued
+from pqweights.rewrite.manifest import Manifest, TensorRecord, mean_error
 
 Pair = tuple[TensorPlan, TensorRecord]
 OURS = "hadamard-lloyd-max"

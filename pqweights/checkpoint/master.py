@@ -21,12 +21,12 @@ from pqweights.checkpoint.names import AWQ_SUFFIX, CODES_SUFFIX, NORMS_SUFFIX, a
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor
 from pqweights.checkpoint.scales import scale_shape
 from pqweights.checkpoint.storage import Storage
-from pqweights.codebook import Codebook, codebook_from_levels
 from pqweights.codecs import CODECS, get_codec
+from pqweights.codecs.weight import block_count
 from pqweights.dtypes import FLOAT_DTYPES
 from pqweights.errors import MasterError
 from pqweights.kernels import BLOCK_SIZE
-from pqweights.weight import block_count
+from pqweights.kernels.codebook import Codebook, codebook_from_levels
 
 QUANT_METHOD = "pqweights"
 FORMAT_VERSION = 1

@@ -17,7 +17,6 @@ from pqweights.buffers import scratch
 from pqweights.checkpoint import scales
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.storage import Storage
-from pqweights.codebook import Codebook
 from pqweights.codecs import get_codec
 from pqweights.codecs.protocol import HADAMARD
 from pqweights.dtypes import (
@@ -31,6 +30,7 @@ from pqweights.dtypes import (
     to_float32,
 )
 from pqweights.kernels import BLOCK_SIZE, VALUE_DTYPES
+from pqweights.kernels.codebook import Codebook
 
 
 class LogicalTensor(Protocol):

@@ -14,6 +14,9 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
 
+# Scales lie among the normal numbers of float16.
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-14, 2.0**15
+
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a weight's scales: [..., K]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from pqweights.codecs.ablation import Ablation
+from pqweights.codecs.comparison import Ablation
 from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
 from pqweights.codecs.protocol import Codec, EncodedBlocks
 from pqweights.errors import RecipeError

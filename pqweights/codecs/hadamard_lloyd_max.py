@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pqweights import codebook as lloyd_max
-from pqweights.codebook import Codebook
-from pqweights.codecs.packed import PackedCodec
+from pqweights.codecs import lloyd_max
 from pqweights.codecs.protocol import HADAMARD, SIGNED_HADAMARD, EncodedBlocks
+from pqweights.codecs.scalar import PackedCodec
 from pqweights.kernels import backend
+from pqweights.kernels.codebook import Codebook
 
 
 class HadamardLloydMax(PackedCodec):

@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.codebook import Codebook
 from pqweights.kernels import EncodeStats
+from pqweights.kernels.codebook import Codebook
 
 # The rotations, as files name them.
 HADAMARD = "hadamard"

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.errors import EvaluationError
-from pqweights.evaluate.runtimes import Model
-from pqweights.evaluate.texts import Ids
+from pqweights.runtimes.models import Model
+from pqweights.runtimes.texts import Ids
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pqweights.evaluate.folders import Size
 from pqweights.evaluate.protocol import Estimate, Scores
 from pqweights.evaluate.speed import Speed
+from pqweights.runtimes.folders import Size
 
 
 @dataclass(frozen=True)

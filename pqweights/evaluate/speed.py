@@ -21,9 +21,9 @@ import numpy as np
 
 from pqweights import errors
 from pqweights.errors import EvaluationError, PqweightsError
-from pqweights.evaluate.packages import package
-from pqweights.evaluate.runtimes import open_model
-from pqweights.evaluate.texts import Ids
+from pqweights.runtimes.models import open_model
+from pqweights.runtimes.packages import package
+from pqweights.runtimes.texts import Ids
 
 TOKENS, RUNS = 100, 3
 PROMPT_TOKENS = 16

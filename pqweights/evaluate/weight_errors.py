@@ -11,10 +11,10 @@ import numpy as np
 
 from pqweights.checkpoint.source import open_local, read_config
 from pqweights.errors import SourceError
-from pqweights.evaluate.decoders import Floats, export_weight, master_weight, values_of
-from pqweights.evaluate.packages import package, quiet
-from pqweights.manifest import read_manifest
-from pqweights.plan import DECODE, INTEGER, QUANTIZE
+from pqweights.planning.plan import DECODE, INTEGER, QUANTIZE
+from pqweights.rewrite.manifest import read_manifest
+from pqweights.runtimes.decoders import Floats, export_weight, master_weight, values_of
+from pqweights.runtimes.packages import package, quiet
 
 
 class RelativeError(NamedTuple):

@@ -15,12 +15,12 @@ from pqweights.exports.mlx_q4 import MlxQ4
 from pqweights.exports.options import ExportOptions
 from pqweights.exports.torchao_int4 import TorchaoInt4
 from pqweights.exports.vllm_int4 import VllmInt4
-from pqweights.manifest import read_manifest, total_relative_mse
-from pqweights.plan import DEFAULT_MAX_SHARD_BYTES, totals
-from pqweights.rewrite import Lineage, Report, make_plan, rewrite
-from pqweights.stream import Progress
-from pqweights.transform import Transform
-from pqweights.workspace import check_paths
+from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, totals
+from pqweights.rewrite.driver import Lineage, Report, make_plan, rewrite
+from pqweights.rewrite.manifest import read_manifest, total_relative_mse
+from pqweights.rewrite.stream import Progress
+from pqweights.rewrite.transform import Transform
+from pqweights.rewrite.workspace import check_paths
 
 EXPORTS: dict[str, type[Bf16Export] | type[TorchaoInt4] | type[MlxQ4] | type[VllmInt4]] = {
     "bf16": Bf16Export,

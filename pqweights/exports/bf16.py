@@ -12,10 +12,10 @@ from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalT
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import MovedTensor
 from pqweights.exports.options import ExportOptions, one_of
-from pqweights.jobs import CopyJob, Job
-from pqweights.manifest import TensorRecord
-from pqweights.plan import DECODE, DEFAULT_METADATA, KEEP, TensorPlan
-from pqweights.roles import classify
+from pqweights.planning.plan import DECODE, DEFAULT_METADATA, KEEP, TensorPlan
+from pqweights.planning.roles import classify
+from pqweights.rewrite.jobs import CopyJob, Job
+from pqweights.rewrite.manifest import TensorRecord
 
 
 @dataclass(frozen=True)

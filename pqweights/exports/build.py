@@ -13,7 +13,7 @@ from pqweights.checkpoint.views import MovedTensor
 from pqweights.errors import SourceError
 from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.integers import IntegerExport, Target
-from pqweights.manifest import Manifest, read_manifest
+from pqweights.rewrite.manifest import Manifest, read_manifest
 
 
 def integer_export(

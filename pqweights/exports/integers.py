@@ -21,16 +21,17 @@ from pqweights.checkpoint.config import model_dtype
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.codecs.weight import add_in_order
 from pqweights.dtypes import from_float32, to_float32
 from pqweights.errors import SourceError
 from pqweights.exports.bf16 import plain_plan
-from pqweights.jobs import CHUNK_WEIGHTS, CopyJob, Job, Sink
 from pqweights.kernels import BLOCK_SIZE
 from pqweights.kernels.groups import BEST, Groups, rotate
-from pqweights.manifest import TensorRecord, rounded
-from pqweights.plan import INTEGER, TensorPlan
-from pqweights.roles import classify
-from pqweights.weight import add_in_order
+from pqweights.planning.plan import INTEGER, TensorPlan
+from pqweights.planning.roles import classify
+from pqweights.rewrite.jobs import CHUNK_WEIGHTS, CopyJob, Job, Sink
+from pqweights.rewrite.manifest import TensorRecord
+from pqweights.strict_json import rounded
 
 
 class Piece(NamedTuple):

@@ -8,7 +8,7 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.errors import ExportError
 from pqweights.exports.bf16 import is_encoded
-from pqweights.roles import classify
+from pqweights.planning.roles import classify
 
 # Weights of a row: eight rows of them are held at once.
 MOST_COLUMNS = 1 << 20

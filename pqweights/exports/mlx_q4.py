@@ -28,7 +28,7 @@ from pqweights.exports.bf16 import is_encoded, plain_plan
 from pqweights.exports.integers import Outline, Piece, Rounding, Rule, Stays
 from pqweights.exports.options import BEST, MINMAX, ExportOptions, one_of
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups, pack_bits
-from pqweights.roles import classify
+from pqweights.planning.roles import classify
 
 if TYPE_CHECKING:
     from pqweights.exports.mlx_model import MlxModel

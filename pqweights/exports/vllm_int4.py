@@ -27,8 +27,8 @@ from pqweights.exports.linear import linear_weights
 from pqweights.exports.options import BEST, MINMAX, PLAIN, ROTATED, ExportOptions, one_of
 from pqweights.kernels import BLOCK_SIZE
 from pqweights.kernels.groups import GroupRule, Groups, pack_bits
-from pqweights.plan import DEFAULT_METADATA
-from pqweights.roles import classify
+from pqweights.planning.plan import DEFAULT_METADATA
+from pqweights.planning.roles import classify
 
 NAME = "vllm-int4"
 GROUP_SIZES = (128, 64, 32)

@@ -22,13 +22,13 @@ from torch.utils._pytree import tree_map_only
 from pqweights.buffers import scratch
 from pqweights.checkpoint import scales
 from pqweights.checkpoint.readers import EncodedTensor
-from pqweights.codebook import Codebook
 from pqweights.codecs import get_codec
 from pqweights.codecs.protocol import SIGNED_HADAMARD, UNROTATED
+from pqweights.codecs.weight import block_count
 from pqweights.errors import PqweightsError
 from pqweights.kernels import BLOCK_SIZE
+from pqweights.kernels.codebook import Codebook
 from pqweights.kernels.reference import TORCH_DTYPES, decode_blocks
-from pqweights.weight import block_count
 
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 # Weights that a thread decodes before it multiplies them: few enough to stay in its core's cache.

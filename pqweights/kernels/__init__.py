@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights import buffers
-from pqweights.codebook import Codebook
+from pqweights.kernels.codebook import Codebook
 
 BLOCK_SIZE = 128
 

@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.buffers import pageable
-from pqweights.codebook import Codebook
 from pqweights.dtypes import item_bytes
 from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES, EncodeStats
+from pqweights.kernels.codebook import Codebook
 
 # What the machine code is made from.
 SOURCES = ("compiler.py", "cpu_groups.py", "cpu_kernels.py", "lanes.py", "vector.py")

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pqweights.codebook import Codebook
 from pqweights.errors import DeviceError
 from pqweights.kernels import SIGNS, VALUE_DTYPES, EncodeStats
+from pqweights.kernels.codebook import Codebook
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 # Blocks of 128 that one program handles; the interpreter's cost is per program, not per element.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pqweights.buffers import pageable
-from pqweights.codebook import Codebook
 from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, ORTHONORMAL, SIGNS, EncodeStats
+from pqweights.kernels.codebook import Codebook
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 

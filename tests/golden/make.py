@@ -1,6 +1,6 @@
 """The golden master: a source made with integer arithmetic, and what every version of pqweights must make of it.
 
-    PYTHONPATH=tests python -m golden.make
+    PYTHONPATH=tests:tests/support python -m golden.make
 
 writes `master/` and `expected.json` anew. That is due only when the format changes on purpose: their bytes are the format.
 """
@@ -20,8 +20,8 @@ import independent_reader
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.planning.recipe import parse_recipe
 from pqweights.quantize import quantize
-from pqweights.recipe import parse_recipe
 
 HERE = Path(__file__).parent
 MASTER = HERE / "master"

@@ -1,6 +1,6 @@
 """Hostile and broken inputs, one folder per case: how to build it, the commands it is given to, and what each must say.
 
-`python tests/hostile/generate.py FOLDER` writes all of them, with cases.json beside them; tests/test_hostile.py runs
+`python tests/hostile/generate.py FOLDER` writes all of them, with cases.json beside them; tests/cli/test_hostile.py runs
 each command inside the case's own folder. Whatever the case, the answer is one line that names the culprit, and nothing
 in the folder changes.
 """
@@ -813,8 +813,8 @@ MASTER_SRC: dict[str, Content] = {
 
 
 def run_quantize(source: Path, out: Path, bits: int = 5) -> None:
+    from pqweights.planning.recipe import load_recipe
     from pqweights.quantize import quantize
-    from pqweights.recipe import load_recipe
 
     quantize(source, out, load_recipe("q5").with_bits(bits), threads=1, max_shard_bytes=300)
 

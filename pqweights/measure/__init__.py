@@ -1,0 +1,1 @@
+"""Measurements that need the model itself: calibration, sensitivity, the ablation; and how Gaussian its weights are."""

@@ -1,0 +1,261 @@
+"""How Gaussian the coordinates of a checkpoint's blocks are, before and after the rotation: what the levels stand on.
+
+A codec with Lloyd-Max levels is as good as its coordinates are normal. Here they are measured on the weights that the
+recipe q5 would quantize, without quantizing them: the Kolmogorov-Smirnov distance to N(0,1) and the kurtosis.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.readers import LogicalTensor, element_count
+from pqweights.checkpoint.source import find_non_finite, open_local
+from pqweights.errors import SourceError
+from pqweights.kernels import BLOCK_SIZE
+from pqweights.kernels.groups import rotate
+from pqweights.planning.recipe import decide, load_recipe
+
+# Of a tensor with more weights than this, a sample is taken: so many blocks, in chunks that lie evenly in it.
+MAX_WEIGHTS = 1 << 22
+CHUNK_BLOCKS = 1 << 11
+CHUNKS = MAX_WEIGHTS // BLOCK_SIZE // CHUNK_BLOCKS
+# Cells of equal probability, at whose ends distribution functions are compared: what is found is too small by 1 / CELLS at most.
+CELLS = 1 << 16
+# Bins of the histogram: no coordinate of a block is beyond sqrt(128).
+HISTOGRAM_EDGES: npt.NDArray[np.float64] = np.arange(-1140, 1141) / 100
+
+Progress = Callable[[int, int, str], None]  # source bytes done, in all, name of the tensor
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Coordinates against N(0,1).
+
+    ks: the largest difference of the two distribution functions. kurtosis: the mean fourth power over the squared mean
+    square, both about zero; 3 for N(0,1).
+    """
+
+    ks: float
+    kurtosis: float
+
+    def to_json(self) -> dict[str, float]:
+        """The figures by name."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class TensorDistribution:
+    """One tensor, or a whole checkpoint. before, after: the rotation; None where all of the sample is zero.
+
+    sampled_weights: those in the whole blocks that were read and are not zero.
+    """
+
+    name: str
+    role: str
+    shape: tuple[int, ...]
+    dtype: str
+    weights: int
+    sampled_weights: int
+    before: Fit | None
+    after: Fit | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry of inspect --distribution --json."""
+        fits = {"before": self.before, "after": self.after}
+        return {**vars(self), "shape": list(self.shape), **{k: fit and fit.to_json() for k, fit in fits.items()}}
+
+
+@dataclass(frozen=True, eq=False)
+class Distribution:
+    """Of a checkpoint. before, after: all tensors together, and their histograms over HISTOGRAM_EDGES, [bins] i64."""
+
+    recipe: str
+    tensors: tuple[TensorDistribution, ...]
+    before: Fit | None
+    after: Fit | None
+    histogram_before: npt.NDArray[np.int64]
+    histogram_after: npt.NDArray[np.int64]
+
+    @property
+    def weights(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.weights for tensor in self.tensors)
+
+    @property
+    def sampled_weights(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.sampled_weights for tensor in self.tensors)
+
+    def to_json(self) -> dict[str, Any]:
+        """inspect --distribution --json."""
+        return {
+            "recipe": self.recipe,
+            "max_weights_per_tensor": MAX_WEIGHTS,
+            "weights": self.weights,
+            "sampled_weights": self.sampled_weights,
+            "before": self.before and self.before.to_json(),
+            "after": self.after and self.after.to_json(),
+            "tensors": [tensor.to_json() for tensor in self.tensors],
+        }
+
+
+def measure_distribution(
+    source: Path,
+    threads: int = 1,
+    allow_pickle: bool = False,
+    progress: Progress = lambda done, total, name: None,
+) -> Distribution:
+    """Measure the tensors of a checkpoint that the recipe q5 quantizes.
+
+    Raises SourceError for a master, and for a weight that is not finite.
+    """
+    checkpoint = open_local(source, allow_pickle)
+    if checkpoint.is_master:
+        raise SourceError(
+            f"{source}: expected a checkpoint of weights, found a master, which holds codes; give the checkpoint that it was "
+            "made from"
+        )
+    recipe = load_recipe("q5")
+    decisions = decide(recipe, checkpoint.tensors)
+    chosen = [(t, d.role) for t, d in zip(checkpoint.tensors, decisions, strict=True) if d.codec is not None]
+    total, done = sum(_sampled_bytes(tensor) for tensor, _ in chosen), 0
+    everything = _Pair()
+    measured = []
+    for (tensor, role), pair in _in_order(chosen, threads):
+        everything.add(pair)
+        measured.append(
+            TensorDistribution(
+                tensor.name, role, tensor.shape, tensor.dtype, element_count(tensor), pair.before.count,
+                pair.before.fit(), pair.after.fit(),
+            )
+        )  # fmt: skip
+        done += _sampled_bytes(tensor)
+        progress(done, total, tensor.name)
+    before, after = everything.before, everything.after
+    return Distribution(recipe.name, tuple(measured), before.fit(), after.fit(), before.histogram, after.histogram)
+
+
+def _in_order(
+    chosen: Sequence[tuple[LogicalTensor, str]], threads: int
+) -> Iterator[tuple[tuple[LogicalTensor, str], _Pair]]:
+    """What was counted of each tensor; at most two results per thread wait for their turn."""
+    waiting: deque[tuple[tuple[LogicalTensor, str], Future[_Pair]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for entry in chosen:
+                waiting.append((entry, pool.submit(_count, entry[0])))
+                if len(waiting) >= 2 * threads:
+                    first, result = waiting.popleft()
+                    yield first, result.result()
+            for first, result in waiting:
+                yield first, result.result()
+        finally:
+            for _, result in waiting:
+                result.cancel()
+
+
+def sampled_blocks(weights: int) -> list[range]:
+    """Which whole blocks of a tensor are read: all of them, or CHUNKS runs that lie evenly in it."""
+    blocks = weights // BLOCK_SIZE
+    if blocks <= CHUNKS * CHUNK_BLOCKS:
+        return [range(first, min(first + CHUNK_BLOCKS, blocks)) for first in range(0, blocks, CHUNK_BLOCKS)]
+    firsts = [i * (blocks - CHUNK_BLOCKS) // (CHUNKS - 1) for i in range(CHUNKS)]
+    return [range(first, first + CHUNK_BLOCKS) for first in firsts]
+
+
+def _sampled_bytes(tensor: LogicalTensor) -> int:
+    """Bytes of the source that are read of a tensor, about."""
+    weights = element_count(tensor)
+    stored = sum(part.byte_count for part in tensor.parts)
+    return stored * min(weights, MAX_WEIGHTS) // max(weights, 1)
+
+
+def _count(tensor: LogicalTensor) -> _Pair:
+    pair = _Pair()
+    for blocks in sampled_blocks(element_count(tensor)):
+        count = len(blocks) * BLOCK_SIZE
+        raw = np.empty(count * 4, dtype=np.uint8)
+        tensor.read(blocks.start * BLOCK_SIZE, count, "F32", raw)
+        values = raw.view(np.float32).reshape(-1, BLOCK_SIZE).astype(np.float64)
+        norms = np.sqrt((values * values).sum(axis=1))
+        if not np.isfinite(norms).all():
+            at = find_non_finite(tensor, blocks.start * BLOCK_SIZE, count)
+            place = [int(i) for i in np.unravel_index(at, tensor.shape)]
+            raise SourceError(
+                f"{tensor.parts[0].file}: tensor {tensor.name!r}: expected finite weights, found a NaN or an infinity at {place}"
+            )
+        values = values[norms > 0]
+        values *= (math.sqrt(BLOCK_SIZE) / norms[norms > 0])[:, None]
+        coordinates = values.astype(np.float32).reshape(-1)
+        pair.before.add(coordinates.copy())
+        rotate(coordinates)
+        pair.after.add(coordinates)
+    return pair
+
+
+class _Pair:
+    """Tallies before and after the rotation."""
+
+    def __init__(self) -> None:
+        self.before, self.after = Tally(), Tally()
+
+    def add(self, other: _Pair) -> None:
+        """Count what another one counted."""
+        self.before.merge(other.before)
+        self.after.merge(other.after)
+
+
+class Tally:
+    """Counts coordinates. histogram: [bins] i64, over HISTOGRAM_EDGES."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.histogram = np.zeros(len(HISTOGRAM_EDGES) - 1, dtype=np.int64)
+        self._not_above = np.zeros(CELLS - 1, dtype=np.int64)  # how many coordinates are at most each edge
+        self._squares = self._fourths = 0.0
+
+    def add(self, z: npt.NDArray[np.float32]) -> None:
+        """Count coordinates, and sort them in place."""
+        self.count += len(z)
+        squares = z.astype(np.float64) ** 2
+        self._squares += float(squares.sum())
+        self._fourths += float((squares * squares).sum())
+        z.sort()
+        self._not_above += np.searchsorted(z, normal_edges(), side="right")
+        below = np.searchsorted(z, HISTOGRAM_EDGES.astype(np.float32), side="left")
+        self.histogram += np.diff(below)
+
+    def merge(self, other: Tally) -> None:
+        """Count what another one counted."""
+        self.count += other.count
+        self.histogram += other.histogram
+        self._not_above += other._not_above
+        self._squares += other._squares
+        self._fourths += other._fourths
+
+    def fit(self) -> Fit | None:
+        """Against N(0,1); None without coordinates."""
+        if self.count == 0:
+            return None
+        normal = np.arange(1, CELLS) / CELLS
+        distance = float(np.abs(self._not_above / self.count - normal).max())
+        return Fit(distance, self._fourths * self.count / self._squares**2)
+
+
+@functools.cache
+def normal_edges() -> npt.NDArray[np.float32]:
+    """The CELLS - 1 inner ends of the cells to which N(0,1) gives equal probability, ascending."""
+    inverse = NormalDist().inv_cdf
+    lower = [inverse(i / CELLS) for i in range(1, CELLS // 2)]
+    return np.array([*lower, 0.0, *(-edge for edge in reversed(lower))], dtype=np.float32)

@@ -1,0 +1,1 @@
+"""Everything that is decided from headers: roles, recipes, plans, and fitting to a size."""

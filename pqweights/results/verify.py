@@ -1,0 +1,191 @@
+"""Verify: every stored byte of a finished folder against its manifest, index, headers, configuration and plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.names import (
+    CARD_FILE,
+    CONFIG_FILE,
+    EVALUATION_FILE,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    WORK_FOLDER,
+    is_inside,
+)
+from pqweights.checkpoint.readers import EncodedTensor
+from pqweights.checkpoint.source import open_local
+from pqweights.checkpoint.writer import sha256_of_file
+from pqweights.codecs import CODECS
+from pqweights.errors import MasterError, PqweightsError
+from pqweights.planning.plan import QUANTIZE, ShardPlan, index_json, plan_shards
+from pqweights.quantize import encodings
+from pqweights.results.evaluation_record import read_records
+from pqweights.rewrite.manifest import Manifest, read_manifest
+from pqweights.strict_json import json_bytes
+
+
+@dataclass(frozen=True)
+class Verification:
+    """checked: tensors, files and bytes that were compared. problems: one line each; none means that all is well."""
+
+    tensors: int
+    files: int
+    bytes: int
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no problem."""
+        return not self.problems
+
+
+def verify(
+    folder: Path,
+    *,
+    threads: int,
+    beside: Sequence[str] = (),
+    progress: Callable[[int, int, str], None] = lambda done, total, name: None,
+) -> Verification:
+    """Check a master or an export. beside: files that the repository has that the folder was fetched from, and it has not.
+
+    Raises MasterError where the folder has no readable manifest; everything else is a problem in the result.
+    """
+    manifest = read_manifest(folder)
+    problems: list[str] = []
+    if (folder / MANIFEST_FILE).read_bytes() != manifest.to_bytes():
+        problems.append(
+            f"{MANIFEST_FILE}: is not what pqweights writes for these tensors: its sums or sizes were changed"
+        )
+    if (folder / WORK_FOLDER).exists():
+        problems.append(f"{WORK_FOLDER}: an unfinished run; repeat its command to finish it")
+    shards = plan_shards(manifest.tensors, manifest.max_shard_bytes, manifest.metadata)
+    good = []
+    for shard in shards:
+        problem = _check_shard(folder, shard)
+        if problem:
+            problems.append(problem)
+        else:
+            good.append(shard)
+    problems += _check_hashes(folder, manifest, good, threads, progress)
+    problems += _check_index(folder, manifest, shards)
+    problems += _check_files(folder, manifest)
+    problems += _check_foreign(folder, manifest, shards, beside)
+    if manifest.kind == "master" and not any(p.startswith((CONFIG_FILE, "model-")) for p in problems):
+        problems += _check_config(folder, manifest)
+    return Verification(
+        len(manifest.tensors),
+        len(shards) + len(manifest.files),
+        sum(shard.file_bytes for shard in shards) + sum(record.bytes for record in manifest.files.values()),
+        tuple(problems),
+    )
+
+
+def _check_shard(folder: Path, shard: ShardPlan) -> str | None:
+    """Size and header; the header's bytes follow from the manifest, so they are compared as bytes."""
+    path = folder / shard.file
+    if not path.is_file():
+        return f"{shard.file}: missing"
+    size = path.stat().st_size
+    if size != shard.file_bytes:
+        return f"{shard.file}: expected {shard.file_bytes} bytes, found {size}"
+    with open(path, "rb") as stream:
+        if stream.read(len(shard.header)) != shard.header:
+            return f"{shard.file}: the header is not the one that the manifest plans"
+    return None
+
+
+def _check_hashes(
+    folder: Path,
+    manifest: Manifest,
+    shards: list[ShardPlan],
+    threads: int,
+    progress: Callable[[int, int, str], None],
+) -> Iterator[str]:
+    expected = {name: digest for record in manifest.records for name, digest in record.sha256.items()}
+    stored = [tensor for shard in shards for tensor in shard.stored]
+
+    def digest(tensor: StoredTensor) -> str:
+        return sha256_of_file(folder / tensor.file, tensor.offset, tensor.byte_count)
+
+    total, done = sum(tensor.byte_count for tensor in stored), 0
+    with ThreadPoolExecutor(threads) as pool:
+        for tensor, found in zip(stored, pool.map(digest, stored), strict=True):
+            done += tensor.byte_count
+            progress(done, total, tensor.name)
+            if found != expected[tensor.name]:
+                yield f"{tensor.file}: tensor {tensor.name!r}: sha256: expected {expected[tensor.name]}, found {found}"
+
+
+def _check_index(folder: Path, manifest: Manifest, shards: tuple[ShardPlan, ...]) -> Iterator[str]:
+    path = folder / INDEX_FILE
+    if path.is_file() and path.read_bytes() != json_bytes(index_json(shards)):
+        yield f"{INDEX_FILE}: is not the index of the tensors in the manifest"
+    names = [tensor.name for tensor in manifest.tensors]
+    for tensor in manifest.tensors:
+        for spec in tensor.stored:
+            if tensor.action == QUANTIZE and not spec.name.startswith(tensor.name):
+                yield f"{MANIFEST_FILE}: tensor {tensor.name!r} lists the foreign name {spec.name!r}"
+    if len(set(names)) != len(names):
+        yield f"{MANIFEST_FILE}: a tensor stands twice"
+
+
+def _check_files(folder: Path, manifest: Manifest) -> Iterator[str]:
+    if INDEX_FILE not in manifest.files:
+        yield f"{MANIFEST_FILE}: does not list {INDEX_FILE}"
+    for name, record in manifest.files.items():
+        path = folder / name
+        if not is_inside(name):
+            yield f"{MANIFEST_FILE}: lists {name!r}, which lies outside the folder"
+        elif not path.is_file():
+            yield f"{name}: missing"
+        elif path.stat().st_size != record.bytes:
+            yield f"{name}: expected {record.bytes} bytes, found {path.stat().st_size}"
+        elif (found := sha256_of_file(path)) != record.sha256:
+            yield f"{name}: sha256: expected {record.sha256}, found {found}"
+
+
+def _check_foreign(
+    folder: Path, manifest: Manifest, shards: tuple[ShardPlan, ...], beside: Sequence[str]
+) -> Iterator[str]:
+    """Files that nobody lists; a card and figures may be added, and hidden files belong to version control."""
+    known = {shard.file for shard in shards} | set(manifest.files) | {MANIFEST_FILE, CARD_FILE, EVALUATION_FILE}
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    for name in sorted({*names, *beside} - known):
+        if not any(part.startswith(".") for part in name.split("/")):
+            yield f"{name}: is not in the manifest"
+    try:
+        read_records(folder, "")
+    except MasterError as error:
+        yield str(error)
+
+
+def _check_config(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """The configuration must describe the weights as the manifest does, with the levels that their codec has."""
+    try:
+        checkpoint = open_local(folder)
+    except PqweightsError as error:
+        yield str(error)
+        return
+    if not checkpoint.is_master or checkpoint.config is None:
+        yield f"{CONFIG_FILE}: has no quantization_config of pqweights"
+        return
+    found = {t.name: t for t in checkpoint.tensors if isinstance(t, EncodedTensor)}
+    expected = {e.name: e for e in encodings(manifest.tensors, manifest.records)}
+    for name in sorted(expected.keys() ^ found.keys()):
+        yield f"{CONFIG_FILE}: weight {name!r} is quantized in only one of configuration and manifest"
+    for name in sorted(expected.keys() & found.keys()):
+        for key in ("shape", "dtype", "codec", "bits", "rotation", "norm_exponent"):
+            ours, theirs = getattr(expected[name], key), getattr(found[name], key)
+            if ours != theirs:
+                yield f"{CONFIG_FILE}: weight {name!r}: {key}: expected {ours!r}, found {theirs!r}"
+        codec, bits = CODECS[expected[name].codec], expected[name].bits
+        if found[name].codebook.levels.tobytes() != codec.codebook(bits).levels.tobytes():
+            yield f"{CONFIG_FILE}: levels of {codec.name} at {bits} bits are not those of the codec"
+    kept = checkpoint.config["quantization_config"].get("kept")
+    if kept != [t.name for t in manifest.tensors if t.action != QUANTIZE]:
+        yield f"{CONFIG_FILE}: kept: is not the list of kept tensors in the manifest"

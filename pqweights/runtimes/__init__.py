@@ -1,0 +1,1 @@
+"""Models as the libraries compute them that their folders are meant for."""

@@ -1,0 +1,174 @@
+"""JSON as pqweights writes it, and JSON from outside: parsed strictly, then read field by field."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from pqweights.errors import PqweightsError
+
+MAX_DEPTH = 100
+# Nothing that is measured here is larger; sums of such numbers stay finite.
+LARGEST_NUMBER = 1e300
+# UTF-8 has no surrogates: JSON can hold half of a pair only where it escapes one.
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+Wrong = Callable[[str, str, Any], PqweightsError]  # which field, what was expected, what was found -> the error
+Item = TypeVar("Item")
+
+
+def json_bytes(value: Any) -> bytes:
+    """The content of a JSON file: UTF-8, indented by 2, with a newline at the end."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
+
+
+def rounded(value: float) -> float:
+    """A measure with the seven significant digits that files hold."""
+    return float(f"{value:.6e}")
+
+
+def parse_json(data: bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises ValueError for anything else, for more than MAX_DEPTH levels of nesting, and for text that UTF-8 cannot hold.
+    """
+    try:
+        value = json.loads(data.decode("utf-8"))
+    except RecursionError:
+        raise ValueError(f"expected at most {MAX_DEPTH} levels of nesting, found more") from None
+    # The cheap test first, as an index has a line for every tensor: there is no nesting without brackets.
+    if data.count(b"{") + data.count(b"[") >= MAX_DEPTH and _depth(value) > MAX_DEPTH:
+        raise ValueError(f"expected at most {MAX_DEPTH} levels of nesting, found more")
+    if _SURROGATE_ESCAPE.search(data) and not is_utf8(json.dumps(value, ensure_ascii=False)):
+        raise ValueError("expected UTF-8 text, found half of a surrogate pair")
+    return value
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a string can be written: file names and JSON may hold halves of surrogate pairs, which cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _depth(value: object) -> int:
+    """Levels of nesting, counted without recursion."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        children = [list(v.values()) if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
+        level = [child for group in children for child in group]
+    return depth
+
+
+class Fields:
+    """The fields of a JSON or YAML object that a stranger may have written, each read as the type that it must have.
+
+    Every method raises what `wrong` makes of a field with another type; `wrong` gets the key, what was expected in words,
+    and what was found (None where the key is absent).
+    """
+
+    def __init__(self, value: Any, wrong: Wrong, name: str = "") -> None:
+        if not isinstance(value, dict):
+            raise wrong(name, "keys and values", value)
+        self._values: Mapping[str, Any] = value
+        self._wrong = wrong
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def raw(self, key: str) -> Any:
+        """The value as it stands; None where the key is absent."""
+        return self._values.get(key)
+
+    def text(self, key: str) -> str:
+        """A string."""
+        found: str = self._checked(key, "a text", lambda value: isinstance(value, str))
+        return found
+
+    def flag(self, key: str) -> bool:
+        """true or false."""
+        found: bool = self._checked(key, "true or false", lambda value: isinstance(value, bool))
+        return found
+
+    def whole(self, key: str) -> int:
+        """A whole number of any sign."""
+        found: int = self._checked(key, "a whole number", _is_whole)
+        return found
+
+    def count(self, key: str) -> int:
+        """A whole number from 0 on."""
+        found: int = self._checked(key, "a whole number from 0 on", lambda value: _is_whole(value) and value >= 0)
+        return found
+
+    def number(self, key: str) -> float:
+        """A finite number, whole or not."""
+        return float(self._checked(key, "a number", is_number))
+
+    def fields(self, key: str) -> Fields:
+        """A nested object."""
+        return Fields(self._values.get(key), self._wrong, key)
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """A nested object whose values are not looked at."""
+        found: dict[str, Any] = self._checked(key, "keys and values", lambda value: isinstance(value, dict))
+        return found
+
+    def texts_by_key(self, key: str) -> dict[str, str]:
+        """A nested object of strings."""
+        found = self.mapping(key)
+        for value in found.values():
+            if not isinstance(value, str):
+                raise self._wrong(key, "texts", value)
+        return found
+
+    def items(self, key: str) -> list[Any]:
+        """A list whose items are not looked at."""
+        found: list[Any] = self._checked(key, "a list", lambda value: isinstance(value, list))
+        return found
+
+    def objects(self, key: str) -> list[Fields]:
+        """A list of objects."""
+        return [Fields(item, self._wrong, key) for item in self.items(key)]
+
+    def texts(self, key: str) -> list[str]:
+        """A list of strings."""
+        found: list[str] = self._checked(
+            key, "a list of texts", lambda value: _is_list_of(value, lambda item: isinstance(item, str))
+        )
+        return found
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The sizes of a tensor's dimensions."""
+        return tuple(
+            self._checked(
+                key, "a list of sizes", lambda value: _is_list_of(value, lambda item: _is_whole(item) and item >= 0)
+            )
+        )
+
+    def optional(self, key: str, read: Callable[[str], Item], default: Item) -> Item:
+        """What `read`, one of the methods above, makes of a key; the default where it is absent or null."""
+        return default if self._values.get(key) is None else read(key)
+
+    def _checked(self, key: str, expected: str, holds: Callable[[Any], bool]) -> Any:
+        value = self._values.get(key)
+        if not holds(value):
+            raise self._wrong(key, expected, value)
+        return value
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number that a sum of many can take."""
+    return isinstance(value, float | int) and not isinstance(value, bool) and abs(value) < LARGEST_NUMBER
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_list_of(value: Any, holds: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(holds, value))

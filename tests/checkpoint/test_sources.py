@@ -1,0 +1,634 @@
+"""Sources of every kind: FP8, MXFP4, float64, pickles, and whole models of many families. Nothing is dropped or altered."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import Tensor, bf16, f32, gaussian, read_all, write_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from pqweights.checkpoint.readers import LogicalTensor, Mxfp4Tensor, element_count
+from pqweights.checkpoint.source import open_local
+from pqweights.dtypes import float8_table, from_float32, to_float32
+from pqweights.errors import SourceError
+from pqweights.exports import export
+from pqweights.exports.options import ExportOptions
+from pqweights.planning.recipe import load_recipe
+from pqweights.quantize import quantize
+
+UP = "model.layers.0.mlp.up_proj.weight"
+TORCH_DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+
+
+def master_of(source: Path, out: Path, bits: int = 5, **options: Any) -> dict[str, Tensor]:
+    """Quantize; the stored tensors."""
+    quantize(source, out, load_recipe("q5").with_bits(bits), threads=2, **options)
+    return read_all(out)
+
+
+def save(folder: Path, *shards: Mapping[str, torch.Tensor], config: dict[str, Any] | None = None) -> Path:
+    """A checkpoint written by the safetensors library."""
+    folder.mkdir(parents=True)
+    weight_map = {}
+    for number, tensors in enumerate(shards, start=1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(dict(tensors), folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+    if len(shards) > 1:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def tensor_of(folder: Path, name: str) -> LogicalTensor:
+    (found,) = [tensor for tensor in open_local(folder).tensors if tensor.name == name]
+    return found
+
+
+def read(tensor: LogicalTensor, dtype: str = "F32", start: int = 0, count: int | None = None) -> bytes:
+    count = element_count(tensor) - start if count is None else count
+    raw = np.empty(count * {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}[dtype], dtype=np.uint8)
+    tensor.read(start, count, dtype, raw)
+    return raw.tobytes()
+
+
+def raw_bytes(values: torch.Tensor) -> bytes:
+    return values.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+# -------------------------------------------------------------------------------------------------- numbers, against torch
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "F8_E8M0"])
+def test_float8_tables_are_those_of_torch(dtype: str) -> None:
+    expected = torch.arange(256, dtype=torch.uint8).view(TORCH_DTYPES[dtype]).float().numpy()
+    table = float8_table(dtype)
+    assert np.array_equal(np.isnan(table), np.isnan(expected))
+    finite = ~np.isnan(expected)
+    assert table[finite].tobytes() == expected[finite].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F64"])
+@given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40))
+def test_rounding_is_that_of_torch(dtype: str, bits: list[int]) -> None:
+    values = np.array(bits, dtype=np.uint32).view(np.float32)
+    expected = torch.from_numpy(values).to(TORCH_DTYPES[dtype])
+    found = torch.from_numpy(from_float32(values, dtype)).view(TORCH_DTYPES[dtype])
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found[~found.isnan()], expected[~expected.isnan()])
+    assert torch.equal(found.signbit()[~found.isnan()], expected.signbit()[~expected.isnan()])
+
+
+@given(st.lists(st.floats(width=64), min_size=1, max_size=40))
+def test_float64_is_rounded_as_torch_rounds_it(numbers: list[float]) -> None:
+    values = np.array(numbers, dtype=np.float64)
+    expected = torch.from_numpy(values).float().numpy()
+    assert np.array_equal(to_float32(values.view(np.uint8), "F64"), expected, equal_nan=True)
+
+
+# -------------------------------------------------------------------------------------------------------------- FP8
+
+
+def expanded(scales: torch.Tensor, shape: tuple[int, ...], block: tuple[int, ...]) -> torch.Tensor:
+    """Every scale repeated over its block, cut to the shape: what the models' own code does."""
+    wide = scales.float()
+    for dimension, (size, step) in enumerate(zip(shape, block, strict=True)):
+        wide = wide.repeat_interleave(step, dim=dimension).narrow(dimension, 0, size)
+    return wide
+
+
+def random_fp8(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * 8).to(dtype)
+
+
+def random_scales(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.exp2(torch.randn(shape, generator=generator) * 3 - 5).to(dtype)
+
+
+FP8_CONFIG = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+FP8_LAYOUTS = [
+    # weight, stored scales, suffix, scales as they are repeated, elements per scale
+    ((256, 384), (2, 3), "_scale_inv", (2, 3), (128, 128)),
+    ((300, 200), (3, 2), "_scale_inv", (3, 2), (128, 128)),
+    ((129, 127), (2, 1), "_scale_inv", (2, 1), (128, 127)),
+    ((5, 300), (1, 3), "_scale_inv", (1, 3), (5, 128)),
+    ((3, 200, 130), (3, 2, 2), "_scale_inv", (3, 2, 2), (1, 128, 128)),
+    ((2, 3, 128, 256), (2, 3, 1, 2), "_scale_inv", (2, 3, 1, 2), (1, 1, 128, 128)),
+    ((40, 130), (), "_scale", (1, 1), (40, 130)),
+    ((40, 130), (1,), "_scale", (1, 1), (40, 130)),
+    ((40, 130), (1, 1), "_scale_inv", (1, 1), (40, 130)),
+    ((40, 130), (40, 1), "_scale", (40, 1), (1, 130)),
+    ((40, 130), (40,), "_scale", (40, 1), (1, 130)),
+    ((40, 130), (40,), "_scale_inv", (40, 1), (1, 130)),
+    ((3, 40, 130), (3, 40, 1), "_scale", (3, 40, 1), (1, 1, 130)),
+    ((3, 40, 130), (3, 40), "_scale", (3, 40, 1), (1, 1, 130)),
+    ((3, 40, 130), (3, 1, 1), "_scale", (3, 1, 1), (1, 40, 130)),
+    ((3, 200, 130), (1, 2, 2), "_scale_inv", (1, 2, 2), (3, 128, 128)),
+    ((3, 40, 130), (3, 1, 130), "_scale", (3, 1, 130), (1, 40, 1)),
+    ((130,), (1,), "_scale", (1,), (130,)),
+]
+
+
+@pytest.mark.parametrize("layout", FP8_LAYOUTS, ids=lambda x: f"{x[0]}{x[1]}{x[2]}".replace(" ", ""))
+@pytest.mark.parametrize(("dtype", "scale_dtype"), [("F8_E4M3", "F32"), ("F8_E5M2", "BF16"), ("F8_E4M3", "F8_E8M0")])
+def test_fp8_is_value_times_scale(layout: tuple[Any, ...], dtype: str, scale_dtype: str, tmp_path: Path) -> None:
+    shape, stored_scales, suffix, as_block, block = layout
+    weight = random_fp8(shape, TORCH_DTYPES[dtype])
+    scales = random_scales(stored_scales, TORCH_DTYPES[scale_dtype])
+    save(tmp_path / "src", {UP: weight, UP + suffix: scales}, config=FP8_CONFIG)
+    expected = weight.float() * expanded(scales.reshape(as_block), shape, block)
+    tensor = tensor_of(tmp_path / "src", UP)
+    assert tensor.shape == shape
+    assert read(tensor) == raw_bytes(expected)
+    assert read(tensor, "BF16") == raw_bytes(expected.bfloat16())
+    assert [t.name for t in open_local(tmp_path / "src").tensors] == [UP]
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_fp8_of_any_shape_is_read_from_any_element(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 12), min_size=2, max_size=3), "shape"))
+    steps = tuple(data.draw(st.lists(st.integers(1, 7), min_size=2, max_size=2), "block"))
+    block = (1,) * (len(shape) - 2) + steps
+    weight = random_fp8(shape, torch.float8_e4m3fn)
+    scales = random_scales(tuple(math.ceil(n / b) for n, b in zip(shape, block, strict=True)), torch.float32)
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": steps}}
+    folder = tmp_path_factory.mktemp("fp8") / "src"
+    save(folder, {UP: weight, UP + "_scale_inv": scales}, config=config)
+    expected = raw_bytes(weight.float() * expanded(scales, shape, block))
+    start = data.draw(st.integers(0, weight.numel() - 1), "start")
+    count = data.draw(st.integers(1, weight.numel() - start), "count")
+    assert read(tensor_of(folder, UP), "F32", start, count) == expected[4 * start : 4 * (start + count)]
+
+
+@pytest.mark.parametrize("first", [UP, UP + "_scale_inv"])
+def test_fp8_scales_may_lie_in_another_shard(first: str, tmp_path: Path) -> None:
+    weight, scales = random_fp8((200, 300), torch.float8_e4m3fn), random_scales((2, 3), torch.float32)
+    tensors = {UP: weight, UP + "_scale_inv": scales, "model.norm.weight": torch.ones(8)}
+    shards = [{first: tensors.pop(first)}, tensors]
+    source = save(tmp_path / "src", *shards, config=FP8_CONFIG)
+    expected = weight.float() * expanded(scales, (200, 300), (128, 128))
+    assert read(tensor_of(source, UP)) == raw_bytes(expected)
+
+
+def test_fp8_masters_are_those_of_the_decoded_weights(tmp_path: Path) -> None:
+    """Codes and norms equal those from float32; kept FP8 becomes BF16; no scale and no foreign configuration is left."""
+    mtp = "mtp.layers.0.mlp.up_proj.weight"
+    weight, scales = random_fp8((200, 300), torch.float8_e4m3fn), random_scales((2, 3), torch.float32)
+    kept, kept_scale = random_fp8((16, 40), torch.float8_e5m2, 2), random_scales((), torch.bfloat16, 3)
+    source = save(
+        tmp_path / "src",
+        {
+            UP: weight,
+            UP + "_scale_inv": scales,
+            mtp: kept,
+            mtp + "_scale": kept_scale,
+            "lm_head.input_scale": torch.ones(1),
+        },
+        config={"model_type": "x", "torch_dtype": "bfloat16", **FP8_CONFIG},
+    )
+    decoded = weight.float() * expanded(scales, (200, 300), (128, 128))
+    plain = save(tmp_path / "plain", {UP: decoded})
+    found, expected = master_of(source, tmp_path / "out"), master_of(plain, tmp_path / "plain-out")
+    assert set(found) == {UP + "_codes", UP + "_norms", mtp, "lm_head.input_scale"}
+    for name in (UP + "_codes", UP + "_norms"):
+        assert found[name][1].tobytes() == expected[name][1].tobytes()
+    assert found[mtp][0] == "BF16"
+    assert found[mtp][1].tobytes() == raw_bytes((kept.float() * kept_scale.float()).bfloat16())
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "pqweights"
+    assert config["quantization_config"]["dtype"] == "F8_E4M3"
+    assert config["dtype"] == "bfloat16"
+    export(tmp_path / "out", tmp_path / "bf16", "bf16", threads=1)
+    assert "quantization_config" not in json.loads((tmp_path / "bf16/config.json").read_text())
+    assert {name: t[0] for name, t in read_all(tmp_path / "bf16").items()} == {
+        UP: "BF16",
+        mtp: "BF16",
+        "lm_head.input_scale": "F32",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "sound"),
+    [
+        ('{"a": "\\ud83d\\ude00"}', True),
+        ('{"a": "\\\\ud83d"}', True),  # an escaped backslash, and four letters
+        ('{"a": "\\ud83d"}', False),
+        ('{"\\uDE00": 1}', False),
+        ('{"a": [' + ", ".join(["{}"] * 300) + "]}", True),  # many, but side by side
+        ('{"a": "' + "[" * 300 + '"}', True),
+        ('{"a": ' + "[" * 99 + "]" * 99 + "}", True),
+        ('{"a": ' + "[" * 100 + "]" * 100 + "}", False),
+        ('{"a": ' + "[" * 98 + "1" + "]" * 98 + "}", True),
+        ('{"a": ' + "[" * 99 + "1" + "]" * 99 + "}", False),
+    ],
+)
+def test_configurations_may_not_nest_deeply_or_hold_half_a_surrogate(text: str, sound: bool, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "model", {UP: bf16(gaussian(64, 128))})
+    (source / "config.json").write_text(text)
+    if sound:
+        assert open_local(source).config == json.loads(text)
+    else:
+        with pytest.raises(SourceError, match=r"config\.json: expected (at most 100 levels|UTF-8 text)"):
+            open_local(source)
+
+
+def test_fp8_without_configuration_or_scales_is_taken_as_it_stands(tmp_path: Path) -> None:
+    weight = random_fp8((40, 130), torch.float8_e4m3fn)
+    assert read(tensor_of(save(tmp_path / "src", {UP: weight}), UP)) == raw_bytes(weight.float())
+
+
+FP8_METHODS = [
+    {"quant_method": "fbgemm_fp8"},
+    {"quant_method": "modelopt", "quant_algo": "FP8"},
+    {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}},
+    {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
+    },
+]
+
+
+@pytest.mark.parametrize("method", FP8_METHODS, ids=lambda m: m["quant_method"])
+@pytest.mark.parametrize("place", ["top", "text_config"])
+def test_every_method_that_stores_fp8_is_read(method: dict[str, Any], place: str, tmp_path: Path) -> None:
+    weight, scales = random_fp8((40, 130), torch.float8_e4m3fn), random_scales((40, 1), torch.float32)
+    config = {"quantization_config": method}
+    config = config if place == "top" else {"text_config": config}
+    source = save(tmp_path / "src", {UP: weight, UP + "_scale": scales}, config=config)
+    assert read(tensor_of(source, UP)) == raw_bytes(weight.float() * scales)
+    master_of(source, tmp_path / "out")
+    assert "compressed" not in (tmp_path / "out/config.json").read_text()
+    assert (
+        json.loads((tmp_path / "out/config.json").read_text()).get("text_config", {}).get("quantization_config") is None
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ MXFP4
+
+EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
+MXFP4_CONFIG = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+
+
+def mxfp4(experts: int, rows: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    blocks = torch.randint(0, 256, (experts, rows, groups, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(100, 140, (experts, rows, groups), generator=generator, dtype=torch.uint8)
+    return blocks, scales
+
+
+def decoded_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    result: torch.Tensor = convert_moe_packed_tensors(blocks, scales)
+    return result
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 96, 3), (3, 70, 5)], ids=str)
+@pytest.mark.parametrize("band", [1, 500, 1 << 20])
+def test_mxfp4_is_what_transformers_decodes(
+    shape: tuple[int, int, int], band: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Mxfp4Tensor, "BAND_ELEMENTS", band)
+    blocks, scales = mxfp4(*shape)
+    source = save(tmp_path / "src", {EXPERTS + "_blocks": blocks, EXPERTS + "_scales": scales}, config=MXFP4_CONFIG)
+    expected = decoded_mxfp4(blocks, scales)
+    tensor = tensor_of(source, EXPERTS)
+    assert tensor.shape == tuple(expected.shape)
+    assert read(tensor, "BF16") == raw_bytes(expected)
+    assert read(tensor, "F32") == raw_bytes(expected.float())
+    whole, count = raw_bytes(expected), expected.numel()
+    for start in range(0, count, 997):
+        part = min(1009, count - start)
+        assert read(tensor, "BF16", start, part) == whole[2 * start : 2 * (start + part)]
+
+
+@pytest.mark.parametrize("chunk", [128, 384, 1 << 20])
+def test_mxfp4_masters_are_those_of_the_decoded_experts(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where chunks end inside a row of groups, and where blocks and scales lie in different shards."""
+    monkeypatch.setattr("pqweights.quantize.CHUNK_WEIGHTS", chunk)
+    monkeypatch.setattr("pqweights.rewrite.jobs.CHUNK_WEIGHTS", chunk)
+    blocks, scales = mxfp4(2, 90, 3)
+    source = save(tmp_path / "src", {EXPERTS + "_blocks": blocks}, {EXPERTS + "_scales": scales}, config=MXFP4_CONFIG)
+    plain = save(tmp_path / "plain", {EXPERTS: decoded_mxfp4(blocks, scales)})
+    found, expected = master_of(source, tmp_path / "out", 3), master_of(plain, tmp_path / "plain-out", 3)
+    assert set(found) == {EXPERTS + "_codes", EXPERTS + "_norms"}
+    assert {name: t[1].tobytes() for name, t in found.items()} == {name: t[1].tobytes() for name, t in expected.items()}
+    assert tensor_of(tmp_path / "out", EXPERTS).shape == (2, 96, 90)
+
+
+# ---------------------------------------------------------------------------------------------------------- float64
+
+
+def test_float64_weights_are_rounded_once_and_vectors_kept(tmp_path: Path) -> None:
+    weight = np.random.default_rng(0).standard_normal((40, 130))
+    vector = np.random.default_rng(1).standard_normal(7)
+    source = write_checkpoint(tmp_path / "src", {UP: ("F64", weight), "model.norm.weight": ("F64", vector)})
+    plain = write_checkpoint(tmp_path / "plain", {UP: f32(weight.astype(np.float32))})
+    found, expected = master_of(source, tmp_path / "out"), master_of(plain, tmp_path / "plain-out")
+    for name in (UP + "_codes", UP + "_norms"):
+        assert found[name][1].tobytes() == expected[name][1].tobytes()
+    assert found["model.norm.weight"][0] == "F64"
+    assert found["model.norm.weight"][1].tobytes() == vector.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
+def test_exporting_in_the_dtype_of_the_source_gives_that_dtype(dtype: str, tmp_path: Path) -> None:
+    weight = torch.from_numpy(gaussian(40, 130)).to(TORCH_DTYPES[dtype])
+    source = save(tmp_path / "src", {UP: weight, "model.norm.weight": torch.ones(8, dtype=TORCH_DTYPES[dtype])})
+    master_of(source, tmp_path / "out")
+    export(tmp_path / "out", tmp_path / "exported", "bf16", ExportOptions(dtype="source"), threads=1)
+    assert {name: tensor[0] for name, tensor in read_all(tmp_path / "exported").items()} == {
+        UP: dtype,
+        "model.norm.weight": dtype,
+    }
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+def test_exporting_in_bf16_takes_the_dtype_of_the_model_along(dtype: str, tmp_path: Path) -> None:
+    """Kept tensors of the model's own dtype become BF16; one that the source keeps in another dtype stays."""
+    other = "F32" if dtype != "F32" else "F64"
+    tensors = {
+        UP: torch.from_numpy(gaussian(40, 130)).to(TORCH_DTYPES[dtype]),
+        "model.norm.weight": torch.linspace(0, 1, 8).to(TORCH_DTYPES[dtype]),
+        "model.layers.0.mamba.A_log": torch.linspace(0, 1, 8).to(TORCH_DTYPES[other]),
+    }
+    master_of(save(tmp_path / "src", tensors), tmp_path / "out")
+    export(tmp_path / "out", tmp_path / "exported", "bf16", threads=1)
+    exported = read_all(tmp_path / "exported")
+    assert {n: t[0] for n, t in exported.items()} == {
+        **dict.fromkeys(tensors, "BF16"),
+        "model.layers.0.mamba.A_log": other,
+    }
+    assert exported["model.norm.weight"][1].tobytes() == raw_bytes(tensors["model.norm.weight"].bfloat16())
+
+
+# ---------------------------------------------------------------------------------------------------------- pickles
+
+
+def state() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    large = torch.randn(6, 4, 128, generator=generator)
+    return {
+        "model.embed_tokens.weight": torch.randn(40, 130, generator=generator).bfloat16(),
+        UP: torch.randn(8, 128, generator=generator).half(),
+        "model.layers.0.mlp.down_proj.weight": large[2],  # a view in the midst of a larger storage
+        "model.layers.0.mlp.gate_proj.weight": large[4],
+        "model.layers.1.mlp.up_proj.weight": torch.randn(8, 128, generator=generator).double(),
+        "model.layers.1.mlp.down_proj.weight": (torch.randn(8, 128, generator=generator)).to(torch.float8_e4m3fn),
+        "model.norm.weight": torch.ones(5),
+        "model.position_ids": torch.arange(9),
+        "model.mask": torch.tensor([True, False, True]),
+        "model.small": torch.arange(3, dtype=torch.int8),
+        "model.bytes": torch.arange(3, dtype=torch.uint8),
+    }
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("parameters", [False, True], ids=["tensors", "parameters"])
+def test_pickles_give_what_safetensors_give(shards: int, parameters: bool, tmp_path: Path) -> None:
+    tensors = {name: t.clone() for name, t in state().items()}
+    expected = master_of(save(tmp_path / "safe", tensors), tmp_path / "safe-out")
+    values = {n: torch.nn.Parameter(t) if parameters and t.dtype.is_floating_point else t for n, t in state().items()}
+    names = list(values)
+    parts = [{n: values[n] for n in names}] if shards == 1 else [{n: values[n] for n in names[i::2]} for i in range(2)]
+    (tmp_path / "src").mkdir()
+    for number, part in enumerate(parts, start=1):
+        file = "pytorch_model.bin" if shards == 1 else f"pytorch_model-{number:05d}-of-00002.bin"
+        torch.save(part, tmp_path / "src" / file)
+    if shards > 1:
+        weight_map = {n: f"pytorch_model-{i:05d}-of-00002.bin" for i, part in enumerate(parts, start=1) for n in part}
+        (tmp_path / "src/pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    found = master_of(tmp_path / "src", tmp_path / "out", allow_pickle=True)
+    assert {n: (t[0], t[1].tobytes()) for n, t in found.items()} == {
+        n: (t[0], t[1].tobytes()) for n, t in expected.items()
+    }
+    assert not list((tmp_path / "out").glob("*.bin"))
+
+
+def test_tied_pickles_stay_two_tensors(tmp_path: Path) -> None:
+    weight = torch.randn(16, 128)
+    (tmp_path / "src").mkdir()
+    torch.save({"model.embed_tokens.weight": weight, "lm_head.weight": weight}, tmp_path / "src/pytorch_model.bin")
+    found = master_of(tmp_path / "src", tmp_path / "out", allow_pickle=True)
+    assert found["lm_head.weight_codes"][1].tobytes() == found["model.embed_tokens.weight_codes"][1].tobytes()
+
+
+def test_a_training_state_beside_the_pickle_is_no_part_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    torch.save({UP: torch.randn(8, 128)}, tmp_path / "src/pytorch_model.bin")
+    torch.save({"step": 3}, tmp_path / "src/optimizer.pt")
+    assert set(master_of(tmp_path / "src", tmp_path / "out", allow_pickle=True)) == {UP + "_codes", UP + "_norms"}
+
+
+# --------------------------------------------------------------------------------------------------- nothing dropped
+
+
+@pytest.mark.parametrize("stored_twice", [False, True])
+def test_tied_embeddings_are_stored_as_often_as_in_the_source(stored_twice: bool, tmp_path: Path) -> None:
+    weight = bf16(gaussian(40, 130))
+    tensors = {"model.embed_tokens.weight": weight} | ({"lm_head.weight": weight} if stored_twice else {})
+    found = master_of(write_checkpoint(tmp_path / "src", tensors), tmp_path / "out")
+    assert logical_names(found) == set(tensors)
+    if stored_twice:
+        for part in ("_codes", "_norms"):
+            assert found["lm_head.weight" + part][1].tobytes() == found["model.embed_tokens.weight" + part][1].tobytes()
+
+
+def logical_names(stored: Mapping[str, Any]) -> set[str]:
+    """From the names in the files alone: X_codes and X_norms stand for X."""
+    weights = {name.removesuffix("_codes") for name in stored if name.endswith("_codes")}
+    assert weights == {name.removesuffix("_norms") for name in stored if name.endswith("_norms")}
+    return weights | {name for name in stored if not name.endswith(("_codes", "_norms"))}
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+MOE: dict[str, Any] = {**SIZES, "head_dim": 16, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
+HYBRID: dict[str, Any] = {
+    **SIZES,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+HYBRID_MOE = {
+    **HYBRID,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_heads": 4,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+}
+# family: class of the model, class of its configuration, configuration, a weight that must be quantized, one kept
+FAMILIES: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", SIZES, "lm_head.weight", "model.norm.weight"),
+    "llama-tied": (
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {**SIZES, "tie_word_embeddings": True},
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        MOE,
+        "model.layers.1.mlp.experts.3.down_proj.weight",
+        "model.layers.1.mlp.gate.weight",
+    ),
+    "mixtral": (
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {**SIZES, "num_local_experts": 4},
+        "model.layers.1.block_sparse_moe.experts.3.w2.weight",
+        "model.layers.1.block_sparse_moe.gate.weight",
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {**SIZES, "head_dim": 16, "num_local_experts": 4, "rope_scaling": None},
+        "model.layers.1.mlp.experts.gate_up_proj",
+        "model.layers.1.mlp.experts.gate_up_proj_bias",
+    ),
+    "qwen3_5": (
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5TextConfig",
+        HYBRID,
+        "model.layers.0.linear_attn.in_proj_qkv.weight",
+        "model.layers.0.linear_attn.A_log",
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeTextConfig",
+        HYBRID_MOE,
+        "model.layers.3.self_attn.q_proj.weight",
+        "model.layers.3.mlp.shared_expert_gate.weight",
+    ),
+    "qwen3_5_vision": (
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5Config",
+        {"text_config": HYBRID, "vision_config": VISION},
+        "model.language_model.layers.3.self_attn.q_proj.weight",
+        "model.visual.blocks.0.attn.qkv.weight",
+    ),
+    "mamba2": (
+        "Mamba2ForCausalLM",
+        "Mamba2Config",
+        {"vocab_size": 160, "hidden_size": 64, "state_size": 16, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16,
+         "expand": 2, "n_groups": 2},
+        "backbone.layers.0.mixer.in_proj.weight",
+        "backbone.layers.0.mixer.conv1d.weight",
+    ),
+    "mamba": (
+        "MambaForCausalLM",
+        "MambaConfig",
+        {"vocab_size": 160, "hidden_size": 64, "state_size": 16, "num_hidden_layers": 2, "time_step_rank": 4},
+        "backbone.layers.0.mixer.in_proj.weight",
+        "backbone.layers.0.mixer.A_log",
+    ),
+    "bert": (
+        "BertForMaskedLM",
+        "BertConfig",
+        SIZES,
+        "bert.encoder.layer.0.attention.self.query.weight",
+        "bert.embeddings.LayerNorm.weight",
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"vocab_size": 160, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4},
+        "encoder.block.0.layer.0.SelfAttention.q.weight",
+        "encoder.block.0.layer.0.layer_norm.weight",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what third parties say at import is not ours
+        import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_comes_through_whole_and_loads_again(family: str, tmp_path: Path, transformers: Any) -> None:
+    model_class, config_class, options, quantized, kept = FAMILIES[family]
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**options)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "src")
+    source = load_file(tmp_path / "src/model.safetensors")
+
+    stored = master_of(tmp_path / "src", tmp_path / "master")
+    assert logical_names(stored) == set(source)
+    assert quantized + "_codes" in stored
+    assert kept in stored
+    for tensor in open_local(tmp_path / "master").tensors:
+        assert tensor.shape == tuple(source[tensor.name].shape)
+        assert tensor.dtype == "BF16"
+    for name in set(stored) & set(source):
+        assert stored[name][1].tobytes() == raw_bytes(source[name])
+
+    export(tmp_path / "master", tmp_path / "bf16", "bf16", threads=2)
+    exported = load_file(tmp_path / "bf16/model-00001-of-00001.safetensors")
+    assert {n: (t.shape, t.dtype) for n, t in exported.items()} == {n: (t.shape, t.dtype) for n, t in source.items()}
+    for name, values in source.items():
+        if name in stored:
+            assert torch.equal(exported[name], values)
+        else:
+            error = (exported[name].float() - values.float()).square().sum() / values.float().square().sum()
+            assert 0 < error < 1.25 * 0.002505
+    again, info = getattr(transformers, model_class).from_pretrained(tmp_path / "bf16", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    assert again.dtype == torch.bfloat16
+    assert set(again.state_dict()) == set(model.state_dict())

@@ -1,0 +1,535 @@
+"""The commands: exit codes, what goes to stdout and what to stderr, JSON, progress, and a quick --help."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from helpers import bf16, folder_bytes, gaussian, read_all, small_checkpoint, write_checkpoint
+from pqweights_cli import output
+from pqweights_cli.main import app
+from pqweights_cli.options import parse_size
+from typer.testing import CliRunner
+
+import pqweights
+
+PLAN_TOTALS = {"weights", "quantized_weights", "source_bytes", "output_bytes", "bits_per_weight"}
+PLAN_TENSOR = {"name", "shape", "dtype", "action", "codec", "bits", "bytes", "reason"}
+
+
+def invoke(*arguments: object) -> Any:
+    """A command in this process; a bug's exception is raised, not hidden."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def answer(*arguments: object) -> Any:
+    """The JSON of a command that succeeds, which is all that it prints."""
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    return json.loads(result.stdout)
+
+
+def refused(*arguments: object, code: int = 1) -> str:
+    """The error of a command that fails: on stderr, nothing on stdout."""
+    result = invoke(*arguments)
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    return str(result.stderr)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_checkpoint(tmp_path_factory.mktemp("source") / "model")
+
+
+@pytest.fixture(scope="module")
+def master(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("master") / "out"
+    assert invoke("quantize", source, out).exit_code == 0
+    return out
+
+
+# --- JSON ---
+
+
+def test_plan_json(source: Path, master: Path) -> None:
+    found = answer("plan", source)
+    assert found["totals"].keys() >= PLAN_TOTALS
+    assert all(tensor.keys() >= PLAN_TENSOR for tensor in found["tensors"])
+    tensors = read_all(source)
+    assert {t["name"]: (t["dtype"], tuple(t["shape"])) for t in found["tensors"]} == {
+        name: (dtype, values.shape) for name, (dtype, values) in tensors.items()
+    }
+    assert found["totals"]["source_bytes"] == sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    assert found["totals"]["output_bytes"] == sum(path.stat().st_size for path in master.glob("*.safetensors"))
+    assert {t["action"] for t in found["tensors"]} == {"quantize", "keep"}
+    for tensor in found["tensors"]:
+        assert (tensor["codec"] is None) == (tensor["bits"] is None) == (tensor["action"] == "keep")
+
+
+def test_the_plan_is_a_table_of_all_tensors(source: Path, tmp_path: Path) -> None:
+    """Columns as wide as the widest cell of any tensor, reasons as they stand, no spaces at the end of a line."""
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text('rules: [{role: mlp, bits: 8, reason: "two\\nlines  "}, {name: "*.k_proj.*", bits: 2}]')
+    tensors = answer("plan", source, "--recipe", recipe)["tensors"]
+    columns = [
+        ("tensor", False), ("shape", False), ("dtype", False), ("action", False), ("codec", False), ("bits", True),
+        ("bytes", True), ("reason", False),
+    ]  # fmt: skip
+    rows = [
+        [
+            t["name"], "x".join(map(str, t["shape"])), t["dtype"], t["action"], t["codec"] or "", str(t["bits"] or ""),
+            str(t["bytes"]), t["reason"],
+        ]
+        for t in tensors
+    ]  # fmt: skip
+    assert invoke("plan", source, "--recipe", recipe).stdout.startswith(output.table(columns, rows) + "\n\n")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("sound", [True, False])
+def test_a_plan_leaves_the_garbage_collector_as_it_was(enabled: bool, sound: bool, source: Path) -> None:
+    try:
+        (gc.enable if enabled else gc.disable)()
+        assert invoke("plan", source if sound else source / "nowhere").exit_code == (0 if sound else 1)
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "extra", [(), ("--bits", "3"), ("--recipe", "q4", "--max-shard-size", "20kB", "--threads", "3")]
+)
+def test_a_dry_run_is_the_plan(extra: tuple[str, ...], source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for json_option in ((), ("--json",)):
+        dry = invoke("quantize", source, out, "--dry-run", *extra, *json_option)
+        plan = invoke("plan", source, *extra, *json_option)
+        assert (dry.exit_code, dry.stdout, dry.stderr) == (0, plan.stdout, "")
+    assert not out.exists()
+
+
+def test_quantize_json(source: Path, tmp_path: Path) -> None:
+    found = answer("quantize", source, tmp_path / "out")
+    planned = answer("plan", source)
+    assert found["totals"].keys() >= PLAN_TOTALS | {"relative_mse"}
+    for tensor, plan in zip(found["tensors"], planned["tensors"], strict=True):
+        assert {key: tensor[key] for key in plan} == plan
+    assert (found["already_done"], found["resumed_tensors"], found["exceeding"]) == (False, 0, [])
+    again = answer("quantize", source, tmp_path / "out")
+    assert again["already_done"] is True
+    assert again["totals"] == found["totals"]
+
+
+def test_inspect_json(source: Path, master: Path) -> None:
+    found, planned = answer("inspect", master), answer("plan", source)
+    assert found["totals"].keys() >= PLAN_TOTALS - {"source_bytes"} | {"relative_mse"}
+    for tensor, plan in zip(found["tensors"], planned["tensors"], strict=True):
+        assert {key: tensor[key] for key in plan} == plan
+        assert (tensor["relative_mse"] is None) == (tensor["action"] == "keep")
+    assert 0.002 < found["totals"]["relative_mse"] < 0.003
+
+
+def test_inspect_totals_are_those_of_the_plan(source: Path, master: Path) -> None:
+    """`inspect` gives the same as `plan`, and errors; the source's bytes included."""
+    found, planned = answer("inspect", master)["totals"], answer("plan", source)["totals"]
+    assert {key: found.get(key) for key in PLAN_TOTALS} == {key: planned[key] for key in PLAN_TOTALS}
+
+
+def test_verify_json(master: Path, tmp_path: Path) -> None:
+    found = answer("verify", master)
+    assert found["ok"] is True and found["problems"] == []
+    assert found["checked"]["tensors"] == 10
+    assert found["checked"]["bytes"] > 0
+
+
+def test_verify_finds(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    invoke("quantize", source, out)
+    (out / "tokenizer.json").write_bytes(b"{}")
+    result = invoke("verify", out, "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert found["ok"] is False
+    assert len(found["problems"]) == 1 and "tokenizer.json" in found["problems"][0]
+    text = invoke("verify", out)
+    assert text.exit_code == 1
+    assert text.stdout.splitlines() == found["problems"]
+
+
+def test_export_json(master: Path, tmp_path: Path) -> None:
+    found = answer("export", master, tmp_path / "out", "--target", "bf16")
+    assert {tensor["action"] for tensor in found["tensors"]} == {"decode", "keep"}
+    assert found["totals"]["output_bytes"] == sum(p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors"))
+
+
+def test_every_command_has_json(source: Path, master: Path, tmp_path: Path) -> None:
+    help_texts = [invoke(command.name, "--help").stdout for command in app.registered_commands]
+    assert len(help_texts) >= 5
+    assert all("--json" in text for text in help_texts)
+
+
+# --- text ---
+
+
+def test_texts_go_to_stdout(source: Path, master: Path, tmp_path: Path) -> None:
+    for arguments in (
+        ("plan", source),
+        ("quantize", source, tmp_path / "out"),
+        ("inspect", master),
+        ("verify", master),
+        ("export", master, tmp_path / "exported", "--target", "bf16"),
+    ):
+        result = invoke(*arguments)
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert result.stdout.strip()
+        assert "\x1b" not in result.stdout  # no colours in a pipe
+
+
+def test_the_summary_says_what_was_kept_and_left_out_and_why(source: Path, tmp_path: Path) -> None:
+    text = invoke("quantize", source, tmp_path / "out").stdout
+    assert "left out: README.md" in text
+    assert "model.layers.0.mamba.A_log" in text and "state-space" in text
+    assert "rescued: model.layers.0.mlp.up_proj.weight" in text
+    assert "bits per weight" in text and "coverage" in text
+    again = invoke("quantize", source, tmp_path / "out")
+    assert "already holds" in again.stderr
+
+
+# --- exit codes and errors ---
+
+
+def test_expected_errors_are_one_line_and_exit_1(source: Path, master: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("bitts: 5\n")
+    (tmp_path / "occupied").mkdir()
+    (tmp_path / "occupied/file").write_text("")
+    for arguments in (
+        ("plan", tmp_path / "absent"),
+        ("quantize", tmp_path / "absent", tmp_path / "out"),
+        ("quantize", source, tmp_path / "occupied"),
+        ("quantize", source, tmp_path / "own.yaml"),
+        ("quantize", source, source / "out"),
+        ("quantize", source, tmp_path / "out", "--recipe", "q7"),
+        ("quantize", source, tmp_path / "out", "--recipe", recipe),
+        ("quantize", master, tmp_path / "out"),
+        ("inspect", source),
+        ("verify", source),
+        ("export", source, tmp_path / "out", "--target", "bf16"),
+    ):
+        for extra in ((), ("--json",)):
+            lines = refused(*arguments, *extra).splitlines()
+            assert len(lines) == 1 and lines[0].startswith("error: "), arguments
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("unknown",),
+        ("plan",),
+        ("quantize", "somewhere"),
+        ("plan", "somewhere", "--unknown"),
+        ("plan", "somewhere", "--bits", "1"),
+        ("plan", "somewhere", "--bits", "9"),
+        ("plan", "somewhere", "--bits", "five"),
+        ("plan", "somewhere", "--threads", "0"),
+        ("plan", "somewhere", "--max-shard-size", "5 parsecs"),
+        ("plan", "somewhere", "--max-shard-size", "0"),
+        ("export", "somewhere", "out", "--target", "gguf"),
+        ("export", "somewhere", "out"),
+        ("export", "somewhere", "out", "--target", "bf16", "--dtype", "f64"),
+    ],
+)
+def test_wrong_usage_exits_2(arguments: tuple[str, ...]) -> None:
+    assert refused(*arguments, code=2)
+
+
+def test_a_bug_keeps_its_traceback(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any, **keywords: Any) -> None:
+        raise ValueError("our own mistake")
+
+    monkeypatch.setattr("pqweights.quantize.plan_quantize", broken)
+    result = CliRunner().invoke(app, ["plan", str(source)])
+    assert isinstance(result.exception, ValueError)
+
+
+@pytest.mark.parametrize("when", ["planning", "working"])
+def test_an_interrupt_is_one_line(when: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any, **keywords: Any) -> None:
+        raise KeyboardInterrupt
+
+    place = "pqweights.quantize.plan_quantize" if when == "planning" else "pqweights.rewrite.workspace.Workspace.record"
+    with monkeypatch.context() as patch:
+        patch.setattr(place, interrupted)
+        lines = refused("quantize", source, tmp_path / "out").splitlines()
+    assert len(lines) == 1 and "interrupted" in lines[0] and "again" in lines[0]
+    assert not list((tmp_path).glob("out/*.safetensors"))
+    assert invoke("quantize", source, tmp_path / "out").exit_code == 0
+
+
+def test_operating_system_errors_are_one_line(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*arguments: Any) -> int:
+        raise OSError(5, "Input/output error", "model.safetensors")
+
+    monkeypatch.setattr("os.preadv", failing)
+    lines = refused("plan", source).splitlines()
+    assert lines == ["error: model.safetensors: Input/output error"]
+
+
+# --- options ---
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help(option: str) -> None:
+    result = invoke(option)
+    assert result.exit_code == 0
+    for command in ("quantize", "plan", "inspect", "verify", "export", "eval"):
+        assert command in result.stdout
+        assert invoke(command, option).exit_code == 0
+
+
+def test_version() -> None:
+    result = invoke("--version")
+    assert (result.exit_code, result.stdout) == (0, f"pqweights {pqweights.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("5GB", 5 * 10**9),
+        ("5 gb", 5 * 10**9),
+        ("500MB", 5 * 10**8),
+        ("1.5kB", 1500),
+        ("2TB", 2 * 10**12),
+        (" 7 B ", 7),
+        (12345, 12345),
+        ("4.1GB", 4_100_000_000),
+        ("9007199254740993", 9007199254740993),  # no float holds it
+    ],
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5 parsecs", "-5GB", "1e9", "0", "0.1", "5GB5", "nan", "1_000"])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="expected"):
+        parse_size(text)
+
+
+def test_bits_override_the_recipe(source: Path) -> None:
+    for bits in range(2, 9):
+        found = answer("plan", source, "--bits", bits)
+        assert {tensor["bits"] for tensor in found["tensors"]} == {bits, None}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "weights-of-mine.safetensors"])
+def test_a_single_file_is_a_source(name: str, tmp_path: Path) -> None:
+    tensors = {"mlp.up_proj.weight": bf16(gaussian(64, 128)), "norm.weight": bf16(gaussian(128))}
+    folder = write_checkpoint(tmp_path / "folder", tensors, companions={"secret.txt": b"not asked for"})
+    file = (folder / "model.safetensors").rename(folder / name)
+    found = answer("quantize", file, tmp_path / "out")
+    assert found["copied_files"] == []
+    assert {tensor["name"] for tensor in found["tensors"]} == tensors.keys()
+    assert answer("verify", tmp_path / "out")["ok"]
+    assert not (tmp_path / "out/secret.txt").exists()
+    answer("export", tmp_path / "out", tmp_path / "exported", "--target", "bf16")
+    assert read_all(tmp_path / "exported").keys() == tensors.keys()
+
+
+def test_a_single_file_of_another_name_gives_the_same_master(tmp_path: Path) -> None:
+    tensors = {"mlp.up_proj.weight": bf16(gaussian(64, 128))}
+    folder = write_checkpoint(tmp_path / "folder", tensors)
+    answer("quantize", folder / "model.safetensors", tmp_path / "one")
+    answer("quantize", folder, tmp_path / "two")
+    assert folder_bytes(tmp_path / "one") == folder_bytes(tmp_path / "two")
+
+
+# --- progress ---
+
+
+class Clock:
+    """Stands for time.monotonic."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    result = Clock()
+    monkeypatch.setattr(output.time, "monotonic", result)
+    return result
+
+
+def test_progress_is_plain_lines_without_a_terminal(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with output.progress("quantizing") as show:
+        for second in range(1, 31):
+            clock.now = 1000.0 + second
+            show(second * 100_000_000, 4_000_000_000, "model.layers.0.weight")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert 4 <= len(lines) <= 8  # one every few seconds, not thirty
+    assert lines[0].startswith("quantizing ")
+    for line in lines:
+        assert "of 4.00 GB" in line and "100.00 MB/s" in line and "s left" in line and "model.layers.0.weight" in line
+        assert "\r" not in line and "\x1b" not in line
+    assert lines[-1].split(",")[-1].strip().split(":")[0] in {f"{40 - second} s left" for second in range(26, 31)}
+
+
+def test_progress_of_other_things_than_bytes(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    for unit, expected in (
+        ("steps", "evaluating 40% of 5 steps, 3 s left: x"),
+        (None, "evaluating 40% of 5, 3 s left: x"),
+    ):
+        with output.progress("evaluating", unit=unit) as show:
+            for done in range(1, 4):
+                clock.now += 1
+                show(done, 5, "x")
+        assert capsys.readouterr().err.splitlines()[-1] == expected
+
+
+def test_short_jobs_show_no_progress(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with output.progress("verifying") as show:
+        for step in range(20):
+            clock.now += 0.05
+            show(step, 20, "x")
+    assert capsys.readouterr().err == ""
+
+
+def test_nothing_done_yet_is_no_division_by_zero(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with output.progress("verifying") as show:
+        clock.now += 60
+        show(0, 100, "x")
+        clock.now += 60
+        show(0, 0, "x")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_slow_run_shows_progress(source: Path, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's own calls, with a clock that runs a second per tensor."""
+    from pqweights.rewrite.workspace import Workspace
+
+    record = Workspace.record
+
+    def slow(self: Workspace, finished: Any) -> None:
+        clock.now += 1.0
+        record(self, finished)
+
+    monkeypatch.setattr(Workspace, "record", slow)
+    result = invoke("quantize", source, tmp_path / "out", "--json")
+    lines = result.stderr.splitlines()
+    assert 1 <= len(lines) <= 3 and all(line.startswith("quantizing ") for line in lines)
+    json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (5_125_000, "5.12 MB"),
+        (10**9, "1.00 GB"),
+        (3 * 10**15, "3000.00 TB"),
+    ],
+)
+def test_sizes_for_people(count: float, text: str) -> None:
+    assert output.size(count) == text
+
+
+# --- fresh processes ---
+
+MAIN = "from pqweights_cli.main import main; main()"
+
+
+def run_fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("quantize", "--help"), ("export", "--help"), ("eval", "--help"), ("--version",)]
+)
+def test_help_imports_nothing_heavy(arguments: tuple[str, ...]) -> None:
+    done = run_fresh("-X", "importtime", "-c", MAIN, *arguments)
+    assert done.returncode == 0
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "typer" in imported  # the list is one
+    assert not imported & {"torch", "triton", "transformers", "numba", "llvmlite", "numpy", "yaml", "safetensors"}
+
+
+def test_help_is_quick() -> None:
+    """The best of five: well below what a person notices, on a machine that others use too."""
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        run_fresh("-c", MAIN, "--help")
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.6
+
+
+def test_a_fresh_process_works(source: Path, master: Path, tmp_path: Path) -> None:
+    """With kernels that are compiled already: whoever waits for that sees progress."""
+    done = run_fresh("-W", "error", "-c", MAIN, "quantize", str(source), str(tmp_path / "out"), "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["totals"]["bits_per_weight"] > 5.125
+    failed = run_fresh("-c", MAIN, "verify", str(source))
+    assert (failed.returncode, failed.stdout, len(failed.stderr.splitlines())) == (1, "", 1)
+
+
+def test_commands_import_neither_torch_nor_a_compiler(source: Path, master: Path, tmp_path: Path) -> None:
+    """The kernels were compiled when the master was made."""
+    invoke("export", master, tmp_path / "compiled", "--target", "bf16")
+    for arguments in (
+        ("quantize", source, tmp_path / "out"),
+        ("export", master, tmp_path / "exported", "--target", "bf16", "--device", "cpu"),
+        ("verify", master),
+    ):
+        done = run_fresh("-X", "importtime", "-c", MAIN, *map(str, arguments))
+        assert done.returncode == 0
+        imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+        assert ("llvmlite" in imported) == (arguments[0] != "verify")
+        assert not imported & {"torch", "triton", "transformers", "safetensors", "numba"}
+
+
+def test_a_closed_pipe_is_no_traceback(source: Path) -> None:
+    """`pqweights plan ... | head -1`."""
+    with subprocess.Popen(
+        [sys.executable, "-c", MAIN, "plan", str(source)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_zero_dimensional_output_is_shown(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "model", {"scale": ("F32", np.array(1.0, dtype=np.float32))})
+    assert "scalar" in invoke("plan", source).stdout
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_full_disk_under_stdout_is_one_line(options: tuple[str, ...], source: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", MAIN, "plan", str(source), *options], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

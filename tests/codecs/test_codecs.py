@@ -1,0 +1,574 @@
+"""Every codec of CODECS: what it stores, what it promises, and that what it reports is what decoding gives.
+
+The codecs for comparison are held to docs/format.md to the byte by the independent writer, and to their definition by a
+float64 reference that is written here with an explicit matrix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+
+import helpers
+import independent_reader
+import independent_writer
+import mpmath
+import numpy as np
+import pytest
+import torch
+from blocks import DTYPES, examples, same_bits
+from hypothesis import given
+from hypothesis import strategies as st
+from pqweights_cli.main import app
+from typer.testing import CliRunner
+
+from pqweights.checkpoint.readers import EncodedTensor
+from pqweights.checkpoint.source import open_local
+from pqweights.codecs import CODECS, ablation, lloyd_max
+from pqweights.codecs.protocol import HADAMARD, SIGNED_HADAMARD, UNROTATED
+from pqweights.codecs.weight import encode_weight, norm_exponent_for
+from pqweights.errors import SourceError
+from pqweights.exports import export
+from pqweights.exports.options import ExportOptions
+from pqweights.kernels import SIGNS, reference
+from pqweights.planning.recipe import parse_recipe
+from pqweights.quantize import quantize
+from pqweights.results.inspect import inspect
+from pqweights.results.verify import verify
+
+COMPARED = ("absmax", "hadamard-absmax", "lloyd-max", "hadamard-lloyd-max-l2")
+BITS = range(2, 9)
+EVERY = [(name, bits) for name, codec in CODECS.items() for bits in codec.widths]
+EVERY_COMPARED = [(name, bits) for name in COMPARED for bits in BITS]
+
+FAMILIES = helpers.block_families()
+FAMILIES["all kinds in one weight"] = np.concatenate([values[:3] for values in FAMILIES.values()])
+FAMILIES["signed Walsh"] = SIGNS * FAMILIES["Walsh-aligned"]
+FAMILIES["constant and noise"] = 0.02 + helpers.gaussian(48, 128, seed=6, scale=0.002)  # one large rotated coordinate
+
+each = pytest.mark.parametrize(("name", "bits"), EVERY)
+each_compared = pytest.mark.parametrize(("name", "bits"), EVERY_COMPARED)
+
+
+def encode(name, values, bits, dtype="F32"):
+    """A whole weight, through all passes."""
+    return encode_weight(helpers.raw_bytes(values, dtype), dtype, values.shape, CODECS[name], bits)
+
+
+def encode_blocks(name, values, bits, rotation=None, exponent=0, dtype="F32"):
+    """One pass over blocks [n, 128]."""
+    codes = np.full((len(values), 16 * bits), 0xAB, np.uint8)
+    rotation = rotation or CODECS[name].rotations[0]
+    return CODECS[name].encode(helpers.raw_bytes(values, dtype), dtype, bits, rotation, exponent, codes)
+
+
+def decode_blocks(name, encoded, bits, rotation, exponent=0):
+    values = np.empty(len(encoded.codes) * 512, np.uint8)
+    codec = CODECS[name]
+    codec.decode(encoded.codes, encoded.norms, "F32", codec.codebook(bits), rotation, exponent, values)
+    return values.view(np.float32).reshape(-1, 128)
+
+
+def test_the_registry():
+    for name, codec in CODECS.items():
+        assert codec.name == name
+        assert codec.widths == BITS
+        assert set(codec.rotations) in ({HADAMARD, SIGNED_HADAMARD}, {UNROTATED})
+        assert codec.rotations[0] in (HADAMARD, UNROTATED)
+        for bits in codec.widths:
+            assert codec.code_bytes_per_block(bits) == 16 * bits
+            assert codec.codebook(bits).levels.shape == (2**bits,)
+    assert set(COMPARED) < set(CODECS)
+
+
+def test_the_pages_list_the_codecs():
+    root = Path(__file__).parents[2]
+    page = (root / "docs/format.md").read_text()
+    rows = re.findall(r"^\| `([\w-]+)` \| (`[^|]*`) \| [\w-]+ \| [\w ]+ \|$", page, re.MULTILINE)
+    assert {name: tuple(re.findall(r"`([^`]+)`", cells)) for name, cells in rows} == {
+        name: codec.rotations for name, codec in CODECS.items()
+    }
+    text = re.sub(r"\s+", " ", page[page.index("Gaussian blocks of 128:") : page.index("**Levels.** Lloyd-Max")])
+    stated = {int(bits): float(value) for bits, value in re.findall(r"(\d) bits (0\.\d+)", text)}
+    assert stated == ablation.ABSMAX_DISTORTION
+    recipes = (root / "recipes/README.md").read_text()
+    assert set(re.findall(r"^\| `((?:\w+-)*(?:absmax|max|l2))` \|", recipes, re.MULTILINE)) == set(CODECS)
+
+
+def test_distortions_fall_with_the_width():
+    for codec in CODECS.values():
+        promised = [codec.distortion(bits) for bits in codec.widths]
+        assert all(0 < fine < coarse / 3 for coarse, fine in itertools.pairwise(promised))
+
+
+# What the levels are
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_uniform_levels_are_symmetric_multiples(bits):
+    book, steps = CODECS["absmax"].codebook(bits), 2 ** (bits - 1) - 1
+    assert CODECS["hadamard-absmax"].codebook(bits) is book
+    assert book.levels.dtype == np.float32 and (np.diff(book.levels) > 0).all()
+    expected = np.arange(-steps - 1, steps + 1) / steps * math.sqrt(128)
+    assert np.allclose(book.levels, expected, rtol=2.0**-23, atol=0)
+    assert book.levels[2 ** (bits - 1)] == 0 and np.array_equal(book.levels[1:], -book.levels[:0:-1])
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_other_levels_are_those_of_lloyd_and_max(bits):
+    for name in ("lloyd-max", "hadamard-lloyd-max-l2", "hadamard-lloyd-max"):
+        assert CODECS[name].codebook(bits) is lloyd_max.codebook(bits)
+        assert CODECS[name].distortion(bits) == lloyd_max.DISTORTION[bits]
+
+
+# What theory promises
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_distortion_of_uniform_levels(bits):
+    """Integrated again: 128 |N(0,1)| have the maximum m; the 127 others lie in [-m, m] and are rounded to its multiples."""
+    steps = 2 ** (bits - 1) - 1
+    nodes, weights = np.polynomial.legendre.leggauss(20)
+
+    def density(x):
+        return np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+    def squared_error(m):
+        """Of one that lies in [-m, m], times the probability of lying there."""
+        levels = np.arange(steps + 1) * m / steps
+        low = np.maximum(levels - m / steps / 2, 0)
+        high = np.minimum(levels + m / steps / 2, m)
+        x = low[:, None] + (high - low)[:, None] * (nodes + 1) / 2
+        return 2 * ((x - levels[:, None]) ** 2 * density(x) * weights * (high - low)[:, None] / 2).sum()
+
+    total = probability = 0.0
+    for low in np.arange(0, 9, 0.125):
+        for node, weight in zip(low + 0.125 * (nodes + 1) / 2, weights * 0.125 / 2, strict=True):
+            inside = math.erf(node / math.sqrt(2))
+            of_maximum = 128 * 2 * density(node) * inside**126 * weight  # one factor `inside` is left to squared_error
+            probability += of_maximum * inside
+            total += of_maximum * squared_error(node)
+    assert probability == pytest.approx(1, abs=1e-12)
+    assert CODECS["absmax"].distortion(bits) == pytest.approx(total * 127 / 128, rel=5e-9)
+    assert CODECS["hadamard-absmax"].distortion(bits) == CODECS["absmax"].distortion(bits)
+
+
+def test_the_distortion_at_two_bits_in_closed_form():
+    """Levels -m, 0, m; the error within [0, m] from antiderivatives, in 30 digits."""
+    with mpmath.workdps(30):
+
+        def of_maximum(m):
+            mass, square = mpmath.ncdf, lambda x: mpmath.ncdf(x) - x * mpmath.npdf(x)  # of 1 and of x**2
+            error = square(m) - square(0)
+            error += 2 * m * (mpmath.npdf(m) - mpmath.npdf(m / 2)) + m * m * (mass(m) - mass(m / 2))
+            return 127 * 4 * mpmath.npdf(m) * mpmath.erf(m / mpmath.sqrt(2)) ** 126 * error
+
+        exact = float(mpmath.quad(of_maximum, [0, 2, 2.5, 3, 4, 5, 9]))
+    assert CODECS["absmax"].distortion(2) == pytest.approx(exact, rel=5e-9)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_distortion_of_uniform_levels_by_drawing(bits):
+    """In float64, without the codec."""
+    values = np.random.default_rng(bits).standard_normal((20_000, 128))
+    step = np.abs(values).max(axis=1, keepdims=True) / (2 ** (bits - 1) - 1)
+    error = ((np.round(values / step) * step - values) ** 2).sum() / (values**2).sum()
+    assert error == pytest.approx(CODECS["absmax"].distortion(bits), rel=0.005)
+
+
+@each
+def test_the_promise_is_kept_on_gaussian_weights(name, bits):
+    """Within 3 %; the norms of Lloyd-Max codecs and least squares only make it better, by at most 5 %."""
+    _, measured = encode(name, helpers.gaussian(2048, 128, seed=bits, scale=0.03), bits)
+    ratio = measured.relative_mse / CODECS[name].distortion(bits)
+    assert 0.97 <= ratio <= 1.03 if "absmax" in name else 0.94 <= ratio <= 1.0
+
+
+# What is stored
+
+
+@functools.cache
+def matrix():
+    return helpers.sylvester() / math.sqrt(128)
+
+
+def exact_encoding(name, blocks, bits):
+    """Codes and norms by definition, in float64: the nearest level, and the norm as the codec is described."""
+    turned = blocks.astype(np.float64)
+    if name.startswith("hadamard"):
+        turned = turned @ matrix()
+    if name.endswith("absmax"):
+        steps = 2 ** (bits - 1) - 1
+        norms = np.abs(turned).max(axis=1)
+        levels = np.arange(-steps, steps + 1) / steps
+        first, distance = 1, turned / norms[:, None]
+    else:
+        upper = np.array(lloyd_max.HALF_LEVELS[bits])
+        levels, first = np.concatenate([-upper[::-1], upper]), 0
+        norms = np.sqrt((turned**2).sum(axis=1))
+        distance = turned / norms[:, None] * math.sqrt(128)
+    nearest = np.abs(distance[:, :, None] - levels).argmin(axis=2)
+    middles = (levels[:-1] + levels[1:]) / 2
+    gap = np.abs(distance[:, :, None] - middles).min(axis=2)
+    return first + nearest, norms, gap > 2e-5 * np.abs(levels).max()  # apart from ties that rounding decides
+
+
+@each_compared
+def test_codes_and_norms_are_those_of_the_definition(name, bits):
+    for family in ("gaussian", "heavy-tailed", "Walsh-aligned", "few distinct values"):
+        values = FAMILIES[family]
+        if not values.any(axis=1).all():
+            values = values[values.any(axis=1)]
+        encoded = encode_blocks(name, values, bits, exponent=-4)
+        codes, norms, clear = exact_encoding(name, values, bits)
+        assert clear.mean() > (0.98 if family in ("gaussian", "heavy-tailed") else 0)
+        found = independent_reader.unpack(encoded.codes, bits)
+        assert np.array_equal(found[clear], codes[clear]), family
+        assert (np.abs(found - codes) <= 1).all(), family
+        stored = encoded.norms.view(np.float16).astype(np.float64) / 16
+        assert np.allclose(stored, norms, rtol=2.0**-11 * 1.001, atol=2.0**-29), family
+        if name.endswith("absmax"):
+            assert found.min() >= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@each_compared
+def test_the_independent_writer_gives_the_same_weight(name, bits, dtype):
+    """Codes, norms, exponent, rotation, and measures to the last bit; and the independent reader the same values."""
+    for family, values in FAMILIES.items():
+        raw = helpers.raw_bytes(values, dtype)
+        ours, measured = encode_weight(raw, dtype, values.shape, CODECS[name], bits)
+        book = CODECS[name].codebook(bits)
+        theirs = independent_writer.encode(
+            helpers.values_of(raw, dtype), book.levels, bits, CODECS[name].distortion(bits), name
+        )
+        assert (ours.rotation, ours.norm_exponent) == (theirs.rotation, theirs.norm_exponent), family
+        assert np.array_equal(ours.codes, theirs.codes), family
+        assert np.array_equal(ours.norms, theirs.norms), family
+        assert (measured.energy, measured.error) == (theirs.energy, theirs.squared_error), family
+        decoded = independent_reader.decode_blocks(
+            ours.codes, ours.norms.view(np.float16), book.levels, bits, ours.rotation, ours.norm_exponent
+        )
+        assert independent_reader.to_bytes(decoded, dtype) == ours.decode().tobytes(), family
+        for rotation in CODECS[name].rotations:  # whether it is needed or not
+            theirs = independent_writer.encode_rotated(helpers.values_of(raw, dtype), book.levels, bits, rotation, name)
+            found = encode_blocks(name, values, bits, rotation, theirs.norm_exponent, dtype)
+            assert same_bits(found.codes, theirs.codes) and same_bits(found.norms, theirs.norms), (family, rotation)
+            assert same_bits(found.energies, theirs.block_energy), (family, rotation)
+            assert same_bits(found.errors, theirs.block_error), (family, rotation)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_signs_rescue_where_there_is_a_rotation(name):
+    weight, measured = encode(name, FAMILIES["constant and noise"], 6)
+    if len(CODECS[name].rotations) > 1:
+        assert weight.rotation == SIGNED_HADAMARD
+    assert measured.relative_mse < 1.25 * CODECS[name].distortion(6) or name == "lloyd-max"
+
+
+@each_compared
+def test_the_reference_decodes_to_the_same_bytes(name, bits):
+    """Through the fast kernels and through torch; as coded (rotation None), too."""
+    codec = CODECS[name]
+    for values in (FAMILIES["gaussian"], FAMILIES["all kinds in one weight"]):
+        encoded, _ = encode(name, values, bits)
+        for rotation in (*codec.rotations, None):
+            for dtype in DTYPES:
+                ours = np.empty(len(values) * 128 * (4 if dtype == "F32" else 2), np.uint8)
+                theirs = np.empty_like(ours)
+                args = (encoded.codes, encoded.norms, dtype, encoded.codebook)
+                codec.decode(*args, rotation, encoded.norm_exponent, ours)
+                signed, rotate = rotation == SIGNED_HADAMARD, rotation not in (None, UNROTATED)
+                reference.decode(*args, signed, encoded.norm_exponent, theirs, rotate)
+                assert same_bits(ours, theirs), (rotation, dtype)
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_what_stays_as_coded(name):
+    """Without its rotation a weight is in the Hadamard basis; one that was not rotated is the weight."""
+    values = FAMILIES["gaussian"]
+    encoded, rotation = encode_blocks(name, values, 6), CODECS[name].rotations[0]
+    decoded = decode_blocks(name, encoded, 6, rotation)
+    as_coded = decode_blocks(name, encoded, 6, None)
+    if rotation == UNROTATED:
+        assert same_bits(as_coded, decoded)
+    else:
+        assert np.allclose(as_coded @ matrix(), decoded, atol=1e-6)
+        assert np.abs(as_coded - decoded).max() > 0.01
+
+
+# What is reported
+
+
+def assert_errors_are_those_of_the_decoded(name, values, bits, dtype="F32", rounding=0.0):
+    """Sums over the whole weight. rounding: of z and of the decoded values, where it is not lost among errors of all signs."""
+    weight, measured = encode(name, values, bits, dtype)
+    kind = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}[dtype]
+    exact = helpers.as_float32((dtype, helpers.raw_bytes(values, dtype).view(kind))).astype(np.float64)
+    decoded = weight.decode_blocks(0, len(weight.codes), "F32").view(np.float32)[: exact.size].astype(np.float64)
+    energy, error = (exact**2).sum(), ((decoded - exact) ** 2).sum()
+    assert measured.energy == pytest.approx(energy, rel=1e-6, abs=0)
+    assert abs(measured.error - error) <= 1e-5 * error + 2 * rounding * math.sqrt(error * energy) + rounding**2 * energy
+    assert (weight.norms & 0x7FFF < 0x7C00).all()
+    assert measured.norm_exponent == norm_exponent_for(measured.smallest_norm, measured.largest_norm)
+    return weight, measured
+
+
+@each
+def test_reported_errors_are_those_of_the_decoded_weights(name, bits):
+    for dtype in DTYPES:
+        assert_errors_are_those_of_the_decoded(name, helpers.gaussian(512, 128, seed=3, scale=0.05), bits, dtype)
+    for family in ("heavy-tailed", "with blocks of zeros"):
+        assert_errors_are_those_of_the_decoded(name, FAMILIES[family], bits)
+    for family in ("few distinct values", "Walsh-aligned", "constant and noise"):
+        assert_errors_are_those_of_the_decoded(name, FAMILIES[family], bits, rounding=2.0**-21)
+
+
+@each
+def test_a_padded_last_block(name, bits):
+    values = helpers.gaussian(7, 91, seed=8)
+    weight, measured = assert_errors_are_those_of_the_decoded(name, values, bits, rounding=2.0**-24)
+    padded = np.zeros(640, np.float32)
+    padded[:637] = values.reshape(-1)
+    whole, of_whole = encode(name, padded, bits)
+    assert np.array_equal(weight.codes, whole.codes) and np.array_equal(weight.norms, whole.norms)
+    assert measured.energy == of_whole.energy
+    alone, of_alone = assert_errors_are_those_of_the_decoded(name, np.float32([0.25]), bits, rounding=2.0**-24)
+    assert alone.codes.shape == (1, 16 * bits) and of_alone.energy == 0.0625
+
+
+@each
+def test_zeros(name, bits):
+    for values in (np.zeros((3, 128), np.float32), np.full((2, 128), -0.0, np.float32), np.zeros((2, 0), np.float32)):
+        weight, measured = encode(name, values, bits)
+        assert not weight.norms.any() and not weight.decode().view(np.float32).any()
+        assert (measured.relative_mse, measured.norm_exponent, measured.energy) == (0, 0, 0)
+        assert (measured.smallest_norm, measured.largest_norm) == (math.inf, 0.0)
+        assert (independent_reader.unpack(weight.codes, bits) == 2 ** (bits - 1)).all()
+
+
+@each
+@pytest.mark.parametrize("scale", [2.0**-141, 1e-38, 1e-20, 1e20, 1e36])
+def test_the_scale_does_not_matter(name, bits, scale):
+    """Subnormal to huge weights: the codes of the same weight at scale 1, as far as float32 holds its digits."""
+    plain = helpers.gaussian(64, 128, seed=7, scale=1.0)
+    values = (plain.astype(np.float64) * scale).astype(np.float32)
+    weight, measured = encode(name, values, bits)
+    assert weight.norm_exponent != 0 and np.isfinite(weight.decode().view(np.float32)).all()
+    assert (weight.norms & 0x7FFF < 0x7C00).all() and (weight.norms & 0x7FFF >= 0x0400).all()
+    if scale >= 1e-38:
+        _, at_one = encode(name, plain, bits)
+        assert measured.relative_mse == pytest.approx(at_one.relative_mse, rel=0.01)  # norms are rounded elsewhere
+    power, at_power = encode(name, plain * np.float32(2.0**-60), bits)
+    assert same_bits(power.codes, encode(name, plain, bits)[0].codes)
+    assert at_power.norm_exponent < 0
+
+
+@each
+def test_constant_blocks(name, bits):
+    """The worst case of the rotation, which the signs rescue; without a rotation nothing is wrong with it."""
+    for constant in (0.0125, -3.0, 2.0**-10):
+        values = np.full((5, 128), constant, np.float32)
+        weight, measured = assert_errors_are_those_of_the_decoded(name, values, bits, rounding=2.0**-22)
+        if name.endswith("absmax"):  # a single level, and a single coordinate
+            assert weight.rotation == CODECS[name].rotations[0]
+            assert measured.relative_mse < 2.0**-22
+        elif name == "lloyd-max":
+            nearest = np.abs(CODECS[name].codebook(bits).levels.astype(np.float64) - 1).min()
+            assert math.sqrt(measured.relative_mse) == pytest.approx(nearest, abs=2.0**-10)
+        else:
+            assert weight.rotation == SIGNED_HADAMARD
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", CODECS)
+def test_what_is_not_finite_is_reported(name, bad, dtype):
+    """Beyond the blocks that are encoded together, and the first of several; the others are not disturbed."""
+    values = helpers.gaussian(2100, 128, seed=1)
+    clean = encode_blocks(name, values, 4, dtype=dtype)
+    assert clean.stats.first_bad_block == -1
+    broken = values.copy()
+    broken[2051, 127] = broken[2060, 0] = broken[1500, 64] = bad
+    raw = helpers.raw_bytes(np.nan_to_num(broken, nan=0, posinf=0, neginf=0), dtype)
+    word = {"BF16": helpers.bf16, "F16": helpers.f16, "F32": helpers.f32}[dtype](np.float32([bad]))[1]
+    words = raw.view(word.dtype).reshape(-1, 128)
+    words[2051, 127] = words[2060, 0] = words[1500, 64] = word[0]
+    codes = np.empty((2100, 64), np.uint8)
+    before = raw.copy()
+    found = CODECS[name].encode(raw, dtype, 4, CODECS[name].rotations[0], 0, codes)
+    assert same_bits(raw, before)
+    assert found.stats.first_bad_block == 1500
+    rest = np.delete(np.arange(2100), [1500, 2051, 2060])
+    assert same_bits(found.codes[rest], clean.codes[rest]) and same_bits(found.norms[rest], clean.norms[rest])
+    with pytest.raises(SourceError, match="block 1500"):
+        encode_weight(raw, dtype, (2100, 128), CODECS[name], 4)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_the_source_is_only_read(name):
+    """One block of float32, which is its own transpose, in memory that may not be written."""
+    for values in (np.zeros((1, 128), np.float32), np.full((1, 128), np.nan, np.float32)):
+        values.flags.writeable = False
+        raw = values.reshape(-1).view(np.uint8)
+        codes = np.empty((1, 64), np.uint8)
+        CODECS[name].encode(raw, "F32", 4, CODECS[name].rotations[0], 0, codes)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_no_cut_into_calls_changes_a_byte(name):
+    values = np.concatenate([helpers.gaussian(2000, 128, seed=2), *(v[:4] for v in FAMILIES.values())])
+    for rotation in CODECS[name].rotations:
+        whole = encode_blocks(name, values, 5, rotation, 140)
+        for step in (1, 700, 1024, 1025):
+            starts = range(0, len(values), step) if step > 1 else (0, 1, 1023, 1024, 2000, 2050)
+            for first in starts:
+                part = encode_blocks(name, values[first : first + step], 5, rotation, 140)
+                for field in ("codes", "norms", "energies", "errors"):
+                    assert same_bits(getattr(part, field), getattr(whole, field)[first : first + step])
+
+
+# How codes are found and packed
+
+
+@given(st.integers(2, 8), st.integers(1, 9), st.integers(0, 2**32 - 1))
+@examples(60)
+def test_packing(bits, blocks, seed):
+    """As the reference packs, and as the independent reader unpacks."""
+    codes = np.random.default_rng(seed).integers(0, 2**bits, (blocks, 128)).astype(np.uint8)
+    packed = np.ascontiguousarray(ablation.pack(np.ascontiguousarray(codes.T), bits).T)
+    assert packed.shape == (blocks, 16 * bits)
+    assert np.array_equal(packed, reference.pack(torch.from_numpy(codes), bits).numpy())
+    assert np.array_equal(independent_reader.unpack(packed, bits), codes)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("uniform", [False, True])
+def test_a_code_is_the_number_of_thresholds_reached(uniform, bits):
+    """At every threshold, one step beside it, anywhere, and far outside."""
+    thresholds = CODECS["absmax" if uniform else "lloyd-max"].codebook(bits).thresholds
+    rng = np.random.default_rng(bits)
+    z = np.concatenate([
+        thresholds, np.nextafter(thresholds, np.float32(99)), np.nextafter(thresholds, np.float32(-99)),
+        rng.standard_normal(100_000).astype(np.float32) * 3, np.float32([-0.0, 0.0, 2.0**-149, -20, 20, -1e30, 1e30]),
+    ])  # fmt: skip
+    expected = np.searchsorted(thresholds, z, side="right")
+    assert np.array_equal(ablation.level_search(uniform, bits).codes(z), expected)
+
+
+@given(st.integers(0, 2**32 - 1))
+@examples(30)
+def test_the_butterfly_of_columns_is_that_of_the_page(seed):
+    values = np.random.default_rng(seed).standard_normal((5, 128)).astype(np.float32)
+    columns = ablation.hadamard(np.ascontiguousarray(values.T))
+    assert same_bits(np.ascontiguousarray(columns.T), independent_reader.hadamard(values))
+    assert same_bits(ablation.tree_sum(values.T.copy()), independent_writer.tree(values))
+
+
+# Whole checkpoints
+
+MIXED = """
+name: mixed
+codec: absmax
+bits: 4
+rules:
+  - {name: "*.up_proj.weight", codec: hadamard-lloyd-max, bits: 5}
+  - {name: "*.down_proj.weight", codec: lloyd-max}
+  - {name: "*.gate_proj.weight", codec: hadamard-lloyd-max-l2, bits: 3}
+  - {name: "*.q_proj.weight", codec: hadamard-absmax, bits: 8}
+"""
+CODEC_OF = {
+    "up_proj": ("hadamard-lloyd-max", 5),
+    "down_proj": ("lloyd-max", 4),
+    "gate_proj": ("hadamard-lloyd-max-l2", 3),
+    "q_proj": ("hadamard-absmax", 8),
+    "k_proj": ("absmax", 4),
+    "embed_tokens": ("absmax", 4),
+}
+
+
+def mixed_checkpoint(folder: Path) -> tuple[Path, dict[str, np.ndarray]]:
+    weights = {
+        "model.embed_tokens.weight": helpers.gaussian(40, 130, seed=1),
+        "model.layers.0.self_attn.q_proj.weight": 0.02 + helpers.gaussian(64, 128, scale=0.002),  # to be rescued
+        "model.layers.0.self_attn.k_proj.weight": helpers.gaussian(64, 128, seed=3, scale=1e-7),
+        "model.layers.0.mlp.up_proj.weight": helpers.gaussian(96, 128, seed=4),
+        "model.layers.0.mlp.gate_proj.weight": helpers.gaussian(96, 128, seed=5),
+        "model.layers.0.mlp.down_proj.weight": helpers.gaussian(64, 256, seed=6),
+    }
+    tensors = {name: helpers.bf16(values) for name, values in weights.items()}
+    tensors["model.norm.weight"] = helpers.bf16(helpers.gaussian(128, seed=7))
+    exact = {name: helpers.as_float32(tensors[name]) for name in weights}
+    return helpers.write_checkpoint(folder, tensors, config={"model_type": "llama"}), exact
+
+
+def codec_of(name: str) -> tuple[str, int]:
+    return next(found for part, found in CODEC_OF.items() if part in name)
+
+
+def test_mixed_codecs_in_one_recipe(tmp_path: Path) -> None:
+    source, exact = mixed_checkpoint(tmp_path / "model")
+    out = tmp_path / "out"
+    quantize(source, out, parse_recipe(MIXED, "mixed.yaml"), threads=2)
+    result = verify(out, threads=2)
+    assert result.ok, result.problems
+    found = {tensor["name"]: tensor for tensor in inspect(out).to_json()["tensors"]}
+    export(out, tmp_path / "plain", "bf16", ExportOptions(), threads=2)
+    plain = helpers.read_all(tmp_path / "plain")
+    for name, values in exact.items():
+        codec, bits = codec_of(name)
+        entry, decoded = found[name], helpers.as_float32(plain[name])
+        assert (entry["codec"], entry["bits"]) == (codec, bits)
+        assert entry["rotation"] in CODECS[codec].rotations
+        assert (entry["rotation"] == SIGNED_HADAMARD) == ("q_proj" in name)
+        error = ((decoded.astype(np.float64) - values) ** 2).sum() / (values.astype(np.float64) ** 2).sum()
+        # Rounding to BF16 adds some 2**-18.
+        assert error == pytest.approx(entry["relative_mse"], rel=0.02, abs=8e-6), name
+        assert not entry["exceeds"]
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert (config["codec"], config["bits"], config["rotation"]) == ("absmax", 4, "none")
+    assert {(codec, int(bits)) for codec, table in config["levels"].items() for bits in table} == set(CODEC_OF.values())
+
+
+def test_the_independent_reader_reads_mixed_codecs(tmp_path: Path) -> None:
+    source, _ = mixed_checkpoint(tmp_path / "model")
+    quantize(source, tmp_path / "out", parse_recipe(MIXED, "mixed.yaml"), threads=1)
+    theirs = {tensor.name: tensor for tensor in independent_reader.read_master(tmp_path / "out")}
+    count = 0
+    for tensor in open_local(tmp_path / "out").tensors:
+        if isinstance(tensor, EncodedTensor):
+            raw = np.empty(math.prod(tensor.shape) * 2, np.uint8)
+            tensor.read(0, math.prod(tensor.shape), "BF16", raw)
+            assert raw.tobytes() == theirs[tensor.name].data, tensor.name
+            assert theirs[tensor.name].shape == tensor.shape
+            count += 1
+    assert count == len(CODEC_OF)
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_the_commands_know_every_codec(name: str, tmp_path: Path) -> None:
+    """quantize, inspect, verify and export by the command line, and an integer export on top."""
+    source, _ = mixed_checkpoint(tmp_path / "model")
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"codec: {name}\nbits: 4\n")
+    out = tmp_path / "out"
+    for arguments in (
+        ["plan", source, "--recipe", recipe], ["quantize", source, out, "--recipe", recipe], ["inspect", out],
+        ["verify", out], ["export", out, tmp_path / "plain", "--target", "bf16"],
+        ["export", out, tmp_path / "integers", "--target", "torchao-int4"],
+    ):  # fmt: skip
+        done = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+        assert done.exit_code == 0, done.stderr
+    assert name in (out / "pqweights.json").read_text()
+
+
+def test_a_codec_is_data() -> None:
+    """Equal parameters are the same codec: there is no hidden state."""
+    assert CODECS["absmax"] == ablation.Ablation("absmax", rotated=False, uniform=True)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CODECS["absmax"].name = "other"  # type: ignore[misc]

@@ -1,0 +1,281 @@
+"""One weight: which passes it takes, its norm exponent, and sums that no cut into chunks changes."""
+
+import itertools
+import math
+
+import helpers
+import numpy as np
+import pytest
+
+from pqweights.codecs import EncodedBlocks, get_codec
+from pqweights.codecs.lloyd_max import DISTORTION
+from pqweights.codecs.weight import (
+    Pass,
+    PassResult,
+    PassTotals,
+    block_count,
+    encode_weight,
+    exceeds_promise,
+    first_pass,
+    next_pass,
+    norm_exponent_for,
+)
+from pqweights.errors import SourceError
+from pqweights.kernels import SIGNS, EncodeStats
+
+CODEC = get_codec("hadamard-lloyd-max")
+BITS = 5
+PROMISE = 1.25 * DISTORTION[BITS]
+H, S = "hadamard", "signed-hadamard"
+FINE, BAD, WORSE = PROMISE * 0.8, PROMISE * 1.5, PROMISE * 2
+NORMAL = (0.01, 3.0)  # smallest and largest norm
+LARGE = (1.0, 2.0**17)  # exponent 3
+TINY = (2.0**-30, 2.0**-25)  # exponent -39
+LARGER = (1.0, 2.0**18)  # exponent 4
+
+
+def result(rotation, exponent, norms, relative_mse):
+    return PassResult(rotation, exponent, *norms, 100.0, 100.0 * relative_mse)
+
+
+DECISIONS = {
+    "a good pass stands": ([(H, 0, NORMAL, FINE)], None),
+    "the promise itself is kept": ([(H, 0, NORMAL, PROMISE)], None),
+    "a weight of zeros stands": ([(H, 0, (math.inf, 0.0), 0.0)], None),
+    "large norms ask for an exponent": ([(H, 0, LARGE, FINE)], Pass(H, 3)),
+    "tiny norms ask for an exponent": ([(H, 0, TINY, FINE)], Pass(H, -39)),
+    "the exponent comes before the rescue": ([(H, 0, TINY, 1.0)], Pass(H, -39)),
+    "the exponent that fits stands": ([(H, 0, LARGE, FINE), (H, 3, LARGE, FINE)], None),
+    "a bad pass is rescued": ([(H, 0, NORMAL, BAD)], Pass(S, 0)),
+    "just above the promise is bad": ([(H, 0, NORMAL, math.nextafter(PROMISE, 1))], Pass(S, 0)),
+    "the rescue begins with the exponent found": ([(H, 0, LARGE, BAD), (H, 3, LARGE, BAD)], Pass(S, 3)),
+    "a good rescue stands": ([(H, 0, NORMAL, BAD), (S, 0, NORMAL, FINE)], None),
+    "a rescue may need an exponent": ([(H, 0, NORMAL, BAD), (S, 0, LARGE, FINE)], Pass(S, 3)),
+    "or none any more": ([(H, 0, LARGE, 1), (H, 3, LARGE, BAD), (S, 3, NORMAL, FINE)], Pass(S, 0)),
+    "or another": ([(H, 0, LARGE, 1), (H, 3, LARGE, BAD), (S, 3, LARGER, FINE)], Pass(S, 4)),
+    "both bad, the second better": ([(H, 0, NORMAL, WORSE), (S, 0, NORMAL, BAD)], None),
+    "both bad, the first better": ([(H, 0, NORMAL, BAD), (S, 0, NORMAL, WORSE)], Pass(H, 0)),
+    "both equally bad": ([(H, 0, NORMAL, BAD), (S, 0, NORMAL, BAD)], Pass(H, 0)),
+    "back to the first, and done": ([(H, 0, NORMAL, BAD), (S, 0, NORMAL, WORSE), (H, 0, NORMAL, BAD)], None),
+    "back to the first with its exponent": (
+        [(H, 0, LARGE, 1), (H, 3, LARGE, BAD), (S, 3, LARGER, 1), (S, 4, LARGER, WORSE)],
+        Pass(H, 3),
+    ),
+    "a pass with the wrong exponent does not count": (
+        [(H, 0, LARGE, FINE), (H, 3, LARGE, BAD), (S, 3, LARGER, FINE), (S, 4, LARGER, WORSE), (H, 3, LARGE, BAD)],
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize(("history", "expected"), DECISIONS.values(), ids=DECISIONS.keys())
+def test_next_pass(history, expected):
+    assert next_pass(CODEC, BITS, [result(*entry) for entry in history]) == expected
+
+
+@pytest.mark.parametrize(
+    ("plain", "signed"),
+    list(itertools.product([(NORMAL, FINE), (NORMAL, BAD), (LARGE, BAD), (TINY, WORSE)], repeat=2)),
+)
+def test_every_chain_of_passes_ends_with_the_right_one(plain, signed):
+    """A weight whose two rotations measure these norms and errors; an error counts once its exponent fits."""
+    measured = {H: plain, S: signed}
+    this_pass, history = first_pass(CODEC), []
+    assert this_pass == Pass(H, 0)
+    while this_pass is not None:
+        norms, error = measured[this_pass.rotation]
+        fits = norm_exponent_for(*norms) == this_pass.norm_exponent
+        history.append(result(this_pass.rotation, this_pass.norm_exponent, norms, error if fits else 1.0))
+        assert len(history) <= 5
+        this_pass = next_pass(CODEC, BITS, history)
+    last = history[-1]
+    rescued = plain[1] > PROMISE and (signed[1] <= PROMISE or signed[1] < plain[1])
+    assert last.rotation == (S if rescued else H)
+    assert last.norm_exponent == norm_exponent_for(*measured[last.rotation][0])
+    assert last.relative_mse == pytest.approx(measured[last.rotation][1])
+
+
+@pytest.mark.parametrize(
+    ("smallest", "largest", "expected"),
+    [
+        (math.inf, 0.0, 0),  # no norm at all
+        (2.0**-14, 65504.0, 0),
+        (2.0**-14, 2.0**-14, 0),
+        (65504.0, 65504.0, 0),
+        (math.nextafter(2.0**-14, 0), 2.0**-14, -28),
+        (math.nextafter(2.0**-14, 0), math.nextafter(2.0**-14, 0), -29),
+        (math.nextafter(2.0**-14, 0), 1.0, -14),
+        (math.nextafter(2.0**-14, 0), 65504.0, 1),
+        (2.0**-14, math.nextafter(65504.0, 1e9), 1),
+        (1.0, 65536.0, 2),
+        (2.0**-149, 2.0**131.5, 117),
+        (2.0**-152, 2.0**-152, -166),
+    ],
+)
+def test_norm_exponent_for(smallest, largest, expected):
+    exponent = norm_exponent_for(smallest, largest)
+    assert exponent == expected
+    if expected:
+        assert 2.0**14 <= largest * 2.0**-exponent < 2.0**15
+
+
+def test_exceeds_promise():
+    for bits in CODEC.widths:
+        limit = 1.25 * DISTORTION[bits]
+        assert not exceeds_promise(CODEC, bits, limit) and exceeds_promise(CODEC, bits, limit * (1 + 1e-12))
+
+
+def test_block_count():
+    assert [block_count(n) for n in (0, 1, 127, 128, 129, 256, 257)] == [0, 1, 1, 1, 2, 2, 3]
+
+
+def raw(values, dtype):
+    """Raw bytes of a weight of any shape."""
+    stored = {"BF16": helpers.bf16, "F16": helpers.f16, "F32": helpers.f32}[dtype](np.asarray(values))[1]
+    return stored.reshape(np.shape(values))
+
+
+def encoded(values, dtype="F32", bits=BITS):
+    stored = raw(values, dtype)
+    return encode_weight(stored.reshape(-1).view(np.uint8), dtype, stored.shape, CODEC, bits)
+
+
+def decoded(weight):
+    kind = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}[weight.dtype]
+    return helpers.as_float32((weight.dtype, weight.decode().view(kind))).reshape(weight.shape)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+@pytest.mark.parametrize(
+    "shape", [(128,), (1,), (127,), (129,), (3, 100), (2, 3, 64), (2, 2, 2, 37), (5, 256), (), (1, 1)]
+)
+def test_any_shape(shape, dtype):
+    values = helpers.gaussian(*shape, seed=3, scale=0.05)
+    weight, measured = encoded(values, dtype)
+    blocks = -(-math.prod(shape) // 128)
+    assert weight.codes.shape == (blocks, 16 * BITS) and weight.norms.shape == (blocks,)
+    assert (weight.shape, weight.dtype, weight.bits, weight.codec) == (shape, dtype, BITS, CODEC.name)
+    assert (weight.rotation, weight.norm_exponent) == (measured.rotation, measured.norm_exponent)
+    back = decoded(weight)
+    assert back.shape == shape and len(weight.decode()) == raw(values, dtype).nbytes
+    exact = helpers.as_float32((dtype, raw(values, dtype))).astype(np.float64)
+    energy = (exact**2).sum()
+    assert measured.energy == pytest.approx(energy, rel=1e-6)
+    # The decoded values of the padding count in the measured error but not here, and rounding to 16 bits here but not there.
+    error = ((back - exact) ** 2).sum()
+    rounding = {"BF16": 2.0**-9, "F16": 2.0**-12, "F32": 2.0**-25}[dtype]
+    assert math.sqrt(error) <= math.sqrt(1.001 * measured.error) + 1.1 * rounding * math.sqrt(energy)
+    if math.prod(shape) % 128 == 0 and dtype == "F32":
+        assert error == pytest.approx(measured.error, rel=1e-3)
+
+
+@pytest.mark.parametrize("bits", CODEC.widths)
+def test_a_partial_last_block_is_padded_with_zeros(bits):
+    values = helpers.gaussian(1000, seed=9)
+    padded = np.zeros(1024, np.float32)
+    padded[:1000] = values
+    part, whole = encoded(values, bits=bits), encoded(padded, bits=bits)
+    assert np.array_equal(part[0].codes, whole[0].codes) and np.array_equal(part[0].norms, whole[0].norms)
+    assert (part[1].energy, part[1].largest_norm) == (whole[1].energy, whole[1].largest_norm)
+    assert np.array_equal(decoded(part[0]), decoded(whole[0])[:1000])
+    # The error is that of the weight: what padding decodes to does not count.
+    true_error = ((decoded(part[0]).astype(np.float64) - values) ** 2).sum()
+    assert part[1].error == pytest.approx(true_error, rel=1e-5)
+    assert part[1].error < whole[1].error
+
+
+def test_a_weight_without_elements():
+    weight, measured = encoded(np.zeros((4, 0), np.float32))
+    assert weight.codes.shape == (0, 80) and weight.norms.shape == (0,) and weight.decode().size == 0
+    assert (measured.relative_mse, measured.energy, measured.norm_exponent) == (0, 0, 0)
+
+
+def test_a_weight_of_zeros():
+    weight, measured = encoded(np.zeros((3, 128), np.float32))
+    assert not weight.norms.any() and not decoded(weight).any()
+    assert (measured.rotation, measured.norm_exponent, measured.relative_mse) == (H, 0, 0.0)
+
+
+@pytest.mark.parametrize("scale", [1e-33, 1e-12, 1e-6, 1.0, 1e6, 1e12, 1e30, 1e36])
+def test_weights_of_every_scale(scale):
+    values = helpers.gaussian(64, 128, seed=4, scale=1.0)
+    weight, measured = encoded((values * np.float32(scale)).astype(np.float32))
+    assert measured.norm_exponent == norm_exponent_for(measured.smallest_norm, measured.largest_norm)
+    assert (weight.norm_exponent != 0) == (scale != 1.0)
+    assert (weight.norms >= 0x0400).all() and (weight.norms < 0x7C00).all()
+    error = ((decoded(weight).astype(np.float64) / scale - values) ** 2).sum() / (values.astype(np.float64) ** 2).sum()
+    assert error == pytest.approx(measured.relative_mse, rel=1e-3)
+    assert error <= DISTORTION[BITS]
+
+
+def test_a_constant_weight_is_rescued():
+    weight, measured = encoded(np.full((7, 128), 0.0125), "BF16")
+    assert measured.rotation == weight.rotation == S
+    assert measured.relative_mse < DISTORTION[BITS]
+    assert np.abs(decoded(weight) - 0.0125).max() < 0.004
+
+
+def test_a_weight_that_neither_rotation_suits_takes_the_better_one():
+    for constant, aligned, better in ((3, 1, S), (1, 3, H)):
+        values = np.concatenate([np.ones((constant, 128)), np.tile(SIGNS, (aligned, 1))])
+        weight, measured = encoded(values)
+        assert exceeds_promise(CODEC, BITS, measured.relative_mse)
+        assert measured.rotation == weight.rotation == better
+        wrong = measured.relative_mse * 4  # one block of four carries the error of a Walsh function
+        assert wrong == pytest.approx(0.0493 + 3 * 0.00203, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_not_finite_is_refused(bad, dtype):
+    values = helpers.gaussian(5, 100)
+    values[3, 99] = bad  # element 399, in block 3
+    with pytest.raises(SourceError, match="NaN or infinity in block 3"):
+        encoded(values, dtype)
+
+
+def blocks_of_errors(energies, errors, norms):
+    stats = EncodeStats(min(norms, default=math.inf), max(norms, default=0.0), -1)
+    count = len(energies)
+    return EncodedBlocks(np.zeros((count, 80), np.uint8), np.zeros(count, np.uint16), energies, errors, stats)
+
+
+def test_totals_do_not_depend_on_the_cut_into_chunks():
+    """Sums of numbers of very different sizes, which any other order of additions would round differently."""
+    rng = np.random.default_rng(8)
+    energies, errors = (10.0 ** rng.uniform(-8, 8, 1000) for _ in range(2))
+    norms = rng.uniform(0.1, 9, 1000)
+    expected_energy = expected_error = 0.0
+    for energy, error in zip(energies.tolist(), errors.tolist(), strict=True):
+        expected_energy, expected_error = expected_energy + energy, expected_error + error
+    assert expected_energy != math.fsum(energies) and expected_energy != float(np.sum(energies))
+    for cuts in ([0, 1000], [0, 1, 2, 999, 1000], [0, 0, 500, 500, 1000], list(range(1001)), [0, 128, 256, 700, 1000]):
+        totals = PassTotals(Pass(S, 4))
+        for a, b in itertools.pairwise(cuts):
+            totals.add(blocks_of_errors(energies[a:b], errors[a:b], norms[a:b].tolist()))
+        assert totals.result() == PassResult(S, 4, norms.min(), norms.max(), expected_energy, expected_error)
+
+
+def test_a_weight_encoded_in_chunks_is_the_weight():
+    values = helpers.raw_bytes(helpers.gaussian(600, 128, seed=6), "BF16")
+    weight, measured = encode_weight(values, "BF16", (600, 128), CODEC, BITS)
+    rows = values.reshape(600, 256)
+    for step in (1, 7, 250, 600):
+        totals, codes = PassTotals(Pass(H, 0)), []
+        for a in range(0, 600, step):
+            chunk = np.ascontiguousarray(rows[a : a + step])
+            part = CODEC.encode(chunk.reshape(-1), "BF16", BITS, H, 0, np.empty((len(chunk), 16 * BITS), np.uint8))
+            totals.add(part)
+            codes.append(part.codes)
+        assert totals.result() == measured
+        assert np.array_equal(np.concatenate(codes), weight.codes)
+
+
+def test_decoding_some_blocks():
+    weight, _ = encoded(helpers.gaussian(9, 100), "F16")
+    whole = weight.decode_blocks(0, len(weight.codes), "F16")
+    assert np.array_equal(weight.decode(), whole[:1800])
+    for start, stop in ((0, 1), (3, 5), (7, 8), (4, 4)):
+        assert np.array_equal(weight.decode_blocks(start, stop, "F16"), whole[start * 256 : stop * 256])
+    single = weight.decode_blocks(0, 8, "F32").view(np.float32)
+    assert np.array_equal(single.astype(np.float16).view(np.uint8), whole)

@@ -1,0 +1,618 @@
+"""pqweights eval: settings, reports and refusals, on tiny random models; speed in processes of its own; the command itself."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from families import ATTENTION, Family, build
+from pqweights_cli.main import app
+from typer.testing import CliRunner
+
+from pqweights.errors import DeviceError, EvaluationError, MasterError, MissingDependencyError, SourceError
+from pqweights.evaluate import speed
+from pqweights.evaluate.evaluation import evaluate
+from pqweights.evaluate.protocol import Windows, compare
+from pqweights.evaluate.report import Report
+from pqweights.exports import export
+from pqweights.planning.recipe import load_recipe
+from pqweights.quantize import quantize
+from pqweights.runtimes.models import open_model
+from pqweights.runtimes.texts import read_text, tokenize, wikitext
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("torch")
+
+CONTEXT, VOCABULARY = 128, 512
+LLAMA = {
+    "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": CONTEXT,
+    "bos_token_id": 500, "eos_token_id": 501, "pad_token_id": None, "initializer_range": 0.2,
+}  # fmt: skip
+TEXT = " ".join(f"w{number}" for number in np.random.default_rng(8).integers(0, 500, 300))
+
+
+def model_folder(folder: Path, **settings: Any) -> Path:
+    return build(Family("LlamaForCausalLM", "LlamaConfig", LLAMA | settings, ATTENTION, ATTENTION), folder)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """source, its master q3 and the master's BF16 export bf16; text.txt."""
+    folder = tmp_path_factory.mktemp("eval")
+    model_folder(folder / "source")
+    quantize(folder / "source", folder / "q3", load_recipe("q3"), threads=2)
+    export(folder / "q3", folder / "bf16", "bf16", threads=2)
+    (folder / "text.txt").write_text(TEXT)
+    return folder
+
+
+@pytest.fixture
+def copy(work: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A copy to be damaged."""
+    return lambda name: Path(shutil.copytree(work / name, tmp_path / name))
+
+
+# --- what is reported ---
+
+
+def test_a_report(work: Path) -> None:
+    report = evaluate([work / "q3", work / "bf16"], TEXT, name="words", reference=work / "source", max_tokens=290)
+    settings = report.settings
+    # The model takes 128 tokens: windows of 128, a quarter of them apart. (290 - 128) // 32 + 1 windows.
+    assert (settings.tokens, settings.windows, settings.window, settings.stride, settings.masked) == (
+        290,
+        6,
+        128,
+        32,
+        96,
+    )
+    assert (settings.scored_tokens, settings.dtype, settings.device) == (6 * 32, "float32", "cpu")
+    assert (settings.text, settings.reference) == ("words", str(work / "source"))
+    assert [row.model for row in report.rows] == [str(work / "q3"), str(work / "bf16")]
+    ids = tokenize(work / "source", TEXT)[:290]
+    windows = Windows(128, 32)
+    expected = compare(open_model(work / "bf16"), open_model(work / "source"), ids, windows)
+    assert report.rows[1].scores == expected
+    # BF16 rounds what the master is decoded to: the same to the eye, not to the bit.
+    master = report.rows[0].scores
+    assert master.log_perplexity.value == pytest.approx(expected.log_perplexity.value, rel=1e-2)
+    assert master.log_perplexity != expected.log_perplexity
+    assert report.reference is not None
+    assert report.reference.scores.losses == compare(open_model(work / "source"), None, ids, windows).losses
+    assert report.reference.scores.divergence is None
+    assert report.rows[0].runtime == "transformers, weights decoded by pqweights"
+    assert {row.dtype for row in (*report.rows, report.reference)} == {"float32"}
+
+
+def test_sizes(work: Path) -> None:
+    report = evaluate([work / "source", work / "q3", work / "bf16"], TEXT)
+    plain, master, exported = (row.size for row in report.rows)
+    for size, name in ((plain, "source"), (master, "q3"), (exported, "bf16")):
+        assert size.bytes == sum(path.stat().st_size for path in (work / name).glob("*.safetensors"))
+        assert size.bits_per_parameter == 8 * size.bytes / plain.parameters
+    import torch
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(work / "source", dtype=torch.bfloat16)
+    assert plain.parameters == master.parameters == exported.parameters == model.num_parameters()
+    assert (plain.bits_per_weight, exported.bits_per_weight) == (None, None)
+    assert master.bits_per_weight == pytest.approx(3.125)
+    assert report.reference is None
+    assert report.settings.reference is None
+
+
+def test_a_reference_beside_itself(work: Path) -> None:
+    (row,) = evaluate([work / "source"], TEXT, reference=work / "source").rows
+    found = row.scores.divergence
+    assert found is not None
+    assert abs(found.mean.value) <= 1e-6 and abs(found.maximum) <= 1e-6
+    assert found.top1.value == 1
+    assert row.scores.change == row.scores.perplexity_change == (0, 0)
+
+
+def test_packed_masters_give_the_same(work: Path) -> None:
+    (packed,) = evaluate([work / "q3"], TEXT, reference=work / "source", packed=True).rows
+    (decoded,) = evaluate([work / "q3"], TEXT, reference=work / "source").rows
+    assert packed.runtime == "transformers, pqweights' packed weights"
+    assert packed.scores.log_perplexity.value == pytest.approx(decoded.scores.log_perplexity.value, rel=1e-4)
+    # A reference is decoded: the same master may be both.
+    (both,) = evaluate([work / "q3"], TEXT, reference=work / "q3", packed=True).rows
+    assert both.scores.divergence is not None
+    assert both.scores.divergence.mean.value == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, (128, 32, False)),
+        ({"window": 128}, (128, 32, False)),
+        ({"window": 64}, (64, 16, False)),
+        ({"window": 64, "stride": 65}, None),
+        ({"window": 64, "stride": 64}, (64, 64, False)),
+        ({"stride": 100}, (128, 100, False)),
+        ({"window": 32, "stride": 8, "score_first": True}, (32, 8, True)),
+    ],
+)
+def test_windows_are_chosen(asked: dict[str, Any], expected: tuple[int, int, bool] | None, work: Path) -> None:
+    if expected is None:
+        with pytest.raises(EvaluationError, match=r"--stride 65: .* at most the window, here 64 tokens"):
+            evaluate([work / "source"], TEXT, **asked)
+        return
+    settings = evaluate([work / "source"], TEXT, **asked).settings
+    assert (settings.window, settings.stride, settings.score_first) == expected
+    first = settings.window - 1 if settings.score_first else settings.window - settings.masked
+    assert settings.scored_tokens >= first + (settings.windows - 1) * (settings.window - settings.masked) - 4
+
+
+def test_the_shortest_context_counts(work: Path, tmp_path: Path) -> None:
+    short = model_folder(tmp_path / "short", max_position_embeddings=40)
+    settings = evaluate([work / "source"], TEXT, reference=short).settings
+    assert (settings.window, settings.stride) == (40, 10)
+
+
+def test_a_context_that_is_not_named_is_none(copy: Callable[[str], Path]) -> None:
+    folder = copy("source")
+    change_config(folder, max_position_embeddings=None)
+    settings = evaluate([folder], TEXT * 10).settings
+    assert (settings.window, settings.stride) == (2048, 512)
+
+
+def test_another_tokenizer_folder(work: Path, copy: Callable[[str], Path]) -> None:
+    bare = copy("bf16")
+    for path in bare.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(SourceError, match="expected a tokenizer, found none; --tokenizer DIR"):
+        evaluate([bare], TEXT)
+    found, expected = evaluate([bare], TEXT, tokenizer=work / "source"), evaluate([work / "bf16"], TEXT)
+    assert found.rows[0].scores == expected.rows[0].scores
+
+
+def test_models_of_images_and_text_are_read_as_text(tmp_path: Path) -> None:
+    from families import FAMILIES
+
+    folder = build(FAMILIES["qwen3_vl"], tmp_path / "model")
+    (row,) = evaluate([folder], TEXT, window=64, stride=16).rows
+    assert 100 < row.scores.perplexity.value < 2000
+
+
+def test_only_two_models_are_in_memory(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import weakref
+
+    from pqweights.evaluate import evaluation as package
+
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    most = 0
+
+    def counting(*arguments: Any) -> Any:
+        nonlocal most
+        model = open_model(*arguments)
+        alive.add(model)
+        most = max(most, len(alive))
+        return model
+
+    monkeypatch.setattr(package, "open_model", counting)
+    evaluate([work / "bf16", work / "q3", work / "source"], TEXT, reference=work / "source")
+    assert most == 2
+
+
+# --- refusals ---
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config |= values
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def test_a_window_beyond_the_limit(work: Path) -> None:
+    with pytest.raises(EvaluationError, match=r"--window 129: .*bf16 takes at most 128 tokens"):
+        evaluate([work / "bf16"], TEXT, reference=work / "source", window=129)
+
+
+def test_a_text_shorter_than_a_window(work: Path) -> None:
+    with pytest.raises(EvaluationError, match=r"at least 128 tokens for 1 window\(s\) of 128, found 100;"):
+        evaluate([work / "source"], TEXT, max_tokens=100)
+
+
+@pytest.mark.parametrize("beside", ["reference", "model"])
+def test_another_tokenizer(beside: str, work: Path, copy: Callable[[str], Path]) -> None:
+    other = copy("source")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    word = TEXT.split()[5]
+    words[word], words["w0"] = words["w0"], words[word]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    models, reference = ([other], work / "source") if beside == "reference" else ([work / "source", other], None)
+    with pytest.raises(EvaluationError, match=r"source: its tokenizer makes other tokens .*\(300, not 300; number 5 "):
+        evaluate(models, TEXT, reference=reference)
+    evaluate([other], TEXT, reference=work / "source", max_tokens=5, window=4, stride=2)
+
+
+def test_another_vocabulary(work: Path, tmp_path: Path) -> None:
+    larger = model_folder(tmp_path / "larger", vocab_size=520)
+    with pytest.raises(EvaluationError, match=r"larger: its config\.json has 520 tokens, that of the reference 512"):
+        evaluate([larger], TEXT, reference=work / "source")
+    models = [open_model(folder) for folder in (larger, work / "source")]
+    with pytest.raises(EvaluationError, match="the model has 520 logits, the reference 512"):
+        compare(models[0], models[1], tokenize(work / "source", TEXT), Windows(32, 16))
+
+
+def test_a_vocabulary_that_lacks_tokens(work: Path, tmp_path: Path) -> None:
+    smaller = model_folder(tmp_path / "smaller", vocab_size=400, bos_token_id=0, eos_token_id=1)
+    most = max(int(word[1:]) for word in TEXT.split())
+    with pytest.raises(EvaluationError, match=f"has the token {most}, the model knows 400 tokens"):
+        evaluate([smaller], TEXT)
+
+
+ENCODERS = {
+    "BertModel": ("BertModel", "BertConfig"), "BertForMaskedLM": ("BertForMaskedLM", "BertConfig"),
+    "T5ForConditionalGeneration": ("T5ForConditionalGeneration", "T5Config"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ENCODERS)
+def test_encoders_are_refused(architecture: str, tmp_path: Path) -> None:
+    settings = {"vocab_size": VOCABULARY}
+    if "T5" in architecture:
+        settings |= {"d_model": 64, "d_ff": 64, "d_kv": 32, "num_layers": 1, "num_heads": 2}
+    else:
+        settings |= {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 64}
+    folder = build(Family(*ENCODERS[architecture], settings, (), ()), tmp_path / "model")
+    with pytest.raises(SourceError, match=f"architecture {architecture}: no causal language model"):
+        evaluate([folder], TEXT, window=64, stride=16)
+    quantize(folder, tmp_path / "master", load_recipe("q5"), threads=2)
+    with pytest.raises(SourceError, match=f"architecture {architecture}: no causal language model"):
+        evaluate([tmp_path / "master"], TEXT, window=64, stride=16)
+
+
+def test_packed_needs_masters(work: Path) -> None:
+    with pytest.raises(EvaluationError, match="bf16: --packed: expected a master"):
+        evaluate([work / "q3", work / "bf16"], TEXT, packed=True)
+
+
+def test_cuda_without_a_gpu(work: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(DeviceError, match="finds no GPU"):
+        evaluate([work / "source"], TEXT, device="cuda")
+    assert evaluate([work / "source"], TEXT, device="auto").settings.device == "cpu"
+
+
+def test_mlx_chooses_its_device(copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    folder = copy("source")
+    change_config(folder, quantization={"bits": 4, "group_size": 64})
+    with pytest.raises(EvaluationError, match="mlx-lm chooses its device itself; leave out --device cuda"):
+        evaluate([folder], TEXT, device="cuda")
+    pytest.importorskip("mlx_lm")
+    report = evaluate([folder], TEXT, device="auto")
+    assert (report.settings.device, report.rows[0].runtime) == ("cpu", "mlx-lm")
+
+
+@pytest.mark.parametrize("name", ["source", "q3"])
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+        (lambda folder: change_config(folder, model_type="no_such_model"), "no_such_model"),
+        (lambda folder: change_config(folder, model_type=None, architectures=None), "model_type"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer"),
+        (lambda folder: (folder / "tokenizer.json").write_text('{"added_tokens": [], "model": 3}'), "tokenizer"),
+        (lambda folder: next(folder.glob("*.safetensors")).write_bytes(b"\x10"), "safetensors|header"),
+        (lambda folder: next(folder.glob("*.safetensors")).unlink(), "safetensors|weights"),
+    ],
+    ids=["no-config", "half-a-config", "unknown", "unnamed", "tokenizer", "tokenizer-2", "cut", "no-weights"],
+)
+def test_broken_folders(name: str, damage: Callable[[Path], None], expected: str, copy: Callable[[str], Path]) -> None:
+    folder = copy(name)
+    damage(folder)
+    with pytest.raises((SourceError, MasterError), match=expected) as caught:
+        evaluate([folder], TEXT)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_models_and_unknown_dtypes(work: Path) -> None:
+    with pytest.raises(EvaluationError, match="at least one model"):
+        evaluate([], TEXT)
+    with pytest.raises(EvaluationError, match="dtype 'int8': expected float32, bfloat16, float16"):
+        evaluate([work / "source"], TEXT, dtype="int8")
+
+
+# --- texts ---
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [(b"", "found an empty file"), (b" \n\t", "found white space alone"), (b"abc\xff", "found the byte 0xff at 3")],
+)
+def test_what_is_no_text(content: bytes, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(content)
+    with pytest.raises(EvaluationError, match=expected):
+        read_text(tmp_path / "text")
+
+
+def fake_datasets(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> None:
+    module = types.ModuleType("datasets")
+    module.load_dataset = load  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+
+
+def test_wikitext(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def load(*arguments: Any, **options: Any) -> Any:
+        asked.append((arguments, options))
+        print("a progress bar", file=sys.stderr)
+        return {"text": ["", " = Title = \n", "Text .\n"]}
+
+    fake_datasets(monkeypatch, load)
+    assert wikitext() == "\n\n = Title = \n\n\nText .\n"
+    assert asked == [(("Salesforce/wikitext", "wikitext-2-raw-v1"), {"split": "test"})]
+
+
+def test_wikitext_without_a_hub(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def load(*arguments: Any, **options: Any) -> Any:
+        raise ConnectionError("Couldn't reach 'Salesforce/wikitext'\non the Hub")
+
+    fake_datasets(monkeypatch, load)
+    with pytest.raises(EvaluationError, match=r"Couldn't reach 'Salesforce/wikitext' on the Hub; give a file: --text"):
+        wikitext()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_wikitext_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        MissingDependencyError, match=r"--dataset wikitext needs datasets: pip install 'pqweights\[eval\]'"
+    ):
+        wikitext()
+
+
+# --- speed ---
+
+
+def test_speed(work: Path) -> None:
+    """In a new process, and in the model's own dtype if none was asked for."""
+    (row,) = evaluate([work / "q3"], TEXT, speed=True, packed=True).rows
+    found = row.speed
+    assert found is not None
+    assert len(found.tokens_per_second) == 3
+    assert found.mean == pytest.approx(sum(found.tokens_per_second) / 3)
+    assert min(found.tokens_per_second) > 1
+    assert 50e6 < found.peak_bytes < 5e9
+    assert (found.dtype, row.dtype) == ("bfloat16", "float32")
+
+
+def test_speed_in_the_dtype_asked_for(work: Path) -> None:
+    found = speed.measure_speed(
+        work / "source", tokenize(work / "source", TEXT), device="cpu", dtype="float32", packed=False
+    )
+    assert found.dtype == "float32"
+
+
+def test_what_the_process_refuses_is_raised_here(work: Path, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"no config\.json"):
+        speed.measure_speed(tmp_path, np.arange(5), device="cpu", dtype="auto", packed=False)
+    with pytest.raises(EvaluationError, match="--packed: expected a master"):
+        speed.measure_speed(work / "source", np.arange(5), device="cpu", dtype="auto", packed=True)
+
+
+@pytest.mark.parametrize(
+    ("child", "expected"),
+    [
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+            r"ended with signal 9 \(9: out of memory\?\): nothing",
+        ),
+        ("raise ValueError('our own mistake')", "ended with code 1: ValueError: our own mistake"),
+    ],
+)
+def test_a_process_that_dies(child: str, expected: str, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "CHILD", child)
+    with pytest.raises(EvaluationError, match=expected):
+        speed.measure_speed(work / "source", np.arange(5), device="cpu", dtype="auto", packed=False)
+
+
+def test_the_tokens_are_the_likeliest_ones(copy: Callable[[str], Path]) -> None:
+    """Whatever the model's own settings for writing are: an end of text everywhere, no repetitions, chance."""
+    folder = copy("source")
+    (folder / "generation_config.json").write_text(
+        json.dumps({"do_sample": True, "temperature": 5.0, "repetition_penalty": 3.0, "eos_token_id": list(range(512))})
+    )
+    model, ids = open_model(folder), list(range(7, 12))
+    found = model.generate(np.array(ids), 12)
+    for _ in range(12):
+        ids.append(int(model.logits(np.array(ids), 1)[0].argmax()))
+    assert found.tolist() == ids[5:]
+
+
+# --- the command ---
+
+
+def invoke(*arguments: object) -> Any:
+    result = CliRunner().invoke(app, ["eval", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_the_table(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(work)
+    result = invoke("q3", "bf16", "--text", "text.txt", "--reference", "source")
+    assert result.exit_code == 0, result.stderr
+    settings, blank, *table = result.stdout.splitlines()
+    assert settings == (
+        "text.txt: 300 tokens, 6 window(s) of 128, stride 32, the first 96 tokens of each masked: 192 tokens scored; "
+        "float32 on cpu"
+    )
+    assert blank == ""
+    titles = (
+        "model",
+        "GB",
+        "bits/param",
+        "bits/weight",
+        "perplexity",
+        "change",
+        "KL mean",
+        "KL 99%",
+        "top-1",
+        "runtime",
+    )
+    assert table[0].split() == " ".join(titles).split()
+    assert [line.split()[0] for line in table[1:4]] == ["source", "q3", "bf16"]
+    assert "(reference)" in table[1]
+    report = evaluate([Path("q3")], TEXT, reference=Path("source"))
+    perplexity, change = report.rows[0].scores.perplexity, report.rows[0].scores.perplexity_change
+    assert change is not None
+    assert f"{perplexity.value:.4f} +- {perplexity.standard_error:.4f}" in table[2]
+    assert f"{change.value:+.4f} +- {change.standard_error:.4f}" in table[2]
+    assert "standard error over windows" in result.stdout and "KL(reference || model)" in result.stdout
+    alone = invoke("q3", "--text", "text.txt", "--score-first").stdout
+    assert "KL" not in alone and "change" not in alone and "tok/s" not in alone
+    assert "of each but the first masked: 287 tokens scored" in alone
+    single = invoke("q3", "--text", "text.txt", "--max-tokens", 128).stdout.splitlines()[3]
+    assert "+-" not in single
+
+
+def test_json(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pqweights.evaluate import evaluation as package
+
+    runs = speed.Speed((90.0, 100.0, 110.0), 2 * 10**9, "bfloat16")
+    monkeypatch.setattr(package, "measure_speed", lambda *arguments, **options: runs)
+    arguments = (
+        work / "q3",
+        "--text",
+        work / "text.txt",
+        "--reference",
+        work / "source",
+        "--speed",
+        "--dtype",
+        "bfloat16",
+    )
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found.keys() == {"settings", "reference", "models"}
+    assert found["settings"] == {
+        "text": str(work / "text.txt"), "tokens": 300, "windows": 6, "window": 128, "stride": 32, "masked": 96,
+        "score_first": False, "scored_tokens": 192, "dtype": "bfloat16", "device": "cpu", "packed": False,
+        "reference": str(work / "source"),
+    }  # fmt: skip
+    (row,) = found["models"]
+    assert found["reference"].keys() == row.keys()
+    assert found["reference"]["kl"] is found["reference"]["perplexity_change"] is None
+    assert row["kl"].keys() == {"mean", "median", "percentile_99", "percentile_99_9", "maximum"}
+    assert 0 < row["kl"]["median"] <= row["kl"]["percentile_99"] <= row["kl"]["percentile_99_9"] <= row["kl"]["maximum"]
+    assert 0 <= row["top1_agreement"]["value"] <= 1
+    assert math.exp(row["log_perplexity"]["value"]) == pytest.approx(row["perplexity"]["value"])
+    assert row["bits_per_weight"] == pytest.approx(3.125)
+    assert row["dtype"] == "bfloat16"
+    assert row["speed"] == {
+        "tokens_per_second": 100.0, "runs": [90.0, 100.0, 110.0], "peak_bytes": 2 * 10**9, "dtype": "bfloat16",
+    }  # fmt: skip
+    table = invoke(*arguments).stdout
+    assert "tok/s" in table and " 100.0  2.00 GB " in table
+    assert "mean of 3 runs of 100 tokens, greedy, batch 1; memory: peak of that process; computed in bfloat16" in table
+
+
+def test_usage(work: Path) -> None:
+    for arguments in ((), ("--text", work / "text.txt", "--dataset", "wikitext"), ("--dataset", "pile")):
+        assert invoke(work / "source", *arguments).exit_code == 2
+    for option, value in (
+        ("--window", 1),
+        ("--stride", 0),
+        ("--max-tokens", 1),
+        ("--dtype", "int8"),
+        ("--device", "tpu"),
+    ):
+        assert invoke(work / "source", "--text", work / "text.txt", option, value).exit_code == 2
+    assert invoke("--text", work / "text.txt").exit_code == 2
+
+
+def test_progress(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pqweights_cli import output
+
+    seconds = iter(range(10_000))
+    monkeypatch.setattr(output.time, "monotonic", lambda: float(next(seconds)))
+    result = invoke(
+        work / "q3", "--text", work / "text.txt", "--reference", work / "source", "--stride", "8", "--no-record"
+    )
+    lines = result.stderr.splitlines()
+    assert lines
+    for line in lines:
+        assert line.startswith("evaluating ") and " of 22 steps, " in line and line.endswith(f"s left: {work / 'q3'}")
+
+
+@pytest.mark.parametrize("name", ["plot.png", "plot.svg"])
+def test_a_plot(name: str, work: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for reference in ((), ("--reference", work / "source")):
+        result = invoke(work / "q3", work / "bf16", "--text", work / "text.txt", "--plot", tmp_path / name, *reference)
+        assert result.exit_code == 0, result.stderr
+        drawn = (tmp_path / name).read_bytes()
+        if name.endswith("svg"):
+            text = drawn.decode()
+            assert ">q3<" in text and ">bf16<" in text and "bits per parameter" in text
+            assert ("KL(reference || model)" in text) == bool(reference)
+        else:
+            assert drawn.startswith(b"\x89PNG")
+
+
+def test_a_plot_is_checked_first(work: Path, tmp_path: Path) -> None:
+    result = invoke(work / "nowhere", "--text", work / "text.txt", "--plot", tmp_path / "plot.txt")
+    assert result.exit_code == 1
+    assert "plot.txt" in result.stderr
+
+
+def test_a_fresh_process_says_nothing_more(work: Path) -> None:
+    """The packages speak at import and while loading; the command does not pass that on."""
+    main = "from pqweights_cli.main import main; main()"
+    command = [
+        sys.executable,
+        "-c",
+        main,
+        "eval",
+        str(work / "q3"),
+        "--text",
+        str(work / "text.txt"),
+        "--no-record",
+        "--json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert all(line.startswith("evaluating ") for line in done.stderr.splitlines())
+    report = json.loads(done.stdout)
+    assert report["models"][0]["runtime"].startswith("transformers")
+
+
+def test_reports_are_data(work: Path) -> None:
+    report = evaluate([work / "source"], TEXT)
+    assert isinstance(report, Report)
+    with pytest.raises(AttributeError):
+        report.settings.tokens = 3  # type: ignore[misc]
+    json.dumps(report.to_json(), allow_nan=False)
+
+
+def test_a_bug_of_ours_keeps_its_traceback() -> None:
+    """What a package raises for an input is one line; what we raise is not."""
+    from pqweights.runtimes import folders
+    from pqweights.runtimes.packages import Refused
+
+    with pytest.raises(SourceError, match="json"), Refused("json does not take it"):
+        json.loads("{")
+    with pytest.raises(AttributeError), Refused("never"):
+        folders._count(None, "x")  # type: ignore[arg-type]

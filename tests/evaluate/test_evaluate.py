@@ -1,0 +1,326 @@
+"""Evaluation: every runtime computes with the weights that decoding its export gives, and the measures are what they say."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import read_all, sylvester
+
+from pqweights.errors import MasterError, MissingDependencyError, SourceError
+from pqweights.evaluate.protocol import Windows, window_losses
+from pqweights.evaluate.weight_errors import relative_mse
+from pqweights.exports import export
+from pqweights.exports.options import ExportOptions
+from pqweights.planning.recipe import load_recipe
+from pqweights.quantize import quantize
+from pqweights.results.inspect import inspect
+from pqweights.rewrite.manifest import mean_error, read_manifest
+from pqweights.runtimes import models as runtimes
+from pqweights.runtimes.decoders import export_weight, turned, unpack_nibbles, unpack_stream, unpack_tiles
+from pqweights.runtimes.folders import read_folder
+from pqweights.runtimes.models import continuation, open_model
+from pqweights.runtimes.texts import tokenize
+
+VOCABULARY = 512
+# name -> target, what is asked of it, the packages that evaluate it, and how far logits may be from the plain model's
+EXPORTS: dict[str, tuple[str, dict[str, str], tuple[str, ...], float]] = {
+    "bf16": ("bf16", {}, ("transformers",), 0.0),
+    "torchao tiles": ("torchao-int4", {}, ("transformers", "torchao"), 1e-5),
+    "torchao plain": ("torchao-int4", {"packing": "plain"}, ("transformers", "torchao"), 1e-5),
+    "vllm": ("vllm-int4", {}, ("transformers", "compressed_tensors"), 1e-5),
+    "vllm rotated": ("vllm-int4", {"basis": "rotated"}, ("transformers", "compressed_tensors"), 1e-5),
+    "mlx": ("mlx-q4", {}, ("transformers", "mlx", "mlx_lm"), 1e-4),
+}
+RUNTIMES = {
+    "bf16": "transformers",
+    "torchao tiles": "torchao's tensors, the CPU's INT4 kernel",
+    "torchao plain": "torchao's tensors, the CPU's INT4 kernel",
+    "vllm": "transformers, compressed-tensors",
+    "vllm rotated": "transformers, compressed-tensors with its transforms",
+    "mlx": "mlx-lm",
+}
+IDS = np.random.default_rng(3).integers(0, VOCABULARY, 160)
+
+Open = Callable[[str], Path]
+
+
+def needed(name: str) -> None:
+    for package in EXPORTS[name][2]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pytest.importorskip(package)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random llama in BF16 with a tokenizer that splits at spaces."""
+    torch = pytest.importorskip("torch")
+    needed("bf16")
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("evaluate") / "model"
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.08, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    quantize(folder, folder.parent / "master", load_recipe("q5"), threads=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(source: Path) -> Open:
+    """The export of each name, made once."""
+
+    def make(name: str) -> Path:
+        needed(name)
+        target, asked, _, _ = EXPORTS[name]
+        out = source.parent / name.replace(" ", "-")
+        if not out.exists():
+            export(source.parent / "master", out, target, ExportOptions(**asked), threads=2)
+        return out
+
+    return make
+
+
+def plain_model(source: Path, folder: Path) -> Any:
+    """The source's model in float32, its weights those that the export is decoded to."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    decode = export_weight(folder)
+    model.load_state_dict({name: torch.from_numpy(decode(name)) for name in model.state_dict()})
+    return model
+
+
+def plain_logits(model: Any, ids: Any) -> Any:
+    import torch
+
+    with torch.inference_mode():
+        return model(torch.from_numpy(ids)[None]).logits[0].numpy()
+
+
+def distance(found: Any, expected: Any) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_the_runtime_computes_with_the_decoded_weights(name: str, source: Path, exported: Open) -> None:
+    """In float32, so that only the order of additions differs; mlx and torch compute norms and positions differently, too."""
+    folder = exported(name)
+    model = open_model(folder)
+    assert model.runtime == RUNTIMES[name]
+    found, expected = model.logits(IDS[:48], 48), plain_logits(plain_model(source, folder), IDS[:48])
+    assert found.shape == (48, VOCABULARY)
+    assert found.dtype == np.float32
+    assert distance(found, expected) <= EXPORTS[name][3]
+    assert distance(found, plain_logits(plain_model(source, source), IDS[:48])) > 1e-3
+
+
+def test_the_rotation_that_is_declared_is_needed(source: Path, exported: Open) -> None:
+    """transformers alone drops transform_config without a word and computes something else."""
+    folder = exported("vllm rotated")
+    assert "transform_config" in json.loads((folder / "config.json").read_text())["quantization_config"]
+    alone = runtimes._in_torch("", runtimes._from_pretrained(read_folder(folder), "float32")).logits(IDS[:48], 48)
+    assert distance(alone, open_model(folder).logits(IDS[:48], 48)) > 0.5
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_errors_are_those_that_the_export_measured(name: str, source: Path, exported: Open, tmp_path: Path) -> None:
+    """Weights that are read from the source are measured against it as they are rounded, so the manifest has the same number."""
+    exported(name)
+    target, asked, _, _ = EXPORTS[name]
+    if target == "bf16":
+        errors = relative_mse(source, exported(name))
+        assert errors.integers == (None, 0)
+        weights = sum(t.weights for t in read_manifest(exported(name)).tensors if t.action == "decode")
+        assert errors.master.weights == weights
+        assert errors.master.relative_mse == pytest.approx(
+            inspect(source.parent / "master").totals["relative_mse"], rel=0.01
+        )
+        return
+    export(source.parent / "master", tmp_path / "out", target, ExportOptions(**asked), original=source, threads=2)
+    manifest = read_manifest(tmp_path / "out")
+    errors = relative_mse(source, tmp_path / "out")
+    assert errors.integers.relative_mse == pytest.approx(mean_error(manifest.records, "total_mse"), rel=2e-5)
+    assert errors.integers.weights == inspect(tmp_path / "out").totals["quantized_weights"]
+    encoded = {t.name for t in read_manifest(source.parent / "master").tensors if t.action == "quantize"}
+    assert errors.master.weights == sum(t.weights for t in manifest.tensors if t.name in encoded)
+
+
+def test_errors_of_a_master(source: Path) -> None:
+    errors = relative_mse(source, source.parent / "master")
+    assert errors.integers == (None, 0)
+    assert errors.master.relative_mse == pytest.approx(
+        inspect(source.parent / "master").totals["relative_mse"], rel=1e-5
+    )
+
+
+def test_errors_need_the_original_and_a_manifest(source: Path, exported: Open, tmp_path: Path) -> None:
+    with pytest.raises(MasterError, match=r"no pqweights\.json"):
+        relative_mse(source, source)
+    tensors = read_all(source)
+    name = "model.layers.1.mlp.up_proj.weight"
+    shutil.copytree(source, tmp_path / "other")
+    rewrite_weights(tmp_path / "other", drop=name)
+    assert name in tensors
+    with pytest.raises(SourceError, match=f"{name}.*found none"):
+        relative_mse(tmp_path / "other", exported("bf16"))
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "auto"])
+def test_other_dtypes(name: str, dtype: str, exported: Open) -> None:
+    folder = exported(name)
+    exact, model = open_model(folder), open_model(folder, dtype=dtype)
+    assert exact.dtype == "float32"
+    assert model.dtype == ("bfloat16" if dtype == "auto" else dtype)
+    found = model.logits(IDS[:48], 48)
+    assert found.dtype == np.float32
+    # mlx adds BF16 products up in BF16.
+    assert 1e-5 < distance(found, exact.logits(IDS[:48], 48)) < (0.2 if name == "mlx" else 0.05)
+
+
+@pytest.mark.parametrize("name", ["bf16", "mlx"])
+def test_only_the_last_logits_are_asked_for(name: str, exported: Open) -> None:
+    model = open_model(exported(name))
+    assert np.allclose(model.logits(IDS[:48], 5), model.logits(IDS[:48], 48)[-5:], atol=1e-5)
+    assert model.logits(IDS[:48], 5).shape == (5, VOCABULARY)
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_generation_takes_the_likeliest_token(name: str, source: Path, exported: Open) -> None:
+    folder = exported(name)
+    ids = list(IDS[:9])
+    model = plain_model(source, folder)
+    for _ in range(4):
+        ids.append(int(plain_logits(model, np.array(ids))[-1].argmax()))
+    prompt = " ".join(f"w{number}" for number in ids[:9])
+    assert list(tokenize(folder, prompt)) == ids[:9]
+    assert continuation(folder, open_model(folder), prompt, 4).split() == [f"w{number}" for number in ids[9:]]
+
+
+def rewrite_weights(folder: Path, drop: str = "", add: str = "") -> None:
+    """The same folder without a tensor, or with one more."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    (path,) = folder.glob("*.safetensors")
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys() if name != drop}  # noqa: SIM118
+        metadata = file.metadata()
+    if add:
+        tensors[add] = next(iter(tensors.values())).clone()
+    save_file(tensors, path, metadata)
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    path.rename(folder / "model.safetensors")
+
+
+MODULE = "model.layers.1.mlp.up_proj"
+PARTS = {
+    "bf16": f"{MODULE}.weight", "torchao tiles": f"{MODULE}._weight_qdata", "torchao plain": f"{MODULE}._weight_scale",
+    "vllm": f"{MODULE}.weight_scale", "vllm rotated": f"{MODULE}.weight_packed", "mlx": f"{MODULE}.scales",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+@pytest.mark.parametrize("what", ["norm", "part of a weight", "more"])
+def test_incomplete_folders_are_refused(name: str, what: str, exported: Open, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(exported(name), folder)
+    if what == "more":
+        rewrite_weights(folder, add="model.layers.1.stranger.weight")
+    else:
+        rewrite_weights(folder, drop="model.norm.weight" if what == "norm" else PARTS[name])
+    kind = "unexpected" if what == "more" else "missing|unexpected"
+    with pytest.raises(SourceError, match=rf"finds \d+ ({kind}) tensors"):
+        open_model(folder)
+
+
+def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"no config\.json"):
+        open_model(tmp_path)
+    for text in ("{", "[]"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(SourceError, match=r"config\.json: expected (a )?JSON"):
+            open_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [
+        ("bf16", "transformers", "transformers"),
+        ("torchao tiles", "torchao", "torchao"),
+        ("vllm", "compressed_tensors", "vllm"),
+        ("mlx", "mlx_lm.utils", "mlx"),
+    ],
+)
+def test_a_missing_package_is_named(
+    name: str, package: str, extra: str, exported: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = exported(name)
+    there = importlib.import_module
+
+    def without(asked: str) -> Any:
+        if asked == package:
+            raise ImportError(asked)
+        return there(asked)
+
+    monkeypatch.setattr(importlib, "import_module", without)
+    with pytest.raises(MissingDependencyError, match=rf"pip install 'pqweights\[{extra}\]'"):
+        open_model(folder)
+
+
+def test_evaluation_says_nothing(source: Path, exported: Open, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("torchao tiles", "vllm rotated"):
+        model = open_model(exported(name))
+        capfd.readouterr()
+        model = open_model(exported(name))
+        window_losses(model, IDS, Windows(size=32, stride=16))
+        assert capfd.readouterr() == ("", "")
+
+
+def test_codes_are_unpacked() -> None:
+    """Against the layouts written forward, by digits."""
+    chance = np.random.default_rng(0)
+    for bits in (2, 3, 4, 5, 6, 8):
+        codes = chance.integers(0, 2**bits, (3, 32), dtype=np.uint8)
+        lines = ["".join(format(code, f"0{bits}b")[::-1] for code in row) for row in codes]
+        packed = [[int(line[at : at + 8][::-1], 2) for at in range(0, len(line), 8)] for line in lines]
+        assert np.array_equal(unpack_stream(np.array(packed, dtype=np.uint8), bits), codes)
+    codes = chance.integers(0, 16, (16, 256), dtype=np.uint8)
+    assert np.array_equal(unpack_nibbles(codes[:, ::2] | codes[:, 1::2] << 4), codes)
+    # Literally as the CUDA kernel packs (aten/src/ATen/native/cuda/int4mm.cu).
+    words = np.zeros((2, 2, 32, 4), dtype=np.uint32)
+    for tile, block, lane, inner in np.ndindex(words.shape):
+        values = []
+        for start in (block * 128 + inner * 32, block * 128 + inner * 32 + 16):
+            column = start + lane % 4 * 2
+            values += [int(codes[tile * 8 + lane // 4, column + step]) for step in (0, 1, 8, 9)]
+        word = 0
+        for value in (values[place] for place in (7, 5, 3, 1, 6, 4, 2, 0)):
+            word = word << 4 | value
+        words[tile, block, lane, inner] = word
+    assert np.array_equal(unpack_tiles(words.view(np.int32)), codes)
+
+
+def test_turning_is_sylvester() -> None:
+    weight = np.random.default_rng(1).standard_normal((3, 256)).astype(np.float32)
+    expected = (weight.reshape(-1, 128) @ sylvester() / math.sqrt(128)).reshape(3, 256)
+    assert turned(weight, 128) == pytest.approx(expected, abs=1e-6)
+    assert turned(turned(weight, 128), 128) == pytest.approx(weight, abs=1e-6)

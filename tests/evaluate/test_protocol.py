@@ -1,0 +1,292 @@
+"""The protocol of evaluation: windows, losses, divergences and their standard errors, against formulas written naively."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pqweights.errors import EvaluationError
+from pqweights.evaluate.protocol import (
+    LOGITS_AT_ONCE,
+    Loss,
+    Windows,
+    change,
+    compare,
+    perplexity,
+    perplexity_change,
+    window_losses,
+)
+from pqweights.runtimes.models import Model
+
+VOCABULARY = 37
+IDS = np.random.default_rng(3).integers(0, VOCABULARY, 160)
+
+
+def table_model(seed: int, noise: float = 0.0, vocabulary: int = VOCABULARY) -> Model:
+    """Logits that depend on the token and on its place in the window; with `noise`, a little off those of noise 0."""
+    rng = np.random.default_rng(seed)
+    tokens, places = rng.standard_normal((vocabulary, vocabulary)) * 2, rng.standard_normal((200, vocabulary))
+    tokens += np.random.default_rng(99).standard_normal(tokens.shape) * noise
+
+    def logits(ids: Any, last: int) -> Any:
+        return (tokens[ids] + places[: len(ids)])[-last:].astype(np.float32)
+
+    return Model("a table", "float32", logits, lambda ids, count: ids)
+
+
+def naively(models: Sequence[Model], ids: Any, size: int, stride: int, score_first: bool) -> tuple[Any, Any, Any]:
+    """Per window, lists of what each scored token has: losses of each model, KL(second || first), agreement; by torch."""
+    torch = pytest.importorskip("torch")
+    losses: list[list[list[float]]] = []
+    divergences, agreements = [], []
+    for start in range(0, len(ids) - size + 1, stride):
+        window = torch.from_numpy(ids[start : start + size])
+        masked = 1 if score_first and start == 0 else max(1, size - stride)
+        logits = [torch.from_numpy(m.logits(window.numpy(), size)).double() for m in models]
+        of_window: list[list[float]] = [[] for _ in models]
+        kl, same = [], []
+        for place in range(masked, size):
+            logs = [torch.log_softmax(each[place - 1], dim=-1) for each in logits]
+            for own, each in zip(of_window, logs, strict=True):
+                own.append(-float(each[window[place]]))
+            if len(models) == 2:
+                kl.append(float(torch.nn.functional.kl_div(logs[0], logs[1], reduction="sum", log_target=True)))
+                same.append(bool(logs[0].argmax() == logs[1].argmax()))
+        losses.append(of_window)
+        divergences.append(kl)
+        agreements.append(same)
+    return losses, divergences, agreements
+
+
+def error_of_mean(values: Sequence[float]) -> float:
+    return float(np.std(values, ddof=1) / math.sqrt(len(values)))
+
+
+@pytest.mark.parametrize("score_first", [False, True])
+@pytest.mark.parametrize(("size", "stride"), [(64, 16), (64, 64), (20, 7), (160, 16), (2, 1)])
+def test_against_the_protocol_written_naively(size: int, stride: int, score_first: bool) -> None:
+    model, reference = table_model(1, noise=0.3), table_model(1)
+    scores = compare(model, reference, IDS, Windows(size, stride, score_first))
+    losses, divergences, agreements = naively([model, reference], IDS, size, stride, score_first)
+    assert [loss.predictions for loss in scores.losses] == [len(each[0]) for each in losses]
+    assert [loss.total for loss in scores.losses] == pytest.approx([sum(each[0]) for each in losses], rel=1e-12)
+    assert scores.reference_losses is not None
+    assert [loss.total for loss in scores.reference_losses] == pytest.approx(
+        [sum(each[1]) for each in losses], rel=1e-12
+    )
+    tokens = [loss for each in losses for loss in each[0]]
+    assert scores.log_perplexity.value == pytest.approx(np.mean(tokens), rel=1e-12)
+    assert scores.perplexity.value == pytest.approx(math.exp(np.mean(tokens)), rel=1e-12)
+    kl = [value for each in divergences for value in each]
+    found = scores.divergence
+    assert found is not None
+    assert found.mean.value == pytest.approx(np.mean(kl), rel=1e-9)
+    assert [found.median, found.percentile_99, found.percentile_99_9, found.maximum] == pytest.approx(
+        [*(sorted(kl)[math.ceil(share * len(kl)) - 1] for share in (0.5, 0.99, 0.999)), max(kl)], rel=1e-9
+    )
+    assert found.top1.value == pytest.approx(np.mean([same for each in agreements for same in each]))
+    if len(losses) == 1:
+        assert scores.log_perplexity.standard_error is scores.perplexity.standard_error is None
+        assert found.mean.standard_error is found.top1.standard_error is None
+        return
+    means = [np.mean(each[0]) for each in losses]
+    assert scores.log_perplexity.standard_error == pytest.approx(error_of_mean(means))
+    assert scores.perplexity.standard_error == pytest.approx(scores.perplexity.value * error_of_mean(means))
+    assert found.mean.standard_error == pytest.approx(error_of_mean([np.mean(each) for each in divergences]))
+    assert found.top1.standard_error == pytest.approx(error_of_mean([np.mean(each) for each in agreements]))
+    differences = [np.mean(each[0]) - np.mean(each[1]) for each in losses]
+    assert scores.change == pytest.approx((np.mean(differences), error_of_mean(differences)), rel=1e-9)
+
+
+def test_the_paper() -> None:
+    """arXiv:2603.29078 v1: windows of 2048, stride 512, the first 1536 tokens of every window masked."""
+    windows = Windows()
+    assert (windows.size, windows.stride, windows.size - windows.stride) == (2048, 512, 1536)
+    starts = windows.starts(5000)
+    assert list(starts) == [0, 512, 1024, 1536, 2048, 2560]  # 2952 is the last place where a whole window fits
+    assert [windows.scored(start) for start in starts] == [512] * 6
+    first = Windows(score_first=True)
+    assert [first.scored(start) for start in starts] == [2047] + [512] * 5
+
+
+@given(st.integers(2, 50), st.integers(1, 50), st.integers(0, 300), st.booleans())
+def test_windows_are_whole_and_score_no_token_twice(size: int, stride: int, tokens: int, score_first: bool) -> None:
+    windows = Windows(size, stride, score_first)
+    if stride > size or tokens < size:
+        with pytest.raises(EvaluationError, match="expected at"):
+            windows.starts(tokens)
+        return
+    scored: list[int] = []
+    for start in windows.starts(tokens):
+        end = start + size
+        assert end <= tokens
+        scored += range(end - windows.scored(start), end)
+        assert scored[-1] == end - 1
+        assert end - windows.scored(start) > start  # a token comes before
+    assert len(set(scored)) == len(scored)
+    assert tokens - end < stride
+    if score_first and stride < size:
+        assert scored == list(range(1, scored[-1] + 1))
+
+
+def test_so_many_windows() -> None:
+    losses = window_losses(table_model(1), IDS, Windows(64, 32, score_first=True, count=4))
+    assert [loss.predictions for loss in losses] == [63, 32, 32, 32]
+    with pytest.raises(EvaluationError, match=r"expected at least 192 tokens for 5 window\(s\) of 64, found 160"):
+        window_losses(table_model(1), IDS, Windows(64, 32, score_first=True, count=5))
+
+
+@pytest.mark.parametrize("size", [161, 2048])
+def test_a_short_text_is_refused_with_both_counts(size: int) -> None:
+    with pytest.raises(EvaluationError, match=rf"at least {size} tokens for 1 window\(s\) of {size}, found 160"):
+        window_losses(table_model(1), IDS, Windows(size, 16))
+
+
+@pytest.mark.parametrize(("size", "stride"), [(64, 65), (64, 0), (1, 1)])
+def test_a_stride_beyond_the_window_is_refused(size: int, stride: int) -> None:
+    with pytest.raises(EvaluationError, match=rf"--stride {stride}: .* {size} tokens"):
+        window_losses(table_model(1), IDS, Windows(size, stride))
+
+
+def test_a_model_beside_itself() -> None:
+    scores = compare(table_model(1), table_model(1), IDS, Windows(64, 16))
+    found = scores.divergence
+    assert found is not None
+    assert abs(found.mean.value) <= 1e-6 and abs(found.maximum) <= 1e-6
+    assert found.top1 == (1.0, 0.0)
+    assert scores.change == scores.perplexity_change == (0.0, 0.0)
+
+
+def test_a_model_alone() -> None:
+    scores = compare(table_model(1), None, IDS, Windows(64, 16))
+    assert scores.losses == compare(table_model(1), table_model(2), IDS, Windows(64, 16)).losses
+    assert scores.reference_losses is scores.divergence is scores.change is scores.perplexity_change is None
+
+
+def test_small_divergences_are_exact() -> None:
+    """Far below what float32 could tell: a logit is off by 1e-4, so that KL is about p (1 - p) / 2 * 1e-8."""
+    base = np.random.default_rng(5).standard_normal(50_000).astype(np.float32)
+    other = base.copy()
+    other[7] += np.float32(1e-4)
+    models = [
+        Model("", "", lambda ids, last, values=values: np.tile(values, (last, 1)), lambda i, n: i)
+        for values in (other, base)
+    ]
+    found = compare(models[0], models[1], IDS, Windows(32, 8)).divergence
+    share = np.exp(base[7].astype(np.float64)) / np.exp(base.astype(np.float64)).sum()
+    step = float(other[7]) - float(base[7])
+    assert found is not None
+    assert found.mean.value == pytest.approx(share * (1 - share) / 2 * step**2, rel=1e-3)
+
+
+def test_a_large_vocabulary_goes_in_pieces() -> None:
+    vocabulary = LOGITS_AT_ONCE // 3  # three tokens at once, of eight
+    values = np.random.default_rng(6).standard_normal(vocabulary).astype(np.float32)
+
+    def logits(ids: Any, last: int) -> Any:
+        return values[None, :] * np.arange(1, last + 1, dtype=np.float32)[:, None] / last
+
+    (loss,) = window_losses(Model("", "", logits, lambda i, n: i), IDS[:12], Windows(12, 8))
+    expected = 0.0
+    for row, token in zip(logits(IDS[:12], 9)[:-1].astype(np.float64), IDS[4:12], strict=True):
+        expected += math.log(np.exp(row).sum()) - row[token]
+    assert loss.total == pytest.approx(expected, rel=1e-12)
+
+
+def test_logits_may_rule_tokens_out() -> None:
+    """-inf: no probability. Where the reference has none, nothing is added to KL; where only the model has, it is infinite."""
+
+    def ruling_out(*tokens: int) -> Model:
+        def logits(ids: Any, last: int) -> Any:
+            values = table_model(1).logits(ids, last)
+            values[:, list(tokens)] = -np.inf
+            return values
+
+        return Model("", "", logits, lambda i, n: i)
+
+    ids = IDS % 30
+    both = compare(ruling_out(33, 34), ruling_out(33, 34), ids, Windows(64, 16)).divergence
+    fewer = compare(ruling_out(33), ruling_out(33, 34), ids, Windows(64, 16)).divergence
+    more = compare(ruling_out(33, 34), ruling_out(33), ids, Windows(64, 16)).divergence
+    assert both is not None and fewer is not None and more is not None
+    assert both.maximum == 0.0
+    assert 0 < fewer.mean.value < math.inf
+    assert more.mean.value == math.inf
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_are_refused(bad: float) -> None:
+    def logits(ids: Any, last: int) -> Any:
+        values = table_model(1).logits(ids, last)
+        values[-3, 4] = bad
+        return values
+
+    broken = Model("", "", logits, lambda i, n: i)
+    with pytest.raises(EvaluationError, match="the window from token 0 on: the model's logits are NaN or infinite"):
+        window_losses(broken, IDS, Windows(64, 16))
+    with pytest.raises(EvaluationError, match="the window from token 0 on: the reference's logits are NaN or infinite"):
+        compare(table_model(1), broken, IDS, Windows(64, 16))
+
+
+def test_another_vocabulary_is_refused_with_both_sizes() -> None:
+    with pytest.raises(EvaluationError, match="the model has 40 logits, the reference 37"):
+        compare(table_model(1, vocabulary=40), table_model(1), IDS, Windows(64, 16))
+
+
+def test_a_hopeless_model_has_an_infinite_perplexity() -> None:
+    scores = compare(
+        Model("", "", lambda ids, last: np.tile(np.float32([0, 3e6]), (last, 1)), lambda i, n: i), None,
+        np.zeros(64, dtype=np.int64), Windows(16, 8),
+    )  # fmt: skip
+    assert scores.perplexity.value == math.inf
+    assert scores.log_perplexity.value == pytest.approx(3e6)
+
+
+def test_windows_need_not_see_what_follows() -> None:
+    """A model that knows the next token by heart: perplexity 1; one that knows nothing: the size of the vocabulary."""
+
+    def knowing(ids: Any, last: int) -> Any:
+        logits = np.zeros((len(ids), 7), dtype=np.float32)
+        logits[np.arange(len(ids)), (ids + 1) % 7] = 100
+        return logits[-last:]
+
+    ids, windows = np.arange(100) % 7, Windows(20, 10)
+    assert perplexity(window_losses(Model("", "", knowing, lambda i, n: i), ids, windows)) == pytest.approx(1)
+    ignorant = Model("", "", lambda ids, last: np.zeros((last, 7), dtype=np.float32), lambda i, n: i)
+    assert perplexity(window_losses(ignorant, ids, windows)) == pytest.approx(7)
+
+
+def test_changes_are_paired() -> None:
+    before = [Loss(100.0, 10), Loss(900.0, 10), Loss(500.0, 20)]
+    after = [Loss(101.0, 10), Loss(902.0, 10), Loss(506.0, 20)]
+    assert change(after, before) == pytest.approx((0.2, 0.1 / math.sqrt(3)))  # 0.1, 0.2 and 0.3 per token
+    assert change(after[:1], before[:1]) == (pytest.approx(0.1), None)
+
+
+def test_changes_of_the_perplexity_are_paired() -> None:
+    """By hand: perplexities e^2 and e^1, of windows with 1.5, 2.5 and 0.9, 1.1 nats per token."""
+    after, before = [Loss(15.0, 10), Loss(25.0, 10)], [Loss(9.0, 10), Loss(11.0, 10)]
+    ours, theirs = math.exp(2), math.exp(1)
+    first, second = ours * 1.5 - theirs * 0.9, ours * 2.5 - theirs * 1.1
+    # The standard deviation of two numbers is their distance over sqrt(2); over sqrt(2) windows.
+    assert perplexity_change(after, before) == pytest.approx((ours - theirs, abs(second - first) / 2))
+    assert perplexity_change(after[:1], before[:1]).standard_error is None
+
+
+def test_windows_that_move_together_have_no_error_in_their_difference() -> None:
+    """What pairing is for: perplexities that vary widely, by the same factor everywhere."""
+    before = [Loss(10.0 * number, 10) for number in range(1, 9)]
+    after = [Loss(10.0 * number + 1, 10) for number in range(1, 9)]
+    assert change(after, before) == pytest.approx((0.1, 0.0), abs=1e-12)
+
+
+def test_progress_counts_windows() -> None:
+    seen: list[tuple[int, int]] = []
+    compare(table_model(1), table_model(2), IDS, Windows(64, 32), lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]

@@ -1,0 +1,277 @@
+"""Exports: dtypes, bytes that must not change, configuration, resuming, and that transformers loads the result."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import (
+    as_float32,
+    bf16,
+    f16,
+    f32,
+    folder_bytes,
+    gaussian,
+    killed_runs,
+    read_all,
+    run_command,
+    small_checkpoint,
+    write_checkpoint,
+)
+from pqweights_cli.export import Target
+
+from pqweights.errors import SourceError
+from pqweights.exports import EXPORTS
+from pqweights.exports.options import ExportOptions
+from pqweights.results.verify import verify
+from pqweights.rewrite.manifest import MADE_BY_KEYS
+
+MAKE = {"BF16": bf16, "F16": f16, "F32": f32}
+NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+WEIGHT = "model.layers.0.mlp.up_proj.weight"
+
+
+def model_of(dtype: str, folder: Path, **config: Any) -> Path:
+    """A checkpoint whose weights and norms have one dtype, with an integer buffer."""
+    make = MAKE[dtype]
+    tensors = {
+        "model.embed_tokens.weight": make(gaussian(64, 130, seed=1)),
+        WEIGHT: make(gaussian(64, 128, seed=2)),
+        "model.norm.weight": make(1 + gaussian(128, seed=3)),
+        "model.position_ids": ("I64", np.arange(5, dtype=np.int64)),
+    }
+    return write_checkpoint(folder, tensors, config={"torch_dtype": NAMES[dtype], **config})
+
+
+def master_and_export(source: Path, folder: Path, **options: Any) -> tuple[Path, Path]:
+    run_command({"quantize": str(source)}, folder / "master")
+    run_command({"export": str(folder / "master"), "target": "bf16", **options}, folder / "exported")
+    assert verify(folder / "exported", threads=1).ok
+    return folder / "master", folder / "exported"
+
+
+def relative_error(exact: np.ndarray, decoded: np.ndarray) -> float:
+    exact = exact.astype(np.float64)
+    return float(((decoded - exact) ** 2).sum() / (exact**2).sum())
+
+
+@pytest.mark.parametrize("target_dtype", ["bf16", "source"])
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+def test_dtypes(dtype: str, target_dtype: str, tmp_path: Path) -> None:
+    source = model_of(dtype, tmp_path / "model")
+    _, exported = master_and_export(source, tmp_path, dtype=target_dtype)
+    before, after = read_all(source), read_all(exported)
+    assert after.keys() == before.keys()
+    expected = "BF16" if target_dtype == "bf16" else dtype
+    for name, (found, values) in after.items():
+        assert values.shape == before[name][1].shape
+        assert found == ("I64" if name == "model.position_ids" else expected), name
+    assert after["model.position_ids"][1].tobytes() == before["model.position_ids"][1].tobytes()
+    # A kept tensor is the source's, rounded where its dtype changes.
+    kept = before["model.norm.weight"] if expected == dtype else bf16(as_float32(before["model.norm.weight"]))
+    assert after["model.norm.weight"][1].tobytes() == kept[1].tobytes()
+    for name in ("model.embed_tokens.weight", WEIGHT):
+        assert 0.001 < relative_error(as_float32(before[name]), as_float32(after[name])) < 0.003
+    config = json.loads((exported / "config.json").read_bytes())
+    assert config["torch_dtype"] == config["dtype"] == NAMES[expected]
+    assert "quantization_config" not in config
+
+
+def test_the_bf16_export_is_the_float32_one_rounded(tmp_path: Path) -> None:
+    """One rounding, to nearest even."""
+    source = model_of("F32", tmp_path / "model")
+    master, exported = master_and_export(source, tmp_path)
+    run_command({"export": str(master), "target": "bf16", "dtype": "source"}, tmp_path / "exact")
+    for name, tensor in read_all(tmp_path / "exact").items():
+        if tensor[0] == "F32":
+            assert bf16(tensor[1])[1].tobytes() == read_all(exported)[name][1].tobytes()
+
+
+@pytest.mark.parametrize("target_dtype", ["bf16", "source"])
+def test_float32_islands_stay(target_dtype: str, tmp_path: Path) -> None:
+    tensors = {
+        WEIGHT: bf16(gaussian(64, 128, seed=2)),
+        "model.layers.0.mamba.A_log": f32(gaussian(48, seed=3)),
+        "model.layers.0.mamba.dt_bias": f32(gaussian(48, seed=4)),
+        "model.layers.0.mlp.gate.e_score_correction_bias": f32(gaussian(8, seed=5)),
+        "model.norm.weight": bf16(gaussian(128, seed=6)),
+        "mask": (
+            "BF16",
+            np.array([0xFF80, 0x7F80, 0x7FC1], dtype=np.uint16),
+        ),  # -inf, inf, a NaN: buffers may hold them
+    }
+    source = write_checkpoint(tmp_path / "model", tensors, config={"dtype": "bfloat16"})
+    _, exported = master_and_export(source, tmp_path, dtype=target_dtype)
+    after = read_all(exported)
+    for name in tensors.keys() - {WEIGHT}:
+        assert after[name][0] == tensors[name][0], name
+        assert after[name][1].tobytes() == tensors[name][1].tobytes(), name
+
+
+def test_a_weight_of_another_dtype_than_the_model(tmp_path: Path) -> None:
+    """A quantized float32 weight in a BF16 model becomes BF16, or float32 again on request."""
+    tensors = {WEIGHT: f32(gaussian(64, 128)), "model.embed_tokens.weight": bf16(gaussian(64, 128, seed=1))}
+    source = write_checkpoint(tmp_path / "model", tensors, config={"dtype": "bfloat16"})
+    master, exported = master_and_export(source, tmp_path)
+    assert read_all(exported)[WEIGHT][0] == "BF16"
+    run_command({"export": str(master), "target": "bf16", "dtype": "source"}, tmp_path / "source-dtypes")
+    assert read_all(tmp_path / "source-dtypes")[WEIGHT][0] == "F32"
+
+
+def test_the_configuration_is_the_sources_but_for_the_dtype(tmp_path: Path) -> None:
+    own = {
+        "model_type": "some_vlm",
+        "architectures": ["SomeModel"],
+        "text_config": {"hidden_size": 128, "torch_dtype": "float16"},
+        "vision_config": {"depth": 2, "dtype": "float32"},
+        "audio_config": {"depth": 3},
+        "rope": {"theta": 1e6},
+        "täxt": "ünïcode",
+    }
+    _, exported = master_and_export(model_of("F16", tmp_path / "model", **own), tmp_path)
+    config = json.loads((exported / "config.json").read_bytes())
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+    assert config["text_config"] == {"hidden_size": 128, "torch_dtype": "bfloat16", "dtype": "bfloat16"}
+    assert config["vision_config"] == {"depth": 2, "dtype": "float32"}
+    assert config["audio_config"]["dtype"] == "bfloat16"
+    for key in ("model_type", "architectures", "rope", "täxt"):
+        assert config[key] == own[key]
+
+
+def test_companions_pass_through_both(tmp_path: Path) -> None:
+    source = small_checkpoint(tmp_path / "model")
+    master, exported = master_and_export(source, tmp_path)
+    for name in ("tokenizer.json", "code/modeling.py", "empty.txt"):
+        assert (exported / name).read_bytes() == (master / name).read_bytes() == (source / name).read_bytes()
+    assert not (exported / "README.md").exists()
+
+
+@pytest.mark.parametrize("name", ["vq_codes", "vq_norms"])
+def test_a_kept_tensor_may_be_called_like_our_parts(name: str, tmp_path: Path) -> None:
+    """A buffer of the source whose name ends like codes or norms is none."""
+    tensors = {WEIGHT: bf16(gaussian(64, 128)), name: ("U8", np.arange(16, dtype=np.uint8))}
+    _, exported = master_and_export(write_checkpoint(tmp_path / "model", tensors), tmp_path)
+    assert read_all(exported)[name][1].tobytes() == tensors[name][1].tobytes()
+
+
+def test_a_pair_of_kept_tensors_may_be_called_like_our_parts(tmp_path: Path) -> None:
+    tensors = {
+        WEIGHT: bf16(gaussian(64, 128)),
+        "vq_codes": ("U8", np.zeros((4, 80), dtype=np.uint8)),
+        "vq_norms": f16(np.ones((4, 1))),
+    }
+    _, exported = master_and_export(write_checkpoint(tmp_path / "model", tensors), tmp_path)
+    assert read_all(exported).keys() == tensors.keys()
+
+
+@pytest.mark.parametrize("how", ["source", "exported"])
+def test_what_is_no_master_is_refused(how: str, tmp_path: Path) -> None:
+    source = model_of("BF16", tmp_path / "model")
+    folder = source if how == "source" else master_and_export(source, tmp_path)[1]
+    with pytest.raises(SourceError, match="master"):
+        run_command({"export": str(folder), "target": "bf16"}, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_master_is_not_quantized_again(tmp_path: Path) -> None:
+    source = model_of("BF16", tmp_path / "model")
+    run_command({"quantize": str(source)}, tmp_path / "master")
+    with pytest.raises(SourceError, match="already a pqweights master"):
+        run_command({"quantize": str(tmp_path / "master")}, tmp_path / "again")
+
+
+def test_an_export_can_be_quantized_again(tmp_path: Path) -> None:
+    """It is an ordinary checkpoint; nothing is left that says otherwise."""
+    _, exported = master_and_export(model_of("BF16", tmp_path / "model"), tmp_path)
+    report = run_command({"quantize": str(exported)}, tmp_path / "second")
+    assert {t.name for t in report.plan.tensors if t.action == "quantize"} == {"model.embed_tokens.weight", WEIGHT}
+    assert verify(tmp_path / "second", threads=1).ok
+
+
+def test_an_export_resumes(tmp_path: Path) -> None:
+    """Killed at every rename, removal and journal entry, and at some writes."""
+    run_command({"quantize": str(small_checkpoint(tmp_path / "model"))}, tmp_path / "master")
+    work = {"export": str(tmp_path / "master"), "target": "bf16", "max_shard_bytes": 40_000}
+    run_command(work, tmp_path / "undisturbed")
+    undisturbed = folder_bytes(tmp_path / "undisturbed")
+    (counts,) = killed_runs(work, [{"out": str(tmp_path / "counted")}])
+    assert folder_bytes(tmp_path / "counted") == undisturbed
+    points = [
+        {"out": str(tmp_path / f"{name}-{number}-{when}"), "function": name, "number": number, "when": when}
+        for name, step in (("replace", 1), ("unlink", 1), ("rmdir", 1), ("write", 1), ("pwrite", 7))
+        for number in range(1, counts[name] + 1, step)
+        for when in ("before", "after")
+    ]
+    killed_runs(work, points)
+    failures = []
+    for point in points:
+        out = Path(point["out"])
+        for name, data in folder_bytes(out).items():
+            if not name.startswith(".pqweights/") and not name.endswith("/"):
+                assert data == undisturbed[name], (point, name)
+        try:
+            run_command(work, out)
+        except Exception as error:
+            failures.append(f"{point['function']} {point['number']} {point['when']}: {error}")
+            continue
+        assert folder_bytes(out) == undisturbed, point
+    assert not failures, "\n".join(failures)
+
+
+def test_threads_do_not_show(tmp_path: Path) -> None:
+    run_command({"quantize": str(small_checkpoint(tmp_path / "model"))}, tmp_path / "master")
+    work = {"export": str(tmp_path / "master"), "target": "bf16"}
+    for threads in (1, 5):
+        run_command(work, tmp_path / str(threads), threads=threads)
+    assert folder_bytes(tmp_path / "1") == folder_bytes(tmp_path / "5")
+
+
+def test_damaged_codes_do_not_become_an_export(tmp_path: Path) -> None:
+    """Or, if they do, with decoded numbers that differ: verify is what tells. The header is what export checks."""
+    master = tmp_path / "master"
+    run_command({"quantize": str(model_of("BF16", tmp_path / "model"))}, master)
+    (shard,) = master.glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(SourceError, match=shard.name):
+        run_command({"export": str(master), "target": "bf16"}, tmp_path / "out")
+
+
+def test_the_command_line_knows_all_targets() -> None:
+    assert {target.value for target in Target} == EXPORTS.keys()
+
+
+@pytest.mark.parametrize("target", EXPORTS)
+def test_every_export_describes_itself(target: str) -> None:
+    """What a manifest says of an export is what reading a manifest keeps of it."""
+    described = EXPORTS[target].make(ExportOptions()).describe()
+    assert described["target"] == target
+    assert described.keys() <= set(MADE_BY_KEYS)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("target_dtype", ["bf16", "source"])
+def test_transformers_loads_the_export(tied: bool, target_dtype: str, tmp_path: Path) -> None:
+    """A tiny llama: every parameter arrives, and the logits are near the original's."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=160, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=tied,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "model")
+    _, exported = master_and_export(tmp_path / "model", tmp_path, dtype=target_dtype)
+    assert read_all(exported).keys() == read_all(tmp_path / "model").keys()
+    assert ("lm_head.weight" in read_all(exported)) == (not tied)
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert loaded.dtype == (torch.bfloat16 if target_dtype == "bf16" else torch.float32)
+    assert not hasattr(loaded.config, "quantization_config")
+    ids = torch.arange(32)[None]
+    with torch.inference_mode():
+        exact, found = model(ids).logits, loaded.eval().float()(ids).logits
+    assert float((exact - found).norm() / exact.norm()) < 0.15

@@ -1,0 +1,82 @@
+"""Integer exports and what transformers builds: rounded are linear layers alone, and those that the runtime expects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pqweights.checkpoint.readers import EncodedTensor
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.exports.integers import Rounding
+from pqweights.exports.options import ExportOptions
+from pqweights.exports.vllm_int4 import VllmInt4, patterns
+from pqweights.planning.roles import classify
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+is_match = pytest.importorskip("compressed_tensors.utils").is_match
+
+# Model types whose names or layers are each peculiar in a way of their own.
+MODEL_TYPES = (
+    "llama", "qwen2", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "phi3", "gemma3", "qwen3_5", "qwen3_vl", "lfm2_vl",
+    "mamba2", "falcon_h1", "bart", "t5", "electra", "blt", "rembert",
+)  # fmt: skip
+
+
+def test_fused_experts_take_in_nothing_else() -> None:
+    fused = ["mtp.layers.0.mlp.experts.gate_up_proj"]
+    (expression,) = patterns(fused, ["model.layers.0.mlp.experts.0.down_proj.weight"])
+    assert is_match("mtp.layers.0.mlp.experts", torch.nn.Module(), expression)
+    assert not is_match("model.layers.0.mlp.experts.0.down_proj", torch.nn.Linear(1, 1), expression)
+
+
+def test_experts_of_a_few_layers_take_an_expression_for_each() -> None:
+    names = [f"model.layers.{layer}.mlp.experts.{e}.up_proj.weight" for layer in range(4) for e in range(64)]
+    found = patterns(names[:128], names[128:])
+    assert found == [rf"re:(.*\.)?layers\.{layer}\.mlp\.experts\.\d+\.up_proj$" for layer in range(2)]
+
+
+def encoded(name: str, shape: tuple[int, ...]) -> EncodedTensor:
+    nothing: Any = None
+    return EncodedTensor(
+        nothing, name, shape, "BF16", "hadamard-lloyd-max", 5, "hadamard", 0, nothing, nothing, nothing
+    )
+
+
+class Kept:
+    """A tensor that the master keeps."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
+        self.name, self.shape, self.dtype, self.plain_dtype, self.parts = name, shape, dtype, dtype, ()
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_the_runtime_expects_integers_where_there_are_some(model_type: str) -> None:
+    """With the default configuration's sizes, on the meta device."""
+    config = transformers.AutoConfig.for_model(model_type)
+    auto = next(
+        a
+        for a in (
+            transformers.AutoModelForCausalLM,
+            transformers.AutoModelForImageTextToText,
+            transformers.AutoModelForSeq2SeqLM,
+        )
+        if type(config) in a._model_mapping
+    )
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    tensors: list[Any] = []
+    for name, parameter in model.state_dict(keep_vars=True).items():
+        dtype = "BF16" if parameter.is_floating_point() else "I64"
+        shape = tuple(parameter.shape)
+        encode = dtype == "BF16" and classify(name, dtype, shape).keep is None
+        tensors.append(encoded(name, shape) if encode else Kept(name, shape, dtype))
+    nothing: Any = None
+    checkpoint = Checkpoint(nothing, {"model_type": model_type}, (), tuple(tensors), (), (), {}, True)
+    outline = VllmInt4.make(ExportOptions()).outline(checkpoint)
+    rounded = {name.removesuffix(".weight") for name, found in outline.decisions.items() if isinstance(found, Rounding)}
+    ignored = outline.config["quantization_config"]["ignore"]
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert rounded <= linear.keys()
+    assert {name for name, module in linear.items() if not is_match(name, module, ignored)} == rounded

@@ -1,0 +1,540 @@
+"""mlx-q4: what mlx_lm.convert writes, tensor by tensor; what it leaves out; and that mlx-lm loads it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+from families import FAMILIES
+from helpers import (
+    Array,
+    Tensor,
+    as_float32,
+    bf16,
+    folder_bytes,
+    gaussian,
+    master_weights,
+    read_all,
+    run_command,
+    safetensors_bytes,
+    write_checkpoint,
+)
+from pqweights_cli.main import app
+from typer.testing import CliRunner
+
+from pqweights.errors import ExportError
+from pqweights.exports import integers
+from pqweights.results.verify import verify
+from pqweights.rewrite import jobs
+from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.workspace import Workspace
+
+mx: Any = pytest.importorskip("mlx.core")
+mlx_lm: Any = pytest.importorskip("mlx_lm")
+pytest.importorskip("transformers")
+
+# What transformers 5 no longer writes, and mlx-lm does not build the model without.
+NEEDED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "rope_theta": 50000.0},
+    "qwen3_vl": {"text_config": {"rope_theta": 500000.0}},
+    "gpt2": {"n_ctx": 128},
+}
+OLD_NAMES = {"rope_theta", "rope_scaling", "num_experts", "n_ctx", "partial_rotary_factor", "rope_local_base_freq"}
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where models, masters and exports of the families lie, made once."""
+    return tmp_path_factory.getbasetemp()
+
+
+def adapted(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The layout that mlx-lm takes: gpt-oss's experts as [E, out, in], Qwen3.5's stacked."""
+    if name == "gpt_oss":
+        turned = {}
+        for key, (dtype, values) in tensors.items():
+            fused = key.endswith(("experts.gate_up_proj", "experts.down_proj"))
+            turned[f"{key}.weight" if fused else key] = (dtype, values.swapaxes(1, 2) if fused else values)
+        return turned
+    if name == "qwen3_5_moe":
+        rest = {key: tensor for key, tensor in tensors.items() if ".experts." not in key}
+        for layer in sorted({key.split(".experts.")[0] for key in tensors.keys() - rest.keys()}):
+
+            def of(expert: int, kind: str, layer: str = layer) -> Array:
+                return tensors[f"{layer}.experts.{expert}.{kind}_proj.weight"][1]
+
+            pairs = [np.concatenate([of(e, "gate"), of(e, "up")]) for e in range(4)]
+            rest[f"{layer}.experts.gate_up_proj"] = ("BF16", np.stack(pairs))
+            rest[f"{layer}.experts.down_proj"] = ("BF16", np.stack([of(e, "down") for e in range(4)]))
+        return rest
+    return tensors
+
+
+def converted(name: str, base: Path, out: Path, **options: Any) -> Path:
+    """What mlx_lm.convert makes of the BF16 export."""
+    exported = families.exported(base, name, "bf16")
+    config = json.loads((exported / "config.json").read_bytes())
+    for key, value in NEEDED.get(name, {}).items():
+        config[key] = {**config[key], **value} if isinstance(value, dict) else value
+    small = {path.name: path.read_bytes() for path in exported.iterdir() if path.suffix == ".json"}
+    del small["config.json"], small["model.safetensors.index.json"], small["pqweights.json"]
+    source = write_checkpoint(out / "adapted", adapted(name, read_all(exported)), config=config, companions=small)
+    mlx_lm.convert(str(source), str(out / "converted"), quantize=True, **options)
+    return out / "converted"
+
+
+def without_old_names(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: without_old_names(value) if key == "text_config" else value
+        for key, value in config.items()
+        if key not in OLD_NAMES
+    }
+
+
+def assert_same(found: Path, expected: Path) -> None:
+    """All tensors, byte for byte, and the configuration but for names that were added."""
+    ours, theirs = read_all(found), read_all(expected)
+    assert ours.keys() == theirs.keys()
+    for name, (dtype, values) in theirs.items():
+        assert ours[name][0] == dtype and ours[name][1].shape == values.shape, name
+        assert ours[name][1].tobytes() == values.tobytes(), name
+    ours_config, theirs_config = (json.loads((folder / "config.json").read_bytes()) for folder in (found, expected))
+    assert without_old_names(ours_config) == without_old_names(theirs_config)
+    for place, other in (
+        (ours_config, theirs_config),
+        (ours_config.get("text_config", {}), theirs_config.get("text_config", {})),
+    ):
+        assert {key: place[key] for key in OLD_NAMES & other.keys()} == {k: other[k] for k in OLD_NAMES & other.keys()}
+        rope = place.get("rope_parameters", {})
+        assert place.get("rope_theta") == rope.get("rope_theta", place.get("rope_theta"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_tensors_of_mlx_lm_convert(name: str, base: Path, tmp_path: Path) -> None:
+    exported = families.exported(base, name, "mlx-q4", qparams="minmax")
+    assert_same(exported, converted(name, base, tmp_path))
+    assert verify(exported, threads=1).ok
+
+
+MODES = [
+    *({"bits": bits} for bits in (2, 3, 5, 6, 8)), {"group_size": 32}, {"group_size": 128, "bits": 3},
+    {"mode": "mxfp4"}, {"mode": "mxfp8"}, {"mode": "nvfp4"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", MODES, ids=lambda options: "-".join(map(str, options.values())))
+def test_modes_and_widths(options: dict[str, Any], base: Path, tmp_path: Path) -> None:
+    command = {"export": str(families.master(base, "llama")), "target": "mlx-q4", "qparams": "minmax", **options}
+    report = run_command(command, tmp_path / "out")
+    assert_same(tmp_path / "out", converted("llama", base, tmp_path, **{f"q_{key}": v for key, v in options.items()}))
+    for tensor, record in zip(report.plan.tensors, report.records, strict=True):
+        if tensor.action == "integer":
+            assert record.relative_mse == pytest.approx(measured(tmp_path / "out", base, tensor.name), rel=1e-5)
+    generate(tmp_path / "out")
+
+
+def measured(out: Path, base: Path, name: str) -> float:
+    """The error of a weight of a llama against the master, as mlx decodes it, in float64."""
+    loaded = mx.load(str(next(out.glob("*.safetensors"))))
+    config = json.loads((out / "config.json").read_bytes())["quantization"]
+    module = name.removesuffix(".weight")
+    wide = [loaded[f"{module}.scales"], loaded.get(f"{module}.biases")]
+    if wide[1] is not None:
+        wide = [part.astype(mx.float32) for part in wide]
+    values = np.array(
+        mx.dequantize(
+            loaded[name], *wide, group_size=config["group_size"], bits=config["bits"], mode=config["mode"]
+        ).astype(mx.float32)
+    )
+    exact = master_weights(families.master(base, "llama"))[name].astype(np.float64)
+    return float(((values - exact) ** 2).sum() / (exact**2).sum())
+
+
+def generate(folder: Path) -> None:
+    """A few tokens."""
+    model, tokenizer = mlx_lm.load(str(folder))
+    seen = [r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt=families.IDS[0], max_tokens=3)]
+    assert 1 <= len(seen) <= 3
+    assert all(0 <= token < families.VOCABULARY for token in seen)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_mlx_lm_computes_what_transformers_does(name: str, base: Path) -> None:
+    """At 8 bits the logits are near those of the BF16 export: no weight is in a wrong place, no setting lost its name."""
+    exported = families.exported(base, name, "mlx-q4", bits=8)
+    model, _ = mlx_lm.load(str(exported))
+    model.apply(lambda values: values.astype(mx.float32) if mx.issubdtype(values.dtype, mx.floating) else values)
+    found = np.array(model(mx.array(families.IDS)))[0]
+    loaded = families.load(families.exported(base, name, "bf16"), FAMILIES[name])
+    expected = families.logits(loaded)
+    assert np.linalg.norm(found - expected) < 0.035 * np.linalg.norm(expected)
+    generate(exported)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_best_is_better_than_minmax(bits: int, base: Path, tmp_path: Path) -> None:
+    """In every weight."""
+    errors = {}
+    for qparams in ("best", "minmax"):
+        command = {"export": str(families.master(base, "llama")), "target": "mlx-q4", "bits": bits, "qparams": qparams}
+        report = run_command(command, tmp_path / qparams)
+        names = [t.name for t in report.plan.tensors if t.action == "integer"]
+        errors[qparams] = {name: measured(tmp_path / qparams, base, name) for name in names}
+    assert errors["best"].keys() == errors["minmax"].keys()
+    assert len(errors["best"]) == 16
+    for name, error in errors["best"].items():
+        assert error < errors["minmax"][name] * (0.95 if bits < 8 else 1.0), name
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen3_5_moe"])
+def test_best_is_better_than_minmax_in_every_family(name: str, base: Path) -> None:
+    best, minmax = (
+        {r.name: r for r in read_manifest(families.exported(base, name, "mlx-q4", qparams=qparams)).records}
+        for qparams in ("best", "minmax")
+    )
+    assert best.keys() == minmax.keys()
+    for tensor, record in best.items():
+        if record.relative_mse is not None:
+            assert record.relative_mse < minmax[tensor].relative_mse, tensor
+
+
+# --- what becomes of tensors ---
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_vl"])
+def test_what_mlx_lm_does_not_hold_is_named(name: str, base: Path, tmp_path: Path) -> None:
+    master = families.master(base, name)
+    seeing = {tensor for tensor in read_all(families.model(base, name)) if ".visual." in tensor}
+    assert len(seeing) > 10
+    report = run_command({"export": str(master), "target": "mlx-q4"}, tmp_path / "out")
+    assert report.plan.left_out_tensors.keys() == seeing
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.left_out == report.plan.left_out_tensors
+    assert all("does not hold" in reason for reason in manifest.left_out.values())
+    result = CliRunner().invoke(app, ["export", str(master), str(tmp_path / "out"), "-t", "mlx-q4"])
+    assert result.exit_code == 0, result.stderr
+    assert "already holds this very result" in result.stderr
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("left out: ") and "tensor(s)" in line]
+    assert line.startswith(f"left out: {len(seeing)} tensor(s): mlx-lm's model of type")
+    assert "visual" in line
+    result = CliRunner().invoke(app, ["export", str(master), str(tmp_path / "out"), "-t", "mlx-q4", "--json"])
+    assert set(json.loads(result.stdout)["left_out_tensors"]) == seeing
+
+
+@pytest.mark.parametrize("rule", ["name: lm_head.weight", "role: embedding", 'name: "*.0.self_attn.k_proj.weight"'])
+def test_a_weight_that_the_recipe_keeps_stays_plain(rule: str, base: Path, tmp_path: Path) -> None:
+    """In mlx, too, whose own rule would quantize it."""
+    (tmp_path / "recipe.yaml").write_text(f"bits: 5\nrules: [{{{rule}, keep: true}}]\n")
+    source = families.model(base, "llama")
+    run_command({"quantize": str(source), "recipe": str(tmp_path / "recipe.yaml")}, tmp_path / "master")
+    run_command({"export": str(tmp_path / "master"), "target": "mlx-q4"}, tmp_path / "out")
+    name = {"name: lm_head.weight": "lm_head.weight", "role: embedding": "model.embed_tokens.weight"}.get(
+        rule, "model.layers.0.self_attn.k_proj.weight"
+    )
+    found, exact = read_all(tmp_path / "out"), read_all(source)
+    assert found[name][0] == "BF16"
+    assert found[name][1].tobytes() == exact[name][1].tobytes()
+    module = name.removesuffix(".weight")
+    assert f"{module}.scales" not in found
+    assert "model.layers.1.self_attn.k_proj.scales" in found
+    generate(tmp_path / "out")
+
+
+def test_transposed_experts(base: Path) -> None:
+    """gpt-oss: [E, in, out] on disk, gate and up taking turns; each becomes what mlx makes of the rows [out, in]."""
+    exported = families.exported(base, "gpt_oss", "mlx-q4", qparams="minmax")
+    plain, found = (
+        read_all(families.exported(base, "gpt_oss", "bf16")),
+        mx.load(str(next(exported.glob("*.safetensors")))),
+    )
+    for layer in (0, 1):
+        experts = f"model.layers.{layer}.mlp.experts"
+        fused = as_float32(plain[f"{experts}.gate_up_proj"])
+        parts = {"gate_proj": fused[..., ::2], "up_proj": fused[..., 1::2]}
+        parts["down_proj"] = as_float32(plain[f"{experts}.down_proj"])
+        for part, values in parts.items():
+            rows = mx.array(np.ascontiguousarray(values.swapaxes(1, 2))).astype(mx.bfloat16)
+            expected = mx.quantize(rows, group_size=64, bits=4)
+            for kind, array in zip(("weight", "scales", "biases"), expected, strict=True):
+                assert mx.array_equal(found[f"{experts}.{part}.{kind}"], array), (part, kind)
+
+
+def test_float32_stays_where_mlx_lm_keeps_it(base: Path) -> None:
+    """A_log, as in mlx_lm.convert; and what is computed from the master: Qwen3.5's norms are stored minus one."""
+    source, found = (
+        read_all(families.model(base, "qwen3_5")),
+        read_all(families.exported(base, "qwen3_5", "mlx-q4", qparams="minmax")),
+    )
+    a_log = "model.layers.0.linear_attn.A_log"
+    assert found[f"language_model.{a_log}"][0] == "F32"
+    theirs = source[a_log.replace("model.", "model.language_model.", 1)]
+    assert found[f"language_model.{a_log}"][1].tobytes() == theirs[1].tobytes()
+    norm = "model.layers.0.input_layernorm.weight"
+    stored = as_float32(source[norm.replace("model.", "model.language_model.", 1)])
+    assert found[f"language_model.{norm}"][1].tobytes() == bf16(stored + 1)[1].tobytes()
+
+
+# --- the driver's guarantees ---
+
+WORK = {"target": "mlx-q4", "max_shard_bytes": 400_000}
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_moe"])
+@pytest.mark.parametrize("original", [False, True])
+def test_threads_and_chunks_do_not_show(
+    name: str, original: bool, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stacked experts, transposed matrices, and norms that are computed; in several files."""
+    work = {"export": str(families.master(base, name)), **WORK}
+    if original:
+        work["original"] = str(families.model(base, name))
+    run_command(work, tmp_path / "undisturbed", threads=1)
+    for threads, chunk_weights in ((3, 4096), (2, 30_000)):
+        with monkeypatch.context() as patch:
+            patch.setattr(jobs, "CHUNK_WEIGHTS", chunk_weights)
+            patch.setattr(integers, "CHUNK_WEIGHTS", chunk_weights)
+            report = run_command(work, tmp_path / str(threads), threads=threads)
+        assert len(report.plan.shards) > 2
+        assert folder_bytes(tmp_path / str(threads)) == folder_bytes(tmp_path / "undisturbed")
+    assert run_command(work, tmp_path / "3").already_done
+    assert verify(tmp_path / "3", threads=2).ok
+
+
+@pytest.mark.parametrize("tensors", [2, 20, 40])
+def test_an_interrupted_run_continues(
+    tensors: int, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ended when so many tensors are journaled; then the same command gives the same folder."""
+
+    class Killed(BaseException):
+        pass
+
+    work = {"export": str(families.master(base, "gpt_oss")), **WORK}
+    run_command(work, tmp_path / "undisturbed")
+    done, record = iter(range(tensors)), Workspace.record
+
+    def record_or_die(self: Workspace, finished: Any) -> None:
+        if next(done, None) is None:
+            raise Killed
+        record(self, finished)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Workspace, "record", record_or_die)
+        with pytest.raises(Killed):
+            run_command(work, tmp_path / "out")
+    assert run_command(work, tmp_path / "out").resumed == tensors
+    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("options", [{}, {"qparams": "minmax"}, {"mode": "nvfp4"}], ids=str)
+def test_errors_with_and_without_the_original(options: dict[str, Any], base: Path, tmp_path: Path) -> None:
+    """Of stacked experts, too: each error is that of all of them together."""
+    name = "qwen3_moe"
+    work = {"export": str(families.master(base, name)), "target": "mlx-q4", **options}
+    without = run_command(work, tmp_path / "without")
+    given = run_command({**work, "original": str(families.model(base, name))}, tmp_path / "with")
+    exact = stacked(read_all(families.model(base, name)))
+    true = {folder: errors(tmp_path / folder, exact) for folder in ("without", "with")}
+    assert len(true["with"]) > 10
+    for record in given.records:
+        if record.name in true["with"]:
+            assert record.total_mse == record.relative_mse == pytest.approx(true["with"][record.name], rel=1e-5)
+            assert record.master_mse == pytest.approx(true["without"][record.name], rel=1e-5)
+    for record in without.records:
+        if record.relative_mse is not None and not record.name.endswith("mlp.gate.weight"):
+            assert record.total_mse == pytest.approx(true["without"][record.name], rel=0.03)
+
+
+def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Array]:
+    """The weights of a Qwen3-MoE under mlx-lm's names, in float64."""
+    result = {}
+    for name, tensor in tensors.items():
+        found = re.fullmatch(r"(.*\.mlp)\.experts\.0\.(\w+)\.weight", name)
+        if found:
+            parts = [tensors[name.replace(".experts.0.", f".experts.{e}.")] for e in range(4)]
+            result[f"{found[1]}.switch_mlp.{found[2]}.weight"] = np.stack([as_float32(p) for p in parts])
+        elif ".experts." not in name:
+            result[name] = as_float32(tensor)
+    return {name: values.astype(np.float64) for name, values in result.items()}
+
+
+def errors(folder: Path, exact: Mapping[str, Array]) -> dict[str, float]:
+    loaded: dict[str, Any] = {}
+    for path in folder.glob("*.safetensors"):
+        loaded |= mx.load(str(path))
+    config = json.loads((folder / "config.json").read_bytes())["quantization"]
+    result = {}
+    for name in [n for n in loaded if f"{n.removesuffix('.weight')}.scales" in loaded]:
+        module = name.removesuffix(".weight")
+        own = config.get(module, config)
+        how = {"group_size": own["group_size"], "bits": own["bits"], "mode": own.get("mode", "affine")}
+        scales, biases = loaded[f"{module}.scales"], loaded.get(f"{module}.biases")
+        if biases is not None:
+            scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+        values = np.array(mx.dequantize(loaded[name], scales, biases, **how).astype(mx.float32))
+        result[name] = float(((values - exact[name]) ** 2).sum() / (exact[name] ** 2).sum())
+    return result
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_the_error_of_a_weight_that_the_master_keeps_is_known(name: str, base: Path, tmp_path: Path) -> None:
+    """It is what rounding it adds; the summary, which sums over all weights, then has a figure."""
+    report = run_command({"export": str(families.master(base, name)), "target": "mlx-q4"}, tmp_path / "out")
+    assert all(r.total_mse is not None for r in report.records if r.relative_mse is not None)
+    result = CliRunner().invoke(
+        app, ["export", str(families.master(base, name)), str(tmp_path / "out"), "-t", "mlx-q4"]
+    )
+    assert "unknown without the master's manifest" not in result.stdout
+
+
+# --- bad input ---
+
+
+def refused(*arguments: object) -> str:
+    """The one line of a command that fails."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    return str(result.stderr)
+
+
+@pytest.mark.parametrize("package", ["mlx", "mlx_lm"])
+def test_a_missing_package_is_named(package: str, base: Path, tmp_path: Path) -> None:
+    code = f"""
+        import sys
+        class Absent:
+            def find_spec(self, name, path=None, target=None):
+                if name.split(".")[0] == {package!r}:
+                    raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+        sys.meta_path.insert(0, Absent())
+        from pqweights_cli.main import main
+        main()
+    """
+    arguments = ["export", str(families.master(base, "llama")), str(tmp_path / "out"), "-t", "mlx-q4"]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
+    assert "pip install 'pqweights[mlx]'" in done.stderr and f"No module named '{package}" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def small_llama(folder: Path, width: int = 192) -> Path:
+    """A master of a llama whose rows are of 128 and `width` weights."""
+    settings = {**families.TEXT, "hidden_size": 128, "intermediate_size": width, "num_hidden_layers": 1, "head_dim": 32}
+    families.build(families.Family("LlamaForCausalLM", "LlamaConfig", settings, (), ()), folder / "model")
+    run_command({"quantize": str(folder / "model")}, folder / "master")
+    return folder / "master"
+
+
+def test_the_summary_says_what_stays_plain_and_why(tmp_path: Path) -> None:
+    master, out = small_llama(tmp_path, 144), tmp_path / "out"
+    result = CliRunner().invoke(app, ["export", str(master), str(out), "-t", "mlx-q4"])
+    (plain,) = [line for line in result.stdout.splitlines() if line.startswith("plain: ")]
+    assert plain.startswith("plain: 1 tensor(s), 18432 weights: groups of 64 do not divide its rows of 144 weights")
+    assert plain.endswith("model.layers.0.mlp.down_proj.weight")
+
+
+def test_group_sizes_that_do_not_divide(tmp_path: Path) -> None:
+    master, out = small_llama(tmp_path, 144), tmp_path / "out"
+    line = refused("export", master, out, "-t", "mlx-q4", "--group-size", "64")
+    assert "down_proj" in line and "rows of 144" in line and line.endswith("would: none\n")
+    assert not out.exists()
+    result = CliRunner().invoke(app, ["export", str(master), str(out), "-t", "mlx-q4"])
+    assert result.exit_code == 0, result.stderr
+    (stays,) = [tensor for tensor in read_manifest(out).tensors if tensor.name.endswith("down_proj.weight")]
+    assert stays.bits is None
+    assert stays.reason.startswith("groups of 64 do not divide its rows of 144 weights (--group-size that would: none)")
+    generate(out)
+    line = refused("export", master, out, "-t", "mlx-q4", "--group-size", "100")
+    assert "--group-size 100: the target mlx-q4 has 64, 32, 128" in line
+
+
+def test_a_group_size_that_was_asked_for_names_those_that_would_do(tmp_path: Path) -> None:
+    line = refused("export", small_llama(tmp_path), tmp_path / "out", "-t", "mlx-q4", "--group-size", "128")
+    assert "down_proj" in line and "rows of 192" in line and line.endswith("would: 32, 64\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--mode", "mxfp4", "--qparams", "best"), "--qparams best: the target mlx-q4 in mode mxfp4 has minmax"),
+        (("--mode", "mxfp4", "--bits", "8"), "--bits 8: the target mlx-q4 in mode mxfp4 has 4"),
+        (("--mode", "nvfp4", "--group-size", "32"), "--group-size 32: the target mlx-q4 in mode nvfp4 has 16"),
+        (("--bits", "7"), "--bits 7: the target mlx-q4 has 4, 2, 3, 5, 6, 8"),
+        (("--basis", "rotated"), "--basis: the target mlx-q4 has no such option"),
+        (("--packing", "plain"), "--packing: the target mlx-q4 has no such option"),
+        (("--dtype", "source"), "--dtype: the target mlx-q4 has no such option"),
+    ],
+    ids=str,
+)
+def test_options_that_mlx_does_not_have(options: tuple[str, ...], message: str, base: Path, tmp_path: Path) -> None:
+    assert message in refused("export", families.master(base, "llama"), tmp_path / "out", "-t", "mlx-q4", *options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "fragments"),
+    [
+        ({"model_type": "no_such_model"}, ("no_such_model",)),
+        ({}, ("model_type",)),
+        ({"model_type": None}, ()),
+        ({"model_type": "llama"}, ("mlx-lm does not take this model ('llama')",)),  # and nothing else
+        (None, ("model_type",)),
+    ],
+    ids=["unknown", "without", "null", "incomplete", "no-config"],
+)
+def test_models_that_mlx_lm_does_not_know(
+    config: dict[str, Any] | None, fragments: tuple[str, ...], tmp_path: Path
+) -> None:
+    source = write_checkpoint(
+        tmp_path / "src", {"model.layers.0.mlp.up_proj.weight": bf16(gaussian(64, 128))}, config=config
+    )
+    run_command({"quantize": str(source)}, tmp_path / "master")
+    line = refused("export", tmp_path / "master", tmp_path / "out", "-t", "mlx-q4")
+    assert "--target bf16" in line
+    for fragment in fragments:
+        assert fragment in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("change", ["a tensor less", "a tensor more", "another shape"])
+def test_weights_that_mlx_lm_does_not_take(change: str, base: Path, tmp_path: Path) -> None:
+    master = small_llama(tmp_path)
+    source = tmp_path / "model"
+    tensors = read_all(source)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    if change == "a tensor less":
+        del tensors[name]
+    elif change == "a tensor more":
+        tensors["model.layers.0.self_attn.rotary.weight"] = bf16(gaussian(64, 128))
+    else:
+        tensors[name] = bf16(gaussian(62, 128))
+    (source / "model.safetensors").write_bytes(safetensors_bytes(tensors))
+    run_command({"quantize": str(source), "overwrite": True}, master)
+    line = refused("export", master, tmp_path / "out", "-t", "mlx-q4")
+    assert "mlx-lm does not take this model ('llama')" in line
+    assert ("rotary" if change == "a tensor more" else "k_proj") in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_of_which_nothing_can_be_rounded(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(
+        'bits: 5\nrules: [{name: "*_proj.weight", keep: true}, {role: lm_head, keep: true}, {role: embedding, keep: true}]\n'
+    )
+    small_llama(tmp_path)
+    run_command({"quantize": str(tmp_path / "model"), "recipe": str(tmp_path / "recipe.yaml")}, tmp_path / "kept")
+    with pytest.raises(ExportError, match="no weight of this model can become integers for mlx-q4"):
+        run_command({"export": str(tmp_path / "kept"), "target": "mlx-q4"}, tmp_path / "out")

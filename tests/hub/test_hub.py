@@ -1,0 +1,619 @@
+"""Reading from the Hub: what is fetched, where it lies, what becomes of interrupted runs, and every refusal in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hub_cases
+import numpy as np
+import pytest
+from helpers import bf16, f32, folder_bytes, gaussian, run_command, write_checkpoint
+from hub_cases import CASES, NOT_NEEDED, RUN, SOURCE, Case, Client, files_of, write_source
+from loopback_hub import Cut, Fault, LoopbackHub, Request, Run, Stall
+
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.quantize import EncodeJob
+from pqweights.rewrite.jobs import Sink
+
+pytest.importorskip("huggingface_hub")
+# The official client's upload of large files.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
+
+LOG_IN = "hf auth login"
+SHARDS = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
+# Larger than what is read from the network at once, which a kill loses.
+LARGE_BYTES = 4 << 20
+STALL_AT = 3 << 20
+
+
+@pytest.fixture
+def hub() -> Iterator[LoopbackHub]:
+    with LoopbackHub() as hub:
+        yield hub
+
+
+@pytest.fixture
+def client(hub: LoopbackHub, tmp_path: Path) -> Iterator[Client]:
+    from huggingface_hub.utils import close_session
+
+    with pytest.MonkeyPatch.context() as patch:
+        yield Client(hub.url, tmp_path / "home", hub.token, patch).set_up()
+        close_session()
+
+
+@pytest.fixture
+def source(hub: LoopbackHub, tmp_path: Path) -> Path:
+    """The checkpoint of hub_cases, here and on the Hub."""
+    folder = write_source(tmp_path / "source")
+    hub.commit(SOURCE, files_of(folder))
+    return folder
+
+
+def fetched(requests: list[Request]) -> list[str]:
+    """The files that were asked for, in order."""
+    return [
+        request.path.partition("/resolve/")[2].partition("/")[2] for request in requests if "/resolve/" in request.path
+    ]
+
+
+def model_of(folder: Path) -> dict[str, object]:
+    model: dict[str, object] = json.loads((folder / "pqweights.json").read_bytes())["model"]
+    return model
+
+
+def without_origin(folder: Path) -> tuple[dict[str, bytes], dict[str, object]]:
+    """A master's files, and its manifest apart, without what names the source's repository."""
+    files = folder_bytes(folder)
+    manifest = json.loads(files.pop("pqweights.json"))
+    for part in ("source", "model"):
+        for key in ("id", "revision"):
+            manifest.get(part, {}).pop(key, None)
+    if not manifest.get("model"):
+        manifest.pop("model", None)
+    return files, manifest
+
+
+# --- Faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.command}: {case.name}")
+def test_faults(case: Case, tmp_path: Path) -> None:
+    from huggingface_hub.utils import close_session
+
+    def run(hub: LoopbackHub, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        with pytest.MonkeyPatch.context() as patch:
+            done = Client(hub.url, home, hub.token, patch).set_up()(*arguments)
+            close_session()
+        return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
+
+    hub_cases.play(case, tmp_path, run)
+
+
+# --- What is fetched --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cdn", [False, True])
+def test_a_plan_takes_one_request_for_each_header_and_counts_what_it_fetched(
+    cdn: bool, hub: LoopbackHub, client: Client, source: Path
+) -> None:
+    hub.cdn = cdn
+    planned = json.loads(client.well("plan", SOURCE, "--json").stdout)
+    names = fetched(hub.requests)
+    assert sorted(names) == sorted(["config.json", "model.safetensors.index.json", *SHARDS])
+    assert names[:2] == ["config.json", "model.safetensors.index.json"]
+    of_the_cdn = [request for request in hub.requests if request.path.startswith("/cdn/")]
+    assert len(of_the_cdn) == (3 if cdn else 0)
+    assert not any(request.authorized for request in of_the_cdn)  # a signed address is no business of the token
+    assert len(hub.requests) == 1 + 2 + 3 + len(of_the_cdn)
+    found = planned.pop("hub")
+    sizes = [(source / name).stat().st_size for name in SHARDS]
+    assert found == {
+        "repository": SOURCE,
+        "revision": hub.repositories[SOURCE].sha(),
+        "requests": len(hub.requests),
+        "bytes": sum(request.bytes_sent for request in hub.requests),
+        "source_bytes": sum(sizes),
+        "low_disk_bytes": sum(sorted(sizes)[1:]),
+    }
+    assert planned == json.loads(client.well("plan", source, "--json").stdout)
+    assert not client.home.exists()
+
+
+def test_headers_longer_than_the_first_request(hub: LoopbackHub, client: Client, tmp_path: Path) -> None:
+    shards = [
+        {f"model.layers.{layer}.{'x' * 150}.{number}.weight": f32(gaussian(2)) for number in range(500)}
+        for layer in range(3)
+    ]
+    folder = write_checkpoint(tmp_path / "source", *shards, config={"model_type": "llama"})
+    assert (folder / SHARDS[0]).read_bytes()[:8] > (1 << 16).to_bytes(8, "little")
+    hub.commit(SOURCE, files_of(folder))
+    client.well("plan", SOURCE)
+    # The first shard shows how much to ask for of the others at once.
+    names = fetched(hub.requests)
+    assert [names.count(name) for name in SHARDS] == [2, 1, 1]
+
+
+@pytest.mark.parametrize("options", [[], ["--low-disk"]], ids=["cache", "low-disk"])
+def test_quantize_fetches_the_files_that_it_needs_and_gives_the_bytes_of_the_folder(
+    options: list[str], hub: LoopbackHub, client: Client, source: Path, tmp_path: Path
+) -> None:
+    run_command({"quantize": str(source)}, tmp_path / "expected")
+    client.well("quantize", SOURCE, tmp_path / "out", *options)
+    assert without_origin(tmp_path / "out") == without_origin(tmp_path / "expected")
+    commit = hub.repositories[SOURCE].sha()
+    assert model_of(tmp_path / "out") == {
+        "id": SOURCE, "revision": commit, "license": "apache-2.0", "language": ["en", "de"],
+    }  # fmt: skip
+    assert model_of(tmp_path / "expected") == {"license": "apache-2.0", "language": ["en", "de"]}
+    manifest = json.loads((tmp_path / "out/pqweights.json").read_bytes())
+    assert {"id": SOURCE, "revision": commit}.items() <= manifest["source"].items()
+    assert set(fetched(hub.requests)) == set(files_of(source)) - set(NOT_NEEDED)
+    blobs = [path.stat().st_size for path in (client.home / "hub").rglob("blobs/*") if path.is_file()]
+    assert (max(blobs, default=0) > 30_000) == (not options)
+
+    before = len(hub.requests)
+    assert "already holds this very result" in client.well("quantize", SOURCE, tmp_path / "out", *options).stderr
+    assert not any(name.endswith(".safetensors") and name != SHARDS[0] for name in fetched(hub.requests[before + 10 :]))
+
+
+def test_verify_inspect_and_export_fetch_the_files_that_they_need(
+    hub: LoopbackHub, client: Client, source: Path, tmp_path: Path
+) -> None:
+    run_command({"quantize": str(source)}, tmp_path / "master")
+    client.well("quantize", source, tmp_path / "master")
+    (tmp_path / "master/README.md").write_text("# card\n")
+    hub.commit("me/master", {**files_of(tmp_path / "master"), ".gitattributes": b"*.bin", ".cache/x": b"hidden"})
+    sent = len(hub.requests)
+    shown = client.well("inspect", "me/master").stdout
+    assert fetched(hub.requests[sent:]) == ["pqweights.json"]
+    assert shown == client.well("inspect", tmp_path / "master").stdout
+    assert ": ok: 6 tensors" in client.well("verify", "me/master").stdout
+    assert not any("/." in name or name.startswith(".") or name == "README.md" for name in fetched(hub.requests))
+    client.well("export", "me/master", tmp_path / "by-id", "--target", "bf16")
+    client.well("export", tmp_path / "master", tmp_path / "by-folder", "--target", "bf16")
+    assert without_origin(tmp_path / "by-id")[0] == without_origin(tmp_path / "by-folder")[0]
+    assert {"id": "me/master", "revision": hub.repositories["me/master"].sha()}.items() <= json.loads(
+        (tmp_path / "by-id/pqweights.json").read_bytes()
+    )["source"].items()
+
+    hub.commit("me/master", {"pytorch_model.bin": b"what is this", "model.gguf": b"GGUF"})
+    sent = len(hub.requests)
+    refused = client("verify", "me/master")
+    assert refused.exit_code == 1
+    assert refused.stdout.splitlines() == [
+        f"{name}: is not in the manifest" for name in ("model.gguf", "pytorch_model.bin")
+    ]
+    assert not set(fetched(hub.requests[sent:])) & {"model.gguf", "pytorch_model.bin"}
+
+
+def test_the_cache_is_used_again(hub: LoopbackHub, client: Client, source: Path, tmp_path: Path) -> None:
+    client.well("quantize", SOURCE, tmp_path / "first")
+    sent = len(hub.requests)
+    client.well("quantize", SOURCE, tmp_path / "second", "--bits", "4")
+    again = hub.requests[sent:]
+    assert not [name for name in fetched(again) if name.endswith(".safetensors")]
+    assert sum(request.bytes_sent for request in again) < 10_000
+    # --low-disk does not fetch what the cache holds, and does not delete it there.
+    sent = len(hub.requests)
+    client.well("quantize", SOURCE, tmp_path / "third", "--low-disk")
+    assert not [name for name in fetched(hub.requests[sent:]) if name.endswith(".safetensors")]
+    client.well("quantize", SOURCE, tmp_path / "fourth", "--bits", "3")
+    assert not [name for name in fetched(hub.requests[sent:]) if name.endswith(".safetensors")]
+    assert (tmp_path / "third/pqweights.json").read_bytes() == (tmp_path / "first/pqweights.json").read_bytes()
+
+
+# --- Which source is meant --------------------------------------------------------------------------------------------
+
+
+def test_revisions(hub: LoopbackHub, client: Client, source: Path, tmp_path: Path) -> None:
+    old = hub.repositories[SOURCE].sha()
+    hub.commit(SOURCE, {"NEWS": b"1"})
+    dev = hub.commit(SOURCE, {"NEWS": b"2"}, branch="feature/x")
+    hub.repositories[SOURCE].branches["v1.0"] = old  # a tag is a name like a branch
+    hub.repositories[SOURCE].branches["refs/pr/1"] = dev
+    wanted = {"feature/x": dev, "v1.0": old, "refs/pr/1": dev, old: old, None: hub.repositories[SOURCE].sha()}
+    for number, (revision, commit) in enumerate(wanted.items()):
+        options = [] if revision is None else ["--revision", revision]
+        planned = json.loads(client.well("plan", SOURCE, "--json", *options).stdout)
+        assert planned["hub"]["revision"] == commit
+        if revision in ("feature/x", old):
+            out = tmp_path / f"out-{number}"
+            client.well("quantize", SOURCE, out, "--low-disk", *options)
+            assert model_of(out)["revision"] == commit
+            assert (out / "NEWS").exists() == (revision == "feature/x")
+    # Everything is asked for by commit, but the list itself.
+    assert {
+        request.path.split("/resolve/")[1].split("/")[0] for request in hub.requests if "/resolve/" in request.path
+    } <= {*wanted.values()}
+
+
+@pytest.mark.parametrize("option", [["--revision", "main"], ["--low-disk"]], ids=" ".join)
+def test_options_of_the_hub_are_refused_for_folders(
+    option: list[str], hub: LoopbackHub, client: Client, source: Path, tmp_path: Path
+) -> None:
+    line = client.line("quantize", source, tmp_path / "out", *option)
+    assert option[0] in line
+    assert str(source) in line
+    assert "hf://" in line
+    assert not (tmp_path / "out").exists()
+    if option[0] == "--revision":
+        for command in (["plan"], ["verify"], ["inspect"], ["inspect", "--distribution"]):
+            assert option[0] in client.line(*command, source, *option)
+    assert hub.requests == []
+
+
+def test_a_folder_of_that_name_comes_first(
+    hub: LoopbackHub, client: Client, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / SOURCE).parent.mkdir()
+    shutil.copytree(source, tmp_path / SOURCE)
+    hub.commit(SOURCE, {"NEWS": b"of the Hub"})
+    client.well("quantize", SOURCE, "from-folder")
+    assert hub.requests == []
+    client.well("quantize", f"hf://{SOURCE}", "from-hub")
+    assert not (tmp_path / "from-folder/NEWS").exists()
+    assert (tmp_path / "from-hub/NEWS").read_bytes() == b"of the Hub"
+    assert model_of(tmp_path / "from-hub")["id"] == SOURCE  # not hf://...
+    shutil.rmtree(tmp_path / "me")
+    assert SOURCE in client.well("plan", SOURCE, "--json").stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("./me/source", "no such file or folder"),
+        ("me/source/", "no such file or folder"),
+        ("source", "no such file or folder"),
+        ("/me/source", "no such file or folder"),
+        ("me/a/b", "no such file or folder"),
+        ("hf://me/a/b", "no name of a repository"),
+        ("hf://../../x", "no name of a repository"),
+        ("hf://", "no name of a repository"),
+        ("hf://me/a--b", "no name of a repository"),
+        ("hf://me/a..b", "no name of a repository"),
+    ],
+)
+def test_what_is_no_id(source: str, says: str, hub: LoopbackHub, client: Client, tmp_path: Path) -> None:
+    assert says in client.line("quantize", source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# --- Refusals ---------------------------------------------------------------------------------------------------------
+
+# what is asked for, token (None, right or wrong), what the line must hold
+REFUSED = [
+    (["me/source", "--revision", "nope"], "right", ["me/source at revision nope", "no such branch"]),
+    (["me/source", "--revision", "../../x"], "right", ["no such branch"]),
+    (["me/nothing"], "right", ["me/nothing", "check the name", LOG_IN]),
+    (["me/nothing"], None, ["me/nothing", "check the name", LOG_IN]),
+    (["me/private"], "right", ["me/private", "private", LOG_IN]),
+    (["me/private"], None, ["me/private", "private", LOG_IN]),
+    (["me/gated"], "right", ["me/gated", "accept its conditions at http://", LOG_IN]),
+    (["me/gated"], None, ["me/gated", "accept its conditions at http://", LOG_IN]),
+    (["me/source"], "wrong", ["token", LOG_IN]),
+    (["me/private"], "wrong", ["token", LOG_IN]),
+]
+
+
+@pytest.mark.parametrize("command", ["plan", "quantize", "quantize --low-disk", "verify", "inspect", "export"])
+@pytest.mark.parametrize(("arguments", "token", "says"), REFUSED, ids=lambda value: str(value)[:40])
+def test_refusals_name_the_cure(
+    command: str,
+    arguments: list[str],
+    token: str | None,
+    says: list[str],
+    hub: LoopbackHub,
+    client: Client,
+    source: Path,
+    tmp_path: Path,
+) -> None:
+    for name in ("me/private", "me/gated"):
+        repository = hub.create(name, private=name == "me/private", gated="manual" if name == "me/gated" else False)
+        repository.access = False
+        hub.commit(name, files_of(source) | {"pqweights.json": b"{}"})
+    client.token = {"right": hub.token, "wrong": "hf_" + "Wrong" * 7, None: None}[token]
+    name, *options = command.split()
+    out = [tmp_path / "out"] if name in ("quantize", "export") else []
+    options += ["--target", "bf16"] if name == "export" else []
+    start = time.monotonic()
+    line = client.line(name, arguments[0], *out, *arguments[1:], *options)
+    assert time.monotonic() - start < 2
+    for part in says:
+        assert part in line
+    assert not (tmp_path / "out").exists()
+    assert len(hub.requests) <= 4  # nothing of this is tried again
+
+
+def test_a_token_opens_what_is_private_or_gated(hub: LoopbackHub, client: Client, source: Path, tmp_path: Path) -> None:
+    hub.create("me/private", private=True, gated="auto")
+    hub.commit("me/private", files_of(source))
+    client.well("plan", "me/private")
+    client.token = None
+    client.line("plan", "me/private")
+    client.well("quantize", "me/private", tmp_path / "out", "--token", hub.token)
+    client.well("quantize", "me/private", tmp_path / "low", "--token", hub.token, "--low-disk")
+    (client.home).mkdir(exist_ok=True)
+    (client.home / "token").write_text(hub.token)  # as hf auth login leaves it
+    client.well("plan", "me/private")
+
+
+def test_switched_off(hub: LoopbackHub, client: Client, source: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pqweights_cli.main", "quantize", SOURCE, str(tmp_path / "out")],
+        env=hub.environment(client.home) | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, hub.requests) == (1, "", [])
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: {SOURCE}")
+    assert "HF_HUB_OFFLINE" in done.stderr
+
+
+def test_nobody_listens(client: Client, tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        client.url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        client.set_up()
+        for command in (["plan", SOURCE], ["quantize", SOURCE, tmp_path / "out"], ["verify", SOURCE]):
+            result = client(*command)
+            *waits, line = result.stderr.splitlines()
+            assert result.exit_code == 1
+            assert [wait.rpartition("(")[2] for wait in waits] == ["1 of 2)", "2 of 2)"]
+            assert line.startswith(f"error: {SOURCE}: {client.url} cannot be reached")
+            assert "check the network" in line
+    assert not (tmp_path / "out").exists()
+
+
+# --- --low-disk -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def most_files(folder: Path) -> Iterator[list[int]]:
+    """How many files there were in a folder at most, whole or not, meanwhile; looked at all the time."""
+    found, stop = [0], threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            with contextlib.suppress(FileNotFoundError):
+                names = {name.removesuffix(".partial") for name in os.listdir(folder)}
+                found[0] = max(found[0], len(names))
+            stop.wait(0.001)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield found
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.fixture
+def six_shards(hub: LoopbackHub, tmp_path: Path) -> Path:
+    shards = [{f"model.layers.{n}.mlp.up_proj.weight": bf16(gaussian(64, 256, seed=n))} for n in range(6)]
+    folder = write_checkpoint(tmp_path / "source", *shards)
+    hub.commit(SOURCE, files_of(folder))
+    return folder
+
+
+def test_low_disk_keeps_two_files(
+    hub: LoopbackHub, client: Client, six_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = EncodeJob.run
+
+    def slow(job: EncodeJob, chunk: int, sink: Sink) -> Any:
+        threading.Event().wait(0.05)  # so that there is time to fetch more than may lie there
+        return run(job, chunk, sink)
+
+    monkeypatch.setattr(EncodeJob, "run", slow)
+    hub.inject(*(Fault(Stall(0.01, at=20_000), "GET", rf"resolve/.*-0000{n}-of", after=1) for n in range(1, 7)))
+    with most_files(tmp_path / "out/.pqweights/fetched") as most:
+        client.well("quantize", SOURCE, tmp_path / "out", "--low-disk", "--threads", "1")
+    assert most == [2]
+    assert not (tmp_path / "out/.pqweights").exists()
+    assert not list(client.home.rglob("*.safetensors"))
+
+
+def test_low_disk_keeps_two_files_where_releasing_takes_its_time(
+    client: Client, six_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fingerprint = Checkpoint.file_fingerprint
+
+    def slow(checkpoint: Checkpoint, file: str) -> str:
+        threading.Event().wait(0.1)
+        return fingerprint(checkpoint, file)
+
+    monkeypatch.setattr(Checkpoint, "file_fingerprint", slow)
+    with most_files(tmp_path / "out/.pqweights/fetched") as most:
+        client.well("quantize", SOURCE, tmp_path / "out", "--low-disk")
+    assert most == [2]
+
+
+FP8_NAMES = [f"model.layers.{n}.mlp.up_proj.weight" for n in range(4)]
+
+
+def write_fp8(folder: Path) -> Path:
+    """Four shards of weights whose scales lie in the last one, with a weight that lies in the first one's."""
+    rng = np.random.default_rng(0)
+    weights = {n: ("F8_E4M3", rng.integers(0, 120, (128, 256), dtype=np.uint8)) for n in FP8_NAMES}
+    scales = {f"{n}_scale_inv": f32(np.exp2(gaussian(1, 2, seed=i, scale=1))) for i, n in enumerate(FP8_NAMES)}
+    first = {FP8_NAMES[0]: weights[FP8_NAMES[0]], f"{FP8_NAMES[3]}_scale_inv": scales.pop(f"{FP8_NAMES[3]}_scale_inv")}
+    last = {FP8_NAMES[3]: weights[FP8_NAMES[3]], **scales}
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    return write_checkpoint(
+        folder, first, {FP8_NAMES[1]: weights[FP8_NAMES[1]]}, {FP8_NAMES[2]: weights[FP8_NAMES[2]]}, last, config=config
+    )
+
+
+def test_low_disk_with_scales_in_another_shard(hub: LoopbackHub, client: Client, tmp_path: Path) -> None:
+    source = write_fp8(tmp_path / "source")
+    hub.commit(SOURCE, files_of(source))
+    run_command({"quantize": str(source)}, tmp_path / "expected")
+    with most_files(tmp_path / "out/.pqweights/fetched") as most:
+        client.well("quantize", SOURCE, tmp_path / "out", "--low-disk")
+    assert without_origin(tmp_path / "out") == without_origin(tmp_path / "expected")
+    # The first and the last one are needed to the end, beside the one that is being read and the one being fetched.
+    assert most[0] <= 4
+    assert not (tmp_path / "out/.pqweights").exists()
+    names = fetched(hub.requests)
+    assert all(names.count(name) == 2 for name in names if name.endswith(".safetensors"))  # header, and whole
+
+
+# --- Interrupted runs -------------------------------------------------------------------------------------------------
+
+
+def until(condition: Callable[[], object], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came to that"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def large(hub: LoopbackHub, tmp_path: Path) -> Path:
+    """A small shard and two large ones."""
+    shapes = [(64, 256), (LARGE_BYTES // 1024, 512), (LARGE_BYTES // 1024, 512)]
+    shards = [
+        {f"model.layers.{n}.mlp.up_proj.weight": bf16(gaussian(*shape, seed=n))} for n, shape in enumerate(shapes)
+    ]
+    folder = write_checkpoint(tmp_path / "source", *shards, companions={"notes.txt": b"of the source"})
+    hub.commit(SOURCE, files_of(folder))
+    return folder
+
+
+@contextlib.contextmanager
+def stalled(
+    hub: LoopbackHub, home: Path, out: Path, *options: str, at: int = STALL_AT
+) -> Iterator[subprocess.Popen[str]]:
+    """A quantize whose second shard does not come any further, the first one being done."""
+    hub.inject(Fault(Stall(100, at=at), "GET", r"resolve/.*-00002-of", after=1))
+    command = [sys.executable, str(RUN), "quantize", SOURCE, str(out), *options]
+    process = subprocess.Popen(
+        command, env=hub.environment(home), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        until(lambda: any(request.fault and request.bytes_sent == at for request in hub.requests))
+        if "--low-disk" in options:
+            until((out / ".pqweights/fingerprints.json").exists)
+            partial = out / ".pqweights/fetched"
+            until(lambda: [p.name.endswith(".partial") and p.stat().st_size > 0 for p in partial.iterdir()] == [True])
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+        hub.clear_faults()
+
+
+def ranges(requests: list[Request], shard: str) -> list[int]:
+    """Where the requests for a shard began."""
+    found = [request.range or "bytes=0-" for request in requests if request.path.endswith(shard)]
+    return [int(each.removeprefix("bytes=").partition("-")[0]) for each in found]
+
+
+def test_killed_in_the_middle_of_a_shard(hub: LoopbackHub, client: Client, large: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run_command({"quantize": str(large)}, tmp_path / "expected")
+    with stalled(hub, client.home, out, "--low-disk") as process:
+        process.kill()
+        process.wait()
+    killed = tmp_path / "killed"
+    shutil.copytree(out, killed)
+
+    sent = len(hub.requests)
+    continued = client.well("quantize", SOURCE, out, "--low-disk")
+    assert "continued: 1 of 3" in continued.stderr
+    assert without_origin(out) == without_origin(tmp_path / "expected")
+    again = hub.requests[sent:]
+    assert ranges(again, SHARDS[0]) == [0]  # its header alone
+    assert next(request.bytes_sent for request in again if request.path.endswith(SHARDS[0])) <= 1 << 16
+    header, begin = ranges(again, SHARDS[1])
+    assert (header, begin) == (0, STALL_AT)  # all that had come was on the disk
+    assert ranges(again, SHARDS[2]) == [0, 0]
+
+    # Its owner commits: what is there of the old commit is not mixed with the new one.
+    old = hub.repositories[SOURCE].sha()
+    changed = bytearray((large / SHARDS[0]).read_bytes())
+    changed[-2] ^= 1
+    new = hub.commit(SOURCE, {SHARDS[0]: bytes(changed), "notes.txt": b"of the new one"})
+    before = folder_bytes(killed)
+    line = client.line("quantize", SOURCE, killed, "--low-disk")
+    assert old in line
+    assert new in line
+    assert f"--revision {old}" in line
+    assert "--overwrite" in line
+    assert folder_bytes(killed) == before
+    renewed = tmp_path / "renewed"
+    shutil.copytree(killed, renewed)
+
+    sent = len(hub.requests)
+    client.well("quantize", SOURCE, killed, "--low-disk", "--revision", old)
+    assert folder_bytes(killed) == folder_bytes(out)
+    assert ranges(hub.requests[sent:], SHARDS[1])[1] == STALL_AT
+
+    client.well("quantize", SOURCE, renewed, "--low-disk", "--overwrite")
+    assert model_of(renewed)["revision"] == new
+    assert (renewed / "notes.txt").read_bytes() == b"of the new one"
+    (large / SHARDS[0]).write_bytes(changed)
+    (large / "notes.txt").write_bytes(b"of the new one")
+    run_command({"quantize": str(large)}, tmp_path / "expected-new")
+    assert without_origin(renewed) == without_origin(tmp_path / "expected-new")
+
+
+def test_a_partial_file_that_was_damaged_is_fetched_again(
+    hub: LoopbackHub, client: Client, large: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    run_command({"quantize": str(large)}, tmp_path / "expected")
+    hub.inject(
+        Fault(Cut(STALL_AT), "GET", r"resolve/.*-00002-of", after=1),
+        Fault(Cut(0), "GET", r"resolve/.*-00002-of", after=1, times=1000),
+    )
+    client.line("quantize", SOURCE, out, "--low-disk")
+    hub.clear_faults()
+    (partial,) = (out / ".pqweights/fetched").glob(f"{hub.repositories[SOURCE].blobs()[SHARDS[1]].sha256}-*.partial")
+    content = bytearray(partial.read_bytes())
+    content[len(content) // 2] ^= 1
+    partial.write_bytes(content)
+    sent = len(hub.requests)
+    client.well("quantize", SOURCE, out, "--low-disk")
+    assert ranges(hub.requests[sent:], SHARDS[1]) == [0, len(content), 0]
+    assert without_origin(out) == without_origin(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("options", [["--low-disk"], []], ids=["low-disk", "cache"])
+def test_interrupted_while_nothing_comes(
+    options: list[str], hub: LoopbackHub, client: Client, large: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    run_command({"quantize": str(large)}, tmp_path / "expected")
+    with stalled(hub, client.home, out, *options) as process:
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        printed, told = process.communicate(timeout=20)  # the reply stalls for longer
+        assert (process.returncode, printed) == (1, "")
+        assert told.count("\n") == 1
+        assert told.startswith("error: interrupted; run the same command again")
+    client.well("quantize", SOURCE, out, *options)
+    assert without_origin(out) == without_origin(tmp_path / "expected")
+
+
+def test_a_commit_while_it_runs_changes_nothing(hub: LoopbackHub, client: Client, source: Path, tmp_path: Path) -> None:
+    run_command({"quantize": str(source)}, tmp_path / "expected")
+    old = hub.repositories[SOURCE].sha()
+    hub.inject(Fault(Run(lambda: hub_cases.another_commit(hub)), "GET", r"resolve/.*config\.json"))
+    client.well("quantize", SOURCE, tmp_path / "out")
+    assert hub.repositories[SOURCE].sha() != old
+    assert model_of(tmp_path / "out")["revision"] == old
+    assert without_origin(tmp_path / "out") == without_origin(tmp_path / "expected")

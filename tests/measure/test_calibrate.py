@@ -1,0 +1,289 @@
+"""calibrate, from a model and a text to a master that errs less; and everything that can be wrong with either."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+from helpers import read_all
+from pqweights_cli.main import app
+from typer.testing import CliRunner, Result
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from pqweights import load_model
+from pqweights.evaluate.protocol import Windows, compare
+from pqweights.integrations import activations
+from pqweights.planning.awq_file import open_awq
+from pqweights.runtimes.decoders import master_weight
+from pqweights.runtimes.models import open_model
+
+TOKENS = np.random.default_rng(11).integers(0, 500, 3000)
+
+
+def text(tokens: int) -> str:
+    return " ".join(f"w{number}" for number in TOKENS[:tokens])
+
+
+def with_outliers(model: Any) -> None:
+    """Moves channel scales from the weights of the layers to the gains of the norms before them: the same function."""
+    import torch
+
+    torch.manual_seed(3)
+    for layer in model.model.layers:
+        for norm, linear in (
+            (layer.input_layernorm, [getattr(layer.self_attn, f"{name}_proj") for name in "qkv"]),
+            (layer.post_attention_layernorm, [layer.mlp.gate_proj, layer.mlp.up_proj]),
+        ):
+            sizes = torch.exp(1.3 * torch.randn(norm.weight.shape[0]))
+            norm.weight.data.mul_(sizes.to(norm.weight.dtype))
+            for each in linear:
+                each.weight.data.div_(sizes.to(each.weight.dtype))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return families.build(families.FAMILIES["llama"], tmp_path_factory.mktemp("outliers") / "model", with_outliers)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "long.txt").write_text(text(3000))
+    (folder / "short.txt").write_text(text(100))
+    (folder / "empty.txt").write_text("")
+    (folder / "blank.txt").write_text(" \n\n")
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    _wide_tokenizer(folder / "wide")
+    return folder
+
+
+def _wide_tokenizer(folder: Path) -> None:
+    """Of a larger vocabulary than the model's."""
+    import tokenizers
+    import transformers
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": 1999 - i for i in range(500)}, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def calibrated(source: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    out = tmp_path_factory.mktemp("scales") / "scales.safetensors"
+    return out, invoke(
+        "calibrate", source, out, "--text", texts / "long.txt", "--bits", 3, "--window", 128, "--max-tokens", 2500
+    )
+
+
+def test_it_says_what_each_layer_gains(calibrated: tuple[Path, Result]) -> None:
+    _, done = calibrated
+    assert done.exit_code == 0, done.stderr
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.startswith(("model.", "lm_head"))}
+    assert len(lines) == 2 + 2 * 7
+    assert "no product of activations" in lines["model.embed_tokens.weight"]
+    for layer in (0, 1):
+        for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj"):
+            assert "%" in lines[f"model.layers.{layer}.{name}.weight"]
+    # 19 windows of 128, every fourth held back
+    assert "searched on 1920 tokens, checked on 512" in done.stdout
+    assert "Loading" not in done.stderr
+
+
+def test_the_master_errs_less_where_it_counts(source: Path, calibrated: tuple[Path, Result], tmp_path: Path) -> None:
+    scales, _ = calibrated
+    assert invoke("quantize", source, tmp_path / "plain", "--bits", 3).exit_code == 0
+    done = invoke("quantize", source, tmp_path / "scaled", "--bits", 3, "--awq", scales)
+    assert done.exit_code == 0, done.stderr
+    assert invoke("verify", tmp_path / "scaled").exit_code == 0
+    unseen = np.random.default_rng(12).integers(0, 500, 600)
+    reference = open_model(source)
+    found = {
+        name: compare(open_model(tmp_path / name), reference, unseen, Windows(128, 64)).divergence
+        for name in ("plain", "scaled")
+    }
+    assert found["plain"] is not None
+    assert found["scaled"] is not None
+    assert found["scaled"].mean.value < 0.5 * found["plain"].mean.value
+
+
+def test_no_layer_errs_more_on_text_that_nobody_has_seen(
+    source: Path, calibrated: tuple[Path, Result], tmp_path: Path
+) -> None:
+    """Of the real masters, decoded as everyone decodes them."""
+    scales, _ = calibrated
+    scaled = set(open_awq(scales).searched)
+    assert len(scaled) > 5
+    assert invoke("quantize", source, tmp_path / "plain", "--bits", 3).exit_code == 0
+    assert invoke("quantize", source, tmp_path / "scaled", "--bits", 3, "--awq", scales).exit_code == 0
+    model = load_model(source, dtype="float32")
+    where = activations.places(model, sorted(scaled))
+    windows = list(np.random.default_rng(13).integers(0, 500, (20, 128)))
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        wanted = {found.place for found in where.values()}
+        seen = activations.watch(
+            model, windows, [False] * 20, (2560, 1), wanted, file.fileno(), lambda done, total: None
+        )
+        original, plain, changed = (
+            master_weight(folder) for folder in (source, tmp_path / "plain", tmp_path / "scaled")
+        )
+        for name in scaled:
+            inputs = seen.inputs(where[name].place)
+            assert inputs is not None
+            before, after = (
+                np.square((decoded(name) - original(name)) @ inputs.rows.T).sum() for decoded in (plain, changed)
+            )
+            assert after < before, name
+
+
+def test_the_same_run_gives_the_same_file(
+    source: Path, texts: Path, calibrated: tuple[Path, Result], tmp_path: Path
+) -> None:
+    out = tmp_path / "again.safetensors"
+    done = invoke(
+        "calibrate", source, out, "--text", texts / "long.txt", "--bits", 3, "--window", 128, "--max-tokens", 2500,
+        "--threads", 1, "--json",
+    )  # fmt: skip
+    assert out.read_bytes() == calibrated[0].read_bytes()
+    report = json.loads(done.stdout)
+    assert report["tokens"] == 1920
+    assert report["held_back_tokens"] == 512
+    scaled = {name for name, weight in report["weights"].items() if weight["scaled"]}
+    stored = {name.removesuffix("_awq_scale") for name in _tensors(out)}
+    assert stored == scaled
+    channels = sum(values.size for values in _tensors(out).values())
+    weights = sum(values[1].size for name, values in read_all(source).items() if name in report["weights"])
+    assert report["bits_per_weight"] == pytest.approx(16 * channels / weights)
+    for weight in report["weights"].values():
+        for matrix in weight["matrices"]:
+            assert matrix["scaled"] == (not matrix["reason"])
+            if matrix["scaled"]:
+                assert matrix["gain"] >= 0.01
+                assert matrix["held_back_gain"] >= 0.01
+
+
+def _tensors(path: Path) -> dict[str, Any]:
+    from safetensors.numpy import load_file
+
+    return load_file(path)
+
+
+def test_experts_that_saw_little_are_named(
+    texts: Path, source: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    moe = tmp_path / "moe"
+    shutil.copytree(families.model(tmp_path_factory.getbasetemp(), "qwen3_moe"), moe)
+    arguments = ("--text", texts / "long.txt", "--tokenizer", source, "--window", 32, "--max-tokens", 512, "--json")
+    done = invoke("calibrate", moe, tmp_path / "s.safetensors", *arguments)
+    assert done.exit_code == 0, done.stderr
+    report = json.loads(done.stdout)
+    experts = [m for name, w in report["weights"].items() if ".experts." in name for m in w["matrices"]]
+    few = [m for m in experts if "entered it, and" in m["reason"]]
+    assert experts
+    assert few
+    assert not any(m["scaled"] for m in few)
+    assert all("256 tokens" in m["reason"] for m in few)
+
+
+def test_a_model_without_a_head(texts: Path, tmp_path: Path) -> None:
+    """An encoder: as the demo's."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=502, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
+    families.save_tokenizer(tmp_path / "bert")
+    done = invoke("calibrate", tmp_path / "bert", tmp_path / "s.safetensors", "--text", texts / "long.txt", "--json")
+    assert done.exit_code == 0, done.stderr
+    report = json.loads(done.stdout)
+    seen = {name for name, w in report["weights"].items() if w["matrices"][0]["tokens"]}
+    assert {name for name in report["weights"] if "encoder.layer" in name} <= seen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--text", "{texts}/empty.txt"], "an empty file"),
+        (["--text", "{texts}/blank.txt"], "white space alone"),
+        (["--text", "{texts}/latin.txt"], "UTF-8"),
+        (["--text", "{texts}/none.txt"], "No such file"),
+        (["--text", "{texts}/short.txt"], "expected at least 8192 tokens, 16 windows of 512, found 100"),
+        (["--text", "{texts}/short.txt", "--window", "64"], "expected at least 1024 tokens"),
+        (["--text", "{texts}/long.txt", "--window", "600"], "the 512 tokens that the model takes"),
+        (["--text", "{texts}/long.txt", "--recipe", "q99"], "no recipe is called"),
+        (["--text", "{texts}/long.txt", "--tokenizer", "{texts}"], "expected a tokenizer"),
+        (
+            ["--text", "{texts}/long.txt", "--tokenizer", "{texts}/wide", "--window", "64"],
+            "makes the token 1999, the model knows 512",
+        ),
+        (
+            ["--text", "{texts}/long.txt", "--window", "64", "--device-map", "bogus"],
+            "transformers cannot run this model",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], expected: str, source: Path, texts: Path, tmp_path: Path) -> None:
+    done = invoke("calibrate", source, tmp_path / "s.safetensors", *(a.format(texts=texts) for a in arguments))
+    assert done.exit_code == 1
+    assert expected in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_output_is_checked_before_the_model_is_run(
+    source: Path, texts: Path, calibrated: tuple[Path, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("ran")
+
+    monkeypatch.setattr(activations, "watch", never)
+    foreign = tmp_path / "foreign.safetensors"
+    foreign.write_bytes((source / "model.safetensors").read_bytes())
+    for out, options, expected in (
+        (calibrated[0], [], "pass --overwrite"),
+        (foreign, ["--overwrite"], "replaces only a file of scales"),
+        (tmp_path, [], "a folder"),
+        (tmp_path / "none" / "s.safetensors", [], "its folder is not there"),
+    ):
+        done = invoke("calibrate", source, out, "--text", texts / "long.txt", *options)
+        assert done.exit_code == 1
+        assert expected in done.stderr
+
+
+def test_a_master_is_not_calibrated(source: Path, texts: Path, tmp_path: Path) -> None:
+    assert invoke("quantize", source, tmp_path / "master").exit_code == 0
+    done = invoke("calibrate", tmp_path / "master", tmp_path / "s.safetensors", "--text", texts / "long.txt")
+    assert done.exit_code == 1
+    assert "what it was made from" in done.stderr
+
+
+def test_a_full_disk_is_named(source: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the samples of activations are written; it is not transformers that cannot go on."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(activations.os, "pwrite", full)
+    arguments = ("--text", texts / "long.txt", "--window", 128, "--max-tokens", 2500)
+    done = invoke("calibrate", source, tmp_path / "s.safetensors", *arguments)
+    assert done.exit_code == 1
+    assert "temporary file beside OUT: the disk is full" in done.stderr
+    assert "transformers" not in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,522 @@
+"""Scales of input channels: the file, the master that carries them, and the search that finds them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from helpers import (
+    Tensor,
+    as_float32,
+    bf16,
+    f16,
+    f32,
+    folder_bytes,
+    gaussian,
+    killed_runs,
+    read_all,
+    run_command,
+    safetensors_bytes,
+    write_checkpoint,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from independent_reader import read_master
+from pqweights_cli.main import app
+from typer.testing import CliRunner
+
+from pqweights.checkpoint import scales
+from pqweights.checkpoint.source import open_local
+from pqweights.codecs import get_codec
+from pqweights.codecs.weight import encode_weight
+from pqweights.errors import MasterError, OutputError, PqweightsError, SourceError
+from pqweights.measure import calibrate, scale_search
+from pqweights.measure.activations import Found as Where
+from pqweights.measure.scale_search import Inputs, Matrix, output_errors, search
+from pqweights.planning.awq_file import METADATA_KEY, NO_SCALES, open_awq, write_awq
+from pqweights.planning.plan import QUANTIZE, TensorPlan
+from pqweights.results.inspect import inspect
+from pqweights.results.verify import verify
+from pqweights.rewrite.manifest import read_manifest
+from pqweights.runtimes.decoders import export_weight, master_weight
+
+Floats = npt.NDArray[np.float32]
+MATRIX, STACK, ODD, SINGLE, KEPT = (
+    "a.q_proj.weight",
+    "b.experts.up_proj",
+    "c.k_proj.weight",
+    "d.o_proj.weight",
+    "n.weight",
+)
+TENSORS: dict[str, Tensor] = {
+    MATRIX: bf16(gaussian(64, 256, seed=1)),
+    STACK: f32(gaussian(3, 8, 128, seed=2)),
+    ODD: f16(gaussian(30, 130, seed=3)),  # blocks run over the ends of rows
+    SINGLE: bf16(gaussian(32, 128, seed=4)),  # keeps scale 1
+    KEPT: bf16(1 + gaussian(128, seed=5)),
+}
+
+
+def some_scales(*shape: int, seed: int) -> Floats:
+    wide = np.exp(np.random.default_rng(seed).standard_normal(shape))
+    return wide.astype(np.float16).astype(np.float32)
+
+
+SCALES = {
+    MATRIX: some_scales(256, seed=1), STACK: some_scales(3, 128, seed=2), ODD: some_scales(130, seed=3),
+}  # fmt: skip
+
+
+def searched(codec: str = "hadamard-lloyd-max", bits: int = 5, names: Any = SCALES) -> dict[str, dict[str, Any]]:
+    return {name: {"codec": codec, "bits": bits, "scaled": True} for name in names}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "src", TENSORS, config={"model_type": "llama", "torch_dtype": "bfloat16"})
+
+
+@pytest.fixture
+def awq(source: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "scales.safetensors"
+    write_awq(path, open_local(source).fingerprint(), {"window": 8}, searched(), SCALES)
+    return path
+
+
+def per_element(name: str) -> Floats:
+    """The scale of every element of a weight."""
+    shape = TENSORS[name][1].shape
+    return np.broadcast_to(SCALES[name][..., None, :], shape)
+
+
+def read(tensor: Any, start: int, count: int, dtype: str = "F32") -> npt.NDArray[np.uint8]:
+    out = np.empty(count * {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}[dtype], dtype=np.uint8)
+    tensor.read(start, count, dtype, out)
+    return out
+
+
+# --- the master ---
+
+
+def test_codes_are_of_the_scaled_weight_and_the_decoded_one_is_divided(source: Path, awq: Path, tmp_path: Path) -> None:
+    run_command({"quantize": str(source), "awq": str(awq)}, tmp_path / "out")
+    tensors = {tensor.name: tensor for tensor in open_local(tmp_path / "out").tensors}
+    stored = read_all(tmp_path / "out")
+    for name, values in SCALES.items():
+        weight = as_float32(TENSORS[name])
+        scaled = np.ascontiguousarray(weight * per_element(name))
+        codec = get_codec("hadamard-lloyd-max")
+        encoded, _ = encode_weight(scaled.view(np.uint8).reshape(-1), "F32", scaled.shape, codec, 5)
+        assert stored[name + "_codes"][1].tobytes() == encoded.codes.tobytes()
+        assert stored[name + "_norms"][1].tobytes() == encoded.norms.tobytes()
+        dtype, kept = stored[name + "_awq_scale"]
+        assert dtype == "F16"
+        assert np.array_equal(kept.astype(np.float32), values)
+        expected = encoded.decode().view(np.float32).reshape(weight.shape) / per_element(name)
+        assert read(tensors[name], 0, weight.size).tobytes() == expected.tobytes()
+        # any range, any dtype
+        assert read(tensors[name], 77, 500).tobytes() == expected.reshape(-1)[77:577].tobytes()
+        assert read(tensors[name], 77, 500, "F64").view(np.float64).astype(np.float32).tobytes() == (
+            expected.reshape(-1)[77:577].tobytes()
+        )
+        rounded = np.array(as_float32(bf16(expected.reshape(-1)[:300])))
+        assert np.array_equal(as_float32(("BF16", read(tensors[name], 0, 300, "BF16").view(np.uint16))), rounded)
+    assert SINGLE + "_awq_scale" not in stored
+
+
+def test_a_reader_written_from_the_format_page_agrees(source: Path, awq: Path, tmp_path: Path) -> None:
+    run_command({"quantize": str(source), "awq": str(awq)}, tmp_path / "out")
+    run_command({"export": str(tmp_path / "out"), "target": "bf16", "dtype": "source"}, tmp_path / "plain")
+    plain = read_all(tmp_path / "plain")
+    found = {tensor.name: tensor for tensor in read_master(tmp_path / "out")}
+    assert found.keys() == plain.keys() == TENSORS.keys()
+    for name, tensor in found.items():
+        assert tensor.data == plain[name][1].tobytes(), name
+
+
+def test_everything_is_counted_and_verified(source: Path, awq: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = run_command({"quantize": str(source), "awq": str(awq)}, out)
+    assert verify(out, threads=1).problems == ()
+    manifest = read_manifest(out)
+    assert [t.name for t in manifest.tensors if t.is_scaled] == [t.name for t in manifest.tensors if t.name in SCALES]
+    assert manifest.made_by["awq"]["weights"] == 3
+    plain = run_command({"quantize": str(source)}, tmp_path / "plain")
+    quantized = sum(values.size for name, (_, values) in TENSORS.items() if name != KEPT)
+    added = 16 * sum(values.size for values in SCALES.values()) / quantized
+    bits = [found.plan.totals()["bits_per_weight"] for found in (plain, report)]
+    assert bits[1] - bits[0] == pytest.approx(added)
+    assert inspect(out).totals["bits_per_weight"] == pytest.approx(bits[1])
+    # the error is that of what is coded
+    for tensor, record in zip(report.plan.tensors, report.records, strict=True):
+        assert tensor.name == KEPT or (record.relative_mse or 1) < 0.004
+
+
+def test_a_damaged_master_is_found(source: Path, awq: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run_command({"quantize": str(source), "awq": str(awq)}, out)
+    file = out / "model-00001-of-00001.safetensors"
+    whole, tensors = file.read_bytes(), read_all(out)
+    name = MATRIX + "_awq_scale"
+    for wrong in (f16(np.ones(255)), f32(np.ones(256)), f16(np.ones((1, 256)))):
+        file.write_bytes(safetensors_bytes(tensors | {name: wrong}))
+        with pytest.raises(MasterError, match=r"q_proj\.weight_awq_scale"):
+            open_local(out)
+    old, new = (values.astype("<f2").tobytes() for values in (SCALES[MATRIX], SCALES[MATRIX] * 2))
+    assert whole.count(old) == 1
+    file.write_bytes(whole.replace(old, new))
+    assert any("q_proj" in problem for problem in verify(out, threads=1).problems)
+
+
+def test_killed_and_continued_the_bytes_are_the_same(source: Path, awq: Path, tmp_path: Path) -> None:
+    command = {"quantize": str(source), "awq": str(awq)}
+    (counts,) = killed_runs(command, [{"out": str(tmp_path / "whole")}])
+    whole = folder_bytes(tmp_path / "whole")
+    points = [
+        {"out": str(tmp_path / f"killed-{number}"), "function": "pwrite", "number": number, "when": "after"}
+        for number in range(1, counts["pwrite"] + 1, 3)
+    ]
+    killed_runs(command, points)
+    for point in points:
+        run_command(command, Path(point["out"]))
+        assert folder_bytes(Path(point["out"])) == whole
+    assert run_command(command, tmp_path / "whole").already_done
+
+
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [("bf16", {}), ("torchao-int4", {}), ("vllm-int4", {}), ("vllm-int4", {"basis": "rotated"})],
+)
+def test_exports_decode_scaled_weights(
+    target: str, options: dict[str, str], source: Path, awq: Path, tmp_path: Path
+) -> None:
+    """Whose codes do not lie in the rotated basis of the weight itself."""
+    run_command({"quantize": str(source), "awq": str(awq)}, tmp_path / "master")
+    run_command({"export": str(tmp_path / "master"), "target": target, **options}, tmp_path / "out")
+    weight = master_weight(tmp_path / "master")(MATRIX)
+    found = export_weight(tmp_path / "out")(MATRIX)
+    error = ((found - weight) ** 2).sum() / (weight**2).sum()
+    assert error < (1e-5 if target == "bf16" else 0.02), error
+    # the master's error is that of the scaled weight, so what the export adds to it is not known
+    assert all(r.total_mse is None for r in read_manifest(tmp_path / "out").records if r.name == MATRIX)
+
+
+def test_what_leaves_a_dtype_is_clamped(tmp_path: Path) -> None:
+    """Scales that are small enough make decoded weights large: they become the largest finite value, as the format says."""
+    name = "a.q_proj.weight"
+    source = write_checkpoint(tmp_path / "src", {name: f32(gaussian(8, 128, seed=1, scale=20000))}, config={})
+    path, tiny = tmp_path / "s.safetensors", np.full(128, 2.0**-14, dtype=np.float32)
+    tiny[:64] = 2.0**14  # the block's norm is theirs: the others are coded with large errors
+    write_awq(path, open_local(source).fingerprint(), {}, searched(names=[name]), {name: tiny})
+    run_command({"quantize": str(source), "awq": str(path)}, tmp_path / "out")
+    (tensor,) = open_local(tmp_path / "out").tensors
+    wide = read(tensor, 0, 1024).view(np.float32)
+    assert np.abs(wide).max() > 65504
+    half = read(tensor, 0, 1024, "F16").view(np.float16)
+    assert np.isfinite(half).all()
+    assert np.abs(half).max() == 65504
+    assert np.array_equal(half, np.clip(wide, -65504, 65504).astype(np.float16))
+
+
+def test_a_product_that_leaves_float32_is_refused(tmp_path: Path) -> None:
+    name = "a.q_proj.weight"
+    source = write_checkpoint(tmp_path / "src", {name: f32(gaussian(8, 128, seed=1, scale=1e35))}, config={})
+    path = tmp_path / "s.safetensors"
+    wide = np.full(128, 2.0**15, dtype=np.float32)
+    write_awq(path, open_local(source).fingerprint(), {}, searched(names=[name]), {name: wide})
+    with pytest.raises(SourceError, match="leaves the range of float32"):
+        run_command({"quantize": str(source), "awq": str(path)}, tmp_path / "out")
+
+
+# --- the file ---
+
+
+def wrong_files(source: Path, awq: Path) -> dict[str, Callable[[Path], None]]:
+    fingerprint = open_local(source).fingerprint()
+
+    def other(metadata: Any, tensors: dict[str, Tensor]) -> Callable[[Path], None]:
+        text = metadata if isinstance(metadata, str) else json.dumps(metadata)
+        return lambda path: path.write_bytes(safetensors_bytes(tensors, {METADATA_KEY: text})) and None
+
+    good = {name + "_awq_scale": f16(values) for name, values in SCALES.items()}
+    entry = {"version": 1, "checkpoint": fingerprint, "weights": searched()}
+
+    def with_scale(value: float) -> dict[str, Tensor]:
+        return good | {MATRIX + "_awq_scale": f16(np.full(256, value))}
+
+    return {
+        "no such file": lambda path: None,
+        "not what calibrate wrote": lambda path: path.write_bytes(safetensors_bytes(good)) and None,
+        "no JSON": other("{", good),
+        "a newer version": other(entry | {"version": 2}, good),
+        "another checkpoint": other(entry | {"checkpoint": "0" * 64}, good),
+        "another width": other(entry | {"weights": searched(bits=4)}, good),
+        "another codec": other(entry | {"weights": searched(codec="absmax")}, good),
+        "a weight too many": other(entry | {"weights": searched(names=[*SCALES, SINGLE])}, good),
+        "a weight that is not there": other(
+            entry | {"weights": searched(names=[*SCALES, "x"])}, good | {"x_awq_scale": f16(np.ones(8))}
+        ),
+        "a shape": other(entry, good | {MATRIX + "_awq_scale": f16(np.ones(128))}),
+        "a dtype": other(entry, good | {MATRIX + "_awq_scale": f32(np.ones(256))}),
+        "zero": other(entry, with_scale(0)),
+        "infinite": other(entry, with_scale(np.inf)),
+        "NaN": other(entry, with_scale(np.nan)),
+        "negative": other(entry, with_scale(-1)),
+        "codes that are no numbers": other(entry | {"weights": searched(bits=5.0)}, good),  # type: ignore[arg-type]
+        "too large a number": other(json.dumps(entry | {"weights": searched(bits=4)}).replace(": 4", ": 1e999"), good),
+        "truncated": lambda path: path.write_bytes(awq.read_bytes()[:-2]) and None,
+    }
+
+
+def test_scales_for_something_else_are_refused(source: Path, awq: Path, tmp_path: Path) -> None:
+    for number, (kind, write) in enumerate(wrong_files(source, awq).items()):
+        path = tmp_path / f"wrong-{number}.safetensors"
+        write(path)
+        with pytest.raises(PqweightsError) as caught:
+            run_command({"quantize": str(source), "awq": str(path)}, tmp_path / "out")
+        assert "wrong-" in str(caught.value), kind
+        assert not list((tmp_path / "out").glob("*.safetensors")), kind
+
+
+def test_another_width_or_codec_when_told(source: Path, awq: Path, tmp_path: Path) -> None:
+    path = tmp_path / "wide.safetensors"
+    write_awq(path, open_local(source).fingerprint(), {}, searched("absmax", 3), SCALES)
+    line = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "out"), "--awq", str(path)])
+    assert line.exit_code == 1
+    assert "--awq-any-codec" in line.stderr
+    told = ["--awq", str(path), "--awq-any-codec"]
+    assert CliRunner().invoke(app, ["plan", str(source), *told]).exit_code == 0
+    for command in (["plan", str(source)], ["quantize", str(source), str(tmp_path / "x")]):
+        assert CliRunner().invoke(app, [*command, "--awq-any-codec"]).exit_code == 2
+    done = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "out"), *told])
+    assert done.exit_code == 0, done.stderr
+    assert MATRIX + "_awq_scale" in read_all(tmp_path / "out")
+
+
+def test_a_weight_that_the_recipe_keeps_is_no_scaled_one(source: Path, awq: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "keep.yaml"
+    recipe.write_text(f"codec: hadamard-lloyd-max\nbits: 5\nrules:\n  - name: {MATRIX}\n    keep: true\n")
+    command = {"quantize": str(source), "awq": str(awq), "recipe": str(recipe)}
+    with pytest.raises(SourceError, match="it is kept"):
+        run_command(command, tmp_path / "out")
+    run_command(command | {"awq_any_codec": True}, tmp_path / "out")
+    assert MATRIX + "_awq_scale" not in read_all(tmp_path / "out")
+
+
+def test_a_file_without_scales(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "none.safetensors"
+    write_awq(path, open_local(source).fingerprint(), {}, {MATRIX: {"scaled": False}}, {})
+    assert open_awq(path).searched == {}
+    run_command({"quantize": str(source), "awq": str(path)}, tmp_path / "out")
+    assert not any(name.endswith("_awq_scale") or NO_SCALES in name for name in read_all(tmp_path / "out"))
+
+
+def test_nothing_foreign_is_replaced(source: Path, awq: Path, tmp_path: Path) -> None:
+    from pqweights.planning.awq_file import check_free
+
+    check_free(tmp_path / "new.safetensors", False)
+    check_free(awq, True)
+    for path, overwrite in (
+        (awq, False),
+        (source / "model.safetensors", True),
+        (tmp_path, True),
+        (tmp_path / "x" / "y", False),
+    ):
+        with pytest.raises(OutputError):
+            check_free(path, overwrite)
+
+
+# --- scales of any range ---
+
+
+@given(
+    rows=st.integers(1, 5),
+    columns=st.integers(1, 9),
+    matrices=st.integers(1, 3),
+    begin=st.floats(0, 1),
+    end=st.floats(0, 1),
+)
+def test_any_range_of_a_weight_is_scaled_as_the_whole(
+    rows: int, columns: int, matrices: int, begin: float, end: float
+) -> None:
+    shape = (matrices, rows, columns)
+    random = np.random.default_rng(0)
+    weight = random.standard_normal(shape).astype(np.float32)
+    factors = np.exp(random.standard_normal((matrices, columns))).astype(np.float32)
+    assert scales.scale_shape(shape) == factors.shape
+    start, stop = sorted(round(share * weight.size) for share in (begin, end))
+    part = weight.reshape(-1)[start:stop].copy()
+    scales.multiply(part, start, shape, factors)
+    assert np.array_equal(part, (weight * factors[:, None, :]).reshape(-1)[start:stop])
+    scales.divide(part, start, shape, factors)
+    again = (weight * factors[:, None, :]) / factors[:, None, :]
+    assert np.array_equal(part, again.reshape(-1)[start:stop])
+
+
+# --- the search ---
+
+
+def a_layer(tmp_path: Path, weight: Floats) -> Any:
+    folder = write_checkpoint(tmp_path / "layer", {"w": f32(weight)}, config={"model_type": "llama"})
+    (tensor,) = open_local(folder).tensors
+    shape = weight.shape
+    return Matrix(tensor, 0, shape[0], shape[1])
+
+
+def inputs(rows: Floats, held_back: Floats, windows: int = 8) -> Inputs:
+    rms = np.sqrt((rows.astype(np.float64) ** 2).mean(axis=0)).astype(np.float32)
+    return Inputs(True, len(rows), rms, rows, held_back, np.arange(len(held_back)) % windows)
+
+
+CODEC = get_codec("hadamard-lloyd-max")
+
+
+def output_error(*arguments: Any) -> float:
+    return float(output_errors(*arguments).sum())
+
+
+def test_the_output_error_is_what_it_says() -> None:
+    weight, rows, factors = gaussian(40, 256, seed=1), gaussian(16, 256, seed=2, scale=1), some_scales(256, seed=3)
+    encoded, _ = encode_weight((weight * factors).view(np.uint8).reshape(-1), "F32", weight.shape, CODEC, 4)
+    decoded = encoded.decode().view(np.float32).reshape(weight.shape).astype(np.float64) / factors
+    expected = ((rows.astype(np.float64) @ (decoded - weight).T) ** 2).sum() / 16
+    assert output_errors(CODEC, 4, weight, factors, rows).sum() / 16 == pytest.approx(expected, rel=1e-4)
+
+
+def test_outlier_channels_gain_what_theory_says(tmp_path: Path) -> None:
+    """Inputs whose channels differ by s, and weights whose channels differ by 1 / s: what training with outliers leaves."""
+    random = np.random.default_rng(5)
+    sizes = np.exp(1.2 * random.standard_normal(512)).astype(np.float32)
+    weight = gaussian(256, 512, seed=6) / sizes
+    rows, held_back = (gaussian(400, 512, seed=seed, scale=1) * sizes for seed in (7, 8))
+    found, best = search(CODEC, 5, a_layer(tmp_path, weight), inputs(rows, held_back))
+    assert found.scaled
+    assert best is not None
+    # the sizes of inputs and weights are one another's inverse: only the sum tells
+    assert found.input_exponent + found.weight_exponent == pytest.approx(1, abs=0.15)
+    # Within a block, scaling turns mean(w^2) mean(x^2) into mean(w x)^2, all w x being alike here.
+    blocks = sizes.reshape(-1, 128).astype(np.float64)
+    theory = 1 - 128 * len(blocks) / ((blocks**2).mean(axis=1) * (blocks**-2).sum(axis=1)).sum()
+    assert found.held_back_gain == pytest.approx(theory, abs=0.02)
+    # and the whole matrix errs by that much less, on inputs that nobody has seen
+    fresh = gaussian(300, 512, seed=9, scale=1) * sizes
+    plain = output_error(CODEC, 5, weight, np.ones(512, dtype=np.float32), fresh)
+    assert output_error(CODEC, 5, weight, best, fresh) / plain == pytest.approx(1 - theory, rel=0.15)
+
+
+def test_where_channels_are_alike_the_scale_stays_1(tmp_path: Path) -> None:
+    rows, held_back = gaussian(400, 256, seed=1, scale=1), gaussian(200, 256, seed=2, scale=1)
+    found, best = search(CODEC, 5, a_layer(tmp_path, gaussian(200, 256, seed=3)), inputs(rows, held_back))
+    assert (found.scaled, best) == (False, None)
+    assert "1%" in found.reason
+
+
+def test_what_does_not_help_on_the_text_held_back_is_dropped(tmp_path: Path) -> None:
+    sizes = np.exp(1.2 * np.random.default_rng(5).standard_normal(256)).astype(np.float32)
+    weight = gaussian(128, 256, seed=6)
+    rows, held_back = gaussian(400, 256, seed=1, scale=1) * sizes, gaussian(200, 256, seed=2, scale=1) / sizes
+    found, best = search(CODEC, 5, a_layer(tmp_path, weight), inputs(rows, held_back))
+    assert best is None
+    assert found.gain is not None
+    assert found.gain > 0.05
+    assert found.held_back_gain is not None
+    assert found.held_back_gain < 0
+    assert "held back" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("rows", "held_back", "windows"), [(255, 200, 8), (300, 127, 8), (300, 200, 3), (300, 0, 8), (0, 0, 8)]
+)
+def test_too_few_tokens_fall_back(rows: int, held_back: int, windows: int, tmp_path: Path) -> None:
+    sizes = np.exp(1.2 * np.random.default_rng(5).standard_normal(128)).astype(np.float32)
+    seen = inputs(gaussian(max(rows, 1), 128, seed=1) * sizes, gaussian(held_back, 128, seed=2) * sizes, windows)
+    if not rows:
+        seen = replace(seen, tokens=0, rows=seen.rows[:0])
+    found, best = search(CODEC, 5, a_layer(tmp_path, gaussian(64, 128, seed=3)), seen)
+    assert best is None
+    assert "256 tokens, and 128 held back from 4 windows" in found.reason
+    assert f"; {rows} entered it, and {held_back} from {min(windows, held_back)}" in found.reason
+
+
+def test_a_gain_that_one_window_makes_is_chance() -> None:
+    windows = np.arange(400) % 8
+    steady = np.random.default_rng(1).standard_normal(400) + 1
+    assert scale_search.is_clear(steady, windows)
+    assert not scale_search.is_clear(-steady, windows)
+    one = np.where(windows == 3, 100.0, -1.0)
+    assert one.sum() > 0
+    assert not scale_search.is_clear(one, windows)
+    assert not scale_search.is_clear(steady, np.zeros(400, dtype=np.int64))
+
+
+def test_what_is_no_matrix_of_whole_blocks_keeps_scale_1(tmp_path: Path) -> None:
+    """Experts of 5 x 100 weights share blocks; scales of one would change the codes of the next."""
+    weight = gaussian(3, 5, 100, seed=1)
+    folder = write_checkpoint(tmp_path / "stack", {"w": f32(weight)}, config={})
+    (tensor,) = open_local(folder).tensors
+    sizes = np.exp(1.2 * np.random.default_rng(5).standard_normal(100)).astype(np.float32)
+    seen = inputs(gaussian(300, 100, seed=1) * sizes, gaussian(200, 100, seed=2) * sizes)
+    found, best = search(CODEC, 5, Matrix(tensor, 0, 5, 100), seen)
+    assert best is None
+    assert "shares blocks" in found.reason
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_activations_that_are_not_finite_are_named(value: float, tmp_path: Path) -> None:
+    seen = inputs(gaussian(300, 128, seed=1), gaussian(200, 128, seed=2))
+    for broken in (replace(seen, rms=seen.rms * np.float32(value)), replace(seen, held_back=seen.held_back + value)):
+        found, best = search(CODEC, 5, a_layer(tmp_path, gaussian(64, 128, seed=3)), broken)
+        assert best is None
+        assert "--dtype float32" in found.reason
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    weight = gaussian(64, 128, seed=3)
+    weight[40, 3] = np.nan
+    seen = inputs(gaussian(300, 128, seed=1), gaussian(200, 128, seed=2))
+    with pytest.raises(SourceError, match="tensor 'w': expected finite weights"):
+        search(CODEC, 5, a_layer(tmp_path, weight), seen)
+
+
+def test_silent_channels_get_a_finite_scale(tmp_path: Path) -> None:
+    rows, held_back = gaussian(400, 256, seed=1, scale=1), gaussian(200, 256, seed=2, scale=1)
+    rows[:, ::2] = held_back[:, ::2] = 0
+    weight = gaussian(128, 256, seed=3)
+    weight[:, 1::8] = 0
+    found, best = search(CODEC, 5, a_layer(tmp_path, weight), inputs(rows, held_back))
+    assert found.scaled
+    assert best is not None
+    assert np.isfinite(best).all()
+    assert (best >= 2.0**-14).all()
+
+
+def plan_of(shapes: dict[str, tuple[int, ...]]) -> list[Any]:
+    return [
+        TensorPlan(name, shape, "BF16", "attention", QUANTIZE, "hadamard-lloyd-max", 5, "", ())
+        for name, shape in shapes.items()
+    ]
+
+
+def test_the_samples_of_a_large_model_fit_the_disk() -> None:
+    small = plan_of({f"w{i}": (1024, 1024) for i in range(10)})
+    where = {tensor.name: Where((tensor.name, None), False) for tensor in small}
+    assert calibrate._rows(small, where) == calibrate.MOST_ROWS
+    assert calibrate._rounds(small, where, calibrate.MOST_ROWS) == [small]
+    # four thousand experts of two matrices each: as many rows as the search needs, and so the model is run several times
+    shapes = {f"e{i}.{name}": (768, 2048) for i in range(4000) for name in ("gate", "up")}
+    large = plan_of(shapes)
+    where = {name: Where((f"experts.{name.partition('.')[0]}", None), False) for name in shapes}
+    rows = calibrate._rows(large, where)
+    rounds = calibrate._rounds(large, where, rows)
+    assert rows == scale_search.FEWEST_ROWS
+    assert [tensor for part in rounds for tensor in part] == large
+    for part in rounds:
+        channels = 2048 * len({tensor.name.partition(".")[0] for tensor in part})  # gate and up have the same inputs
+        assert sum(rows) * 4 * channels <= calibrate.SAMPLE_BYTES
+    assert 1 < len(rounds) <= 2 + sum(rows) * 4 * 2048 * 4000 / calibrate.SAMPLE_BYTES

@@ -1,0 +1,621 @@
+"""Fitting to a size: exact bytes, never above, as close as the groups allow; groups, rules, recipes, manifests, resuming."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import Tensor, bf16, f32, folder_bytes, gaussian, write_checkpoint
+from pqweights_cli.main import app
+from typer.testing import CliRunner, Result
+
+from pqweights.checkpoint.source import open_local
+from pqweights.errors import RecipeError, SourceError
+from pqweights.planning.fit import Fit
+from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, Plan
+from pqweights.planning.recipe import Recipe, load_recipe, make_target, parse_recipe
+from pqweights.planning.sensitivity_file import Measured, Sensitivity, write_sensitivity
+from pqweights.quantize import plan_quantize, quantize
+from pqweights.results.verify import verify
+from pqweights.rewrite.driver import Report
+
+LAYERS = 3
+MATRICES = {
+    "self_attn.q_proj": (128, 128), "self_attn.k_proj": (64, 128), "self_attn.v_proj": (64, 128),
+    "self_attn.o_proj": (128, 128), "mlp.gate_proj": (192, 128), "mlp.up_proj": (192, 128), "mlp.down_proj": (128, 190),
+}  # fmt: skip
+SHARDS = (DEFAULT_MAX_SHARD_BYTES, 100_000, 30_000)
+
+
+def tensors(layers: int = LAYERS) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {
+        "model.embed_tokens.weight": bf16(gaussian(96, 128, seed=1)),
+        "model.norm.weight": bf16(1 + gaussian(128, seed=2)),
+        "model.position_ids": ("I64", np.arange(7, dtype=np.int64)),
+        "lm_head.weight": bf16(gaussian(96, 128, seed=3)),
+    }
+    for layer in range(layers):
+        for number, (name, shape) in enumerate(MATRICES.items()):
+            found[f"model.layers.{layer}.{name}.weight"] = bf16(gaussian(*shape, seed=10 * layer + number))
+    return found
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("fit") / "model", tensors(), config={"model_type": "llama"})
+
+
+def targeted(size: str | int | None = None, bits: float | None = None, sensitivity: str | None = None) -> Recipe:
+    return load_recipe("q5").with_target(make_target("test", size, bits), sensitivity)
+
+
+def fitted(source: Path, recipe: Recipe, shard: int = DEFAULT_MAX_SHARD_BYTES) -> tuple[Fit, Plan]:
+    _, transform, plan = plan_quantize(source, recipe, max_shard_bytes=shard)
+    assert transform.fit is not None
+    assert transform.fit.output_bytes == plan.output_bytes
+    return transform.fit, plan
+
+
+def refused(source: Path, recipe: Recipe, shard: int = DEFAULT_MAX_SHARD_BYTES) -> str:
+    with pytest.raises(RecipeError) as caught:
+        fitted(source, recipe, shard)
+    return str(caught.value)
+
+
+@functools.cache
+def ends(source: Path, shard: int) -> tuple[int, int]:
+    """The smallest and the largest size that there is, as the errors say."""
+    below = re.search(r"smallest possible, (\d+) bytes", refused(source, targeted(1), shard))
+    above = re.search(r"above the (\d+) bytes of the source", refused(source, targeted(10**12), shard))
+    assert below is not None
+    assert above is not None
+    return int(below[1]), int(above[1])
+
+
+def files_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def bits_of(plan: Plan) -> dict[str, int | None]:
+    return {tensor.name: tensor.bits for tensor in plan.tensors}
+
+
+def sensitivity(
+    source: Path, path: Path, alphas: dict[str, float] | None = None, seed: int = 0, without: Sequence[str] = ()
+) -> Path:
+    """A file of random sensitivities for the groups of the checkpoint that a fit finds."""
+    rng = np.random.default_rng(seed)
+    fit, _ = fitted(source, targeted(bits=5))
+    found = [
+        Measured(group.name, group.weights, (alphas or {}).get(group.name, math.exp(rng.normal(0, 2))), ((0.01, 0.02),))
+        for group in fit.groups
+    ]
+    method = {"kind": "random tokens", "tokens": 64}
+    kept = tuple(each for each in found if each.name not in without)
+    write_sensitivity(path, Sensitivity(open_local(source).fingerprint(), method, kept))
+    return path
+
+
+# ------------------------------------------------------------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_it_is_never_above_and_nothing_more_would_fit(source: Path, shard: int) -> None:
+    """A sweep of targets: whatever group were one width wider, or kept, the files would be too large."""
+    least, most = ends(source, shard)
+    for size in np.linspace(least, most, 23).astype(int).tolist():
+        fit, plan = fitted(source, targeted(size), shard)
+        assert least <= fit.output_bytes <= size
+        left = size - fit.output_bytes
+        wider = [
+            fitted_bytes(group.parameters, group.bits + 1 if group.bits is not None and group.bits < 8 else None)
+            - group.bytes
+            for group in fit.groups
+            if group.bits is not None
+        ]
+        # The headers of what is kept are shorter, by no more than this.
+        assert not wider or left < min(wider) + 16 * len(plan.tensors), (size, left, min(wider))
+
+
+def fitted_bytes(parameters: int, bits: int | None) -> int:
+    """Of whole blocks."""
+    return parameters * 2 if bits is None else -(-parameters // 128) * (16 * bits + 2)
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_the_ends_are_hit_exactly(source: Path, shard: int) -> None:
+    least, most = ends(source, shard)
+    smallest, _ = fitted(source, targeted(least), shard)
+    assert smallest.output_bytes == smallest.smallest_bytes == least
+    assert {group.bits for group in smallest.groups} == {2}
+    assert "below the smallest possible" in refused(source, targeted(least - 1), shard)
+    largest, plan = fitted(source, targeted(most), shard)
+    assert largest.output_bytes == most
+    assert {group.bits for group in largest.groups} == {None}
+    assert largest.rise == 0
+    assert {tensor.action for tensor in plan.tensors} == {"keep"}
+    assert "no quantization is needed" in refused(source, targeted(most + 1), shard)
+
+
+def test_the_ends_in_bits_per_weight(source: Path) -> None:
+    fit, _ = fitted(source, targeted(bits=16))
+    assert fit.bits_per_weight == 16
+    assert {group.bits for group in fit.groups} == {None}
+    assert "16.0000 bits per weight" in refused(source, targeted(bits=16.001))
+    smallest, _ = fitted(source, targeted(bits=2.1256))
+    assert {group.bits for group in smallest.groups} == {2}
+    assert refused(source, targeted(bits=2.12)).startswith(
+        "target: 2.12 bits per weight: below the smallest possible, 2.125"
+    )
+    assert "above what the source has" in refused(source, targeted(bits=1e308))
+
+
+@pytest.mark.parametrize("bits", [2.2, 2.9, 3.3, 4.0, 4.5, 5.125, 6.0, 7.7, 8.1, 12.0, 15.5])
+def test_bits_per_weight_are_those_of_the_plan(source: Path, bits: float) -> None:
+    fit, plan = fitted(source, targeted(bits=bits))
+    named = {name for group in fit.groups for name in group.weights}
+    assert named == {tensor.name for tensor in plan.tensors if len(tensor.shape) == 2}
+    counted = [tensor for tensor in plan.tensors if tensor.name in named]
+    per_weight = 8 * sum(tensor.bytes for tensor in counted) / sum(math.prod(tensor.shape) for tensor in counted)
+    assert fit.bits_per_weight == pytest.approx(per_weight, abs=1e-12)
+    assert per_weight <= bits
+    assert sum(group.bytes for group in fit.groups) == sum(tensor.bytes for tensor in counted)
+
+
+def test_where_groups_are_small_enough_it_is_within_half_a_percent(tmp_path: Path) -> None:
+    deep = write_checkpoint(tmp_path / "deep", tensors(40), config={"model_type": "llama"})
+    least, most = ends(deep, 10**6)
+    for share in (0.02, 0.2, 0.5, 0.9):
+        size = int(least + (most - least) * share)
+        fit, _ = fitted(deep, targeted(size), 10**6)
+        assert 0.995 * size <= fit.output_bytes <= size
+        assert fit.gap <= 1e-3
+    for bits in (2.3, 4.5, 7.0):
+        assert 0.995 * bits <= fitted(deep, targeted(bits=bits))[0].bits_per_weight <= bits
+
+
+def test_more_bytes_never_predict_more_loss(source: Path, tmp_path: Path) -> None:
+    file = str(sensitivity(source, tmp_path / "s.json"))
+    for by in (None, file):
+        fits = [fitted(source, targeted(bits=bits, sensitivity=by))[0] for bits in np.linspace(2.2, 16, 15).tolist()]
+        rises = [fit.rise for fit in fits]
+        assert rises == sorted(rises, reverse=True)
+        assert rises[0] > rises[-1] == 0
+
+
+def test_the_plan_is_what_is_written(source: Path, tmp_path: Path) -> None:
+    """One set of numbers from plan to folder, with a limit on files that cuts them."""
+    recipe = targeted("250kB")
+    for shard in SHARDS[1:]:
+        fit, plan = fitted(source, recipe, shard)
+        out = tmp_path / str(shard)
+        done = quantize(source, out, recipe, threads=2, max_shard_bytes=shard)
+        assert files_bytes(out) == fit.output_bytes == plan.output_bytes == done.plan.output_bytes <= 250_000
+        assert len(list(out.glob("*.safetensors"))) > 1
+        assert verify(out, threads=2).problems == ()
+
+
+# ------------------------------------------------------------------------------------------------------------------ groups
+
+
+@pytest.mark.parametrize("bits", [2.5, 3.1, 4.5, 6.6, 9.0])
+def test_a_group_has_one_width(source: Path, tmp_path: Path, bits: float) -> None:
+    fit, plan = fitted(source, targeted(bits=bits, sensitivity=str(sensitivity(source, tmp_path / "s.json"))))
+    widths = bits_of(plan)
+    for layer in range(LAYERS):
+        for names in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+            assert len({widths[f"model.layers.{layer}.{name}.weight"] for name in names}) == 1
+    assert len(fit.groups) == 2 + 4 * LAYERS
+    assert {name: group.bits for group in fit.groups for name in group.weights} == fit.widths
+    assert {name: widths[name] for name in fit.widths} == fit.widths
+
+
+def test_what_matters_most_gets_most(source: Path, tmp_path: Path) -> None:
+    alphas = {"model.layers.1.mlp.down_proj": 1e4, "model.layers.2.mlp.down_proj": 0.0}
+    file = sensitivity(source, tmp_path / "s.json", alphas)
+    fit, _ = fitted(source, targeted(bits=4.5, sensitivity=str(file)))
+    bits = {group.name: group.bits or 16 for group in fit.groups}
+    assert bits["model.layers.1.mlp.down_proj"] == max(bits.values())
+    assert bits["model.layers.2.mlp.down_proj"] == 2
+    assert fit.rise == pytest.approx(math.fsum(group.rise for group in fit.groups))
+
+
+def test_no_other_choice_of_widths_is_better(tmp_path: Path) -> None:
+    """Two layers of one matrix and an embedding: every combination is tried."""
+    import itertools
+
+    small = write_checkpoint(
+        tmp_path / "small",
+        {
+            "model.embed_tokens.weight": bf16(gaussian(50, 128)),
+            "model.layers.0.mlp.down_proj.weight": bf16(gaussian(64, 128)),
+            "model.layers.1.mlp.down_proj.weight": f32(gaussian(33, 100)),
+        },
+    )
+    least, most = ends(small, DEFAULT_MAX_SHARD_BYTES)
+    by_widths = []
+    some, _ = fitted(small, targeted(most - 200))
+    for widths in itertools.product((2, 3, 4, 5, 6, 7, 8, None), repeat=3):
+        entries = [
+            {"name": name, **({"keep": True} if bits is None else {"bits": bits})}
+            for (name,), bits in zip([group.weights for group in some.groups], widths, strict=True)
+        ]
+        recipe = parse_recipe(json.dumps({"name": "fixed", "rules": entries}), "fixed")
+        _, _, plan = plan_quantize(small, recipe)
+        by_widths.append(
+            (plan.output_bytes, math.fsum(predicted(g.alpha, b) for g, b in zip(some.groups, widths, strict=True)))
+        )
+    for size in np.linspace(least, most, 40).astype(int).tolist():
+        fit, _ = fitted(small, targeted(size))
+        best = min(rise for output_bytes, rise in by_widths if output_bytes <= size)
+        assert fit.rise <= best * (1 + 1e-5) + 1e-12, size
+    assert min(by_widths)[0] == least
+    assert max(by_widths)[0] == most
+
+
+def predicted(alpha: float, bits: int | None) -> float:
+    from pqweights.codecs import get_codec
+
+    return 0.0 if bits is None else alpha * get_codec("hadamard-lloyd-max").distortion(bits)
+
+
+def test_a_weight_that_no_width_makes_smaller_is_told_as_kept(tmp_path: Path) -> None:
+    """64 weights are 128 bytes in BF16, and a block of 130 at 8 bits."""
+    tiny = write_checkpoint(
+        tmp_path / "tiny",
+        {"model.layers.0.mlp.up_proj.weight": bf16(gaussian(8, 8)), "model.layers.1.mlp.up_proj.weight": bf16(gaussian(64, 128))},
+    )  # fmt: skip
+    fit, plan = fitted(tiny, targeted(bits=8.2))
+    assert {(t.action, t.bits) for t in plan.tensors} == {("keep", None), ("quantize", 8)}
+    assert plan.totals()["quantized_tensors"] == 1
+    assert [group.bits for group in fit.groups] == [None, 8]
+
+
+def test_experts_and_tied_embeddings_are_one_group(tmp_path: Path) -> None:
+    experts = {
+        f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight": bf16(gaussian(32, 128))
+        for layer in (0, 1)
+        for expert in range(4)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    }
+    both = {name: bf16(gaussian(64, 128)) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    for config in ({"tie_word_embeddings": True}, {"text_config": {"tie_word_embeddings": True}}):
+        name = "-".join(config)
+        folder = write_checkpoint(tmp_path / name, experts | both, config={"model_type": "x", **config})
+        fit, _ = fitted(folder, targeted(bits=4.5))
+        assert {group.name: len(group.weights) for group in fit.groups} == {
+            "embeddings": 2, "model.layers.0.mlp.experts": 12, "model.layers.1.mlp.experts": 12,
+        }  # fmt: skip
+    untied = write_checkpoint(tmp_path / "untied", experts | both, config={"tie_word_embeddings": False})
+    assert len(fitted(untied, targeted(bits=4.5))[0].groups) == 4
+
+
+# ------------------------------------------------------------------------------------------------------------------- rules
+
+RULES = """
+name: mine
+target_bpw: {bits}
+rules:
+  - {{role: embedding, keep: true}}
+  - {{name: "model.layers.0.mlp.*", bits: 7, reason: first}}
+  - {{name: "model.layers.1.self_attn.*", codec: lloyd-max}}
+"""
+
+
+def test_rules_that_give_bits_or_keep_are_obeyed(source: Path) -> None:
+    for bits in (3.5, 5.0, 8.0):
+        fit, plan = fitted(source, parse_recipe(RULES.format(bits=bits), "mine.yaml"))
+        widths = bits_of(plan)
+        assert widths["model.embed_tokens.weight"] is None
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            assert widths[f"model.layers.0.mlp.{name}.weight"] == 7
+            assert f"model.layers.0.mlp.{name}.weight" not in fit.widths
+        codecs = {t.name: t.codec for t in plan.tensors if t.name.startswith("model.layers.1.self_attn.") and t.codec}
+        assert set(codecs.values()) <= {"lloyd-max"}
+        assert set(codecs) <= set(fit.widths)
+        counted = [t for t in plan.tensors if t.bits is not None or t.name in fit.widths]
+        assert fit.bits_per_weight <= bits
+        assert fit.bits_per_weight == pytest.approx(8 * sum(t.bytes for t in counted) / sum(t.weights for t in counted))
+
+
+def test_what_rules_fix_is_in_the_smallest_size(source: Path) -> None:
+    rules = "rules: [{name: 'model.layers.*', keep: true}]"
+    least, most = (
+        int(re.findall(r"(\d+) bytes", refused(source, parse_recipe(f"{{target_size: {size}, {rules}}}", "r")))[-1])
+        for size in (1, 10**9)
+    )
+    kept = sum(v.nbytes for name, (_, v) in tensors().items() if name.startswith("model.layers."))
+    assert kept < least < most
+    fit, plan = fitted(source, parse_recipe(f"{{target_size: {least}, {rules}}}", "r"))
+    assert fit.output_bytes == least
+    assert {t.name for t in plan.tensors if t.action == "quantize"} == {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+@pytest.mark.parametrize("rule", ["keep: true", "bits: 4"])
+def test_a_recipe_that_leaves_nothing_free_is_refused(source: Path, rule: str) -> None:
+    assert "width is free" in refused(source, parse_recipe(f"{{target_bpw: 4.5, rules: [{{name: '*', {rule}}}]}}", "r"))
+
+
+# --------------------------------------------------------------------------------------------- sensitivities and manifests
+
+
+def test_one_file_serves_every_target(source: Path, tmp_path: Path) -> None:
+    file = str(sensitivity(source, tmp_path / "s.json"))
+    small, large = (fitted(source, targeted(bits=bits, sensitivity=file))[0] for bits in (3.0, 6.0))
+    assert small.sensitivity == large.sensitivity is not None
+    assert [g.alpha for g in small.groups] == [g.alpha for g in large.groups]
+    assert small.unknown == large.unknown == ()
+    by_rule, _ = fitted(source, targeted(bits=3.0))
+    assert by_rule.widths != small.widths
+    assert by_rule.sensitivity is None
+    explicit, _ = fitted(source, targeted(bits=3.0, sensitivity="heuristic"))
+    assert explicit == by_rule
+
+
+def test_groups_that_the_file_lacks_get_the_rule_of_thumb(source: Path, tmp_path: Path) -> None:
+    lacking = ["lm_head", "model.layers.1.mlp.gate_up"]
+    rule = {group.name: group.alpha for group in fitted(source, targeted(bits=5))[0].groups}
+    tenfold = {name: 10 * alpha for name, alpha in rule.items()}
+    file = sensitivity(source, tmp_path / "s.json", tenfold, without=lacking)
+    fit, _ = fitted(source, targeted(bits=4.5, sensitivity=str(file)))
+    assert sorted(fit.unknown) == lacking
+    assert {g.name: g.alpha for g in fit.groups} == {name: pytest.approx(alpha) for name, alpha in tenfold.items()}
+    text = invoke("plan", source, "--target-bpw", 4.5, "--sensitivity", file).stdout
+    assert "2 group(s) are not in the sensitivity file" in text
+
+
+def test_a_file_of_another_checkpoint_is_refused(source: Path, tmp_path: Path) -> None:
+    file = sensitivity(source, tmp_path / "s.json")
+    other = write_checkpoint(tmp_path / "other", tensors() | {"lm_head.weight": bf16(gaussian(96, 128, seed=99))})
+    with pytest.raises(SourceError, match=r"sensitivities of this checkpoint.*of another.*pqweights sensitivity"):
+        fitted(other, targeted(bits=4.5, sensitivity=str(file)))
+
+
+def test_the_manifest_tells_how_widths_were_chosen(source: Path, tmp_path: Path) -> None:
+    file = sensitivity(source, tmp_path / "s.json")
+    recipe = targeted("250kB", sensitivity=str(file))
+    done = quantize(source, tmp_path / "out", recipe, threads=2)
+    manifest = json.loads((tmp_path / "out/pqweights.json").read_text())
+    fit, _ = fitted(source, recipe)
+    import hashlib
+
+    assert manifest["fit"] == fit.describe() == {
+        "sensitivity": {"kind": "random tokens", "sha256": hashlib.sha256(file.read_bytes()).hexdigest()},
+        "predicted_rise": manifest["fit"]["predicted_rise"],
+    }  # fmt: skip
+    assert manifest["fit"]["predicted_rise"] == pytest.approx(fit.rise, rel=1e-5)
+    assert manifest["recipe"]["target_size"] == 250_000
+    assert str(tmp_path) not in json.dumps(manifest)
+    again = parse_recipe(json.dumps(manifest["recipe"]), "manifest")
+    assert again.target == recipe.target
+    assert again.rules == recipe.rules
+    assert verify(tmp_path / "out", threads=2).problems == ()
+    assert done.plan.output_bytes == fit.output_bytes
+    plain = quantize(source, tmp_path / "plain", load_recipe("q5"), threads=2)
+    assert "fit" not in json.loads((tmp_path / "plain/pqweights.json").read_text())
+    assert isinstance(plain, Report)
+
+
+def test_the_same_bytes_from_any_number_of_threads(source: Path, tmp_path: Path) -> None:
+    for threads in (1, 3):
+        quantize(source, tmp_path / str(threads), targeted(bits=4.5), threads=threads, max_shard_bytes=60_000)
+    assert folder_bytes(tmp_path / "1") == folder_bytes(tmp_path / "3")
+
+
+def test_the_same_target_is_done_already_and_another_is_refused(source: Path, tmp_path: Path) -> None:
+    first, second = (sensitivity(source, tmp_path / f"{seed}.json", seed=seed) for seed in (0, 1))
+    out = tmp_path / "out"
+    done = quantize(source, out, targeted(bits=4.5, sensitivity=str(first)), threads=2)
+    before = folder_bytes(out)
+    again = quantize(source, out, targeted(bits=4.5, sensitivity=str(first)), threads=2)
+    assert (done.already_done, again.already_done) == (False, True)
+    copy = shutil.copy(first, tmp_path / "copy.json")
+    assert quantize(source, out, targeted(bits=4.5, sensitivity=str(copy)), threads=2).already_done
+    for other in (
+        targeted(bits=4.5, sensitivity=str(second)), targeted(bits=4.5), targeted(bits=4.6, sensitivity=str(first)),
+        targeted(done.plan.output_bytes, sensitivity=str(first)), load_recipe("q5"),
+    ):  # fmt: skip
+        result = _quantize_refused(source, out, other)
+        assert "--overwrite" in result
+    assert folder_bytes(out) == before
+    replaced = quantize(source, out, targeted(bits=4.5, sensitivity=str(second)), threads=2, overwrite=True)
+    assert not replaced.already_done
+    assert verify(out, threads=2).problems == ()
+
+
+def _quantize_refused(source: Path, out: Path, recipe: Recipe) -> str:
+    from pqweights.errors import OutputError
+
+    with pytest.raises(OutputError) as caught:
+        quantize(source, out, recipe, threads=2)
+    return str(caught.value)
+
+
+def test_an_interrupted_run_continues_to_the_same_bytes(source: Path, tmp_path: Path) -> None:
+    class Interrupted(Exception):
+        pass
+
+    def stop(done: int, total: int, name: str) -> None:
+        if done > total // 2:
+            raise Interrupted
+
+    recipe, out = targeted("250kB", sensitivity=str(sensitivity(source, tmp_path / "s.json"))), tmp_path / "out"
+    with pytest.raises(Interrupted):
+        quantize(source, out, recipe, threads=1, max_shard_bytes=60_000, progress=stop)
+    assert not (out / "pqweights.json").exists()
+    done = quantize(source, out, recipe, threads=2, max_shard_bytes=60_000)
+    assert done.resumed > 0
+    quantize(source, tmp_path / "whole", recipe, threads=2, max_shard_bytes=60_000)
+    assert folder_bytes(out) == folder_bytes(tmp_path / "whole")
+
+
+# ------------------------------------------------------------------------------------------------------------------- curve
+
+
+@pytest.mark.parametrize("bits", [2.2, 4.5, 6.0, 12.0])
+def test_the_curve_begins_at_the_smallest_and_goes_through_the_target(source: Path, bits: float) -> None:
+    fit, _ = fitted(source, targeted(bits=bits))
+    sizes, rises = [p.output_bytes for p in fit.curve], [p.rise for p in fit.curve]
+    assert sizes == sorted(set(sizes))
+    assert rises == sorted(rises, reverse=True)
+    assert sizes[0] == fit.smallest_bytes
+    assert fit.output_bytes in sizes
+    assert rises[sizes.index(fit.output_bytes)] <= fit.rise * (1 + 1e-9)
+    assert rises[sizes.index(fit.output_bytes)] >= 0.5 * fit.rise
+
+
+# ------------------------------------------------------------------------------------------------------------ command line
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_plan_prints_and_writes_nothing(source: Path, tmp_path: Path) -> None:
+    before = folder_bytes(source)
+    done = invoke("plan", source, "--target-size", "250kB")
+    assert done.exit_code == 0, done.stderr
+    assert folder_bytes(source) == before
+    fit, plan = fitted(source, targeted("250kB"))
+    text = done.stdout
+    assert f"output: {fit.output_bytes} bytes in 1 safetensors file(s)" in text
+    line = next(line for line in text.splitlines() if line.startswith("target: "))
+    assert line == (
+        f"target: 250000 bytes: {fit.output_bytes} bytes, {fit.output_bytes / 250_000:.2%} of the target, "
+        f"{fit.bits_per_weight:.4f} bits per weight; smallest possible: {fit.smallest_bytes} bytes"
+    )
+    assert f"predicted rise of the loss: {fit.rise:.5f} (by the rule of thumb, good for comparing sizes)" in text
+    assert "<- the target" in text
+    assert "what a size buys:" in text
+    table = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.startswith("  ")}
+    widths = {group.name: "kept" if group.bits is None else str(group.bits) for group in fit.groups}
+    for kind in ("self_attn.qkv", "self_attn.o_proj", "mlp.gate_up", "mlp.down_proj"):
+        assert table[f"model.layers.*.{kind}"] == [widths[f"model.layers.{layer}.{kind}"] for layer in range(LAYERS)]
+    assert table["lm_head"] == [widths["lm_head"]]
+    for tensor in plan.tensors:
+        if tensor.name in fit.widths:
+            assert tensor.reason.endswith("; to keep 250000 bytes")
+    dry = invoke("quantize", source, tmp_path / "out", "--target-size", "250kB", "--dry-run")
+    assert dry.stdout == text
+    assert not (tmp_path / "out").exists()
+
+
+def test_few_bits_come_with_a_warning(source: Path) -> None:
+    assert "less than 3 bits, where the loss rises more" in invoke("plan", source, "--target-bpw", 2.5).stdout
+    assert "less than 3 bits" not in invoke("plan", source, "--target-bpw", 4.5).stdout
+
+
+def test_what_rules_fix_counts_in_the_prediction(source: Path) -> None:
+    """And in groups: k and v get what fits, beside a q that a rule fixes, and the group's error is that of all three."""
+    free, _ = fitted(source, targeted(bits=4.0))
+    text = "target_bpw: 4.0\nrules:\n  - role: mlp\n    bits: 2\n  - name: '*.q_proj.weight'\n    bits: 8\n"
+    fixed, plan = fitted(source, parse_recipe(text, "mine.yaml"))
+    assert fixed.rise > 2 * free.rise
+    assert {group.name for group in fixed.groups} == {group.name for group in free.groups}
+    widths = bits_of(plan)
+    for layer in range(LAYERS):
+        attention = f"model.layers.{layer}.self_attn"
+        group = next(group for group in fixed.groups if group.name == f"{attention}.qkv")
+        assert widths[f"{attention}.q_proj.weight"] == 8
+        assert widths[f"{attention}.k_proj.weight"] == widths[f"{attention}.v_proj.weight"] == group.bits
+
+
+def test_json_has_all_of_it(source: Path, tmp_path: Path) -> None:
+    file = sensitivity(source, tmp_path / "s.json", without=["lm_head"])
+    arguments = ("--target-bpw", "4.5", "--sensitivity", file, "--json")
+    planned = invoke("plan", source, *arguments)
+    done = invoke("quantize", source, tmp_path / "out", *arguments)
+    assert (planned.exit_code, done.exit_code) == (0, 0), done.stderr
+    fit = json.loads(planned.stdout)["fit"]
+    assert json.loads(done.stdout)["fit"] == fit
+    assert fit["target"] == {"target_bpw": 4.5}
+    assert fit["unknown_groups"] == ["lm_head"]
+    assert fit["sensitivity"]["kind"] == "random tokens"
+    assert fit["output_bytes"] == json.loads(planned.stdout)["totals"]["output_bytes"] == files_bytes(tmp_path / "out")
+    assert 0 <= fit["gap"] <= 1e-3
+    assert set(fit["groups"][0]) == {"name", "weights", "bits", "bytes", "parameters", "alpha", "rise"}
+    assert {p["output_bytes"] for p in fit["curve"]} >= {fit["output_bytes"]}
+    again = json.loads(invoke("quantize", source, tmp_path / "out", *arguments).stdout)
+    assert again["already_done"]
+    assert again["fit"] == fit
+
+
+def test_quantize_says_what_was_chosen(source: Path, tmp_path: Path) -> None:
+    done = invoke("quantize", source, tmp_path / "out", "--target-size", "250kB")
+    assert done.exit_code == 0, done.stderr
+    assert "target: 250000 bytes: " in done.stdout
+    assert "bits of each group of weights, by layer:" in done.stdout
+    assert invoke("verify", tmp_path / "out").exit_code == 0
+    assert files_bytes(tmp_path / "out") <= 250_000
+
+
+def test_a_recipe_file_with_a_target(source: Path, tmp_path: Path) -> None:
+    sensitivity(source, tmp_path / "s.json")
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"target_size: 0.25MB\nsensitivity: {tmp_path / 's.json'}\n")
+    by_recipe = json.loads(invoke("plan", source, "--recipe", mine, "--json").stdout)
+    by_options = json.loads(
+        invoke("plan", source, "--target-size", 250_000, "--sensitivity", tmp_path / "s.json", "--json").stdout
+    )
+    assert by_recipe == by_options
+    # an option is worth more than the recipe
+    smaller = json.loads(invoke("plan", source, "--recipe", mine, "--target-bpw", 3, "--json").stdout)["fit"]
+    assert smaller["target"] == {"target_bpw": 3.0}
+    assert smaller["sensitivity"]["kind"] == "random tokens"
+    other = json.loads(invoke("plan", source, "--recipe", mine, "--sensitivity", "heuristic", "--json").stdout)["fit"]
+    assert other["sensitivity"] == {"kind": "heuristic"}
+
+
+USAGE: list[tuple[list[Any], str]] = [
+    (["--target-size", "9 XB"], "5GiB (2**30)"),
+    (["--target-size", "-5"], "5GiB (2**30)"),
+    (["--target-size", "0"], "at least one byte"),
+    (["--target-size", "250kB", "--bits", "4"], "which chooses the widths"),
+    (["--target-bpw", "4", "--bits", "4"], "which chooses the widths"),
+    (["--target-bpw", "four"], "--target-bpw"),
+]
+
+
+@pytest.mark.parametrize("command", ["plan", "quantize"])
+@pytest.mark.parametrize(("options", "expected"), USAGE)
+def test_wrong_usage(source: Path, tmp_path: Path, command: str, options: list[Any], expected: str) -> None:
+    done = invoke(command, source, *([tmp_path / "out"] if command == "quantize" else []), *options)
+    assert done.exit_code == 2
+    assert expected in " ".join(done.stderr.replace("│", " ").split())
+    assert list(tmp_path.iterdir()) == []
+
+
+REFUSED: list[tuple[list[Any], str]] = [
+    (["--target-size", "250kB", "--target-bpw", "4"], "found both"),
+    (["--sensitivity", "heuristic"], "--target-size or --target-bpw beside it"),
+    (["--target-bpw", "nan"], "positive number, found nan"),
+    (["--target-bpw", "0"], "positive number, found 0.0"),
+    (["--target-bpw", "-4"], "positive number, found -4.0"),
+    (["--target-bpw", "inf"], "positive number, found inf"),
+    (["--target-bpw", "1e308"], "above what the source has"),
+    (["--target-bpw", "2"], "below the smallest possible, 2.125"),
+    (["--target-size", "10kB"], "below the smallest possible, "),
+    (["--target-size", "1GB"], "no quantization is needed"),
+    (["--target-size", "250kB", "--sensitivity", "none.json"], "none.json: cannot be read (No such file or directory)"),
+    (["--target-size", "250kB", "--sensitivity", "."], "Is a directory"),
+]
+
+
+@pytest.mark.parametrize("command", ["plan", "quantize"])
+@pytest.mark.parametrize(("options", "expected"), REFUSED)
+def test_bad_input_is_one_line(source: Path, tmp_path: Path, command: str, options: list[Any], expected: str) -> None:
+    done = invoke(command, source, *([tmp_path / "out"] if command == "quantize" else []), *options)
+    assert isinstance(done.exception, SystemExit), repr(done.exception)
+    assert done.exit_code == 1
+    assert expected in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []

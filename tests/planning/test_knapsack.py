@@ -1,0 +1,246 @@
+"""The knapsack against every combination tried, and its promises where there are too many to try."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pqweights.planning import knapsack
+from pqweights.planning.knapsack import Choice, Solution, cheapest, curve, solve
+
+Groups = list[list[Choice]]
+
+COSTS = st.integers(0, 60)
+LOSSES = st.one_of(st.integers(0, 4).map(float), st.floats(0, 10, allow_subnormal=False))
+GROUPS = st.lists(
+    st.lists(st.builds(Choice, COSTS, LOSSES), min_size=1, max_size=5), min_size=1, max_size=5
+)  # fmt: skip
+
+
+def tried(groups: Groups, budget: int) -> list[tuple[float, int]]:
+    """Loss and cost of every combination that the budget allows."""
+    return [
+        (math.fsum(choice.loss for choice in chosen), sum(choice.cost for choice in chosen))
+        for chosen in itertools.product(*groups)
+        if sum(choice.cost for choice in chosen) <= budget
+    ]
+
+
+def checked(groups: Groups, solution: Solution | None, budget: int) -> Solution:
+    """A solution that is what it says."""
+    assert solution is not None
+    chosen = [group[number] for group, number in zip(groups, solution.choices, strict=True)]
+    assert solution.cost == sum(choice.cost for choice in chosen) <= budget
+    assert solution.loss == pytest.approx(math.fsum(choice.loss for choice in chosen), abs=1e-12)
+    assert solution.bound <= solution.loss
+    assert 0 <= solution.gap <= 1
+    return solution
+
+
+def layers(count: int, sizes: Sequence[int], seed: int, decay: float = 4.0) -> Groups:
+    """Groups as a model has them: eight widths, errors that fall by four with each bit, and none when kept."""
+    rng = random.Random(seed)
+    groups = []
+    for number in range(count):
+        blocks, alpha = sizes[number % len(sizes)], math.exp(rng.gauss(0, 1.5))
+        of_group = [Choice(blocks * (16 * bits + 2), alpha * decay**-bits) for bits in range(2, 9)]
+        groups.append([*of_group, Choice(blocks * 256, 0.0)])
+    return groups
+
+
+# ------------------------------------------------------------------------------------------------- every combination tried
+
+
+@settings(max_examples=300, deadline=None)
+@given(GROUPS, st.integers(0, 320))
+def test_it_is_the_best_of_all_combinations(groups: Groups, budget: int) -> None:
+    allowed = tried(groups, budget)
+    solution = solve(groups, budget)
+    if not allowed:
+        assert solution is None
+        return
+    best = min(loss for loss, _ in allowed)
+    checked(groups, solution, budget)
+    assert solution is not None
+    assert solution.loss <= best * (1 + 2e-6) + 1e-12
+    assert solution.bound <= best + 1e-12
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_is_the_best_at_every_budget(seed: int) -> None:
+    """Of groups like a model's, with budgets a byte apart around the corners."""
+    rng = random.Random(seed)
+    groups = [rng.sample(group, 5) for group in layers(6, [1, 2, 3, 7], seed)]
+    everything = sorted(tried(groups, 10**9), key=lambda each: (each[1], each[0]))
+    costs = sorted({cost for _, cost in everything})
+    budgets = sorted({cost + step for cost in rng.sample(costs, 25) for step in (-1, 0, 1)})
+    best = math.inf
+    at = 0
+    for budget in budgets:
+        while at < len(everything) and everything[at][1] <= budget:
+            best = min(best, everything[at][0])
+            at += 1
+        solution = solve(groups, budget)
+        if best == math.inf:
+            assert solution is None
+        else:
+            assert checked(groups, solution, budget).loss <= best * (1 + 1e-6)
+
+
+def test_below_the_cheapest_there_is_nothing() -> None:
+    groups = [[Choice(5, 1.0), Choice(3, 2.0)], [Choice(7, 0.0)]]
+    assert cheapest(groups) == 10
+    assert solve(groups, 9) is None
+    assert solve(groups, 10) == Solution((1, 0), 10, 2.0, 2.0)
+    assert solve(groups, 12) == Solution((0, 0), 12, 1.0, 1.0)
+
+
+def test_all_that_there_is_money_for() -> None:
+    groups = layers(30, [1, 5, 9], 1)
+    solution = checked(groups, solve(groups, 10**12), 10**12)
+    assert solution.loss == 0
+    assert solution.gap == 0
+    assert solution.choices == (7,) * 30
+
+
+def test_one_group() -> None:
+    group = [Choice(9, 0.5), Choice(1, 8.0), Choice(4, 2.0), Choice(4, 3.0), Choice(20, 0.5)]
+    found = {budget: solve([group], budget) for budget in (0, 1, 3, 4, 8, 9, 100)}
+    assert {budget: solution and solution.choices for budget, solution in found.items()} == {
+        0: None, 1: (1,), 3: (1,), 4: (2,), 8: (2,), 9: (0,), 100: (0,),
+    }  # fmt: skip
+    assert all(solution is None or solution.gap <= 2 * knapsack.TOLERANCE for solution in found.values())
+
+
+def test_without_losses_the_cheapest_is_chosen() -> None:
+    groups = [[Choice(8, 0.0), Choice(3, 0.0), Choice(3, 0.0)] for _ in range(20)]
+    assert solve(groups, 60) == Solution((1,) * 20, 60, 0.0, 0.0)
+    assert solve(groups, 10**6) == Solution((1,) * 20, 60, 0.0, 0.0)
+    assert solve(groups, 59) is None
+
+
+def test_what_no_hull_shows_is_found() -> None:
+    """The best of 10 is a pair of choices above the convex envelope, which a greedy descent never looks at."""
+    group = [Choice(0, 10.0), Choice(5, 5.5), Choice(10, 0.0)]
+    solution = checked([group, group], solve([group, group], 10), 10)
+    assert solution.loss == 10.0
+    other = [Choice(0, 10.0), Choice(6, 5.5), Choice(13, 0.0)]
+    assert checked([other, other], solve([other, other], 12), 12).choices == (1, 1)
+
+
+# ------------------------------------------------------------------------------------------------------------------ order
+
+
+def test_the_same_groups_get_the_same_answer() -> None:
+    """Equal groups tie in many ways: a thousand calls would still have to agree."""
+    groups = [[Choice(1, 4.0), Choice(3, 1.0)] for _ in range(9)]
+    first = solve(groups, 17)
+    assert first is not None
+    assert first.cost == 17
+    assert first.loss == 4 * 1.0 + 5 * 4.0
+    assert all(solve([list(group) for group in groups], 17) == first for _ in range(5))
+
+
+def test_of_equal_choices_in_a_group_the_first_is_taken() -> None:
+    groups = [[Choice(9, 1.0), Choice(4, 1.0), Choice(4, 1.0)], [Choice(2, 0.0), Choice(2, 0.0)]]
+    assert solve(groups, 100) == Solution((1, 0), 6, 1.0, 1.0)
+
+
+def test_the_order_of_choices_and_groups_changes_neither_cost_nor_loss() -> None:
+    groups = layers(40, [3, 8, 8, 1], 5)
+    budget = cheapest(groups) * 2
+    first = checked(groups, solve(groups, budget), budget)
+    rng = random.Random(0)
+    for _ in range(4):
+        shuffled = [rng.sample(group, len(group)) for group in groups]
+        again = checked(shuffled, solve(shuffled, budget), budget)
+        assert again.loss == pytest.approx(first.loss, rel=2e-6)
+    backwards = checked(groups[::-1], solve(groups[::-1], budget), budget)
+    assert backwards.loss == pytest.approx(first.loss, rel=2e-6)
+
+
+# -------------------------------------------------------------------------------------------------------------- many groups
+
+
+KINDS = {
+    "like a model": layers(1000, [128 * 128, 96 * 1024, 3 * 128 * 1024, 128 * 1024], 1),
+    "equal": [[Choice(16 * bits + 2, 4.0**-bits) for bits in range(2, 9)] for _ in range(1000)],
+    "of sizes that share no divisor": layers(1000, [1009, 7919, 104729, 611953], 2),
+    "one far larger": layers(999, [17], 3) + layers(1, [10**7], 4),
+    "with losses of many orders": layers(1000, [64, 640, 6400], 5, decay=40.0),
+    "random": [
+        [Choice(rng.randrange(1, 10**6), rng.random()) for _ in range(8)]
+        for rng in [random.Random(7)]
+        for _ in range(1000)
+    ],
+    "as dear as good": [
+        [Choice(cost, 1e6 - cost + rng.random()) for cost in rng.sample(range(1, 10**6), 6)]
+        for rng in [random.Random(8)]
+        for _ in range(1000)
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("share", [0.001, 0.3, 0.97])
+def test_a_thousand_groups_are_solved_to_within_a_thousandth(kind: str, share: float) -> None:
+    groups = KINDS[kind]
+    least, most = cheapest(groups), sum(max(choice.cost for choice in group) for group in groups)
+    budget = least + int((most - least) * share)
+    solution = checked(groups, solve(groups, budget), budget)
+    assert solution.gap <= 1e-3
+    (envelope,) = curve(groups, [budget])
+    assert envelope is not None
+    assert envelope <= solution.loss * (1 + 1e-12) + 1e-12
+    assert solution.bound >= envelope - abs(envelope) * 1e-9 - 1e-12
+
+
+def test_with_too_many_states_the_bound_still_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search gives up exactness, step by step, and says so; the answer stays within the budget."""
+    groups = layers(6, [1, 2, 3, 7], 11)
+    budget = cheapest(groups) * 2 + 1
+    best = min(loss for loss, _ in tried([group[:8] for group in groups], budget))
+    for most in (200_000, 20, 3, 1):
+        monkeypatch.setattr(knapsack, "MOST_STATES", most)
+        solution = checked(groups, solve(groups, budget), budget)
+        assert solution.bound <= best * (1 + 1e-12)
+        assert solution.loss >= best * (1 - 1e-12)
+    monkeypatch.undo()
+    assert checked(groups, solve(groups, budget), budget).loss == pytest.approx(best, rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------------------- curve
+
+
+@settings(max_examples=100, deadline=None)
+@given(GROUPS)
+def test_the_curve_is_a_lower_bound_that_falls_and_is_convex(groups: Groups) -> None:
+    least = cheapest(groups)
+    most = sum(max(choice.cost for choice in group) for group in groups)
+    budgets = range(least, most + 3)
+    losses = curve(groups, [least - 1, *budgets])
+    assert losses[0] is None
+    found = [loss for loss in losses[1:] if loss is not None]
+    assert len(found) == len(budgets)
+    for budget in list(budgets)[:: max(1, len(budgets) // 10)]:
+        assert found[budget - least] <= min(loss for loss, _ in tried(groups, budget)) + 1e-9
+    steps = [before - after for before, after in itertools.pairwise(found)]
+    assert all(step >= -1e-9 for step in steps)
+    assert all(later <= earlier + 1e-9 for earlier, later in itertools.pairwise(steps))
+
+
+def test_the_ends_of_the_curve_are_answers() -> None:
+    groups = layers(12, [1, 4], 9)
+    least, most = cheapest(groups), sum(group[-1].cost for group in groups)
+    first, last, beyond = curve(groups, [least, most, most + 10**6])
+    smallest = solve(groups, least)
+    assert smallest is not None
+    assert first == pytest.approx(smallest.loss, rel=1e-12)
+    assert last == pytest.approx(0, abs=1e-12)
+    assert beyond == pytest.approx(0, abs=1e-12)

@@ -1,0 +1,409 @@
+"""Recipes: what YAML may say, which rule decides, what rules cannot reach, and the messages that help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.readers import PlainTensor
+from pqweights.errors import RecipeError
+from pqweights.planning.recipe import (
+    Decision,
+    Recipe,
+    Rule,
+    Target,
+    decide,
+    load_recipe,
+    make_target,
+    parse_recipe,
+    recipe_folder,
+    recipe_names,
+)
+from pqweights.planning.roles import ROLES
+
+CODEC = "hadamard-lloyd-max"
+RECIPES = Path(__file__).parents[2] / "recipes"
+SHAPES: dict[str, tuple[int, ...]] = {
+    "model.embed_tokens.weight": (256, 128),
+    "model.layers.0.self_attn.q_proj.weight": (128, 128),
+    "model.layers.0.mlp.up_proj.weight": (384, 128),
+    "model.layers.1.mlp.up_proj.weight": (384, 128),
+    "model.layers.0.mlp.experts.down_proj": (4, 128, 128),
+    "model.layers.0.mlp.gate.weight": (4, 128),
+    "model.layers.0.linear_attn.conv1d.weight": (256, 1, 4),
+    "model.norm.weight": (256,),
+    "model.position_ids": (300,),
+    "lm_head.weight": (256, 128),
+}
+
+
+def decisions(text: str, **dtypes: str) -> dict[str, Decision]:
+    tensors = [
+        PlainTensor(None, StoredTensor(n, "I64" if "ids" in n else "BF16", shape, "f", 0, 0))  # type: ignore[arg-type]
+        for n, shape in SHAPES.items()
+    ]
+    return dict(zip(SHAPES, decide(parse_recipe(text, "test"), tensors), strict=True))
+
+
+def bits(text: str) -> dict[str, int | None]:
+    """The width of each tensor, None where it is kept."""
+    return {name: decision.bits for name, decision in decisions(text).items()}
+
+
+DEFAULT = {
+    "model.embed_tokens.weight": 5,
+    "model.layers.0.self_attn.q_proj.weight": 5,
+    "model.layers.0.mlp.up_proj.weight": 5,
+    "model.layers.1.mlp.up_proj.weight": 5,
+    "model.layers.0.mlp.experts.down_proj": 5,
+    "model.layers.0.mlp.gate.weight": None,
+    "model.layers.0.linear_attn.conv1d.weight": None,
+    "model.norm.weight": None,
+    "model.position_ids": None,
+    "lm_head.weight": 5,
+}
+
+
+# ---------------------------------------------------------------------------------------------- the recipes that come along
+
+
+def test_the_folder_holds_the_recipes_that_the_package_finds() -> None:
+    assert recipe_names() == sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    assert "q5" in recipe_names()
+    assert {f.name for f in recipe_folder().iterdir()} >= {path.name for path in RECIPES.glob("*.yaml")}
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_that_comes_along_is_sound(path: Path) -> None:
+    recipe = load_recipe(path.stem)
+    assert recipe == load_recipe(str(path))
+    assert recipe.name == path.stem
+    assert len(recipe.description) > 20
+    assert recipe.codec == CODEC
+
+
+@pytest.mark.parametrize("width", [2, 3, 4, 5, 6, 8])
+def test_the_recipes_named_after_a_width_have_it(width: int) -> None:
+    recipe = load_recipe(f"q{width}")
+    assert (recipe.bits, recipe.rules) == (width, ())
+
+
+# ------------------------------------------------------------------------------------------------------------- parsing
+
+
+def test_every_key_is_read() -> None:
+    text = """
+    name: mine
+    description: >-
+      Two words.
+    codec: hadamard-lloyd-max
+    bits: 4
+    rules:
+      - name: ["*.mlp.*", lm_head.weight]
+        role: [mlp, lm_head]
+        min_weights: 10
+        max_weights: 1000000
+        dims: 2
+        bits: 3
+        reason: large
+      - role: attention
+        codec: hadamard-lloyd-max
+      - name: model.norm.weight
+        keep: true
+    """
+    recipe = parse_recipe(text, "file.yaml")
+    assert recipe == Recipe(
+        "mine",
+        "Two words.",
+        CODEC,
+        4,
+        (
+            Rule(("*.mlp.*", "lm_head.weight"), ("mlp", "lm_head"), 10, 1_000_000, 2, False, None, 3, "large"),
+            Rule(roles=("attention",), codec=CODEC),
+            Rule(names=("model.norm.weight",), keep=True),
+        ),
+    )
+
+
+def test_what_is_not_said_has_a_default() -> None:
+    assert parse_recipe("{}", "folder/file.yaml") == Recipe("file", "", CODEC, 5, ())
+    assert parse_recipe("rules:\n", "a.yaml").rules == ()
+
+
+def test_a_recipe_in_a_manifest_reads_back() -> None:
+    text = "{name: a, bits: 3, rules: [{name: '*.q_proj.*', bits: 8, reason: r}, {role: norm, dims: 1, keep: true}]}"
+    recipe = parse_recipe(text, "a.yaml")
+    assert parse_recipe(yaml.safe_dump(recipe.to_json()), "b.yaml") == recipe
+    assert recipe.to_json()["rules"][1] == {"role": ["norm"], "dims": 1, "keep": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "fragments"),
+    [
+        ("bits: [", ["not YAML"]),
+        ("[]", ["list"]),
+        ("", ["NoneType"]),
+        ("bitz: 5", ["'bitz'", "'bits'"]),
+        ("rule: []", ["'rule'", "'rules'"]),
+        ("codec: lloyd", ["'lloyd'", "'lloyd-max'"]),
+        ("codec: hadamard-lloyd", ["'hadamard-lloyd'", f"'{CODEC}'"]),
+        ("bits: 9", ["bits", "2 to 8", "found 9"]),
+        ("bits: '5'", ["bits", "int", "'5'"]),
+        ("bits: true", ["bits", "int", "True"]),
+        ("name: 5", ["name", "str"]),
+        ("rules: 5", ["rules", "list"]),
+        ("rules: [{role: [expert, routr], bits: 4}]", ["rule 1", "'routr'", "'router'"]),
+        ("rules: [{role: mlp, bits: 4}, {role: mlp, bit: 4}]", ["rule 2", "'bit'", "'bits'"]),
+        ("rules: [{role: mlp, bits: 1}]", ["rule 1", "2 to 8", "found 1"]),
+        ("rules: [{role: mlp, codec: lloyd}]", ["'lloyd'"]),
+        ("rules: [{role: mlp, keep: yes, bits: 4}]", ["rule 1", "both"]),
+        ("rules: [{role: mlp, keep: 1}]", ["rule 1", "keep", "bool"]),
+        ("rules: [{role: mlp}]", ["rule 1", "none of them"]),
+        ("rules: [{role: mlp, keep: false}]", ["rule 1", "none of them"]),
+        ("rules: [{bits: 4}]", ["rule 1", "condition"]),
+        ("rules: [{name: [], bits: 4}]", ["rule 1", "condition"]),
+        ("rules: [{name: [1], bits: 4}]", ["rule 1", "name"]),
+        ("rules: [{min_weights: many, bits: 4}]", ["rule 1", "min_weights", "'many'"]),
+        ("{target_size: 9GB, target_bpw: 4.5}", ["test.yaml", "both"]),
+        ("target_size: 9 XB", ["test.yaml", "target size", "'9 XB'", "5GiB (2**30)"]),
+        ("target_size: ''", ["target size", "''"]),
+        ("target_size: 1.5", ["target_size", "1.5"]),
+        ("target_size: true", ["target_size", "True"]),
+        ("target_size: [9GB]", ["target_size", "['9GB']"]),
+        ("target_bpw: '4.5'", ["target_bpw", "'4.5'"]),
+        ("target_bpw: false", ["target_bpw", "False"]),
+        ("target_bpw: 0", ["bits per weight", "found 0"]),
+        ("target_bpw: -1.5", ["bits per weight", "found -1.5"]),
+        ("target_bpw: .nan", ["bits per weight", "found nan"]),
+        ("target_bpw: .inf", ["bits per weight", "found inf"]),
+        (f"target_bpw: {'9' * 400}", ["test.yaml", "bits per weight"]),
+        ("sensitivity: heuristic", ["sensitivity", "target_size or target_bpw"]),
+        ("{target_bpw: 4.5, sensitivity: 5}", ["sensitivity", "str", "5"]),
+        ("target_bwp: 4", ["'target_bwp'", "'target_bpw'"]),
+    ],
+)
+def test_what_is_wrong_is_said(text: str, fragments: list[str]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(text, "test.yaml")
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+def test_the_file_is_named_in_errors(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("bits: 9")
+    with pytest.raises(RecipeError, match=r"mine\.yaml: bits"):
+        load_recipe(str(tmp_path / "mine.yaml"))
+    with pytest.raises(RecipeError, match=r"absent\.yaml.*No such file"):
+        load_recipe(str(tmp_path / "absent.yaml"))
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("q55", "q5"), ("Q4", "q4"), ("q2.yml.", "q2")])
+def test_an_unknown_recipe_is_answered_with_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(RecipeError, match=f"'{nearest}'") as caught:
+        load_recipe(name)
+    assert repr(name) in str(caught.value)
+
+
+# --------------------------------------------------------------------------------------------------------- which rule decides
+
+
+def test_without_rules_the_policy_decides() -> None:
+    assert bits("{}") == DEFAULT
+    assert all(decision.reason for decision in decisions("{}").values())
+
+
+def test_the_first_rule_that_matches_decides() -> None:
+    narrow = "{name: 'model.layers.0.mlp.up_proj.weight', bits: 8, reason: first layer}"
+    wide = "{role: mlp, bits: 3}"
+    assert bits(f"rules: [{narrow}, {wide}]") == DEFAULT | {
+        "model.layers.0.mlp.up_proj.weight": 8,
+        "model.layers.1.mlp.up_proj.weight": 3,
+    }
+    assert bits(f"rules: [{wide}, {narrow}]") == DEFAULT | {
+        "model.layers.0.mlp.up_proj.weight": 3,
+        "model.layers.1.mlp.up_proj.weight": 3,
+    }
+    made = decisions(f"rules: [{narrow}, {wide}]")
+    assert made["model.layers.0.mlp.up_proj.weight"].reason == "first layer"
+    assert made["model.layers.1.mlp.up_proj.weight"].reason == "rule 2 of the recipe"
+
+
+def test_a_rule_that_keeps_comes_with_a_reason() -> None:
+    made = decisions("rules: [{role: embedding, keep: true}, {role: lm_head, keep: true, reason: tied}]")
+    assert made["model.embed_tokens.weight"] == Decision("embedding", None, None, "rule 1 of the recipe")
+    assert made["lm_head.weight"] == Decision("lm_head", None, None, "tied")
+
+
+def test_all_conditions_of_a_rule_must_hold() -> None:
+    assert bits("rules: [{role: mlp, name: '*.1.*', bits: 8}]") == DEFAULT | {"model.layers.1.mlp.up_proj.weight": 8}
+    assert bits("rules: [{role: attention, name: '*.mlp.*', bits: 8}]") == DEFAULT
+    assert bits("rules: [{dims: 3, bits: 8}]") == DEFAULT | {"model.layers.0.mlp.experts.down_proj": 8}
+    large = {
+        name: 8 if width and len(SHAPES[name]) == 2 and SHAPES[name][0] >= 256 else width
+        for name, width in DEFAULT.items()
+    }
+    assert bits("rules: [{dims: 2, min_weights: 32768, bits: 8}]") == large
+    assert bits("rules: [{max_weights: 16384, min_weights: 16384, bits: 8}]") == DEFAULT | {
+        "model.layers.0.self_attn.q_proj.weight": 8
+    }
+
+
+def test_names_are_whole_names_and_case_matters() -> None:
+    assert bits("rules: [{name: 'model.layers.[01].mlp.up_proj.weight', bits: 8}]") == DEFAULT | {
+        "model.layers.0.mlp.up_proj.weight": 8,
+        "model.layers.1.mlp.up_proj.weight": 8,
+    }
+    for pattern in ("mlp.up_proj.weight", "*.MLP.*"):
+        with pytest.raises(RecipeError, match="matches no tensor"):
+            decisions(f"rules: [{{name: '{pattern}', bits: 8}}]")
+
+
+def test_a_pattern_that_matches_nothing_is_answered_with_the_nearest() -> None:
+    with pytest.raises(
+        RecipeError,
+        match=r"rule 2.*'model\.\*\.self_attn\.q_porj\.weight'.*'model\.layers\.0\.self_attn\.q_proj\.weight'",
+    ):
+        decisions("rules: [{role: mlp, bits: 4}, {name: [lm_head.weight, 'model.*.self_attn.q_porj.weight'], bits: 4}]")
+
+
+# ----------------------------------------------------------------------------------------------------- what rules cannot reach
+
+
+def test_no_pattern_quantizes_a_structural_tensor() -> None:
+    """A rule for everything reaches routers, which are ordinary matrices, but neither norms nor convolutions."""
+    assert bits("rules: [{name: '*', bits: 4}]") == {
+        name: None
+        if name in ("model.norm.weight", "model.layers.0.linear_attn.conv1d.weight", "model.position_ids")
+        else 4
+        for name in SHAPES
+    }
+    assert decisions("rules: [{name: '*', bits: 4}]")["model.norm.weight"].reason == ROLES["norm"].keep
+
+
+def test_a_structural_tensor_is_reached_by_its_role() -> None:
+    assert bits("rules: [{role: norm, bits: 8}]") == DEFAULT | {"model.norm.weight": 8}
+    assert bits("rules: [{role: [conv, mlp], name: '*conv1d*', bits: 8}]") == DEFAULT | {
+        "model.layers.0.linear_attn.conv1d.weight": 8
+    }
+
+
+def test_a_structural_tensor_falls_through_to_the_rule_that_names_its_role() -> None:
+    assert bits("rules: [{name: '*', bits: 4}, {role: norm, bits: 8}]")["model.norm.weight"] == 8
+
+
+def test_a_rule_may_keep_anything() -> None:
+    assert set(bits("rules: [{name: '*', keep: true}]").values()) == {None}
+    made = decisions("rules: [{name: '*', keep: true, reason: all}]")
+    assert made["model.norm.weight"].reason == made["lm_head.weight"].reason == "all"
+
+
+def test_a_buffer_of_integers_is_never_quantized() -> None:
+    made = decisions("rules: [{role: buffer, bits: 8}]")["model.position_ids"]
+    assert made == Decision("buffer", None, None, str(ROLES["buffer"].keep))
+
+
+def test_a_router_is_reached_by_name() -> None:
+    assert bits("rules: [{name: '*.mlp.gate.weight', bits: 8}]") == DEFAULT | {"model.layers.0.mlp.gate.weight": 8}
+
+
+def test_a_name_with_a_number_reaches_that_one_alone() -> None:
+    """Tensors that differ only in a number share a decision, but for the rules that tell them apart by name."""
+    numbered = [
+        f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight" for layer in range(3) for expert in range(12)
+    ]
+    tensors = [PlainTensor(None, StoredTensor(n, "BF16", (64, 128), "f", 0, 0)) for n in numbered]  # type: ignore[arg-type]
+    recipe = parse_recipe(
+        "rules: [{name: '*.layers.1.*', bits: 8, min_weights: 1}, {name: ['*.experts.1.*', '*.experts.11.*'], keep: true},"
+        "{role: expert, bits: 3}]",
+        "test",
+    )
+    found = dict(zip(numbered, decide(recipe, tensors), strict=True))
+    for name, decision in found.items():
+        kept = ".experts.1." in name or ".experts.11." in name
+        assert decision.bits == (8 if ".layers.1." in name else None if kept else 3), name
+
+
+# --------------------------------------------------------------------------------------------------------------- --bits
+
+
+def test_another_width_replaces_the_default_alone() -> None:
+    recipe = parse_recipe(
+        "{bits: 5, rules: [{role: mlp, bits: 8}, {role: attention, codec: hadamard-lloyd-max}]}", "a.yaml"
+    )
+    changed = recipe.with_bits(3)
+    assert (changed.bits, changed.rules, changed.name) == (3, recipe.rules, recipe.name)
+    expected = {"mlp": 8, "attention": 3, "embedding": 3, "expert": 3, "lm_head": 3}
+    tensors = [PlainTensor(None, StoredTensor(n, "BF16", s, "f", 0, 0)) for n, s in SHAPES.items()]  # type: ignore[arg-type]
+    for decision in decide(changed, tensors):
+        if decision.bits is not None:
+            assert decision.bits == expected[decision.role]
+
+
+@pytest.mark.parametrize("width", [-1, 0, 1, 9, 16])
+def test_a_width_that_the_codec_lacks_is_refused(width: int) -> None:
+    with pytest.raises(RecipeError, match=rf"--bits.*2 to 8.*found {width}"):
+        load_recipe("q5").with_bits(width)
+
+
+@pytest.mark.parametrize("kind", ["name", "role"])
+def test_a_single_string_is_a_list_of_one(kind: str) -> None:
+    value: dict[str, Any] = {"name": "lm_head.weight", "role": "lm_head"}
+    one = parse_recipe(f"rules: [{{{kind}: {value[kind]}, bits: 4}}]", "a")
+    assert one == parse_recipe(f"rules: [{{{kind}: [{value[kind]}], bits: 4}}]", "a")
+
+
+# ------------------------------------------------------------------------------------------------------------------- targets
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ("target_size: 9GB", Target(output_bytes=9 * 10**9)),
+        ("target_size: 1.5 GiB", Target(output_bytes=3 * 2**29)),
+        ("target_size: 123456", Target(output_bytes=123_456)),
+        ("target_bpw: 4.5", Target(bits_per_weight=4.5)),
+        ("target_bpw: 4", Target(bits_per_weight=4.0)),
+        ("{}", None),
+    ],
+)
+def test_a_target_in_a_recipe(text: str, target: Target | None) -> None:
+    recipe = parse_recipe(text, "a.yaml")
+    assert recipe.target == target
+    again = parse_recipe(yaml.safe_dump(recipe.to_json()), "a.yaml")
+    assert again == recipe
+
+
+def test_a_manifest_does_not_name_the_file_of_sensitivities() -> None:
+    recipe = parse_recipe("{target_bpw: 4.5, sensitivity: /home/me/s.json}", "a.yaml")
+    assert recipe.sensitivity == "/home/me/s.json"
+    assert "/home/me" not in yaml.safe_dump(recipe.to_json())
+
+
+def test_what_is_asked_for_is_worth_more_than_the_recipe() -> None:
+    recipe = parse_recipe("{target_size: 9GB, sensitivity: s.json}", "a.yaml")
+    assert recipe.with_target(None, None) == recipe
+    changed = recipe.with_target(make_target("x", None, 3), None)
+    assert (changed.target, changed.sensitivity) == (Target(bits_per_weight=3.0), "s.json")
+    assert recipe.with_target(None, "heuristic").sensitivity == "heuristic"
+    with pytest.raises(RecipeError, match="leave --bits out"):
+        recipe.with_bits(4)
+    with pytest.raises(RecipeError, match="--target-size or --target-bpw beside it"):
+        load_recipe("q5").with_target(None, "heuristic")
+
+
+def test_only_widths_that_no_rule_gives_are_free() -> None:
+    made = decisions(
+        "{target_bpw: 4.5, rules: [{role: mlp, bits: 8}, {role: attention, codec: lloyd-max}, {role: lm_head, keep: true}]}"
+    )
+    assert {name for name, decision in made.items() if decision.free} == {
+        "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.down_proj",
+    }  # fmt: skip
+
+
+def test_a_target_is_named_in_its_unit() -> None:
+    assert str(Target(output_bytes=9 * 10**9)) == "9000000000 bytes"
+    assert str(Target(bits_per_weight=4.5)) == "4.5 bits per weight"

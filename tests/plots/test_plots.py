@@ -1,0 +1,260 @@
+"""The plots of inspect: files that can be read, with every series, always the same bytes, and no trace in matplotlib."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import helpers
+import numpy as np
+import pytest
+from pqweights_cli.main import app
+from typer.testing import CliRunner
+
+from pqweights.errors import MissingDependencyError, OutputError
+from pqweights.measure.distribution import measure_distribution
+from pqweights.planning.roles import ROLES
+from pqweights.plots.distribution import plot_distribution
+from pqweights.plots.figure import check_plot_file
+from pqweights.plots.layers import STYLES, _errors, layer_of, plot_inspection
+from pqweights.results.inspect import inspect
+
+matplotlib = pytest.importorskip("matplotlib")
+
+RECIPE = """
+bits: 4
+rules:
+  - {name: "*.down_proj.weight", bits: 6}
+  - {role: lm_head, codec: absmax, bits: 8}
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tensors = {"model.embed_tokens.weight": helpers.bf16(helpers.gaussian(100, 130))}
+    for layer in range(3):
+        name = f"model.layers.{layer}"
+        tensors |= {
+            f"{name}.self_attn.q_proj.weight": helpers.bf16(helpers.gaussian(128, 128, seed=layer)),
+            f"{name}.self_attn.k_proj.weight": helpers.bf16(helpers.gaussian(64, 128, seed=layer + 9)),
+            f"{name}.mlp.down_proj.weight": helpers.bf16(helpers.gaussian(64, 256, seed=layer)),
+            f"{name}.mlp.gate.weight": helpers.bf16(helpers.gaussian(8, 128, seed=layer)),
+            f"{name}.input_layernorm.weight": helpers.bf16(np.ones(128)),
+        }
+    tensors["lm_head.weight"] = helpers.bf16(helpers.gaussian(100, 128))
+    tensors["score.weight"] = helpers.bf16(np.zeros((64, 128)))  # an error of 0, which a logarithm cannot show
+    return helpers.write_checkpoint(
+        tmp_path_factory.mktemp("source") / "model", tensors, config={"model_type": "llama"}
+    )
+
+
+@pytest.fixture(scope="module")
+def master(source: Path) -> Path:
+    recipe, out = source.parent / "mine.yaml", source.parent / "master"
+    recipe.write_text(RECIPE)
+    assert invoke("quantize", source, out, "--recipe", recipe).exit_code == 0
+    return out
+
+
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+def texts(file: Path) -> set[str]:
+    """What an SVG says."""
+    root = ElementTree.fromstring(file.read_bytes())
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    return {"".join(node.itertext()).strip() for node in root.iter("{http://www.w3.org/2000/svg}text")}
+
+
+def is_png(file: Path) -> bool:
+    return file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_master(master: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plot.svg"
+    plot_inspection(inspect(master), file)
+    found = texts(file)
+    assert {"attention", "mlp", "embedding", "lm_head", "linear", "router"} <= found
+    assert not {"norm", "bias", "expert"} & found
+    assert {"relative MSE", "bits per weight", "layer", "none", "0", "1", "2"} <= found
+
+
+def test_an_error_of_zero_is_no_point(master: Path) -> None:
+    manifest = inspect(master).manifest
+    pairs = list(zip(manifest.tensors, manifest.records, strict=True))
+    assert {t.name for t, r in pairs if r.relative_mse == 0} == {"score.weight"}
+    against, points = _errors(pairs)
+    assert against == "" and {point.role for point in points} == {"attention", "mlp", "embedding", "lm_head"}
+    assert sorted(p.value for p in points) == sorted(r.relative_mse for _, r in pairs if r.relative_mse)
+
+
+def test_an_export_without_errors(master: Path, tmp_path: Path) -> None:
+    out, file = tmp_path / "plain", tmp_path / "plot.svg"
+    assert invoke("export", master, out, "--target", "bf16").exit_code == 0
+    plot_inspection(inspect(out), file)
+    assert {"no errors are known of these tensors", "attention", "bits per weight"} <= texts(file)
+
+
+def test_an_export_to_integers(source: Path, master: Path, tmp_path: Path) -> None:
+    """The errors against the original, computed or measured."""
+    for number, options in enumerate(([], ["--source", source])):
+        out, file = tmp_path / f"integers{number}", tmp_path / f"plot{number}.svg"
+        assert invoke("export", master, out, "--target", "torchao-int4", *options).exit_code == 0
+        plot_inspection(inspect(out), file)
+        assert {"relative MSE against the original", "mlp"} <= texts(file)
+
+
+def test_the_errors_of_integers_without_those_of_the_master(master: Path, tmp_path: Path) -> None:
+    out, file = tmp_path / "integers", tmp_path / "plot.svg"
+    assert invoke("export", master, out, "--target", "torchao-int4").exit_code == 0
+    manifest = json.loads((out / "pqweights.json").read_text())
+    for tensor in manifest["tensors"]:
+        if tensor["action"] == "integer":
+            tensor["total_mse"] = None
+    (out / "pqweights.json").write_text(json.dumps(manifest))
+    plot_inspection(inspect(out), file)
+    assert "relative MSE against the master" in texts(file)
+
+
+def test_a_distribution(source: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plot.svg"
+    found = measure_distribution(source)
+    plot_distribution(found, file)
+    shown = texts(file)
+    assert {"before rotation", "after rotation", "N(0, 1)", "histogram", "quantile-quantile plot"} <= shown
+    assert any(str(found.sampled_weights) in text for text in shown)
+
+
+def test_nothing_to_show(tmp_path: Path) -> None:
+    source = helpers.write_checkpoint(tmp_path / "model", {"model.norm.weight": helpers.bf16(np.ones(128))})
+    plot_distribution(measure_distribution(source), tmp_path / "distribution.svg")
+    assert invoke("quantize", source, tmp_path / "out").exit_code == 0
+    plot_inspection(inspect(tmp_path / "out"), tmp_path / "inspection.svg")
+    assert "no errors are known of these tensors" in texts(tmp_path / "inspection.svg")
+
+
+def test_the_same_bytes_and_no_trace(source: Path, master: Path, tmp_path: Path) -> None:
+    """Whatever the user's settings are, which stay."""
+    inspection, distribution = inspect(master), measure_distribution(source)
+    files = {}
+    for number, grid in enumerate((False, True)):
+        with matplotlib.rc_context({"axes.grid": grid, "font.size": 8 + number, "svg.hashsalt": str(number)}):
+            before = dict(matplotlib.rcParams)
+            for suffix in ("svg", "png"):
+                plot_inspection(inspection, tmp_path / f"i{number}.{suffix}")
+                plot_distribution(distribution, tmp_path / f"d{number}.{suffix}")
+            assert dict(matplotlib.rcParams) == before
+        files[number] = {
+            f"{kind}.{suffix}": (tmp_path / f"{kind}{number}.{suffix}").read_bytes()
+            for kind in "id"
+            for suffix in ("svg", "png")
+        }
+    assert files[0] == files[1]
+    assert b"<dc:date>" not in files[0]["i.svg"]
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    assert pyplot is None or pyplot.get_fignums() == []
+
+
+def test_the_commands_write_plots(source: Path, master: Path, tmp_path: Path) -> None:
+    for name in ("a.png", "b.SVG"):
+        shown = invoke("inspect", master, "--plot", tmp_path / name)
+        assert (shown.exit_code, shown.stdout, shown.stderr) == (0, invoke("inspect", master).stdout, "")
+    assert is_png(tmp_path / "a.png") and "attention" in texts(tmp_path / "b.SVG")
+    answered = invoke("inspect", master, "--plot", tmp_path / "c.svg", "--json")
+    assert json.loads(answered.stdout)["kind"] == "master" and (tmp_path / "c.svg").exists()
+    shown = invoke("inspect", source, "--distribution", "--plot", tmp_path / "d.png")
+    assert shown.exit_code == 0 and is_png(tmp_path / "d.png")
+    answered = invoke("inspect", source, "--distribution", "--plot", tmp_path / "e.svg", "--json")
+    assert json.loads(answered.stdout)["recipe"] == "q5" and "after rotation" in texts(tmp_path / "e.svg")
+
+
+def test_a_plot_that_exists_is_replaced(master: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plot.svg"
+    file.write_text("old")
+    plot_inspection(inspect(master), file)
+    assert "attention" in texts(file)
+    assert [path.name for path in tmp_path.iterdir()] == ["plot.svg"]
+
+
+@pytest.mark.parametrize("name", ["plot.pdf", "plot", "svg", "absent/plot.svg", "folder.svg", "file/plot.png"])
+def test_places_where_no_plot_can_be(name: str, source: Path, master: Path, tmp_path: Path) -> None:
+    (tmp_path / "folder.svg").mkdir()
+    (tmp_path / "file").write_bytes(b"")
+    for arguments in ([master], [source, "--distribution"]):
+        refused = invoke("inspect", *arguments, "--plot", tmp_path / name)
+        assert refused.exit_code == 1 and refused.stdout == ""
+        assert len(refused.stderr.splitlines()) == 1 and name in refused.stderr
+
+
+def test_a_folder_that_may_not_be_written(master: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where only writing shows it: root may write everywhere, a full disk takes nothing."""
+    monkeypatch.setattr(os, "access", lambda *arguments: False)
+    with pytest.raises(OutputError, match="cannot be written"):
+        check_plot_file(tmp_path / "plot.svg")
+    monkeypatch.undo()
+
+    def no_space(self: Path, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", no_space)
+    with pytest.raises(OutputError, match=r"plot\.svg: cannot be written: No space"):
+        plot_inspection(inspect(master), tmp_path / "plot.svg")
+
+
+def test_without_matplotlib(master: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def without(name: str, *arguments: Any, **keywords: Any) -> Any:
+        if name.partition(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return original(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'pqweights\[plot\]'"):
+        check_plot_file(tmp_path / "plot.svg")
+    for arguments in ([master], [source, "--distribution"]):
+        refused = invoke("inspect", *arguments, "--plot", tmp_path / "plot.svg")
+        assert refused.exit_code == 1 and "pip install" in refused.stderr
+    assert invoke("inspect", master).exit_code == 0
+
+
+def test_layers() -> None:
+    names = {
+        "model.layers.17.mlp.up_proj.weight": 17,
+        "h.0.attn.c_attn.weight": 0,
+        "model.layers.3.mlp.experts.200.w1.weight": 3,
+        "lm_head.weight": None,
+        "model.embed_tokens.weight": None,
+        "blocks.1234567.weight": None,
+        "conv1.weight": None,
+        "7.weight": 7,
+    }
+    assert {name: layer_of(name) for name in names} == names
+
+
+def test_every_role_that_is_quantized_by_default_has_its_style() -> None:
+    assert {role.name for role in ROLES.values() if not role.structural} == STYLES.keys()
+    assert (
+        len({colour for colour, _ in STYLES.values()}) == len({marker for _, marker in STYLES.values()}) == len(STYLES)
+    )
+
+
+def test_unusual_manifests(master: Path, tmp_path: Path) -> None:
+    """A role that this version does not know, thousands of layers."""
+    manifest = json.loads((master / "pqweights.json").read_text())
+    quantized = next(t for t in manifest["tensors"] if t["action"] == "quantize")
+    manifest["tensors"] = [
+        {**quantized, "name": f"model.layers.{layer}.weight", "role": role}
+        for layer, role in ((0, "mlp"), (5000, "novel"), (999_999, "conv"))
+    ]
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "pqweights.json").write_text(json.dumps(manifest))
+    plot_inspection(inspect(out), tmp_path / "plot.svg")
+    assert {"mlp", "novel", "conv"} <= texts(tmp_path / "plot.svg")

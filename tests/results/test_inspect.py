@@ -1,0 +1,123 @@
+"""Inspect: the manifest's figures, which a decoded copy of the weights confirms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import Tensor, as_float32, bf16, f16, f32, gaussian, read_all, run_command, write_checkpoint
+
+from pqweights.errors import MasterError
+from pqweights.results.inspect import inspect
+from pqweights.rewrite import manifest
+from pqweights.rewrite.manifest import TensorRecord, total_relative_mse
+
+HEAVY = (np.random.default_rng(9).standard_t(3, size=(96, 128)) * 0.02).astype(np.float32)
+WEIGHTS = {
+    "model.embed_tokens.weight": gaussian(96, 130, seed=1),
+    "model.layers.0.mlp.up_proj.weight": HEAVY,
+    "model.layers.0.mlp.down_proj.weight": gaussian(64, 256, seed=2, scale=1e-9),
+    "model.layers.0.mlp.gate_proj.weight": np.full((64, 128), 0.0125, dtype=np.float32),
+    "lm_head.weight": gaussian(64, 128, seed=3),
+}
+KEPT = {"model.norm.weight": gaussian(128, seed=4), "model.layers.0.mamba.A_log": gaussian(32, seed=5)}
+
+
+def squares(exact: np.ndarray, decoded: np.ndarray) -> tuple[float, float]:
+    """Summed squared error and summed squares, in float64."""
+    return (
+        float(((decoded.astype(np.float64) - exact.astype(np.float64)) ** 2).sum()),
+        float((exact.astype(np.float64) ** 2).sum()),
+    )
+
+
+@pytest.mark.parametrize("recipe", ["q2", "q5", "q8"])
+def test_the_errors_are_those_of_the_decoded_weights(recipe: str, tmp_path: Path) -> None:
+    """From float32 weights, decoded to float32: nothing is rounded on the way but in the decoder's own arithmetic."""
+    tensors: dict[str, Tensor] = {name: f32(values) for name, values in (WEIGHTS | KEPT).items()}
+    source = write_checkpoint(tmp_path / "model", tensors)
+    run_command({"quantize": str(source), "recipe": recipe}, tmp_path / "out")
+    run_command({"export": str(tmp_path / "out"), "target": "bf16", "dtype": "source"}, tmp_path / "decoded")
+    decoded = read_all(tmp_path / "decoded")
+    found = inspect(tmp_path / "out").to_json()
+    assert [tensor["name"] for tensor in found["tensors"]] == list(tensors)
+    errors, energies = 0.0, 0.0
+    for tensor in found["tensors"]:
+        if tensor["name"] in KEPT:
+            assert tensor["relative_mse"] is None
+            continue
+        error, energy = squares(WEIGHTS[tensor["name"]], decoded[tensor["name"]][1])
+        assert tensor["relative_mse"] == pytest.approx(error / energy, rel=2e-4), tensor["name"]
+        errors, energies = errors + error, energies + energy
+    assert found["totals"]["relative_mse"] == pytest.approx(errors / energies, rel=2e-4)
+
+
+@pytest.mark.parametrize("make", [bf16, f16])
+def test_the_errors_of_half_precision_sources(make: object, tmp_path: Path) -> None:
+    """Decoding rounds once more here, at 5 bits a small part of the error."""
+    weights = {name: values for name, values in WEIGHTS.items() if name != "model.layers.0.mlp.down_proj.weight"}
+    tensors = {name: make(values) for name, values in weights.items()}  # type: ignore[operator]
+    source = write_checkpoint(tmp_path / "model", tensors)
+    run_command({"quantize": str(source)}, tmp_path / "out")
+    run_command({"export": str(tmp_path / "out"), "target": "bf16", "dtype": "source"}, tmp_path / "decoded")
+    decoded = read_all(tmp_path / "decoded")
+    for tensor in inspect(tmp_path / "out").to_json()["tensors"]:
+        name = tensor["name"]
+        assert decoded[name][0] == tensors[name][0]
+        error, energy = squares(as_float32(tensors[name]), as_float32(decoded[name]))
+        assert tensor["relative_mse"] == pytest.approx(error / energy, rel=0.01), name
+
+
+def test_totals_fit_the_files(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "model", {n: bf16(v) for n, v in (WEIGHTS | KEPT).items()})
+    report = run_command({"quantize": str(source), "max_shard_bytes": 15_000}, tmp_path / "out")
+    totals = inspect(tmp_path / "out").totals
+    assert totals["output_bytes"] == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+    assert totals["weights"] == sum(v.size for v in (WEIGHTS | KEPT).values())
+    assert totals["quantized_weights"] == sum(v.size for v in WEIGHTS.values())
+    assert totals["relative_mse"] == total_relative_mse(report.records)
+    assert totals["rescued"] == 1
+    assert totals["exceeding"] == []
+    stored = [v.nbytes for name, (_, v) in read_all(tmp_path / "out").items() if name.endswith(("_codes", "_norms"))]
+    assert totals["bits_per_weight"] == 8 * sum(stored) / totals["quantized_weights"]
+
+
+def test_the_total_is_weighted_by_energy_and_not_nan(tmp_path: Path) -> None:
+    zeros = {"layers.0.mlp.up_proj.weight": bf16(np.zeros((64, 128)))}
+    source = write_checkpoint(tmp_path / "zeros", zeros)
+    run_command({"quantize": str(source)}, tmp_path / "out")
+    assert inspect(tmp_path / "out").totals["relative_mse"] == 0.0
+    only = {"norm.weight": bf16(gaussian(128))}
+    run_command({"quantize": str(write_checkpoint(tmp_path / "kept", only))}, tmp_path / "kept-out")
+    assert inspect(tmp_path / "kept-out").totals["relative_mse"] is None
+
+
+def test_the_total_does_not_depend_on_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12's sum() compensates rounding errors and 3.11's does not: the manifest must not show which one ran."""
+    # Just below the middle of two seven-digit numbers: additions one by one lose the 4096 small terms, a compensated sum
+    # carries the total over the middle.
+    records = [TensorRecord("x", {}, "hadamard", 0, math.nextafter(1.0000005, 0.0), 1.0)]
+    records += [TensorRecord("x", {}, "hadamard", 0, 2.0**10, 2.0**-64)] * 4096
+
+    def one_by_one(values: Iterable[float]) -> float:
+        total = 0.0
+        for value in values:
+            total = total + value
+        return total
+
+    found = {total_relative_mse(records)}
+    for add in (one_by_one, math.fsum):
+        with monkeypatch.context() as patch:
+            patch.setattr(manifest, "sum", add, raising=False)
+            found.add(total_relative_mse(records))
+    assert len(found) == 1
+
+
+def test_an_unfinished_or_foreign_folder_is_refused(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "model", {"mlp.up_proj.weight": bf16(gaussian(64, 128))})
+    for folder in (source, tmp_path / "absent"):
+        with pytest.raises(MasterError, match=r"pqweights\.json"):
+            inspect(folder)

@@ -1,0 +1,275 @@
+"""Verify: a clean folder is ok, and no damage to any file passes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import bf16, folder_bytes, gaussian, run_command, small_checkpoint, write_checkpoint
+
+from pqweights.errors import MasterError, PqweightsError
+from pqweights.results.verify import Verification, verify
+
+SHARD_BYTES = 20_000
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verify")
+    source = small_checkpoint(folder / "source")
+    run_command({"quantize": str(source), "max_shard_bytes": SHARD_BYTES}, folder / "master")
+    return folder / "master"
+
+
+@pytest.fixture(scope="module")
+def exported(master: Path) -> Path:
+    out = master.parent / "exported"
+    run_command({"export": str(master), "target": "bf16", "max_shard_bytes": 2 * SHARD_BYTES}, out)
+    return out
+
+
+@pytest.fixture
+def damaged(master: Path, tmp_path: Path) -> Path:
+    """A copy of the master to be damaged."""
+    return shutil.copytree(master, tmp_path / "damaged")
+
+
+def problems(folder: Path) -> tuple[str, ...]:
+    """What verify says, an expected error included: that exits with 1 too."""
+    try:
+        return verify(folder, threads=2).problems
+    except PqweightsError as error:
+        return (str(error),)
+
+
+def check(folder: Path) -> Verification:
+    return verify(folder, threads=2)
+
+
+@pytest.mark.parametrize("kind", ["master", "exported"])
+def test_a_clean_folder_is_ok(kind: str, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(kind)
+    before = folder_bytes(folder)
+    result = check(folder)
+    assert result.ok, result.problems
+    assert result.tensors == 10
+    files = {name: data for name, data in before.items() if not name.endswith("/")}
+    assert result.files == len(files) - 1  # the manifest cannot hold its own size
+    assert result.bytes == sum(len(data) for name, data in files.items() if name != "pqweights.json")
+    assert folder_bytes(folder) == before
+
+
+def positions(name: str, data: bytes) -> list[int]:
+    """The ends, the middle, and in a shard the length, the header and every tensor's first and last byte."""
+    chosen = {0, len(data) // 2, len(data) - 1}
+    if name.endswith(".safetensors"):
+        start = 8 + int.from_bytes(data[:8], "little")
+        chosen |= {1, 7, 8, 20, start - 1, start}
+        for entry in json.loads(data[8:start]).values():
+            if "data_offsets" in entry:
+                begin, end = entry["data_offsets"]
+                chosen |= {start + begin, start + end - 1, start + (begin + end) // 2}
+    else:
+        chosen |= set(range(0, len(data), 97))
+    return sorted(at for at in chosen if 0 <= at < len(data))
+
+
+@pytest.mark.parametrize("kind", ["master", "exported"])
+def test_any_flipped_byte_is_found(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    folder = shutil.copytree(request.getfixturevalue(kind), tmp_path / "damaged")
+    missed, flips = [], 0
+    for name, data in folder_bytes(folder).items():
+        if name.endswith("/") or name == "pqweights.json":
+            continue
+        for at in positions(name, data):
+            with open(folder / name, "r+b") as stream:
+                stream.seek(at)
+                stream.write(bytes([data[at] ^ 1]))
+            found = problems(folder)
+            if not any(name in problem for problem in found):
+                missed.append((name, at, found))
+            (folder / name).write_bytes(data)
+            flips += 1
+    assert not missed
+    assert flips > 80
+    assert not problems(folder)
+
+
+def test_no_flipped_byte_of_the_manifest_is_a_bug(damaged: Path) -> None:
+    """Whatever a damaged manifest says, verify answers; its own text has no hash, so what nothing else tells may pass."""
+    path = damaged / "pqweights.json"
+    data = path.read_bytes()
+    crashes = []
+    for at in range(0, len(data), 11):
+        path.write_bytes(data[:at] + bytes([data[at] ^ (1, 4, 16)[at % 3]]) + data[at + 1 :])
+        try:
+            problems(damaged)
+        except Exception as error:
+            crashes.append(f"byte {at}: {type(error).__name__}: {error}: {data[max(0, at - 30) : at + 10].decode()!r}")
+    assert not crashes, "\n".join(crashes[:20])
+
+
+def edited(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    """The damage of changing the parsed manifest."""
+
+    def damage(folder: Path) -> None:
+        path = folder / "pqweights.json"
+        manifest = json.loads(path.read_bytes())
+        change(manifest)
+        path.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+
+    return damage
+
+
+def tensor_of(manifest: dict[str, Any], name: str = "model.layers.0.self_attn.q_proj.weight") -> dict[str, Any]:
+    return next(tensor for tensor in manifest["tensors"] if tensor["name"] == name)
+
+
+def stored_of(manifest: dict[str, Any]) -> dict[str, Any]:
+    first: dict[str, Any] = tensor_of(manifest)["stored"][0]
+    return first
+
+
+def test_the_edit_itself_is_no_damage(damaged: Path) -> None:
+    edited(lambda manifest: None)(damaged)
+    assert not problems(damaged)
+
+
+LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "version": lambda m: m.update(manifest_version=2),
+    "kind unknown": lambda m: m.update(kind="nonsense"),
+    "kind of an export": lambda m: m.update(kind="export"),
+    "shard size": lambda m: m.update(max_shard_bytes=10**9),
+    "total error": lambda m: m.update(relative_mse=m["relative_mse"] / 2),
+    "exceeding": lambda m: m.update(exceeding=["lm_head.weight"]),
+    "tensor gone": lambda m: m["tensors"].pop(),
+    "tensor twice": lambda m: m["tensors"].append(m["tensors"][-1]),
+    "order": lambda m: m["tensors"].reverse(),
+    "companion gone": lambda m: m["files"].pop("tokenizer.json"),
+    "config gone": lambda m: m["files"].pop("config.json"),
+    "index gone": lambda m: m["files"].pop("model.safetensors.index.json"),
+    "file outside": lambda m: m["files"].update({"../outside": {"bytes": 1, "sha256": "0" * 64}}),
+    "file absent": lambda m: m["files"].update({"absent": {"bytes": 0, "sha256": "0" * 64}}),
+    "file size": lambda m: m["files"]["tokenizer.json"].update(bytes=1),
+    "file hash": lambda m: m["files"]["tokenizer.json"].update(sha256="0" * 64),
+    "shape": lambda m: tensor_of(m).update(shape=[64, 256]),
+    "dtype": lambda m: tensor_of(m).update(dtype="F16"),
+    "bits": lambda m: tensor_of(m).update(bits=4),
+    "bits unknown": lambda m: tensor_of(m).update(bits=9),
+    "codec": lambda m: tensor_of(m).update(codec="other"),
+    "action": lambda m: tensor_of(m).update(action="keep"),
+    "bytes": lambda m: tensor_of(m).update(bytes=1),
+    "name": lambda m: tensor_of(m).update(name="model.layers.1.self_attn.q_proj.weight"),
+    "rotation": lambda m: tensor_of(m).update(rotation="signed-hadamard"),
+    "exponent": lambda m: tensor_of(m).update(norm_exponent=1),
+    "error": lambda m: tensor_of(m).update(relative_mse=1e-9),
+    "stored hash": lambda m: stored_of(m).update(sha256="0" * 64),
+    "stored bytes": lambda m: stored_of(m).update(bytes=1),
+    "stored dtype": lambda m: stored_of(m).update(dtype="I8"),
+    "stored dtype unknown": lambda m: stored_of(m).update(dtype="U9"),
+    "stored shape": lambda m: stored_of(m).update(shape=[1]),
+    "stored name": lambda m: stored_of(m).update(name="other"),
+    "stored gone": lambda m: tensor_of(m)["stored"].pop(),
+    "tensors no list": lambda m: m.update(tensors=3),
+    "files no object": lambda m: m.update(files=[]),
+    "source no object": lambda m: m.update(source=None),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_manifest_that_lies_is_found(lie: str, damaged: Path) -> None:
+    edited(LIES[lie])(damaged)
+    assert problems(damaged)
+
+
+def test_missing_files_are_found(damaged: Path) -> None:
+    names = [name for name in folder_bytes(damaged) if not name.endswith("/")]
+    for name in names:
+        data = (damaged / name).read_bytes()
+        (damaged / name).unlink()
+        assert any(name in problem for problem in problems(damaged)), name
+        (damaged / name).write_bytes(data)
+    assert not problems(damaged)
+
+
+def test_longer_and_shorter_files_are_found(damaged: Path) -> None:
+    for name, data in folder_bytes(damaged).items():
+        if name.endswith("/") or name == "pqweights.json":
+            continue
+        for other in (data + b"\0", data[:-1]):
+            if other != data:
+                (damaged / name).write_bytes(other)
+                assert any(name in problem for problem in problems(damaged)), name
+        (damaged / name).write_bytes(data)
+
+
+def test_all_damage_is_named_at_once(damaged: Path) -> None:
+    (damaged / "tokenizer.json").unlink()
+    (damaged / "model-00001-of-00004.safetensors").unlink()
+    (damaged / "extra.bin").write_bytes(b"?")
+    found = problems(damaged)
+    for name in ("tokenizer.json", "model-00001-of-00004.safetensors", "extra.bin"):
+        assert [problem for problem in found if problem.startswith(f"{name}: ")], name
+
+
+def test_foreign_files_are_found_but_cards_and_hidden_files_may_be_added(damaged: Path) -> None:
+    (damaged / "README.md").write_text("a card")
+    (damaged / ".gitattributes").write_text("*.safetensors filter=lfs")
+    (damaged / ".git").mkdir()
+    (damaged / ".git/config").write_text("")
+    assert not problems(damaged)
+    (damaged / "model-00005-of-00005.safetensors").write_bytes(b"")
+    assert any("model-00005" in problem for problem in problems(damaged))
+
+
+def test_an_unfinished_run_is_no_clean_folder(damaged: Path) -> None:
+    (damaged / ".pqweights").mkdir()
+    assert any("unfinished" in problem for problem in problems(damaged))
+
+
+def test_a_configuration_that_belongs_to_other_weights_is_found(damaged: Path) -> None:
+    """Even where its hash in the manifest was made to fit."""
+    path = damaged / "config.json"
+    changes: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "rotation": lambda q: q.update(rotation="signed-hadamard"),
+        "bits": lambda q: q.update(bits=4),
+        "dtype": lambda q: q.update(dtype="F16"),
+        "overrides": lambda q: q["overrides"].clear(),
+        "level": lambda q: q["levels"]["hadamard-lloyd-max"]["5"].__setitem__(0, -9.0),
+        "kept": lambda q: q["kept"].pop(),
+        "method": lambda q: q.update(quant_method="other"),
+    }
+    for name, change in changes.items():
+        original, manifest = path.read_bytes(), (damaged / "pqweights.json").read_bytes()
+        config = json.loads(original)
+        change(config["quantization_config"])
+        path.write_text(json.dumps(config))
+        record = {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        edited(lambda m, record=record: m["files"].update({"config.json": record}))(damaged)
+        assert problems(damaged), name
+        path.write_bytes(original)
+        (damaged / "pqweights.json").write_bytes(manifest)
+    assert not problems(damaged)
+
+
+def test_a_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "plain", {"mlp.up_proj.weight": bf16(gaussian(64, 128))})
+    for folder in (source, tmp_path / "absent"):
+        with pytest.raises(MasterError, match=r"pqweights\.json"):
+            check(folder)
+    for text in ("", "[]", "{}", "null", "{" * 100_000, "\xff"):
+        (source / "pqweights.json").write_bytes(text.encode("latin-1"))
+        with pytest.raises(MasterError, match=r"pqweights\.json"):
+            check(source)
+
+
+def test_threads_find_the_same(damaged: Path) -> None:
+    data = bytearray((damaged / "model-00001-of-00004.safetensors").read_bytes())
+    data[-1] ^= 1
+    (damaged / "model-00001-of-00004.safetensors").write_bytes(data)
+    assert verify(damaged, threads=1).problems == verify(damaged, threads=5).problems != ()

@@ -1,0 +1,104 @@
+"""Whole blocks through the backends, and what tests say of the bytes that come out."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import Any
+
+import helpers
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, settings
+
+from pqweights.codecs.lloyd_max import codebook
+from pqweights.codecs.weight import norm_exponent_for
+from pqweights.kernels import BACKENDS, EncodeStats, load_backend
+from pqweights.kernels.codebook import Codebook
+
+Bytes = npt.NDArray[np.uint8]
+Encoded = tuple[Bytes, npt.NDArray[np.uint16], npt.NDArray[np.float64], npt.NDArray[np.float64], EncodeStats]
+
+BITS = range(2, 9)
+DTYPES = ("BF16", "F16", "F32")
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="the gpu backend needs triton, which is not installed"
+)
+each_backend = pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=needs_triton) if name == "gpu" else name for name in sorted(BACKENDS)]
+)
+
+
+def examples(count: int) -> settings:
+    """Settings of a property test that a busy machine does not fail."""
+    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def item_bytes(dtype: str) -> int:
+    return 4 if dtype == "F32" else 2
+
+
+def encode(backend: str, raw: Bytes, dtype: str, bits: int, signed: bool = False, exponent: int = 0) -> Encoded:
+    """codes, norms, energies, errors and stats of whole blocks."""
+    blocks = len(raw) // (128 * item_bytes(dtype))
+    codes, norms = np.full((blocks, 16 * bits), 0xAB, np.uint8), np.full(blocks, 0xABCD, np.uint16)
+    energies, errors = np.full(blocks, -1.0), np.full(blocks, -1.0)
+    book = codebook(bits)
+    stats = load_backend(backend).encode(raw, dtype, book, signed, exponent, codes, norms, energies, errors)
+    return codes, norms, energies, errors, stats
+
+
+def decode(
+    backend: str,
+    codes: Bytes,
+    norms: npt.NDArray[np.uint16],
+    dtype: str,
+    bits: int,
+    signed: bool = False,
+    exponent: int = 0,
+    book: Codebook | None = None,
+    rotate: bool = True,
+) -> Bytes:
+    """Raw bytes of whole blocks."""
+    values = np.full(len(codes) * 128 * item_bytes(dtype), 0xAB, np.uint8)
+    load_backend(backend).decode(codes, norms, dtype, book or codebook(bits), signed, exponent, values, rotate)
+    return values
+
+
+def encode_floats(
+    values: npt.NDArray[np.float32], bits: int, signed: bool = False, exponent: int = 0, backend: str = "cpu"
+) -> Encoded:
+    return encode(backend, helpers.raw_bytes(values, "F32"), "F32", bits, signed, exponent)
+
+
+def same_bits(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
+    """Equality of bytes, which tells -0 from 0 and NaN from NaN."""
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def assert_same_encoding(ours: Encoded, truth: Encoded, where: object = "") -> None:
+    for what, a, b in zip(("codes", "norms", "energies", "errors"), ours[:4], truth[:4], strict=True):
+        assert same_bits(a, b), (what, where)
+    assert ours[4] == truth[4], where
+
+
+def exponents_for(stats: EncodeStats) -> list[int]:
+    """Exponents with which no stored norm is infinite: the weight's own, the scaled one, and one that loses norms."""
+    if stats.largest_norm == 0:
+        return [0, -20, 30]
+    scaled = math.frexp(stats.largest_norm)[1] - 1 - 14
+    return sorted({norm_exponent_for(stats.smallest_norm, stats.largest_norm), scaled, scaled + 24})
+
+
+def assert_backends_agree(raw: Bytes, dtype: str, bits: int, signed: bool, backend: str = "cpu") -> None:
+    """The bytes of the reference, encoded and decoded, with every kind of exponent."""
+    exponents = exponents_for(encode("cpu", raw, dtype, bits, signed, 150)[4])
+    for exponent in exponents:
+        ours, truth = (encode(name, raw, dtype, bits, signed, exponent) for name in (backend, "reference"))
+        assert_same_encoding(ours, truth, exponent)
+        assert (ours[1] & 0x7FFF < 0x7C00).all()
+        for target in DTYPES:
+            args = (*ours[:2], target, bits, signed, exponent)
+            assert same_bits(decode(backend, *args), decode("reference", *args)), (target, exponent)
