@@ -10,17 +10,17 @@ import typer
 from . import options, output
 
 if TYPE_CHECKING:
-    from pqweights.measure.ablation import Ablation, Row
+    from pqweights.measure.ablation import Ablation, AblationRow
 
 
-def parse_widths(text: str) -> list[int]:
-    """Bits from "3,4,5"."""
+def parse_widths(text: str) -> list[float]:
+    """Bits from "3,4,5"; the codecs say which of them they have."""
     try:
-        widths = [int(part) for part in text.split(",")]
+        widths = [float(part) for part in text.split(",")]
     except ValueError:
         raise typer.BadParameter(f"expected widths such as 3,4,5, found {text!r}") from None
-    if len(set(widths)) < len(widths) or not all(2 <= bits <= 8 for bits in widths):
-        raise typer.BadParameter(f"expected different widths from 2 to 8, found {text!r}")
+    if len(set(widths)) < len(widths):
+        raise typer.BadParameter(f"expected different widths, found {text!r}")
     return widths
 
 
@@ -61,7 +61,7 @@ def command(
         from pqweights.runtimes.texts import read_text
 
         chosen = load_recipe(recipe)
-        found = options.fetched(source, revision, token)
+        found = options.fetched(source, options.access(revision, token))
         with output.progress("ablating", unit="rows") as progress:
             done = ablate(
                 found.path, read_text(text), widths, chosen, calibration=None if calibration is None else read_text(calibration),
@@ -93,7 +93,7 @@ def _text(done: Ablation, text: str) -> str:
     return "\n".join([*lines, *(f"not measured: {reason}" for reason in done.absent)])
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: AblationRow) -> list[str]:
     change, found = row.scores.perplexity_change, row.scores.divergence
     return [
         str(row.bits or ""), row.name, "" if row.bits_per_weight is None else f"{row.bits_per_weight:.4f}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,15 +11,6 @@ from . import options, output
 
 if TYPE_CHECKING:
     from pqweights.measure.calibrate import LayerReport
-
-
-class Dtype(StrEnum):
-    """In which the model is run."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
 
 
 def command(
@@ -39,7 +29,9 @@ def command(
         ),
     ] = None,
     tokenizer: options.TokenizerOption = None,
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="Run the model in this dtype; auto: its own.")] = Dtype.AUTO,
+    dtype: Annotated[
+        options.ModelDtype, typer.Option("--dtype", help="Run the model in this dtype; auto: its own.")
+    ] = options.ModelDtype.AUTO,
     device_map: Annotated[
         str | None,
         typer.Option("--device-map", help="As in transformers: auto spreads a large model (needs accelerate)."),
@@ -57,13 +49,10 @@ def command(
     """
     with output.errors():
         from pqweights.measure.calibrate import calibrate
-        from pqweights.planning.recipe import load_recipe
         from pqweights.runtimes.texts import read_text
 
-        chosen = load_recipe(recipe)
-        if bits is not None:
-            chosen = chosen.with_bits(bits)
-        found = options.fetched(source, revision, token)
+        chosen = options.chosen_recipe(recipe, bits)
+        found = options.fetched(source, options.access(revision, token))
         with output.progress("calibrating", unit=None) as progress:
             done = calibrate(
                 found.path, out, read_text(text), chosen, max_tokens=max_tokens, window=window, tokenizer=tokenizer,

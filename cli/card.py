@@ -35,20 +35,20 @@ def command(
     if shown and json:
         raise typer.BadParameter("expected either --print or --json")
     with output.errors():
-        from pqweights.card import make_card, read_card, write_card
+        from pqweights.card import CardOptions, make_card, read_card, write_card
         from pqweights.checkpoint.names import CARD_FILE
         from pqweights.hub.ids import is_repository_id
 
-        path = folder
         if repository is not None and not is_repository_id(repository):
             raise typer.BadParameter(f"--repo: expected ORG/NAME, found {repository!r}")
         if base_model is not None and not is_repository_id(base_model, namespace=False):
             raise typer.BadParameter(f"--base-model: expected ORG/NAME, found {base_model!r}")
+        asked = CardOptions(repository=repository, base_model=base_model, adopt=adopt)
         if shown:
-            sys.stdout.write(make_card(path, repository, base_model, read_card(path), adopt).text)
+            sys.stdout.write(make_card(folder, asked, old=read_card(folder)).text)
             return
-        card = write_card(path, repository, base_model, adopt)
-        written = path / CARD_FILE
+        card = write_card(folder, asked)
+        written = folder / CARD_FILE
         if json:
             output.print_json({
                 "card": str(written), "changed": card.changed, "repository": card.repository, "base_model": card.base_model,

@@ -11,16 +11,8 @@ import typer
 from . import options, output
 
 if TYPE_CHECKING:
-    from pqweights.evaluate.report import Report, Row, Settings
+    from pqweights.evaluate.report import EvaluationReport, EvaluationSettings, ModelScores
     from pqweights.results.evaluation_record import Place
-
-
-class Dtype(StrEnum):
-    """pqweights.runtimes.models.DTYPES."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
 
 
 class Dataset(StrEnum):
@@ -48,7 +40,7 @@ def command(
     max_tokens: options.MaxTokensOption = None,
     tokenizer: options.TokenizerOption = None,
     dtype: Annotated[
-        Dtype | None,
+        options.ModelDtype | None,
         typer.Option("--dtype", help="What is computed in.", show_default="float32; for --speed the model's own"),
     ] = None,
     device: Annotated[
@@ -93,8 +85,11 @@ def command(
 
         if revision is not None and not any(repository_id(name) for name in models):
             raise typer.BadParameter("--revision: expected a repository on the Hub among the models")
-        named = {name: options.fetched(name, revision if repository_id(name) else None, token) for name in models}
-        base = None if reference is None else options.fetched(reference, None, token)
+        named = {
+            name: options.fetched(name, options.access(revision if repository_id(name) else None, token))
+            for name in models
+        }
+        base = None if reference is None else options.fetched(reference, options.access(None, token))
         folders = [named[name].path for name in models]
         places = [None if no_record or named[name].origin else find_place(named[name].path) for name in models]
         words = wikitext() if text is None else read_text(text)
@@ -117,7 +112,7 @@ def command(
 
 
 def _record(
-    report: Report, places: list[Place | None], words: str, tokenizer: Path | None, reference: str | None
+    report: EvaluationReport, places: list[Place | None], words: str, tokenizer: Path | None, reference: str | None
 ) -> None:
     """Write figures beside the models that they are of; where that cannot be done, the figures were shown all the same."""
     from pqweights.errors import MasterError, OutputError
@@ -135,7 +130,7 @@ def _record(
                 output.note(f"not recorded: {error}")
 
 
-def _text(report: Report) -> str:
+def _text(report: EvaluationReport) -> str:
     """What was done, a line per model, and what the columns mean."""
     rows = [*([report.reference] if report.reference else []), *report.rows]
     cells = [_cells(row, row is report.reference) for row in rows]
@@ -159,7 +154,7 @@ def _text(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _settings_line(settings: Settings) -> str:
+def _settings_line(settings: EvaluationSettings) -> str:
     masked = f"the first {settings.masked} tokens of each masked" if settings.masked else "none masked"
     if settings.score_first and settings.masked:
         masked = f"the first {settings.masked} tokens of each but the first masked"
@@ -169,7 +164,7 @@ def _settings_line(settings: Settings) -> str:
     )
 
 
-def _cells(row: Row, is_reference: bool) -> dict[str, str]:
+def _cells(row: ModelScores, is_reference: bool) -> dict[str, str]:
     """By column; a column that is empty everywhere is not shown."""
     found, size, speed = row.scores.divergence, row.size, row.speed
     return {

@@ -2,98 +2,95 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from . import options, output, report
 
-
-class Target(StrEnum):
-    """The keys of pqweights.exports.EXPORTS, which a test compares; --help must not import the library."""
-
-    BF16 = "bf16"
-    TORCHAO_INT4 = "torchao-int4"
-    MLX_Q4 = "mlx-q4"
-    VLLM_INT4 = "vllm-int4"
+if TYPE_CHECKING:
+    from pqweights.rewrite.driver import RewriteReport
 
 
-class Dtype(StrEnum):
-    """What weights are decoded to."""
+class ExportCommand(TyperCommand):
+    """The command, whose help lists the targets that there are."""
 
-    BF16 = "bf16"
-    SOURCE = "source"
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """See click.Command."""
+        from pqweights.exports import EXPORTS
 
-
-class Mode(StrEnum):
-    """mlx's quantization modes."""
-
-    AFFINE = "affine"
-    MXFP4 = "mxfp4"
-    MXFP8 = "mxfp8"
-    NVFP4 = "nvfp4"
+        summaries = [f"{name}: {target.summary}".replace("[", "\\[") for name, target in EXPORTS.items()]
+        self.help = "\n\n".join([(self.help or "").strip(), *summaries])
+        super().format_help(ctx, formatter)
 
 
-class Packing(StrEnum):
-    """torchao's packing formats."""
-
-    TILE = "tile_packed_to_4d"
-    PLAIN = "plain"
-
-
-class Basis(StrEnum):
-    """What the integers are of."""
-
-    PLAIN = "plain"
-    ROTATED = "rotated"
-
-
-class Qparams(StrEnum):
-    """How scales and offsets are chosen."""
-
-    BEST = "best"
-    MINMAX = "minmax"
+TargetOption = Annotated[
+    str, typer.Option("--target", "-t", metavar="TARGET", help="What is to load the result; see above.")
+]
+BitsOption = Annotated[int | None, typer.Option("--bits", "-b", help="Width of the integers.", show_default="4")]
+GroupSizeOption = Annotated[
+    int | None,
+    typer.Option("--group-size", "-g", help="Weights that share a scale.", show_default="128; mlx-q4: 64"),
+]
+QparamsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--qparams",
+        metavar="best|minmax",
+        help="Scales and offsets: best (least squared error), or minmax, as the runtime's own converter.",
+        show_default="best",
+    ),
+]
+SourceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--source", metavar="SRC", help="Take the weights of the original checkpoint; prints what the master costs."
+    ),
+]
+BasisOption = Annotated[
+    str | None,
+    typer.Option("--basis", metavar="plain|rotated", help="vllm-int4: what is rounded.", show_default="plain"),
+]
+PackingOption = Annotated[
+    str | None,
+    typer.Option(
+        "--packing",
+        metavar="tile_packed_to_4d|plain",
+        help="torchao-int4: how codes are packed.",
+        show_default="tile_packed_to_4d",
+    ),
+]
+ModeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mode",
+        metavar="affine|mxfp4|mxfp8|nvfp4",
+        help="mlx-q4: affine integers, or one of mlx's floats.",
+        show_default="affine",
+    ),
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype", metavar="bf16|source", help="bf16: bf16, or the dtypes that the source had.", show_default="bf16"
+    ),
+]
 
 
 def command(
     folder: options.FolderArgument,
     out: options.OutArgument,
-    target: Annotated[Target, typer.Option("--target", "-t", help="What is to load the result; see above.")],
-    bits: Annotated[int | None, typer.Option("--bits", "-b", help="Width of the integers.", show_default="4")] = None,
-    group_size: Annotated[
-        int | None,
-        typer.Option("--group-size", "-g", help="Weights that share a scale.", show_default="128; mlx-q4: 64"),
-    ] = None,
-    qparams: Annotated[
-        Qparams | None,
-        typer.Option(
-            "--qparams",
-            help="Scales and offsets: best (least squared error), or minmax, as the runtime's own converter.",
-            show_default="best",
-        ),
-    ] = None,
-    source: Annotated[
-        str | None,
-        typer.Option(
-            "--source", metavar="SRC", help="Take the weights of the original checkpoint; prints what the master costs."
-        ),
-    ] = None,
-    basis: Annotated[
-        Basis | None, typer.Option("--basis", help="vllm-int4: plain, or rotated.", show_default="plain")
-    ] = None,
-    packing: Annotated[
-        Packing | None,
-        typer.Option("--packing", help="torchao-int4: how codes are packed.", show_default="tile_packed_to_4d"),
-    ] = None,
-    mode: Annotated[
-        Mode | None,
-        typer.Option("--mode", help="mlx-q4: affine integers, or one of mlx's floats.", show_default="affine"),
-    ] = None,
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option("--dtype", help="bf16: bf16, or the dtypes that the source had.", show_default="bf16"),
-    ] = None,
+    target: TargetOption,
+    bits: BitsOption = None,
+    group_size: GroupSizeOption = None,
+    qparams: QparamsOption = None,
+    source: SourceOption = None,
+    basis: BasisOption = None,
+    packing: PackingOption = None,
+    mode: ModeOption = None,
+    dtype: DtypeOption = None,
     overwrite: options.OverwriteOption = False,
     max_shard_bytes: options.ShardOption = "5GB",  # type: ignore[assignment]  # typer parses it
     threads: options.ThreadsOption = None,
@@ -102,44 +99,38 @@ def command(
     token: options.TokenOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Turn a master into a checkpoint that runtimes load. Killed at any moment, the same command continues.
-
-    bf16: an ordinary checkpoint. Everything loads it:
-    AutoModelForCausalLM.from_pretrained(OUT), vllm serve OUT, ...
-
-    torchao-int4: linear layers in INT4, for PyTorch on CUDA (sm80 or newer; --packing plain needs mslk besides):
-    pip install torchao; AutoModelForCausalLM.from_pretrained(OUT, device_map="cuda")
-
-    mlx-q4: for Apple Silicon:
-    pip install mlx-lm; mlx_lm.generate --model OUT --prompt ... (pip install 'pqweights\\[mlx]' to make it)
-
-    vllm-int4: compressed-tensors W4A16. vllm serve OUT, or with pip install compressed-tensors:
-    AutoModelForCausalLM.from_pretrained(OUT). With --basis rotated for vLLM alone, on a single GPU
-    """
+    """Turn a master into a checkpoint that runtimes load. Killed at any moment, the same command continues."""
     with output.errors(continues=True):
-        from pqweights.exports import export
+        from pqweights.export import MasterFolder, export
+        from pqweights.exports import get_target
         from pqweights.exports.options import ExportOptions
+        from pqweights.rewrite.driver import RunOptions
 
         asked = ExportOptions(
-            dtype=dtype and dtype.value, bits=bits, group_size=group_size, mode=mode and mode.value,
-            packing=packing and packing.value, basis=basis and basis.value, qparams=qparams and qparams.value,
-        )  # fmt: skip
-        found = options.fetched(folder, revision, token, ours=True)
-        original = None if source is None else options.fetched(source, None, token).path
+            dtype=dtype, bits=bits, group_size=group_size, mode=mode, packing=packing, basis=basis, qparams=qparams
+        )
+        get_target(target).read_options(asked)  # refused before anything is fetched
+        found = options.fetched(folder, options.access(revision, token), ours=True)
+        original = None if source is None else options.fetched(source, options.access(None, token)).path
         with output.progress("exporting") as progress:
-            done = export(
-                found.path, out, target.value, asked, origin=found.origin, original=original, threads=options.thread_count(threads),
-                device=device.value, overwrite=overwrite, max_shard_bytes=max_shard_bytes, progress=progress,
-            )  # fmt: skip
+            run = RunOptions(
+                threads=options.thread_count(threads), device=device.value, overwrite=overwrite, progress=progress
+            )
+            master = MasterFolder(found.path, found.origin, original)
+            done = export(master, out, target, options=asked, max_shard_bytes=max_shard_bytes, run=run)
         if json:
             output.print_json(report.result_json(done, str(out)))
             return
         if done.already_done:
             output.note(f"{out}: already holds this very result; nothing was written")
-        plan = done.plan
-        lines = [
-            f"{folder} -> {out}: {output.size(plan.source_bytes)} -> {output.size(plan.output_bytes)}, "
-            f"{len(plan.tensors)} tensors in {len(plan.shards)} file(s)"
-        ]
-        lines += report.integer_lines(plan.tensors, done.records, measured=source is not None)
-        typer.echo("\n".join([*lines, *report.left_out_lines(plan)]))
+        typer.echo("\n".join(_lines(done, folder, out)))
+
+
+def _lines(done: RewriteReport, folder: str, out: Path) -> list[str]:
+    plan = done.plan
+    sizes = f"{output.size(plan.source_bytes)} -> {output.size(plan.output_bytes)}"
+    return [
+        f"{folder} -> {out}: {sizes}, {len(plan.tensors)} tensors in {len(plan.shards)} file(s)",
+        *report.integer_lines(plan.tensors, done.records, measured=bool(done.transform.also_reads)),
+        *report.left_out_lines(plan),
+    ]

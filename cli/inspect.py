@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,8 +11,10 @@ import typer
 from . import options, output, report
 
 if TYPE_CHECKING:
-    from pqweights.measure.distribution import Distribution, Fit
+    from pqweights.measure.distribution import Distribution, Normality
+    from pqweights.planning.plan import TensorPlan
     from pqweights.results.inspect import Inspection
+    from pqweights.rewrite.manifest import TensorRecord
 
 FolderOrSource = Annotated[
     str,
@@ -45,11 +48,12 @@ def command(
         from pqweights.checkpoint.names import MANIFEST_FILE
 
         if distribution:
-            _show_distribution(
-                options.fetched(folder, revision, token).path, plot, options.thread_count(threads), allow_pickle, json
-            )
+            found = options.fetched(folder, options.access(revision, token))
+            asked = _Asked(threads=options.thread_count(threads), allow_pickle=allow_pickle, plot=plot, json=json)
+            _show_distribution(found.path, asked)
         else:
-            _show_folder(options.fetched(folder, revision, token, only=[MANIFEST_FILE]).path, plot, json)
+            found = options.fetched(folder, options.access(revision, token), only=[MANIFEST_FILE])
+            _show_folder(found.path, plot, json)
 
 
 def _show_folder(folder: Path, plot: Path | None, json: bool) -> None:
@@ -66,19 +70,36 @@ def _show_folder(folder: Path, plot: Path | None, json: bool) -> None:
         typer.echo("\n".join(_folder_lines(found)))
 
 
+def _row(tensor: TensorPlan, record: TensorRecord) -> list[str]:
+    """How a tensor is stored; `coded` is what its codec says of it, but for zeros, and whether its channels were scaled."""
+    state = [
+        value if isinstance(value, str) else f"{key} {value}" for key, value in (record.state or {}).items() if value
+    ]
+    return [
+        tensor.name,
+        "x".join(map(str, tensor.shape)),
+        tensor.dtype,
+        tensor.action,
+        str(tensor.bits or ""),
+        str(tensor.bytes),
+        "" if record.relative_mse is None else f"{record.relative_mse:.6f}",
+        ", ".join([*state, *(["scaled"] if tensor.is_scaled else [])]),
+    ]
+
+
 def _folder_lines(found: Inspection) -> list[str]:
     manifest = found.manifest
-    rows = [
-        [
-            t.name, "x".join(map(str, t.shape)), t.dtype, t.action, str(t.bits or ""), str(t.bytes),
-            "" if r.relative_mse is None else f"{r.relative_mse:.6f}", (r.rotation or "") + (", scaled" if t.is_scaled else ""),
-        ]
-        for t, r in zip(manifest.tensors, manifest.records, strict=True)
-    ]  # fmt: skip
     columns = [
-        ("tensor", False), ("shape", False), ("dtype", False), ("action", False), ("bits", True), ("bytes", True),
-        ("relative MSE", True), ("rotation", False),
-    ]  # fmt: skip
+        ("tensor", False),
+        ("shape", False),
+        ("dtype", False),
+        ("action", False),
+        ("bits", True),
+        ("bytes", True),
+        ("relative MSE", True),
+        ("coded", False),
+    ]
+    rows = [_row(tensor, record) for tensor, record in manifest.pairs]
     totals = found.totals
     bits = totals["bits_per_weight"]
     lines = [output.table(columns, rows), ""]
@@ -95,20 +116,30 @@ def _folder_lines(found: Inspection) -> list[str]:
     return lines
 
 
-def _show_distribution(source: Path, plot: Path | None, threads: int, allow_pickle: bool, json: bool) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """The options of --distribution."""
+
+    threads: int
+    allow_pickle: bool
+    plot: Path | None
+    json: bool
+
+
+def _show_distribution(source: Path, asked: _Asked) -> None:
     from pqweights.measure.distribution import measure_distribution
 
-    if plot is not None:
+    if asked.plot is not None:
         from pqweights.plots.figure import check_plot_file
 
-        check_plot_file(plot)
+        check_plot_file(asked.plot)
     with output.progress("measuring") as progress:
-        found = measure_distribution(source, threads, allow_pickle, progress)
-    if plot is not None:
+        found = measure_distribution(source, threads=asked.threads, allow_pickle=asked.allow_pickle, progress=progress)
+    if asked.plot is not None:
         from pqweights.plots.distribution import plot_distribution
 
-        plot_distribution(found, plot)
-    if json:
+        plot_distribution(found, asked.plot)
+    if asked.json:
         output.print_json(found.to_json())
     else:
         typer.echo("\n".join(_distribution_lines(found)))
@@ -133,6 +164,6 @@ def _distribution_lines(found: Distribution) -> list[str]:
     ]
 
 
-def _cells(before: Fit | None, after: Fit | None) -> list[str]:
+def _cells(before: Normality | None, after: Normality | None) -> list[str]:
     fits = (before, after)
     return ["" if f is None else f"{f.ks:.5f}" for f in fits] + ["" if f is None else f"{f.kurtosis:.3f}" for f in fits]

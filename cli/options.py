@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,6 +24,15 @@ class Device(StrEnum):
     CPU = "cpu"
     CUDA = "cuda"
     AUTO = "auto"
+
+
+class ModelDtype(StrEnum):
+    """In which dtype a model is run: pqweights.runtimes.models.DTYPES, or its own."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
 
 
 def parse_size(text: str | int) -> int:
@@ -46,22 +56,29 @@ def thread_count(asked: int | None) -> int:
     return asked or usable or 1
 
 
-def chosen_recipe(
-    name: str, bits: int | None, target_size: int | None, target_bpw: float | None, sensitivity: str | None
-) -> Recipe:
+@dataclass(frozen=True)
+class Fitting:
+    """The options that have widths chosen for a size; all None without one."""
+
+    target_size: int | None
+    target_bpw: float | None
+    sensitivity: str | None
+
+
+def chosen_recipe(name: str, bits: float | None, fitting: Fitting = Fitting(None, None, None)) -> Recipe:
     """The recipe, with what the options change in it.
 
     Raises RecipeError.
     """
     from pqweights.planning.recipe import load_recipe, make_target
 
-    target = make_target("--target-size and --target-bpw", target_size, target_bpw)
+    target = make_target("--target-size and --target-bpw", fitting.target_size, fitting.target_bpw)
     recipe = load_recipe(name)
     if bits is not None and target is not None:
         raise typer.BadParameter("--bits: expected it or a target, which chooses the widths, found both")
     if bits is not None:
         recipe = recipe.with_bits(bits)
-    return recipe.with_target(target, sensitivity)
+    return recipe.with_target(target, fitting.sensitivity)
 
 
 def check_awq(awq: Path | None, any_codec: bool) -> None:
@@ -77,14 +94,12 @@ def access(revision: str | None, token: str | None) -> Access:
     return Access(revision, token or None, output.note)
 
 
-def fetched(
-    source: str, revision: str | None, token: str | None, only: Sequence[str] = (), ours: bool = False
-) -> Fetched:
+def fetched(source: str, access: Access, *, only: Sequence[str] = (), ours: bool = False) -> Fetched:
     """A folder here, or a repository on the Hub as a folder in the cache. only, ours: see local_folder."""
     from pqweights.hub.sources import local_folder
 
     with output.progress("fetching") as progress:
-        return local_folder(source, access(revision, token), only, ours, progress)
+        return local_folder(source, access, only=only, ours=ours, progress=progress)
 
 
 SourceArgument = Annotated[
@@ -109,8 +124,10 @@ RecipeOption = Annotated[
     str, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="Recipe by name, or a YAML file.")
 ]
 BitsOption = Annotated[
-    int | None,
-    typer.Option("--bits", "-b", min=2, max=8, help="Default width instead of the recipe's.", show_default=False),
+    float | None,
+    typer.Option(
+        "--bits", "-b", metavar="BITS", help="Bits per code instead of the recipe's default.", show_default=False
+    ),
 ]
 TargetSizeOption = Annotated[
     int | None,

@@ -31,14 +31,16 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def errors(continues: bool = False) -> Iterator[None]:
-    """Turn expected errors into one line on stderr and exit code 1; a bug keeps its traceback.
+    """Turn expected errors into one line on stderr and exit code 1, or 2 for wrong options; a bug keeps its traceback.
 
     continues: whether a command that was interrupted goes on where it stopped when it is given again.
     """
-    from pqweights.errors import PqweightsError
+    from pqweights.errors import OptionError, PqweightsError
 
     try:
         yield
+    except OptionError as error:
+        fail(str(error), code=2)
     except PqweightsError as error:
         fail(str(error))
     except KeyboardInterrupt:
@@ -49,10 +51,10 @@ def errors(continues: bool = False) -> Iterator[None]:
         fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
 
 
-def fail(message: str) -> None:
-    """Print one line and exit with code 1."""
+def fail(message: str, code: int = 1) -> None:
+    """Print one line and exit."""
     typer.echo(f"error: {' '.join(message.split())}", err=True)
-    raise typer.Exit(1)
+    raise typer.Exit(code)
 
 
 def size(count: float) -> str:

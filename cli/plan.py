@@ -5,12 +5,21 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from . import options, output, report
+
+if TYPE_CHECKING:
+    from pqweights.planning.recipe import Recipe
+    from pqweights.quantize import QuantizeOptions
+
+PlotOption = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Draw widths by layer and role: .png or .svg.")
+]
 
 
 def command(
@@ -20,9 +29,7 @@ def command(
     target_size: options.TargetSizeOption = None,
     target_bpw: options.TargetBitsOption = None,
     sensitivity: options.SensitivityOption = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw widths by layer and role: .png or .svg.")
-    ] = None,
+    plot: PlotOption = None,
     max_shard_bytes: options.ShardOption = "5GB",  # type: ignore[assignment]  # typer parses it
     threads: options.ThreadsOption = None,
     awq: options.AwqOption = None,
@@ -34,23 +41,18 @@ def command(
 ) -> None:
     """Show what quantize would do, from the headers alone: per tensor action, codec, bits, bytes and reason."""
     options.check_awq(awq, awq_any_codec)
-    run(
-        source,
-        recipe,
-        bits,
-        target_size,
-        target_bpw,
-        sensitivity,
-        plot,
-        max_shard_bytes,
-        threads,
-        awq,
-        awq_any_codec,
-        allow_pickle,
-        revision,
-        token,
-        json,
-    )
+    with output.errors():
+        from pqweights.quantize import QuantizeOptions
+
+        chosen = options.chosen_recipe(recipe, bits, options.Fitting(target_size, target_bpw, sensitivity))
+        asked = QuantizeOptions(
+            access=options.access(revision, token),
+            allow_pickle=allow_pickle,
+            awq=awq,
+            awq_any_codec=awq_any_codec,
+            max_shard_bytes=max_shard_bytes,
+        )
+        show_plan(PlanRequest(source, chosen, asked, threads=options.thread_count(threads), plot=plot, json=json))
 
 
 @contextlib.contextmanager
@@ -70,48 +72,40 @@ def _no_search_for_cycles() -> Iterator[None]:
             gc.enable()
 
 
+@dataclass(frozen=True)
+class PlanRequest:
+    """What to plan, and how to show it. threads: for which memory is estimated."""
+
+    source: str
+    recipe: Recipe
+    options: QuantizeOptions
+    _: KW_ONLY
+    threads: int
+    plot: Path | None = None
+    json: bool = False
+
+
 @_no_search_for_cycles()
-def run(
-    source: str,
-    recipe: str,
-    bits: int | None,
-    target_size: int | None,
-    target_bpw: float | None,
-    sensitivity: str | None,
-    plot: Path | None,
-    max_shard_bytes: int,
-    threads: int | None,
-    awq: Path | None,
-    awq_any_codec: bool,
-    allow_pickle: bool,
-    revision: str | None,
-    token: str | None,
-    json: bool,
-) -> None:
-    """Print the plan."""
-    with output.errors():
-        from pqweights.quantize import plan_quantize
-        from pqweights.rewrite.driver import resource_needs
+def show_plan(request: PlanRequest) -> None:
+    """Print a plan."""
+    from pqweights.quantize import plan_quantize
+    from pqweights.rewrite.driver import resource_needs
 
-        if plot is not None:
-            from pqweights.plots.figure import check_plot_file
-            from pqweights.plots.layers import plot_widths
+    if request.plot is not None:
+        from pqweights.plots.figure import check_plot_file
+        from pqweights.plots.layers import plot_widths
 
-            check_plot_file(plot)
-        chosen = options.chosen_recipe(recipe, bits, target_size, target_bpw, sensitivity)
-        checkpoint, transform, planned = plan_quantize(
-            source, chosen, access=options.access(revision, token), awq=awq, awq_any_codec=awq_any_codec, max_shard_bytes=max_shard_bytes,
-            allow_pickle=allow_pickle,
-        )  # fmt: skip
-        needs = resource_needs(planned, options.thread_count(threads))
-        if plot is not None:
-            plot_widths(planned.tensors, plot)
-        traffic, fit = report.traffic(checkpoint), transform.fit
-        if json:
-            fitted = {} if fit is None else {"fit": fit.to_json()}
-            output.print_json(report.plan_json(planned, needs) | fitted | traffic)
-            return
-        lines = [report.plan_text(planned, needs), *report.traffic_lines(traffic)]
-        if fit is not None:
-            lines += ["", *report.fit_lines(fit), "", *report.curve_lines(fit)]
-        typer.echo("\n".join(lines))
+        check_plot_file(request.plot)
+    checkpoint, transform, planned = plan_quantize(request.source, request.recipe, request.options)
+    needs = resource_needs(planned, request.threads)
+    if request.plot is not None:
+        plot_widths(planned.tensors, request.plot)
+    traffic, fit = report.traffic(checkpoint), transform.fit
+    if request.json:
+        fitted = {} if fit is None else {"fit": fit.to_json()}
+        output.print_json(report.plan_json(planned, needs) | fitted | traffic)
+        return
+    lines = [report.plan_text(planned, needs), *report.traffic_lines(traffic)]
+    if fit is not None:
+        lines += ["", *report.fit_lines(fit), "", *report.curve_lines(fit)]
+    typer.echo("\n".join(lines))

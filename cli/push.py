@@ -41,14 +41,21 @@ def command(
     What is there already is not sent again: interrupted, the same command continues.
     """
     with output.errors(continues=True):
-        from pqweights.push import push
+        from pqweights.push import PushOptions, push
 
         with output.progress("verifying") as verifying, output.progress("pushing") as pushing:
-            done = push(
-                folder, repository, options.access(revision, token), private=private, create_pr=create_pr,
-                message=message, base_model=base_model, adopt=adopt, dry_run=dry_run,
-                threads=options.thread_count(threads), verifying=verifying, progress=pushing,
-            )  # fmt: skip
+            asked = PushOptions(
+                private=private,
+                create_pr=create_pr,
+                message=message,
+                base_model=base_model,
+                adopt=adopt,
+                dry_run=dry_run,
+                threads=options.thread_count(threads),
+                verifying=verifying,
+                progress=pushing,
+            )
+            done = push(folder, repository, options.access(revision, token), asked)
         if json:
             output.print_json(done.to_json() | {"dry_run": dry_run})
         else:

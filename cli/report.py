@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pqweights.checkpoint.source import Checkpoint
     from pqweights.planning.fit import Fit
     from pqweights.planning.plan import Plan, TensorPlan
-    from pqweights.rewrite.driver import Report
+    from pqweights.rewrite.driver import RewriteReport
     from pqweights.rewrite.manifest import TensorRecord
 
 WORST_SHOWN = 5
@@ -87,7 +87,7 @@ def _cells(t: TensorPlan) -> list[str]:
     return [_shape(t), t.dtype, t.action, t.codec or "", str(t.bits or ""), str(t.bytes)]
 
 
-def fit_of(report: Report) -> Fit | None:
+def fit_of(report: RewriteReport) -> Fit | None:
     """How widths were chosen, where they were."""
     from pqweights.quantize import Quantize
 
@@ -211,7 +211,7 @@ def integer_lines(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
     elif added is not None:
         lines.append(f"relative MSE against the master: {added:.6f}")
         lines.append(
-            "relative MSE against the original: unknown without the master's manifest"
+            "relative MSE against the original: not known from the master; --source measures it"
             if total is None
             else f"relative MSE against the original: {total:.6f}, computed from the master's own; --source measures it"
         )
@@ -235,17 +235,18 @@ def quality_lines(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
         )
     for tensor, record in pairs:
         if is_rescued(tensor, record):
-            lines.append(f"rescued: {tensor.name}: rotation {record.rotation}, relative MSE {record.relative_mse:.6f}")
+            state = ", ".join(f"{key} {value}" for key, value in (record.state or {}).items() if value)
+            lines.append(f"rescued: {tensor.name}: {state}, relative MSE {record.relative_mse:.6f}")
     for tensor, record in pairs:
         if exceeds(tensor, record):
             lines.append(
-                f"WARNING: {tensor.name}: relative MSE {record.relative_mse:.6f} exceeds {promise(tensor):.6f} with every "
-                "rotation; give it more bits or keep it with a rule"
+                f"WARNING: {tensor.name}: relative MSE {record.relative_mse:.6f} exceeds {promise(tensor):.6f}, also "
+                "rescued; give it more bits or keep it with a rule"
             )
     return lines
 
 
-def result_json(report: Report, out: str) -> dict[str, Any]:
+def result_json(report: RewriteReport, out: str) -> dict[str, Any]:
     """quantize --json and export --json."""
     from pqweights.results.inspect import tensor_json
     from pqweights.rewrite.manifest import error_totals, exceeds

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from . import options, output
-from .calibrate import Dtype
 
 
 def command(
@@ -30,8 +29,8 @@ def command(
     recipe: options.RecipeOption = "q5",
     tokenizer: options.TokenizerOption = None,
     dtype: Annotated[
-        Dtype, typer.Option("--dtype", help="Run the model in this dtype; auto: its own.")
-    ] = Dtype.FLOAT32,
+        options.ModelDtype, typer.Option("--dtype", help="Run the model in this dtype; auto: its own.")
+    ] = options.ModelDtype.FLOAT32,
     device_map: Annotated[
         str | None,
         typer.Option("--device-map", help="As in transformers: auto spreads a large model (needs accelerate)."),
@@ -54,7 +53,7 @@ def command(
 
         chosen = load_recipe(recipe)
         check_free(out, overwrite)
-        found = options.fetched(source, revision, token)
+        found = options.fetched(source, options.access(revision, token))
         with output.progress("measuring", unit="groups") as progress:
             done = measure_sensitivity(
                 found.path, chosen, text=None if text is None else read_text(text), tokens=tokens, window=window,

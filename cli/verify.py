@@ -18,7 +18,7 @@ def command(
     with output.errors():
         from pqweights.results.verify import verify
 
-        found = options.fetched(folder, revision, token, ours=True)
+        found = options.fetched(folder, options.access(revision, token), ours=True)
         with output.progress("verifying") as progress:
             result = verify(
                 found.path, threads=options.thread_count(threads), beside=found.not_fetched, progress=progress

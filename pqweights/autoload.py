@@ -47,12 +47,12 @@ class _Finder:
             spec: ModuleSpec | None = find(name, path, target) if find else None
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
+                    spec.loader = _RegisteringLoader(spec.loader)  # type: ignore[assignment]
                 return spec
         return None
 
 
-class _Loader:
+class _RegisteringLoader:
     """Another loader, whose modules register our quantizer; everything else is the other loader's."""
 
     def __init__(self, loader: Any) -> None:

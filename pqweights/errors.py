@@ -8,6 +8,7 @@
     |-- HubError               the Hub, or the way there, refuses or fails
     |-- RecipeError            a recipe, codec, width or pattern is wrong
     |-- ExportError            a target cannot store this model, or not with these options
+    |-- OptionError            an option has a value that it does not take, whatever the input; the command exits with 2
     |-- EvaluationError        a text is too short, or models cannot be compared on it
     |-- DeviceError            the device that is to compute is not there
     `-- MissingDependencyError an optional package is needed and absent
@@ -46,6 +47,10 @@ class RecipeError(PqweightsError):
 
 class ExportError(PqweightsError):
     """A target has no form for this model, or none with the options that were given."""
+
+
+class OptionError(PqweightsError):
+    """An option, or a combination of options, is wrong for every input."""
 
 
 class EvaluationError(PqweightsError):

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pqweights.card import Card, check_names, make_card, read_card, save_card
+from pqweights.card import Card, CardOptions, check_names, make_card, read_card, save_card
 from pqweights.checkpoint.model_card import MAX_CARD_BYTES
 from pqweights.checkpoint.names import CARD_FILE, EVALUATION_FILE, MANIFEST_FILE
-from pqweights.checkpoint.source import SURROGATE_ESCAPE, is_weight_file
-from pqweights.errors import HubError, MasterError, PqweightsError
+from pqweights.checkpoint.source import is_weight_file
+from pqweights.errors import HubError, MasterError
 from pqweights.hub.client import Hub, RemoteFile, Repository, pieces_of
 from pqweights.hub.ids import is_repository_id
 from pqweights.hub.sources import Access
-from pqweights.planning.plan import plan_shards
 from pqweights.results.verify import verify
-from pqweights.rewrite.manifest import parse_manifest, read_manifest
+from pqweights.rewrite.driver import usable_cores
+from pqweights.rewrite.manifest import parse_manifest, read_manifest, shards_of
 
 NEW, CHANGED, SAME, DELETED = "new", "changed", "same", "deleted"
 MAIN = "main"
@@ -43,7 +43,7 @@ class Change:
     byte_count: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PushReport:
     """What a push did, or would do. created: the repository was not there. commit: None where nothing was pushed.
 
@@ -76,70 +76,98 @@ class PushReport:
         }
 
 
-def push(
-    folder: Path,
-    repository: str,
-    access: Access,
-    *,
-    private: bool = False,
-    create_pr: bool = False,
-    message: str | None = None,
-    base_model: str | None = None,
-    adopt: bool = False,
-    dry_run: bool = False,
-    threads: int,
-    verifying: Progress = lambda done, total, name: None,
-    progress: Progress = lambda done, total, name: None,
-) -> PushReport:
-    """Verify a master or an export, write its card, and bring both to a branch (access.revision, main by default).
+@dataclass(frozen=True, kw_only=True)
+class PushOptions:
+    """What is asked of a push.
 
     private: of a repository that is made; one that is there must be. create_pr: as a pull request against the branch, which
-    must be there. base_model, adopt: see make_card. dry_run: change nothing, there or here.
+    must be there. message: title of the commit. base_model, adopt: see CardOptions. dry_run: change nothing, there or here.
+    threads: for verifying. verifying, progress: called with bytes done, bytes in all, and a name.
+    """
+
+    private: bool = False
+    create_pr: bool = False
+    message: str | None = None
+    base_model: str | None = None
+    adopt: bool = False
+    dry_run: bool = False
+    threads: int = field(default_factory=usable_cores)
+    verifying: Progress = lambda done, total, name: None
+    progress: Progress = lambda done, total, name: None
+
+
+def push(folder: Path, repository: str, access: Access, options: PushOptions = PushOptions()) -> PushReport:
+    """Verify a master or an export, write its card, and bring both to a branch (access.revision, main by default).
 
     Raises MasterError for a folder that is broken, HubError, OutputError.
     """
-    if not is_repository_id(repository):
-        raise HubError(f"{repository}: expected ORG/NAME; the namespace is not guessed")
-    branch = (access.revision or MAIN).removeprefix("refs/heads/")
-    check_names(base_model, branch)
-    if _COMMIT.fullmatch(branch):
-        raise HubError(
-            f"{repository}: --revision {branch}: expected a branch, found a commit, which nothing can be added to"
-        )
+    branch = _checked_branch(repository, access, options)
     read_manifest(folder)
     old = read_card(folder)
     hub = access.hub()
     hub.log_in()
-    there = _look(hub, repository, branch, private, create_pr)
-    checked = verify(folder, threads=threads, progress=verifying)
+    there = _look(hub, repository, branch, private=options.private, create_pr=options.create_pr)
+    checked = verify(folder, threads=options.threads, progress=options.verifying)
     if not checked.ok:
         raise MasterError(
             f"{folder}: {checked.problems[0]} ({len(checked.problems)} problem(s)): nothing was pushed; pqweights verify lists them"
         )
-    remote = there.remote
-    ours = _pushed_before(hub, remote)
-    _check_weights(remote, ours, folder)
+    ours = _pushed_before(hub, there.remote)
+    _check_weights(there.remote, ours, folder)
     card = make_card(
-        folder, remote.id, base_model=base_model, old=old, adopt=adopt,
-        revision=MAIN if _PULL_REQUEST.fullmatch(branch) else branch, pushed=_card_there(hub, remote),
-    )  # fmt: skip
-    changes = _changes(folder, card, remote, ours)
-    report = PushReport(remote.id, branch, not there.exists, changes, None, f"{hub.endpoint}/{remote.id}", card)
-    if any(change.name == CARD_FILE and change.kind != SAME for change in changes):
-        _validate(hub, remote.id, card)
-    if dry_run:
+        folder,
+        CardOptions(
+            repository=there.remote.id,
+            revision=MAIN if _PULL_REQUEST.fullmatch(branch) else branch,
+            base_model=options.base_model,
+            adopt=options.adopt,
+        ),
+        old=old,
+        pushed=_card_there(hub, there.remote),
+    )
+    report = PushReport(
+        repository=there.remote.id,
+        branch=branch,
+        created=not there.exists,
+        changes=_changes(folder, card, there.remote, ours),
+        commit=None,
+        url=f"{hub.endpoint}/{there.remote.id}",
+        card=card,
+    )
+    if any(change.name == CARD_FILE and change.kind != SAME for change in report.changes):
+        _validate(hub, there.remote.id, card)
+    return report if options.dry_run else _carry_out(hub, folder, repository, there, report, options)
+
+
+def _checked_branch(repository: str, access: Access, options: PushOptions) -> str:
+    """The branch that is meant. Raises HubError, OutputError for names that cannot be pushed to."""
+    if not is_repository_id(repository):
+        raise HubError(f"{repository}: expected ORG/NAME; the namespace is not guessed")
+    branch = (access.revision or MAIN).removeprefix("refs/heads/")
+    check_names(options.base_model, branch)
+    if _COMMIT.fullmatch(branch):
+        raise HubError(
+            f"{repository}: --revision {branch}: expected a branch, found a commit, which nothing can be added to"
+        )
+    return branch
+
+
+def _carry_out(
+    hub: Hub, folder: Path, repository: str, there: _There, report: PushReport, options: PushOptions
+) -> PushReport:
+    """Save the card, make what is not there, and send what is not the same."""
+    save_card(folder, report.card)
+    if all(change.kind == SAME for change in report.changes):
         return report
-    save_card(folder, card)
-    if all(change.kind == SAME for change in changes):
-        return report
+    remote = there.remote
     if not there.exists:
-        hub.call(repository, lambda: hub.api.create_repo(repository, private=private, exist_ok=True))
+        hub.call(repository, lambda: hub.api.create_repo(repository, private=options.private, exist_ok=True))
         remote = hub.repository(repository)
-        _check_private(remote, private)
+        _check_private(remote, options.private)
     if not there.has_branch:
-        hub.call(repository, lambda: hub.api.create_branch(remote.id, branch=branch, exist_ok=True))
-        remote = hub.repository(repository, branch)
-    commit, url = _send(hub, folder, card, remote, branch, changes, create_pr, message, progress)
+        hub.call(repository, lambda: hub.api.create_branch(remote.id, branch=report.branch, exist_ok=True))
+        remote = hub.repository(repository, report.branch)
+    commit, url = _send(hub, folder, remote, report, options)
     return replace(report, commit=commit, url=url or report.url)
 
 
@@ -152,7 +180,7 @@ class _There:
     has_branch: bool
 
 
-def _look(hub: Hub, repository: str, branch: str, private: bool, create_pr: bool) -> _There:
+def _look(hub: Hub, repository: str, branch: str, *, private: bool, create_pr: bool) -> _There:
     """What is there. Raises HubError for a repository or branch that cannot take this push."""
     exists = hub.exists(repository)
     has_branch = branch == MAIN or (exists and _has_branch(hub, repository, branch))
@@ -191,8 +219,7 @@ def _check_private(remote: Repository, private: bool) -> None:
 def _manifest_files(folder: Path) -> dict[str, int]:
     """The files that a manifest lists, and itself, with their sizes."""
     manifest = read_manifest(folder)
-    shards = plan_shards(manifest.tensors, manifest.max_shard_bytes, manifest.metadata)
-    files = {shard.file: shard.file_bytes for shard in shards}
+    files = {shard.file: shard.file_bytes for shard in shards_of(manifest)}
     files |= {name: record.bytes for name, record in manifest.files.items()}
     return files | {MANIFEST_FILE: (folder / MANIFEST_FILE).stat().st_size}
 
@@ -213,14 +240,10 @@ def _pushed_before(hub: Hub, remote: Repository) -> Set[str]:
     manifest = remote.files.get(MANIFEST_FILE)
     if manifest is None or manifest.byte_count > MAX_MANIFEST_BYTES:
         return frozenset()
-    data = hub.read_whole(remote, manifest)
     try:
-        content = json.loads(data)
-        if SURROGATE_ESCAPE.search(data):
-            json.dumps(content, ensure_ascii=False).encode("utf-8")  # a UnicodeEncodeError is a ValueError
-        found = parse_manifest(content)
-        shards = plan_shards(found.tensors, found.max_shard_bytes, found.metadata)
-    except (PqweightsError, ValueError, TypeError, OverflowError, RecursionError):
+        found = parse_manifest(hub.read_whole(remote, manifest))
+        shards = shards_of(found)
+    except (MasterError, ValueError, TypeError, OverflowError, RecursionError):
         return frozenset()
     listed: dict[str, tuple[int, str | None]] = {
         name: (record.bytes, record.sha256) for name, record in found.files.items()
@@ -318,50 +341,49 @@ def _is_same(there: RemoteFile, name: str, byte_count: int, folder: Path, card: 
     return there.is_of(pieces_of(folder / name))
 
 
-def _send(
-    hub: Hub,
-    folder: Path,
-    card: Card,
-    remote: Repository,
-    branch: str,
-    changes: Sequence[Change],
-    create_pr: bool,
-    message: str | None,
-    progress: Progress,
-) -> tuple[str, str]:
-    """Commit and address of it, or of the pull request. Large files go first, one by one: each is kept if the next fails."""
-    library: Any = hub.library
-    total = sum(change.byte_count for change in changes if change.kind in (NEW, CHANGED))
-    done = 0
-    operations: list[Any] = []
-    for change in changes:
-        if change.kind == DELETED:
-            operations.append(library.CommitOperationDelete(path_in_repo=change.name))
-        elif change.kind != SAME:
-            progress(done, total, change.name)
-            content = card.text.encode() if change.name == CARD_FILE else str(folder / change.name)
-            operations.append(hub.upload(remote, branch, change.name, content, create_pr))
-            done += change.byte_count
-            progress(done, total, change.name)
-    title = message or f"pqweights push: {read_manifest(folder).kind}"
+def _send(hub: Hub, folder: Path, remote: Repository, report: PushReport, options: PushOptions) -> tuple[str, str]:
+    """Commit and address of it, or of the pull request."""
+    operations = _operations(hub, folder, remote, report, options)
+    title = options.message or f"pqweights push: {read_manifest(folder).kind}"
 
     def commit() -> Any:
         try:
             return hub.api.create_commit(
-                remote.id, operations, commit_message=title, revision=branch, parent_commit=remote.commit or None,
-                create_pr=create_pr,
-            )  # fmt: skip
+                remote.id,
+                operations,
+                commit_message=title,
+                revision=report.branch,
+                parent_commit=remote.commit or None,
+                create_pr=options.create_pr,
+            )
         except ValueError as error:
             if type(error) is not ValueError:
-                raise  # another one is a refusal, or an answer that is none
+                raise  # another one is a refusal, or not an answer
             raise HubError(f"{remote.id}: the commit is refused: {hub.clean(str(error))[:300]}") from None
 
     try:
-        info = hub.call(remote.id, commit, attempts=1 if create_pr else None)
+        info = hub.call(remote.id, commit, attempts=1 if options.create_pr else None)
     except HubError:
         # The reply may have been lost, not the commit.
-        after = None if create_pr else hub.repository(remote.id, branch)
-        if after is None or any(change.kind != SAME for change in _changes(folder, card, after, frozenset())):
+        after = None if options.create_pr else hub.repository(remote.id, report.branch)
+        if after is None or any(c.kind != SAME for c in _changes(folder, report.card, after, frozenset())):
             raise
         return after.commit, f"{hub.endpoint}/{remote.id}"
-    return str(info.oid), str(info.pr_url if create_pr else f"{hub.endpoint}/{remote.id}")
+    return str(info.oid), str(info.pr_url if options.create_pr else f"{hub.endpoint}/{remote.id}")
+
+
+def _operations(hub: Hub, folder: Path, remote: Repository, report: PushReport, options: PushOptions) -> list[Any]:
+    """What the commit does. Large files are sent here, one by one: each is kept if the next one fails."""
+    library: Any = hub.library
+    total, done = report.sent_bytes, 0
+    operations: list[Any] = []
+    for change in report.changes:
+        if change.kind == DELETED:
+            operations.append(library.CommitOperationDelete(path_in_repo=change.name))
+        elif change.kind != SAME:
+            options.progress(done, total, change.name)
+            content = report.card.text.encode() if change.name == CARD_FILE else str(folder / change.name)
+            operations.append(hub.upload(remote, report.branch, change.name, content, options.create_pr))
+            done += change.byte_count
+            options.progress(done, total, change.name)
+    return operations

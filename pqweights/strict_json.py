@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from pqweights.errors import PqweightsError
 
@@ -17,6 +17,7 @@ _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Wrong = Callable[[str, str, Any], PqweightsError]  # which field, what was expected, what was found -> the error
 Item = TypeVar("Item")
+Default = TypeVar("Default")
 
 
 def json_bytes(value: Any) -> bytes:
@@ -32,12 +33,15 @@ def rounded(value: float) -> float:
 def parse_json(data: bytes) -> Any:
     """The value of a JSON text.
 
-    Raises ValueError for anything else, for more than MAX_DEPTH levels of nesting, and for text that UTF-8 cannot hold.
+    Raises ValueError, saying what was expected and what was found, for anything else, for more than MAX_DEPTH levels of
+    nesting, and for text that UTF-8 cannot hold.
     """
     try:
         value = json.loads(data.decode("utf-8"))
     except RecursionError:
         raise ValueError(f"expected at most {MAX_DEPTH} levels of nesting, found more") from None
+    except ValueError as error:
+        raise ValueError(f"expected JSON, found {str(error)[:120]!r}") from None
     # The cheap test first, as an index has a line for every tensor: there is no nesting without brackets.
     if data.count(b"{") + data.count(b"[") >= MAX_DEPTH and _depth(value) > MAX_DEPTH:
         raise ValueError(f"expected at most {MAX_DEPTH} levels of nesting, found more")
@@ -150,7 +154,7 @@ class Fields:
             )
         )
 
-    def optional(self, key: str, read: Callable[[str], Item], default: Item) -> Item:
+    def optional(self, key: str, read: Callable[[str], Item], default: Default) -> Item | Default:
         """What `read`, one of the methods above, makes of a key; the default where it is absent or null."""
         return default if self._values.get(key) is None else read(key)
 
@@ -161,7 +165,7 @@ class Fields:
         return value
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether it is a finite number that a sum of many can take."""
     return isinstance(value, float | int) and not isinstance(value, bool) and abs(value) < LARGEST_NUMBER
 

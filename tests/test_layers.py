@@ -26,6 +26,7 @@ LAYERS = (
         "pqweights.errors",
         "pqweights.buffers",
         "pqweights.dtypes",
+        "pqweights.markdown",
         "pqweights.strict_json",
         "pqweights.units",
     ),
@@ -35,7 +36,7 @@ LAYERS = (
     ("pqweights.hub",),
     ("pqweights.planning",),
     ("pqweights.rewrite",),
-    ("pqweights.quantize", "pqweights.exports"),
+    ("pqweights.quantize", "pqweights.exports", "pqweights.export"),
     ("pqweights.integrations", "pqweights.results"),
     ("pqweights.runtimes",),
     ("pqweights.evaluate", "pqweights.measure"),
@@ -45,7 +46,7 @@ LAYERS = (
 NOTHING_OF_OURS = ("pqweights.autoload", "pqweights.errors")
 OPTIONAL = {
     "torch": {
-        "pqweights.measure.activations",
+        "pqweights.codecs.protocol", "pqweights.codecs.scalar", "pqweights.measure.activations",
         "pqweights.kernels.reference", "pqweights.kernels.gpu", "pqweights.kernels.devices", "pqweights.checkpoint.pickled",
         "pqweights.integrations.conversion", "pqweights.integrations.packed",
     },
@@ -124,7 +125,7 @@ def test_there_is_something_to_check() -> None:
         "pqweights_cli.main",
         "pqweights",
     } <= MODULES.keys()
-    assert "pqweights.kernels" in imports("pqweights.codecs.weight", MODULES["pqweights.codecs.weight"])
+    assert "pqweights.codecs.protocol" in imports("pqweights.codecs.weight", MODULES["pqweights.codecs.weight"])
     assert "pqweights_cli.plan" in imports("pqweights_cli.main", MODULES["pqweights_cli.main"])
     assert "pqweights.checkpoint.master" in imports(
         "pqweights.checkpoint.source", MODULES["pqweights.checkpoint.source"]
@@ -183,6 +184,8 @@ def test_heavy_packages_are_imported_in_one_place(package: str) -> None:
     ("name", "package"),
     [
         ("pqweights.checkpoint.pickled", "torch"),
+        ("pqweights.codecs.protocol", "torch"),
+        ("pqweights.codecs.scalar", "torch"),
         ("pqweights.kernels.devices", "torch"),
         ("pqweights.kernels.cpu", "pqweights.kernels.compiler"),  # which imports numba
     ],
@@ -236,7 +239,7 @@ def test_importing_pqweights_is_light() -> None:
 
 
 def test_quantizing_needs_neither_torch_nor_a_compiler() -> None:
-    assert not loaded_after("import pqweights.quantize, pqweights.exports, pqweights.results.verify") & {
+    assert not loaded_after("import pqweights.quantize, pqweights.export, pqweights.results.verify") & {
         "torch",
         "triton",
         "transformers",

@@ -10,19 +10,19 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pqweights.card.markdown import code, listed, number, size, table, words
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
 from pqweights.checkpoint.storage import Origin
-from pqweights.codecs.weight import RESCUE_FACTOR
+from pqweights.codecs import CODECS
+from pqweights.codecs.protocol import RESCUE_FACTOR
 from pqweights.hub.ids import is_repository_id
-from pqweights.planning.plan import DECODE, INTEGER, KEEP, TensorPlan, plan_shards
+from pqweights.markdown import code, listed, number, size, table, words
+from pqweights.planning.plan import DECODE, INTEGER, KEEP, TensorPlan
 from pqweights.planning.roles import ROLES
-from pqweights.results.evaluation_record import Figure, Record
+from pqweights.results.evaluation_record import EvaluationRecord, Figure
 from pqweights.results.inspect import Inspection, is_rescued
-from pqweights.rewrite.manifest import Manifest, TensorRecord, mean_error
+from pqweights.rewrite.manifest import Manifest, TensorRecord, mean_error, shards_of
 
 Pair = tuple[TensorPlan, TensorRecord]
-OURS = "hadamard-lloyd-max"
 HUB = "https://huggingface.co"
 
 
@@ -60,17 +60,19 @@ _OPTIONS = ("dtype", "packing", "mode", "bits", "group_size", "basis", "qparams"
 
 
 def _origin(manifest: Manifest, base_model: str | None) -> str:
-    model, revision = manifest.model.get("id"), manifest.model.get("revision")
+    model, revision = manifest.identity.model.get("id"), manifest.identity.model.get("revision")
     if isinstance(model, str) and is_repository_id(model, namespace=False):
         commit = "" if revision is None else f" at commit {code(revision)}"
-        by_way = "" if manifest.origin is None or manifest.kind == "master" else _by_way(manifest.origin)
+        by_way = (
+            "" if manifest.identity.origin is None or manifest.kind == "master" else _by_way(manifest.identity.origin)
+        )
         return f"The base model is {_link(model)}{commit}.{by_way}"
     source = "checkpoint" if manifest.kind == "master" else "master"
-    place = f"a local {source}" if manifest.origin is None else f"the {source} {_at(manifest.origin)}"
+    place = f"a local {source}" if manifest.identity.origin is None else f"the {source} {_at(manifest.identity.origin)}"
     made = f"Made from {place} (fingerprint {code(manifest.source_fingerprint)})."
     if base_model is None:
         return made
-    return f"{made} The base model is {_link(base_model)}, by the word of who made this card: the manifest names none."
+    return f"{made} The base model is {_link(base_model)}, as the author of this card states: the manifest names none."
 
 
 def _by_way(master: Origin) -> str:
@@ -88,7 +90,7 @@ def _link(repository: str) -> str:
 
 def recipe(manifest: Manifest) -> list[str]:
     """The recipe of the master, its rules in order, and what was calibrated; nothing where the manifest holds none."""
-    source = manifest.made_by if manifest.kind == "master" else manifest.master
+    source = manifest.made_by if manifest.kind == "master" else manifest.identity.master
     found = source.get("recipe")
     if not isinstance(found, dict):
         return []
@@ -184,7 +186,7 @@ def weights(found: Inspection) -> list[str]:
     kept = [tensor for tensor, _ in pairs if tensor.bits is None]
     if kept:
         lines += ["Not quantized:" if quantized else "Stored:", _plain(kept)]
-    for reason, names in _grouped(manifest.left_out.items(), lambda item: item[1]).items():
+    for reason, names in _grouped(manifest.identity.left_out.items(), lambda item: item[1]).items():
         shown = listed([name for name, _ in names])
         lines.append(f"Left out, {len(names)} tensor(s) of the master: {words(reason)}: {shown}")
     return lines
@@ -231,8 +233,8 @@ def _role_row(title: str, pairs: Sequence[Pair], integers: bool) -> list[str]:
 
 
 def _error_of_master(manifest: Manifest) -> list[str]:
-    bits, error = (_measure(manifest.master.get(key)) for key in ("bits_per_weight", "relative_mse"))
-    if isinstance(manifest.master.get("awq"), dict):
+    bits, error = (_measure(manifest.identity.master.get(key)) for key in ("bits_per_weight", "relative_mse"))
+    if isinstance(manifest.identity.master.get("awq"), dict):
         error = None  # of the scaled weights
     said = [
         *([] if bits is None else [f"{bits:.4f} bits per weight"]),
@@ -250,7 +252,7 @@ def _exceptions(pairs: Sequence[Pair], manifest: Manifest) -> list[str]:
     if rescued:
         lines.append(
             f"Rescued, {len(rescued)} tensor(s) (their error exceeded {RESCUE_FACTOR} times what the codec promises for Gaussian "
-            f"weights, and they were coded again with signs before the rotation): {listed(rescued)}"
+            f"weights, and their codec's second choice was taken): {listed(rescued)}"
         )
     exceeding = manifest.to_json()["exceeding"]
     if exceeding:
@@ -279,7 +281,7 @@ def _plain(tensors: Sequence[TensorPlan]) -> str:
 _ACTIONS = {KEEP: "kept", DECODE: "decoded"}
 
 
-def evaluation(records: Sequence[Record], manifest: Manifest) -> list[str]:
+def evaluation(records: Sequence[EvaluationRecord], manifest: Manifest) -> list[str]:
     """What eval measured, and how; nothing where it was not run."""
     original = (
         manifest.source_fingerprint if manifest.kind == "master" else manifest.made_by.get("original_fingerprint")
@@ -306,7 +308,7 @@ def evaluation(records: Sequence[Record], manifest: Manifest) -> list[str]:
     return [table(titles, rows, range(2, len(titles))), said, "\n".join(protocols)]
 
 
-def _protocol(record: Record, original: Any) -> str:
+def _protocol(record: EvaluationRecord, original: Any) -> str:
     masked = f"the first {record.masked} tokens of each masked" if record.masked else "none masked"
     if record.score_first and record.masked:
         masked = f"the first {record.masked} tokens of each but the first masked"
@@ -339,20 +341,15 @@ def _finite(value: float | None, form: str) -> str:
 
 def method(manifest: Manifest) -> list[str]:
     """How it was done, and who thought of it."""
-    source = manifest.made_by if manifest.kind == "master" else manifest.master
+    source = manifest.made_by if manifest.kind == "master" else manifest.identity.master
     said = source.get("recipe")
     codecs = {tensor.codec for tensor in manifest.tensors if tensor.codec} if manifest.kind == "master" else set()
     if isinstance(said, dict) and manifest.kind != "master":
         codecs = {_text(said.get("codec"))}
     of = "" if manifest.kind == "master" else "Of the master: "
-    text = []
-    if OURS in codecs:
-        text.append(
-            f"{of}Each weight is cut along its rows into blocks of 128. A block is rotated by the Walsh-Hadamard matrix, which makes "
-            "its coordinates nearly Gaussian, and each coordinate becomes the nearest of the Lloyd-Max levels of the normal "
-            "distribution. Beside the codes a block has one float16 norm, the one with the least squared error."
-        )
-    others = sorted(codec for codec in codecs if codec and codec != OURS)
+    described = {name: CODECS[name].description for name in sorted(codecs) if name in CODECS}
+    text = [f"{of}{description}" for description in described.values() if description]
+    others = sorted(codec for codec in codecs if codec and not described.get(codec))
     if others:
         text.append(f"{of}Codecs of pqweights' ablation: {', '.join(code(codec) for codec in others)}.")
     if any(tensor.action == INTEGER for tensor in manifest.tensors):
@@ -381,12 +378,12 @@ def method(manifest: Manifest) -> list[str]:
 
 def files(manifest: Manifest, manifest_sha256: str, has_records: bool) -> list[str]:
     """What the bytes must be, and where the source came from."""
-    shards = plan_shards(manifest.tensors, manifest.max_shard_bytes, manifest.metadata)
+    shards = shards_of(manifest)
     rows = [[code(shard.file), str(shard.file_bytes)] for shard in shards]
     of = "source" if manifest.kind == "master" else "master that it was made from"
     facts = [f"sha256 of {code(MANIFEST_FILE)}: {code(manifest_sha256)}"]
-    if manifest.origin is not None:
-        facts.append(f"{of}: {code(manifest.origin.id)} at commit {code(manifest.origin.revision)}")
+    if manifest.identity.origin is not None:
+        facts.append(f"{of}: {code(manifest.identity.origin.id)} at commit {code(manifest.identity.origin.revision)}")
     facts.append(f"fingerprint of the {of}: {code(manifest.source_fingerprint)}")
     if "original_fingerprint" in manifest.made_by:
         facts.append(f"fingerprint of the original: {code(_text(manifest.made_by['original_fingerprint']))}")
@@ -401,9 +398,9 @@ def files(manifest: Manifest, manifest_sha256: str, has_records: bool) -> list[s
     ]
 
 
-def main_bits(manifest: Manifest) -> int | None:
+def main_bits(manifest: Manifest) -> float | None:
     """The width of most of the quantized weights."""
-    counts: dict[int, int] = defaultdict(int)
+    counts: dict[float, int] = defaultdict(int)
     for tensor in manifest.tensors:
         if tensor.bits is not None:
             counts[tensor.bits] += tensor.weights

@@ -19,6 +19,18 @@ GUARD = (
     "convert it with `pqweights export --target bf16`"
 )
 
+# The end of an architecture's name -> the class that knows which model of that kind a config.json means.
+AUTO_CLASSES = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForConditionalGeneration": "AutoModelForImageTextToText",
+    "ForImageTextToText": "AutoModelForImageTextToText",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+}
+
 
 def model_dtype(config: dict[str, Any] | None, tensors: Sequence[LogicalTensor]) -> str:
     """The dtype of a model, BF16, F16, F32 or F64: what its configuration says, else that of most of its elements."""

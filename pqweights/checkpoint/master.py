@@ -1,6 +1,6 @@
 """The quantization_config of a master: writing it, and reading it back with every claim checked.
 
-It holds all that decoding needs besides the tensors. Defaults stand once, exceptions per tensor; docs/format.md,
+It holds all that decoding needs besides the tensors. Defaults stand once, exceptions per weight; docs/format.md,
 section "config.json".
 """
 
@@ -10,109 +10,130 @@ import difflib
 import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from pqweights.checkpoint.header import StoredTensor, TensorSpec
-from pqweights.checkpoint.names import AWQ_SUFFIX, CODES_SUFFIX, NORMS_SUFFIX, awq_name, codes_name, norms_name
+from pqweights.checkpoint.names import AWQ_SUFFIX, awq_name
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor
 from pqweights.checkpoint.scales import scale_shape
 from pqweights.checkpoint.storage import Storage
-from pqweights.codecs import CODECS, get_codec
+from pqweights.codecs import CODECS, DEFAULT_CODEC
+from pqweights.codecs.protocol import Codec, Coder, Part, State, exact_rate
 from pqweights.codecs.weight import block_count
 from pqweights.dtypes import FLOAT_DTYPES
-from pqweights.errors import MasterError
-from pqweights.kernels import BLOCK_SIZE
-from pqweights.kernels.codebook import Codebook, codebook_from_levels
+from pqweights.errors import MasterError, PqweightsError, RecipeError
+from pqweights.strict_json import Fields, is_number
 
 QUANT_METHOD = "pqweights"
-FORMAT_VERSION = 1
-DEFAULT_KEYS = {
-    "quant_method", "format_version", "block_size", "codec", "bits", "dtype", "rotation", "levels", "overrides", "kept",
-}  # fmt: skip
+SETTINGS_KEYS = (
+    "quant_method",
+    "format_version",
+    "block_size",
+    "codec",
+    "bits",
+    "dtype",
+    "levels",
+    "overrides",
+    "kept",
+)
+OVERRIDE_KEYS = ("codec", "bits", "dtype", "shape")
 LOGICAL_DTYPES = (*FLOAT_DTYPES, "MXFP4")
-OVERRIDE_KEYS = {"codec", "bits", "dtype", "rotation", "norm_exponent", "shape"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """How one weight of a master is stored. dtype is the logical dtype (BF16, F16, F32, or the source's packed format)."""
+    """How one weight of a master is stored.
+
+    dtype: the logical dtype (BF16, F16, F32, or the source's packed format). state: State.to_json.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    codec: str
-    bits: int
-    rotation: str
-    norm_exponent: int
+    coder: Coder
+    state: Mapping[str, Any]
 
 
-def has_whole_rows(shape: tuple[int, ...]) -> bool:
+def has_whole_rows(shape: tuple[int, ...], block_size: int) -> bool:
     """Whether blocks divide the last dimension, so that the stored shapes follow the weight's."""
-    return bool(shape) and shape[-1] % BLOCK_SIZE == 0 and math.prod(shape) > 0
+    return bool(shape) and shape[-1] % block_size == 0 and math.prod(shape) > 0
 
 
-def encoded_specs(
-    name: str, shape: tuple[int, ...], codec: str, bits: int, awq: bool = False
-) -> tuple[TensorSpec, ...]:
-    """What a weight becomes: codes U8 and norms F16, and with AWQ the scales of its input channels F16.
+def encoded_specs(name: str, shape: tuple[int, ...], coder: Coder, awq: bool = False) -> tuple[TensorSpec, ...]:
+    """What a weight becomes: the coder's parts, and with AWQ the scales of its input channels F16.
 
-    [..., K] becomes [..., K / 128 * code bytes] and [..., K / 128]; where 128 does not divide K, the blocks run over
-    the flattened weight: [blocks, code bytes] and [blocks].
+    With n items of a part in a block of b weights, [..., K] becomes [..., K / b * n]; where b does not divide K, the blocks
+    run over the flattened weight: [blocks, n], or [blocks] for n = 1.
     """
-    codes, norms = _encoded_shapes(shape, codec, bits)
-    specs = TensorSpec(name + CODES_SUFFIX, "U8", codes), TensorSpec(name + NORMS_SUFFIX, "F16", norms)
+    suffixes = ((part.suffix, part.dtype) for part in coder.parts)
+    shapes = _encoded_shapes(shape, coder.block_size, coder.parts)
+    specs = tuple(TensorSpec(name + suffix, dtype, of) for (suffix, dtype), of in zip(suffixes, shapes, strict=True))
     return (*specs, TensorSpec(name + AWQ_SUFFIX, "F16", scale_shape(shape))) if awq else specs
 
 
-@functools.lru_cache(maxsize=4096, typed=True)  # typed: a config.json may say 5.0 bits
-def _encoded_shapes(shape: tuple[int, ...], codec: str, bits: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+@functools.lru_cache(maxsize=4096)
+def _encoded_shapes(shape: tuple[int, ...], block_size: int, parts: tuple[Part, ...]) -> tuple[tuple[int, ...], ...]:
     """Remembered, as a model has tens of thousands of weights in a dozen shapes."""
-    code_bytes = get_codec(codec).code_bytes_per_block(bits)
-    if has_whole_rows(shape):
-        rows, per_row = shape[:-1], shape[-1] // BLOCK_SIZE
-        return (*rows, per_row * code_bytes), (*rows, per_row)
-    blocks = block_count(math.prod(shape))
-    return (blocks, code_bytes), (blocks,)
+    counts = [part.items_per_block for part in parts]
+    if has_whole_rows(shape, block_size):
+        return tuple((*shape[:-1], shape[-1] // block_size * count) for count in counts)
+    blocks = block_count(math.prod(shape), block_size)
+    return tuple((blocks, count) if count > 1 else (blocks,) for count in counts)
 
 
 def quantization_config(encodings: Sequence[Encoding], kept: Sequence[str]) -> dict[str, Any]:
     """The quantization_config of a master with these weights; the most common settings become the defaults."""
-
-    def most_common(values: list[Any]) -> Any:
-        return Counter(values).most_common(1)[0][0] if values else None
-
-    defaults = {
-        "codec": most_common([e.codec for e in encodings]),
-        "bits": most_common([e.bits for e in encodings]),
-        "dtype": most_common([e.dtype for e in encodings]),
-        "rotation": most_common([get_codec(e.codec).rotations[0] for e in encodings]),
+    codecs = [CODECS[e.coder.codec] for e in encodings]
+    defaults: dict[str, Any] = {
+        "codec": _most_common([e.coder.codec for e in encodings]),
+        "bits": _most_common([e.coder.bits for e in encodings]),
+        "dtype": _most_common([e.dtype for e in encodings]),
     }
-    overrides: dict[str, dict[str, Any]] = {}
-    for e in encodings:
-        own: dict[str, Any] = {key: getattr(e, key) for key, value in defaults.items() if getattr(e, key) != value}
-        if e.norm_exponent:
-            own["norm_exponent"] = e.norm_exponent
-        if not has_whole_rows(e.shape):
-            own["shape"] = list(e.shape)
-        if own:
-            overrides[e.name] = own
-    levels: dict[str, dict[str, list[float]]] = {}
-    for codec, bits in sorted({(e.codec, e.bits) for e in encodings}):
-        # The shortest decimals that round to the float32 level.
-        levels.setdefault(codec, {})[str(bits)] = [float(str(c)) for c in get_codec(codec).codebook(bits).levels]
+    for key in stated_defaults(codecs or [CODECS[DEFAULT_CODEC]]):
+        defaults[key] = _most_common([c.state_defaults[key] for c in codecs if key in c.state_defaults])
+    overrides = {e.name: own for e in encodings if (own := _override(e, defaults))}
+    levels: dict[str, dict[str, Any]] = {}
+    coders = {(e.coder.codec, e.coder.bits): e.coder for e in encodings}
+    for (codec, bits), coder in sorted(coders.items()):
+        tables = coder.tables()
+        if tables is not None:
+            levels.setdefault(codec, {})[str(bits)] = tables
     return {
         "quant_method": QUANT_METHOD,
-        "format_version": FORMAT_VERSION,
-        "block_size": BLOCK_SIZE,
+        "format_version": max((codec.format_version for codec in codecs), default=1),
+        "block_size": _most_common([e.coder.block_size for e in encodings]) or _default_block_size(),
         **defaults,
         "levels": levels,
         "overrides": overrides,
         "kept": list(kept),
     }
+
+
+def stated_defaults(codecs: Sequence[Codec]) -> tuple[str, ...]:
+    """The keys of states for which a configuration states a default; one of 0 goes without saying."""
+    return tuple(dict.fromkeys(key for codec in codecs for key, value in codec.state_defaults.items() if value))
+
+
+def _most_common(values: list[Any]) -> Any:
+    return Counter(values).most_common(1)[0][0] if values else None
+
+
+def _override(encoding: Encoding, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What of an encoding differs from the defaults."""
+    coder = encoding.coder
+    own = {"codec": coder.codec, "bits": coder.bits, "dtype": encoding.dtype, **encoding.state}
+    expected = {**CODECS[coder.codec].state_defaults, **defaults}
+    result = {key: value for key, value in own.items() if value != expected[key]}
+    if not has_whole_rows(encoding.shape, coder.block_size):
+        result["shape"] = list(encoding.shape)
+    return result
+
+
+def _default_block_size() -> int:
+    codec = CODECS[DEFAULT_CODEC]
+    return codec.coder(codec.rates[0]).block_size
 
 
 def is_master(config: dict[str, Any] | None) -> bool:
@@ -126,123 +147,167 @@ def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: d
 
     Raises MasterError where the configuration and the headers do not fit each other.
     """
-    settings = config["quantization_config"]
-    version = settings.get("format_version")
-    if version != FORMAT_VERSION:
-        raise MasterError(
-            f"config.json: format_version: expected {FORMAT_VERSION}, found {version!r}; a newer pqweights may read it"
-        )
-    _check_keys("quantization_config", settings, DEFAULT_KEYS)
-    if settings.get("block_size") != BLOCK_SIZE:
-        raise MasterError(f"config.json: block_size: expected {BLOCK_SIZE}, found {settings.get('block_size')!r}")
-    overrides = _object(settings, "overrides")
-    codebooks: dict[tuple[str, int], Codebook] = {}
-    tensors: list[LogicalTensor] = []
-    taken: set[str] = set()
-    kept = set(_strings(settings, "kept"))
-    for name in [n[: -len(CODES_SUFFIX)] for n in stored if n.endswith(CODES_SUFFIX) and n not in kept]:
-        if norms_name(name) not in stored:
-            raise MasterError(
-                f"tensor {codes_name(name)!r} has no {norms_name(name)!r} beside it; the master is damaged"
-            )
-        awq = stored.get(awq_name(name)) if awq_name(name) not in kept else None
-        tensors.append(_encoded(storage, stored, name, awq, settings, overrides.get(name, {}), codebooks))
-        taken |= {codes_name(name), norms_name(name)} | ({awq_name(name)} & stored.keys() - kept)
-    unknown = [name for name in overrides if codes_name(name) not in taken]
+    settings = _Settings(config["quantization_config"])
+    kept = frozenset(settings.fields.optional("kept", settings.fields.texts, []))
+    encoded = [
+        settings.tensor(storage, stored, name, kept)
+        for file_name in stored
+        if file_name not in kept and (name := settings.weight_of(file_name)) is not None
+    ]
+    taken = {part.name for tensor in encoded for part in tensor.parts}
+    unknown = settings.overrides.keys() - {tensor.name for tensor in encoded}
     if unknown:
-        raise MasterError(f"config.json: overrides: {unknown[0]!r} is no quantized weight of this checkpoint")
-    tensors += [PlainTensor(storage, tensor) for name, tensor in stored.items() if name not in taken]
-    return tensors
+        raise MasterError(f"config.json: overrides: {min(unknown)!r} is not a quantized weight of this checkpoint")
+    return [*encoded, *(PlainTensor(storage, tensor) for name, tensor in stored.items() if name not in taken)]
 
 
-def _encoded(
-    storage: Storage,
-    stored: dict[str, StoredTensor],
-    name: str,
-    awq: StoredTensor | None,
-    settings: dict[str, Any],
-    own: dict[str, Any],
-    codebooks: dict[tuple[str, int], Codebook],
-) -> EncodedTensor:
-    codes, norms = stored[codes_name(name)], stored[norms_name(name)]
-    if not isinstance(own, dict):
-        raise MasterError(f"config.json: overrides: {name!r}: expected an object, found {own!r}")
-    _check_keys(f"overrides of {name!r}", own, OVERRIDE_KEYS)
-    merged = {**{key: settings.get(key) for key in OVERRIDE_KEYS}, "norm_exponent": 0, "shape": None, **own}
-    codec_name, bits, rotation, exponent = (merged[k] for k in ("codec", "bits", "rotation", "norm_exponent"))
-    if not isinstance(codec_name, str) or codec_name not in CODECS:
-        raise MasterError(f"config.json: {name!r}: codec: expected one of {', '.join(CODECS)}, found {codec_name!r}")
-    codec = CODECS[codec_name]
-    if bits not in codec.widths or rotation not in codec.rotations:
-        raise MasterError(f"config.json: {name!r}: {codec_name} has no {bits!r} bits with rotation {rotation!r}")
-    if not isinstance(exponent, int) or not -200 <= exponent <= 200:
-        raise MasterError(f"config.json: {name!r}: norm_exponent: expected -200 to 200, found {exponent!r}")
-    if merged["dtype"] not in LOGICAL_DTYPES:
-        raise MasterError(
-            f"config.json: {name!r}: dtype: expected one of {', '.join(LOGICAL_DTYPES)}, found {merged['dtype']!r}"
-        )
-    shape = merged["shape"]
-    if shape is None:
-        per_row, rest = divmod(codes.shape[-1] if codes.shape else 1, codec.code_bytes_per_block(bits))
-        if rest:
+class _Settings:
+    """The quantization_config of a master, checked as far as that is possible without the tensors."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        latest = max(codec.format_version for codec in CODECS.values())
+        version = settings.get("format_version")
+        if type(version) is not int or not 1 <= version <= latest:
+            expected = "1" if latest == 1 else f"1 to {latest}"
             raise MasterError(
-                f"{codes.file}: {codes.name!r}: expected a last dimension that {codec.code_bytes_per_block(bits)} divides "
-                f"({bits} bits), found shape {list(codes.shape)}"
+                f"config.json: format_version: expected {expected}, found {version!r}; a newer pqweights may read it"
             )
-        shape = (*codes.shape[:-1], per_row * BLOCK_SIZE)
-    elif not isinstance(shape, list) or not all(isinstance(n, int) and n >= 0 for n in shape):
-        raise MasterError(f"config.json: {name!r}: shape: expected a list of sizes, found {shape!r}")
+        _check_keys("quantization_config", settings, (*SETTINGS_KEYS, *stated_defaults(list(CODECS.values()))))
+        self.fields = Fields(settings, _wrong)
+        self.overrides = self.fields.optional("overrides", self.fields.mapping, {})
+        self._settings = settings
+        self._levels = self.fields.optional("levels", self.fields.mapping, {})
+        self._coders: dict[tuple[str, float], Coder] = {}
+        self._first_suffixes = tuple(dict.fromkeys(codec.suffixes[0] for codec in CODECS.values()))
+        self._check_block_size()
+
+    def _check_block_size(self) -> None:
+        expected = _default_block_size()
+        codec, bits = self._settings.get("codec"), self._settings.get("bits")
+        if isinstance(codec, str) and codec in CODECS and is_number(bits):
+            expected = self.coder("quantization_config", codec, bits).block_size
+        if self._settings.get("block_size") != expected:
+            found = self._settings.get("block_size")
+            raise MasterError(f"config.json: block_size: expected {expected}, found {found!r}")
+
+    def weight_of(self, stored_name: str) -> str | None:
+        """The weight whose first part a stored tensor is by its name; None for another tensor."""
+        for suffix in self._first_suffixes:
+            if stored_name.endswith(suffix):
+                name = stored_name[: -len(suffix)]
+                codec = self._merged(name).get("codec")
+                if not isinstance(codec, str) or codec not in CODECS or CODECS[codec].suffixes[0] == suffix:
+                    return name
+        return None
+
+    def _merged(self, name: str) -> dict[str, Any]:
+        own = self.overrides.get(name, {})
+        if not isinstance(own, dict):
+            raise MasterError(f"config.json: overrides: {name!r}: expected an object, found {own!r}")
+        return {**self._settings, "shape": None, **own}
+
+    def coder(self, where: str, codec: str, bits: float) -> Coder:
+        """The coder of a rate, with the tables that the checkpoint itself gives."""
+        if (codec, bits) not in self._coders:
+            tables = Fields(self._levels, _wrong).optional(codec, Fields(self._levels, _wrong).mapping, {})
+            try:
+                coder = CODECS[codec].coder_from_tables(bits, tables.get(str(exact_rate(bits))))
+            except RecipeError as error:
+                raise MasterError(f"config.json: {where}: bits: {error}") from None
+            except ValueError as error:
+                raise MasterError(f"config.json: levels of {codec}: {error}") from None
+            self._coders[codec, bits] = coder
+        return self._coders[codec, bits]
+
+    def tensor(
+        self, storage: Storage, stored: Mapping[str, StoredTensor], name: str, kept: frozenset[str]
+    ) -> EncodedTensor:
+        """A weight, from its own settings and its stored tensors."""
+        where, merged = repr(name), self._merged(name)
+        codec, bits = merged.get("codec"), merged.get("bits")
+        if not isinstance(codec, str) or codec not in CODECS:
+            raise MasterError(f"config.json: {where}: codec: expected one of {', '.join(CODECS)}, found {codec!r}")
+        _check_keys(
+            f"overrides of {where}", self.overrides.get(name, {}), (*OVERRIDE_KEYS, *CODECS[codec].state_defaults)
+        )
+        if not is_number(bits):
+            raise MasterError(f"config.json: {where}: bits: expected a number, found {bits!r}")
+        if merged.get("dtype") not in LOGICAL_DTYPES:
+            found = merged.get("dtype")
+            raise MasterError(
+                f"config.json: {where}: dtype: expected one of {', '.join(LOGICAL_DTYPES)}, found {found!r}"
+            )
+        coder = self.coder(where, codec, bits)
+        parts = _parts(stored, name, coder)
+        awq = stored.get(awq_name(name)) if awq_name(name) not in kept else None
+        shape = _shape(where, merged["shape"], coder, parts[0])
+        _check_shapes(name, shape, coder, parts, awq)
+        return EncodedTensor(
+            storage=storage,
+            name=name,
+            shape=shape,
+            dtype=merged["dtype"],
+            coder=coder,
+            state=self._state(where, codec, coder, merged),
+            encoded=parts,
+            awq=awq,
+        )
+
+    def _state(self, where: str, codec: str, coder: Coder, merged: Mapping[str, Any]) -> State:
+        def wrong(key: str, expected: str, found: Any) -> PqweightsError:
+            return MasterError(f"config.json: {where}: {key}: expected {expected}, found {found!r}")
+
+        own = {key: merged[key] for key in CODECS[codec].state_defaults if key in merged}
+        try:
+            return coder.parse_state(Fields(own, wrong))
+        except ValueError as error:
+            raise MasterError(f"config.json: {where}: {error}") from None
+
+
+def _parts(stored: Mapping[str, StoredTensor], name: str, coder: Coder) -> tuple[StoredTensor, ...]:
+    names = [name + part.suffix for part in coder.parts]
+    for missing in names:
+        if missing not in stored:
+            raise MasterError(f"tensor {names[0]!r} has no {missing!r} beside it; the master is damaged")
+    return tuple(stored[part] for part in names)
+
+
+def _shape(where: str, stated: Any, coder: Coder, first: StoredTensor) -> tuple[int, ...]:
+    """That of a weight: as it is stated, else as it follows from the shape of its first part."""
+    if stated is not None:
+        fields = Fields({"shape": stated}, lambda key, expected, found: _wrong(f"{where}: {key}", expected, found))
+        return fields.shape("shape")
+    items = coder.parts[0].items_per_block
+    per_row, rest = divmod(first.shape[-1] if first.shape else 1, items)
+    if rest:
+        raise MasterError(
+            f"{first.file}: {first.name!r}: expected a last dimension that {items} divides ({coder.bits} bits), found shape "
+            f"{list(first.shape)}"
+        )
+    return (*first.shape[:-1], per_row * coder.block_size)
+
+
+def _check_shapes(
+    name: str, shape: tuple[int, ...], coder: Coder, parts: tuple[StoredTensor, ...], awq: StoredTensor | None
+) -> None:
     if awq is not None and len(shape) < 2:
         raise MasterError(
             f"{awq.file}: {awq.name!r}: expected no scales for a weight {list(shape)}; the master is damaged"
         )
-    expected = encoded_specs(name, tuple(shape), codec_name, bits, awq is not None)
-    for spec, found in zip(expected, (codes, norms) if awq is None else (codes, norms, awq), strict=True):
-        if (spec.dtype, spec.shape) != (found.dtype, found.shape):
+    found = parts if awq is None else (*parts, awq)
+    for spec, part in zip(encoded_specs(name, shape, coder, awq is not None), found, strict=True):
+        if (spec.dtype, spec.shape) != (part.dtype, part.shape):
             raise MasterError(
-                f"{found.file}: {found.name!r}: expected {spec.dtype} {list(spec.shape)} for a weight {list(shape)} at "
-                f"{bits} bits, found {found.dtype} {list(found.shape)}"
+                f"{part.file}: {part.name!r}: expected {spec.dtype} {list(spec.shape)} for a weight {list(shape)} at "
+                f"{coder.bits} bits, found {part.dtype} {list(part.shape)}"
             )
-    if (codec_name, bits) not in codebooks:
-        codebooks[codec_name, bits] = _codebook(settings, codec_name, bits)
-    codebook = codebooks[codec_name, bits]
-    return EncodedTensor(
-        storage, name, tuple(shape), merged["dtype"], codec_name, bits, rotation, exponent, codebook, codes, norms, awq
-    )
 
 
-def _codebook(settings: dict[str, Any], codec: str, bits: int) -> Codebook:
-    """The levels as the checkpoint itself gives them."""
-    table = _object(_object(settings, "levels"), codec).get(str(bits))
-    numbers = [c for c in table if isinstance(c, float | int)] if isinstance(table, list) else []
-    try:
-        with np.errstate(over="ignore"):
-            levels = np.array(numbers, dtype=np.float64).astype(np.float32)
-    except OverflowError:
-        levels = np.array([np.inf], dtype=np.float32)
-    whole = isinstance(table, list) and len(table) == len(numbers) == 2**bits
-    if not whole or not np.isfinite(levels).all() or not (levels[1:] > levels[:-1]).all():
-        raise MasterError(
-            f"config.json: levels of {codec}: expected {2**bits} ascending float32 numbers for {bits} bits"
-        )
-    return codebook_from_levels(bits, levels)
+def _wrong(key: str, expected: str, found: Any) -> PqweightsError:
+    return MasterError(f"config.json: {key}: expected {expected}, found {str(found)[:80]}")
 
 
-def _object(parent: dict[str, Any], key: str) -> dict[str, Any]:
-    value = parent.get(key, {})
-    if not isinstance(value, dict):
-        raise MasterError(f"config.json: {key}: expected an object, found {type(value).__name__}")
-    return value
-
-
-def _strings(parent: dict[str, Any], key: str) -> list[str]:
-    value = parent.get(key, [])
-    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-        raise MasterError(f"config.json: {key}: expected a list of names, found {str(value)[:80]}")
-    return value
-
-
-def _check_keys(where: str, found: dict[str, Any], known: set[str]) -> None:
+def _check_keys(where: str, found: dict[str, Any], known: Sequence[str]) -> None:
     """A key that this version does not know may change how the bytes are meant, so it is an error."""
     for key in found:
         if key not in known:

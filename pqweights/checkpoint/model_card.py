@@ -47,7 +47,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= MAX_TEXT and value.isprintable()
 
 
-class _Loader(yaml.SafeLoader):
+class _CardLoader(yaml.SafeLoader):
     """Without merges of mappings, whose copies of copies fill any memory."""
 
     def flatten_mapping(self, node: Any) -> None:
@@ -67,7 +67,7 @@ def front_matter(card: str) -> tuple[dict[str, Any], str]:
     if len(text) > MAX_FRONT_MATTER:
         return {}, body
     try:
-        found = yaml.load(text, _Loader)  # a SafeLoader
+        found = yaml.load(text, _CardLoader)  # a SafeLoader
     except (yaml.YAMLError, ValueError, TypeError, RecursionError):
         return {}, body
     return (found if isinstance(found, dict) else {}), body

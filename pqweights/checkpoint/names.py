@@ -1,12 +1,7 @@
-"""The names that a master uses: which stored tensors a weight becomes, and what its files are called.
-
-Underscores, not dots, because transformers splits serialized names at the last dot.
-"""
+"""The names of files, and of the scales of a weight's input channels. (Those of its other parts are the codec's.)"""
 
 from __future__ import annotations
 
-CODES_SUFFIX = "_codes"
-NORMS_SUFFIX = "_norms"
 AWQ_SUFFIX = "_awq_scale"
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -16,16 +11,8 @@ MANIFEST_FILE = "pqweights.json"
 CARD_FILE = "README.md"
 EVALUATION_FILE = "pqweights-eval.json"
 WORK_FOLDER = ".pqweights"
-
-
-def codes_name(weight: str) -> str:
-    """The name of a weight's packed codes."""
-    return weight + CODES_SUFFIX
-
-
-def norms_name(weight: str) -> str:
-    """The name of a weight's block norms."""
-    return weight + NORMS_SUFFIX
+# One of these files is there wherever a tokenizer is.
+TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "tekken.json")
 
 
 def awq_name(weight: str) -> str:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.names import CODES_SUFFIX, NORMS_SUFFIX
 from pqweights.checkpoint.readers import Float8Tensor, LogicalTensor, Mxfp4Tensor, PlainTensor
 from pqweights.checkpoint.storage import Storage
+from pqweights.codecs import CODECS
+from pqweights.codecs.protocol import Part
 from pqweights.dtypes import FLOAT8_DTYPES, FLOAT_DTYPES
 from pqweights.errors import SourceError
 
@@ -64,29 +65,37 @@ def logical_tensors(
     names = [*(tensor.name for tensor in tensors), *plain]
     tensors += [PlainTensor(storage, stored[name]) for name in plain]
     all_names = set(names)
+    suffixes = tuple(dict.fromkeys(suffix for codec in CODECS.values() for suffix in codec.suffixes))
     for name in names:
-        if name.endswith((CODES_SUFFIX, NORMS_SUFFIX)) and name.rsplit("_", 1)[0] in all_names:
-            raise SourceError(f"tensor {name!r}: the name is taken by the codes or norms of {name.rsplit('_', 1)[0]!r}")
+        if name.endswith(suffixes) and (weight := _without(name, suffixes)) in all_names:
+            raise SourceError(f"tensor {name!r}: a master needs this name for a part of {weight!r}; rename the tensor")
     if len(all_names) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise SourceError(f"tensor {twice!r} stands twice, once in a packed format and once plain")
     return tensors
 
 
+def _without(name: str, suffixes: tuple[str, ...]) -> str:
+    """The name without the suffix that it ends with."""
+    return name.removesuffix(next(suffix for suffix in suffixes if name.endswith(suffix)))
+
+
 def _refuse_part_of_master(stored: dict[str, StoredTensor]) -> None:
-    """A shard of a master by itself, without the config.json that says how to read it."""
-    for name, tensor in stored.items():
-        norms = stored.get(name.removesuffix(CODES_SUFFIX) + NORMS_SUFFIX)
-        if (
-            name.endswith("weight" + CODES_SUFFIX)
-            and tensor.dtype == "U8"
-            and norms is not None
-            and norms.dtype == "F16"
-        ):
-            raise SourceError(
-                f"{tensor.file}: tensor {name!r} belongs to a pqweights master, whose config.json is not here; give the "
-                "original checkpoint to quantize, or the whole folder of the master to export"
-            )
+    """Refuse a shard of a master by itself, without the config.json that says how to read it."""
+    for parts in {codec.coder(codec.rates[0]).parts for codec in CODECS.values()}:
+        first = "weight" + parts[0].suffix
+        for name, tensor in stored.items():
+            if name.endswith(first) and _has_parts(stored, name.removesuffix(parts[0].suffix), parts):
+                raise SourceError(
+                    f"{tensor.file}: tensor {name!r} belongs to a pqweights master, whose config.json is not here; give the "
+                    "original checkpoint to quantize, or the whole folder of the master to export"
+                )
+
+
+def _has_parts(stored: dict[str, StoredTensor], weight: str, parts: tuple[Part, ...]) -> bool:
+    """Whether all parts of an encoded weight are there, in their dtypes."""
+    found = (stored.get(weight + part.suffix) for part in parts)
+    return all(tensor is not None and tensor.dtype == part.dtype for tensor, part in zip(found, parts, strict=True))
 
 
 def quantization_settings(config: dict[str, Any] | None) -> dict[str, Any]:

@@ -6,19 +6,17 @@ Everything above this package sees only `LogicalTensor`; FP8 with scales, MXFP4 
 from __future__ import annotations
 
 import math
-import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.buffers import scratch
 from pqweights.checkpoint import scales
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.storage import Storage
-from pqweights.codecs import get_codec
-from pqweights.codecs.protocol import HADAMARD
+from pqweights.codecs.protocol import VALUE_DTYPES, Basis, Coder, State
 from pqweights.dtypes import (
     DTYPE_BITS,
     FINITE_RANGES,
@@ -29,8 +27,7 @@ from pqweights.dtypes import (
     item_bytes,
     to_float32,
 )
-from pqweights.kernels import BLOCK_SIZE, VALUE_DTYPES
-from pqweights.kernels.codebook import Codebook
+from pqweights.kernels.workers import scratch, worker
 
 
 class LogicalTensor(Protocol):
@@ -203,9 +200,6 @@ class Float8Tensor:
         return to_float32(raw, self.scales.dtype)
 
 
-_last_expert = threading.local()
-
-
 @dataclass(frozen=True)
 class Mxfp4Tensor:
     """gpt-oss experts: [E, N, G, 16] bytes of two E2M1 codes (low nibble first) and [E, N, G] exponents (bias 127).
@@ -278,14 +272,14 @@ class Mxfp4Tensor:
 
     def _whole_expert(self, expert: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
         """The stored bytes of one expert; each thread keeps the last, as many chunks in a row need the same."""
-        key = (self.blocks, expert)
-        if getattr(_last_expert, "key", None) != key:
+
+        def read() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
             _, rows, all_groups, _ = self.blocks.shape
             codes = self._read_columns(self.blocks, expert, rows, all_groups * 16, 0, all_groups * 16)
             exponents = self._read_columns(self.scales, expert, rows, all_groups, 0, all_groups)
-            _last_expert.key, _last_expert.value = key, (codes, exponents)
-        value: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]] = _last_expert.value
-        return value
+            return codes, exponents
+
+        return worker().kept("expert", (self.blocks, expert), read)
 
     def _read_columns(
         self, stored: StoredTensor, expert: int, rows: int, row_bytes: int, column: int, columns: int
@@ -301,21 +295,20 @@ class Mxfp4Tensor:
         return result
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EncodedTensor:
-    """A weight of a master: codes and norms, decoded block by block. awq: the scales of its input channels."""
+    """A weight of a master, decoded block by block.
+
+    encoded: the stored tensors of the coder's parts. awq: the scales of the input channels, where they were scaled.
+    """
 
     storage: Storage
     name: str
     shape: tuple[int, ...]
     dtype: str
-    codec: str
-    bits: int
-    rotation: str
-    norm_exponent: int
-    codebook: Codebook
-    codes: StoredTensor
-    norms: StoredTensor
+    coder: Coder
+    state: State
+    encoded: tuple[StoredTensor, ...]
     awq: StoredTensor | None = None
 
     @property
@@ -326,15 +319,20 @@ class EncodedTensor:
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
         """See LogicalTensor."""
-        return (self.codes, self.norms) if self.awq is None else (self.codes, self.norms, self.awq)
+        return self.encoded if self.awq is None else (*self.encoded, self.awq)
+
+    @property
+    def bases(self) -> frozenset[Basis]:
+        """The bases in which `read_in` can give the weight; scales of input channels leave only its own."""
+        return frozenset([Basis.PLAIN]) if self.awq is not None else self.coder.bases(self.state)
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """See LogicalTensor; whole blocks are decoded."""
         if self.awq is None and dtype in VALUE_DTYPES:
-            self._decode(start, count, dtype, self.rotation, out)
+            self._decode(start, count, dtype, out)
             return
         decoded = out[: count * 4] if dtype == "F32" else scratch("decoded", count * 4)
-        self._decode(start, count, "F32", self.rotation, decoded)
+        self._decode(start, count, "F32", decoded)
         if self.awq is not None:
             values = decoded.view(np.float32)
             rows = self.shape[-2]
@@ -343,6 +341,11 @@ class EncodedTensor:
             np.clip(values, *FINITE_RANGES.get(dtype, FINITE_RANGES["F32"]), out=values)
         if dtype != "F32":
             out[: count * item_bytes(dtype)] = convert(decoded, "F32", dtype)
+
+    def read_in(self, basis: Basis, start: int, count: int, out: npt.NDArray[np.uint8]) -> None:
+        """Elements in one of `bases`, as float32."""
+        assert basis in self.bases
+        self._decode(start, count, "F32", out, basis)
 
     def awq_scales(self, first: int = 0, last: int | None = None) -> npt.NDArray[np.float32]:
         """The scales of the matrices [first, last), of all by default; only where there are some."""
@@ -353,32 +356,27 @@ class EncodedTensor:
         self.storage.read_into(self.awq.file, self.awq.offset + first * row, raw)
         return to_float32(raw, "F16")
 
-    @property
-    def in_hadamard_basis(self) -> bool:
-        """Whether the codes are of H b alone: no signs of a rescue, no scales, no codec without a rotation."""
-        return self.rotation == HADAMARD and self.awq is None
+    def read_parts(self, first: int, last: int, into: Sequence[npt.NDArray[np.uint8]]) -> None:
+        """The bytes of blocks [first, last) of each part, into arrays [blocks, bytes per block]."""
+        for part, stored, array in zip(self.coder.parts, self.encoded, into, strict=True):
+            self.storage.read_into(stored.file, stored.offset + first * part.bytes_per_block, array.reshape(-1))
 
-    def read_rotated(self, start: int, count: int, out: npt.NDArray[np.uint8]) -> None:
-        """Elements as they are coded: in the basis of the codec's default rotation (H b / sqrt(128)), as float32.
-
-        Only for a weight that is in it, see `in_hadamard_basis`.
-        """
-        assert self.in_hadamard_basis
-        self._decode(start, count, "F32", None, out)
-
-    def _decode(self, start: int, count: int, dtype: str, rotation: str | None, out: npt.NDArray[np.uint8]) -> None:
-        first, last = start // BLOCK_SIZE, -(-(start + count) // BLOCK_SIZE)
-        code_bytes = get_codec(self.codec).code_bytes_per_block(self.bits)
-        codes = scratch("codes", (last - first) * code_bytes).reshape(-1, code_bytes)
-        norms = scratch("norms", (last - first) * 2).view(np.uint16)
-        self.storage.read_into(self.codes.file, self.codes.offset + first * code_bytes, codes.reshape(-1))
-        self.storage.read_into(self.norms.file, self.norms.offset + first * 2, norms.view(np.uint8))
+    def _decode(
+        self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8], basis: Basis = Basis.PLAIN
+    ) -> None:
+        block_size = self.coder.block_size
+        first, last = start // block_size, -(-(start + count) // block_size)
+        parts = [
+            scratch(f"part {place}", (last - first) * part.bytes_per_block).reshape(-1, part.bytes_per_block)
+            for place, part in enumerate(self.coder.parts)
+        ]
+        self.read_parts(first, last, parts)
         size = item_bytes(dtype)
-        skip = (start - first * BLOCK_SIZE) * size
-        whole = (last - first) * BLOCK_SIZE * size
+        skip = (start - first * block_size) * size
+        whole = (last - first) * block_size * size
         in_place = skip == 0 and len(out) >= whole
         values = out[:whole] if in_place else np.empty(whole, dtype=np.uint8)
-        get_codec(self.codec).decode(codes, norms, dtype, self.codebook, rotation, self.norm_exponent, values)
+        self.coder.decode(parts, self.state, dtype, values, basis)
         if not in_place:
             out[: count * size] = values[skip : skip + count * size]
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import operator
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +29,7 @@ from pqweights.checkpoint.names import (
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.storage import FileState, LocalStorage, Origin, Storage, read_bytes, read_file
 from pqweights.errors import SourceError
+from pqweights.strict_json import is_utf8, parse_json
 
 # Weights in formats other than safetensors: never copied along.
 WEIGHT_SUFFIXES = (
@@ -39,9 +38,6 @@ WEIGHT_SUFFIXES = (
     ".pdparams",
 )  # fmt: skip
 SAMPLE_BYTES = 4096
-MAX_JSON_DEPTH = 100
-# UTF-8 has no surrogates: JSON can hold half of a pair only where it escapes one.
-SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True)
@@ -145,7 +141,7 @@ def open_checkpoint(storage: Storage, allow_pickle: bool = False, single_file: b
     """Read headers and configuration, check them against each other, and decide what the logical tensors are."""
     files = storage.files()
     for name in files:
-        if not _is_text(name):
+        if not is_utf8(name):
             raise SourceError(f"{name!a}: the name of this file is no UTF-8 text; rename or remove it")
     config = _read_json_object(storage, CONFIG_FILE) if CONFIG_FILE in files else None
     weight_files, index = _weight_files(storage, files, allow_pickle, single_file)
@@ -190,38 +186,13 @@ def needed_files(storage: Storage) -> tuple[str, ...]:
 
 
 def _read_json_object(storage: Storage, name: str) -> dict[str, Any]:
-    data = read_file(storage, name)
     try:
-        value = json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{name}: expected JSON, found {str(error)[:120]!r}") from None
+        value = parse_json(read_file(storage, name))
+    except ValueError as error:
+        raise SourceError(f"{name}: {error}") from None
     if not isinstance(value, dict):
         raise SourceError(f"{name}: expected a JSON object, found {type(value).__name__}")
-    # Cheap tests first, as an index has a line for every tensor: no nesting without brackets, no surrogate without escape.
-    if data.count(b"{") + data.count(b"[") >= MAX_JSON_DEPTH and _depth(value) > MAX_JSON_DEPTH:
-        raise SourceError(f"{name}: expected at most {MAX_JSON_DEPTH} levels of nesting, found more")
-    if SURROGATE_ESCAPE.search(data) and not _is_text(json.dumps(value, ensure_ascii=False)):
-        raise SourceError(f"{name}: expected UTF-8 text, found half of a surrogate pair")
     return value
-
-
-def _is_text(value: str) -> bool:
-    """Whether a string can be written: file names and JSON may hold halves of surrogate pairs, which cannot."""
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _depth(value: object) -> int:
-    """Levels of nesting, without recursion."""
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        children = [list(v.values()) if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
-        level = [child for group in children for child in group]
-    return depth
 
 
 def _weight_files(

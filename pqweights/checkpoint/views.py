@@ -9,8 +9,8 @@ import bisect
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
 import numpy as np
@@ -20,13 +20,29 @@ from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.dtypes import item_bytes
 
-# Matrices of at most so many bytes are kept while parts of them are transposed: the last two, for all threads.
+# Matrices of at most so many bytes are kept while parts of them are transposed.
 KEPT_BYTES = 1 << 26
+KEPT_MATRICES = 2
 # Elements that are read at once from rows of which not all columns count.
 READ_ELEMENTS = 1 << 20
 
-_last_matrices: deque[tuple[tuple[MovedTensor, int, str], npt.NDArray[np.uint8]]] = deque(maxlen=2)
-_making_a_matrix = threading.Lock()
+
+class MatrixCache:
+    """The matrices that were transposed last, for all threads: many chunks in a row need the same."""
+
+    def __init__(self) -> None:
+        self._matrices: deque[tuple[Hashable, npt.NDArray[np.uint8]]] = deque(maxlen=KEPT_MATRICES)
+        self._making = threading.Lock()
+
+    def matrix(self, key: Hashable, make: Callable[[], npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
+        """The matrix of a key, made by one thread at a time."""
+        with self._making:
+            for known, matrix in self._matrices:
+                if known == key:
+                    return matrix
+            made = make()
+            self._matrices.append((key, made))
+            return made
 
 
 @dataclass(frozen=True)
@@ -34,17 +50,19 @@ class Segment:
     """Rows first, first + step, ... of a tensor, `count` of them; a row runs along the last dimension."""
 
     tensor: LogicalTensor
+    _: KW_ONLY
     first: int
     step: int
     count: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class MovedTensor:
     """A tensor that only moves values of others.
 
     Without `transposed`: its rows are those of the segments, of each the `columns`. With it, it is [..., len(columns), R],
-    each of its matrices the transpose of R rows of the segments. dtype: in which it is kept.
+    each of its matrices the transpose of R rows of the segments. dtype: in which it is kept. cache: shared by the
+    tensors of an export.
     """
 
     name: str
@@ -53,6 +71,7 @@ class MovedTensor:
     segments: tuple[Segment, ...]
     columns: range
     transposed: bool
+    cache: MatrixCache
 
     @property
     def plain_dtype(self) -> str:
@@ -110,7 +129,7 @@ class MovedTensor:
             segment = self.segments[place]
             skip = row - (self._ends[place] - segment.count)
             count = min(rows, segment.count - skip)
-            yield Segment(segment.tensor, segment.first + skip * segment.step, segment.step, count)
+            yield Segment(segment.tensor, first=segment.first + skip * segment.step, step=segment.step, count=count)
             row, rows, place = row + count, rows - count, place + 1
 
     def _rows(
@@ -160,12 +179,6 @@ class MovedTensor:
 
     def _matrix(self, matrix: int, dtype: str) -> npt.NDArray[np.uint8]:
         """One matrix before it is transposed; kept, as many chunks in a row need the same."""
-        key = (self, matrix, dtype)  # the tensor itself, not its id, which another may have after it
-        with _making_a_matrix:
-            for known, value in _last_matrices:
-                if known == key:
-                    return value
-            width = self.shape[-1]
-            made = self._rows(matrix * width, width, dtype)
-            _last_matrices.append((key, made))
-        return made
+        width = self.shape[-1]
+        # The tensor itself is part of the key, not its id, which another may have after it.
+        return self.cache.matrix((self, matrix, dtype), lambda: self._rows(matrix * width, width, dtype))

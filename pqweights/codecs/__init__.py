@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import difflib
 
-from pqweights.codecs.comparison import Ablation
+from pqweights.codecs.comparison import ComparisonCodec
 from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
-from pqweights.codecs.protocol import Codec, EncodedBlocks
+from pqweights.codecs.protocol import Codec
 from pqweights.errors import RecipeError
 
-__all__ = ["CODECS", "Codec", "EncodedBlocks", "get_codec"]
+__all__ = ["CODECS", "DEFAULT_CODEC", "get_codec"]
+
+DEFAULT_CODEC = "hadamard-lloyd-max"
 
 CODECS: dict[str, Codec] = {
     "hadamard-lloyd-max": HadamardLloydMax(),
-    "absmax": Ablation("absmax", rotated=False, uniform=True),
-    "hadamard-absmax": Ablation("hadamard-absmax", rotated=True, uniform=True),
-    "lloyd-max": Ablation("lloyd-max", rotated=False, uniform=False),
-    "hadamard-lloyd-max-l2": Ablation("hadamard-lloyd-max-l2", rotated=True, uniform=False),
+    "absmax": ComparisonCodec(name="absmax", rotated=False, uniform=True),
+    "hadamard-absmax": ComparisonCodec(name="hadamard-absmax", rotated=True, uniform=True),
+    "lloyd-max": ComparisonCodec(name="lloyd-max", rotated=False, uniform=False),
+    "hadamard-lloyd-max-l2": ComparisonCodec(name="hadamard-lloyd-max-l2", rotated=True, uniform=False),
 }
 
 

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.codecs import lloyd_max
-from pqweights.codecs.protocol import HADAMARD, SIGNED_HADAMARD, UNROTATED, EncodedBlocks
-from pqweights.codecs.scalar import PackedCodec
+from pqweights.codecs.protocol import Bytes
+from pqweights.codecs.scalar import HADAMARD, SIGNED_HADAMARD, UNROTATED, ScalarCodec
 from pqweights.dtypes import item_bytes, to_float32
-from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, ORTHONORMAL, SIGNS, EncodeStats
+from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, ORTHONORMAL, SIGNS, BlockCoding, EncodedArrays, EncodeStats
 from pqweights.kernels.codebook import Codebook, codebook_from_levels
 
 Floats = npt.NDArray[np.float32]
@@ -47,8 +47,8 @@ ABSMAX_DISTORTION: dict[int, float] = {
 }
 
 
-@dataclass(frozen=True)
-class Ablation(PackedCodec):
+@dataclass(frozen=True, kw_only=True)
+class ComparisonCodec(ScalarCodec):
     """One of them.
 
     rotated: with the Hadamard rotation. uniform: with uniform levels up to the largest magnitude, which is the norm that
@@ -58,39 +58,24 @@ class Ablation(PackedCodec):
     name: str
     rotated: bool
     uniform: bool
-
-    @property
-    def widths(self) -> range:
-        """See Codec."""
-        return range(lloyd_max.MIN_BITS, lloyd_max.MAX_BITS + 1)
+    orthogonal_error = False  # as no norm here is that of least squares
 
     @property
     def rotations(self) -> tuple[str, ...]:
-        """See Codec; nothing rescues a weight that is not rotated."""
+        """See ScalarCodec; nothing rescues a weight that is not rotated."""
         return (HADAMARD, SIGNED_HADAMARD) if self.rotated else (UNROTATED,)
 
     def distortion(self, bits: int) -> float:
-        """See Codec; for the weights, or the rotated ones, a Gaussian."""
+        """See ScalarCodec; for the weights, or the rotated ones, a Gaussian."""
         return (ABSMAX_DISTORTION if self.uniform else lloyd_max.DISTORTION)[bits]
 
     def codebook(self, bits: int) -> Codebook:
-        """See Codec."""
+        """See ScalarCodec."""
         return uniform_codebook(bits) if self.uniform else lloyd_max.codebook(bits)
 
-    def encode(
-        self,
-        values: npt.NDArray[np.uint8],
-        dtype: str,
-        bits: int,
-        rotation: str,
-        norm_exponent: int,
-        codes: npt.NDArray[np.uint8],
-    ) -> EncodedBlocks:
-        """See Codec.encode."""
-        blocks, block_bytes = len(codes), BLOCK_SIZE * item_bytes(dtype)
-        norms = np.empty(blocks, dtype=np.uint16)
-        energies = np.empty(blocks, dtype=np.float64)
-        errors = np.empty(blocks, dtype=np.float64)
+    def encode_blocks(self, values: Bytes, dtype: str, coding: BlockCoding, out: EncodedArrays) -> EncodeStats:
+        """See ScalarCodec."""
+        blocks, block_bytes = len(out.codes), BLOCK_SIZE * item_bytes(dtype)
         smallest, largest, first_bad = math.inf, 0.0, -1
         for first in range(0, blocks, PIECE_BLOCKS):
             here = slice(first, min(first + PIECE_BLOCKS, blocks))
@@ -100,35 +85,29 @@ class Ablation(PackedCodec):
             if len(bad):
                 x[:, bad] = 0
                 first_bad = first + int(bad[0]) if first_bad < 0 else first_bad
-            found = self._encode(x, bits, rotation, norm_exponent)
-            codes[here] = pack(found.codes, bits).T
-            norms[here] = found.norms.view(np.uint16)
-            energies[here] = found.energies
-            errors[here] = found.errors
+            found = self._encode(x, coding)
+            out.codes[here] = pack(found.codes, coding.codebook.bits).T
+            out.norms[here] = found.norms.view(np.uint16)
+            out.energies[here] = found.energies
+            out.errors[here] = found.errors
             used = found.exact_norms[found.exact_norms > 0]
             smallest = min(smallest, float(used.min(initial=math.inf)))
             largest = max(largest, float(used.max(initial=0.0)))
-        return EncodedBlocks(codes, norms, energies, errors, EncodeStats(smallest, largest, first_bad))
+        return EncodeStats(smallest, largest, first_bad)
 
-    def _encode(self, x: Floats, bits: int, rotation: str, norm_exponent: int) -> _Piece:
+    def _encode(self, x: Floats, coding: BlockCoding) -> _EncodedPiece:
         """Blocks [128, blocks], finite."""
-        levels = self.codebook(bits).levels
-        if rotation == SIGNED_HADAMARD:
+        book = coding.codebook
+        if coding.signed:
             x = x * SIGNS[:, None]
         x, squares, k = prescale(x)
         if self.rotated:
             x = hadamard(x)
-        # The divisor of a block, what makes z of a quotient, and the norm in units of 2**k.
-        if self.uniform:
-            divisor, factor = np.abs(x).max(axis=0), ROOT_OF_BLOCK_SIZE
-            norm = divisor * np.float32(ORTHONORMAL) if self.rotated else divisor
-        else:
-            divisor, factor = np.sqrt(squares), np.float32(1) if self.rotated else ROOT_OF_BLOCK_SIZE
-            norm = divisor
+        divisor, factor, norm = self._divisors(x, squares)
         with np.errstate(divide="ignore"):
             z = x * np.where(divisor > 0, factor / divisor, np.float32(0))
-        codes = level_search(self.uniform, bits).codes(z)
-        c = levels.take(codes)
+        codes = level_search(self.uniform, book.bits).codes(z)
+        c = book.levels.take(codes)
         projection, level_energy = tree_sum(z * c), tree_sum(c * c)
         z -= c
         z *= z
@@ -136,17 +115,25 @@ class Ablation(PackedCodec):
 
         exact = np.ldexp(norm.astype(np.float64), k)
         with np.errstate(over="ignore"):  # an exponent that does not fit is found out by the statistics
-            norms = np.ldexp(exact, -norm_exponent).astype(np.float32).astype(np.float16)
+            norms = np.ldexp(exact, -coding.norm_exponent).astype(np.float32).astype(np.float16)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            short = 1 - np.ldexp(norms.astype(np.float64), norm_exponent) / exact
+            short = 1 - np.ldexp(norms.astype(np.float64), coding.norm_exponent) / exact
             per_block = residual.astype(np.float64) + 2 * short * (projection.astype(np.float64) - level_energy)
             per_block = np.maximum(per_block + short * short * level_energy, 0)
             errors = np.where(exact > 0, exact * exact / BLOCK_SIZE * per_block, 0)
         energies = np.ldexp(squares.astype(np.float64), 2 * k)
-        return _Piece(codes, norms, energies, errors, exact)
+        return _EncodedPiece(codes, norms, energies, errors, exact)
+
+    def _divisors(self, x: Floats, squares: Floats) -> tuple[Floats, np.float32, Floats]:
+        """The divisor of each block, what makes z of a quotient, and the norm in units of 2**k."""
+        if self.uniform:
+            largest = np.abs(x).max(axis=0)
+            return largest, ROOT_OF_BLOCK_SIZE, largest * np.float32(ORTHONORMAL) if self.rotated else largest
+        norm = np.sqrt(squares)
+        return norm, np.float32(1) if self.rotated else ROOT_OF_BLOCK_SIZE, norm
 
 
-class _Piece(NamedTuple):
+class _EncodedPiece(NamedTuple):
     """codes: [128, blocks] u8. norms: [blocks] f16. energies, errors: [blocks] f64. exact_norms: before rounding, f64."""
 
     codes: npt.NDArray[np.uint8]

@@ -6,22 +6,25 @@ the rescue rotation are ours. Section numbers and operation order: docs/format.m
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-
 from pqweights.codecs import lloyd_max
-from pqweights.codecs.protocol import HADAMARD, SIGNED_HADAMARD, EncodedBlocks
-from pqweights.codecs.scalar import PackedCodec
-from pqweights.kernels import backend
+from pqweights.codecs.protocol import Bytes
+from pqweights.codecs.scalar import HADAMARD, SIGNED_HADAMARD, ScalarCodec
+from pqweights.kernels import BlockCoding, EncodedArrays, EncodeStats
 from pqweights.kernels.codebook import Codebook
+from pqweights.kernels.workers import backend
 
 
-class HadamardLloydMax(PackedCodec):
-    """See the module; it has no state, a class only because codecs are interchangeable."""
+class HadamardLloydMax(ScalarCodec):
+    """See the module; it has no state, and is a class only because codecs are interchangeable."""
 
     name = "hadamard-lloyd-max"
-    widths = range(lloyd_max.MIN_BITS, lloyd_max.MAX_BITS + 1)
     rotations = (HADAMARD, SIGNED_HADAMARD)
+    orthogonal_error = True  # by the least-squares norm
+    description = (
+        "Each weight is cut along its rows into blocks of 128. A block is rotated by the Walsh-Hadamard matrix, which makes "
+        "its coordinates nearly Gaussian, and each coordinate becomes the nearest of the Lloyd-Max levels of the normal "
+        "distribution. Beside the codes a block has one float16 norm, the one with the least squared error."
+    )
 
     def distortion(self, bits: int) -> float:
         """Of Lloyd-Max levels on N(0,1)."""
@@ -31,22 +34,6 @@ class HadamardLloydMax(PackedCodec):
         """The converged Lloyd-Max levels."""
         return lloyd_max.codebook(bits)
 
-    def encode(
-        self,
-        values: npt.NDArray[np.uint8],
-        dtype: str,
-        bits: int,
-        rotation: str,
-        norm_exponent: int,
-        codes: npt.NDArray[np.uint8],
-    ) -> EncodedBlocks:
-        """See Codec.encode."""
-        blocks = len(codes)
-        norms = np.empty(blocks, dtype=np.uint16)
-        energies = np.empty(blocks, dtype=np.float64)
-        errors = np.empty(blocks, dtype=np.float64)
-        signed = rotation == SIGNED_HADAMARD
-        stats = backend().encode(
-            values, dtype, self.codebook(bits), signed, norm_exponent, codes, norms, energies, errors
-        )
-        return EncodedBlocks(codes, norms, energies, errors, stats)
+    def encode_blocks(self, values: Bytes, dtype: str, coding: BlockCoding, out: EncodedArrays) -> EncodeStats:
+        """See ScalarCodec."""
+        return backend().encode(values, dtype, coding, out)

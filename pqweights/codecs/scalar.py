@@ -1,35 +1,280 @@
-"""What all codecs have in common: packed codes and a norm per block, decoded by one formula (docs/format.md, section 4).
+"""What all scalar codecs have in common: packed codes and a norm per block of 128, decoded by one formula.
 
-A codec chooses the levels, the rotations and how a block becomes codes and a norm; what these mean it does not choose.
+A codec chooses the levels, the rotations, and how a block becomes codes and a norm; what these mean it does not choose
+(docs/format.md, section 4).
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
-import numpy.typing as npt
 
-from pqweights.codecs.protocol import SIGNED_HADAMARD, UNROTATED
-from pqweights.kernels import BLOCK_SIZE, backend
-from pqweights.kernels.codebook import Codebook
+from pqweights.codecs.lloyd_max import MAX_BITS, MIN_BITS
+from pqweights.codecs.protocol import (
+    Basis,
+    Bytes,
+    Coder,
+    Measures,
+    Part,
+    PassResult,
+    State,
+    exact_rate,
+    exceeds_promise,
+)
+from pqweights.errors import RecipeError
+from pqweights.kernels import BLOCK_SIZE, BlockCoding, EncodedArrays, EncodeStats
+from pqweights.kernels.codebook import Codebook, codebook_from_levels
+from pqweights.kernels.workers import backend
+from pqweights.strict_json import Fields, is_number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# The rotations, as files name them.
+HADAMARD = "hadamard"
+SIGNED_HADAMARD = "signed-hadamard"
+UNROTATED = "none"
+
+CODES = "_codes"
+NORMS = "_norms"
+
+SMALLEST_NORMAL_HALF = 2.0**-14
+LARGEST_HALF = 65504.0
+# No float32 has an exponent beyond these.
+NORM_EXPONENTS = range(-200, 201)
 
 
-class PackedCodec:
-    """Base of the codecs: the sizes and the decoding of Codec."""
+@dataclass(frozen=True)
+class ScalarState:
+    """Norms are stored as float16(norm * 2**-norm_exponent)."""
 
-    def code_bytes_per_block(self, bits: int) -> int:
-        """16 bytes per bit of width."""
-        return BLOCK_SIZE * bits // 8
+    rotation: str
+    norm_exponent: int
+
+    @property
+    def rescued(self) -> bool:
+        """See State."""
+        return self.rotation == SIGNED_HADAMARD
+
+    def to_json(self) -> dict[str, Any]:
+        """See State."""
+        return {"rotation": self.rotation, "norm_exponent": self.norm_exponent}
+
+
+@dataclass(frozen=True)
+class NormRange:
+    """Norms of non-zero blocks, before the exponent; (inf, 0.0) if there are none."""
+
+    smallest: float
+    largest: float
+
+    def merged(self, later: NormRange) -> NormRange:
+        """See Observed."""
+        return NormRange(min(self.smallest, later.smallest), max(self.largest, later.largest))
+
+
+class ScalarCodec(ABC):
+    """Base of the scalar codecs."""
+
+    name: str
+    format_version = 1
+    suffixes = (CODES, NORMS)
+    rates = range(MIN_BITS, MAX_BITS + 1)
+    description = ""
+
+    @property
+    @abstractmethod
+    def rotations(self) -> tuple[str, ...]:
+        """The default rotation, then those that a rescue tries."""
+
+    @property
+    @abstractmethod
+    def orthogonal_error(self) -> bool:
+        """See Coder."""
+
+    @abstractmethod
+    def codebook(self, bits: int) -> Codebook:
+        """The levels of a width."""
+
+    @abstractmethod
+    def distortion(self, bits: int) -> float:
+        """See Coder; for coordinates that are Gaussian."""
+
+    @abstractmethod
+    def encode_blocks(self, values: Bytes, dtype: str, coding: BlockCoding, out: EncodedArrays) -> EncodeStats:
+        """See kernels.Backend.encode, which this may call."""
+
+    @property
+    def state_defaults(self) -> Mapping[str, Any]:
+        """See Codec."""
+        return {"rotation": self.rotations[0], "norm_exponent": 0}
+
+    def coder(self, bits: float) -> ScalarCoder:
+        """See Codec."""
+        return _coder(self, self._width(bits))
+
+    def coder_from_tables(self, bits: float, tables: Any) -> ScalarCoder:
+        """See Codec: the tables are the levels."""
+        width = self._width(bits)
+        return ScalarCoder(self, codebook_from_levels(width, _checked_levels(tables, width)))
+
+    def _width(self, bits: float) -> int:
+        if bits not in self.rates:
+            low, high = self.rates[0], self.rates[-1]
+            raise RecipeError(f"expected {low} to {high} whole bits for {self.name}, found {exact_rate(bits)}")
+        return int(bits)
+
+
+@functools.cache
+def _coder(codec: ScalarCodec, width: int) -> ScalarCoder:
+    """One for each codec and width, as plans ask for it once per weight."""
+    return ScalarCoder(codec, codec.codebook(width))
+
+
+def _checked_levels(numbers: Any, bits: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Levels from a master: finite in float32, and ascending."""
+    if isinstance(numbers, list) and len(numbers) == 2**bits and all(map(is_number, numbers)):
+        with np.errstate(over="ignore"):
+            levels = np.array(numbers, dtype=np.float64).astype(np.float32)
+        if np.isfinite(levels).all() and (levels[1:] > levels[:-1]).all():
+            return levels
+    raise ValueError(f"expected {2**bits} ascending float32 numbers for {bits} bits")
+
+
+@dataclass(frozen=True, eq=False)
+class ScalarCoder(Coder):
+    """A scalar codec with the levels of one width. See Coder."""
+
+    _codec: ScalarCodec
+    codebook: Codebook
+
+    @property
+    def codec(self) -> str:
+        """See Coder."""
+        return self._codec.name
+
+    @property
+    def bits(self) -> int:
+        """See Coder."""
+        return self.codebook.bits
+
+    @property
+    def block_size(self) -> int:
+        """See Coder."""
+        return BLOCK_SIZE
+
+    @functools.cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """See Coder: 16 bytes of codes for each bit, and a norm."""
+        return Part(CODES, "U8", BLOCK_SIZE * self.bits // 8), Part(NORMS, "F16", 1)
+
+    @property
+    def distortion(self) -> float:
+        """See Coder."""
+        return self._codec.distortion(self.bits)
+
+    @property
+    def orthogonal_error(self) -> bool:
+        """See Coder."""
+        return self._codec.orthogonal_error
+
+    def tables(self) -> list[float]:
+        """See Coder: the levels, as the shortest decimals that round to them."""
+        return [float(str(level)) for level in self.codebook.levels]
+
+    def first_state(self) -> ScalarState:
+        """See Coder."""
+        return ScalarState(self._codec.rotations[0], 0)
+
+    def next_state(self, history: Sequence[PassResult]) -> ScalarState | None:
+        """See Coder.
+
+        A rotation counts once its exponent fits its norms. Rotations are tried in the codec's order until one keeps the
+        promise; if none does, the one with the smallest error stands.
+        """
+        last = history[-1]
+        state, norms = last.state, last.observed
+        assert isinstance(state, ScalarState) and isinstance(norms, NormRange)
+        exponent = norm_exponent_for(norms)
+        if state.norm_exponent != exponent:
+            return ScalarState(state.rotation, exponent)
+        if not exceeds_promise(self, last.relative_mse):
+            return None
+        # The last pass of a rotation is the one with the fitting exponent.
+        tried = {result.state.rotation: result for result in history if isinstance(result.state, ScalarState)}
+        for rotation in self._codec.rotations:
+            if rotation not in tried:
+                return ScalarState(rotation, state.norm_exponent)
+        best = min(tried.values(), key=lambda result: result.relative_mse).state
+        assert isinstance(best, ScalarState)
+        return None if best.rotation == state.rotation else best
+
+    def parse_state(self, fields: Fields) -> ScalarState:
+        """See Coder."""
+        rotation = fields.optional("rotation", fields.text, self._codec.rotations[0])
+        exponent = fields.optional("norm_exponent", fields.whole, 0)
+        if rotation not in self._codec.rotations:
+            raise ValueError(f"{self.codec} has no rotation {rotation!r}")
+        if exponent not in NORM_EXPONENTS:
+            raise ValueError(f"norm_exponent: expected {NORM_EXPONENTS[0]} to {NORM_EXPONENTS[-1]}, found {exponent}")
+        return ScalarState(rotation, exponent)
+
+    def encode(self, values: Bytes, dtype: str, state: State, parts: Sequence[Bytes]) -> Measures:
+        """See Coder."""
+        codes, norms = parts
+        energies, errors = np.empty((2, len(codes)), dtype=np.float64)
+        out = EncodedArrays(codes, norms.reshape(-1).view(np.uint16), energies, errors)
+        stats = self._codec.encode_blocks(values, dtype, self._coding(state), out)
+        return Measures(
+            energies=energies,
+            errors=errors,
+            first_bad_block=stats.first_bad_block,
+            observed=NormRange(stats.smallest_norm, stats.largest_norm),
+        )
 
     def decode(
-        self,
-        codes: npt.NDArray[np.uint8],
-        norms: npt.NDArray[np.uint16],
-        dtype: str,
-        codebook: Codebook,
-        rotation: str | None,
-        norm_exponent: int,
-        values: npt.NDArray[np.uint8],
+        self, parts: Sequence[Bytes], state: State, dtype: str, values: Bytes, basis: Basis = Basis.PLAIN
     ) -> None:
-        """See Codec.decode."""
-        signed, rotate = rotation == SIGNED_HADAMARD, rotation not in (None, UNROTATED)
-        backend().decode(codes, norms, dtype, codebook, signed, norm_exponent, values, rotate)
+        """See Coder."""
+        codes, norms = parts
+        backend().decode((codes, norms.reshape(-1).view(np.uint16)), self._coding(state, basis), dtype, values)
+
+    def bases(self, state: State) -> frozenset[Basis]:
+        """See Coder: what was rotated without signs is in the basis of the rotation as it is coded."""
+        assert isinstance(state, ScalarState)
+        return frozenset([Basis.PLAIN, Basis.HADAMARD] if state.rotation == HADAMARD else [Basis.PLAIN])
+
+    def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
+        """See Coder: the reference's operations run on any device."""
+        import torch
+
+        from pqweights.kernels.reference import decode_blocks
+
+        codes, norms = parts
+        return decode_blocks(codes, norms.reshape(-1).view(torch.float16), self._coding(state))
+
+    def _coding(self, state: State, basis: Basis = Basis.PLAIN) -> BlockCoding:
+        assert isinstance(state, ScalarState)
+        assert basis is Basis.PLAIN or state.rotation == HADAMARD
+        return BlockCoding(
+            codebook=self.codebook,
+            rotate=basis is Basis.PLAIN and state.rotation != UNROTATED,
+            signed=state.rotation == SIGNED_HADAMARD,
+            norm_exponent=state.norm_exponent,
+        )
+
+
+def norm_exponent_for(norms: NormRange) -> int:
+    """The exponent e with which norms are stored as float16(norm * 2**-e).
+
+    0 where all non-zero norms are normal float16 numbers; else the one that puts the largest into [2**14, 2**15).
+    """
+    if norms.largest == 0.0 or (norms.smallest >= SMALLEST_NORMAL_HALF and norms.largest <= LARGEST_HALF):
+        return 0
+    return math.frexp(norms.largest)[1] - 1 - 14

@@ -1,9 +1,7 @@
-"""One weight: how it is encoded, in which passes, and the whole of it in memory.
+"""One weight: the passes over its blocks, and the whole of it in memory.
 
-A weight is encoded in one pass over its blocks unless that pass shows otherwise: norms that leave float16's normal
-range ask for another pass with a common exponent, and an error above 1.25 times the codec's promise asks for one with
-the next rotation (the rescue). `next_pass` makes those decisions for the in-memory function below and for the
-streaming driver alike. Block errors are added in block order, so no chunk size or thread count shows in the sum.
+The in-memory function below and the streaming driver (quantize.py) make the same passes through the same functions. Errors of
+blocks are added in block order, so neither the size of a chunk nor the number of threads shows in the sum.
 """
 
 from __future__ import annotations
@@ -13,69 +11,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from pqweights.codecs import Codec, EncodedBlocks, get_codec
+from pqweights.codecs.protocol import Bytes, Coder, Doubles, Measures, Observed, PassResult, State
 from pqweights.dtypes import item_bytes, to_float32
 from pqweights.errors import SourceError
-from pqweights.kernels import BLOCK_SIZE
-from pqweights.kernels.codebook import Codebook
-
-# A tensor whose relative error exceeds this many times the codec's distortion is rescued, or reported.
-RESCUE_FACTOR = 1.25
-
-SMALLEST_NORMAL_HALF = 2.0**-14
-LARGEST_HALF = 65504.0
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One way through the blocks of a weight."""
-
-    rotation: str
-    norm_exponent: int
-
-
-@dataclass(frozen=True)
-class PassResult:
-    """What a pass over all blocks measured. Norms are of non-zero blocks, before the exponent; (inf, 0.0) if none."""
-
-    rotation: str
-    norm_exponent: int
-    smallest_norm: float
-    largest_norm: float
-    energy: float
-    error: float
-
-    @property
-    def relative_mse(self) -> float:
-        """Sum of squared errors over sum of squares; 0 for a weight of zeros."""
-        return self.error / self.energy if self.energy else 0.0
 
 
 class PassTotals:
     """Adds up the chunks of one pass; they must come in block order."""
 
-    def __init__(self, this_pass: Pass) -> None:
-        self._pass = this_pass
-        self._smallest, self._largest = math.inf, 0.0
+    def __init__(self, state: State) -> None:
+        self._state = state
         self._energy, self._error = 0.0, 0.0
+        self._observed: Observed | None = None
 
-    def add(self, encoded: EncodedBlocks) -> None:
+    def add(self, measures: Measures) -> None:
         """Account for the next blocks."""
-        self._smallest = min(self._smallest, encoded.stats.smallest_norm)
-        self._largest = max(self._largest, encoded.stats.largest_norm)
-        self._energy = add_in_order(self._energy, encoded.energies)
-        self._error = add_in_order(self._error, encoded.errors)
+        self._energy = add_in_order(self._energy, measures.energies)
+        self._error = add_in_order(self._error, measures.errors)
+        seen = self._observed
+        self._observed = measures.observed if seen is None else seen.merged(measures.observed)
 
     def result(self) -> PassResult:
-        """The totals so far."""
-        return PassResult(
-            self._pass.rotation, self._pass.norm_exponent, self._smallest, self._largest, self._energy, self._error
-        )
+        """The totals of all blocks; there must have been some."""
+        assert self._observed is not None
+        return PassResult(state=self._state, energy=self._energy, error=self._error, observed=self._observed)
 
 
-def add_in_order(total: float, values: npt.NDArray[np.float64]) -> float:
+def add_in_order(total: float, values: Doubles) -> float:
     """total + values[0] + values[1] + ..., one addition after the other."""
     if len(values) == 0:
         return total
@@ -83,141 +46,78 @@ def add_in_order(total: float, values: npt.NDArray[np.float64]) -> float:
     return float(running[-1])
 
 
-def norm_exponent_for(smallest: float, largest: float) -> int:
-    """The exponent e with which norms are stored as float16(norm * 2**-e).
-
-    0 where all non-zero norms are normal float16 numbers; else the one that puts the largest into [2**14, 2**15).
-    """
-    if largest == 0.0 or (smallest >= SMALLEST_NORMAL_HALF and largest <= LARGEST_HALF):
-        return 0
-    return math.frexp(largest)[1] - 1 - 14
-
-
-def exceeds_promise(codec: Codec, bits: int, relative_mse: float) -> bool:
-    """Whether an error is above what the codec may be trusted with."""
-    return relative_mse > RESCUE_FACTOR * codec.distortion(bits)
-
-
-def first_pass(codec: Codec) -> Pass:
-    """The pass that nearly every weight needs alone."""
-    return Pass(codec.rotations[0], 0)
-
-
-def next_pass(codec: Codec, bits: int, history: Sequence[PassResult]) -> Pass | None:
-    """What to do after the passes so far, or None when the last one stands.
-
-    A rotation counts once its exponent fits its norms. Rotations are tried in the codec's order until one keeps the
-    promise; if none does, the one with the smallest error stands, and `exceeds_promise` will report it.
-    """
-    last = history[-1]
-    exponent = norm_exponent_for(last.smallest_norm, last.largest_norm)
-    if last.norm_exponent != exponent:
-        return Pass(last.rotation, exponent)
-    if not exceeds_promise(codec, bits, last.relative_mse):
-        return None
-    tried = {result.rotation: result for result in history}  # the last pass of a rotation has the fitting exponent
-    for rotation in codec.rotations:
-        if rotation not in tried:
-            return Pass(rotation, last.norm_exponent)
-    best = min(tried.values(), key=lambda r: r.relative_mse)
-    return None if best.rotation == last.rotation else Pass(best.rotation, best.norm_exponent)
-
-
 def encode_chunk(
-    codec: Codec,
-    values: npt.NDArray[np.uint8],  # [blocks * 128 * itemsize], raw bytes
-    weights: int,  # how many of the values count; the rest is padding, set to zero here
+    coder: Coder,
+    values: Bytes,  # [blocks * block size * itemsize], raw bytes; those of the padding are set to zero here
+    weights: int,  # how many of the values count
+    *,
     dtype: str,
-    bits: int,
-    this_pass: Pass,
-    codes: npt.NDArray[np.uint8],  # out: [blocks, code bytes]
-) -> EncodedBlocks:
+    state: State,
+    parts: Sequence[Bytes],  # out: [blocks, bytes per block] each
+) -> Measures:
     """Encode the next blocks of a weight; only the last ones may hold padding, whose decoded error does not count."""
     size = item_bytes(dtype)
     values[weights * size :] = 0
-    encoded = codec.encode(values, dtype, bits, this_pass.rotation, this_pass.norm_exponent, codes)
-    used = weights % BLOCK_SIZE
-    if used and encoded.stats.first_bad_block < 0:
-        decoded = np.empty(BLOCK_SIZE * 4, dtype=np.uint8)
-        codec.decode(
-            codes[-1:],
-            encoded.norms[-1:],
-            "F32",
-            codec.codebook(bits),
-            this_pass.rotation,
-            this_pass.norm_exponent,
-            decoded,
-        )
-        last = to_float32(values[-BLOCK_SIZE * size :], dtype)[:used].astype(np.float64)
+    measures = coder.encode(values, dtype, state, parts)
+    used = weights % coder.block_size
+    if used and measures.first_bad_block < 0:
+        decoded = np.empty(coder.block_size * 4, dtype=np.uint8)
+        coder.decode([part[-1:] for part in parts], state, "F32", decoded)
+        last = to_float32(values[-coder.block_size * size :], dtype)[:used].astype(np.float64)
         difference = last - decoded.view(np.float32)[:used].astype(np.float64)
-        encoded.errors[-1] = add_in_order(0.0, difference * difference)
-    return encoded
+        measures.errors[-1] = add_in_order(0.0, difference * difference)
+    return measures
 
 
-def block_count(weights: int) -> int:
-    """Blocks of 128 that hold `weights` weights; the last one is padded with zeros."""
-    return -(-weights // BLOCK_SIZE)
+def block_count(weights: int, block_size: int) -> int:
+    """Blocks that hold `weights` weights; the last one is padded."""
+    return -(-weights // block_size)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class EncodedWeight:
     """A whole weight in memory: everything that decoding needs.
 
-    codes: [blocks, code bytes] u8. norms: [blocks] float16 bits as u16. dtype: BF16, F16 or F32, that of `decode`.
+    parts: [blocks, bytes per block] u8 each. dtype: BF16, F16 or F32, that of `decode`.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    codec: str
-    bits: int
-    rotation: str
-    norm_exponent: int
-    codebook: Codebook
-    codes: npt.NDArray[np.uint8]
-    norms: npt.NDArray[np.uint16]
+    coder: Coder
+    state: State
+    parts: tuple[Bytes, ...]
 
-    def decode_blocks(self, start: int, stop: int, dtype: str) -> npt.NDArray[np.uint8]:
+    def decode_blocks(self, start: int, stop: int, dtype: str) -> Bytes:
         """The raw bytes of blocks [start, stop) in `dtype`, padding included."""
-        values = np.empty((stop - start) * BLOCK_SIZE * item_bytes(dtype), dtype=np.uint8)
-        get_codec(self.codec).decode(
-            self.codes[start:stop],
-            self.norms[start:stop],
-            dtype,
-            self.codebook,
-            self.rotation,
-            self.norm_exponent,
-            values,
-        )
+        values = np.empty((stop - start) * self.coder.block_size * item_bytes(dtype), dtype=np.uint8)
+        self.coder.decode([part[start:stop] for part in self.parts], self.state, dtype, values)
         return values
 
-    def decode(self) -> npt.NDArray[np.uint8]:
+    def decode(self) -> Bytes:
         """The raw bytes of the weight in its own dtype, row-major."""
-        return self.decode_blocks(0, len(self.codes), self.dtype)[: math.prod(self.shape) * item_bytes(self.dtype)]
+        decoded = self.decode_blocks(0, len(self.parts[0]), self.dtype)
+        return decoded[: math.prod(self.shape) * item_bytes(self.dtype)]
 
 
-def encode_weight(
-    values: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, ...], codec: Codec, bits: int
-) -> tuple[EncodedWeight, PassResult]:
-    """Encode a weight that is in memory, given as the raw row-major bytes of dtype BF16, F16 or F32.
+def encode_weight(values: Bytes, dtype: str, shape: tuple[int, ...], coder: Coder) -> tuple[EncodedWeight, PassResult]:
+    """Encode a weight that is in memory, given as the raw row-major bytes of dtype BF16, F16 or F32; it must not be empty.
 
     Raises SourceError where the weight holds a NaN or an infinity.
     """
-    padded = np.empty(block_count(math.prod(shape)) * BLOCK_SIZE * item_bytes(dtype), dtype=np.uint8)
+    weights = math.prod(shape)
+    blocks = block_count(weights, coder.block_size)
+    padded = np.empty(blocks * coder.block_size * item_bytes(dtype), dtype=np.uint8)
     padded[: len(values)] = values
-    codes = np.empty((block_count(math.prod(shape)), codec.code_bytes_per_block(bits)), dtype=np.uint8)
+    parts = tuple(np.empty((blocks, part.bytes_per_block), dtype=np.uint8) for part in coder.parts)
     history: list[PassResult] = []
-    this_pass: Pass | None = first_pass(codec)
-    while this_pass is not None:
-        encoded = encode_chunk(codec, padded, math.prod(shape), dtype, bits, this_pass, codes)
-        if encoded.stats.first_bad_block >= 0:
-            raise SourceError(f"NaN or infinity in block {encoded.stats.first_bad_block} of the weight")
-        totals = PassTotals(this_pass)
-        totals.add(encoded)
+    state: State | None = coder.first_state()
+    while state is not None:
+        measures = encode_chunk(coder, padded, weights, dtype=dtype, state=state, parts=parts)
+        if measures.first_bad_block >= 0:
+            raise SourceError(f"NaN or infinity in block {measures.first_bad_block} of the weight")
+        totals = PassTotals(state)
+        totals.add(measures)
         history.append(totals.result())
-        this_pass = next_pass(codec, bits, history)
+        state = coder.next_state(history)
     last = history[-1]
-    weight = EncodedWeight(
-        shape, dtype, codec.name, bits, last.rotation, last.norm_exponent, codec.codebook(bits), encoded.codes,
-        encoded.norms,
-    )  # fmt: skip
-    return weight, last
+    return EncodedWeight(shape=shape, dtype=dtype, coder=coder, state=last.state, parts=parts), last

@@ -16,9 +16,10 @@ from pqweights.evaluate.protocol import (
     Windows,
     compare,
 )
-from pqweights.evaluate.report import Report, Row, Settings
+from pqweights.evaluate.report import EvaluationReport, EvaluationSettings, ModelScores
 from pqweights.evaluate.speed import Speed, measure_speed
-from pqweights.runtimes.folders import MLX, Folder, read_folder, size
+from pqweights.exports.target import MLX
+from pqweights.runtimes.folders import Folder, read_folder, size
 from pqweights.runtimes.models import AUTO, DTYPES, Model, check_options, open_model
 from pqweights.runtimes.packages import package
 from pqweights.runtimes.texts import Ids, tokenize
@@ -46,7 +47,7 @@ def evaluate(
     packed: bool = False,
     speed: bool = False,
     progress: Progress = lambda done, total, what: None,
-) -> Report:
+) -> EvaluationReport:
     """Score models on a text, one after the other; with a reference each beside it, two in memory at most.
 
     name: of the text, for the report. window: by default 2048 tokens, or what the model of the shortest context takes.
@@ -79,7 +80,7 @@ def evaluate(
     ids = _ids(everything, text, tokenizer, max_tokens)
     sizes = [size(folder.path) for folder in everything]
     count = len(windows.starts(len(ids)))
-    settings = Settings(
+    settings = EvaluationSettings(
         name, len(ids), count, windows.size, windows.stride, score_first,
         sum(windows.scored(start) for start in windows.starts(len(ids))), dtype or "float32", device, packed,
         None if reference is None else str(reference),
@@ -117,10 +118,10 @@ def evaluate(
             folder.path, ids, device=device, dtype=dtype or AUTO, packed=packed and folder is not base
         )
     rows = [
-        Row(str(folder.path), runtime, computed_in, own, scores, fast)
+        ModelScores(str(folder.path), runtime, computed_in, own, scores, fast)
         for folder, own, (runtime, computed_in, scores), fast in zip(everything, sizes, found, speeds, strict=True)
     ]
-    return Report(settings, rows.pop(0) if base else None, tuple(rows))
+    return EvaluationReport(settings, rows.pop(0) if base else None, tuple(rows))
 
 
 def _device(asked: str, folders: Sequence[Folder]) -> str:

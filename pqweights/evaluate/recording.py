@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import MasterError, SourceError
-from pqweights.evaluate.report import Report, Row
-from pqweights.results.evaluation_record import Divergence, Figure, Record
+from pqweights.evaluate.report import EvaluationReport, ModelScores
+from pqweights.results.evaluation_record import EvaluationRecord, Figure, RecordedDivergence
 from pqweights.strict_json import rounded
 
 # mlx-lm chooses its device itself.
@@ -17,32 +18,48 @@ CHOOSES_ITS_DEVICE = "mlx"
 
 
 def make_record(
-    report: Report, row: Row, text: str, *, tokenizer: Path | None = None, reference: str | None = None
-) -> Record:
+    report: EvaluationReport,
+    row: ModelScores,
+    text: str,
+    *,
+    tokenizer: Path | None = None,
+    reference: str | None = None,
+) -> EvaluationRecord:
     """Of one row of a report. text: what was evaluated on. reference: its name, if not that of its folder."""
     settings, found = report.settings, row.to_json()
     fingerprint = None
     if settings.reference is not None:
         reference = reference or _base_name(settings.reference)
         fingerprint = _fingerprint(Path(settings.reference))
-    kl = found["kl"]
-    figures = {
-        name: None if found[name] is None else _figure(found[name])
-        for name in ("perplexity_change", "log_perplexity_change", "top1_agreement")
-    }
-    return Record(
-        _base_name(settings.text), hashlib.sha256(text.encode()).hexdigest(),
-        None if tokenizer is None else _base_name(tokenizer),
-        settings.tokens, settings.windows, settings.window, settings.stride, settings.masked, settings.score_first,
-        settings.scored_tokens, row.runtime, row.dtype,
-        None if row.runtime.startswith(CHOOSES_ITS_DEVICE) else settings.device, settings.packed,
-        reference, fingerprint, _figure(found["perplexity"]), _figure(found["log_perplexity"]),
-        figures["perplexity_change"], figures["log_perplexity_change"],
-        None if kl is None else Divergence(
-            _figure(kl["mean"]), *(_rounded(kl[name]) for name in ("median", "percentile_99", "percentile_99_9", "maximum"))
-        ),
-        figures["top1_agreement"],
-    )  # fmt: skip
+    shared = ("tokens", "windows", "window", "stride", "masked", "score_first", "scored_tokens", "packed")
+    measures = (
+        "perplexity",
+        "log_perplexity",
+        "perplexity_change",
+        "log_perplexity_change",
+        "top1_agreement",
+    )
+    figures = {name: None if found[name] is None else _figure(found[name]) for name in measures}
+    return EvaluationRecord(
+        text=_base_name(settings.text),
+        text_sha256=hashlib.sha256(text.encode()).hexdigest(),
+        tokenizer=None if tokenizer is None else _base_name(tokenizer),
+        runtime=row.runtime,
+        dtype=row.dtype,
+        device=None if row.runtime.startswith(CHOOSES_ITS_DEVICE) else settings.device,
+        reference=reference,
+        reference_fingerprint=fingerprint,
+        kl=_divergence(found["kl"]),
+        **{name: getattr(settings, name) for name in shared},
+        **figures,  # type: ignore[arg-type]  # perplexities are never None
+    )
+
+
+def _divergence(found: dict[str, Any] | None) -> RecordedDivergence | None:
+    if found is None:
+        return None
+    numbers = {name: _rounded(value) for name, value in found.items() if name != "mean"}
+    return RecordedDivergence(mean=_figure(found["mean"]), **numbers)
 
 
 def _figure(found: dict[str, float | None]) -> Figure:

@@ -13,7 +13,7 @@ from pqweights.runtimes.folders import Size
 
 
 @dataclass(frozen=True)
-class Settings:
+class EvaluationSettings:
     """What all models of a run have in common. tokens: of the text, those that were left out not counted."""
 
     text: str
@@ -35,7 +35,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Row:
+class ModelScores:
     """One model. runtime: how it was computed, in words; dtype: in what. speed: where that was asked for."""
 
     model: str
@@ -70,22 +70,24 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
+class EvaluationReport:
     """All models, in the order that was asked for, and the reference, which is compared with nothing."""
 
-    settings: Settings
-    reference: Row | None
-    rows: tuple[Row, ...]
+    settings: EvaluationSettings
+    reference: ModelScores | None
+    rows: tuple[ModelScores, ...]
 
-    def renamed(self, names: Mapping[str, str]) -> Report:
+    def renamed(self, names: Mapping[str, str]) -> EvaluationReport:
         """With other names for models, by those that they have."""
 
-        def row(old: Row) -> Row:
+        def row(old: ModelScores) -> ModelScores:
             return replace(old, model=names.get(old.model, old.model))
 
         reference = self.settings.reference
         settings = replace(self.settings, reference=None if reference is None else names.get(reference, reference))
-        return Report(settings, None if self.reference is None else row(self.reference), tuple(map(row, self.rows)))
+        return EvaluationReport(
+            settings, None if self.reference is None else row(self.reference), tuple(map(row, self.rows))
+        )
 
     def to_json(self) -> dict[str, Any]:
         """eval --json."""

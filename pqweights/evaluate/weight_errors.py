@@ -11,6 +11,8 @@ import numpy as np
 
 from pqweights.checkpoint.source import open_local, read_config
 from pqweights.errors import SourceError
+from pqweights.exports import EXPORTS, get_target
+from pqweights.exports.target import MLX
 from pqweights.planning.plan import DECODE, INTEGER, QUANTIZE
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.runtimes.decoders import Floats, export_weight, master_weight, values_of
@@ -39,7 +41,8 @@ def relative_mse(original: Path, folder: Path) -> Errors:
     MasterError for a folder without manifest, MissingDependencyError.
     """
     manifest = read_manifest(folder)
-    if manifest.made_by.get("target") == "mlx-q4":
+    target = str(manifest.made_by.get("target"))
+    if target in EXPORTS and get_target(target).runtime == MLX:
         originals = _as_mlx_holds(original, read_config(folder) or {})
     else:
         originals = {tensor.name: functools.partial(values_of, tensor) for tensor in open_local(original).tensors}

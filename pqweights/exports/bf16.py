@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pqweights.buffers import BufferPool
 from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import MovedTensor
+from pqweights.errors import OptionError
+from pqweights.exports.loading import LoadableModel, by_transformers
 from pqweights.exports.options import ExportOptions, one_of
+from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget
 from pqweights.planning.plan import DECODE, DEFAULT_METADATA, KEEP, TensorPlan
 from pqweights.planning.roles import classify
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.manifest import TensorRecord
+from pqweights.rewrite.transform import Transform
+
+NAME = "bf16"
 
 
 @dataclass(frozen=True)
@@ -29,18 +36,9 @@ class Bf16Export:
     dtype: str = "bf16"
     kind: str = "export"
 
-    @staticmethod
-    def make(options: ExportOptions) -> Bf16Export:
-        """From what the user asked for.
-
-        Raises ExportError for what the target does not have.
-        """
-        options.only("bf16", "dtype")
-        return Bf16Export(one_of("bf16", "dtype", options.dtype, ("bf16", "source")))
-
     def describe(self) -> dict[str, Any]:
         """See transform.Transform."""
-        return {"target": "bf16", "dtype": self.dtype}
+        return {"target": NAME, "dtype": self.dtype}
 
     def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
         """See transform.Transform."""
@@ -62,9 +60,9 @@ class Bf16Export:
         """See Transform; nothing."""
         return {}
 
-    def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
+    def job(self, planned: TensorPlan, tensor: LogicalTensor, buffers: BufferPool) -> Job:
         """See transform.Transform."""
-        return CopyJob(planned, tensor)
+        return CopyJob(planned, tensor, buffers)
 
     def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
         """See transform.Transform; a copy is never refused."""
@@ -84,11 +82,18 @@ def plain_plan(tensor: LogicalTensor, model: str, dtype: str | None, reason: str
     """
     decoded = is_encoded(tensor)
     stored = dtype if dtype is not None and (decoded or tensor.plain_dtype == model) else tensor.plain_dtype
-    role = classify(tensor.name, tensor.dtype, tensor.shape).name
     why = "decoded" if decoded else "as in the master" if stored == tensor.plain_dtype else "model dtype to BF16"
-    action = DECODE if decoded else KEEP
-    spec = TensorSpec(tensor.name, stored, tensor.shape)
-    return TensorPlan(tensor.name, tensor.shape, tensor.dtype, role, action, None, None, reason or why, (spec,))
+    return TensorPlan(
+        name=tensor.name,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        role=classify(tensor.name, tensor.dtype, tensor.shape).name,
+        action=DECODE if decoded else KEEP,
+        codec=None,
+        bits=None,
+        reason=reason or why,
+        stored=(TensorSpec(tensor.name, stored, tensor.shape),),
+    )
 
 
 def is_encoded(tensor: LogicalTensor) -> bool:
@@ -96,3 +101,32 @@ def is_encoded(tensor: LogicalTensor) -> bool:
     if isinstance(tensor, MovedTensor):
         return any(is_encoded(source) for source in tensor.sources)
     return isinstance(tensor, EncodedTensor | OriginalTensor)
+
+
+def read_options(options: ExportOptions) -> str:
+    """The dtype, as Bf16Export takes it.
+
+    Raises OptionError for what the target does not have.
+    """
+    options.only(NAME, "dtype")
+    return one_of(NAME, "dtype", options.dtype, ("bf16", "source"))
+
+
+def _prepare(source: ExportSource, dtype: str) -> tuple[Checkpoint, Transform]:
+    if source.original is not None:
+        raise OptionError("--source: the original is what the bf16 target would give; it is for integer targets")
+    return source.checkpoint, Bf16Export(dtype)
+
+
+def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
+    return ["An ordinary checkpoint: whatever opens the base model opens it.", *by_transformers(model)]
+
+
+TARGET = ExportTarget(
+    name=NAME,
+    runtime=TRANSFORMERS,
+    tags=("bf16",),
+    read_options=read_options,
+    prepare=_prepare,
+    load_section=_load_section,
+)

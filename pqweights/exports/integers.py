@@ -8,33 +8,37 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.buffers import scratch
+from pqweights.buffers import BufferPool
 from pqweights.checkpoint.config import model_dtype
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.codecs.protocol import Basis
 from pqweights.codecs.weight import add_in_order
 from pqweights.dtypes import from_float32, to_float32
 from pqweights.errors import SourceError
 from pqweights.exports.bf16 import plain_plan
-from pqweights.kernels import BLOCK_SIZE
+from pqweights.kernels import HADAMARD_SIZE
 from pqweights.kernels.groups import BEST, Groups, rotate
+from pqweights.kernels.workers import scratch
 from pqweights.planning.plan import INTEGER, TensorPlan
 from pqweights.planning.roles import classify
-from pqweights.rewrite.jobs import CHUNK_WEIGHTS, CopyJob, Job, Sink
+from pqweights.rewrite import jobs
+from pqweights.rewrite.jobs import CopyJob, Job, Sink
 from pqweights.rewrite.manifest import TensorRecord
 from pqweights.strict_json import rounded
 
 
-class Piece(NamedTuple):
+class StoredPiece(NamedTuple):
     """Bytes of a stored tensor: rows of data, the first at `offset`, each `step` bytes after the one before."""
 
     stored_name: str
@@ -43,7 +47,7 @@ class Piece(NamedTuple):
     data: npt.NDArray[np.uint8]  # [rows, bytes]
 
 
-class Rule(Protocol):
+class RoundingRule(Protocol):
     """How groups of consecutive weights become codes, and what they are read back as."""
 
     @property
@@ -83,11 +87,13 @@ class Layout(Protocol):
         """Rows are written in multiples of so many, but for the last."""
         ...
 
-    def specs(self, name: str, shape: tuple[int, ...], rule: Rule) -> tuple[TensorSpec, ...]:
+    def specs(self, name: str, shape: tuple[int, ...], rule: RoundingRule) -> tuple[TensorSpec, ...]:
         """What a weight [..., K] becomes."""
         ...
 
-    def pieces(self, name: str, shape: tuple[int, ...], rule: Rule, first_row: int, groups: Groups) -> list[Piece]:
+    def pieces(
+        self, name: str, shape: tuple[int, ...], rule: RoundingRule, first_row: int, groups: Groups
+    ) -> list[StoredPiece]:
         """Where the bytes of some consecutive rows go. Those without a step come in order."""
         ...
 
@@ -96,7 +102,7 @@ class Layout(Protocol):
 class Rounding:
     """What becomes of one weight. rotated: the integers are of W H / sqrt(128), blockwise along the rows."""
 
-    rule: Rule
+    rule: RoundingRule
     layout: Layout
     rotated: bool = False
 
@@ -113,7 +119,7 @@ class Stays:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Outline:
     """What a target makes of a model, decided from headers and configuration.
 
@@ -130,7 +136,7 @@ class Outline:
     plain_dtype: str | None = "BF16"
 
 
-class Target(Protocol):
+class IntegerTarget(Protocol):
     """What an integer export is for."""
 
     def describe(self) -> dict[str, Any]:
@@ -145,19 +151,19 @@ class Target(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class IntegerExport:
-    """The transform. Made by `integer_export`, which see.
+    """The transform, made by original.integer_export.
 
-    master: where the weights are read from the original instead, by name what the master has for them. master_errors:
-    relative errors of the master's weights, by the names of the export, where its manifest says so.
+    original: where the weights are read from it instead. master: then, by name, what the master has for them. master_errors:
+    relative errors of the master's weights, by the names of the export, where they are known and those of rounding add up to them.
     """
 
-    target: Target
-    original: Checkpoint | None = field(repr=False)
-    outline: Outline = field(repr=False)
-    master: Mapping[str, LogicalTensor] = field(repr=False)
-    master_errors: Mapping[str, float] = field(repr=False)
+    target: IntegerTarget
+    outline: Outline
+    original: Checkpoint | None
+    master: Mapping[str, LogicalTensor]
+    master_errors: Mapping[str, float]
     kind: str = "export"
 
     def describe(self) -> dict[str, Any]:
@@ -183,37 +189,41 @@ class IntegerExport:
     def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
         """See Transform."""
         model = model_dtype(checkpoint.config, checkpoint.tensors)
-        result = []
-        for tensor in checkpoint.tensors:
-            decision = self.outline.decisions.get(tensor.name)
-            if isinstance(decision, Rounding):
-                name, shape, rule = tensor.name, tensor.shape, decision.rule
-                role = classify(name, tensor.dtype, shape).name
-                stored = decision.layout.specs(name, shape, rule)
-                result.append(
-                    TensorPlan(
-                        name, shape, tensor.dtype, role, INTEGER, decision.codec, rule.bits, f"{rule.name} rule", stored
-                    )
-                )
-            else:
-                result.append(
-                    plain_plan(tensor, model, self.outline.plain_dtype, None if decision is None else decision.reason)
-                )
-        return result
+        return [self._planned(tensor, model) for tensor in checkpoint.tensors]
+
+    def _planned(self, tensor: LogicalTensor, model: str) -> TensorPlan:
+        decision = self.outline.decisions.get(tensor.name)
+        if not isinstance(decision, Rounding):
+            return plain_plan(tensor, model, self.outline.plain_dtype, None if decision is None else decision.reason)
+        return TensorPlan(
+            name=tensor.name,
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            role=classify(tensor.name, tensor.dtype, tensor.shape).name,
+            action=INTEGER,
+            codec=decision.codec,
+            bits=decision.rule.bits,
+            reason=f"{decision.rule.name} rule",
+            stored=decision.layout.specs(tensor.name, tensor.shape, decision.rule),
+        )
 
     @property
     def metadata(self) -> dict[str, str]:
         """See Transform."""
         return self.outline.metadata
 
-    def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
+    def job(self, planned: TensorPlan, tensor: LogicalTensor, buffers: BufferPool) -> Job:
         """See Transform."""
         decision = self.outline.decisions.get(tensor.name)
-        if isinstance(decision, Rounding):
-            return IntegerJob(
-                planned, tensor, decision, self.master.get(tensor.name), self.master_errors.get(tensor.name)
-            )
-        return CopyJob(planned, tensor)
+        if not isinstance(decision, Rounding):
+            return CopyJob(planned, tensor, buffers)
+        return IntegerJob(
+            planned,
+            tensor,
+            decision,
+            master=self.master.get(tensor.name),
+            master_error=self.master_errors.get(tensor.name),
+        )
 
     def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
         """See Transform; nothing is refused."""
@@ -226,13 +236,14 @@ class IntegerExport:
 
 
 class IntegerJob:
-    """One weight to integers. See jobs.Job."""
+    """One weight to integers. See jobs.Job. master, master_error: as in IntegerExport, of this weight; one of them at most."""
 
     def __init__(
         self,
         planned: TensorPlan,
         tensor: LogicalTensor,
         rounding: Rounding,
+        *,
         master: LogicalTensor | None,
         master_error: float | None,
     ) -> None:
@@ -241,7 +252,7 @@ class IntegerJob:
         self._columns = tensor.shape[-1]
         self._rows = math.prod(tensor.shape[:-1])
         multiple = rounding.layout.row_multiple
-        self._rows_per_chunk = max(1, CHUNK_WEIGHTS // self._columns // multiple) * multiple
+        self._rows_per_chunk = max(1, jobs.CHUNK_WEIGHTS // self._columns // multiple) * multiple
         self._digests = {spec.name: hashlib.sha256() for spec in planned.stored}
         self._scattered: dict[str, Sink] = {}  # stored tensors whose bytes do not come in order
         self._energy = self._error = self._error_by_master = 0.0
@@ -281,7 +292,7 @@ class IntegerJob:
         raw = scratch(purpose, count * 4)
         values = raw.view(np.float32)
         if self._rounding.rotated and isinstance(tensor, EncodedTensor) and is_rotated(tensor):
-            tensor.read_rotated(start, count, raw)
+            tensor.read_in(Basis.HADAMARD, start, count, raw)
         else:
             tensor.read(start, count, "F32", raw)
             if self._rounding.rotated:
@@ -313,29 +324,33 @@ class IntegerJob:
         digests = {name: digest.hexdigest() for name, digest in self._digests.items()}
         digests |= {name: sink.sha256(name) for name, sink in self._scattered.items()}
         own = self._error / self._energy if self._energy else 0.0
+        total: float | None = None
+        by_master: float | None = None
         if self._master is not None:
             total, by_master = own, self._error_by_master / self._energy if self._energy else 0.0
         elif self._master_error is not None:
-            # The master's levels are centroids and its norms least squares, so its error is orthogonal to its weights and,
-            # as far as rounding them goes its own way, to what rounding adds: squares add up.
+            # The master's error is orthogonal to its weights and, as far as rounding them goes its own way, to what rounding
+            # adds: squares add up.
             total = by_master = self._master_error + own * (1 - self._master_error)
-        else:
-            return TensorRecord(self._planned.name, digests, None, None, rounded(own), rounded(self._energy))
         return TensorRecord(
-            self._planned.name, digests, None, None, rounded(own), rounded(self._energy), rounded(total),
-            rounded(by_master),
-        )  # fmt: skip
+            name=self._planned.name,
+            sha256=digests,
+            relative_mse=rounded(own),
+            energy=rounded(self._energy),
+            total_mse=None if total is None else rounded(total),
+            master_mse=None if by_master is None else rounded(by_master),
+        )
 
 
 def _digest(errors: Mapping[str, float]) -> str | None:
     """Tells the errors that totals were computed from; None without any."""
-    return hashlib.sha256(repr(sorted(errors.items())).encode()).hexdigest() if errors else None
+    return hashlib.sha256(json.dumps(errors, sort_keys=True).encode()).hexdigest() if errors else None
 
 
 class _Done(NamedTuple):
     """A chunk that was written."""
 
-    pieces: list[Piece]
+    pieces: list[StoredPiece]
     energies: npt.NDArray[np.float64]
     errors: npt.NDArray[np.float64]
     errors_by_master: npt.NDArray[np.float64]
@@ -343,11 +358,11 @@ class _Done(NamedTuple):
 
 
 def is_rotated(tensor: EncodedTensor) -> bool:
-    """Whether a weight of a master lies in the rotated basis as it is, in rows of whole blocks."""
-    return tensor.in_hadamard_basis and tensor.shape[-1] % BLOCK_SIZE == 0
+    """Whether a weight of a master can be read in the rotated basis as it is coded, in rows of whole runs."""
+    return Basis.HADAMARD in tensor.bases and tensor.shape[-1] % HADAMARD_SIZE == 0
 
 
-def _errors(values: npt.NDArray[np.float32], groups: Groups, rule: Rule) -> npt.NDArray[np.float64]:
+def _errors(values: npt.NDArray[np.float32], groups: Groups, rule: RoundingRule) -> npt.NDArray[np.float64]:
     """Squared errors, summed by group, of codes that were made from other values."""
     return _sums_of_squares(values.reshape(groups.codes.shape) - rule.decode(groups))
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.errors import ExportError
 from pqweights.exports.bf16 import is_encoded
+from pqweights.exports.options import GroupSize
 from pqweights.planning.roles import classify
 
 # Weights of a row: eight rows of them are held at once.
@@ -16,14 +15,7 @@ MOST_COLUMNS = 1 << 20
 TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 
 
-def linear_weights(
-    target: str,
-    checkpoint: Checkpoint,
-    asked_group_size: int | None,
-    group_size: int,
-    group_sizes: Sequence[int],
-    experts: str | None,
-) -> dict[str, str | None]:
+def linear_weights(checkpoint: Checkpoint, groups: GroupSize, experts: str | None) -> dict[str, str | None]:
     """For every weight that the master encoded: None where a linear layer can take integers, else why it stays plain.
 
     experts: why single experts stay plain, or None where they need not. Raises ExportError where a group size that was
@@ -32,32 +24,24 @@ def linear_weights(
     model_type = str((checkpoint.config or {}).get("model_type"))
     if model_type in TRANSPOSED:
         raise ExportError(
-            f"config.json: {model_type} stores its linear weights transposed, which {target} has no form for; "
+            f"config.json: {model_type} stores its linear weights transposed, which {groups.target} has no form for; "
             "use --target bf16 or mlx-q4"
         )
-    result: dict[str, str | None] = {}
-    for tensor in checkpoint.tensors:
-        if not is_encoded(tensor):
-            continue
-        reason = _not_linear(tensor, experts)
-        columns = tensor.shape[-1] if tensor.shape else 1
-        if reason is None and columns > MOST_COLUMNS:
-            reason = f"rows of {columns} weights: only up to {MOST_COLUMNS} are held in memory"
-        if reason is None and columns % group_size:
-            fitting = ", ".join(str(size) for size in sorted(group_sizes) if columns % size == 0) or "none"
-            if asked_group_size is not None:
-                raise ExportError(
-                    f"tensor {tensor.name!r}: --group-size {group_size} does not divide its rows of {columns} weights; of the "
-                    f"sizes that {target} has these would: {fitting}"
-                )
-            reason = f"groups of {group_size} do not divide its rows of {columns} weights (--group-size that would: {fitting})"
-        result[tensor.name] = reason
+    result = {tensor.name: _why_plain(tensor, groups, experts) for tensor in checkpoint.tensors if is_encoded(tensor)}
     if None not in result.values():
         found = [reason for reason in result.values() if reason]
         sized = [reason for reason in found if "--group-size" in reason]  # what the user can do something about
         why = next(iter([*sized, *found]), "the master quantizes no linear layer")
-        raise ExportError(f"no weight of this model can become integers for {target}: {why}")
+        raise ExportError(f"no weight of this model can become integers for {groups.target}: {why}")
     return result
+
+
+def _why_plain(tensor: LogicalTensor, groups: GroupSize, experts: str | None) -> str | None:
+    reason = _not_linear(tensor, experts)
+    columns = tensor.shape[-1] if tensor.shape else 1
+    if reason is None and columns > MOST_COLUMNS:
+        reason = f"rows of {columns} weights: only up to {MOST_COLUMNS} are held in memory"
+    return reason or groups.why_not(tensor.name, columns)
 
 
 def _not_linear(tensor: LogicalTensor, experts: str | None) -> str | None:

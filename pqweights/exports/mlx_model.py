@@ -61,14 +61,12 @@ def read_model(
     config: dict[str, Any],
     generation_config: bytes | None,
     specs: Mapping[str, Spec],
-    group_size: int | None,
-    bits: int | None,
-    mode: str,
+    default: QuantizedModule,
     keep: Callable[[set[str]], bool],
 ) -> MlxModel:
     """The model of a configuration with tensors of these names, shapes and dtypes.
 
-    keep: whether a module must not be quantized, told by the tensors that its weight is made of. Raises ExportError where
+    default: how modules are quantized of which mlx-lm says nothing else. keep: whether a module must not be quantized, told by the tensors that its weight is made of. Raises ExportError where
     mlx-lm does not take the model.
     """
     refused = functools.partial(_refused, f"mlx-lm does not take this model ({config.get('model_type')!r})")
@@ -88,7 +86,7 @@ def read_model(
     _cast(model, config)
     dtypes = {name: DTYPE_NAMES[array.dtype] for name, array in tree_flatten(model.parameters())}
     predicate = getattr(model, "quant_predicate", None)
-    kept = {path.removesuffix(".weight") for path, found in outputs.items() if keep(_sources(found))}
+    kept = {path.removesuffix(".weight") for path, found in outputs.items() if keep(set(found.sources))}
 
     def quantizes(path: str, module: nn.Module) -> bool | dict[str, Any]:
         decided: bool | dict[str, Any] = predicate is None or predicate(path, module)
@@ -96,7 +94,7 @@ def read_model(
 
     with refused(), contextlib.redirect_stdout(io.StringIO()):
         model, config = mlx_lm_utils.quantize_model(
-            model, config, group_size, bits, mode=mode, quant_predicate=quantizes
+            model, config, default.group_size, default.bits, mode=default.mode, quant_predicate=quantizes
         )
     names = {name for name, _ in tree_flatten(model.parameters())}
     quantized = {
@@ -131,10 +129,6 @@ def _as_they_are(weights: Weights) -> Weights:
 
 def _unchanged(sanitize: Sanitize) -> Sanitize:
     return sanitize
-
-
-def _sources(output: Moved | Evaluated) -> set[str]:
-    return set(output.sources) if isinstance(output, Evaluated) else {run.source for run in output.runs}
 
 
 def _loaded(config: dict[str, Any], generation_config: bytes | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ tensors are those of mlx_lm.convert, byte for byte. mlx is imported when an expo
 from __future__ import annotations
 
 import math
+import shlex
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,21 +18,27 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.header import StoredTensor, TensorSpec
-from pqweights.checkpoint.master import encoded_specs
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_file
-from pqweights.checkpoint.views import MovedTensor, Segment
+from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
+from pqweights.codecs import DEFAULT_CODEC
 from pqweights.dtypes import DTYPE_BITS, convert, from_float32, item_bytes
 from pqweights.errors import ExportError, MissingDependencyError
 from pqweights.exports.bf16 import is_encoded, plain_plan
-from pqweights.exports.integers import Outline, Piece, Rounding, Rule, Stays
-from pqweights.exports.options import BEST, MINMAX, ExportOptions, one_of
+from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
+from pqweights.exports.loading import LoadableModel, shell
+from pqweights.exports.options import BEST, MINMAX, ExportOptions, GroupSize, one_of
+from pqweights.exports.original import integer_export
+from pqweights.exports.target import MLX, ExportTarget
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups, pack_bits
+from pqweights.markdown import fenced
+from pqweights.planning.recipe import DEFAULT_BITS, is_smaller
 from pqweights.planning.roles import classify
 
 if TYPE_CHECKING:
     from pqweights.exports.mlx_model import MlxModel
+    from pqweights.exports.mlx_trace import Spec
 
 NAME = "mlx-q4"
 # Widths and group sizes of the modes; the first is the default.
@@ -42,62 +49,49 @@ MOST_EVALUATED_BYTES = 256_000_000
 GENERATION_CONFIG = "generation_config.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MlxQ4:
-    """The target. asked_group_size: None for the mode's own, where weights that it does not divide stay plain."""
+    """The format with its options. See integers.IntegerTarget."""
 
     mode: str
     bits: int
-    asked_group_size: int | None
+    groups: GroupSize
     qparams: str
 
-    @property
-    def group_size(self) -> int:
-        """Weights that share scale and bias."""
-        return self.asked_group_size or GROUP_SIZES[self.mode][0]
-
-    @staticmethod
-    def make(options: ExportOptions) -> MlxQ4:
-        """From what the user asked for.
-
-        Raises ExportError for what the target does not have.
-        """
-        options.only(NAME, "mode", "bits", "group_size", "qparams")
-        mode = one_of(NAME, "mode", options.mode, tuple(BITS))
-        with_mode = NAME if mode == "affine" else f"{NAME} in mode {mode}"
-        group_size = one_of(with_mode, "group-size", options.group_size, (None, *GROUP_SIZES[mode]))
-        # The floating modes have no rule but mlx's.
-        qparams = one_of(with_mode, "qparams", options.qparams, (BEST, MINMAX) if mode == "affine" else (MINMAX,))
-        return MlxQ4(mode, one_of(with_mode, "bits", options.bits, BITS[mode]), group_size, qparams)
-
     def describe(self) -> dict[str, Any]:
-        """See integers.Target."""
+        """See IntegerTarget."""
         return {
-            "target": NAME, "mode": self.mode, "bits": self.bits, "group_size": self.group_size, "qparams": self.qparams,
-        }  # fmt: skip
+            "target": NAME,
+            "mode": self.mode,
+            "bits": self.bits,
+            "group_size": self.groups.size,
+            "qparams": self.qparams,
+        }
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
-        """See integers.Target; names and shapes are mlx-lm's."""
-        try:
-            from pqweights.exports import mlx_model, mlx_trace
-        except ImportError as error:
-            if (error.name or "").startswith("pqweights"):
-                raise  # a bug of ours is no missing package
-            raise MissingDependencyError(
-                f"--target {NAME} needs mlx and mlx-lm ({error}): pip install 'pqweights[mlx]'"
-            ) from None
-        if not isinstance((checkpoint.config or {}).get("model_type"), str):
-            raise ExportError(
-                f"config.json: --target {NAME} needs a model_type, by which mlx-lm finds the model; found none: fetch the "
-                "original's config.json, or use --target bf16"
-            )
+        """See IntegerTarget; names and shapes are mlx-lm's."""
+        _check_packages()
+        model, specs = self._model(checkpoint)
+        tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
+        outputs = _outputs(model, tensors, specs)
+        decisions = self._decisions(model, outputs)
+        used = {source for found in model.outputs.values() for source in found.sources}
+        kind = (checkpoint.config or {}).get("model_type")
+        reason = f"mlx-lm's model of type {kind!r} does not hold them"
+        return Outline(
+            tensors=outputs,
+            decisions=decisions,
+            left_out=dict.fromkeys((name for name in tensors if name not in used), reason),
+            metadata={"format": "mlx"},
+            config=model.config,
+            plain_dtype=None,
+        )
+
+    def _model(self, checkpoint: Checkpoint) -> tuple[MlxModel, dict[str, Spec]]:
+        """The model that mlx-lm makes of the checkpoint, and what it is told of each tensor."""
+        from pqweights.exports import mlx_model, mlx_trace
+
         model_plain = model_dtype(checkpoint.config, checkpoint.tensors)
-        config = edited_config(checkpoint.config, "BF16", model_plain, None)
-        config.pop("quantization", None)
-        for place in (config, config.get("text_config")):
-            for key in ("dtype", "torch_dtype"):
-                if isinstance(place, dict) and key in place:
-                    place[key] = "bfloat16"  # mlx-lm would cast to anything else, scales and all
         tensors, specs = {tensor.name: tensor for tensor in checkpoint.tensors}, {}
         for tensor in checkpoint.tensors:
             dtype = plain_plan(tensor, model_plain, "BF16").stored[0].dtype
@@ -108,68 +102,93 @@ class MlxQ4:
             specs[tensor.name] = mlx_trace.Spec(tensor.shape, dtype)
         generation = GENERATION_CONFIG in checkpoint.companions
         model = mlx_model.read_model(
-            config,
+            _config(checkpoint, model_plain),
             read_file(checkpoint.storage, GENERATION_CONFIG) if generation else None,
             specs,
-            self.group_size,
-            self.bits,
-            self.mode,
+            mlx_model.QuantizedModule(self.bits, self.groups.size, self.mode),
             lambda names: all(_kept_by_recipe(tensors[name]) for name in names),
         )
-        evaluated = {n: o for n, o in model.outputs.items() if isinstance(o, mlx_trace.Evaluated)}
-        _check_size(evaluated, model)
-        values = _Values(model, evaluated, lambda name: _load(tensors[name], specs[name].dtype))
-        outputs: list[LogicalTensor] = []
-        used: set[str] = set()
-        for name, found in model.outputs.items():
-            dtype = model.dtypes[name]
-            if isinstance(found, mlx_trace.Evaluated):
-                used |= found.sources
-                parts = tuple(part for source in sorted(found.sources) for part in tensors[source].parts)
-                outputs.append(EvaluatedTensor(name, found.shape, dtype, parts, values))
-            else:
-                used |= {run.source for run in found.runs}
-                segments = tuple(Segment(tensors[r.source], r.first, r.step, r.count) for r in found.runs)
-                outputs.append(MovedTensor(name, found.shape, dtype, segments, found.columns, found.transposed))
+        return model, specs
+
+    def _decisions(self, model: MlxModel, outputs: tuple[LogicalTensor, ...]) -> dict[str, Rounding | Stays]:
+        """What becomes of each weight; refuses where a group size was asked for, or where nothing is quantized."""
         decisions: dict[str, Rounding | Stays] = {}
         for module, how in model.quantized.items():
-            rule: Rule
+            rule: RoundingRule = FloatRule(how.mode, how.bits, how.group_size)
             if how.mode == "affine":
                 name = "best" if self.qparams == BEST else "mlx"
-                rule = GroupRule(how.bits, how.group_size, False, False, name)
-            else:
-                rule = FloatRule(how.mode, how.bits, how.group_size)
+                rule = GroupRule(bits=how.bits, group_size=how.group_size, symmetric=False, middle=False, rule=name)
             decisions[f"{module}.weight"] = Rounding(rule, MlxLayout(how.mode == "affine"))
-        self._check_group_size(outputs, decisions)
-        gone = [name for name in tensors if name not in used]
-        reason = f"mlx-lm's model of type {config.get('model_type')!r} does not hold them"
-        return Outline(
-            tuple(outputs), decisions, dict.fromkeys(gone, reason), {"format": "mlx"}, model.config, plain_dtype=None
-        )
-
-    def _check_group_size(self, outputs: list[LogicalTensor], decisions: dict[str, Rounding | Stays]) -> None:
-        """Say why weights of the master stay plain; refuse where a size was asked for, or where nothing is quantized."""
         for tensor in outputs:
-            columns = tensor.shape[-1] if tensor.shape else 1
-            if tensor.name in decisions or not is_encoded(tensor):
-                continue
-            sizes = GROUP_SIZES[self.mode]
-            fitting = ", ".join(str(size) for size in sorted(sizes) if columns % size == 0) or "none"
-            if columns % self.group_size and self.asked_group_size is not None:
-                raise ExportError(
-                    f"tensor {tensor.name!r}: --group-size {self.group_size} does not divide its rows of {columns} weights; of "
-                    f"the sizes that {NAME} has these would: {fitting}"
-                )
-            decisions[tensor.name] = Stays(
-                f"groups of {self.group_size} do not divide its rows of {columns} weights (--group-size that would: {fitting})"
-                if columns % self.group_size
-                else "mlx-lm does not quantize it"
-            )
+            if tensor.name not in decisions and is_encoded(tensor):
+                columns = tensor.shape[-1] if tensor.shape else 1
+                why = self.groups.why_not(tensor.name, columns)
+                decisions[tensor.name] = Stays(why or "mlx-lm does not quantize it")
         if not any(isinstance(decision, Rounding) for decision in decisions.values()):
-            why = next(
-                (d.reason for d in decisions.values() if isinstance(d, Stays)), "mlx-lm quantizes no layer of it"
-            )
+            reasons = (decision.reason for decision in decisions.values() if isinstance(decision, Stays))
+            why = next(reasons, "mlx-lm quantizes no layer of it")
             raise ExportError(f"no weight of this model can become integers for {NAME}: {why}")
+        return decisions
+
+
+def _check_packages() -> None:
+    """Raises MissingDependencyError where mlx or mlx-lm is missing."""
+    try:
+        from pqweights.exports import mlx_model  # noqa: F401
+    except ImportError as error:
+        if (error.name or "").startswith("pqweights"):
+            raise  # a missing module of ours is a bug, not a missing package
+        raise MissingDependencyError(
+            f"--target {NAME} needs mlx and mlx-lm ({error}): pip install 'pqweights[mlx]'"
+        ) from None
+
+
+def _config(checkpoint: Checkpoint, model_plain: str) -> dict[str, Any]:
+    """The configuration as mlx-lm is to see it."""
+    if not isinstance((checkpoint.config or {}).get("model_type"), str):
+        raise ExportError(
+            f"config.json: --target {NAME} needs a model_type, by which mlx-lm finds the model; found none: fetch the "
+            "original's config.json, or use --target bf16"
+        )
+    config = edited_config(checkpoint.config, "BF16", model_plain, None)
+    config.pop("quantization", None)
+    for place in (config, config.get("text_config")):
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(place, dict) and key in place:
+                place[key] = "bfloat16"  # mlx-lm would cast to anything else, scales and all
+    return config
+
+
+def _outputs(
+    model: MlxModel, tensors: Mapping[str, LogicalTensor], specs: Mapping[str, Spec]
+) -> tuple[LogicalTensor, ...]:
+    """The tensors as mlx-lm holds them: moved from the checkpoint's, or computed from them."""
+    from pqweights.exports.mlx_trace import Evaluated
+
+    evaluated = {name: found for name, found in model.outputs.items() if isinstance(found, Evaluated)}
+    _check_size(evaluated, model)
+    values = _Values(model, evaluated, lambda name: _load(tensors[name], specs[name].dtype))
+    cache = MatrixCache()
+    outputs: list[LogicalTensor] = []
+    for name, found in model.outputs.items():
+        dtype = model.dtypes[name]
+        if isinstance(found, Evaluated):
+            parts = tuple(part for source in sorted(found.sources) for part in tensors[source].parts)
+            outputs.append(EvaluatedTensor(name=name, shape=found.shape, dtype=dtype, parts=parts, values=values))
+            continue
+        segments = (Segment(tensors[r.source], first=r.first, step=r.step, count=r.count) for r in found.runs)
+        outputs.append(
+            MovedTensor(
+                name=name,
+                shape=found.shape,
+                dtype=dtype,
+                segments=tuple(segments),
+                columns=found.columns,
+                transposed=found.transposed,
+                cache=cache,
+            )
+        )
+    return tuple(outputs)
 
 
 def _kept_by_recipe(tensor: LogicalTensor) -> bool:
@@ -177,8 +196,7 @@ def _kept_by_recipe(tensor: LogicalTensor) -> bool:
     if is_encoded(tensor) or tensor.plain_dtype not in ("BF16", "F16", "F32", "F64"):
         return False
     role = classify(tensor.name, tensor.dtype, tensor.shape)
-    encoded = sum(spec.byte_count for spec in encoded_specs(tensor.name, tensor.shape, "hadamard-lloyd-max", 5))
-    return role.keep is None and encoded < element_count(tensor) * item_bytes(tensor.plain_dtype)
+    return role.keep is None and is_smaller(tensor, DEFAULT_CODEC, DEFAULT_BITS)
 
 
 def _check_size(evaluated: Mapping[str, Any], model: MlxModel) -> None:
@@ -227,7 +245,7 @@ class _Values:
             return self._raw[name]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class EvaluatedTensor:
     """An output of sanitize that is computed: a norm's weight plus one, say."""
 
@@ -256,7 +274,7 @@ class MlxLayout:
     affine: bool
     row_multiple: int = 1
 
-    def specs(self, name: str, shape: tuple[int, ...], rule: Rule) -> tuple[TensorSpec, ...]:
+    def specs(self, name: str, shape: tuple[int, ...], rule: RoundingRule) -> tuple[TensorSpec, ...]:
         """See integers.Layout."""
         *rows, columns = shape
         module, groups = name.removesuffix(".weight"), (*rows, columns // rule.group_size)
@@ -265,15 +283,63 @@ class MlxLayout:
             return weight, TensorSpec(f"{module}.scales", "U8", groups)
         return weight, *(TensorSpec(f"{module}.{part}", "BF16", groups) for part in ("scales", "biases"))
 
-    def pieces(self, name: str, shape: tuple[int, ...], rule: Rule, first_row: int, groups: Groups) -> list[Piece]:
+    def pieces(
+        self, name: str, shape: tuple[int, ...], rule: RoundingRule, first_row: int, groups: Groups
+    ) -> list[StoredPiece]:
         """See integers.Layout."""
         columns, module = shape[-1], name.removesuffix(".weight")
         first_group = first_row * (columns // rule.group_size)
-        codes = Piece(name, first_row * columns * rule.bits // 8, 0, pack_bits(groups.codes, rule.bits)[None])
+        codes = StoredPiece(name, first_row * columns * rule.bits // 8, 0, pack_bits(groups.codes, rule.bits)[None])
         if not self.affine:
-            return [codes, Piece(f"{module}.scales", first_group, 0, groups.scales.astype(np.uint8)[None])]
+            return [codes, StoredPiece(f"{module}.scales", first_group, 0, groups.scales.astype(np.uint8)[None])]
         return [
             codes,
-            Piece(f"{module}.scales", first_group * 2, 0, from_float32(groups.scales, "BF16")[None]),
-            Piece(f"{module}.biases", first_group * 2, 0, from_float32(groups.offsets, "BF16")[None]),
+            StoredPiece(f"{module}.scales", first_group * 2, 0, from_float32(groups.scales, "BF16")[None]),
+            StoredPiece(f"{module}.biases", first_group * 2, 0, from_float32(groups.offsets, "BF16")[None]),
         ]
+
+
+def read_options(options: ExportOptions) -> MlxQ4:
+    """The format with what the user asked for.
+
+    Raises OptionError for what the target does not have.
+    """
+    options.only(NAME, "mode", "bits", "group_size", "qparams")
+    mode = one_of(NAME, "mode", options.mode, tuple(BITS))
+    with_mode = NAME if mode == "affine" else f"{NAME} in mode {mode}"
+    return MlxQ4(
+        mode=mode,
+        bits=one_of(with_mode, "bits", options.bits, BITS[mode]),
+        groups=GroupSize.of(with_mode, GROUP_SIZES[mode], options.group_size),
+        # The floating modes have no rule but mlx's.
+        qparams=one_of(with_mode, "qparams", options.qparams, (BEST, MINMAX) if mode == "affine" else (MINMAX,)),
+    )
+
+
+def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
+    parts = ["For mlx-lm, on Apple Silicon."]
+    if not model.tokenizer:
+        return [*parts, "It needs a tokenizer beside the weights, which is not here."]
+    fetch, place = [], model.quoted
+    if model.branch is not None:  # mlx_lm.generate knows main alone
+        place = shlex.quote(f"{model.place.rpartition('/')[2]}-{model.branch.replace('/', '-')}")
+        fetch = [f"hf download {model.quoted}{model.revision_option} --local-dir {place}"]
+    python = [
+        "from mlx_lm import generate, load",
+        "",
+        f"model, tokenizer = load({model.literal}{model.revision})",
+        'print(generate(model, tokenizer, prompt="Once upon a time", max_tokens=20))',
+    ]
+    command = f'mlx_lm.generate --model {place} --prompt "Once upon a time"'
+    return [*parts, shell("pip install mlx-lm", *fetch, command), fenced("python", python)]
+
+
+TARGET = ExportTarget(
+    name=NAME,
+    runtime=MLX,
+    tags=("mlx",),
+    read_options=read_options,
+    prepare=integer_export,
+    load_section=_load_section,
+    library="mlx",
+)

@@ -60,6 +60,11 @@ class Moved:
     columns: range
     transposed: bool
 
+    @property
+    def sources(self) -> frozenset[str]:
+        """The tensors that it is made of."""
+        return frozenset(run.source for run in self.runs)
+
 
 @dataclass(frozen=True)
 class Evaluated:

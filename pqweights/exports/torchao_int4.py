@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,12 @@ from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.dtypes import from_float32
-from pqweights.exports.integers import Outline, Piece, Rounding, Rule, Stays
+from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
 from pqweights.exports.linear import linear_weights
-from pqweights.exports.options import BEST, MINMAX, ExportOptions, one_of
+from pqweights.exports.loading import LoadableModel, by_transformers
+from pqweights.exports.options import BEST, MINMAX, ExportOptions, GroupSize, one_of
+from pqweights.exports.original import integer_export
+from pqweights.exports.target import TORCHAO, ExportTarget
 from pqweights.kernels.groups import GroupRule, Groups, pack_bits, pack_tiles
 
 NAME = "torchao-int4"
@@ -33,50 +36,38 @@ TILE_ROWS, PADDED_COLUMNS = 8, 1024
 EXPERTS = "transformers stacks experts as it loads them, which torchao's tensors cannot be"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TorchaoInt4:
-    """The target. asked_group_size: None for 128, where weights that it does not divide stay plain."""
+    """The format with its options. See integers.IntegerTarget."""
 
     packing: str
-    asked_group_size: int | None
+    groups: GroupSize
     qparams: str
 
-    @property
-    def group_size(self) -> int:
-        """Weights that share scale and zero point."""
-        return self.asked_group_size or GROUP_SIZES[0]
-
-    @staticmethod
-    def make(options: ExportOptions) -> TorchaoInt4:
-        """From what the user asked for.
-
-        Raises ExportError for what the target does not have.
-        """
-        options.only(NAME, "bits", "group_size", "packing", "qparams")
-        one_of(NAME, "bits", options.bits, (4,))
-        group_size = one_of(NAME, "group-size", options.group_size, (None, *GROUP_SIZES))
-        packing = one_of(NAME, "packing", options.packing, (TILE, UNTILED))
-        return TorchaoInt4(packing, group_size, one_of(NAME, "qparams", options.qparams, (BEST, MINMAX)))
-
     def describe(self) -> dict[str, Any]:
-        """See integers.Target."""
+        """See IntegerTarget."""
         return {
-            "target": NAME, "packing": self.packing, "bits": 4, "group_size": self.group_size,
+            "target": NAME,
+            "packing": self.packing,
+            "bits": 4,
+            "group_size": self.groups.size,
             "qparams": self.qparams,
-        }  # fmt: skip
+        }
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
-        """See integers.Target; names and shapes are the source's."""
+        """See IntegerTarget; names and shapes are the source's."""
         name = "best" if self.qparams == BEST else "torchao"
-        rounding = Rounding(
-            GroupRule(4, self.group_size, False, True, name),
-            TileLayout() if self.packing == TILE else PlainLayout(),
-        )
-        reasons = linear_weights(NAME, checkpoint, self.asked_group_size, self.group_size, GROUP_SIZES, EXPERTS)
+        rule = GroupRule(bits=4, group_size=self.groups.size, symmetric=False, middle=True, rule=name)
+        rounding = Rounding(rule, TileLayout() if self.packing == TILE else PlainLayout())
+        reasons = linear_weights(checkpoint, self.groups, EXPERTS)
         decisions = {name: rounding if why is None else Stays(why) for name, why in reasons.items()}
         rounded = [t for t in checkpoint.tensors if isinstance(decisions.get(t.name), Rounding)]
         return Outline(
-            checkpoint.tensors, decisions, {}, self._metadata(rounded, checkpoint.config), self._config(checkpoint)
+            tensors=checkpoint.tensors,
+            decisions=decisions,
+            left_out={},
+            metadata=self._metadata(rounded, checkpoint.config),
+            config=self._config(checkpoint),
         )
 
     def _metadata(self, rounded: Sequence[LogicalTensor], config: dict[str, Any] | None) -> dict[str, str]:
@@ -84,7 +75,7 @@ class TorchaoInt4:
         result = {"format": "pt"}
         names = []
         for tensor in rounded:
-            data: dict[str, Any] = {"block_size": [1, self.group_size], "shape": list(tensor.shape)}
+            data: dict[str, Any] = {"block_size": [1, self.groups.size], "shape": list(tensor.shape)}
             if self.packing == TILE:
                 kind, parts = "Int4TilePackedTo4dTensor", ["qdata", "scale_and_zero"]
             else:
@@ -98,7 +89,7 @@ class TorchaoInt4:
     def _config(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """As transformers' TorchAoConfig writes an Int4WeightOnlyConfig."""
         settings = {
-            "group_size": self.group_size,
+            "group_size": self.groups.size,
             "set_inductor_config": True,
             "int4_packing_format": {"_type": "Int4PackingFormat", "_data": self.packing.upper()},
             "int4_choose_qparams_algorithm": {"_type": "Int4ChooseQParamsAlgorithm", "_data": "TINYGEMM"},
@@ -144,7 +135,7 @@ class PlainLayout:
 
     row_multiple: int = 1
 
-    def specs(self, name: str, shape: tuple[int, ...], rule: Rule) -> tuple[TensorSpec, ...]:
+    def specs(self, name: str, shape: tuple[int, ...], rule: RoundingRule) -> tuple[TensorSpec, ...]:
         """See integers.Layout."""
         rows, columns = shape
         groups = (columns // rule.group_size, rows)
@@ -154,16 +145,18 @@ class PlainLayout:
             TensorSpec(_stored(name, "zero_point"), "BF16", groups),
         )
 
-    def pieces(self, name: str, shape: tuple[int, ...], rule: Rule, first_row: int, groups: Groups) -> list[Piece]:
+    def pieces(
+        self, name: str, shape: tuple[int, ...], rule: RoundingRule, first_row: int, groups: Groups
+    ) -> list[StoredPiece]:
         """See integers.Layout."""
         rows, columns = shape
         codes = pack_bits(groups.codes, 4) ^ np.uint8(0x88)
         per_row = columns // rule.group_size
-        result = [Piece(_stored(name, "qdata"), first_row * columns // 2, 0, codes[None])]
+        result = [StoredPiece(_stored(name, "qdata"), first_row * columns // 2, 0, codes[None])]
         for part, numbers in (("scale", groups.scales), ("zero_point", groups.offsets)):
             by_group = np.ascontiguousarray(numbers.reshape(-1, per_row).T)
             data = from_float32(by_group.reshape(-1), "BF16").reshape(per_row, -1)
-            result.append(Piece(_stored(name, part), first_row * 2, rows * 2, data))
+            result.append(StoredPiece(_stored(name, part), first_row * 2, rows * 2, data))
         return result
 
 
@@ -176,7 +169,7 @@ class TileLayout:
 
     row_multiple: int = TILE_ROWS
 
-    def specs(self, name: str, shape: tuple[int, ...], rule: Rule) -> tuple[TensorSpec, ...]:
+    def specs(self, name: str, shape: tuple[int, ...], rule: RoundingRule) -> tuple[TensorSpec, ...]:
         """See integers.Layout."""
         rows, columns = _padded(shape)
         return (
@@ -184,7 +177,9 @@ class TileLayout:
             TensorSpec(_stored(name, "scale_and_zero"), "BF16", (columns // rule.group_size, rows, 2)),
         )
 
-    def pieces(self, name: str, shape: tuple[int, ...], rule: Rule, first_row: int, groups: Groups) -> list[Piece]:
+    def pieces(
+        self, name: str, shape: tuple[int, ...], rule: RoundingRule, first_row: int, groups: Groups
+    ) -> list[StoredPiece]:
         """See integers.Layout."""
         rows, columns = _padded(shape)
         size = rule.group_size
@@ -198,11 +193,44 @@ class TileLayout:
         pairs[: shape[1] // size, :count, 1] = groups.offsets.reshape(count, -1).T
         data = from_float32(pairs.reshape(-1), "BF16").reshape(len(pairs), -1)
         return [
-            Piece(_stored(name, "qdata"), first_row * columns // 2, 0, pack_tiles(codes)[None]),
-            Piece(_stored(name, "scale_and_zero"), first_row * 4, rows * 4, data),
+            StoredPiece(_stored(name, "qdata"), first_row * columns // 2, 0, pack_tiles(codes)[None]),
+            StoredPiece(_stored(name, "scale_and_zero"), first_row * 4, rows * 4, data),
         ]
 
 
 def _padded(shape: tuple[int, ...]) -> tuple[int, int]:
     rows, columns = shape
     return math.ceil(rows / TILE_ROWS) * TILE_ROWS, math.ceil(columns / PADDED_COLUMNS) * PADDED_COLUMNS
+
+
+def read_options(options: ExportOptions) -> TorchaoInt4:
+    """The format with what the user asked for.
+
+    Raises OptionError for what the target does not have.
+    """
+    options.only(NAME, "bits", "group_size", "packing", "qparams")
+    one_of(NAME, "bits", options.bits, (4,))
+    return TorchaoInt4(
+        packing=one_of(NAME, "packing", options.packing, (TILE, UNTILED)),
+        groups=GroupSize.of(NAME, GROUP_SIZES, options.group_size),
+        qparams=one_of(NAME, "qparams", options.qparams, (BEST, MINMAX)),
+    )
+
+
+def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
+    needs = "PyTorch on CUDA, on a GPU of compute capability 8.0 or newer"
+    packages = "torch transformers accelerate torchao"
+    if made_by.get("packing") == UNTILED:
+        needs += ", with the package mslk"
+        packages += " mslk"
+    return [f"For {needs}.", *by_transformers(model, packages, ', device_map="cuda"')]
+
+
+TARGET = ExportTarget(
+    name=NAME,
+    runtime=TORCHAO,
+    tags=("torchao",),
+    read_options=read_options,
+    prepare=integer_export,
+    load_section=_load_section,
+)

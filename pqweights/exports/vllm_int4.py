@@ -11,7 +11,7 @@ import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,15 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.dtypes import from_float32
 from pqweights.errors import ExportError
-from pqweights.exports.integers import Outline, Piece, Rounding, Rule, Stays
+from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
 from pqweights.exports.linear import linear_weights
-from pqweights.exports.options import BEST, MINMAX, PLAIN, ROTATED, ExportOptions, one_of
-from pqweights.kernels import BLOCK_SIZE
+from pqweights.exports.loading import LoadableModel, by_transformers, shell
+from pqweights.exports.options import BEST, MINMAX, PLAIN, ROTATED, ExportOptions, GroupSize, one_of
+from pqweights.exports.original import integer_export
+from pqweights.exports.target import COMPRESSED_TENSORS, ExportTarget
+from pqweights.kernels import HADAMARD_SIZE
 from pqweights.kernels.groups import GroupRule, Groups, pack_bits
+from pqweights.planning.groups import fused_name
 from pqweights.planning.plan import DEFAULT_METADATA
 from pqweights.planning.roles import classify
 
@@ -39,111 +43,115 @@ UNPACKED_EXPERTS = ("llama4", "llama4_text")
 # What holds a router, by the names that it has in memory.
 ROUTERS = r"re:.*\.(gate|router)$"
 
-# Layers that vLLM fuses into one, which then has one input and one transform (its models' packed_modules_mapping).
-FUSED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("in_proj_qkv", "in_proj_z"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class VllmInt4:
-    """The target. asked_group_size: None for 128, where weights that it does not divide stay plain."""
+    """The format with its options. See integers.IntegerTarget."""
 
     bits: int
-    asked_group_size: int | None
+    groups: GroupSize
     basis: str
     qparams: str
 
-    @property
-    def group_size(self) -> int:
-        """Weights that share a scale."""
-        return self.asked_group_size or GROUP_SIZES[0]
-
-    @staticmethod
-    def make(options: ExportOptions) -> VllmInt4:
-        """From what the user asked for.
-
-        Raises ExportError for what the target does not have.
-        """
-        options.only(NAME, "bits", "group_size", "basis", "qparams")
-        return VllmInt4(
-            one_of(NAME, "bits", options.bits, (4, 8)),
-            one_of(NAME, "group-size", options.group_size, (None, *GROUP_SIZES)),
-            one_of(NAME, "basis", options.basis, (PLAIN, ROTATED)),
-            one_of(NAME, "qparams", options.qparams, (BEST, MINMAX)),
-        )
-
     def describe(self) -> dict[str, Any]:
-        """See integers.Target."""
+        """See IntegerTarget."""
         return {
-            "target": NAME, "bits": self.bits, "group_size": self.group_size, "basis": self.basis,
+            "target": NAME,
+            "bits": self.bits,
+            "group_size": self.groups.size,
+            "basis": self.basis,
             "qparams": self.qparams,
-        }  # fmt: skip
+        }
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
-        """See integers.Target; names and shapes are the source's."""
-        name = "best" if self.qparams == BEST else "compressed-tensors"
-        plain = Rounding(GroupRule(self.bits, self.group_size, True, True, name), PackedLayout())
+        """See IntegerTarget; names and shapes are the source's."""
         if (checkpoint.config or {}).get("model_type") in UNPACKED_EXPERTS:
             raise ExportError(
                 f"{NAME}: transformers takes the fused experts of Llama 4 apart when it loads compressed-tensors, and would not "
                 "find them; use --target mlx-q4, torchao-int4 or bf16"
             )
-        reasons = linear_weights(NAME, checkpoint, self.asked_group_size, self.group_size, GROUP_SIZES, None)
+        reasons = linear_weights(checkpoint, self.groups, None)
         turned = _rotatable(checkpoint, reasons) if self.basis == ROTATED else set()
         if self.basis == ROTATED and not turned:
             raise ExportError(
                 "--basis rotated: no linear layer of this model can be rotated (it takes layers without a bias, rows of whole "
                 "blocks of 128, and all layers that vLLM fuses alike); use --basis plain"
             )
+        rule = GroupRule(
+            bits=self.bits,
+            group_size=self.groups.size,
+            symmetric=True,
+            middle=True,
+            rule="best" if self.qparams == BEST else "compressed-tensors",
+        )
         decisions: dict[str, Rounding | Stays] = {
-            name: replace(plain, rotated=name in turned) if why is None else Stays(why) for name, why in reasons.items()
+            name: Rounding(rule, PackedLayout(), rotated=name in turned) if why is None else Stays(why)
+            for name, why in reasons.items()
         }
-        return Outline(checkpoint.tensors, decisions, {}, DEFAULT_METADATA, self._config(checkpoint, decisions, turned))
+        return Outline(
+            tensors=checkpoint.tensors,
+            decisions=decisions,
+            left_out={},
+            metadata=DEFAULT_METADATA,
+            config=self._config(checkpoint, decisions, turned),
+        )
 
     def _config(
         self, checkpoint: Checkpoint, decisions: Mapping[str, Rounding | Stays], turned: set[str]
     ) -> dict[str, Any]:
         """The quantization_config of compressed-tensors: every linear layer but those to be ignored."""
         weights = {
-            "num_bits": self.bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": self.group_size,
+            "num_bits": self.bits,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "group",
+            "group_size": self.groups.size,
             "dynamic": False,
-        }  # fmt: skip
+        }
         group = {
-            "targets": ["Linear"], "format": "pack-quantized", "input_activations": None, "output_activations": None,
+            "targets": ["Linear"],
+            "format": "pack-quantized",
+            "input_activations": None,
+            "output_activations": None,
             "weights": weights,
-        }  # fmt: skip
+        }
         layers = [t.name for t in checkpoint.tensors if _may_be_layer(t)]
-        rounded = {name for name in layers if isinstance(decisions.get(name), Rounding)}
-        ignored = patterns(
-            [name for name in layers if name not in rounded], [name for name in layers if name in rounded]
-        )
-        routers = [t for t in checkpoint.tensors if classify(t.name, t.dtype, t.shape).name == "router"]
-        if routers and not any(re.match(ROUTERS.removeprefix("re:"), _module(name)) for name in rounded):
-            ignored.append(ROUTERS)  # transformers calls some otherwise than their checkpoints do
         quantization: dict[str, Any] = {
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
-            "ignore": ["lm_head", *ignored],
+            "ignore": ["lm_head", *_ignored(checkpoint, layers, decisions)],
         }
         if turned:
-            rotated = [name for name in layers if name in turned]
-            targets = patterns(rotated, [])
-            others = [name for name in layers if name not in turned and _is_matched(name, targets)]
-            apply = {"targets": targets, "location": "input", "inverse": False, "ignore": patterns(others, rotated)}
-            scheme = {
-                "type": "hadamard", "head_dim": BLOCK_SIZE, "randomize": False, "requires_grad": False, "apply": [apply],
-            }  # fmt: skip
-            quantization["transform_config"] = {"config_groups": {"hadamard": scheme}}
-        return edited_config(
-            checkpoint.config, "BF16", model_dtype(checkpoint.config, checkpoint.tensors), quantization
-        )
+            quantization["transform_config"] = {"config_groups": {"hadamard": _rotation(layers, turned)}}
+        old_dtype = model_dtype(checkpoint.config, checkpoint.tensors)
+        return edited_config(checkpoint.config, "BF16", old_dtype, quantization)
+
+
+def _ignored(checkpoint: Checkpoint, layers: Sequence[str], decisions: Mapping[str, Rounding | Stays]) -> list[str]:
+    """Expressions for the layers that stay plain, and for no others."""
+    rounded = {name for name in layers if isinstance(decisions.get(name), Rounding)}
+    result = patterns([name for name in layers if name not in rounded], [name for name in layers if name in rounded])
+    routers = [t for t in checkpoint.tensors if classify(t.name, t.dtype, t.shape).name == "router"]
+    if routers and not any(re.match(ROUTERS.removeprefix("re:"), _module(name)) for name in rounded):
+        result.append(ROUTERS)  # transformers calls some otherwise than their checkpoints do
+    return result
+
+
+def _rotation(layers: Sequence[str], turned: set[str]) -> dict[str, Any]:
+    """The transform that rotates the inputs of the rotated layers, and of no others."""
+    rotated = [name for name in layers if name in turned]
+    targets = patterns(rotated, [])
+    others = [name for name in layers if name not in turned and _is_matched(name, targets)]
+    apply = {"targets": targets, "location": "input", "inverse": False, "ignore": patterns(others, rotated)}
+    return {
+        "type": "hadamard",
+        "head_dim": HADAMARD_SIZE,
+        "randomize": False,
+        "requires_grad": False,
+        "apply": [apply],
+    }
 
 
 def _module(weight: str) -> str:
@@ -161,7 +169,7 @@ def _rotatable(checkpoint: Checkpoint, reasons: Mapping[str, str | None]) -> set
     """The weights whose inputs the runtime can rotate."""
     names = {tensor.name for tensor in checkpoint.tensors}
     fit: dict[str, bool] = {}
-    groups: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for tensor in checkpoint.tensors:
         if not tensor.name.endswith(".weight") or len(tensor.shape) != 2:
             continue
@@ -170,13 +178,12 @@ def _rotatable(checkpoint: Checkpoint, reasons: Mapping[str, str | None]) -> set
         expert = classify(tensor.name, tensor.dtype, tensor.shape).name == "expert"
         fit[tensor.name] = (
             reasons.get(tensor.name, "kept") is None
-            and tensor.shape[1] % BLOCK_SIZE == 0
+            and tensor.shape[1] % HADAMARD_SIZE == 0
             and f"{module}.bias" not in names
             and not expert
         )
         parent, _, last = module.rpartition(".")
-        siblings = next((group for group in FUSED if last in group), (last,))
-        groups[parent, siblings].append(tensor.name)
+        groups[parent, fused_name(last)].append(tensor.name)
     return {name for group in groups.values() if all(fit[name] for name in group) for name in group}
 
 
@@ -231,7 +238,7 @@ class PackedLayout:
 
     row_multiple: int = 1
 
-    def specs(self, name: str, shape: tuple[int, ...], rule: Rule) -> tuple[TensorSpec, ...]:
+    def specs(self, name: str, shape: tuple[int, ...], rule: RoundingRule) -> tuple[TensorSpec, ...]:
         """See integers.Layout."""
         rows, columns = shape
         return (
@@ -240,12 +247,16 @@ class PackedLayout:
             TensorSpec(f"{name}_shape", "I64", (2,)),
         )
 
-    def pieces(self, name: str, shape: tuple[int, ...], rule: Rule, first_row: int, groups: Groups) -> list[Piece]:
+    def pieces(
+        self, name: str, shape: tuple[int, ...], rule: RoundingRule, first_row: int, groups: Groups
+    ) -> list[StoredPiece]:
         """See integers.Layout."""
         _, columns = shape
         result = [
-            Piece(f"{name}_packed", first_row * columns * rule.bits // 8, 0, pack_bits(groups.codes, rule.bits)[None]),
-            Piece(
+            StoredPiece(
+                f"{name}_packed", first_row * columns * rule.bits // 8, 0, pack_bits(groups.codes, rule.bits)[None]
+            ),
+            StoredPiece(
                 f"{name}_scale",
                 first_row * (columns // rule.group_size) * 2,
                 0,
@@ -253,5 +264,42 @@ class PackedLayout:
             ),
         ]
         if first_row == 0:
-            result.append(Piece(f"{name}_shape", 0, 0, np.array(shape, dtype="<i8").view(np.uint8)[None]))
+            result.append(StoredPiece(f"{name}_shape", 0, 0, np.array(shape, dtype="<i8").view(np.uint8)[None]))
         return result
+
+
+def read_options(options: ExportOptions) -> VllmInt4:
+    """The format with what the user asked for.
+
+    Raises OptionError for what the target does not have.
+    """
+    options.only(NAME, "bits", "group_size", "basis", "qparams")
+    return VllmInt4(
+        bits=one_of(NAME, "bits", options.bits, (4, 8)),
+        groups=GroupSize.of(NAME, GROUP_SIZES, options.group_size),
+        basis=one_of(NAME, "basis", options.basis, (PLAIN, ROTATED)),
+        qparams=one_of(NAME, "qparams", options.qparams, (BEST, MINMAX)),
+    )
+
+
+def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
+    trust = " --trust-remote-code" if model.custom else ""
+    serve = shell("pip install vllm", f"vllm serve {model.quoted}{model.revision_option}{trust}")
+    if made_by.get("basis") == ROTATED:
+        return [
+            "For vLLM alone, on a single GPU: the integers are of rotated weights, and vLLM rotates the inputs to match "
+            "(`transform_config` in config.json). Plain transformers ignores that key and computes nonsense.",
+            serve,
+        ]
+    by_library = by_transformers(model, "torch transformers compressed-tensors")
+    return ["For vLLM:", serve, "Or by transformers:", *by_library]
+
+
+TARGET = ExportTarget(
+    name=NAME,
+    runtime=COMPRESSED_TENSORS,
+    tags=("vllm", "compressed-tensors"),
+    read_options=read_options,
+    prepare=integer_export,
+    load_section=_load_section,
+)

@@ -71,6 +71,7 @@ def open_source(
 def local_folder(
     source: str | Path,
     access: Access,
+    *,
     only: Sequence[str] = (),
     ours: bool = False,
     progress: Progress = lambda done, total, name: None,

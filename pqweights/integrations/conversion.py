@@ -1,7 +1,7 @@
 """How the stored tensors of a master become parameters: conversions for transformers' loader.
 
 transformers renames each stored tensor, hands it to a converter (of the model, for fused experts and the like) and calls that
-for each parameter in turn. Here the parts of a weight, `X_codes` and so on, first get the name `X`, so that all renamings and
+for each parameter in turn. Here the parts of a weight `X` (`X_codes` and so on) first get the name `X`, so that all renamings and
 converters of the model meet what they expect; every converter is replaced by one that reads encoded weights itself, with the
 readers of the checkpoint, when its turn comes: positioned reads in chunks, decoded straight into the parameter's memory.
 Nothing is mapped or fetched in advance, and no error is caught by the loader, which would only log it.
@@ -116,7 +116,8 @@ class Master:
         """An estimate, as names may change in loading: that of the weight of this name, else of any."""
         if not self.parts or not self.can_stay_packed(parameter):
             return None
-        return bytes_per_weight(self.parts.get(f"{parameter}_codes") or next(iter(self.parts.values())))
+        by_weight = {tensor.name: tensor for tensor in self.parts.values()}
+        return bytes_per_weight(by_weight.get(parameter) or next(iter(self.parts.values())))
 
     def close(self) -> None:
         """Forget the checkpoint and the threads."""
@@ -133,7 +134,7 @@ def _files_of(files: list[str]) -> LocalStorage:
 
 
 class PlainName(WeightRenaming):
-    """`X_codes`, `X_norms` and `X_awq_scale` of an encoded weight become `X`, before any other renaming."""
+    """The parts of an encoded weight get its name, before any other renaming."""
 
     __slots__ = ("master",)
 
@@ -161,7 +162,7 @@ class WeightDecoder(WeightConverter):
         self.master, self.dtype = master, torch.float32
 
     def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
-        """Collect one stored tensor. See WeightTransform; codes stand for their weight, the other parts for nothing."""
+        """Collect one stored tensor. See WeightTransform; the first part stands for its weight, the others for nothing."""
         self.layer_targets[target_key].add(source_key)
         tensor = self.master.parts.get(source_key)
         read: Callable[[], Tensor]
@@ -170,7 +171,7 @@ class WeightDecoder(WeightConverter):
         else:
             if isinstance(future, Future):
                 future.cancel()
-            if source_key != tensor.codes.name:
+            if source_key != tensor.encoded[0].name:
                 return
             weight = tensor
 

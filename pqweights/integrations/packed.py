@@ -14,21 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pqweights.buffers import scratch
 from pqweights.checkpoint import scales
 from pqweights.checkpoint.readers import EncodedTensor
-from pqweights.codecs import get_codec
-from pqweights.codecs.protocol import SIGNED_HADAMARD, UNROTATED
+from pqweights.codecs.protocol import Coder, State
 from pqweights.codecs.weight import block_count
 from pqweights.errors import PqweightsError
-from pqweights.kernels import BLOCK_SIZE
-from pqweights.kernels.codebook import Codebook
-from pqweights.kernels.reference import TORCH_DTYPES, decode_blocks
+from pqweights.kernels.reference import TORCH_DTYPES
+from pqweights.kernels.workers import scratch
 
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 # Weights that a thread decodes before it multiplies them: few enough to stay in its core's cache.
@@ -36,77 +32,72 @@ CHUNK_WEIGHTS = 1 << 20
 DEVICE_CHUNK_WEIGHTS = 1 << 24  # on other devices, where a call costs more and memory is faster
 
 
-@dataclass(frozen=True, eq=False)
-class Piece:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PackedRows:
     """Encoded rows of one matrix, all encoded alike.
 
-    codes: [blocks, code bytes] u8, over the flattened rows. norms: [blocks] f16. awq: the scales of the columns, f32, or None.
+    parts: those of the coder, [blocks, bytes per block] u8 over the flattened rows. awq: the scales of the columns, f32, or None.
     """
 
     rows: int
     columns: int
-    codec: str
-    codebook: Codebook
-    rotation: str
-    norm_exponent: int
-    codes: Tensor
-    norms: Tensor
+    coder: Coder
+    state: State
+    parts: tuple[Tensor, ...]
     awq: Tensor | None
 
     @torch.inference_mode()  # a setting of the thread: threads of ours may write what the caller made in that mode
     def decode(self, start: int, stop: int, out: Tensor) -> None:
         """Rows [start, stop) into a contiguous tensor [stop - start, columns] on the same device."""
-        first, last = start * self.columns // BLOCK_SIZE, block_count(stop * self.columns)
-        skip, count = start * self.columns - first * BLOCK_SIZE, (stop - start) * self.columns
-        decode = self._decode_numpy if self.codes.device.type == "cpu" else self._decode_torch
-        decode(start, first, last, skip, count, out.view(-1))
+        block_size = self.coder.block_size
+        first, last = start * self.columns // block_size, block_count(stop * self.columns, block_size)
+        skip, count = start * self.columns - first * block_size, (stop - start) * self.columns
+        here = slice(skip, skip + count)
+        if out.device.type == "cpu":
+            self._decode_numpy(start, range(first, last), here, out.view(-1))
+        else:
+            self._decode_torch(range(first, last), here, out.view(-1))
 
-    def _decode_numpy(self, start: int, first: int, last: int, skip: int, count: int, out: Tensor) -> None:
-        whole = (last - first) * BLOCK_SIZE
+    def _decode_numpy(self, row: int, blocks: range, here: slice, out: Tensor) -> None:
+        """The blocks into memory of the thread, or straight into `out` where they are all of it, in a dtype that coders know."""
+        whole = len(blocks) * self.coder.block_size
         direct = self.awq is None and out.dtype in NAMES
         name = NAMES[out.dtype] if direct else "F32"
-        if direct and whole == count:
-            values = out.view(torch.uint8).numpy()
-        else:
-            values = scratch("packed", whole * (4 if name == "F32" else 2))
-        get_codec(self.codec).decode(
-            self.codes[first:last].numpy(), self.norms[first:last].numpy().view(np.uint16), name, self.codebook,
-            self.rotation, self.norm_exponent, values,
-        )  # fmt: skip
-        if direct and whole == count:
+        in_place = direct and whole == len(out)
+        values = out.view(torch.uint8).numpy() if in_place else scratch("packed", whole * TORCH_DTYPES[name].itemsize)
+        parts = [part[blocks.start : blocks.stop].numpy() for part in self.parts]
+        self.coder.decode(parts, self.state, name, values)
+        if in_place:
             return
-        decoded = torch.from_numpy(values).view(TORCH_DTYPES[name])[skip : skip + count]
+        decoded = torch.from_numpy(values).view(TORCH_DTYPES[name])[here]
         if self.awq is not None:
-            scales.divide(decoded.numpy(), start * self.columns, (self.rows, self.columns), self.awq.numpy())
+            scales.divide(decoded.numpy(), row * self.columns, (self.rows, self.columns), self.awq.numpy())
         out.copy_(_saturated(decoded, out.dtype))
 
-    def _decode_torch(self, start: int, first: int, last: int, skip: int, count: int, out: Tensor) -> None:
-        signed, rotate = self.rotation == SIGNED_HADAMARD, self.rotation != UNROTATED
-        decoded = decode_blocks(
-            self.codes[first:last], self.norms[first:last], self.codebook, signed, self.norm_exponent, rotate
-        ).view(-1)[skip : skip + count]
+    def _decode_torch(self, blocks: range, here: slice, out: Tensor) -> None:
+        """The same on another device, as far as the coder has kernels for it."""
+        parts = [part[blocks.start : blocks.stop] for part in self.parts]
+        decoded = self.coder.decode_torch(parts, self.state).reshape(-1)[here]
         if self.awq is not None:
             decoded = (decoded.view(-1, self.columns) / self.awq).view(-1)
         out.copy_(_saturated(decoded, out.dtype))
 
-    def selected(self, rows: Tensor) -> Piece | None:
-        """The rows of these numbers as a piece of their own; None where blocks do not end with rows."""
-        if self.columns % BLOCK_SIZE:
+    def selected(self, rows: Tensor) -> PackedRows | None:
+        """The rows of these numbers as rows of their own; None where blocks do not end with rows."""
+        if self.columns % self.coder.block_size:
             return None
-        per_row = self.columns // BLOCK_SIZE
-        codes = self.codes.view(self.rows, -1).index_select(0, rows).view(-1, self.codes.shape[1])
-        norms = self.norms.view(self.rows, per_row).index_select(0, rows).view(-1)
-        return replace(self, rows=len(rows), codes=codes, norms=norms)
+        parts = tuple(part.view(self.rows, -1).index_select(0, rows).view(-1, part.shape[1]) for part in self.parts)
+        return replace(self, rows=len(rows), parts=parts)
 
-    def to(self, device: torch.device) -> Piece:
+    def to(self, device: torch.device) -> PackedRows:
         """The same on that device."""
         awq = None if self.awq is None else self.awq.to(device)
-        return replace(self, codes=self.codes.to(device), norms=self.norms.to(device), awq=awq)
+        return replace(self, parts=tuple(part.to(device) for part in self.parts), awq=awq)
 
     @property
     def byte_count(self) -> int:
-        """Bytes of codes, norms and scales."""
-        return sum(t.numel() * t.element_size() for t in (self.codes, self.norms, self.awq) if t is not None)
+        """Bytes of the parts and scales."""
+        return sum(t.numel() * t.element_size() for t in (*self.parts, self.awq) if t is not None)
 
 
 def _saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -115,8 +106,8 @@ def _saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values if dtype.itemsize >= 4 else values.clamp(-limit, limit)
 
 
-# The pieces of a matrix, from the top.
-Matrix = tuple[Piece, ...]
+# The rows of a matrix, from the top.
+Matrix = tuple[PackedRows, ...]
 
 
 def pack(tensor: EncodedTensor, dtype: torch.dtype) -> PackedTensor | None:
@@ -127,25 +118,27 @@ def pack(tensor: EncodedTensor, dtype: torch.dtype) -> PackedTensor | None:
     if len(tensor.shape) not in (2, 3) or not math.prod(tensor.shape):
         return None
     *stack, rows, columns = tensor.shape
-    count = math.prod(stack)
-    if count > 1 and rows * columns % BLOCK_SIZE:
+    count, block_size = math.prod(stack), tensor.coder.block_size
+    if count > 1 and rows * columns % block_size:
         return None
-    code_bytes = get_codec(tensor.codec).code_bytes_per_block(tensor.bits)
-    codes = torch.empty(tensor.codes.byte_count, dtype=torch.uint8)
-    tensor.storage.read_into(tensor.codes.file, tensor.codes.offset, codes.numpy())
-    norms = torch.empty(tensor.norms.byte_count, dtype=torch.uint8)
-    tensor.storage.read_into(tensor.norms.file, tensor.norms.offset, norms.numpy())
+    blocks = block_count(math.prod(tensor.shape), block_size)
+    parts = [torch.empty(blocks, part.bytes_per_block, dtype=torch.uint8) for part in tensor.coder.parts]
+    tensor.read_parts(0, blocks, [part.numpy() for part in parts])
     awq = None if tensor.awq is None else torch.from_numpy(tensor.awq_scales()).view(count, -1)
-    by_matrix = codes.view(count, -1, code_bytes), norms.view(torch.float16).view(count, -1)
+    by_matrix = [part.view(count, -1, part.shape[1]) for part in parts]
     matrices = tuple(
         (
-            Piece(
-                rows, columns, tensor.codec, tensor.codebook, tensor.rotation, tensor.norm_exponent,
-                by_matrix[0][i], by_matrix[1][i], None if awq is None else awq[i],
+            PackedRows(
+                rows=rows,
+                columns=columns,
+                coder=tensor.coder,
+                state=tensor.state,
+                parts=tuple(part[number] for part in by_matrix),
+                awq=None if awq is None else awq[number],
             ),
         )
-        for i in range(count)
-    )  # fmt: skip
+        for number in range(count)
+    )
     return PackedTensor(matrices, bool(stack), dtype)
 
 
@@ -163,9 +156,9 @@ class PackedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, matrices: tuple[Matrix, ...], stacked: bool, dtype: torch.dtype) -> PackedTensor:  # noqa: D102
         first = matrices[0]
-        shape = (sum(piece.rows for piece in first), first[0].columns)
+        shape = (sum(each.rows for each in first), first[0].columns)
         result: PackedTensor = torch.Tensor._make_wrapper_subclass(
-            cls, (len(matrices), *shape) if stacked else shape, dtype=dtype, device=first[0].codes.device
+            cls, (len(matrices), *shape) if stacked else shape, dtype=dtype, device=first[0].parts[0].device
         )
         result.matrices, result.stacked = matrices, stacked
         return result
@@ -176,7 +169,7 @@ class PackedTensor(torch.Tensor):
     @property
     def stored_bytes(self) -> int:
         """Bytes in memory."""
-        return sum(piece.byte_count for matrix in self.matrices for piece in matrix)
+        return sum(each.byte_count for matrix in self.matrices for each in matrix)
 
     def element_size(self) -> float:  # type: ignore[override]
         """Bytes per element as they lie in memory, a fraction: what transformers and accelerate add up as footprint."""
@@ -193,7 +186,7 @@ class PackedTensor(torch.Tensor):
         """The same values under another dtype, or on another device."""
         matrices = self.matrices
         if device is not None and device != self.device:
-            matrices = tuple(tuple(piece.to(device) for piece in matrix) for matrix in matrices)
+            matrices = tuple(tuple(each.to(device) for each in matrix) for matrix in matrices)
         return PackedTensor(matrices, self.stacked, dtype or self.dtype)
 
     @classmethod
@@ -328,11 +321,11 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 def _decode_rows(matrix: Matrix, start: int, stop: int, out: Tensor) -> None:
     """Rows [start, stop) of a matrix into [stop - start, columns]."""
     above = 0
-    for piece in matrix:
-        first, last = max(start - above, 0), min(stop - above, piece.rows)
+    for each in matrix:
+        first, last = max(start - above, 0), min(stop - above, each.rows)
         if first < last:
-            piece.decode(first, last, out[first + above - start : last + above - start])
-        above += piece.rows
+            each.decode(first, last, out[first + above - start : last + above - start])
+        above += each.rows
 
 
 def _decode_into(matrix: Matrix, whole: Tensor, start: int, stop: int) -> None:
@@ -369,14 +362,8 @@ def _threads() -> ThreadPoolExecutor:
     return pool
 
 
-_of_thread = threading.local()
-
-
 def _buffer(dtype: torch.dtype, device: torch.device, count: int) -> Tensor:
     """Memory of the calling thread, contents undefined, valid until it asks again."""
-    buffers: dict[Any, Tensor] = _of_thread.__dict__.setdefault("buffers", {})
-    found = buffers.get((dtype, device))
-    if found is None or len(found) < count:
-        with torch.inference_mode(False):  # it may be used again in another mode
-            found = buffers[dtype, device] = torch.empty(count, dtype=dtype, device=device)
-    return found[:count]
+    if device.type != "cpu":  # torch keeps and hands out memory of other devices by itself
+        return torch.empty(count, dtype=dtype, device=device)
+    return torch.from_numpy(scratch("packed rows", count * dtype.itemsize)).view(dtype)

@@ -8,23 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from pqweights import autoload
+from pqweights.checkpoint.config import AUTO_CLASSES
 from pqweights.checkpoint.master import is_master
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.source import read_config
 from pqweights.errors import MasterError, MissingDependencyError, SourceError
 from pqweights.hub.sources import Access, local_folder, repository_id
-
-# The end of an architecture's name -> the class that knows which model of that kind a config.json means.
-AUTO_CLASSES = {
-    "ForCausalLM": "AutoModelForCausalLM",
-    "LMHeadModel": "AutoModelForCausalLM",
-    "ForConditionalGeneration": "AutoModelForImageTextToText",
-    "ForImageTextToText": "AutoModelForImageTextToText",
-    "ForSequenceClassification": "AutoModelForSequenceClassification",
-    "ForTokenClassification": "AutoModelForTokenClassification",
-    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
-    "ForMaskedLM": "AutoModelForMaskedLM",
-}
 
 
 def load_model(

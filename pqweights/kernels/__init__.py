@@ -7,14 +7,12 @@ by operation, is in docs/format.md. All arrays are C-contiguous numpy arrays.
 from __future__ import annotations
 
 import importlib
-import threading
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from pqweights import buffers
 from pqweights.kernels.codebook import Codebook
 
 BLOCK_SIZE = 128
@@ -28,6 +26,8 @@ SIGNS: npt.NDArray[np.float32] = np.array(
 # dtype name -> number by which the kernels know it
 VALUE_DTYPES = {"BF16": 0, "F16": 1, "F32": 2}
 
+# The rotation runs over this many coordinates.
+HADAMARD_SIZE = BLOCK_SIZE
 # 1 / sqrt(128): makes the rotation, and what is left in its basis, keep lengths.
 ORTHONORMAL = 0.08838834764831845
 
@@ -49,6 +49,30 @@ class EncodeStats:
     first_bad_block: int
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BlockCoding:
+    """How blocks become codes and norms, and what these mean.
+
+    rotate: with the Walsh-Hadamard rotation. signed: flip coordinates by SIGNS before it. norm_exponent: what is stored of a
+    norm is float16(norm * 2**-norm_exponent). Decoding without `rotate` gives the coordinates as they are coded, which for
+    rotated blocks are those of H b / sqrt(128); `signed` must be False then.
+    """
+
+    codebook: Codebook
+    rotate: bool = True
+    signed: bool = False
+    norm_exponent: int = 0
+
+
+class EncodedArrays(NamedTuple):
+    """What `encode` fills, an entry for each block."""
+
+    codes: npt.NDArray[np.uint8]  # [blocks, 16 * bits]
+    norms: npt.NDArray[np.uint16]  # [blocks] float16 bit patterns
+    energies: npt.NDArray[np.float64]  # [blocks] sum of squares of the weights
+    errors: npt.NDArray[np.float64]  # [blocks] sum of squared errors of the decoded weights
+
+
 class Backend(Protocol):
     """Encode and decode whole blocks, from any thread."""
 
@@ -60,27 +84,18 @@ class Backend(Protocol):
         self,
         values: npt.NDArray[np.uint8],  # [blocks * 128 * itemsize] raw bytes of the weights
         dtype: str,  # BF16, F16 or F32
-        codebook: Codebook,
-        signed: bool,  # flip coordinates by SIGNS before the rotation
-        norm_exponent: int,  # stored norm = float16(norm * 2**-norm_exponent)
-        codes: npt.NDArray[np.uint8],  # out: [blocks, 16 * bits]
-        norms: npt.NDArray[np.uint16],  # out: [blocks] float16 bit patterns
-        energies: npt.NDArray[np.float64],  # out: [blocks] sum of squares of the weights
-        errors: npt.NDArray[np.float64],  # out: [blocks] sum of squared errors of the decoded weights
+        coding: BlockCoding,  # with `rotate`
+        out: EncodedArrays,
     ) -> EncodeStats:
-        """Encode whole blocks into the arrays given."""
+        """Encode whole blocks into the arrays given, with norms of least squared error."""
         ...
 
     def decode(
         self,
-        codes: npt.NDArray[np.uint8],  # [blocks, 16 * bits]
-        norms: npt.NDArray[np.uint16],  # [blocks] float16 bit patterns
+        encoded: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]],  # codes and norms, as in EncodedArrays
+        coding: BlockCoding,
         dtype: str,  # BF16, F16 or F32
-        codebook: Codebook,
-        signed: bool,
-        norm_exponent: int,
         values: npt.NDArray[np.uint8],  # out: [blocks * 128 * itemsize] raw bytes, rounded to nearest even, saturated
-        rotate: bool = True,  # False: leave blocks in the rotated basis, as H b / sqrt(128); signed must be False then
     ) -> None:
         """Decode whole blocks into the array given."""
         ...
@@ -99,21 +114,3 @@ DEVICES = {"cpu": "cpu", "cuda": "gpu"}  # what users call it -> its backend
 def load_backend(name: str) -> Backend:
     """The backend of that name, imported on first use (torch, numba and Triton are slow to import)."""
     return cast(Backend, importlib.import_module(BACKENDS[name]))
-
-
-_of_thread = threading.local()
-
-
-def compute_on(device: str) -> None:
-    """The calling thread computes on this device (a key of DEVICES) from now on; a thread that never said so, on the CPU.
-
-    A setting of the thread, not a parameter of everything between: the bytes are the same on every device.
-    """
-    _of_thread.backend = load_backend(DEVICES[device])
-    buffers.allocate_with(_of_thread.backend.empty)
-
-
-def backend() -> Backend:
-    """The one that codecs compute with in this thread."""
-    found: Backend = getattr(_of_thread, "backend", None) or load_backend("cpu")
-    return found

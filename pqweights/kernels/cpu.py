@@ -25,7 +25,15 @@ import numpy.typing as npt
 
 from pqweights.buffers import pageable
 from pqweights.dtypes import item_bytes
-from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES, EncodeStats
+from pqweights.kernels import (
+    BLOCK_SIZE,
+    ORTHONORMAL,
+    SIGNS,
+    VALUE_DTYPES,
+    BlockCoding,
+    EncodedArrays,
+    EncodeStats,
+)
 from pqweights.kernels.codebook import Codebook
 
 # What the machine code is made from.
@@ -70,58 +78,47 @@ def _padded_levels(codebook: Codebook) -> npt.NDArray[np.float32]:
 empty = pageable  # see `pqweights.kernels.Backend.empty`
 
 
-def encode(
-    values: npt.NDArray[np.uint8],
-    dtype: str,
-    codebook: Codebook,
-    signed: bool,
-    norm_exponent: int,
-    codes: npt.NDArray[np.uint8],
-    norms: npt.NDArray[np.uint16],
-    energies: npt.NDArray[np.float64],
-    errors: npt.NDArray[np.float64],
-) -> EncodeStats:
+def encode(values: npt.NDArray[np.uint8], dtype: str, coding: BlockCoding, out: EncodedArrays) -> EncodeStats:
     """See `pqweights.kernels.Backend.encode`."""
-    table, cells_per_unit, most = _encode_table(tuple(codebook.levels.tolist()), tuple(codebook.thresholds.tolist()))
-    blocks, stats = len(codes), np.empty(3, dtype=np.float64)
-    _kernel("encode")(
-        *_IGNORED_ADDRESSES,
+    book, exponent = coding.codebook, coding.norm_exponent
+    table, cells_per_unit, most = _encode_table(tuple(book.levels.tolist()), tuple(book.thresholds.tolist()))
+    blocks, stats = len(out.codes), np.empty(3, dtype=np.float64)
+    pointers = (
         _address(values, np.uint8, blocks * BLOCK_SIZE * item_bytes(dtype)),
         table.ctypes.data,
         SIGNS.ctypes.data,
-        _address(codes, np.uint8, blocks * 16 * codebook.bits, written=True),
-        _address(norms, np.uint16, blocks, written=True),
-        _address(energies, np.float64, blocks, written=True),
-        _address(errors, np.float64, blocks, written=True),
+        _address(out.codes, np.uint8, blocks * 16 * book.bits, written=True),
+        _address(out.norms, np.uint16, blocks, written=True),
+        _address(out.energies, np.float64, blocks, written=True),
+        _address(out.errors, np.float64, blocks, written=True),
         stats.ctypes.data,
-        blocks, VALUE_DTYPES[dtype], codebook.bits, signed, math.ldexp(1, -norm_exponent), math.ldexp(1, norm_exponent),
-        cells_per_unit, most,
-    )  # fmt: skip
+    )
+    settings = (blocks, VALUE_DTYPES[dtype], book.bits, coding.signed)
+    scales = (math.ldexp(1, -exponent), math.ldexp(1, exponent), cells_per_unit, most)
+    _kernel("encode")(*_IGNORED_ADDRESSES, *pointers, *settings, *scales)
     return EncodeStats(float(stats[0]), float(stats[1]), int(stats[2]))
 
 
 def decode(
-    codes: npt.NDArray[np.uint8],
-    norms: npt.NDArray[np.uint16],
+    encoded: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]],
+    coding: BlockCoding,
     dtype: str,
-    codebook: Codebook,
-    signed: bool,
-    norm_exponent: int,
     values: npt.NDArray[np.uint8],
-    rotate: bool = True,
 ) -> None:
     """See `pqweights.kernels.Backend.decode`."""
-    blocks, levels = len(codes), _padded_levels(codebook)
-    _kernel("decode")(
-        *_IGNORED_ADDRESSES,
-        _address(codes, np.uint8, blocks * 16 * codebook.bits),
+    codes, norms = encoded
+    blocks, levels = len(codes), _padded_levels(coding.codebook)
+    pointers = (
+        _address(codes, np.uint8, blocks * 16 * coding.codebook.bits),
         _address(norms, np.uint16, blocks),
         levels.ctypes.data,
         SIGNS.ctypes.data,
         _address(values, np.uint8, blocks * BLOCK_SIZE * item_bytes(dtype), written=True),
-        blocks, VALUE_DTYPES[dtype], codebook.bits, signed, rotate,
-        math.ldexp(1, norm_exponent - 7) if rotate else math.ldexp(ORTHONORMAL, norm_exponent),
-    )  # fmt: skip
+    )
+    settings = (blocks, VALUE_DTYPES[dtype], coding.codebook.bits, coding.signed, coding.rotate)
+    exponent = coding.norm_exponent
+    scale = math.ldexp(1, exponent - 7) if coding.rotate else math.ldexp(ORTHONORMAL, exponent)
+    _kernel("decode")(*_IGNORED_ADDRESSES, *pointers, *settings, scale)
 
 
 def fit_groups(

@@ -9,7 +9,7 @@ import os
 import numpy as np
 
 from pqweights.errors import DeviceError, MissingDependencyError
-from pqweights.kernels import BLOCK_SIZE, DEVICES, load_backend
+from pqweights.kernels import BLOCK_SIZE, DEVICES, BlockCoding, EncodedArrays, load_backend
 from pqweights.kernels.codebook import codebook_from_levels
 
 AUTO = "auto"
@@ -60,10 +60,10 @@ def _why_no_gpu() -> DeviceError | MissingDependencyError | None:
 
 def _encode_one_block() -> None:
     """Compile for the GPU and use it, before anything depends on it."""
-    levels = codebook_from_levels(5, np.linspace(-1, 1, 32, dtype=np.float32))
-    codes, norms, sums = np.empty((1, 80), np.uint8), np.empty(1, np.uint16), np.empty((2, 1), np.float64)
-    zeros = np.zeros(BLOCK_SIZE * 2, np.uint8)
-    load_backend("gpu").encode(zeros, "BF16", levels, False, 0, codes, norms, sums[0], sums[1])
+    book = codebook_from_levels(5, np.linspace(-1, 1, 32, dtype=np.float32))
+    sums = np.empty((2, 1), np.float64)
+    out = EncodedArrays(np.empty((1, 80), np.uint8), np.empty(1, np.uint16), sums[0], sums[1])
+    load_backend("gpu").encode(np.zeros(BLOCK_SIZE * 2, np.uint8), "BF16", BlockCoding(codebook=book), out)
 
 
 def _gpu_count() -> int:

@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from pqweights.errors import DeviceError
-from pqweights.kernels import SIGNS, VALUE_DTYPES, EncodeStats
-from pqweights.kernels.codebook import Codebook
+from pqweights.kernels import SIGNS, VALUE_DTYPES, BlockCoding, EncodedArrays, EncodeStats
+from pqweights.kernels.workers import worker
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 # Blocks of 128 that one program handles; the interpreter's cost is per program, not per element.
@@ -33,7 +33,6 @@ COMPILE_OPTIONS = {} if INTERPRETED else {"enable_fp_fusion": False, "num_warps"
 BF16, F16, F32 = (tl.constexpr(VALUE_DTYPES[name]) for name in ("BF16", "F16", "F32"))
 
 _launch = threading.Lock()  # Triton compiles on the first launch; two threads must not do so at once
-_of_thread = threading.local()
 
 
 @triton.jit
@@ -210,37 +209,16 @@ def _decode(  # type: ignore[no-untyped-def]
     _store_values(x, values, row[:, None] * 128 + j[None, :], mask, DTYPE)
 
 
-def encode(
-    values: npt.NDArray[np.uint8],
-    dtype: str,
-    codebook: Codebook,
-    signed: bool,
-    norm_exponent: int,
-    codes: npt.NDArray[np.uint8],
-    norms: npt.NDArray[np.uint16],
-    energies: npt.NDArray[np.float64],
-    errors: npt.NDArray[np.float64],
-) -> EncodeStats:
+def encode(values: npt.NDArray[np.uint8], dtype: str, coding: BlockCoding, out: EncodedArrays) -> EncodeStats:
     """See `pqweights.kernels.Backend.encode`."""
-    blocks = len(codes)
+    blocks = len(out.codes)
     exact = np.empty(blocks, dtype=np.float64)
-    arrays: list[npt.NDArray[Any]] = [codes, norms, energies, errors, exact]
+    arrays: list[npt.NDArray[Any]] = [*out, exact]
     with _stream():
-        thresholds, levels, signs = _tables(codebook, signed)
+        thresholds, levels, signs = _tables(coding)
         outputs = [_like_on_device(array) for array in arrays]
-        _run(
-            _encode,
-            dtype,
-            codebook.bits,
-            blocks,
-            _to_device(_words(values, dtype)),
-            thresholds,
-            levels,
-            signs,
-            *outputs,
-            blocks,
-            norm_exponent,
-        )
+        inputs = (_to_device(_words(values, dtype)), thresholds, levels, signs)
+        _run(_encode, dtype, coding, blocks, *inputs, *outputs, blocks, coding.norm_exponent)
         for array, output in zip(arrays, outputs, strict=True):
             _from_device(output, array)
     bad = np.flatnonzero(np.isnan(exact))
@@ -253,33 +231,19 @@ def encode(
 
 
 def decode(
-    codes: npt.NDArray[np.uint8],
-    norms: npt.NDArray[np.uint16],
+    encoded: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]],
+    coding: BlockCoding,
     dtype: str,
-    codebook: Codebook,
-    signed: bool,
-    norm_exponent: int,
     values: npt.NDArray[np.uint8],
-    rotate: bool = True,
 ) -> None:
     """See `pqweights.kernels.Backend.decode`."""
+    codes, norms = encoded
+    blocks = len(codes)
     with _stream():
-        _, levels, signs = _tables(codebook, signed)
+        _, levels, signs = _tables(coding)
         output = _like_on_device(_words(values, dtype))
-        _run(
-            _decode,
-            dtype,
-            codebook.bits,
-            len(codes),
-            _to_device(codes),
-            _to_device(norms),
-            levels,
-            signs,
-            output,
-            len(codes),
-            norm_exponent,
-            rotate,
-        )
+        inputs = (_to_device(codes), _to_device(norms), levels, signs)
+        _run(_decode, dtype, coding, blocks, *inputs, output, blocks, coding.norm_exponent, coding.rotate)
         _from_device(output, _words(values, dtype))
 
 
@@ -299,31 +263,31 @@ def _stream() -> Iterator[None]:
     if INTERPRETED:
         yield
         return
-    if not hasattr(_of_thread, "stream"):
-        _of_thread.stream = torch.cuda.Stream()
+    stream = worker().kept("CUDA stream", _device(), torch.cuda.Stream)
     try:
-        with torch.cuda.stream(_of_thread.stream):
+        with torch.cuda.stream(stream):
             yield
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"--device cuda: the GPU's memory is full ({str(error).splitlines()[0]}); use fewer --threads, or --device cpu"
         ) from None
     finally:
-        _of_thread.stream.synchronize()
+        stream.synchronize()
 
 
-def _run(kernel: Any, dtype: str, bits: int, blocks: int, *arguments: Any) -> None:
+def _run(kernel: Any, dtype: str, coding: BlockCoding, blocks: int, *arguments: Any) -> None:
     grid = (triton.cdiv(blocks, BLOCKS_PER_PROGRAM),)
     # Interpreted, numpy computes and would warn of what a GPU does silently: infinities and NaN in blocks that are refused.
     with _launch, np.errstate(all="ignore"):
-        kernel[grid](*arguments, DTYPE=VALUE_DTYPES[dtype], BITS=bits, BLOCKS=BLOCKS_PER_PROGRAM, **COMPILE_OPTIONS)
+        constants = {"DTYPE": VALUE_DTYPES[dtype], "BITS": coding.codebook.bits, "BLOCKS": BLOCKS_PER_PROGRAM}
+        kernel[grid](*arguments, **constants, **COMPILE_OPTIONS)
 
 
-def _tables(codebook: Codebook, signed: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _tables(coding: BlockCoding) -> tuple[Tensor, Tensor, Tensor]:
     """Thresholds, levels and the factor of each coordinate, on the device."""
-    factors = SIGNS if signed else np.ones_like(SIGNS)
+    factors = SIGNS if coding.signed else np.ones_like(SIGNS)
     thresholds, levels, signs = (
-        _uploaded(array.tobytes(), _device()) for array in (codebook.thresholds, codebook.levels, factors)
+        _uploaded(array.tobytes(), _device()) for array in (coding.codebook.thresholds, coding.codebook.levels, factors)
     )
     return thresholds, levels, signs
 

@@ -21,7 +21,7 @@ RUNTIME_RULES = {"mlx": 1, "torchao": 2, "compressed-tensors": 3}
 FLOAT_MODES = {"mxfp4": 0, "mxfp8": 1, "nvfp4": 2}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GroupRule:
     """How a group becomes integers.
 

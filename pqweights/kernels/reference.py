@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from pqweights.buffers import pageable
-from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, ORTHONORMAL, SIGNS, EncodeStats
-from pqweights.kernels.codebook import Codebook
+from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, ORTHONORMAL, SIGNS, BlockCoding, EncodedArrays, EncodeStats
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -88,13 +87,11 @@ def prescale(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return scaled, tree_sum(scaled * scaled), k
 
 
-def encode_blocks(
-    x: Tensor, codebook: Codebook, signed: bool, norm_exponent: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def encode_blocks(x: Tensor, coding: BlockCoding) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """[blocks, 128] f32, finite -> codes u8 [blocks, 16 * bits], norms f16, and energies, errors, exact norms f64 [blocks]."""
-    levels = torch.from_numpy(codebook.levels).to(x.device)
-    thresholds = torch.from_numpy(codebook.thresholds).to(x.device)
-    if signed:
+    levels = torch.from_numpy(coding.codebook.levels).to(x.device)
+    thresholds = torch.from_numpy(coding.codebook.thresholds).to(x.device)
+    if coding.signed:
         x = x * torch.from_numpy(SIGNS).to(x.device)
     x, squares, k = prescale(x)
     # Through float64: torch's float32 square root on the CPU is not always the nearest float (it differs in a sixth of
@@ -109,52 +106,43 @@ def encode_blocks(
 
     two_to_k = power_of_two(k)
     exact_norms = norm.double() * two_to_k
-    norms = (exact_norms * 2.0**-norm_exponent).float().half()
+    norms = (exact_norms * 2.0**-coding.norm_exponent).float().half()
 
     energies = squares.double() * two_to_k * two_to_k
-    stored = norms.double() * 2.0**norm_exponent
+    stored = norms.double() * 2.0**coding.norm_exponent
     gain = torch.where(radius > 0, stored / (radius.double() * two_to_k), 0)
     short = 1 - gain
     per_block = residual.double() + 2 * short * (projection.double() - level_energy.double())
     per_block = (per_block + short * short * level_energy.double()).clamp(min=0)
     errors = torch.where(radius > 0, energies / BLOCK_SIZE * per_block, 0)
-    return pack(codes.to(torch.uint8), codebook.bits), norms, energies, errors, exact_norms
+    return pack(codes.to(torch.uint8), coding.codebook.bits), norms, energies, errors, exact_norms
 
 
-def decode_blocks(
-    packed: Tensor, norms: Tensor, codebook: Codebook, signed: bool, norm_exponent: int, rotate: bool = True
-) -> Tensor:  # [blocks, 16 * bits] u8, [blocks] f16 -> [blocks, 128] f32
-    """The inverse of `encode_blocks`, up to quantization; or, without rotating, the blocks as H b / sqrt(128)."""
-    levels = torch.from_numpy(codebook.levels).to(packed.device)
-    factor = 2.0 ** (norm_exponent - 7) if rotate else 2.0**norm_exponent * ORTHONORMAL
+def decode_blocks(packed: Tensor, norms: Tensor, coding: BlockCoding) -> Tensor:
+    """The inverse of `encode_blocks`, up to quantization; or, without rotating, the blocks as H b / sqrt(128).
+
+    [blocks, 16 * bits] u8, [blocks] f16 -> [blocks, 128] f32
+    """
+    levels = torch.from_numpy(coding.codebook.levels).to(packed.device)
+    factor = 2.0 ** (coding.norm_exponent - 7) if coding.rotate else 2.0**coding.norm_exponent * ORTHONORMAL
     scale = (norms.double() * factor).float()
-    x = levels[unpack(packed, codebook.bits).long()]
-    x = (hadamard(x) if rotate else x) * scale[:, None]
-    return x * torch.from_numpy(SIGNS).to(packed.device) if signed else x
+    x = levels[unpack(packed, coding.codebook.bits).long()]
+    x = (hadamard(x) if coding.rotate else x) * scale[:, None]
+    return x * torch.from_numpy(SIGNS).to(packed.device) if coding.signed else x
 
 
 empty = pageable  # see `pqweights.kernels.Backend.empty`
 
 
-def encode(
-    values: npt.NDArray[np.uint8],
-    dtype: str,
-    codebook: Codebook,
-    signed: bool,
-    norm_exponent: int,
-    codes: npt.NDArray[np.uint8],
-    norms: npt.NDArray[np.uint16],
-    energies: npt.NDArray[np.float64],
-    errors: npt.NDArray[np.float64],
-) -> EncodeStats:
+def encode(values: npt.NDArray[np.uint8], dtype: str, coding: BlockCoding, out: EncodedArrays) -> EncodeStats:
     """See `pqweights.kernels.Backend.encode`."""
     x = torch.from_numpy(values).view(TORCH_DTYPES[dtype]).float().reshape(-1, BLOCK_SIZE)
     bad = (~torch.isfinite(x)).any(dim=1).nonzero()
-    packed, half_norms, block_energies, block_errors, exact = encode_blocks(x, codebook, signed, norm_exponent)
-    codes[:] = packed.numpy()
-    norms[:] = half_norms.numpy().view(np.uint16)
-    energies[:] = block_energies.numpy()
-    errors[:] = block_errors.numpy()
+    packed, half_norms, block_energies, block_errors, exact = encode_blocks(x, coding)
+    out.codes[:] = packed.numpy()
+    out.norms[:] = half_norms.numpy().view(np.uint16)
+    out.energies[:] = block_energies.numpy()
+    out.errors[:] = block_errors.numpy()
     nonzero = exact[exact > 0]
     return EncodeStats(
         smallest_norm=float(nonzero.min()) if len(nonzero) else float("inf"),
@@ -164,18 +152,14 @@ def encode(
 
 
 def decode(
-    codes: npt.NDArray[np.uint8],
-    norms: npt.NDArray[np.uint16],
+    encoded: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]],
+    coding: BlockCoding,
     dtype: str,
-    codebook: Codebook,
-    signed: bool,
-    norm_exponent: int,
     values: npt.NDArray[np.uint8],
-    rotate: bool = True,
 ) -> None:
     """See `pqweights.kernels.Backend.decode`."""
-    half_norms = torch.from_numpy(norms.view(np.float16))
-    x = decode_blocks(torch.from_numpy(codes), half_norms, codebook, signed, norm_exponent, rotate)
+    codes, norms = encoded
+    x = decode_blocks(torch.from_numpy(codes), torch.from_numpy(norms.view(np.float16)), coding)
     target = TORCH_DTYPES[dtype]
     limit = torch.finfo(target).max
     rounded = x.clamp(-limit, limit).to(target).reshape(-1).contiguous()

@@ -19,12 +19,13 @@ from pqweights.evaluate.evaluation import choose_windows
 from pqweights.evaluate.protocol import Estimate, Scores, Windows, compare, perplexity_change
 from pqweights.evaluate.report import to_json
 from pqweights.evaluate.weight_errors import relative_mse
-from pqweights.exports import export
+from pqweights.export import MasterFolder, export
 from pqweights.exports.options import ExportOptions
 from pqweights.measure.calibrate import WINDOW, calibrate, fewest_tokens
 from pqweights.planning.recipe import Recipe
-from pqweights.quantize import quantize
+from pqweights.quantize import QuantizeOptions, quantize
 from pqweights.results.inspect import inspect
+from pqweights.rewrite.driver import RunOptions
 from pqweights.runtimes.folders import read_folder
 from pqweights.runtimes.models import open_model
 from pqweights.runtimes.packages import package
@@ -52,7 +53,7 @@ Progress = Callable[[int, int, str], None]  # rows done, rows in all, what is un
 
 
 @dataclass(frozen=True)
-class Row:
+class AblationRow:
     """One configuration. bits: of the master; None for the original, and for INT4 made straight from it.
 
     relative_mse: against the original, over all weights that the master quantizes. share: how much of what rotation and
@@ -60,7 +61,7 @@ class Row:
     """
 
     name: str
-    bits: int | None
+    bits: float | None
     bits_per_weight: float | None
     relative_mse: float | None
     scores: Scores
@@ -86,7 +87,7 @@ class Ablation:
     windows: Windows
     scored_tokens: int
     calibration_tokens: int
-    rows: tuple[Row, ...]
+    rows: tuple[AblationRow, ...]
     absent: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -106,14 +107,14 @@ class _Made:
     """A folder to be measured."""
 
     name: str
-    bits: int | None
+    bits: float | None
     folder: Path
 
 
 def ablate(
     source: Path,
     text: str,
-    widths: Sequence[int],
+    widths: Sequence[float],
     recipe: Recipe,
     *,
     calibration: str | None = None,
@@ -165,7 +166,7 @@ def ablate(
     total = 1 + len(widths) * (len(MASTERS) - (not awq) + (len(RULES) if int4 else 0)) + (len(RULES) if int4 else 0)
     progress(0, total, "original")
     reference = open_model(source)
-    rows: list[Row] = []
+    rows: list[AblationRow] = []
     with tempfile.TemporaryDirectory(prefix="pqweights-ablate-", dir=work) as folder:
         plan = _folders(
             source,
@@ -183,13 +184,13 @@ def ablate(
             progress(len(rows) + 1, total, made.name if made.bits is None else f"{made.bits} bits: {made.name}")
             scores = compare(open_model(made.folder), reference, ids, windows)
             rows.append(
-                Row(
+                AblationRow(
                     made.name, made.bits, inspect(made.folder).totals["bits_per_weight"],
                     relative_mse(source, made.folder).master.relative_mse, scores, None,
                 )
             )  # fmt: skip
     assert rows[0].scores.reference_losses is not None
-    original = Row("original", None, None, None, Scores(rows[0].scores.reference_losses), None)
+    original = AblationRow("original", None, None, None, Scores(rows[0].scores.reference_losses), None)
     return Ablation(
         len(ids), windows, sum(windows.scored(start) for start in starts), calibrated,
         (original, *_with_shares(rows)), tuple(dict.fromkeys(absent)),
@@ -197,7 +198,7 @@ def ablate(
 
 
 def _folders(
-    source: Path, work: Path, widths: Sequence[int], recipe: Recipe, calibration: str | None, window: int, int4: bool,
+    source: Path, work: Path, widths: Sequence[float], recipe: Recipe, calibration: str | None, window: int, int4: bool,
     tokenizer: Path | None, threads: int, absent: list[str],
 ) -> Iterator[_Made]:  # fmt: skip
     """Each folder in turn, there until the next is asked for. absent: gets the reasons for rows that there are not."""
@@ -213,7 +214,8 @@ def _folders(
                     source, scales, calibration or "", chosen, tokenizer=tokenizer, threads=threads, overwrite=True,
                     max_tokens=MOST_CALIBRATION_TOKENS, window=window,
                 )  # fmt: skip
-            quantize(source, master, chosen, awq=scales if scaled else None, threads=threads, overwrite=True)
+            options = QuantizeOptions(awq=scales if scaled else None)
+            quantize(source, master, chosen, options=options, run=RunOptions(threads=threads, overwrite=True))
             yield _Made(name, bits, master)
             if name == LEAST_SQUARES and int4:
                 straight = source if number == len(widths) - 1 else None
@@ -222,14 +224,20 @@ def _folders(
 
 
 def _integers(
-    master: Path, out: Path, bits: int, source: Path | None, threads: int, absent: list[str]
+    master: Path, out: Path, bits: float, source: Path | None, threads: int, absent: list[str]
 ) -> Iterator[_Made]:
     """torchao INT4 of a master, by each rule; and straight from the source, where it is given."""
     for original in (None, source) if source is not None else (None,):
         for rule, called in RULES.items():
             try:
                 options = ExportOptions(group_size=128, qparams=rule)
-                export(master, out, "torchao-int4", options, original=original, threads=threads, overwrite=True)
+                export(
+                    MasterFolder(master, original=original),
+                    out,
+                    "torchao-int4",
+                    options=options,
+                    run=RunOptions(threads=threads, overwrite=True),
+                )
                 yield _Made(
                     f"+ INT4 on top, {called}" if original is None else f"INT4 from the original, {called}",
                     bits if original is None else None, out,
@@ -238,7 +246,7 @@ def _integers(
                 absent.append(f"INT4: {error}")
 
 
-def _with_shares(rows: Sequence[Row]) -> list[Row]:
+def _with_shares(rows: Sequence[AblationRow]) -> list[AblationRow]:
     """Each row with its share of the gain, at its width."""
     by_name = {(row.bits, row.name): row for row in rows}
     result = []

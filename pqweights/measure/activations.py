@@ -233,14 +233,14 @@ def _without_cache(model: Any) -> dict[str, bool]:
     return {"use_cache": False} if hasattr(model.config, "use_cache") and model.can_generate() else {}
 
 
-class Found(NamedTuple):
+class WeightPlace(NamedTuple):
     """Where a tensor of a checkpoint is in the model. place: of its one matrix, or of the stack. transposed: there."""
 
     place: Place
     transposed: bool
 
 
-def places(model: Any, names: Sequence[str]) -> dict[str, Found]:
+def places(model: Any, names: Sequence[str]) -> dict[str, WeightPlace]:
     """Where the tensors of a checkpoint are, by transformers' own rules, which rename them and stack experts."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming, rename_source_key
@@ -261,5 +261,5 @@ def places(model: Any, names: Sequence[str]) -> dict[str, Found]:
             expert = re.search(r"\.experts\.(\d+)\.", name) if pattern and "*" in pattern else None
             converter = next((c for c in converters if pattern in c.source_patterns), None)
             transposed = any(isinstance(op, Transpose) for op in converter.operations) if converter else False
-            result[name] = Found((multiplied[renamed], int(expert[1]) if expert else None), transposed)
+            result[name] = WeightPlace((multiplied[renamed], int(expert[1]) if expert else None), transposed)
     return result

@@ -22,20 +22,19 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.scales import scale_shape
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.writer import disk_errors
-from pqweights.codecs import get_codec
 from pqweights.errors import EvaluationError, RecipeError, SourceError
-from pqweights.measure.scale_search import FEWEST_ROWS, FEWEST_WINDOWS, Found, Matrix, search
+from pqweights.measure.scale_search import FEWEST_ROWS, FEWEST_WINDOWS, Matrix, SearchResult, search
 from pqweights.planning.awq_file import check_free, write_awq
 from pqweights.planning.plan import QUANTIZE, TensorPlan
 from pqweights.planning.recipe import Recipe
 from pqweights.quantize import Quantize
+from pqweights.rewrite.manifest import coder_of
 from pqweights.runtimes.folders import read_folder
 from pqweights.runtimes.packages import Refused, package, quiet
 from pqweights.runtimes.texts import Ids, tokenize
 
 if TYPE_CHECKING:
-    from pqweights.measure.activations import Activations, Place
-    from pqweights.measure.activations import Found as Where
+    from pqweights.measure.activations import Activations, Place, WeightPlace
 
 Floats = npt.NDArray[np.float32]
 Progress = Callable[[int, int, str], None]  # done, in all, what
@@ -56,8 +55,8 @@ class LayerReport:
 
     name: str
     codec: str
-    bits: int
-    matrices: tuple[Found, ...]
+    bits: float
+    matrices: tuple[SearchResult, ...]
 
     @property
     def scaled(self) -> bool:
@@ -122,7 +121,7 @@ def calibrate(
         raise RecipeError(
             f"recipe {recipe.name!r}: scales are searched for given widths, and this one chooses them by a target"
         )
-    planned = [t for t in Quantize(recipe).plan(checkpoint) if t.action == QUANTIZE]
+    planned = [t for t in Quantize(recipe=recipe).plan(checkpoint) if t.action == QUANTIZE]
     if not planned:
         raise RecipeError(f"recipe {recipe.name!r}: expected a recipe that quantizes something here, found none")
     check_free(out, overwrite)
@@ -194,7 +193,7 @@ def _load(source: Path, dtype: str, device_map: str | None) -> Any:
     return load_model(source, dtype=dtype, device_map=device_map, experts_implementation="eager")
 
 
-def _places(planned: TensorPlan, where: Where | None) -> list[Place]:
+def _places(planned: TensorPlan, where: WeightPlace | None) -> list[Place]:
     """Of the matrices of a weight, in order: a stack in the file is one in the model, an expert of its own a part of one."""
     if where is None or len(planned.shape) not in (2, 3):
         return []
@@ -202,20 +201,22 @@ def _places(planned: TensorPlan, where: Where | None) -> list[Place]:
     return [(name, number) for number in range(planned.shape[0])] if len(planned.shape) == 3 else [(name, expert)]
 
 
-def _channels(tensors: Sequence[TensorPlan], where: Mapping[str, Where]) -> int:
+def _channels(tensors: Sequence[TensorPlan], where: Mapping[str, WeightPlace]) -> int:
     """Input channels of all matrices; those with the same inputs count once."""
     by_place = {place: t.shape[-1] for t in tensors for place in _places(t, where.get(t.name))}
     return sum(by_place.values())
 
 
-def _rows(planned: Sequence[TensorPlan], where: Mapping[str, Where]) -> tuple[int, int]:
+def _rows(planned: Sequence[TensorPlan], where: Mapping[str, WeightPlace]) -> tuple[int, int]:
     """How many rows are kept for each matrix: fewer where there are many matrices."""
     share = min(1.0, SAMPLE_BYTES / (4 * max(_channels(planned, where), 1) * sum(MOST_ROWS)))
     rows = [max(fewest, int(most * share)) for most, fewest in zip(MOST_ROWS, FEWEST_ROWS, strict=True)]
     return rows[0], rows[1]
 
 
-def _rounds(planned: Sequence[TensorPlan], where: Mapping[str, Where], rows: tuple[int, int]) -> list[list[TensorPlan]]:
+def _rounds(
+    planned: Sequence[TensorPlan], where: Mapping[str, WeightPlace], rows: tuple[int, int]
+) -> list[list[TensorPlan]]:
     """The weights, cut so that the rows of each part fit into SAMPLE_BYTES."""
     rounds: list[list[TensorPlan]] = [[]]
     for tensor in planned:
@@ -226,7 +227,7 @@ def _rounds(planned: Sequence[TensorPlan], where: Mapping[str, Where], rows: tup
 
 
 def _search_all(
-    planned: Sequence[TensorPlan], tensors: Mapping[str, LogicalTensor], where: Mapping[str, Where],
+    planned: Sequence[TensorPlan], tensors: Mapping[str, LogicalTensor], where: Mapping[str, WeightPlace],
     activations: Activations, threads: int, progress: Progress,
 ) -> list[tuple[LayerReport, Floats | None]]:  # fmt: skip
     """In threads, in order; the first that fails ends it."""
@@ -243,23 +244,22 @@ def _search_all(
 
 
 def _search_layer(
-    planned: TensorPlan, tensor: LogicalTensor, where: Where | None, activations: Activations
+    planned: TensorPlan, tensor: LogicalTensor, where: WeightPlace | None, activations: Activations
 ) -> tuple[LayerReport, Floats | None]:
     """The report, and the scales [..., K] where there are any."""
-    assert planned.codec is not None and planned.bits is not None
-    codec, bits, shape = get_codec(planned.codec), planned.bits, planned.shape
+    coder, shape = coder_of(planned), planned.shape
     if len(shape) not in (2, 3) or not planned.weights:
-        reports = [Found(False, f"expected a matrix or a stack of them, found shape {list(shape)}", 0)]
-        return LayerReport(planned.name, codec.name, bits, tuple(reports)), None
+        reports = [SearchResult(False, f"expected a matrix or a stack of them, found shape {list(shape)}", 0)]
+        return LayerReport(planned.name, coder.codec, coder.bits, tuple(reports)), None
     if where is None:
-        reports = [Found(False, "transformers does not load it", 0)]
-        return LayerReport(planned.name, codec.name, bits, tuple(reports)), None
+        reports = [SearchResult(False, "transformers does not load it", 0)]
+        return LayerReport(planned.name, coder.codec, coder.bits, tuple(reports)), None
     reports, scales = [], np.ones((math.prod(shape[:-2]), shape[-1]), dtype=np.float32)
     for number, place in enumerate(_places(planned, where)):
-        weight = Matrix(tensor, number, shape[-2], shape[-1])
-        report, best = search(codec, bits, weight, activations.inputs(place), where.transposed)
+        weight = Matrix(tensor=tensor, number=number, rows=shape[-2], columns=shape[-1], block_size=coder.block_size)
+        report, best = search(coder, weight, activations.inputs(place), where.transposed)
         reports.append(report)
         if best is not None:
             scales[number] = best
-    layer = LayerReport(planned.name, codec.name, bits, tuple(reports))
+    layer = LayerReport(planned.name, coder.codec, coder.bits, tuple(reports))
     return layer, scales.reshape(scale_shape(shape)) if layer.scaled else None

@@ -22,14 +22,14 @@ import numpy.typing as npt
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import find_non_finite, open_local
 from pqweights.errors import SourceError
-from pqweights.kernels import BLOCK_SIZE
+from pqweights.kernels import HADAMARD_SIZE
 from pqweights.kernels.groups import rotate
 from pqweights.planning.recipe import decide, load_recipe
 
 # Of a tensor with more weights than this, a sample is taken: so many blocks, in chunks that lie evenly in it.
 MAX_WEIGHTS = 1 << 22
 CHUNK_BLOCKS = 1 << 11
-CHUNKS = MAX_WEIGHTS // BLOCK_SIZE // CHUNK_BLOCKS
+CHUNKS = MAX_WEIGHTS // HADAMARD_SIZE // CHUNK_BLOCKS
 # Cells of equal probability, at whose ends distribution functions are compared: what is found is too small by 1 / CELLS at most.
 CELLS = 1 << 16
 # Bins of the histogram: no coordinate of a block is beyond sqrt(128).
@@ -39,7 +39,7 @@ Progress = Callable[[int, int, str], None]  # source bytes done, in all, name of
 
 
 @dataclass(frozen=True)
-class Fit:
+class Normality:
     """Coordinates against N(0,1).
 
     ks: the largest difference of the two distribution functions. kurtosis: the mean fourth power over the squared mean
@@ -67,8 +67,8 @@ class TensorDistribution:
     dtype: str
     weights: int
     sampled_weights: int
-    before: Fit | None
-    after: Fit | None
+    before: Normality | None
+    after: Normality | None
 
     def to_json(self) -> dict[str, Any]:
         """The entry of inspect --distribution --json."""
@@ -82,8 +82,8 @@ class Distribution:
 
     recipe: str
     tensors: tuple[TensorDistribution, ...]
-    before: Fit | None
-    after: Fit | None
+    before: Normality | None
+    after: Normality | None
     histogram_before: npt.NDArray[np.int64]
     histogram_after: npt.NDArray[np.int64]
 
@@ -112,6 +112,7 @@ class Distribution:
 
 def measure_distribution(
     source: Path,
+    *,
     threads: int = 1,
     allow_pickle: bool = False,
     progress: Progress = lambda done, total, name: None,
@@ -167,7 +168,7 @@ def _in_order(
 
 def sampled_blocks(weights: int) -> list[range]:
     """Which whole blocks of a tensor are read: all of them, or CHUNKS runs that lie evenly in it."""
-    blocks = weights // BLOCK_SIZE
+    blocks = weights // HADAMARD_SIZE
     if blocks <= CHUNKS * CHUNK_BLOCKS:
         return [range(first, min(first + CHUNK_BLOCKS, blocks)) for first in range(0, blocks, CHUNK_BLOCKS)]
     firsts = [i * (blocks - CHUNK_BLOCKS) // (CHUNKS - 1) for i in range(CHUNKS)]
@@ -184,19 +185,19 @@ def _sampled_bytes(tensor: LogicalTensor) -> int:
 def _count(tensor: LogicalTensor) -> _Pair:
     pair = _Pair()
     for blocks in sampled_blocks(element_count(tensor)):
-        count = len(blocks) * BLOCK_SIZE
+        count = len(blocks) * HADAMARD_SIZE
         raw = np.empty(count * 4, dtype=np.uint8)
-        tensor.read(blocks.start * BLOCK_SIZE, count, "F32", raw)
-        values = raw.view(np.float32).reshape(-1, BLOCK_SIZE).astype(np.float64)
+        tensor.read(blocks.start * HADAMARD_SIZE, count, "F32", raw)
+        values = raw.view(np.float32).reshape(-1, HADAMARD_SIZE).astype(np.float64)
         norms = np.sqrt((values * values).sum(axis=1))
         if not np.isfinite(norms).all():
-            at = find_non_finite(tensor, blocks.start * BLOCK_SIZE, count)
+            at = find_non_finite(tensor, blocks.start * HADAMARD_SIZE, count)
             place = [int(i) for i in np.unravel_index(at, tensor.shape)]
             raise SourceError(
                 f"{tensor.parts[0].file}: tensor {tensor.name!r}: expected finite weights, found a NaN or an infinity at {place}"
             )
         values = values[norms > 0]
-        values *= (math.sqrt(BLOCK_SIZE) / norms[norms > 0])[:, None]
+        values *= (math.sqrt(HADAMARD_SIZE) / norms[norms > 0])[:, None]
         coordinates = values.astype(np.float32).reshape(-1)
         pair.before.add(coordinates.copy())
         rotate(coordinates)
@@ -244,13 +245,13 @@ class Tally:
         self._squares += other._squares
         self._fourths += other._fourths
 
-    def fit(self) -> Fit | None:
+    def fit(self) -> Normality | None:
         """Against N(0,1); None without coordinates."""
         if self.count == 0:
             return None
         normal = np.arange(1, CELLS) / CELLS
         distance = float(np.abs(self._not_above / self.count - normal).max())
-        return Fit(distance, self._fourths * self.count / self._squares**2)
+        return Normality(distance, self._fourths * self.count / self._squares**2)
 
 
 @functools.cache

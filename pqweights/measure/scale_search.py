@@ -18,10 +18,9 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.scales import LARGEST_SCALE, SMALLEST_SCALE
-from pqweights.codecs import Codec
+from pqweights.codecs.protocol import Coder
 from pqweights.codecs.weight import encode_weight
 from pqweights.errors import SourceError
-from pqweights.kernels import BLOCK_SIZE
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -57,7 +56,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What the search says of one matrix.
 
     scaled: whether it gets scales; reason: why not. tokens: that it saw. input_exponent, weight_exponent: a and b.
@@ -73,24 +72,25 @@ class Found:
     held_back_gain: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """[N, K], the number-th of a tensor."""
+    """[N, K], the number-th of a tensor. block_size: of what is to encode it."""
 
     tensor: LogicalTensor
     number: int
     rows: int
     columns: int
+    block_size: int
 
     @property
     def step(self) -> int:
         """Rows that whole blocks fill."""
-        return BLOCK_SIZE // math.gcd(self.columns, BLOCK_SIZE)
+        return self.block_size // math.gcd(self.columns, self.block_size)
 
     @property
     def begins_with_a_block(self) -> bool:
         """Whether no block holds weights of this matrix and of another one of the stack."""
-        return len(self.tensor.shape) == 2 or self.rows * self.columns % BLOCK_SIZE == 0
+        return len(self.tensor.shape) == 2 or self.rows * self.columns % self.block_size == 0
 
     def read(self, first: int, count: int) -> Floats:
         """Rows [first, first + count).
@@ -123,15 +123,15 @@ class Matrix:
 
 
 def search(
-    codec: Codec, bits: int, weight: Matrix, inputs: Inputs | None, transposed: bool = False
-) -> tuple[Found, Floats | None]:
+    coder: Coder, weight: Matrix, inputs: Inputs | None, transposed: bool = False
+) -> tuple[SearchResult, Floats | None]:
     """The scales of one matrix, [K] float16 values as f32; None where it keeps scale 1.
 
     transposed: whether the model stores the matrix the other way round. Raises SourceError for weights that are not finite.
     """
     why_not = _why_not(weight, inputs, transposed)
     if inputs is None or why_not:
-        return Found(False, why_not, 0 if inputs is None else inputs.tokens), None
+        return SearchResult(False, why_not, 0 if inputs is None else inputs.tokens), None
     sample = weight.sample()
     of_inputs, of_weights = (
         _logarithms(inputs.rms),
@@ -142,19 +142,19 @@ def search(
         return _as_stored(a * of_inputs - b * of_weights)
 
     def error(a: float, b: float) -> float:
-        return float(output_errors(codec, bits, sample, scales(a, b), inputs.rows).sum())
+        return float(output_errors(coder, sample, scales(a, b), inputs.rows).sum())
 
     plain = error(0.0, 0.0)
     if plain == 0.0:
-        return Found(False, "its outputs have no error", inputs.tokens), None
+        return SearchResult(False, "its outputs have no error", inputs.tokens), None
     (a, b), least = _least(error, plain)
     gain = 1 - least / plain
     if not gain >= SMALLEST_GAIN:
-        return Found(False, f"no scale gains {SMALLEST_GAIN:.0%}", inputs.tokens, gain=gain), None
+        return SearchResult(False, f"no scale gains {SMALLEST_GAIN:.0%}", inputs.tokens, gain=gain), None
     best = scales(a, b)
     ones = np.ones_like(best)
     before, after = (
-        sum(output_errors(codec, bits, piece, of_piece, inputs.held_back) for piece in weight.pieces())
+        sum(output_errors(coder, piece, of_piece, inputs.held_back) for piece in weight.pieces())
         for of_piece in (ones, best)
     )
     held_back_gain = float(1 - np.sum(after) / np.sum(before)) if np.sum(before) else 0.0
@@ -163,7 +163,7 @@ def search(
         reason = f"gains less than {SMALLEST_GAIN:.0%} on the text held back"
     elif not is_clear(np.asarray(before - after), inputs.windows):
         reason = "what it gains on the text held back may be chance"
-    return Found(not reason, reason, inputs.tokens, a, b, gain, held_back_gain), None if reason else best
+    return SearchResult(not reason, reason, inputs.tokens, a, b, gain, held_back_gain), None if reason else best
 
 
 def _why_not(weight: Matrix, inputs: Inputs | None, transposed: bool) -> str:
@@ -212,7 +212,7 @@ def _least(error: Callable[[float, float], float], plain: float) -> tuple[tuple[
     return best, known[best]
 
 
-def output_errors(codec: Codec, bits: int, weight: Floats, scales: Floats, inputs: Floats) -> Doubles:
+def output_errors(coder: Coder, weight: Floats, scales: Floats, inputs: Floats) -> Doubles:
     """||(W' - W) x||^2 for each row x of inputs [rows, K], W' being what W * scales [N, K] is decoded to, over scales.
 
     Infinite where a scaled weight leaves float32.
@@ -221,7 +221,7 @@ def output_errors(codec: Codec, bits: int, weight: Floats, scales: Floats, input
         scaled = np.ascontiguousarray(weight * scales)
     if not np.isfinite(scaled).all():
         return np.full(len(inputs), np.inf)
-    encoded, _ = encode_weight(scaled.view(np.uint8).reshape(-1), "F32", scaled.shape, codec, bits)
+    encoded, _ = encode_weight(scaled.view(np.uint8).reshape(-1), "F32", scaled.shape, coder)
     difference = encoded.decode().view(np.float32).reshape(weight.shape) / scales - weight
     outputs = difference @ inputs.T
     errors: Doubles = np.einsum("ij,ij->j", outputs, outputs, dtype=np.float64)

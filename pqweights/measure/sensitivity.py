@@ -17,11 +17,11 @@ import numpy as np
 
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import EvaluationError, RecipeError, SourceError
-from pqweights.kernels import BLOCK_SIZE
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity_file import Measured, Sensitivity, fitted_alpha, groups_of
 from pqweights.quantize import Quantize
+from pqweights.rewrite.manifest import coder_of
 from pqweights.runtimes.folders import read_folder
 from pqweights.runtimes.packages import Refused, package, quiet
 from pqweights.runtimes.texts import Ids, tokenize
@@ -55,7 +55,7 @@ def measure_sensitivity(
     checkpoint = open_local(source)
     if checkpoint.is_master:
         raise SourceError(f"{source}: expected an original checkpoint, found a master; measure what it was made from")
-    planned = [t for t in Quantize(recipe).plan(checkpoint) if t.action == QUANTIZE]
+    planned = [t for t in Quantize(recipe=recipe).plan(checkpoint) if t.action == QUANTIZE]
     if not planned:
         raise RecipeError(f"recipe {recipe.name!r}: expected a recipe that quantizes something here, found none")
     windows = _windows(source, text, tokens, window, tokenizer)
@@ -70,6 +70,7 @@ def measure_sensitivity(
     if model.get_output_embeddings() is None:
         raise SourceError(f"{source}: {type(model).__name__}: no causal language model: it predicts no tokens")
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    block_sizes = {t.name: coder_of(t).block_size for t in planned}
     groups = groups_of(checkpoint, [(t.name, t.role) for t in planned if t.name in where])
     if not groups:
         raise SourceError(f"{source}: transformers loads none of the weights that the recipe quantizes")
@@ -80,14 +81,14 @@ def measure_sensitivity(
     found = []
     for number, (name, names) in enumerate(groups.items()):
         progress(number, len(groups), name)
-        of_group = {where[weight].place[0]: where[weight].transposed for weight in names}
+        of_group = {where[weight].place[0]: (where[weight].transposed, block_sizes[weight]) for weight in names}
         points = []
         for level, t2 in enumerate(LEVELS):
             generator = torch.Generator().manual_seed(_seed(name, level))
             with torch.inference_mode():
                 saved = [(parameters[place], parameters[place].data) for place in of_group]
-                for (parameter, values), transposed in zip(saved, of_group.values(), strict=True):
-                    parameter.data = _noisy(torch, values, math.sqrt(t2), transposed, generator)
+                for (parameter, values), (transposed, block_size) in zip(saved, of_group.values(), strict=True):
+                    parameter.data = _noisy(torch, values, math.sqrt(t2), transposed, block_size, generator)
                 try:
                     points.append((t2, _divergence(torch, model, windows, clean)))
                 finally:
@@ -153,13 +154,13 @@ def _divergence(torch: Any, model: Any, windows: Sequence[Ids], clean: Sequence[
     return total / sum(len(ids) for ids in windows)
 
 
-def _noisy(torch: Any, values: Any, t: float, transposed: bool, generator: Any) -> Any:
-    """values with Gaussian noise, in each block of 128 along the rows t times as large as the block. transposed: rows are columns."""
+def _noisy(torch: Any, values: Any, t: float, transposed: bool, block_size: int, generator: Any) -> Any:
+    """values with Gaussian noise, in each block along the rows t times as large as the block. transposed: rows are columns."""
     rows = values.transpose(-1, -2).contiguous() if transposed else values
     flat = rows.reshape(-1).float()
-    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK_SIZE)).view(-1, BLOCK_SIZE)
+    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % block_size)).view(-1, block_size)
     noise = torch.randn(blocks.shape, generator=generator).to(blocks.device)
-    blocks = blocks + noise * (blocks.norm(dim=1, keepdim=True) * (t / math.sqrt(BLOCK_SIZE)))
+    blocks = blocks + noise * (blocks.norm(dim=1, keepdim=True) * (t / math.sqrt(block_size)))
     result = blocks.view(-1)[: flat.numel()].view(rows.shape).to(values.dtype)
     return result.transpose(-1, -2).contiguous() if transposed else result
 

@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from pqweights.checkpoint.writer import sha256_of_file, write_whole
 from pqweights.dtypes import to_float32
 from pqweights.errors import OutputError, SourceError
 from pqweights.planning.plan import QUANTIZE, TensorPlan
+from pqweights.strict_json import is_number
 
 METADATA_KEY = "pqweights_awq"
 AWQ_VERSION = 1
@@ -40,12 +41,12 @@ class AwqScales:
     file: what holds them. searched: codec and bits, by weight. checkpoint: the fingerprint of the one that was run.
     """
 
-    path: Path = field(repr=False)
-    file: Checkpoint = field(repr=False)
+    path: Path
+    file: Checkpoint
     sha256: str
     any_codec: bool
     checkpoint: str
-    searched: dict[str, tuple[str, int]] = field(repr=False)
+    searched: dict[str, tuple[str, float]]
 
     @functools.cached_property
     def _stored(self) -> dict[str, StoredTensor]:
@@ -114,7 +115,7 @@ def open_awq(path: Path, any_codec: bool = False) -> AwqScales:
         raise SourceError(f"{path}: version: expected {AWQ_VERSION}, found {version!r}; a newer pqweights may read it")
     there = {part.name.removesuffix(AWQ_SUFFIX): part for part in file.stored}
     whole = there.keys() == searched.keys() or (not searched and there.keys() == {NO_SCALES})
-    typed = all(type(codec) is str and type(bits) is int for codec, bits in searched.values())
+    typed = all(type(codec) is str and is_number(bits) for codec, bits in searched.values())
     if not whole or not typed or not isinstance(checkpoint, str):
         raise _damaged(path, "its metadata does not fit its tensors")
     if any(part.dtype != "F16" for part in there.values()):

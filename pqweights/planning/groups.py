@@ -30,10 +30,13 @@ def group_of(name: str, role: str, tied: bool) -> str:
     if role == "expert" and (experts := _EXPERTS.fullmatch(module)):
         return experts[1]
     path, _, last = module.rpartition(".")
-    for pattern, whole in _FUSED:
-        if pattern.fullmatch(last):
-            return f"{path}.{whole}" if path else whole
-    return module
+    whole = fused_name(last)
+    return f"{path}.{whole}" if path else whole
+
+
+def fused_name(module: str) -> str:
+    """What a layer is called when it is put together with its neighbours, from the last component of its name."""
+    return next((whole for pattern, whole in _FUSED if pattern.fullmatch(module)), module)
 
 
 def grouped(weights: Iterable[tuple[str, str]], tied: bool) -> dict[str, list[str]]:

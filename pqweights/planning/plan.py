@@ -34,7 +34,7 @@ class TensorPlan(NamedTuple):
     role: str
     action: str
     codec: str | None
-    bits: int | None
+    bits: float | None
     reason: str
     stored: tuple[TensorSpec, ...]
 

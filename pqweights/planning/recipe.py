@@ -11,7 +11,7 @@ import fnmatch
 import importlib.resources
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,14 @@ import yaml
 
 from pqweights.checkpoint.master import encoded_specs
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.codecs import get_codec
+from pqweights.codecs import DEFAULT_CODEC, get_codec
 from pqweights.dtypes import item_bytes
-from pqweights.errors import RecipeError
+from pqweights.errors import OptionError, PqweightsError, RecipeError
 from pqweights.planning.roles import ROLES, Role, classify, without_numbers
+from pqweights.strict_json import Fields
 from pqweights.units import parse_size
 
+DEFAULT_BITS = 5
 RECIPE_KEYS = ("name", "description", "codec", "bits", "target_size", "target_bpw", "sensitivity", "rules")
 RULE_KEYS = ("name", "role", "min_weights", "max_weights", "dims", "keep", "codec", "bits", "reason")
 
@@ -41,7 +43,7 @@ class Rule:
     dims: int | None = None
     keep: bool = False
     codec: str | None = None
-    bits: int | None = None
+    bits: float | None = None
     reason: str | None = None
 
     def matches_name(self, name: str) -> bool:
@@ -63,7 +65,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Target:
+class SizeTarget:
     """What the result shall have at most: bytes in its safetensors files, or bits per weight. One of the two."""
 
     output_bytes: int | None = None
@@ -81,7 +83,7 @@ class Target:
         return {"target_bpw": self.bits_per_weight}
 
 
-def make_target(where: str, size: str | int | None, bits_per_weight: float | None) -> Target | None:
+def make_target(where: str, size: str | int | None, bits_per_weight: float | None) -> SizeTarget | None:
     """From a size in words or bytes, or from bits per weight; None without either.
 
     Raises RecipeError.
@@ -90,7 +92,7 @@ def make_target(where: str, size: str | int | None, bits_per_weight: float | Non
         raise RecipeError(f"{where}: expected a target size or target bits per weight, found both")
     if size is not None:
         try:
-            return Target(output_bytes=parse_size(size))
+            return SizeTarget(output_bytes=parse_size(size))
         except RecipeError as error:
             raise RecipeError(f"{where}: target size: {error}") from None
     if bits_per_weight is not None:
@@ -100,7 +102,7 @@ def make_target(where: str, size: str | int | None, bits_per_weight: float | Non
             value = math.inf
         if not 0 < value < math.inf:
             raise RecipeError(f"{where}: target bits per weight: expected a positive number, found {value}")
-        return Target(bits_per_weight=value)
+        return SizeTarget(bits_per_weight=value)
     return None
 
 
@@ -111,22 +113,25 @@ class Recipe:
     name: str
     description: str
     codec: str
-    bits: int
+    bits: float
     rules: tuple[Rule, ...] = ()
-    target: Target | None = None
-    sensitivity: str | None = field(default=None, repr=False)  # a path, which may be spelled in several ways
+    target: SizeTarget | None = None
+    sensitivity: str | None = None
 
-    def with_bits(self, bits: int) -> Recipe:
+    def with_bits(self, bits: float) -> Recipe:
         """The same recipe with another default width; rules keep theirs."""
         if self.target is not None:
-            raise RecipeError(f"--bits: recipe {self.name!r} chooses widths by its target size; leave --bits out")
-        return replace(self, bits=_checked_bits("--bits", self.codec, bits))
+            raise OptionError(f"--bits: recipe {self.name!r} chooses widths by its target size; leave --bits out")
+        try:
+            return replace(self, bits=get_codec(self.codec).coder(bits).bits)
+        except RecipeError as error:
+            raise OptionError(f"--bits: {error}") from None
 
-    def with_target(self, target: Target | None, sensitivity: str | None) -> Recipe:
+    def with_target(self, target: SizeTarget | None, sensitivity: str | None) -> Recipe:
         """The same recipe with another target, where one is given, and another sensitivity."""
         target = target or self.target
         if sensitivity is not None and target is None:
-            raise RecipeError("--sensitivity: expected --target-size or --target-bpw beside it")
+            raise OptionError("--sensitivity: expected --target-size or --target-bpw beside it")
         return replace(self, target=target, sensitivity=sensitivity or self.sensitivity)
 
     def to_json(self) -> dict[str, Any]:
@@ -147,7 +152,7 @@ class Decision:
 
     role: str
     codec: str | None
-    bits: int | None
+    bits: float | None
     reason: str
     free: bool = False
 
@@ -189,7 +194,7 @@ def _decide_one(recipe: Recipe, tensor: LogicalTensor) -> Decision:
     return Decision(role.name, codec, bits, reason, free=rule.bits is None)
 
 
-def is_smaller(tensor: LogicalTensor, codec: str | None, bits: int) -> bool:
+def is_smaller(tensor: LogicalTensor, codec: str | None, bits: float) -> bool:
     """Whether encoding makes a tensor smaller than it is."""
     if codec is None:
         return False
@@ -197,9 +202,9 @@ def is_smaller(tensor: LogicalTensor, codec: str | None, bits: int) -> bool:
     return encoded < plain
 
 
-def _sizes(tensor: LogicalTensor, codec: str, bits: int) -> tuple[int, int]:
+def _sizes(tensor: LogicalTensor, codec: str, bits: float) -> tuple[int, int]:
     """Bytes of a tensor when it is encoded, and when it is kept."""
-    encoded = sum(spec.byte_count for spec in encoded_specs(tensor.name, tensor.shape, codec, bits))
+    encoded = sum(spec.byte_count for spec in encoded_specs(tensor.name, tensor.shape, get_codec(codec).coder(bits)))
     return encoded, math.prod(tensor.shape) * item_bytes(tensor.plain_dtype)
 
 
@@ -254,36 +259,41 @@ def parse_recipe(text: str, where: str) -> Recipe:
         data = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RecipeError(f"{where}: not YAML: {' '.join(str(error).split())[:160]}") from None
-    _check_mapping(where, data, RECIPE_KEYS)
-    codec = get_codec(_typed(where, data, "codec", str, "hadamard-lloyd-max")).name
-    bits = _checked_bits(where, codec, _typed(where, data, "bits", int, 5))
-    entries = data.get("rules") or []
-    if not isinstance(entries, list):
-        raise RecipeError(f"{where}: rules: expected a list, found {type(entries).__name__}")
+    fields = _checked_fields(where, data, RECIPE_KEYS)
+    codec = get_codec(fields.optional("codec", fields.text, DEFAULT_CODEC)).name
+    bits = _checked_bits(f"{where}: bits", codec, fields.optional("bits", fields.number, DEFAULT_BITS))
+    entries = fields.optional("rules", fields.items, [])
     rules = tuple(_parse_rule(f"{where}: rule {i}", entry, codec) for i, entry in enumerate(entries, start=1))
-    name = _typed(where, data, "name", str, Path(where).stem)
-    size, per_weight = data.get("target_size"), data.get("target_bpw")
-    if not isinstance(size, str | int | None) or isinstance(size, bool):
+    size = fields.raw("target_size")
+    if size is not None and (not isinstance(size, str | int) or isinstance(size, bool)):
         raise RecipeError(f"{where}: target_size: expected a size such as 9GB, found {size!r}")
-    if not isinstance(per_weight, float | int | None) or isinstance(per_weight, bool):
+    per_weight = fields.raw("target_bpw")
+    if per_weight is not None and (not isinstance(per_weight, float | int) or isinstance(per_weight, bool)):
         raise RecipeError(f"{where}: target_bpw: expected a number, found {per_weight!r}")
     target = make_target(where, size, per_weight)
-    sensitivity = _typed(where, data, "sensitivity", str, None)
+    sensitivity = fields.optional("sensitivity", fields.text, None)
     if sensitivity is not None and target is None:
         raise RecipeError(f"{where}: sensitivity: expected target_size or target_bpw beside it")
-    description = _typed(where, data, "description", str, "").strip()
-    return Recipe(name, description, codec, bits, rules, target, sensitivity)
+    return Recipe(
+        name=fields.optional("name", fields.text, Path(where).stem),
+        description=fields.optional("description", fields.text, "").strip(),
+        codec=codec,
+        bits=bits,
+        rules=rules,
+        target=target,
+        sensitivity=sensitivity,
+    )
 
 
 def _parse_rule(where: str, data: Any, default_codec: str) -> Rule:
-    _check_mapping(where, data, RULE_KEYS)
-    names, roles = _strings(where, data, "name"), _strings(where, data, "role")
+    fields = _checked_fields(where, data, RULE_KEYS)
+    names, roles = _texts(fields, "name"), _texts(fields, "role")
     for role in roles:
         if role not in ROLES:
             near = difflib.get_close_matches(role, ROLES, n=1, cutoff=0.0)[0]
             raise RecipeError(f"{where}: no role is called {role!r}; the nearest of {', '.join(ROLES)} is {near!r}")
-    keep = _typed(where, data, "keep", bool, False)
-    codec, bits = _typed(where, data, "codec", str, None), _typed(where, data, "bits", int, None)
+    keep = fields.optional("keep", fields.flag, False)
+    codec, bits = fields.optional("codec", fields.text, None), fields.optional("bits", fields.number, None)
     if keep and (codec is not None or bits is not None):
         raise RecipeError(f"{where}: expected keep or a codec and bits, found both")
     if not keep and codec is None and bits is None:
@@ -291,43 +301,37 @@ def _parse_rule(where: str, data: Any, default_codec: str) -> Rule:
     if codec is not None:
         get_codec(codec)
     if bits is not None:
-        _checked_bits(where, codec or default_codec, bits)
-    counts = {key: _typed(where, data, key, int, None) for key in ("min_weights", "max_weights", "dims")}
+        bits = _checked_bits(f"{where}: bits", codec or default_codec, bits)
+    counts = {key: fields.optional(key, fields.whole, None) for key in ("min_weights", "max_weights", "dims")}
     if not names and not roles and all(value is None for value in counts.values()):
         raise RecipeError(f"{where}: expected a condition (name, role, min_weights, max_weights or dims), found none")
-    return Rule(
-        names, roles, **counts, keep=keep, codec=codec, bits=bits, reason=_typed(where, data, "reason", str, None)
-    )
+    reason = fields.optional("reason", fields.text, None)
+    return Rule(names=names, roles=roles, **counts, keep=keep, codec=codec, bits=bits, reason=reason)
 
 
-def _check_mapping(where: str, data: Any, known: tuple[str, ...]) -> None:
-    if not isinstance(data, dict):
-        raise RecipeError(f"{where}: expected keys and values, found {type(data).__name__}")
+def _checked_fields(where: str, data: Any, known: tuple[str, ...]) -> Fields:
+    """The keys and values of a recipe or a rule, none of them unknown."""
+
+    def wrong(key: str, expected: str, found: Any) -> PqweightsError:
+        return RecipeError(f"{where}{key and f': {key}'}: expected {expected}, found {found!r}")
+
+    fields = Fields(data, wrong)
     for key in data:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
             raise RecipeError(f"{where}: unknown key {key!r}; the nearest of {', '.join(known)} is {near!r}")
+    return fields
 
 
-def _typed(where: str, data: dict[str, Any], key: str, kind: type, default: Any) -> Any:
-    value = data.get(key, default)
-    if value is default:
-        return default
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise RecipeError(f"{where}: {key}: expected {kind.__name__}, found {value!r}")
-    return value
+def _texts(fields: Fields, key: str) -> tuple[str, ...]:
+    """A text, or a list of them."""
+    value = fields.raw(key)
+    return (value,) if isinstance(value, str) else tuple(fields.optional(key, fields.texts, []))
 
 
-def _strings(where: str, data: dict[str, Any], key: str) -> tuple[str, ...]:
-    value = data.get(key, [])
-    values = [value] if isinstance(value, str) else value
-    if not isinstance(values, list) or not all(isinstance(v, str) for v in values):
-        raise RecipeError(f"{where}: {key}: expected a string or a list of strings, found {value!r}")
-    return tuple(values)
-
-
-def _checked_bits(where: str, codec: str, bits: int) -> int:
-    widths = get_codec(codec).widths
-    if bits not in widths:
-        raise RecipeError(f"{where}: bits: expected {widths.start} to {widths.stop - 1} for {codec}, found {bits}")
-    return bits
+def _checked_bits(where: str, codec: str, bits: float) -> float:
+    """The rate, where the codec has it."""
+    try:
+        return get_codec(codec).coder(bits).bits
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}") from None

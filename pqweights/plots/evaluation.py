@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from pqweights.evaluate.report import Report
+from pqweights.evaluate.report import EvaluationReport
 from pqweights.plots.figure import AFTER, check_plot_file, figure
 
 
-def plot_evaluation(report: Report, file: Path) -> None:
+def plot_evaluation(report: EvaluationReport, file: Path) -> None:
     """A point for each model over its bits per parameter: KL against the reference where there is one, else perplexity.
 
     Bars are standard errors over windows. Models whose parameters cannot be counted are left out. Raises OutputError,

@@ -6,20 +6,29 @@ write. Speeds are left out, which are of the machine; so are times, hosts and pa
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
-from pqweights.checkpoint.source import SURROGATE_ESCAPE
 from pqweights.checkpoint.writer import sha256_of_file, write_whole
 from pqweights.errors import MasterError, OutputError
-from pqweights.strict_json import json_bytes
+from pqweights.strict_json import Fields, json_bytes, parse_json
 
 EVALUATION_VERSION = 1
 MAX_BYTES = 50_000_000
+
+
+# What is measured, and the name of the text, which its hash tells.
+NOT_OF_THE_PROTOCOL = (
+    "text",
+    "perplexity",
+    "log_perplexity",
+    "perplexity_change",
+    "log_perplexity_change",
+    "kl",
+    "top1_agreement",
+)
 
 
 class Figure(NamedTuple):
@@ -29,8 +38,8 @@ class Figure(NamedTuple):
     standard_error: float | None
 
 
-@dataclass(frozen=True)
-class Divergence:
+@dataclass(frozen=True, kw_only=True)
+class RecordedDivergence:
     """See protocol.Divergence."""
 
     mean: Figure
@@ -40,8 +49,8 @@ class Divergence:
     maximum: float | None
 
 
-@dataclass(frozen=True)
-class Record:
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRecord:
     """One model on one text. The fields are the keys in the file, in this order.
 
     text, reference, tokenizer: names, without folders; tokenizer is None where the model's own made the tokens. device:
@@ -68,14 +77,13 @@ class Record:
     log_perplexity: Figure
     perplexity_change: Figure | None
     log_perplexity_change: Figure | None
-    kl: Divergence | None
+    kl: RecordedDivergence | None
     top1_agreement: Figure | None
 
     @property
     def protocol(self) -> tuple[Any, ...]:
         """All but what was measured: a record takes the place of another of the same protocol on the same text."""
-        values = list(vars(self).values())
-        return tuple(values[1 : list(vars(self)).index("perplexity")])
+        return tuple(value for key, value in vars(self).items() if key not in NOT_OF_THE_PROTOCOL)
 
     def to_json(self) -> dict[str, Any]:
         """The entry of the file."""
@@ -100,7 +108,7 @@ def find_place(folder: Path) -> Place | None:
     return Place(folder, sha256_of_file(manifest))
 
 
-def write_record(place: Place, record: Record) -> Path:
+def write_record(place: Place, record: EvaluationRecord) -> Path:
     """Add a record to the file of a folder, in the place of an earlier one of the same protocol; its path.
 
     Raises OutputError where the folder cannot be written or holds another result than before, MasterError where the file
@@ -120,7 +128,7 @@ def write_record(place: Place, record: Record) -> Path:
     return path
 
 
-def read_records(folder: Path, manifest_sha256: str) -> tuple[Record, ...]:
+def read_records(folder: Path, manifest_sha256: str) -> tuple[EvaluationRecord, ...]:
     """What was measured of the result whose manifest has this sha256; nothing where the figures are of another one.
 
     Raises MasterError for a file that this version would not have written.
@@ -129,95 +137,86 @@ def read_records(folder: Path, manifest_sha256: str) -> tuple[Record, ...]:
     if not path.is_file():
         return ()
     if path.stat().st_size > MAX_BYTES:
-        raise _damaged("its size", path.stat().st_size)
-    data = path.read_bytes()
+        raise _damaged("its size", f"at most {MAX_BYTES} bytes", path.stat().st_size)
     try:
-        found = json.loads(data)
-        if SURROGATE_ESCAPE.search(data):
-            json.dumps(found, ensure_ascii=False).encode("utf-8")  # a UnicodeEncodeError is a ValueError
-    except (ValueError, RecursionError) as error:
-        raise _damaged("expected JSON", error) from None
-    version = found.get("evaluation_version") if isinstance(found, dict) else found
-    if not _is_a(version, int) or version != EVALUATION_VERSION:
-        raise _damaged(f"evaluation_version: expected {EVALUATION_VERSION}", version)
-    assert isinstance(found, dict)
-    entries = found.get("evaluations")
-    if not isinstance(entries, list):
-        raise _damaged("evaluations", entries)
-    records = tuple(_parse(entry) for entry in entries)
-    return records if _field(found, "manifest_sha256", str) == manifest_sha256 else ()
+        found = Fields(parse_json(path.read_bytes()), _damaged, "the file")
+    except ValueError as error:
+        raise MasterError(f"{EVALUATION_FILE}: damaged: {error}; delete it, and evaluate again") from None
+    version = found.raw("evaluation_version")
+    if type(version) is not int or version != EVALUATION_VERSION:
+        raise _damaged("evaluation_version", str(EVALUATION_VERSION), version)
+    records = tuple(_parse(entry) for entry in found.items("evaluations"))
+    return records if found.text("manifest_sha256") == manifest_sha256 else ()
 
 
-def _parse(entry: Any) -> Record:
-    if not isinstance(entry, dict) or entry.keys() != PARSERS.keys():
-        raise _damaged("the keys of an entry", sorted(map(str, entry)) if isinstance(entry, dict) else entry)
-    return Record(**{name: parse(entry, name) for name, parse in PARSERS.items()})
+def _parse(entry: Any) -> EvaluationRecord:
+    expected = EvaluationRecord.__dataclass_fields__.keys()
+    if not isinstance(entry, dict) or entry.keys() != expected:
+        found = sorted(map(str, entry)) if isinstance(entry, dict) else entry
+        raise _damaged("an entry", "the keys of a record", found)
+    fields = Fields(entry, _damaged)
+    text, count, flag = fields.text, fields.count, fields.flag
+    return EvaluationRecord(
+        text=text("text"),
+        text_sha256=text("text_sha256"),
+        tokenizer=fields.optional("tokenizer", text, None),
+        tokens=count("tokens"),
+        windows=count("windows"),
+        window=count("window"),
+        stride=count("stride"),
+        masked=count("masked"),
+        score_first=flag("score_first"),
+        scored_tokens=count("scored_tokens"),
+        runtime=text("runtime"),
+        dtype=text("dtype"),
+        device=fields.optional("device", text, None),
+        packed=flag("packed"),
+        reference=fields.optional("reference", text, None),
+        reference_fingerprint=fields.optional("reference_fingerprint", text, None),
+        perplexity=_figure(fields, "perplexity"),
+        log_perplexity=_figure(fields, "log_perplexity"),
+        perplexity_change=_optional_figure(fields, "perplexity_change"),
+        log_perplexity_change=_optional_figure(fields, "log_perplexity_change"),
+        kl=_optional_divergence(fields, "kl"),
+        top1_agreement=_optional_figure(fields, "top1_agreement"),
+    )
 
 
-def _field(entry: dict[str, Any], name: str, kind: type) -> Any:
-    value: Any = entry.get(name)
-    if not _is_a(value, kind) or (kind is int and value < 0):
-        raise _damaged(name, value)
-    return value
+def _figure(fields: Fields, key: str) -> Figure:
+    found = fields.mapping(key)
+    if found.keys() != set(Figure._fields):
+        raise _damaged(key, "a value and its standard error", found)
+    return Figure(**{name: _optional_number(fields.fields(key), name) for name in Figure._fields})
 
 
-def _is_a(value: Any, kind: type) -> bool:
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+def _optional_figure(fields: Fields, key: str) -> Figure | None:
+    return None if fields.raw(key) is None else _figure(fields, key)
 
 
-def _of(kind: type) -> Callable[[dict[str, Any], str], Any]:
-    return lambda entry, name: _field(entry, name, kind)
-
-
-def _or_none(parse: Callable[[dict[str, Any], str], Any]) -> Callable[[dict[str, Any], str], Any]:
-    return lambda entry, name: None if entry[name] is None else parse(entry, name)
-
-
-def _parse_figure(entry: dict[str, Any], name: str) -> Figure:
-    found = entry.get(name)
-    if not isinstance(found, dict) or found.keys() != {"value", "standard_error"}:
-        raise _damaged(name, found)
-    return Figure(_number(found, "value"), _number(found, "standard_error"))
-
-
-def _parse_divergence(entry: dict[str, Any], name: str) -> Divergence:
-    found = entry[name]
-    if not isinstance(found, dict) or found.keys() != Divergence.__dataclass_fields__.keys():
-        raise _damaged(name, found)
-    rest = [key for key in found if key != "mean"]
-    return Divergence(_parse_figure(found, "mean"), **{key: _number(found, key) for key in rest})
-
-
-def _number(entry: dict[str, Any], name: str) -> float | None:
-    value = entry[name]
-    if value is None:
+def _optional_divergence(fields: Fields, key: str) -> RecordedDivergence | None:
+    if fields.raw(key) is None:
         return None
-    if (
-        not isinstance(value, float | int) or isinstance(value, bool) or not abs(value) < 1e300
-    ):  # nor NaN, nor a huge int
-        raise _damaged(name, value)
-    return float(value)
+    expected, inner = RecordedDivergence.__dataclass_fields__.keys(), fields.fields(key)
+    if fields.mapping(key).keys() != expected:
+        raise _damaged(key, "the figures of a divergence", fields.raw(key))
+    numbers = {name: _optional_number(inner, name) for name in expected if name != "mean"}
+    return RecordedDivergence(mean=_figure(inner, "mean"), **numbers)
 
 
-_TEXT, _COUNT, _FLAG = _of(str), _of(int), _of(bool)
-# How each field of Record is read.
-PARSERS: dict[str, Callable[[dict[str, Any], str], Any]] = {
-    "text": _TEXT, "text_sha256": _TEXT, "tokenizer": _or_none(_TEXT), "tokens": _COUNT, "windows": _COUNT, "window": _COUNT,
-    "stride": _COUNT, "masked": _COUNT, "score_first": _FLAG, "scored_tokens": _COUNT, "runtime": _TEXT, "dtype": _TEXT,
-    "device": _or_none(_TEXT), "packed": _FLAG, "reference": _or_none(_TEXT), "reference_fingerprint": _or_none(_TEXT),
-    "perplexity": _parse_figure, "log_perplexity": _parse_figure, "perplexity_change": _or_none(_parse_figure),
-    "log_perplexity_change": _or_none(_parse_figure), "kl": _or_none(_parse_divergence),
-    "top1_agreement": _or_none(_parse_figure),
-}  # fmt: skip
+def _optional_number(fields: Fields, key: str) -> float | None:
+    return fields.optional(key, fields.number, None)
 
 
 def _json_of(value: Any) -> Any:
     if isinstance(value, Figure):
         return value._asdict()
-    return {name: _json_of(each) for name, each in vars(value).items()} if isinstance(value, Divergence) else value
+    if isinstance(value, RecordedDivergence):
+        return {name: _json_of(each) for name, each in vars(value).items()}
+    return value
 
 
-def _damaged(what: str, found: object) -> MasterError:
+def _damaged(what: str, expected: str, found: object) -> MasterError:
+    shown = " ".join(str(found).split())[:80]
     return MasterError(
-        f"{EVALUATION_FILE}: damaged: {what}: found {' '.join(str(found).split())[:80]!r}; delete it, and evaluate again"
+        f"{EVALUATION_FILE}: damaged: {what}: expected {expected}, found {shown!r}; delete it, and evaluate again"
     )

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.master import Encoding
 from pqweights.checkpoint.names import (
     CARD_FILE,
     CONFIG_FILE,
@@ -20,12 +22,11 @@ from pqweights.checkpoint.names import (
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.writer import sha256_of_file
-from pqweights.codecs import CODECS
 from pqweights.errors import MasterError, PqweightsError
-from pqweights.planning.plan import QUANTIZE, ShardPlan, index_json, plan_shards
+from pqweights.planning.plan import QUANTIZE, ShardPlan, index_json
 from pqweights.quantize import encodings
 from pqweights.results.evaluation_record import read_records
-from pqweights.rewrite.manifest import Manifest, read_manifest
+from pqweights.rewrite.manifest import Manifest, read_manifest, shards_of
 from pqweights.strict_json import json_bytes
 
 
@@ -63,7 +64,7 @@ def verify(
         )
     if (folder / WORK_FOLDER).exists():
         problems.append(f"{WORK_FOLDER}: an unfinished run; repeat its command to finish it")
-    shards = plan_shards(manifest.tensors, manifest.max_shard_bytes, manifest.metadata)
+    shards = shards_of(manifest)
     good = []
     for shard in shards:
         problem = _check_shard(folder, shard)
@@ -179,13 +180,31 @@ def _check_config(folder: Path, manifest: Manifest) -> Iterator[str]:
     for name in sorted(expected.keys() ^ found.keys()):
         yield f"{CONFIG_FILE}: weight {name!r} is quantized in only one of configuration and manifest"
     for name in sorted(expected.keys() & found.keys()):
-        for key in ("shape", "dtype", "codec", "bits", "rotation", "norm_exponent"):
-            ours, theirs = getattr(expected[name], key), getattr(found[name], key)
-            if ours != theirs:
-                yield f"{CONFIG_FILE}: weight {name!r}: {key}: expected {ours!r}, found {theirs!r}"
-        codec, bits = CODECS[expected[name].codec], expected[name].bits
-        if found[name].codebook.levels.tobytes() != codec.codebook(bits).levels.tobytes():
-            yield f"{CONFIG_FILE}: levels of {codec.name} at {bits} bits are not those of the codec"
+        ours, theirs = _stated(expected[name]), _stated(_encoding(found[name]))
+        for key in ours.keys() & theirs.keys():
+            if ours[key] != theirs[key]:
+                yield f"{CONFIG_FILE}: weight {name!r}: {key}: expected {ours[key]!r}, found {theirs[key]!r}"
+        coder = expected[name].coder
+        if ours["codec"] == theirs["codec"] and found[name].coder.tables() != coder.tables():
+            yield f"{CONFIG_FILE}: levels of {coder.codec} at {coder.bits} bits are not those of the codec"
     kept = checkpoint.config["quantization_config"].get("kept")
     if kept != [t.name for t in manifest.tensors if t.action != QUANTIZE]:
         yield f"{CONFIG_FILE}: kept: is not the list of kept tensors in the manifest"
+
+
+def _encoding(tensor: EncodedTensor) -> Encoding:
+    """What a configuration says of a weight."""
+    return Encoding(
+        name=tensor.name,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        coder=tensor.coder,
+        state=tensor.state.to_json(),
+    )
+
+
+def _stated(encoding: Encoding) -> dict[str, Any]:
+    """The statements in which two encodings may differ, by name."""
+    coder = encoding.coder
+    stated = {"shape": encoding.shape, "dtype": encoding.dtype, "codec": coder.codec, "bits": coder.bits}
+    return stated | dict(encoding.state)

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pqweights import __version__
 from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, WORK_FOLDER
 from pqweights.checkpoint.source import Checkpoint, file_uses, most_fetched
-from pqweights.checkpoint.storage import Storage, read_bytes
+from pqweights.checkpoint.storage import read_bytes
 from pqweights.checkpoint.writer import COPY_BYTES, partial_path, sync_folder, write_whole
 from pqweights.errors import OutputError, SourceError
 from pqweights.kernels.devices import resolve_device
 from pqweights.planning.plan import Plan, index_json, plan_shards
+from pqweights.rewrite.identity import RunIdentity
 from pqweights.rewrite.manifest import FileRecord, Manifest, TensorRecord, read_manifest
-from pqweights.rewrite.stream import Progress, Stream
+from pqweights.rewrite.stream import Stream
 from pqweights.rewrite.transform import Transform
 from pqweights.rewrite.workspace import (
     FETCHED_FOLDER,
-    RunIdentity,
+    RunInputs,
     Workspace,
     check_output,
     check_paths,
@@ -38,8 +40,8 @@ MEMORY_FLOOR_BYTES = 220_000_000
 MEMORY_PER_THREAD_BYTES = 32_000_000
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, kw_only=True)
+class RewriteReport:
     """What a rewrite did. already_done: the folder held the finished result; resumed: tensors taken from the journal."""
 
     transform: Transform
@@ -52,10 +54,65 @@ class Report:
 
 @dataclass(frozen=True)
 class Lineage:
-    """What a result descends from, for its manifest, which see: the original model, and the master of an export."""
+    """What a result descends from, for its manifest: the original model, and the master of an export. See RunIdentity."""
 
     model: dict[str, Any] = field(default_factory=dict)
     master: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RewriteTask:
+    """A rewrite of which everything is decided. source: where the checkpoint lies, None for the Hub."""
+
+    checkpoint: Checkpoint
+    source: Path | None
+    transform: Transform
+    plan: Plan
+    out: Path
+    lineage: Lineage
+
+    @functools.cached_property
+    def identity(self) -> RunIdentity:
+        """What makes another run the same as this one."""
+        plan = self.plan
+        return RunIdentity(
+            kind=self.transform.kind,
+            made_by=self.transform.describe(),
+            source_bytes=plan.source_bytes,
+            max_shard_bytes=plan.max_shard_bytes,
+            tensors=plan.tensors,
+            origin=self.checkpoint.storage.origin,
+            metadata=plan.metadata,
+            left_out=plan.left_out_tensors,
+            model=self.lineage.model,
+            master=self.lineage.master,
+        )
+
+    @property
+    def bytes_read(self) -> int:
+        """So far, of the checkpoint and of what is read besides."""
+        read = (self.checkpoint, *self.transform.also_reads.values())
+        return sum(each.storage.bytes_read for each in read)
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    # macOS has no affinity
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a task is carried out; none of this shows in the bytes.
+
+    threads: by default one for each core. device: cpu, cuda, or auto for cuda where there is one. overwrite: replace a result
+    of pqweights in the output folder. progress: called with source bytes done, source bytes in all, and the name of a tensor.
+    """
+
+    threads: int = field(default_factory=usable_cores)
+    device: str = "cpu"
+    overwrite: bool = False
+    progress: Callable[[int, int, str], None] = lambda done, total, name: None
 
 
 def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int) -> Plan:
@@ -70,15 +127,15 @@ def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int
         raise SourceError(f"tensor {twice!r}: two tensors of the output would have this name")
     files, metadata = checkpoint.storage.files(), transform.metadata
     return Plan(
-        tensors,
-        plan_shards(tensors, max_shard_bytes, metadata),
-        checkpoint.companions,
-        checkpoint.left_out,
-        transform.left_out,
-        metadata,
-        checkpoint.weight_file_bytes,
-        sum(files[name].byte_count for name in checkpoint.companions),
-        max_shard_bytes,
+        tensors=tensors,
+        shards=plan_shards(tensors, max_shard_bytes, metadata),
+        companions=checkpoint.companions,
+        left_out=checkpoint.left_out,
+        left_out_tensors=transform.left_out,
+        metadata=metadata,
+        source_bytes=checkpoint.weight_file_bytes,
+        companion_bytes=sum(files[name].byte_count for name in checkpoint.companions),
+        max_shard_bytes=max_shard_bytes,
     )
 
 
@@ -97,124 +154,116 @@ def resource_needs(plan: Plan, threads: int) -> dict[str, int]:
     }
 
 
-def rewrite(
-    checkpoint: Checkpoint,
-    source: Path | None,
-    transform: Transform,
-    plan: Plan,
-    out: Path,
-    *,
-    lineage: Lineage,
-    threads: int,
-    device: str = "cpu",
-    overwrite: bool = False,
-    progress: Progress = lambda done, total, name: None,
-) -> Report:
-    """Fulfil a plan in the folder `out`, continuing what the same command left there, on whatever device that ran.
+def rewrite(task: RewriteTask, run: RunOptions) -> RewriteReport:
+    """Fulfil a plan in the folder `task.out`, continuing what the same command left there, on whatever device that ran.
 
-    source: where the checkpoint lies, None for the Hub. Raises SourceError, OutputError, HubError, DeviceError; after any of
-    them no incomplete file stands under a final name.
+    Raises SourceError, OutputError, HubError, DeviceError; after any of them no incomplete file stands under a final name.
     """
-    device = resolve_device(device)
-    if source is not None:
-        check_paths(source, out)
-    if not overwrite and (done := _finished(out, checkpoint, transform, plan, lineage)):
-        for planned, record in zip(plan.tensors, done.records, strict=True):
-            transform.accept(planned, record)
-        tidy(out)
-        return Report(transform, plan, done.records, True, len(done.records), _bytes_read(checkpoint, transform))
-    check_output(out, overwrite)
-    storage = checkpoint.storage
-    _check_space(
-        plan, out, most_fetched(file_uses(checkpoint.tensors), storage.files(), storage.frees) if storage.frees else 0
+    run = replace(run, device=resolve_device(run.device))
+    if task.source is not None:
+        check_paths(task.source, task.out)
+    if not run.overwrite and (done := _finished(task)):
+        for planned, record in done.pairs:
+            task.transform.accept(planned, record)
+        tidy(task.out)
+        return _report(task, done.records, already_done=True, resumed=len(done.records))
+    check_output(task.out, run.overwrite)
+    _check_space(task)
+    with open_workspace(task.out, _inputs(task), run.overwrite) as workspace:
+        resumed = len(workspace.records)
+        task.checkpoint.restore_fingerprints(workspace.fingerprints())
+        records = _stream(task, workspace, run)
+        workspace.publish([shard.file for shard in task.plan.shards])
+        _finish(task, records, workspace)
+    return _report(task, records, already_done=False, resumed=resumed)
+
+
+def _report(task: RewriteTask, records: tuple[TensorRecord, ...], *, already_done: bool, resumed: int) -> RewriteReport:
+    return RewriteReport(
+        transform=task.transform,
+        plan=task.plan,
+        records=records,
+        already_done=already_done,
+        resumed=resumed,
+        source_bytes_read=task.bytes_read,
     )
+
+
+def _inputs(task: RewriteTask) -> RunInputs:
+    """The files that a run reads and writes, for its journal."""
+    plan, checkpoint = task.plan, task.checkpoint
     outputs = [*(shard.file for shard in plan.shards), *plan.companions, INDEX_FILE, CONFIG_FILE, MANIFEST_FILE]
     read = [*checkpoint.weight_files, *plan.companions]
     read += [name for name in (CONFIG_FILE, CARD_FILE) if name in checkpoint.storage.files()]
-    inputs: dict[str, tuple[Storage, Sequence[str]]] = {"": (checkpoint.storage, read)}
-    inputs |= {option: (other.storage, other.weight_files) for option, other in transform.also_reads.items()}
-    # What the bytes depend on, and strictness, which decides whether they may stand.
-    described = {
-        "plan": [t.to_json() for t in plan.tensors],
-        "shards": plan.max_shard_bytes,
-        "transform": repr(transform),
-        "made_by": transform.describe(),
-        "lineage": vars(lineage),
-        "version": __version__,
-    }
-    identity = RunIdentity.of(described, inputs, outputs)
-    with open_workspace(out, identity, overwrite) as workspace:
-        resumed = len(workspace.records)
-        checkpoint.restore_fingerprints(workspace.fingerprints())
-        try:
-            records = Stream(checkpoint, transform, plan, workspace, threads, device, progress).run()
-        except SourceError:
-            workspace.discard()
-            raise
-        workspace.publish([shard.file for shard in plan.shards])
-        with storage.fetching(workspace.fetched, dict.fromkeys(plan.companions, 1)):
-            files = _write_small_files(checkpoint, transform, plan, records, workspace)
-            fingerprint = checkpoint.fingerprint()
-        manifest = Manifest(
-            transform.kind,
-            transform.describe(),
-            plan.source_bytes,
-            fingerprint,
-            plan.max_shard_bytes,
-            plan.tensors,
-            records,
-            files,
-            plan.metadata,
-            plan.left_out_tensors,
-            checkpoint.storage.origin,
-            lineage.model,
-            lineage.master,
-        )
-        write_whole(workspace.folder, out / MANIFEST_FILE, [manifest.to_bytes()])
-        sync_folder(out)
-        workspace.finish()
-    return Report(transform, plan, records, False, resumed, _bytes_read(checkpoint, transform))
+    files = {"": (checkpoint.storage, read)}
+    files |= {option: (other.storage, list(other.weight_files)) for option, other in task.transform.also_reads.items()}
+    return RunInputs.of(task.identity, files, outputs)
 
 
-def _bytes_read(checkpoint: Checkpoint, transform: Transform) -> int:
-    return sum(read.storage.bytes_read for read in (checkpoint, *transform.also_reads.values()))
+def _stream(task: RewriteTask, workspace: Workspace, run: RunOptions) -> tuple[TensorRecord, ...]:
+    """All tensors into staged shards; what was written goes where the source turns out to be unusable."""
+    try:
+        return Stream(
+            task.checkpoint,
+            task.transform,
+            task.plan,
+            workspace=workspace,
+            threads=run.threads,
+            device=run.device,
+            progress=run.progress,
+        ).run()
+    except SourceError:
+        workspace.discard()
+        raise
 
 
-def _finished(out: Path, checkpoint: Checkpoint, transform: Transform, plan: Plan, lineage: Lineage) -> Manifest | None:
-    """The manifest of `out` where it already is the result of this very rewrite."""
-    manifest = out / MANIFEST_FILE
-    if not manifest.is_file() or is_under_way(out):
+def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], workspace: Workspace) -> None:
+    """Small files, then the manifest, which makes the folder a finished one."""
+    storage = task.checkpoint.storage
+    with storage.fetching(workspace.fetched, dict.fromkeys(task.plan.companions, 1)):
+        files = _write_small_files(task, records, workspace)
+        fingerprint = task.checkpoint.fingerprint()
+    manifest = Manifest(identity=task.identity, source_fingerprint=fingerprint, records=records, files=files)
+    write_whole(workspace.folder, task.out / MANIFEST_FILE, [manifest.to_bytes()])
+    sync_folder(task.out)
+    workspace.finish()
+
+
+def _finished(task: RewriteTask) -> Manifest | None:
+    """The manifest of the output folder where it already is the result of this very task."""
+    manifest = task.out / MANIFEST_FILE
+    if not manifest.is_file() or is_under_way(task.out):
         return None
-    local = [c for c in (checkpoint, *transform.also_reads.values()) if c.storage.origin is None]
-    stamps = [c.storage.files()[name].stamp for c in local for name in c.weight_files]
+    checkpoints = (task.checkpoint, *task.transform.also_reads.values())
+    local = [each for each in checkpoints if each.storage.origin is None]
+    stamps = [each.storage.files()[name].stamp for each in local for name in each.weight_files]
     if max(stamps, default=0) > manifest.stat().st_mtime_ns:
         return None  # the source may have changed since where its fingerprint does not look
-    found = read_manifest(out)
-    same = (
-        found.kind == transform.kind
-        and found.made_by == transform.describe()
-        and (found.source_bytes, found.origin) == (plan.source_bytes, checkpoint.storage.origin)
-        and (found.model, found.master) == (lineage.model, lineage.master)
-        # a commit is what it was; a folder may have been exchanged
-        and (found.origin is not None or found.source_fingerprint == checkpoint.fingerprint())
-        and found.max_shard_bytes == plan.max_shard_bytes
-        and (found.tensors, found.metadata, found.left_out) == (plan.tensors, plan.metadata, plan.left_out_tensors)
-        and all((out / s.file).is_file() and (out / s.file).stat().st_size == s.file_bytes for s in plan.shards)
-        and all((out / name).is_file() for name in found.files)
-    )
-    if not same:
+    found = read_manifest(task.out)
+    if found.identity != task.identity or not _files_stand(task, found):
         return None
-    contents = _small_files(checkpoint, transform, plan, found.records)
+    # A commit is what it was; a folder may have been exchanged.
+    if found.identity.origin is None and found.source_fingerprint != task.checkpoint.fingerprint():
+        return None
+    contents = _small_files(task, found.records)
     digests = {name: _sha256_of_pieces(pieces) for name, pieces in contents.items()}
     return found if digests == {name: record.sha256 for name, record in found.files.items()} else None
 
 
-def _check_space(plan: Plan, out: Path, fetched_bytes: int) -> None:
-    """Refuse a result that does not fit on the disk beside what it replaces; what it continues counts as there.
+def _files_stand(task: RewriteTask, found: Manifest) -> bool:
+    """Whether all files are there, those of tensors with their size."""
+    shards = ((task.out / shard.file, shard.file_bytes) for shard in task.plan.shards)
+    return all(path.is_file() and path.stat().st_size == size for path, size in shards) and all(
+        (task.out / name).is_file() for name in found.files
+    )
 
-    fetched_bytes: of the source, at most at once, on the same disk.
-    """
-    needed = plan.output_bytes + plan.companion_bytes + fetched_bytes
+
+def _check_space(task: RewriteTask) -> None:
+    """Refuse a result that does not fit on the disk beside what it replaces; what it continues counts as there."""
+    plan, out, storage = task.plan, task.out, task.checkpoint.storage
+    needed = plan.output_bytes + plan.companion_bytes
+    if storage.frees:  # of the source, at most so much at once, on the same disk
+        needed += most_fetched(file_uses(task.checkpoint.tensors), storage.files(), storage.frees)
     fetched = out / WORK_FOLDER / FETCHED_FOLDER
     present = sum(path.stat().st_blocks * 512 for path in fetched.iterdir()) if fetched.is_dir() else 0
     for shard in plan.shards:
@@ -233,13 +282,12 @@ def _check_space(plan: Plan, out: Path, fetched_bytes: int) -> None:
         )
 
 
-def _small_files(
-    checkpoint: Checkpoint, transform: Transform, plan: Plan, records: Sequence[TensorRecord]
-) -> dict[str, Iterable[bytes]]:
+def _small_files(task: RewriteTask, records: Sequence[TensorRecord]) -> dict[str, Iterable[bytes]]:
     """Companions, index and configuration: name -> content in pieces."""
-    contents: dict[str, Iterable[bytes]] = {name: _pieces(checkpoint, name) for name in plan.companions}
+    plan = task.plan
+    contents: dict[str, Iterable[bytes]] = {name: _pieces(task.checkpoint, name) for name in plan.companions}
     contents[INDEX_FILE] = [json_bytes(index_json(plan.shards))]
-    config = transform.config(checkpoint, plan.tensors, records)
+    config = task.transform.config(task.checkpoint, plan.tensors, records)
     if config is not None:
         contents[CONFIG_FILE] = [json_bytes(config)]
     return contents
@@ -260,11 +308,11 @@ def _sha256_of_pieces(pieces: Iterable[bytes]) -> str:
 
 
 def _write_small_files(
-    checkpoint: Checkpoint, transform: Transform, plan: Plan, records: Sequence[TensorRecord], workspace: Workspace
+    task: RewriteTask, records: Sequence[TensorRecord], workspace: Workspace
 ) -> dict[str, FileRecord]:
     """Write them, and return what the manifest says of them."""
     files = {}
-    for name, pieces in _small_files(checkpoint, transform, plan, records).items():
+    for name, pieces in _small_files(task, records).items():
         digest = write_whole(workspace.folder, workspace.out / name, pieces)
         files[name] = FileRecord((workspace.out / name).stat().st_size, digest)
     return files

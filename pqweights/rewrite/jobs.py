@@ -1,6 +1,6 @@
 """The work on one tensor, cut into chunks of whole blocks: run in any thread, collected in order.
 
-`Job` is what the driver knows; `CopyJob` stores a tensor as it is or in another dtype. Encoding is in quantize.py.
+`Job` is what the driver knows; `CopyJob` stores a tensor as it is or in another dtype. Encoding is in encode_job.py.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pqweights.rewrite.manifest import TensorRecord
 # 2**20 weights: 2 MiB of BF16, a chunk that the caches hold and whose overhead does not show.
 CHUNK_WEIGHTS = 1 << 20
 
-# What chunks become, from `run` to `collect`; 8 bytes hold a weight of any dtype. Pages never touched cost nothing.
-OUTPUTS = BufferPool(CHUNK_WEIGHTS * 8)
+# Bytes of a buffer for what a chunk becomes, from `run` to `collect`: 8 hold a weight of any dtype.
+OUTPUT_BYTES_PER_WEIGHT = 8
 
 
 class Sink(Protocol):
@@ -61,9 +61,9 @@ class Job(Protocol):
 class CopyJob:
     """Store a tensor plainly, in the dtype that the plan gives it."""
 
-    def __init__(self, planned: TensorPlan, tensor: LogicalTensor) -> None:
+    def __init__(self, planned: TensorPlan, tensor: LogicalTensor, buffers: BufferPool) -> None:
         (self._spec,) = planned.stored
-        self._tensor = tensor
+        self._tensor, self._buffers = tensor, buffers
         self._digest = hashlib.sha256()
         self._weights = math.prod(self._spec.shape)
 
@@ -77,7 +77,7 @@ class CopyJob:
         start = chunk * CHUNK_WEIGHTS
         count = min(CHUNK_WEIGHTS, self._weights - start)
         bits = DTYPE_BITS[self._spec.dtype]
-        buffer = OUTPUTS.take()
+        buffer = self._buffers.take()
         self._tensor.read(start, count, self._spec.dtype, buffer)
         byte_count = count * bits // 8
         sink.write(self._spec.name, start * bits // 8, buffer[:byte_count])
@@ -87,8 +87,8 @@ class CopyJob:
         """See Job."""
         buffer, byte_count = result
         self._digest.update(buffer[:byte_count].data)
-        OUTPUTS.give(buffer)
+        self._buffers.give(buffer)
 
     def finish(self) -> TensorRecord:
         """See Job."""
-        return TensorRecord(self._spec.name, {self._spec.name: self._digest.hexdigest()})
+        return TensorRecord(name=self._spec.name, sha256={self._spec.name: self._digest.hexdigest()})

@@ -6,46 +6,65 @@ and recipe give the same bytes everywhere.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.model_card import checked_facts
 from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.checkpoint.source import SURROGATE_ESCAPE
 from pqweights.checkpoint.storage import Origin
-from pqweights.codecs import CODECS, get_codec
-from pqweights.codecs.weight import exceeds_promise
+from pqweights.codecs import get_codec
+from pqweights.codecs.protocol import Coder, State, exceeds_promise
 from pqweights.dtypes import DTYPE_BITS
-from pqweights.errors import MasterError
-from pqweights.planning.plan import DECODE, DEFAULT_METADATA, INTEGER, KEEP, QUANTIZE, TensorPlan
-from pqweights.strict_json import json_bytes, rounded
+from pqweights.errors import MasterError, RecipeError
+from pqweights.planning.plan import (
+    DECODE,
+    DEFAULT_METADATA,
+    INTEGER,
+    KEEP,
+    QUANTIZE,
+    ShardPlan,
+    TensorPlan,
+    plan_shards,
+)
+from pqweights.rewrite.identity import RunIdentity
+from pqweights.strict_json import Fields, json_bytes, parse_json, rounded
 
 MANIFEST_VERSION = 1
-# What transforms say of themselves, see Transform.describe.
+# What transforms say of themselves (Transform.describe), by the key that tells which kind of result they make.
+KINDS = {"recipe": "master", "target": "export"}
 MADE_BY_KEYS = (
-    "recipe", "target", "dtype", "packing", "mode", "bits", "group_size", "basis", "qparams", "original_fingerprint",
-    "master_errors", "awq", "fit",
-)  # fmt: skip
+    "recipe",
+    "target",
+    "dtype",
+    "packing",
+    "mode",
+    "bits",
+    "group_size",
+    "basis",
+    "qparams",
+    "original_fingerprint",
+    "master_errors",
+    "awq",
+    "fit",
+)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TensorRecord:
     """What a run measured of one tensor. sha256: by stored name. Measures are None where they mean nothing.
 
-    relative_mse: squared error over `energy`, the sum of squares of the weight that was read. Of weights in an export:
-    total_mse, the same against the original weight, measured where that was read, else computed from what the master's
-    manifest says; master_mse: what total_mse would be, or is, by way of the master.
+    state: of an encoded weight, State.to_json. relative_mse: squared error over `energy`, the sum of squares of the weight that
+    was read. Of weights in an export: total_mse, the same against the original weight, measured where that was read, else
+    computed from what the master's manifest says; master_mse: what total_mse would be, or is, by way of the master.
     """
 
     name: str
     sha256: dict[str, str]
-    rotation: str | None = None
-    norm_exponent: int | None = None
+    state: dict[str, Any] | None = None
     relative_mse: float | None = None
     energy: float | None = None
     total_mse: float | None = None
@@ -64,49 +83,53 @@ class FileRecord:
     sha256: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The whole file. made_by: what the transform says of itself (a recipe, or an export's target).
+    """The whole file. records: in the order of identity.tensors. files: those that hold no tensors."""
 
-    metadata: the __metadata__ of the safetensors files. left_out: tensors that were not carried over, with the reason.
-    origin: the Hub repository that was read, None for a local folder. model: what is known of the original model (see
-    model_card.model_facts). master: of an export, what its master's manifest says of itself.
-    """
-
-    kind: str
-    made_by: dict[str, Any]
-    source_bytes: int
+    identity: RunIdentity
     source_fingerprint: str
-    max_shard_bytes: int
-    tensors: tuple[TensorPlan, ...]
     records: tuple[TensorRecord, ...]
     files: dict[str, FileRecord]
-    metadata: dict[str, str] = field(default_factory=lambda: DEFAULT_METADATA)
-    left_out: dict[str, str] = field(default_factory=dict)
-    origin: Origin | None = None
-    model: dict[str, Any] = field(default_factory=dict)
-    master: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """master or export."""
+        return self.identity.kind
+
+    @property
+    def made_by(self) -> dict[str, Any]:
+        """See RunIdentity."""
+        return self.identity.made_by
+
+    @property
+    def tensors(self) -> tuple[TensorPlan, ...]:
+        """See RunIdentity."""
+        return self.identity.tensors
+
+    @property
+    def pairs(self) -> list[tuple[TensorPlan, TensorRecord]]:
+        """Every tensor with what was measured of it."""
+        return list(zip(self.tensors, self.records, strict=True))
 
     def to_json(self) -> dict[str, Any]:
         """As it stands in the file."""
+        identity = self.identity
+        origin = {"id": None} if identity.origin is None else identity.origin._asdict()
+        metadata = {"metadata": identity.metadata} if identity.metadata != DEFAULT_METADATA else {}
         return {
             "manifest_version": MANIFEST_VERSION,
-            "kind": self.kind,
-            **self.made_by,
-            "source": {
-                "id": None,
-                **({} if self.origin is None else self.origin._asdict()),
-                "bytes": self.source_bytes,
-                "fingerprint": self.source_fingerprint,
-            },
-            **({"model": self.model} if self.model else {}),
-            **({"master": self.master} if self.master else {}),
-            "max_shard_bytes": self.max_shard_bytes,
+            "kind": identity.kind,
+            **identity.made_by,
+            "source": {**origin, "bytes": identity.source_bytes, "fingerprint": self.source_fingerprint},
+            **({"model": identity.model} if identity.model else {}),
+            **({"master": identity.master} if identity.master else {}),
+            "max_shard_bytes": identity.max_shard_bytes,
             **error_totals(self.tensors, self.records),
-            **({"metadata": self.metadata} if self.metadata != DEFAULT_METADATA else {}),
-            **({"left_out": self.left_out} if self.left_out else {}),
-            "exceeding": [t.name for t, r in zip(self.tensors, self.records, strict=True) if exceeds(t, r)],
-            "tensors": [_tensor_json(t, r) for t, r in zip(self.tensors, self.records, strict=True)],
+            **metadata,
+            **({"left_out": identity.left_out} if identity.left_out else {}),
+            "exceeding": [tensor.name for tensor, record in self.pairs if exceeds(tensor, record)],
+            "tensors": [_tensor_json(tensor, record) for tensor, record in self.pairs],
             "files": {name: vars(record) for name, record in sorted(self.files.items())},
         }
 
@@ -131,8 +154,8 @@ def error_totals(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord])
 def mean_error(records: Sequence[TensorRecord], of: str) -> float | None:
     """A measure of TensorRecord over all tensors that have an energy; None where one of them lacks it.
 
-    It is weighted by the squares of the weights that it refers to: of the original's, for errors against them, which are
-    energy / (1 - m), if m is the master's error.
+    It is weighted by the squares of the weights that it refers to. For errors against the original these are energy / (1 - m),
+    where m is the master's error; total_mse is known only where that holds, or where the original itself was read (m = 0).
     """
     errors = []
     for r in records:
@@ -147,33 +170,46 @@ def mean_error(records: Sequence[TensorRecord], of: str) -> float | None:
     return rounded(math.fsum(m * e for m, e in pairs) / energy if energy else 0.0) if pairs else None
 
 
+def coder_of(tensor: TensorPlan) -> Coder:
+    """What encodes a quantized tensor."""
+    assert tensor.action == QUANTIZE and tensor.codec is not None and tensor.bits is not None
+    return get_codec(tensor.codec).coder(tensor.bits)
+
+
+def state_of(tensor: TensorPlan, record: TensorRecord) -> State:
+    """In which state a quantized tensor was encoded."""
+    return coder_of(tensor).parse_state(Fields(record.state or {}, _damaged))
+
+
+def shards_of(manifest: Manifest) -> tuple[ShardPlan, ...]:
+    """The files that hold the tensors of a finished folder."""
+    identity = manifest.identity
+    return plan_shards(identity.tensors, identity.max_shard_bytes, identity.metadata)
+
+
 def exceeds(tensor: TensorPlan, record: TensorRecord) -> bool:
-    """Whether a weight's error is above 1.25 times what its codec promises although every rotation was tried."""
+    """Whether a weight's error is above 1.25 times what its codec promises although all was tried."""
     if tensor.action != QUANTIZE or record.relative_mse is None:
         return False
-    assert tensor.codec is not None and tensor.bits is not None
-    return exceeds_promise(get_codec(tensor.codec), tensor.bits, record.relative_mse)
+    return exceeds_promise(coder_of(tensor), record.relative_mse)
 
 
 def _tensor_json(tensor: TensorPlan, record: TensorRecord) -> dict[str, Any]:
+    measured = {"relative_mse": record.relative_mse, "energy": record.energy}
     entry = tensor.to_json()
     if tensor.action == INTEGER:
-        entry |= {"relative_mse": record.relative_mse, "energy": record.energy}
-        entry |= {"total_mse": record.total_mse, "master_mse": record.master_mse}
+        entry |= measured | {"total_mse": record.total_mse, "master_mse": record.master_mse}
     elif record.relative_mse is not None:
-        entry |= {
-            "rotation": record.rotation, "norm_exponent": record.norm_exponent, "relative_mse": record.relative_mse,
-            "energy": record.energy,
-        }  # fmt: skip
+        entry |= (record.state or {}) | measured
     entry["stored"] = [
         {
-            "name": s.name,
-            "dtype": s.dtype,
-            "shape": list(s.shape),
-            "bytes": s.byte_count,
-            "sha256": record.sha256[s.name],
+            "name": spec.name,
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "bytes": spec.byte_count,
+            "sha256": record.sha256[spec.name],
         }
-        for s in tensor.stored
+        for spec in tensor.stored
     ]
     return entry
 
@@ -186,130 +222,131 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_FILE
     if not path.is_file():
         raise MasterError(f"{folder}: expected a folder that pqweights finished, found no {MANIFEST_FILE} in it")
-    data = path.read_bytes()
-    try:
-        if SURROGATE_ESCAPE.search(data):
-            json.dumps(json.loads(data), ensure_ascii=False).encode("utf-8")  # a UnicodeEncodeError is a ValueError
-        return parse_manifest(json.loads(data))
-    except (ValueError, RecursionError) as error:
-        raise MasterError(
-            f"{MANIFEST_FILE}: expected JSON, found {str(error)[:120]!r}; restore it, or delete the folder"
-        ) from None
+    return parse_manifest(path.read_bytes())
 
 
-def parse_manifest(data: Any) -> Manifest:
-    """A manifest from its JSON.
+def parse_manifest(data: bytes) -> Manifest:
+    """A manifest from the content of its file.
 
     Raises MasterError for whatever this version would not have written.
     """
-    if not isinstance(data, dict) or data.get("manifest_version") != MANIFEST_VERSION:
-        found = data.get("manifest_version") if isinstance(data, dict) else type(data).__name__
-        raise MasterError(f"{MANIFEST_FILE}: manifest_version: expected {MANIFEST_VERSION}, found {found!r}")
-    entries = [_parse_tensor(_typed(entry, dict, "tensors")) for entry in _field(data, "tensors", list)]
-    files = {
-        name: FileRecord(_count(record, "bytes"), _field(record, "sha256", str))
-        for name, record in _field(data, "files", dict).items()
-    }
-    source = _field(data, "source", dict)
-    kind = _field(data, "kind", str)
-    if kind != {"recipe": "master", "target": "export"}.get(next((k for k in ("recipe", "target") if k in data), "")):
-        raise _damaged("kind", kind)
-    max_shard_bytes = _count(data, "max_shard_bytes")
-    if max_shard_bytes == 0:
-        raise _damaged("max_shard_bytes", 0)
+    try:
+        found = parse_json(data)
+    except ValueError as error:
+        raise MasterError(f"{MANIFEST_FILE}: {error}; restore it, or delete the folder") from None
+    version = found.get("manifest_version") if isinstance(found, dict) else type(found).__name__
+    if version != MANIFEST_VERSION:
+        raise MasterError(f"{MANIFEST_FILE}: manifest_version: expected {MANIFEST_VERSION}, found {version!r}")
+    return _parse(Fields(found, _damaged))
+
+
+def _parse(fields: Fields) -> Manifest:
+    entries = [_parse_tensor(entry) for entry in fields.objects("tensors")]
+    files = fields.fields("files")
+    source = fields.fields("source")
+    identity = RunIdentity(
+        kind=_parse_kind(fields),
+        made_by={key: fields.raw(key) for key in MADE_BY_KEYS if key in fields},
+        source_bytes=source.count("bytes"),
+        max_shard_bytes=_parse_shard_bytes(fields),
+        tensors=tuple(tensor for tensor, _ in entries),
+        origin=None if source.raw("id") is None else Origin(source.text("id"), source.text("revision")),
+        metadata=fields.texts_by_key("metadata") if "metadata" in fields else DEFAULT_METADATA,
+        left_out=fields.texts_by_key("left_out") if "left_out" in fields else {},
+        model=_parse_model(fields),
+        master=fields.mapping("master") if "master" in fields else {},
+    )
     return Manifest(
-        kind,
-        {key: data[key] for key in MADE_BY_KEYS if key in data},
-        _count(source, "bytes"),
-        _field(source, "fingerprint", str),
-        max_shard_bytes,
-        tuple(tensor for tensor, _ in entries),
-        tuple(record for _, record in entries),
-        files,
-        _strings(data, "metadata", DEFAULT_METADATA),
-        _strings(data, "left_out", {}),
-        None if source.get("id") is None else Origin(_field(source, "id", str), _field(source, "revision", str)),
-        _parse_model(data),
-        _typed(data.get("master", {}), dict, "master"),
+        identity=identity,
+        source_fingerprint=source.text("fingerprint"),
+        records=tuple(record for _, record in entries),
+        files={
+            name: FileRecord(record.count("bytes"), record.text("sha256"))
+            for name in fields.mapping("files")
+            for record in [files.fields(name)]
+        },
     )
 
 
-def _parse_model(data: dict[str, Any]) -> dict[str, Any]:
-    model: dict[str, Any] = _typed(data.get("model", {}), dict, "model")
-    expected = {key: _field(model, key, str) for key in ("id", "revision") if key in model} | checked_facts(model)
-    if model != expected:
-        raise _damaged("model", model)
-    return expected
+def _parse_kind(fields: Fields) -> str:
+    kind = fields.text("kind")
+    expected = next((KINDS[key] for key in KINDS if key in fields), None)
+    if kind != expected:
+        raise _damaged("kind", str(expected), kind)
+    return kind
 
 
-def _parse_tensor(entry: dict[str, Any]) -> tuple[TensorPlan, TensorRecord]:
-    name, action = _field(entry, "name", str), _field(entry, "action", str)
-    stored = [_typed(s, dict, "stored") for s in _field(entry, "stored", list)]
-    specs = tuple(TensorSpec(_field(s, "name", str), _field(s, "dtype", str), _shape(s)) for s in stored)
-    for spec in specs:
-        if spec.dtype not in DTYPE_BITS:
-            raise _damaged(f"dtype of {spec.name!r}", spec.dtype)
-    codec, bits = entry.get("codec"), entry.get("bits")
-    measures: dict[str, Any] = {}
-    if action == QUANTIZE:
-        if not isinstance(codec, str) or codec not in CODECS or bits not in CODECS[codec].widths:
-            raise _damaged(f"codec and bits of {name!r}", (codec, bits))
-        measures = {
-            "rotation": _field(entry, "rotation", str),
-            "norm_exponent": _field(entry, "norm_exponent", int),
-            "relative_mse": _measure(entry, "relative_mse"),
-            "energy": _measure(entry, "energy"),
-        }
-    elif action == INTEGER:
-        if not isinstance(codec, str) or type(bits) is not int or not 1 <= bits <= 8:
-            raise _damaged(f"codec and bits of {name!r}", (codec, bits))
-        measures = {key: _measure(entry, key) for key in ("relative_mse", "energy")}
-        for key in ("total_mse", "master_mse"):
-            measures[key] = None if entry.get(key) is None else _measure(entry, key)
-    elif action not in (KEEP, DECODE) or codec is not None or bits is not None:
-        raise _damaged(f"action, codec and bits of {name!r}", (action, codec, bits))
-    plan = TensorPlan(
-        name, _shape(entry), _field(entry, "dtype", str), _field(entry, "role", str), action, codec, bits,
-        _field(entry, "reason", str), specs,
-    )  # fmt: skip
-    return plan, TensorRecord(name, {s["name"]: _field(s, "sha256", str) for s in stored}, **measures)
-
-
-def _field(entry: Any, key: str, kind: Any) -> Any:
-    return _typed(entry.get(key) if isinstance(entry, dict) else None, kind, key)
-
-
-def _typed(value: Any, kind: Any, what: str) -> Any:
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise _damaged(what, value)
-    return value
-
-
-def _measure(entry: dict[str, Any], key: str) -> float:
-    value = _field(entry, key, float | int)
-    if not abs(value) < 1e300:  # nor NaN; an int may be too large for a float
-        raise _damaged(key, value)
-    return float(value)
-
-
-def _strings(data: dict[str, Any], key: str, default: dict[str, str]) -> dict[str, str]:
-    found: dict[str, str] = _typed(data.get(key, default), dict, key)
-    for value in found.values():
-        _typed(value, str, key)
+def _parse_shard_bytes(fields: Fields) -> int:
+    found = fields.count("max_shard_bytes")
+    if found == 0:
+        raise _damaged("max_shard_bytes", "a size", found)
     return found
 
 
-def _count(entry: Any, key: str) -> int:
-    value: int = _field(entry, key, int)
-    if value < 0:
-        raise _damaged(key, value)
-    return value
+def _parse_model(fields: Fields) -> dict[str, Any]:
+    if "model" not in fields:
+        return {}
+    model, inner = fields.mapping("model"), fields.fields("model")
+    expected = {key: inner.text(key) for key in ("id", "revision") if key in inner} | checked_facts(model)
+    if model != expected:
+        raise _damaged("model", "what a model card may say", model)
+    return expected
 
 
-def _shape(entry: dict[str, Any]) -> tuple[int, ...]:
-    shape = _field(entry, "shape", list)
-    return tuple(_count({"shape": n}, "shape") for n in shape)
+def _parse_tensor(entry: Fields) -> tuple[TensorPlan, TensorRecord]:
+    name, stored = entry.text("name"), entry.objects("stored")
+    specs = tuple(TensorSpec(spec.text("name"), spec.text("dtype"), spec.shape("shape")) for spec in stored)
+    for spec in specs:
+        if spec.dtype not in DTYPE_BITS:
+            raise _damaged(f"dtype of {spec.name!r}", "one of safetensors", spec.dtype)
+    plan = TensorPlan(
+        name=name,
+        shape=entry.shape("shape"),
+        dtype=entry.text("dtype"),
+        role=entry.text("role"),
+        action=entry.text("action"),
+        codec=entry.raw("codec"),
+        bits=entry.raw("bits"),
+        reason=entry.text("reason"),
+        stored=specs,
+    )
+    digests = {spec.text("name"): spec.text("sha256") for spec in stored}
+    return plan, TensorRecord(name=name, sha256=digests, **_parse_measures(plan, entry))
 
 
-def _damaged(what: str, found: Any) -> MasterError:
-    return MasterError(f"{MANIFEST_FILE}: damaged: {what}: found {str(found)[:80]!r}; restore it, or delete the folder")
+def _parse_measures(plan: TensorPlan, entry: Fields) -> Mapping[str, Any]:
+    """What an entry holds beside its plan, as fields of TensorRecord; and whether the plan's codec and bits may be."""
+    wrong = _damaged(
+        f"action, codec and bits of {plan.name!r}", "those of a codec", (plan.action, plan.codec, plan.bits)
+    )
+    if plan.action == QUANTIZE:
+        return _parse_state(plan, entry, wrong) | {key: entry.number(key) for key in ("relative_mse", "energy")}
+    if plan.action == INTEGER:
+        if not isinstance(plan.codec, str) or type(plan.bits) is not int or not 1 <= plan.bits <= 8:
+            raise wrong
+        measures: dict[str, Any] = {key: entry.number(key) for key in ("relative_mse", "energy")}
+        return measures | {key: entry.optional(key, entry.number, None) for key in ("total_mse", "master_mse")}
+    if plan.action not in (KEEP, DECODE) or plan.codec is not None or plan.bits is not None:
+        raise wrong
+    return {}
+
+
+def _parse_state(plan: TensorPlan, entry: Fields, wrong: MasterError) -> dict[str, Any]:
+    if not isinstance(plan.codec, str) or type(plan.bits) not in (int, float):
+        raise wrong
+    try:
+        coder = coder_of(plan)
+        state = coder.parse_state(entry)
+    except RecipeError:
+        raise wrong from None
+    except ValueError as error:
+        raise _damaged(f"{plan.name!r}", "a state of its codec", error) from None
+    if any(key not in entry for key in state.to_json()):
+        raise _damaged(f"{plan.name!r}", "the state of its codec", None)
+    return {"state": state.to_json()}
+
+
+def _damaged(what: str, expected: str, found: Any) -> MasterError:
+    return MasterError(
+        f"{MANIFEST_FILE}: damaged: {what}: expected {expected}, found {str(found)[:80]!r}; restore it, or delete the folder"
+    )

@@ -16,10 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.buffers import BufferPool
 from pqweights.checkpoint.source import Checkpoint, file_uses
 from pqweights.checkpoint.writer import ShardWriter
-from pqweights.kernels import compute_on
+from pqweights.kernels import DEVICES, load_backend
+from pqweights.kernels.workers import compute_on
 from pqweights.planning.plan import Plan, ShardPlan
+from pqweights.rewrite import jobs
 from pqweights.rewrite.jobs import Job
 from pqweights.rewrite.manifest import TensorRecord
 from pqweights.rewrite.transform import Transform
@@ -108,6 +111,7 @@ class Stream:
         checkpoint: Checkpoint,
         transform: Transform,
         plan: Plan,
+        *,
         workspace: Workspace,
         threads: int,
         device: str,
@@ -120,6 +124,8 @@ class Stream:
         self._workspace = workspace
         self._progress = progress
         self._window = 2 * threads  # steps under way: bounds the memory
+        capacity = jobs.CHUNK_WEIGHTS * jobs.OUTPUT_BYTES_PER_WEIGHT
+        self._buffers = BufferPool(capacity, load_backend(DEVICES[device]).empty)
         self._pool = ThreadPoolExecutor(threads, "pqweights", compute_on, (device,))
         self._flusher = ThreadPoolExecutor(1, thread_name_prefix="pqweights-flush")
         self._flushes: deque[Future[None]] = deque()
@@ -198,7 +204,7 @@ class Stream:
                 else:
                     if place in self._first_uses:
                         yield _Drain()
-                    job = self._transform.job(self._plan.tensors[place], self._tensors[place])
+                    job = self._transform.job(self._plan.tensors[place], self._tensors[place], self._buffers)
                     for number in range(job.chunks):
                         yield _Chunk(place, number, job, sink, self._pool.submit(job.run, number, sink))
                     yield _LastChunkDone(place, job, sink)
@@ -234,7 +240,7 @@ class Stream:
                 self._workspace.sync_records()
                 known = self._workspace.fingerprints()
                 self._workspace.keep_fingerprints(known | {f: self._checkpoint.file_fingerprint(f) for f in files})
-            finally:  # after a failure of the disk, too, of which the next step hears: nobody may wait for room for ever
+            finally:  # after a failure of the disk, too, of which the next step hears: nobody may wait for room that never comes
                 for file in files:
                     self._checkpoint.storage.release(file)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from pqweights.buffers import BufferPool
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.planning.plan import TensorPlan
@@ -21,7 +22,10 @@ class Transform(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """The manifest's account of it: a recipe, or a target and its options."""
+        """What the manifest says of it: a recipe, or a target and its options.
+
+        Two transforms of the same kind that say the same make the same bytes of the same plan; see identity.py.
+        """
         ...
 
     def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
@@ -43,8 +47,8 @@ class Transform(Protocol):
         """What it reads besides the checkpoint that is rewritten, by the option that names it."""
         ...
 
-    def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
-        """The first pass over one tensor."""
+    def job(self, planned: TensorPlan, tensor: LogicalTensor, buffers: BufferPool) -> Job:
+        """The first pass over one tensor. buffers: for what its chunks become."""
         ...
 
     def accept(self, planned: TensorPlan, record: TensorRecord) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -24,6 +23,7 @@ from pqweights.checkpoint.storage import Origin, Storage
 from pqweights.checkpoint.writer import disk_errors, partial_path, sync_folder, write_whole
 from pqweights.errors import MasterError, OutputError, SourceChangedError
 from pqweights.planning.plan import plan_shards
+from pqweights.rewrite.identity import RunIdentity
 from pqweights.rewrite.manifest import TensorRecord, read_manifest
 
 JOURNAL_FILE = "journal.jsonl"
@@ -32,29 +32,28 @@ FINGERPRINTS_FILE = "fingerprints.json"
 FETCHED_FOLDER = "fetched"
 
 
-@dataclass(frozen=True)
-class RunIdentity:
-    """What a run must share with the one that it continues.
+@dataclass(frozen=True, kw_only=True)
+class RunInputs:
+    """What a run must share with the one that it continues, as far as its journal says.
 
-    work: digest of the plan and of the recipe or target. source: size and stamp of every file that is read.
-    outputs: every file that the run will give its final name. origin: the repository and commit that is read.
+    work: digest of its identity. source: size and stamp of every file that is read. outputs: every file that the run will give
+    its final name. origin: the repository and commit that is read.
     """
 
     work: str
     source: dict[str, tuple[int, int]]
     outputs: list[str]
-    origin: Origin | None = None
+    origin: Origin | None
 
     @staticmethod
-    def of(plan_json: Any, inputs: Mapping[str, tuple[Storage, Sequence[str]]], outputs: list[str]) -> RunIdentity:
-        """From the plan (with recipe or target), the files it reads and writes. inputs: by option, "" for the source."""
-        digest = hashlib.sha256(json.dumps(plan_json, sort_keys=True).encode()).hexdigest()
+    def of(identity: RunIdentity, files: Mapping[str, tuple[Storage, Sequence[str]]], outputs: list[str]) -> RunInputs:
+        """Of a run that reads these files, by the option that names their checkpoint ("" for the source)."""
         source = {}
-        for option, (storage, files) in inputs.items():
+        for option, (storage, names) in files.items():
             states = storage.files()
-            for name in files:
+            for name in names:
                 source[f"{option} {name}".lstrip()] = (states[name].byte_count, states[name].stamp)
-        return RunIdentity(digest, source, outputs, inputs[""][0].origin)
+        return RunInputs(work=identity.digest(), source=source, outputs=outputs, origin=identity.origin)
 
     def to_json(self) -> dict[str, Any]:
         """The first line of the journal."""
@@ -195,7 +194,7 @@ def check_output(out: Path, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def open_workspace(out: Path, identity: RunIdentity, overwrite: bool) -> Iterator[Workspace]:
+def open_workspace(out: Path, inputs: RunInputs, overwrite: bool) -> Iterator[Workspace]:
     """Lock the output folder, continue what the same run left there, or start.
 
     Raises OutputError where the folder is taken, SourceChangedError where the source is not what it was.
@@ -211,7 +210,7 @@ def open_workspace(out: Path, identity: RunIdentity, overwrite: bool) -> Iterato
         except OutputError:
             _remove_work_folder(work)
             raise
-        records = _read_journal(work / JOURNAL_FILE, identity, out, overwrite)
+        records = _read_journal(work / JOURNAL_FILE, inputs, out, overwrite)
         if records is None:
             try:
                 replaces = _files_to_replace(out, work)
@@ -219,8 +218,8 @@ def open_workspace(out: Path, identity: RunIdentity, overwrite: bool) -> Iterato
                 if not is_under_way(out):
                     _remove_work_folder(work)
                 raise
-            _refuse_foreign_names(out, identity.outputs, replaces, work)
-            _begin_journal(work, identity, replaces)
+            _refuse_foreign_names(out, inputs.outputs, replaces, work)
+            _begin_journal(work, inputs, replaces)
             _empty(work, but=(LOCK_FILE, JOURNAL_FILE))  # nothing here is of this run
             records = {}
         elif not records:  # what it fetched may serve
@@ -228,7 +227,7 @@ def open_workspace(out: Path, identity: RunIdentity, overwrite: bool) -> Iterato
         first = _first_line(work / JOURNAL_FILE)
         assert first is not None
         journal = os.open(work / JOURNAL_FILE, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        yield Workspace(out, records, journal, identity.outputs, first["replaces"])
+        yield Workspace(out, records, journal, inputs.outputs, first["replaces"])
     finally:
         os.close(lock)
 
@@ -252,7 +251,7 @@ def _lock(path: Path, out: Path) -> int:
         os.close(descriptor)
 
 
-def _read_journal(path: Path, identity: RunIdentity, out: Path, overwrite: bool) -> dict[str, TensorRecord] | None:
+def _read_journal(path: Path, inputs: RunInputs, out: Path, overwrite: bool) -> dict[str, TensorRecord] | None:
     """The finished tensors of the run that is to be continued; None where there is nothing to continue."""
     if not path.exists():
         return None
@@ -264,13 +263,13 @@ def _read_journal(path: Path, identity: RunIdentity, out: Path, overwrite: bool)
             f"{out}: {WORK_FOLDER}/{JOURNAL_FILE} is damaged, so the interrupted run cannot be continued; pass --overwrite to "
             "start again"
         )
-    if any(first.get(key) != value for key, value in identity.to_json().items()):
+    if any(first.get(key) != value for key, value in inputs.to_json().items()):
         if overwrite:
             return None
-        if identity.origin is not None and first.get("origin") not in (None, list(identity.origin)):
-            raise _other_commit(out, first["origin"], identity.origin)
+        if inputs.origin is not None and first.get("origin") not in (None, list(inputs.origin)):
+            raise _other_commit(out, first["origin"], inputs.origin)
         found = first["source"]
-        for name, state in identity.source.items():
+        for name, state in inputs.source.items():
             if found.get(name) != list(state) and (name in found or not name.startswith("--")):
                 raise SourceChangedError(
                     f"{name}: the source changed since the interrupted run in {out} (size and time were {found.get(name)}, "
@@ -337,11 +336,11 @@ def _refuse_foreign_names(out: Path, outputs: list[str], replaces: list[str], wo
             raise OutputError(f"{out}: {name!r} is there and not ours; move it away, or choose another folder")
 
 
-def _begin_journal(work: Path, identity: RunIdentity, replaces: list[str]) -> None:
+def _begin_journal(work: Path, inputs: RunInputs, replaces: list[str]) -> None:
     """Write the first line. It stands before anything is removed, so that a kill in between finds the list again."""
     with disk_errors(work):
         new = work / (JOURNAL_FILE + ".new")
-        new.write_text(json.dumps(identity.to_json() | {"replaces": replaces}) + "\n", encoding="utf-8")
+        new.write_text(json.dumps(inputs.to_json() | {"replaces": replaces}) + "\n", encoding="utf-8")
         os.replace(new, work / JOURNAL_FILE)
 
 
@@ -353,7 +352,7 @@ def _files_to_replace(out: Path, work: Path) -> list[str]:
         names += [*first["outputs"], *first["replaces"]] if first is not None else []
     if (out / MANIFEST_FILE).is_file():
         manifest = read_manifest(out)
-        shards = plan_shards(manifest.tensors, manifest.max_shard_bytes, {})
+        shards = plan_shards(manifest.tensors, manifest.identity.max_shard_bytes, {})
         names += [*(shard.file for shard in shards), *manifest.files, MANIFEST_FILE]
     return names
 

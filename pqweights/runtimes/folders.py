@@ -6,19 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pqweights.checkpoint.master import QUANT_METHOD
 from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.readers import element_count
 from pqweights.checkpoint.source import open_local, read_config
 from pqweights.errors import SourceError
+from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO, TRANSFORMERS
 from pqweights.results.inspect import inspect
 
-MASTER, TORCHAO, COMPRESSED_TENSORS, MLX, PLAIN = "master", "torchao", "compressed-tensors", "mlx", "plain"
+MASTER = "master"
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")  # the last is MPT's
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A model's folder. kind: which loader it is for; plain stands for whatever transformers alone takes.
+    """A model's folder. kind: master, or the runtime that it is for (exports/target.py); transformers for whatever that takes by itself.
 
     context: the most tokens that the model takes at once; vocabulary: how many ids it knows; None where it does not say.
     """
@@ -57,7 +59,8 @@ def read_folder(path: Path) -> Folder:
         raise SourceError(f"{path}: expected a model folder, found no {CONFIG_FILE} in it")
     settings = config.get("quantization_config")
     method = settings.get("quant_method") if isinstance(settings, dict) else None
-    kind = {"pqweights": MASTER, "torchao": TORCHAO, "compressed-tensors": COMPRESSED_TENSORS}.get(str(method), PLAIN)
+    kinds = {QUANT_METHOD: MASTER, "torchao": TORCHAO, "compressed-tensors": COMPRESSED_TENSORS}
+    kind = kinds.get(str(method), TRANSFORMERS)
     if method is None and "quantization" in config:
         kind = MLX
     text = config.get("text_config")

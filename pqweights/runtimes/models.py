@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.errors import EvaluationError, SourceError
+from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO
 from pqweights.runtimes.decoders import Stored, stored_parts, unpack_nibbles, unpack_tiles
-from pqweights.runtimes.folders import COMPRESSED_TENSORS, MASTER, MLX, TORCHAO, Folder, read_folder
+from pqweights.runtimes.folders import MASTER, Folder, read_folder
 from pqweights.runtimes.packages import Refused, package, quiet
 from pqweights.runtimes.texts import Ids, load_tokenizer
 

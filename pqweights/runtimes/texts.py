@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.checkpoint.names import TOKENIZER_FILES
 from pqweights.errors import EvaluationError, SourceError
 from pqweights.runtimes.packages import Refused, package, quiet
 
@@ -16,8 +17,6 @@ Ids = npt.NDArray[np.int64]  # [tokens]
 WIKITEXT = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 # A first guess of how much text so many tokens are.
 CHARACTERS_PER_TOKEN = 8
-# One of these files is there wherever a tokenizer is.
-TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "tekken.json")
 
 
 def read_text(path: Path) -> str:

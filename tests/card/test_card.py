@@ -15,19 +15,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import typer
 import yaml
+from calls import make_card, write_card
+from commands import invoke
 from families import exported, model
 from families import master as master_of
 from helpers import run_command, small_checkpoint
-from pqweights_cli import card as command
-from typer.testing import CliRunner
 
-from pqweights.card import make_card, read_card, save_card, write_card
-from pqweights.card.markdown import code, words
+from pqweights.card import read_card, save_card
 from pqweights.card.old_card import NOTES_BEGIN, NOTES_END
 from pqweights.errors import MasterError, OutputError
 from pqweights.hub.ids import is_repository_id
+from pqweights.markdown import code, words
 from pqweights.planning.plan import plan_shards
 from pqweights.results.inspect import inspect
 from pqweights.results.verify import verify
@@ -68,7 +67,9 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> No
 
 def set_model(folder: Path, about: dict[str, Any]) -> None:
     """As a run writes it that read a repository with such a card."""
-    (folder / "pqweights.json").write_bytes(replace(read_manifest(folder), model=about).to_bytes())
+    manifest = read_manifest(folder)
+    changed = replace(manifest, identity=replace(manifest.identity, model=about))
+    (folder / "pqweights.json").write_bytes(changed.to_bytes())
 
 
 def facts(text: str) -> dict[str, Any]:
@@ -85,15 +86,6 @@ def sections(text: str) -> list[str]:
 
 def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
-
-
-def invoke(*arguments: object) -> Any:
-    app = typer.Typer()
-    app.command()(command.command)
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 # --- what it says ---
@@ -119,7 +111,7 @@ def test_what_is_not_known_is_not_said(master: Path) -> None:
     assert "base model" not in text and "Evaluation" not in text and "DIR stands for this folder" in text
     named = make_card(master, base_model="org/base").text
     assert facts(named)["base_model"] == "org/base"
-    assert "by the word of who made this card: the manifest names none" in named
+    assert "as the author of this card states: the manifest names none" in named
 
 
 def test_every_figure_is_the_manifests(master: Path) -> None:
@@ -147,7 +139,7 @@ def test_every_figure_is_the_manifests(master: Path) -> None:
     assert "| `norm` | 2 | 256 | BF16 | kept | normalisation |" in lines
     assert hashlib.sha256((master / "pqweights.json").read_bytes()).hexdigest() in text
     assert manifest.source_fingerprint in text
-    for shard in plan_shards(manifest.tensors, manifest.max_shard_bytes, manifest.metadata):
+    for shard in plan_shards(manifest.tensors, manifest.identity.max_shard_bytes, manifest.identity.metadata):
         assert f"| `{shard.file}` | {(master / shard.file).stat().st_size} |" in lines
 
 
@@ -642,7 +634,7 @@ def test_a_card_that_is_no_text(master: Path) -> None:
 def test_saving_compares_with_what_is_there(master: Path) -> None:
     card = make_card(master, "a/b")
     assert save_card(master, card) and not save_card(master, card)
-    again = make_card(master, None, None, card.text)
+    again = make_card(master, old=card.text)
     assert not again.changed and again.text == card.text
 
 
@@ -704,13 +696,13 @@ def test_a_licence_may_be_any_line(master: Path) -> None:
 
 
 def test_the_command(master: Path) -> None:
-    result = invoke(master, "--repo", "a/b", "--base-model", "org/base")
+    result = invoke("card", master, "--repo", "a/b", "--base-model", "org/base")
     assert result.exit_code == 0, result.stderr
     assert result.stdout == f"{master / 'README.md'}: written; 0 evaluation(s)\n"
     assert result.stderr == ""
     text = (master / "README.md").read_text()
     assert text == make_card(master, "a/b", "org/base").text
-    result = invoke(master, "--json")
+    result = invoke("card", master, "--json")
     assert json.loads(result.stdout) == {
         "card": str(master / "README.md"), "changed": False, "repository": "a/b", "base_model": "org/base", "evaluations": 0,
     }  # fmt: skip
@@ -719,26 +711,26 @@ def test_the_command(master: Path) -> None:
 
 def test_printing_writes_nothing(master: Path) -> None:
     before = sorted(path.name for path in master.iterdir())
-    result = invoke(master, "--print", "--repo", "a/b")
+    result = invoke("card", master, "--print", "--repo", "a/b")
     assert result.stdout == make_card(master, "a/b").text
     assert sorted(path.name for path in master.iterdir()) == before
-    assert invoke(master, "--print", "--json").exit_code == 2
+    assert invoke("card", master, "--print", "--json").exit_code == 2
 
 
 def test_refusals(master: Path, tmp_path: Path) -> None:
     for arguments in (("--repo", "name"), ("--repo", "a/b/c"), ("--repo", "a/../b"), ("--base-model", "a b")):
-        result = invoke(master, *arguments)
+        result = invoke("card", master, *arguments)
         assert result.exit_code == 2 and "ORG/NAME" in result.stderr
     assert not (master / "README.md").exists()
     change_manifest(master, lambda data: data.update(model=BASE))
-    result = invoke(master, "--base-model", "org/other")
+    result = invoke("card", master, "--base-model", "org/other")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == "error: base model org/other: pqweights.json says that it was made from org/base\n"
     (tmp_path / "empty").mkdir()
-    assert invoke(tmp_path / "empty").exit_code == 1
+    assert invoke("card", tmp_path / "empty").exit_code == 1
     (master / "README.md").write_text("mine")
-    assert invoke(master).stderr.startswith("error: README.md: is there and not written by pqweights card")
-    assert invoke(master, "--adopt").exit_code == 0
+    assert invoke("card", master).stderr.startswith("error: README.md: is there and not written by pqweights card")
+    assert invoke("card", master, "--adopt").exit_code == 0
 
 
 @pytest.mark.parametrize(

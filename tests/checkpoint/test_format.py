@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 import safetensors
 import torch
+from calls import export, quantize
 from golden import make
+from scalar import encode_scalar
 
 from pqweights.codecs import get_codec
 from pqweights.codecs import lloyd_max as codebook
-from pqweights.codecs.weight import RESCUE_FACTOR, encode_weight
-from pqweights.exports import export
+from pqweights.codecs.protocol import RESCUE_FACTOR
 from pqweights.exports.options import ExportOptions
-from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, SIGN_BITS, load_backend, reference
+from pqweights.kernels import FIELD_WIDTHS, HADAMARD_SIZE, SIGN_BITS, BlockCoding, load_backend, reference
+from pqweights.kernels.codebook import codebook_from_levels
 from pqweights.planning.recipe import load_recipe
-from pqweights.quantize import quantize
 from pqweights.results.verify import verify
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
@@ -221,10 +222,10 @@ def test_the_worked_example():
     assert np.array_equal(independent_writer.pack(codes.astype(np.int64), 5), packed)
     assert np.array_equal(independent_reader.unpack(packed, 5)[0], codes[0])
     # The cpu backend, by way of the level of each code: decode, then transform back.
-    book = codebook.codebook_from_levels(5, np.arange(32, dtype=np.float32))
+    book = codebook_from_levels(5, np.arange(32, dtype=np.float32))
     values = np.empty(512, np.uint8)
     one = np.array([1.0], np.float16).view(np.uint16)
-    load_backend("cpu").decode(packed, one, "F32", book, False, 7, values)
+    load_backend("cpu").decode((packed, one), BlockCoding(codebook=book, norm_exponent=7), "F32", values)
     assert np.array_equal(values.view(np.float32) @ helpers.sylvester() / 128, codes[0])
 
 
@@ -306,7 +307,7 @@ def test_the_independent_writer_gives_the_same_weight(bits, dtype):
     for name, values in FAMILIES.items():
         raw = helpers.raw_bytes(values, dtype)
         exact = helpers.values_of(raw, dtype)
-        ours, measured = encode_weight(raw, dtype, values.shape, CODEC, bits)
+        ours, measured = encode_scalar(raw, dtype, values.shape, CODEC, bits)
         theirs = independent_writer.encode(exact, codebook.codebook(bits).levels, bits, CODEC.distortion(bits))
         assert (ours.rotation, ours.norm_exponent) == (theirs.rotation, theirs.norm_exponent), name
         assert np.array_equal(ours.codes, theirs.codes), name
@@ -327,7 +328,7 @@ def test_the_independent_writer_gives_the_same_weight(bits, dtype):
 @pytest.mark.parametrize("bits", BITS)
 def test_the_independent_writer_pads_alike(bits):
     values = helpers.gaussian(7, 91, seed=bits)
-    ours, measured = encode_weight(values.reshape(-1).view(np.uint8), "F32", values.shape, CODEC, bits)
+    ours, measured = encode_scalar(values.reshape(-1).view(np.uint8), "F32", values.shape, CODEC, bits)
     theirs = independent_writer.encode(values, codebook.codebook(bits).levels, bits, CODEC.distortion(bits))
     assert ours.codes.shape == (5, 16 * bits)
     assert np.array_equal(ours.codes, theirs.codes) and np.array_equal(ours.norms, theirs.norms)
@@ -335,4 +336,4 @@ def test_the_independent_writer_pads_alike(bits):
 
 
 def test_the_block_size():
-    assert BLOCK_SIZE == independent_reader.BLOCK == 128
+    assert CODEC.coder(5).block_size == HADAMARD_SIZE == independent_reader.BLOCK == 128

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from calls import export, quantize
 from helpers import Tensor, bf16, f32, gaussian, read_all, write_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,10 +22,8 @@ from pqweights.checkpoint.readers import LogicalTensor, Mxfp4Tensor, element_cou
 from pqweights.checkpoint.source import open_local
 from pqweights.dtypes import float8_table, from_float32, to_float32
 from pqweights.errors import SourceError
-from pqweights.exports import export
 from pqweights.exports.options import ExportOptions
 from pqweights.planning.recipe import load_recipe
-from pqweights.quantize import quantize
 
 UP = "model.layers.0.mlp.up_proj.weight"
 TORCH_DTYPES = {
@@ -332,7 +331,6 @@ def test_mxfp4_masters_are_those_of_the_decoded_experts(
     chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where chunks end inside a row of groups, and where blocks and scales lie in different shards."""
-    monkeypatch.setattr("pqweights.quantize.CHUNK_WEIGHTS", chunk)
     monkeypatch.setattr("pqweights.rewrite.jobs.CHUNK_WEIGHTS", chunk)
     blocks, scales = mxfp4(2, 90, 3)
     source = save(tmp_path / "src", {EXPERTS + "_blocks": blocks}, {EXPERTS + "_scales": scales}, config=MXFP4_CONFIG)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import math
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from pqweights.checkpoint import views
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.views import MovedTensor, Segment
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
 
 Floats = npt.NDArray[np.float32]
 
@@ -65,7 +66,13 @@ class Case(NamedTuple):
     expected: Floats
 
 
-def case(segments: list[Segment], columns: range, transposed: bool = False, matrices: int = 1) -> Case:
+def case(
+    segments: list[Segment],
+    columns: range,
+    transposed: bool = False,
+    matrices: int = 1,
+    cache: MatrixCache | None = None,
+) -> Case:
     rows = [
         s.tensor.values.reshape(-1, s.tensor.shape[-1])[[s.first + s.step * i for i in range(s.count)]][
             :, list(columns)
@@ -77,7 +84,29 @@ def case(segments: list[Segment], columns: range, transposed: bool = False, matr
     if transposed:
         expected = expected.transpose(0, 2, 1)
     expected = np.ascontiguousarray(expected if matrices > 1 else expected[0])
-    return Case(MovedTensor("moved", expected.shape, "BF16", tuple(segments), columns, transposed), expected)
+    return Case(moved(expected.shape, segments, columns, transposed, cache), expected)
+
+
+def moved(
+    shape: tuple[int, ...],
+    segments: Sequence[Segment],
+    columns: range,
+    transposed: bool = False,
+    cache: MatrixCache | None = None,
+) -> MovedTensor:
+    return MovedTensor(
+        name="moved",
+        shape=shape,
+        dtype="BF16",
+        segments=tuple(segments),
+        columns=columns,
+        transposed=transposed,
+        cache=cache or MatrixCache(),
+    )
+
+
+def segment(tensor: LogicalTensor, first: int, step: int, count: int) -> Segment:
+    return Segment(tensor, first=first, step=step, count=count)
 
 
 def read(tensor: MovedTensor, start: int, count: int, dtype: str) -> npt.NDArray[np.uint8]:
@@ -112,8 +141,8 @@ def cases(draw: st.DrawFn) -> Case:
         source = draw(st.sampled_from(sources))
         rows = math.prod(source.shape[:-1])
         step, first = draw(st.integers(1, 4)), draw(st.integers(0, rows - 1))
-        segments.append(Segment(source, first, step, draw(st.integers(1, (rows - 1 - first) // step + 1))))
-    total = sum(segment.count for segment in segments)
+        segments.append(segment(source, first, step, draw(st.integers(1, (rows - 1 - first) // step + 1))))
+    total = sum(each.count for each in segments)
     matrices = draw(st.sampled_from([n for n in range(1, total + 1) if total % n == 0]))
     return case(segments, columns, draw(st.booleans()), matrices)
 
@@ -126,7 +155,6 @@ def test_property_any_part_of_any_view_is_what_numpy_has(of: Case, data: st.Data
     start = data.draw(st.integers(0, size - 1))
     count = data.draw(st.integers(1, size - start))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(views, "_last_matrices", collections.deque(maxlen=2))  # none kept
         if not keep:
             patch.setattr(views, "KEPT_BYTES", 0)
         assert_reads(of, start, count, dtype)
@@ -139,7 +167,7 @@ FUSED = held("fused", 4, 12, 6)
 def experts(kept_bytes: int, monkeypatch: pytest.MonkeyPatch) -> Case:
     """Transposed experts, every other row of each, as of a fused gate and up."""
     monkeypatch.setattr(views, "KEPT_BYTES", kept_bytes)
-    return case([Segment(FUSED, 12 * expert + 1, 2, 6) for expert in range(4)], range(6), True, 4)
+    return case([segment(FUSED, 12 * expert + 1, 2, 6) for expert in range(4)], range(6), True, 4)
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 6 * 6 * 2 - 1, 6 * 6 * 2, 1 << 26])
@@ -157,7 +185,7 @@ def test_every_range_of_transposed_matrices(kept_bytes: int, dtype: str, monkeyp
 def test_every_range_of_stacked_rows(dtype: str) -> None:
     """The two halves of a fused weight in turn, and a part of its columns."""
     for columns in (range(6), range(2, 6), range(0, 6, 2), range(5, -1, -1), range(4, 5), range(5, 0, -2)):
-        of = case([Segment(FUSED, 0, 1, 5), Segment(held("other", 3, 8), 2, 1, 1), Segment(FUSED, 3, 4, 3)], columns)
+        of = case([segment(FUSED, 0, 1, 5), segment(held("other", 3, 8), 2, 1, 1), segment(FUSED, 3, 4, 3)], columns)
         for start in range(of.expected.size):
             for count in range(1, of.expected.size - start + 1):
                 assert_reads(of, start, count, dtype)
@@ -165,7 +193,7 @@ def test_every_range_of_stacked_rows(dtype: str) -> None:
 
 def test_a_kept_matrix_is_read_once_for_all_threads() -> None:
     source = held("kept", 8, 5)
-    of = case([Segment(source, 0, 1, 8)], range(5), True)
+    of = case([segment(source, 0, 1, 8)], range(5), True)
     for start in range(0, 40, 8):
         assert_reads(of, start, 8, "BF16")
     assert source.reads == [(0, 40)]
@@ -181,7 +209,7 @@ def test_a_matrix_too_large_to_keep_is_read_in_strips(monkeypatch: pytest.Monkey
     """Of each row only what is asked for, where that is less than half of it."""
     monkeypatch.setattr(views, "KEPT_BYTES", 0)
     source = held("large", 8, 50)
-    of = case([Segment(source, 0, 1, 8)], range(50), True)
+    of = case([segment(source, 0, 1, 8)], range(50), True)
     assert_reads(of, 16, 24, "BF16")
     assert source.reads == [(50 * row + 2, 3) for row in range(8)]
 
@@ -189,21 +217,23 @@ def test_a_matrix_too_large_to_keep_is_read_in_strips(monkeypatch: pytest.Monkey
 def test_a_view_that_is_gone_leaves_nothing_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python may give a new object the address of one that is gone; here it always does."""
     monkeypatch.setattr(views, "id", lambda _: 1, raising=False)
+    shared = MatrixCache()
     for number in range(2):
-        assert_reads(case([Segment(held(f"s{number}", 6, 4), 0, 1, 6)], range(4), True), 0, 24, "BF16")
+        of = case([segment(held(f"s{number}", 6, 4), 0, 1, 6)], range(4), True, cache=shared)
+        assert_reads(of, 0, 24, "BF16")
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_nothing_can_be_read(transposed: bool) -> None:
     """As it can of every other tensor."""
-    of = case([Segment(FUSED, 0, 1, 5)], range(6), transposed)
+    of = case([segment(FUSED, 0, 1, 5)], range(6), transposed)
     for start in (0, 3, 30):
         assert_reads(of, start, 0, "BF16")
 
 
 def test_rows_that_lie_together_are_read_at_once_into_place(monkeypatch: pytest.MonkeyPatch) -> None:
     source = held("whole", 9, 4)
-    of = case([Segment(source, 2, 1, 3), Segment(source, 7, 1, 2)], range(4))
+    of = case([segment(source, 2, 1, 3), segment(source, 7, 1, 2)], range(4))
     out = np.zeros(3 * 4 * 2 + 8, np.uint8)
     with monkeypatch.context() as patch:
         patch.setattr(MovedTensor, "_rows", None)
@@ -216,7 +246,7 @@ def test_rows_that_lie_together_are_read_at_once_into_place(monkeypatch: pytest.
 
 def test_sources_and_parts_come_once_in_the_order_of_the_segments() -> None:
     a, b = held("a", 4, 3), held("b", 2, 3)
-    of = case([Segment(b, 0, 1, 1), Segment(a, 0, 1, 4), Segment(b, 1, 1, 1)], range(3))
+    of = case([segment(b, 0, 1, 1), segment(a, 0, 1, 4), segment(b, 1, 1, 1)], range(3))
     assert of.tensor.sources == (b, a)
     assert [part.name for part in of.tensor.parts] == ["b", "a"]
     assert (of.tensor.dtype, of.tensor.plain_dtype) == ("BF16", "BF16")
@@ -224,6 +254,6 @@ def test_sources_and_parts_come_once_in_the_order_of_the_segments() -> None:
 
 def test_a_vector_is_one_row() -> None:
     norm = held("norm", 10)
-    of = Case(MovedTensor("moved", (10,), "BF16", (Segment(norm, 0, 1, 1),), range(10), False), norm.values)
+    of = Case(moved((10,), [segment(norm, 0, 1, 1)], range(10)), norm.values)
     for start, count in ((0, 10), (3, 4), (9, 1)):
         assert_reads(of, start, count, "F32")

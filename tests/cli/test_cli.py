@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+from commands import answer, invoke
 from helpers import bf16, folder_bytes, gaussian, read_all, small_checkpoint, write_checkpoint
 from pqweights_cli import output
 from pqweights_cli.main import app
@@ -23,22 +24,6 @@ import pqweights
 
 PLAN_TOTALS = {"weights", "quantized_weights", "source_bytes", "output_bytes", "bits_per_weight"}
 PLAN_TENSOR = {"name", "shape", "dtype", "action", "codec", "bits", "bytes", "reason"}
-
-
-def invoke(*arguments: object) -> Any:
-    """A command in this process; a bug's exception is raised, not hidden."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
-def answer(*arguments: object) -> Any:
-    """The JSON of a command that succeeds, which is all that it prints."""
-    result = invoke(*arguments, "--json")
-    assert result.exit_code == 0, result.stderr
-    assert result.stderr == ""
-    return json.loads(result.stdout)
 
 
 def refused(*arguments: object, code: int = 1) -> str:

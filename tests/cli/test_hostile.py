@@ -35,6 +35,12 @@ USAGE_ERRORS = {
     "fit-size-beyond-all-files",
     "fit-bits-no-number",
     "fit-bits-and-target",
+    "fit-sensitivity-without-target",
+    "fit-recipe-with-bits",
+    "bits-that-no-target-has",
+    "group-size-that-no-target-has",
+    "option-of-another-target",
+    "qparams-best-of-a-float",
 }
 PAIRS = [pytest.param(case, line, id=f"{case.name}-{line.split()[0]}") for case in CASES for line in case.commands]
 

@@ -6,25 +6,19 @@ import math
 import helpers
 import numpy as np
 import pytest
+from scalar import encode_scalar, exponent_of
 
-from pqweights.codecs import EncodedBlocks, get_codec
+from pqweights.codecs import get_codec
 from pqweights.codecs.lloyd_max import DISTORTION
-from pqweights.codecs.weight import (
-    Pass,
-    PassResult,
-    PassTotals,
-    block_count,
-    encode_weight,
-    exceeds_promise,
-    first_pass,
-    next_pass,
-    norm_exponent_for,
-)
+from pqweights.codecs.protocol import Measures, PassResult, exceeds_promise
+from pqweights.codecs.scalar import NormRange, ScalarState, norm_exponent_for
+from pqweights.codecs.weight import PassTotals, block_count, encode_weight
 from pqweights.errors import SourceError
-from pqweights.kernels import SIGNS, EncodeStats
+from pqweights.kernels import SIGNS
 
 CODEC = get_codec("hadamard-lloyd-max")
 BITS = 5
+CODER = CODEC.coder(BITS)
 PROMISE = 1.25 * DISTORTION[BITS]
 H, S = "hadamard", "signed-hadamard"
 FINE, BAD, WORSE = PROMISE * 0.8, PROMISE * 1.5, PROMISE * 2
@@ -35,31 +29,33 @@ LARGER = (1.0, 2.0**18)  # exponent 4
 
 
 def result(rotation, exponent, norms, relative_mse):
-    return PassResult(rotation, exponent, *norms, 100.0, 100.0 * relative_mse)
+    return PassResult(
+        state=ScalarState(rotation, exponent), energy=100.0, error=100.0 * relative_mse, observed=NormRange(*norms)
+    )
 
 
 DECISIONS = {
     "a good pass stands": ([(H, 0, NORMAL, FINE)], None),
     "the promise itself is kept": ([(H, 0, NORMAL, PROMISE)], None),
     "a weight of zeros stands": ([(H, 0, (math.inf, 0.0), 0.0)], None),
-    "large norms ask for an exponent": ([(H, 0, LARGE, FINE)], Pass(H, 3)),
-    "tiny norms ask for an exponent": ([(H, 0, TINY, FINE)], Pass(H, -39)),
-    "the exponent comes before the rescue": ([(H, 0, TINY, 1.0)], Pass(H, -39)),
+    "large norms ask for an exponent": ([(H, 0, LARGE, FINE)], ScalarState(H, 3)),
+    "tiny norms ask for an exponent": ([(H, 0, TINY, FINE)], ScalarState(H, -39)),
+    "the exponent comes before the rescue": ([(H, 0, TINY, 1.0)], ScalarState(H, -39)),
     "the exponent that fits stands": ([(H, 0, LARGE, FINE), (H, 3, LARGE, FINE)], None),
-    "a bad pass is rescued": ([(H, 0, NORMAL, BAD)], Pass(S, 0)),
-    "just above the promise is bad": ([(H, 0, NORMAL, math.nextafter(PROMISE, 1))], Pass(S, 0)),
-    "the rescue begins with the exponent found": ([(H, 0, LARGE, BAD), (H, 3, LARGE, BAD)], Pass(S, 3)),
+    "a bad pass is rescued": ([(H, 0, NORMAL, BAD)], ScalarState(S, 0)),
+    "just above the promise is bad": ([(H, 0, NORMAL, math.nextafter(PROMISE, 1))], ScalarState(S, 0)),
+    "the rescue begins with the exponent found": ([(H, 0, LARGE, BAD), (H, 3, LARGE, BAD)], ScalarState(S, 3)),
     "a good rescue stands": ([(H, 0, NORMAL, BAD), (S, 0, NORMAL, FINE)], None),
-    "a rescue may need an exponent": ([(H, 0, NORMAL, BAD), (S, 0, LARGE, FINE)], Pass(S, 3)),
-    "or none any more": ([(H, 0, LARGE, 1), (H, 3, LARGE, BAD), (S, 3, NORMAL, FINE)], Pass(S, 0)),
-    "or another": ([(H, 0, LARGE, 1), (H, 3, LARGE, BAD), (S, 3, LARGER, FINE)], Pass(S, 4)),
+    "a rescue may need an exponent": ([(H, 0, NORMAL, BAD), (S, 0, LARGE, FINE)], ScalarState(S, 3)),
+    "or none any more": ([(H, 0, LARGE, 1), (H, 3, LARGE, BAD), (S, 3, NORMAL, FINE)], ScalarState(S, 0)),
+    "or another": ([(H, 0, LARGE, 1), (H, 3, LARGE, BAD), (S, 3, LARGER, FINE)], ScalarState(S, 4)),
     "both bad, the second better": ([(H, 0, NORMAL, WORSE), (S, 0, NORMAL, BAD)], None),
-    "both bad, the first better": ([(H, 0, NORMAL, BAD), (S, 0, NORMAL, WORSE)], Pass(H, 0)),
-    "both equally bad": ([(H, 0, NORMAL, BAD), (S, 0, NORMAL, BAD)], Pass(H, 0)),
+    "both bad, the first better": ([(H, 0, NORMAL, BAD), (S, 0, NORMAL, WORSE)], ScalarState(H, 0)),
+    "both equally bad": ([(H, 0, NORMAL, BAD), (S, 0, NORMAL, BAD)], ScalarState(H, 0)),
     "back to the first, and done": ([(H, 0, NORMAL, BAD), (S, 0, NORMAL, WORSE), (H, 0, NORMAL, BAD)], None),
     "back to the first with its exponent": (
         [(H, 0, LARGE, 1), (H, 3, LARGE, BAD), (S, 3, LARGER, 1), (S, 4, LARGER, WORSE)],
-        Pass(H, 3),
+        ScalarState(H, 3),
     ),
     "a pass with the wrong exponent does not count": (
         [(H, 0, LARGE, FINE), (H, 3, LARGE, BAD), (S, 3, LARGER, FINE), (S, 4, LARGER, WORSE), (H, 3, LARGE, BAD)],
@@ -70,7 +66,7 @@ DECISIONS = {
 
 @pytest.mark.parametrize(("history", "expected"), DECISIONS.values(), ids=DECISIONS.keys())
 def test_next_pass(history, expected):
-    assert next_pass(CODEC, BITS, [result(*entry) for entry in history]) == expected
+    assert CODER.next_state([result(*entry) for entry in history]) == expected
 
 
 @pytest.mark.parametrize(
@@ -80,19 +76,19 @@ def test_next_pass(history, expected):
 def test_every_chain_of_passes_ends_with_the_right_one(plain, signed):
     """A weight whose two rotations measure these norms and errors; an error counts once its exponent fits."""
     measured = {H: plain, S: signed}
-    this_pass, history = first_pass(CODEC), []
-    assert this_pass == Pass(H, 0)
-    while this_pass is not None:
-        norms, error = measured[this_pass.rotation]
-        fits = norm_exponent_for(*norms) == this_pass.norm_exponent
-        history.append(result(this_pass.rotation, this_pass.norm_exponent, norms, error if fits else 1.0))
+    state, history = CODER.first_state(), []
+    assert state == ScalarState(H, 0)
+    while state is not None:
+        norms, error = measured[state.rotation]
+        fits = norm_exponent_for(NormRange(*norms)) == state.norm_exponent
+        history.append(result(state.rotation, state.norm_exponent, norms, error if fits else 1.0))
         assert len(history) <= 5
-        this_pass = next_pass(CODEC, BITS, history)
+        state = CODER.next_state(history)
     last = history[-1]
     rescued = plain[1] > PROMISE and (signed[1] <= PROMISE or signed[1] < plain[1])
-    assert last.rotation == (S if rescued else H)
-    assert last.norm_exponent == norm_exponent_for(*measured[last.rotation][0])
-    assert last.relative_mse == pytest.approx(measured[last.rotation][1])
+    assert last.state.rotation == (S if rescued else H) and last.state.rescued == rescued
+    assert last.state.norm_exponent == norm_exponent_for(NormRange(*measured[last.state.rotation][0]))
+    assert last.relative_mse == pytest.approx(measured[last.state.rotation][1])
 
 
 @pytest.mark.parametrize(
@@ -113,20 +109,21 @@ def test_every_chain_of_passes_ends_with_the_right_one(plain, signed):
     ],
 )
 def test_norm_exponent_for(smallest, largest, expected):
-    exponent = norm_exponent_for(smallest, largest)
+    exponent = norm_exponent_for(NormRange(smallest, largest))
     assert exponent == expected
     if expected:
         assert 2.0**14 <= largest * 2.0**-exponent < 2.0**15
 
 
 def test_exceeds_promise():
-    for bits in CODEC.widths:
-        limit = 1.25 * DISTORTION[bits]
-        assert not exceeds_promise(CODEC, bits, limit) and exceeds_promise(CODEC, bits, limit * (1 + 1e-12))
+    for bits in CODEC.rates:
+        coder, limit = CODEC.coder(bits), 1.25 * DISTORTION[bits]
+        assert not exceeds_promise(coder, limit) and exceeds_promise(coder, limit * (1 + 1e-12))
 
 
 def test_block_count():
-    assert [block_count(n) for n in (0, 1, 127, 128, 129, 256, 257)] == [0, 1, 1, 1, 2, 2, 3]
+    assert [block_count(n, 128) for n in (0, 1, 127, 128, 129, 256, 257)] == [0, 1, 1, 1, 2, 2, 3]
+    assert [block_count(n, 1024) for n in (0, 1, 1024, 1025)] == [0, 1, 1, 2]
 
 
 def raw(values, dtype):
@@ -137,7 +134,7 @@ def raw(values, dtype):
 
 def encoded(values, dtype="F32", bits=BITS):
     stored = raw(values, dtype)
-    return encode_weight(stored.reshape(-1).view(np.uint8), dtype, stored.shape, CODEC, bits)
+    return encode_scalar(stored.reshape(-1).view(np.uint8), dtype, stored.shape, CODEC, bits)
 
 
 def decoded(weight):
@@ -169,7 +166,7 @@ def test_any_shape(shape, dtype):
         assert error == pytest.approx(measured.error, rel=1e-3)
 
 
-@pytest.mark.parametrize("bits", CODEC.widths)
+@pytest.mark.parametrize("bits", CODEC.rates)
 def test_a_partial_last_block_is_padded_with_zeros(bits):
     values = helpers.gaussian(1000, seed=9)
     padded = np.zeros(1024, np.float32)
@@ -200,7 +197,7 @@ def test_a_weight_of_zeros():
 def test_weights_of_every_scale(scale):
     values = helpers.gaussian(64, 128, seed=4, scale=1.0)
     weight, measured = encoded((values * np.float32(scale)).astype(np.float32))
-    assert measured.norm_exponent == norm_exponent_for(measured.smallest_norm, measured.largest_norm)
+    assert measured.norm_exponent == exponent_of(measured)
     assert (weight.norm_exponent != 0) == (scale != 1.0)
     assert (weight.norms >= 0x0400).all() and (weight.norms < 0x7C00).all()
     error = ((decoded(weight).astype(np.float64) / scale - values) ** 2).sum() / (values.astype(np.float64) ** 2).sum()
@@ -219,7 +216,7 @@ def test_a_weight_that_neither_rotation_suits_takes_the_better_one():
     for constant, aligned, better in ((3, 1, S), (1, 3, H)):
         values = np.concatenate([np.ones((constant, 128)), np.tile(SIGNS, (aligned, 1))])
         weight, measured = encoded(values)
-        assert exceeds_promise(CODEC, BITS, measured.relative_mse)
+        assert exceeds_promise(CODER, measured.relative_mse)
         assert measured.rotation == weight.rotation == better
         wrong = measured.relative_mse * 4  # one block of four carries the error of a Walsh function
         assert wrong == pytest.approx(0.0493 + 3 * 0.00203, rel=0.01)
@@ -235,9 +232,8 @@ def test_a_weight_that_is_not_finite_is_refused(bad, dtype):
 
 
 def blocks_of_errors(energies, errors, norms):
-    stats = EncodeStats(min(norms, default=math.inf), max(norms, default=0.0), -1)
-    count = len(energies)
-    return EncodedBlocks(np.zeros((count, 80), np.uint8), np.zeros(count, np.uint16), energies, errors, stats)
+    observed = NormRange(min(norms, default=math.inf), max(norms, default=0.0))
+    return Measures(energies=energies, errors=errors, first_bad_block=-1, observed=observed)
 
 
 def test_totals_do_not_depend_on_the_cut_into_chunks():
@@ -250,25 +246,29 @@ def test_totals_do_not_depend_on_the_cut_into_chunks():
         expected_energy, expected_error = expected_energy + energy, expected_error + error
     assert expected_energy != math.fsum(energies) and expected_energy != float(np.sum(energies))
     for cuts in ([0, 1000], [0, 1, 2, 999, 1000], [0, 0, 500, 500, 1000], list(range(1001)), [0, 128, 256, 700, 1000]):
-        totals = PassTotals(Pass(S, 4))
+        totals = PassTotals(ScalarState(S, 4))
         for a, b in itertools.pairwise(cuts):
             totals.add(blocks_of_errors(energies[a:b], errors[a:b], norms[a:b].tolist()))
-        assert totals.result() == PassResult(S, 4, norms.min(), norms.max(), expected_energy, expected_error)
+        observed = NormRange(norms.min(), norms.max())
+        assert totals.result() == PassResult(
+            state=ScalarState(S, 4), energy=expected_energy, error=expected_error, observed=observed
+        )
 
 
 def test_a_weight_encoded_in_chunks_is_the_weight():
     values = helpers.raw_bytes(helpers.gaussian(600, 128, seed=6), "BF16")
-    weight, measured = encode_weight(values, "BF16", (600, 128), CODEC, BITS)
+    weight, measured = encode_weight(values, "BF16", (600, 128), CODER)
     rows = values.reshape(600, 256)
     for step in (1, 7, 250, 600):
-        totals, codes = PassTotals(Pass(H, 0)), []
+        totals, found = PassTotals(ScalarState(H, 0)), []
         for a in range(0, 600, step):
             chunk = np.ascontiguousarray(rows[a : a + step])
-            part = CODEC.encode(chunk.reshape(-1), "BF16", BITS, H, 0, np.empty((len(chunk), 16 * BITS), np.uint8))
-            totals.add(part)
-            codes.append(part.codes)
+            parts = [np.empty((len(chunk), part.bytes_per_block), np.uint8) for part in CODER.parts]
+            totals.add(CODER.encode(chunk.reshape(-1), "BF16", ScalarState(H, 0), parts))
+            found.append(parts)
         assert totals.result() == measured
-        assert np.array_equal(np.concatenate(codes), weight.codes)
+        for ours, whole in zip(zip(*found, strict=True), weight.parts, strict=True):
+            assert np.array_equal(np.concatenate(ours), whole)
 
 
 def test_decoding_some_blocks():

@@ -14,18 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from calls import export, quantize
+from commands import invoke
 from families import ATTENTION, Family, build
-from pqweights_cli.main import app
-from typer.testing import CliRunner
 
 from pqweights.errors import DeviceError, EvaluationError, MasterError, MissingDependencyError, SourceError
 from pqweights.evaluate import speed
 from pqweights.evaluate.evaluation import evaluate
 from pqweights.evaluate.protocol import Windows, compare
-from pqweights.evaluate.report import Report
-from pqweights.exports import export
+from pqweights.evaluate.report import EvaluationReport
 from pqweights.planning.recipe import load_recipe
-from pqweights.quantize import quantize
 from pqweights.runtimes.models import open_model
 from pqweights.runtimes.texts import read_text, tokenize, wikitext
 
@@ -443,16 +441,9 @@ def test_the_tokens_are_the_likeliest_ones(copy: Callable[[str], Path]) -> None:
 # --- the command ---
 
 
-def invoke(*arguments: object) -> Any:
-    result = CliRunner().invoke(app, ["eval", *map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
 def test_the_table(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(work)
-    result = invoke("q3", "bf16", "--text", "text.txt", "--reference", "source")
+    result = invoke("eval", "q3", "bf16", "--text", "text.txt", "--reference", "source")
     assert result.exit_code == 0, result.stderr
     settings, blank, *table = result.stdout.splitlines()
     assert settings == (
@@ -481,10 +472,10 @@ def test_the_table(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{perplexity.value:.4f} +- {perplexity.standard_error:.4f}" in table[2]
     assert f"{change.value:+.4f} +- {change.standard_error:.4f}" in table[2]
     assert "standard error over windows" in result.stdout and "KL(reference || model)" in result.stdout
-    alone = invoke("q3", "--text", "text.txt", "--score-first").stdout
+    alone = invoke("eval", "q3", "--text", "text.txt", "--score-first").stdout
     assert "KL" not in alone and "change" not in alone and "tok/s" not in alone
     assert "of each but the first masked: 287 tokens scored" in alone
-    single = invoke("q3", "--text", "text.txt", "--max-tokens", 128).stdout.splitlines()[3]
+    single = invoke("eval", "q3", "--text", "text.txt", "--max-tokens", 128).stdout.splitlines()[3]
     assert "+-" not in single
 
 
@@ -503,7 +494,7 @@ def test_json(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "--dtype",
         "bfloat16",
     )
-    result = invoke(*arguments, "--json")
+    result = invoke("eval", *arguments, "--json")
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     assert found.keys() == {"settings", "reference", "models"}
@@ -524,14 +515,14 @@ def test_json(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["speed"] == {
         "tokens_per_second": 100.0, "runs": [90.0, 100.0, 110.0], "peak_bytes": 2 * 10**9, "dtype": "bfloat16",
     }  # fmt: skip
-    table = invoke(*arguments).stdout
+    table = invoke("eval", *arguments).stdout
     assert "tok/s" in table and " 100.0  2.00 GB " in table
     assert "mean of 3 runs of 100 tokens, greedy, batch 1; memory: peak of that process; computed in bfloat16" in table
 
 
 def test_usage(work: Path) -> None:
     for arguments in ((), ("--text", work / "text.txt", "--dataset", "wikitext"), ("--dataset", "pile")):
-        assert invoke(work / "source", *arguments).exit_code == 2
+        assert invoke("eval", work / "source", *arguments).exit_code == 2
     for option, value in (
         ("--window", 1),
         ("--stride", 0),
@@ -539,8 +530,8 @@ def test_usage(work: Path) -> None:
         ("--dtype", "int8"),
         ("--device", "tpu"),
     ):
-        assert invoke(work / "source", "--text", work / "text.txt", option, value).exit_code == 2
-    assert invoke("--text", work / "text.txt").exit_code == 2
+        assert invoke("eval", work / "source", "--text", work / "text.txt", option, value).exit_code == 2
+    assert invoke("eval", "--text", work / "text.txt").exit_code == 2
 
 
 def test_progress(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -549,7 +540,7 @@ def test_progress(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter(range(10_000))
     monkeypatch.setattr(output.time, "monotonic", lambda: float(next(seconds)))
     result = invoke(
-        work / "q3", "--text", work / "text.txt", "--reference", work / "source", "--stride", "8", "--no-record"
+        "eval", work / "q3", "--text", work / "text.txt", "--reference", work / "source", "--stride", "8", "--no-record"
     )
     lines = result.stderr.splitlines()
     assert lines
@@ -561,7 +552,9 @@ def test_progress(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plot(name: str, work: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for reference in ((), ("--reference", work / "source")):
-        result = invoke(work / "q3", work / "bf16", "--text", work / "text.txt", "--plot", tmp_path / name, *reference)
+        result = invoke(
+            "eval", work / "q3", work / "bf16", "--text", work / "text.txt", "--plot", tmp_path / name, *reference
+        )
         assert result.exit_code == 0, result.stderr
         drawn = (tmp_path / name).read_bytes()
         if name.endswith("svg"):
@@ -573,7 +566,7 @@ def test_a_plot(name: str, work: Path, tmp_path: Path) -> None:
 
 
 def test_a_plot_is_checked_first(work: Path, tmp_path: Path) -> None:
-    result = invoke(work / "nowhere", "--text", work / "text.txt", "--plot", tmp_path / "plot.txt")
+    result = invoke("eval", work / "nowhere", "--text", work / "text.txt", "--plot", tmp_path / "plot.txt")
     assert result.exit_code == 1
     assert "plot.txt" in result.stderr
 
@@ -601,7 +594,7 @@ def test_a_fresh_process_says_nothing_more(work: Path) -> None:
 
 def test_reports_are_data(work: Path) -> None:
     report = evaluate([work / "source"], TEXT)
-    assert isinstance(report, Report)
+    assert isinstance(report, EvaluationReport)
     with pytest.raises(AttributeError):
         report.settings.tokens = 3  # type: ignore[misc]
     json.dumps(report.to_json(), allow_nan=False)

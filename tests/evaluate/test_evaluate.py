@@ -13,15 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from calls import export, quantize
 from helpers import read_all, sylvester
 
 from pqweights.errors import MasterError, MissingDependencyError, SourceError
 from pqweights.evaluate.protocol import Windows, window_losses
 from pqweights.evaluate.weight_errors import relative_mse
-from pqweights.exports import export
 from pqweights.exports.options import ExportOptions
 from pqweights.planning.recipe import load_recipe
-from pqweights.quantize import quantize
 from pqweights.results.inspect import inspect
 from pqweights.rewrite.manifest import mean_error, read_manifest
 from pqweights.runtimes import models as runtimes

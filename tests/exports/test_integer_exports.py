@@ -15,6 +15,7 @@ from typing import Any
 import families
 import numpy as np
 import pytest
+from commands import done, refused
 from families import ATTENTION, FAMILIES
 from helpers import (
     Array,
@@ -31,8 +32,6 @@ from helpers import (
     sylvester,
     write_checkpoint,
 )
-from pqweights_cli.main import app
-from typer.testing import CliRunner
 
 from pqweights.errors import ExportError, MasterError, OutputError, PqweightsError, SourceChangedError, SourceError
 from pqweights.exports import integers
@@ -492,7 +491,7 @@ def test_torchao_int4_lists_the_names_that_transformers_may_give(
     write_checkpoint(tmp_path / "src", {f"{stored}.weight": bf16(gaussian(64, 256))}, config=config)
     run_command({"quantize": str(tmp_path / "src")}, tmp_path / "master")
     run_command({"export": str(tmp_path / "master"), "target": "torchao-int4"}, tmp_path / "out")
-    metadata = read_manifest(tmp_path / "out").metadata
+    metadata = read_manifest(tmp_path / "out").identity.metadata
     names = [f"{name}.weight" for name in (stored, *also)]
     assert json.loads(metadata["tensor_names"]) == names
     assert len({metadata[name] for name in names}) == 1
@@ -525,7 +524,9 @@ def test_torchao_int4_values_and_padding(packing: str, base: Path, tmp_path: Pat
     tensors = read_all(tmp_path / "out")
     for name in names:
         rows, columns = exact[name].shape
-        groups = GroupRule(4, 128, False, True, "best").quantize(exact[name].reshape(-1))
+        groups = GroupRule(bits=4, group_size=128, symmetric=False, middle=True, rule="best").quantize(
+            exact[name].reshape(-1)
+        )
         expected = (groups.codes.astype(np.float32) - 8) * groups.scales[:, None] + groups.offsets[:, None]
         assert np.array_equal(loaded[name], expected.reshape(rows, columns)), name
         if packing == "tile_packed_to_4d":
@@ -615,7 +616,6 @@ def test_threads_and_chunks_do_not_show(
     threads: int, chunk_weights: int, kind: str, driven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "CHUNK_WEIGHTS", chunk_weights)
-    monkeypatch.setattr(integers, "CHUNK_WEIGHTS", chunk_weights)
     report = run_command(work(driven, kind), tmp_path / "out", threads=threads)
     assert {t.name for t in report.plan.tensors if t.action == "integer"} == ROUNDED
     assert len(report.plan.shards) > 1
@@ -630,7 +630,7 @@ def test_neither_shows_in_the_last_digit_of_an_error(
     monkeypatch.setattr(integers, "rounded", lambda value: value)
     found = set()
     for threads, chunk_weights in ((1, 1 << 20), (3, 1000)):
-        monkeypatch.setattr(integers, "CHUNK_WEIGHTS", chunk_weights)
+        monkeypatch.setattr(jobs, "CHUNK_WEIGHTS", chunk_weights)
         records = run_command(work(driven, kind), tmp_path / str(threads), threads=threads).records
         found.add(tuple((r.relative_mse, r.energy, r.total_mse, r.master_mse) for r in records))
     assert len(found) == 1
@@ -900,13 +900,15 @@ def test_rotated_weights_of_a_master_come_from_its_codes(driven: Path, tmp_path:
     report = run_command({**work(driven, "rotated"), "original": str(driven / "src")}, tmp_path / "with")
     turned = {t.name for t in report.plan.tensors if t.codec == "symmetric-g128-rotated"}
     assert turned == ROUNDED
-    rescued = {r.name for r in read_manifest(driven / "master").records if r.rotation == "signed-hadamard"}
+    rescued = {
+        r.name for r in read_manifest(driven / "master").records if (r.state or {}).get("rotation") == "signed-hadamard"
+    }
     assert rescued == {f"{LAYER}.mlp.up_proj.weight"}
     exact = read_all(driven / "src")
     for name in sorted(turned):
         values = np.ascontiguousarray(as_float32(exact[name]).reshape(-1)).copy()
         rotate(values)
-        groups = GroupRule(4, 128, True, True, "best").quantize(values)
+        groups = GroupRule(bits=4, group_size=128, symmetric=True, middle=True, rule="best").quantize(values)
         codes = unpacked(read_all(tmp_path / "with")[f"{name}_packed"][1], 4)
         assert np.array_equal(codes.reshape(-1, 128), groups.codes), name
 
@@ -936,10 +938,10 @@ def test_what_is_not_rounded_comes_from_where_it_should(driven: Path, tmp_path: 
 def test_without_the_masters_manifest_the_error_is_unknown(driven: Path, tmp_path: Path) -> None:
     master = shutil.copytree(driven / "master", tmp_path / "master")
     (master / "pqweights.json").unlink()
-    result = invoke("export", master, tmp_path / "out", "-t", "torchao-int4")
-    assert "relative MSE against the original: unknown without the master's manifest" in result.stdout
+    result = done("export", master, tmp_path / "out", "-t", "torchao-int4")
+    assert "relative MSE against the original: not known from the master; --source measures it" in result.stdout
     assert all(r.total_mse is None for r in read_manifest(tmp_path / "out").records)
-    given = invoke("export", master, tmp_path / "given", "-t", "torchao-int4", "--source", driven / "src")
+    given = done("export", master, tmp_path / "given", "-t", "torchao-int4", "--source", driven / "src")
     assert re.search(r"relative MSE against the original: 0\.0\d+; from the master it would be 0\.0\d+", given.stdout)
 
 
@@ -972,8 +974,8 @@ def test_totals_are_weighted_by_the_original(tmp_path: Path) -> None:
     (tmp_path / "mixed.yaml").write_text(json.dumps({"bits": 8, "rules": rules}))
     run_command({"quantize": str(tmp_path / "src"), "recipe": str(tmp_path / "mixed.yaml")}, tmp_path / "master")
     command = ("export", tmp_path / "master", tmp_path / "out", "-t", "vllm-int4", "--bits", "8", "--json")
-    totals = json.loads(invoke(*command).stdout)["totals"]
-    measured = json.loads(invoke(*command, "--source", tmp_path / "src", "--overwrite").stdout)["totals"]
+    totals = json.loads(done(*command).stdout)["totals"]
+    measured = json.loads(done(*command, "--source", tmp_path / "src", "--overwrite").stdout)["totals"]
     assert totals["total_mse"] == totals["master_mse"]
     assert totals["total_mse"] == pytest.approx(measured["master_mse"], rel=0.01)
     assert measured["total_mse"] < totals["total_mse"]
@@ -1025,26 +1027,9 @@ def test_a_wrong_original_is_refused(kind: str, own: Path) -> None:
 # --- the command line ---
 
 
-def invoke(*arguments: object) -> Any:
-    """A command that succeeds."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == 0, (result.stderr, result.exception)
-    return result
-
-
-def refused(*arguments: object) -> str:
-    """The one line of a command that fails."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert isinstance(result.exception, SystemExit), repr(result.exception)
-    assert result.exit_code == 1
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-    return str(result.stderr)
-
-
 @pytest.mark.parametrize("target", ["torchao-int4", "vllm-int4"])
 def test_the_summary_says_what_stays_plain_and_why(target: str, driven: Path, tmp_path: Path) -> None:
-    result = invoke("export", driven / "master", tmp_path / "out", "-t", target)
+    result = done("export", driven / "master", tmp_path / "out", "-t", target)
     lines = result.stdout.splitlines()
     assert lines[0].endswith("tensors in 1 file(s)")
     (plain,) = [line for line in lines if "fc1" in line]
@@ -1059,7 +1044,7 @@ def test_the_summary_says_what_stays_plain_and_why(target: str, driven: Path, tm
 
 
 def test_bits_per_weight_count_scales_and_padding(driven: Path, tmp_path: Path) -> None:
-    result = invoke("export", driven / "master", tmp_path / "out", "-t", "torchao-int4", "--json")
+    result = done("export", driven / "master", tmp_path / "out", "-t", "torchao-int4", "--json")
     totals = json.loads(result.stdout)["totals"]
     stored = read_all(tmp_path / "out")
     of_integers = sum(values.nbytes for name, (_, values) in stored.items() if "._weight_" in name)
@@ -1084,7 +1069,7 @@ def test_a_missing_group_size_names_those_that_would_do(tmp_path: Path) -> None:
         assert "down_proj" in line and "rows of 192" in line and line.endswith("would: 32, 64\n")
         assert not (tmp_path / "out").exists()
         out = tmp_path / target
-        invoke("export", tmp_path / "master", out, "-t", target, "--group-size", "64")
+        done("export", tmp_path / "master", out, "-t", target, "--group-size", "64")
         assert len(integer_names(out)) == 2
 
 

@@ -8,9 +8,10 @@ import pytest
 
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.codecs import get_codec
 from pqweights.exports.integers import Rounding
 from pqweights.exports.options import ExportOptions
-from pqweights.exports.vllm_int4 import VllmInt4, patterns
+from pqweights.exports.vllm_int4 import patterns, read_options
 from pqweights.planning.roles import classify
 
 torch = pytest.importorskip("torch")
@@ -39,8 +40,9 @@ def test_experts_of_a_few_layers_take_an_expression_for_each() -> None:
 
 def encoded(name: str, shape: tuple[int, ...]) -> EncodedTensor:
     nothing: Any = None
+    coder = get_codec("hadamard-lloyd-max").coder(5)
     return EncodedTensor(
-        nothing, name, shape, "BF16", "hadamard-lloyd-max", 5, "hadamard", 0, nothing, nothing, nothing
+        storage=nothing, name=name, shape=shape, dtype="BF16", coder=coder, state=coder.first_state(), encoded=()
     )
 
 
@@ -74,7 +76,7 @@ def test_the_runtime_expects_integers_where_there_are_some(model_type: str) -> N
         tensors.append(encoded(name, shape) if encode else Kept(name, shape, dtype))
     nothing: Any = None
     checkpoint = Checkpoint(nothing, {"model_type": model_type}, (), tuple(tensors), (), (), {}, True)
-    outline = VllmInt4.make(ExportOptions()).outline(checkpoint)
+    outline = read_options(ExportOptions()).outline(checkpoint)
     rounded = {name.removesuffix(".weight") for name, found in outline.decisions.items() if isinstance(found, Rounding)}
     ignored = outline.config["quantization_config"]["ignore"]
     linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}

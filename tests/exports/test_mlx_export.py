@@ -14,6 +14,7 @@ from typing import Any
 import families
 import numpy as np
 import pytest
+from commands import refused
 from families import FAMILIES
 from helpers import (
     Array,
@@ -32,7 +33,6 @@ from pqweights_cli.main import app
 from typer.testing import CliRunner
 
 from pqweights.errors import ExportError
-from pqweights.exports import integers
 from pqweights.results.verify import verify
 from pqweights.rewrite import jobs
 from pqweights.rewrite.manifest import read_manifest
@@ -218,8 +218,8 @@ def test_what_mlx_lm_does_not_hold_is_named(name: str, base: Path, tmp_path: Pat
     report = run_command({"export": str(master), "target": "mlx-q4"}, tmp_path / "out")
     assert report.plan.left_out_tensors.keys() == seeing
     manifest = read_manifest(tmp_path / "out")
-    assert manifest.left_out == report.plan.left_out_tensors
-    assert all("does not hold" in reason for reason in manifest.left_out.values())
+    assert manifest.identity.left_out == report.plan.left_out_tensors
+    assert all("does not hold" in reason for reason in manifest.identity.left_out.values())
     result = CliRunner().invoke(app, ["export", str(master), str(tmp_path / "out"), "-t", "mlx-q4"])
     assert result.exit_code == 0, result.stderr
     assert "already holds this very result" in result.stderr
@@ -301,7 +301,6 @@ def test_threads_and_chunks_do_not_show(
     for threads, chunk_weights in ((3, 4096), (2, 30_000)):
         with monkeypatch.context() as patch:
             patch.setattr(jobs, "CHUNK_WEIGHTS", chunk_weights)
-            patch.setattr(integers, "CHUNK_WEIGHTS", chunk_weights)
             report = run_command(work, tmp_path / str(threads), threads=threads)
         assert len(report.plan.shards) > 2
         assert folder_bytes(tmp_path / str(threads)) == folder_bytes(tmp_path / "undisturbed")
@@ -399,16 +398,6 @@ def test_the_error_of_a_weight_that_the_master_keeps_is_known(name: str, base: P
 # --- bad input ---
 
 
-def refused(*arguments: object) -> str:
-    """The one line of a command that fails."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert isinstance(result.exception, SystemExit), repr(result.exception)
-    assert result.exit_code == 1
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-    return str(result.stderr)
-
-
 @pytest.mark.parametrize("package", ["mlx", "mlx_lm"])
 def test_a_missing_package_is_named(package: str, base: Path, tmp_path: Path) -> None:
     code = f"""
@@ -458,7 +447,7 @@ def test_group_sizes_that_do_not_divide(tmp_path: Path) -> None:
     assert stays.bits is None
     assert stays.reason.startswith("groups of 64 do not divide its rows of 144 weights (--group-size that would: none)")
     generate(out)
-    line = refused("export", master, out, "-t", "mlx-q4", "--group-size", "100")
+    line = refused("export", master, out, "-t", "mlx-q4", "--group-size", "100", code=2)
     assert "--group-size 100: the target mlx-q4 has 64, 32, 128" in line
 
 
@@ -481,7 +470,8 @@ def test_a_group_size_that_was_asked_for_names_those_that_would_do(tmp_path: Pat
     ids=str,
 )
 def test_options_that_mlx_does_not_have(options: tuple[str, ...], message: str, base: Path, tmp_path: Path) -> None:
-    assert message in refused("export", families.master(base, "llama"), tmp_path / "out", "-t", "mlx-q4", *options)
+    arguments = ("export", families.master(base, "llama"), tmp_path / "out", "-t", "mlx-q4", *options)
+    assert message in refused(*arguments, code=2)
     assert not (tmp_path / "out").exists()
 
 

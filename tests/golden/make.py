@@ -19,9 +19,9 @@ import helpers
 import independent_reader
 import numpy as np
 import numpy.typing as npt
+from calls import quantize
 
 from pqweights.planning.recipe import parse_recipe
-from pqweights.quantize import quantize
 
 HERE = Path(__file__).parent
 MASTER = HERE / "master"

@@ -87,7 +87,7 @@ def test_tied_weights_are_one(base: Path) -> None:
     assert moved.lm_head.weight is moved.model.embed_tokens.weight
     assert moved.lm_head.weight.dtype == torch.float32
     # Codes and norms are what they were.
-    assert moved.lm_head.weight.matrices[0][0].norms.dtype == torch.float16
+    assert moved.lm_head.weight.matrices[0][0].parts[1].dtype == torch.uint8
     exact = pqweights.load_model(families.master(base, "llama-tied"), dtype="float32", attn_implementation="eager")
     assert (output(moved) - output(exact)).abs().max() <= 1e-5 * output(exact).abs().max()
 
@@ -139,7 +139,8 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[PackedT
 def test_every_kind_of_weight(on_torch: bool, weights: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """By the CPU's kernels, and by the operations of torch that other devices use."""
     if on_torch:
-        monkeypatch.setattr(module.Piece, "_decode_numpy", module.Piece._decode_torch)
+        rows = module.PackedRows
+        monkeypatch.setattr(rows, "_decode_numpy", lambda self, row, *rest: rows._decode_torch(self, *rest))
     for name, (packed, exact) in weights.items():
         assert (packed is None) == (name == "model.experts.never"), name
         if packed is None:
@@ -225,7 +226,9 @@ def test_data_may_be_replaced(weights: dict[str, Any]) -> None:
     packed, exact = weights["model.rows.weight"]
     parameter = torch.nn.Parameter(packed.like(), requires_grad=False)
     ((piece,),) = packed.matrices
-    parameter.data = PackedTensor(((replace(piece, norms=piece.norms * 2),),), False, torch.float32)
+    codes, norms = piece.parts
+    doubled = (codes, (norms.view(torch.float16) * 2).view(torch.uint8))
+    parameter.data = PackedTensor(((replace(piece, parts=doubled),),), False, torch.float32)
     assert torch.equal(parameter.decode(), exact * 2)
 
 

@@ -256,7 +256,7 @@ def test_a_master_without_a_weight(copied: Path) -> None:
     [
         (lambda q: q.update(format_version=2), "format_version"),
         (lambda q: q.update(extra=1), "unknown key 'extra'"),
-        (lambda q: q.update(bits=5), "expected a last dimension that 80 divides|expected F16|expected U8"),
+        (lambda q: q.update(bits=5), "expected 32 ascending float32 numbers for 5 bits"),
         (lambda q: q["levels"]["hadamard-lloyd-max"]["6"].pop(), "64 ascending"),
         (lambda q: q["overrides"].update({"model.nothing": {"bits": 4}}), "model.nothing"),
         (lambda q: q["overrides"].update({"lm_head.weight": {"shape": [512, 128]}}), "expected U8"),

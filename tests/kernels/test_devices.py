@@ -18,16 +18,15 @@ import numpy.typing as npt
 import pytest
 import torch
 from blocks import needs_triton
+from commands import invoke
 from helpers import folder_bytes, run_command, small_checkpoint
-from pqweights_cli.main import app
 from pqweights_cli.options import Device
-from typer.testing import CliRunner
 
 from pqweights import buffers, kernels
-from pqweights import quantize as quantize_module
 from pqweights.errors import DeviceError, MissingDependencyError, PqweightsError
-from pqweights.kernels import DEVICES, backend, compute_on, devices, load_backend
+from pqweights.kernels import DEVICES, devices, load_backend
 from pqweights.kernels.devices import AUTO, GPU_PACKAGES, INTERPRETER, resolve_device
+from pqweights.kernels.workers import backend, compute_on, scratch
 from pqweights.rewrite import jobs
 from pqweights.rewrite.workspace import Workspace
 
@@ -205,19 +204,19 @@ def test_buffers_come_from_the_device_that_computes(another_device: str, monkeyp
         return np.zeros(byte_count, np.uint8)
 
     monkeypatch.setattr("pqweights.kernels.reference.empty", empty)
-    pool = buffers.BufferPool(1000)
+    pool = buffers.BufferPool(1000, load_backend(DEVICES[another_device]).empty)
     early = pool.take()
 
     def elsewhere() -> None:
         compute_on(another_device)
         assert len(pool.take()) == 1000
-        buffers.scratch("a test of its own", 500)
+        scratch("a test of its own", 500)
         pool.give(early)
-        assert pool.take() is early  # buffers that exist stay what they are
+        assert pool.take() is early
 
     in_a_thread(elsewhere)
-    pool.take()
-    assert asked == [1000, 500]
+    scratch("a test of its own", 700)  # this thread computes on the CPU
+    assert asked == [1000, 1000, 500]
 
 
 def test_a_gpu_that_computes_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,14 +234,6 @@ def test_a_gpu_that_computes_nothing_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 # --- commands ---
-
-
-def invoke(*arguments: object) -> Any:
-    """A command in this process; a bug's exception is raised, not hidden."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 def test_the_option_knows_every_device() -> None:
@@ -331,7 +322,6 @@ class Killed(BaseException):
 
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "CHUNK_WEIGHTS", 4096)
-    monkeypatch.setattr(quantize_module, "CHUNK_WEIGHTS", 4096)
 
 
 @needs_triton

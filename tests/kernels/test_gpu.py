@@ -25,6 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pqweights.codecs.lloyd_max import codebook
+from pqweights.kernels import BlockCoding, EncodedArrays
 from pqweights.kernels.devices import INTERPRETER
 
 pytestmark = needs_triton
@@ -150,10 +151,10 @@ def test_programs_end_where_the_blocks_do(count: int, gpu: ModuleType, monkeypat
     raw = helpers.raw_bytes(EVERYTHING[-count:] if count else EVERYTHING[:0], "F32")
     wholes, inner = zip(*(guarded(n * count) for n in (16 * bits, 2, 8, 8, 512)), strict=True)
     codes, norms = inner[0].reshape(count, 16 * bits), inner[1].view(np.uint16)
-    stats = gpu.encode(
-        raw, "F32", codebook(bits), True, -8, codes, norms, inner[2].view(np.float64), inner[3].view(np.float64)
-    )
-    gpu.decode(codes, norms, "F32", codebook(bits), True, -8, inner[4])
+    coding = BlockCoding(codebook=codebook(bits), signed=True, norm_exponent=-8)
+    out = EncodedArrays(codes, norms, inner[2].view(np.float64), inner[3].view(np.float64))
+    stats = gpu.encode(raw, "F32", coding, out)
+    gpu.decode((codes, norms), coding, "F32", inner[4])
     truth = encode("cpu", raw, "F32", bits, True, -8)
     ours = (codes, norms, inner[2].view(np.float64), inner[3].view(np.float64), stats)
     assert_same_encoding(ours, truth)

@@ -76,8 +76,12 @@ def families(size: int) -> dict[str, Floats]:
 
 
 def best(kind: str, bits: int, size: int) -> GroupRule:
-    symmetric, middle = KINDS[kind]
-    return GroupRule(bits, size, symmetric, middle, BEST)
+    return rule_of(bits, size, KINDS[kind], BEST)
+
+
+def rule_of(bits: int, size: int, kind: tuple[bool, bool], rule: str) -> GroupRule:
+    symmetric, middle = kind
+    return GroupRule(bits=bits, group_size=size, symmetric=symmetric, middle=middle, rule=rule)
 
 
 def reference(rule: GroupRule, values: Floats) -> groups_reference.Fitted:
@@ -314,7 +318,7 @@ def test_gaussian_weights_at_4_bits_lose_less_than_by_the_rules_of_runtimes(
     kind: str, runtime: str, bound: float
 ) -> None:
     ours = best(kind, 4, 128).quantize(gaussian_weights())
-    theirs = GroupRule(4, 128, *KINDS[kind], runtime).quantize(gaussian_weights())
+    theirs = rule_of(4, 128, KINDS[kind], runtime).quantize(gaussian_weights())
     assert ours.errors.sum() <= bound * theirs.errors.sum()
 
 
@@ -328,7 +332,7 @@ def bf16_families(size: int) -> dict[str, Floats]:
 
 def rounded_as(runtime: str, values: Floats, bits: int) -> Groups:
     kind = {"mlx": "affine from 0", "torchao": "affine from the middle", "compressed-tensors": "symmetric"}[runtime]
-    return quantize(GroupRule(bits, values.shape[1], *KINDS[kind], runtime), values)
+    return quantize(rule_of(bits, values.shape[1], KINDS[kind], runtime), values)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
@@ -421,16 +425,21 @@ def test_errors_by_the_rules_of_runtimes_are_those_of_what_is_decoded(runtime: s
         values = bf16_families(size)[name]
         groups = rounded_as(runtime, values, 4)
         kind = {"mlx": (False, False), "torchao": (False, True), "compressed-tensors": (True, True)}[runtime]
-        decoded = GroupRule(4, size, *kind, runtime).decode(groups)
+        decoded = rule_of(4, size, kind, runtime).decode(groups)
         wide = values.astype(np.float64)
         assert np.allclose(groups.energies, (wide**2).sum(axis=1), rtol=1e-12, atol=0), name
         assert np.allclose(groups.errors, ((wide - decoded) ** 2).sum(axis=1), rtol=1e-6, atol=0), name
 
 
 def test_rules_have_names() -> None:
-    names = {GroupRule(4, 32, symmetric, True, BEST).kind for symmetric in (False, True)}
+    names = {
+        GroupRule(bits=4, group_size=32, symmetric=symmetric, middle=True, rule=BEST).kind
+        for symmetric in (False, True)
+    }
     assert names == {"affine", "symmetric"}
-    assert [GroupRule(4, 32, True, True, rule).name for rule in (BEST, *RUNTIME_RULES)] == [BEST, *RUNTIME_RULES]
+    assert [
+        GroupRule(bits=4, group_size=32, symmetric=True, middle=True, rule=rule).name for rule in (BEST, *RUNTIME_RULES)
+    ] == [BEST, *RUNTIME_RULES]
 
 
 # --- rotation ---
@@ -500,7 +509,7 @@ def test_pytorch_computes_with_what_is_decoded(rule: str, size: int) -> None:
     rows, columns = 64, 512
     weights, x = helpers.gaussian(rows, columns, seed=1), helpers.gaussian(32, columns, seed=2, scale=1)
     x = groups_reference.bf16(x)
-    how = GroupRule(4, size, False, True, rule)
+    how = GroupRule(bits=4, group_size=size, symmetric=False, middle=True, rule=rule)
     groups = quantize(how, groups_reference.bf16(weights))
     codes = torch.from_numpy(groups.codes.reshape(rows, columns).astype(np.int32))
     numbers = np.stack([groups.scales, groups.offsets], axis=-1).reshape(rows, columns // size, 2)

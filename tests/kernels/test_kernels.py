@@ -22,6 +22,7 @@ from blocks import (
     encode,
     encode_floats,
     examples,
+    exponent_for,
     item_bytes,
     same_bits,
 )
@@ -29,8 +30,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pqweights.codecs.lloyd_max import DISTORTION, codebook
-from pqweights.codecs.weight import norm_exponent_for
-from pqweights.kernels import FIELD_WIDTHS, SIGNS, load_backend, reference
+from pqweights.kernels import FIELD_WIDTHS, SIGNS, BlockCoding, EncodedArrays, load_backend, reference
 from pqweights.kernels.codebook import codebook_from_levels
 
 FAMILIES = helpers.block_families()
@@ -130,11 +130,11 @@ def test_nothing_is_written_beside_the_arrays(bits, dtype):
         arrays = {name: guarded(byte_count) for name, byte_count in shapes.items()}
         codes, norms, energies, errors = (inner for _, inner in arrays.values())
         codes, norms = codes.reshape(count, 16 * bits), norms.view(np.uint16)
-        load_backend("cpu").encode(
-            raw, dtype, codebook(bits), True, 0, codes, norms, energies.view(np.float64), errors.view(np.float64)
-        )
+        coding = BlockCoding(codebook=codebook(bits), signed=True)
+        out = EncodedArrays(codes, norms, energies.view(np.float64), errors.view(np.float64))
+        load_backend("cpu").encode(raw, dtype, coding, out)
         arrays["values"] = guarded(128 * item_bytes(dtype) * count)
-        load_backend("cpu").decode(codes, norms, dtype, codebook(bits), True, 0, arrays["values"][1])
+        load_backend("cpu").decode((codes, norms), coding, dtype, arrays["values"][1])
         assert same_bits(codes, encode("cpu", raw, dtype, bits, True)[0])
         assert same_bits(arrays["values"][1], decode("cpu", codes, norms, dtype, bits, True))
         for name, (whole, _) in arrays.items():
@@ -418,7 +418,7 @@ def test_no_block_is_worse_than_the_bound(bits):
     assert worst_error(bits) < 0.97
     for name in set(FAMILIES) - {"zero"}:
         stats = encode_floats(FAMILIES[name], bits, exponent=150)[4]
-        exponent = norm_exponent_for(stats.smallest_norm, stats.largest_norm)
+        exponent = exponent_for(stats)
         _, norms, energies, errors, _ = encode_floats(FAMILIES[name], bits, exponent=exponent)
         kept = norms >= 0x0400  # norms that are normal float16 numbers; a block may lose its norm to larger ones
         assert kept.any(), name
@@ -463,7 +463,7 @@ def test_property_backends_agree_on_any_block(block, bits, signed):
 def test_property_error_of_any_block_is_bounded(block, bits, signed):
     values = np.array([block], dtype=np.float32)
     stats = encode_floats(values, bits, signed, 150)[4]
-    exponent = norm_exponent_for(stats.smallest_norm, stats.largest_norm)
+    exponent = exponent_for(stats)
     codes, norms, energies, errors, _ = encode_floats(values, bits, signed, exponent)
     bound = worst_error(bits) + 2.0**-20  # the float16 norm adds at most 2**-22, float32 rounding the rest
     assert errors[0] <= bound * energies[0]

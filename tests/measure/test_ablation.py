@@ -19,13 +19,14 @@ from typer.testing import CliRunner
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from calls import quantize
+
 from pqweights.errors import MissingDependencyError
 from pqweights.evaluate.protocol import Loss, Scores, Windows, compare
 from pqweights.evaluate.weight_errors import relative_mse
-from pqweights.measure import ablation as ablate
-from pqweights.measure.ablation import ABSMAX, BOTH, LEAST_SQUARES, MASTERS, Row, _with_shares
+from pqweights.measure import ablation
+from pqweights.measure.ablation import ABSMAX, BOTH, LEAST_SQUARES, MASTERS, AblationRow, _with_shares
 from pqweights.planning.recipe import load_recipe
-from pqweights.quantize import quantize
 from pqweights.runtimes.models import open_model
 from pqweights.runtimes.texts import tokenize
 
@@ -90,8 +91,8 @@ def scores(*losses: float) -> Scores:
     return Scores(tuple(Loss(loss * 10, 10) for loss in losses))
 
 
-def row(name: str, *losses: float, bits: int | None = 5) -> Row:
-    return Row(name, bits, None, None, scores(*losses), None)
+def row(name: str, *losses: float, bits: int | None = 5) -> AblationRow:
+    return AblationRow(name, bits, None, None, scores(*losses), None)
 
 
 def test_shares_are_of_the_gain_of_both() -> None:
@@ -129,7 +130,7 @@ def test_parts_can_be_left_out(source: Path, tmp_path: Path) -> None:
     [
         (["--bits", "3,x"], 2, "expected widths such as 3,4,5"),
         (["--bits", "3,3"], 2, "different widths"),
-        (["--bits", "9"], 2, "from 2 to 8"),
+        (["--bits", "9"], 2, "expected 2 to 8 whole bits"),
         (["--max-tokens", "600"], 1, "calibration for AWQ: expected at least 8192 tokens, found 200"),
         (["--no-awq", "--window", "4096"], 1, "takes at most 512 tokens"),
         (["--no-awq", "--window", "512", "--max-tokens", "300"], 1, "found 300"),
@@ -153,7 +154,7 @@ def test_without_torchao_the_other_rows_stand(source: Path, monkeypatch: pytest.
     def package(name: str, extra: str, why: str) -> None:
         raise MissingDependencyError(f"{why} needs {name}: pip install 'pqweights[{extra}]'")
 
-    monkeypatch.setattr(ablate, "package", package)
+    monkeypatch.setattr(ablation, "package", package)
     done = invoke("ablate", source, "--text", source / "text", "--no-awq", "--max-tokens", 256, *WINDOWS)
     assert done.exit_code == 0, done.stderr
     assert "not measured: INT4 needs torchao: pip install 'pqweights[torchao]'" in done.stdout

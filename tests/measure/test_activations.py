@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from pqweights.checkpoint.source import open_local
-from pqweights.measure.activations import Found, places, watch
+from pqweights.measure.activations import WeightPlace, places, watch
 from pqweights.measure.scale_search import Inputs
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import load_recipe
@@ -33,11 +33,11 @@ TRANSPOSED = {"gpt2": ("c_attn.weight", "c_proj.weight", "c_fc.weight"), "gpt_os
 
 def run(
     tmp_path: Path, base: Path, name: str
-) -> tuple[Any, dict[str, npt.NDArray[np.float32]], dict[str, Found], Seen]:
+) -> tuple[Any, dict[str, npt.NDArray[np.float32]], dict[str, WeightPlace], Seen]:
     """The model, the weights of its checkpoint that q5 quantizes, where they are, and what was seen."""
     folder = families.model(base, name)
     model = families.load(folder, families.FAMILIES[name], experts_implementation="eager")
-    planned = Quantize(load_recipe("q5")).plan(open_local(folder))
+    planned = Quantize(recipe=load_recipe("q5")).plan(open_local(folder))
     stored = read_all(folder)
     weights = {t.name: as_float32(stored[t.name]) for t in planned if t.action == QUANTIZE}
     where = places(model, list(weights))

@@ -13,16 +13,16 @@ from typing import Any
 import families
 import numpy as np
 import pytest
+from commands import invoke
 from helpers import read_all
-from pqweights_cli.main import app
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from pqweights import load_model
 from pqweights.evaluate.protocol import Windows, compare
-from pqweights.integrations import activations
+from pqweights.measure import activations
 from pqweights.planning.awq_file import open_awq
 from pqweights.runtimes.decoders import master_weight
 from pqweights.runtimes.models import open_model
@@ -75,10 +75,6 @@ def _wide_tokenizer(folder: Path) -> None:
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": 1999 - i for i in range(500)}, unk_token="w0"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
-
-
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")

@@ -7,16 +7,14 @@ import json
 import math
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
 
 import helpers
 import numpy as np
 import pytest
 from blocks import examples
+from commands import invoke
 from hypothesis import given
 from hypothesis import strategies as st
-from pqweights_cli.main import app
-from typer.testing import CliRunner
 
 from pqweights.errors import SourceError
 from pqweights.measure import distribution
@@ -177,7 +175,7 @@ def some_checkpoint(folder: Path) -> tuple[Path, dict[str, np.ndarray]]:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_checkpoint(threads: int, tmp_path: Path) -> None:
     source, weights = some_checkpoint(tmp_path / "model")
-    found = measure_distribution(source, threads)
+    found = measure_distribution(source, threads=threads)
     by_name = {tensor.name: tensor for tensor in found.tensors}
     assert by_name.keys() == {*weights, "model.layers.1.mlp.down_proj.weight"}  # what the recipe q5 quantizes
     for name, values in weights.items():
@@ -205,7 +203,7 @@ def test_a_checkpoint(threads: int, tmp_path: Path) -> None:
 
 def test_the_number_of_threads_does_not_matter(tmp_path: Path) -> None:
     source, _ = some_checkpoint(tmp_path / "model")
-    one, four = measure_distribution(source, 1), measure_distribution(source, 4)
+    one, four = measure_distribution(source, threads=1), measure_distribution(source, threads=4)
     assert one.to_json() == four.to_json()
 
 
@@ -253,14 +251,10 @@ def test_what_is_not_finite_is_named(bad: float, tmp_path: Path) -> None:
     tensors = {f"model.layers.{i}.mlp.up_proj.weight": helpers.f32(values if i == 4 else HEAVY) for i in range(9)}
     source = helpers.write_checkpoint(tmp_path / "model", tensors)
     with pytest.raises(SourceError, match=r"layers\.4\.mlp\.up_proj.*\[3, 5\]"):
-        measure_distribution(source, 2)
+        measure_distribution(source, threads=2)
 
 
 # The command
-
-
-def invoke(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
 
 
 def test_the_command(tmp_path: Path) -> None:

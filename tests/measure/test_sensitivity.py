@@ -11,9 +11,9 @@ from typing import Any
 import families
 import numpy as np
 import pytest
+from commands import invoke
 from helpers import bf16, folder_bytes, gaussian, write_checkpoint
-from pqweights_cli.main import app
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -48,10 +48,6 @@ FOUND = Sensitivity(
         Measured("lm_head", ("lm_head.weight",), 0.0, ((0.01, 0.0), (0.02, -1e-9))),
     ),
 )  # fmt: skip
-
-
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 # ------------------------------------------------------------------------------------------------------------ rule of thumb
@@ -377,7 +373,7 @@ def test_it_is_a_divergence_from_the_clean_model(source: Path, tmp_path: Path) -
         generator = torch.Generator().manual_seed(perturb._seed(group.name, 2))
         for name in group.weights:
             values = parameters[name].data
-            parameters[name].data = perturb._noisy(torch, values, math.sqrt(t2), False, generator)
+            parameters[name].data = perturb._noisy(torch, values, math.sqrt(t2), False, 128, generator)
         now = torch.log_softmax(model(ids).logits.double(), -1)
     expected = (clean.exp() * (clean - now)).sum(-1).mean()
     assert kl == pytest.approx(float(expected), rel=1e-3)
@@ -413,7 +409,7 @@ def test_the_noise_of_every_block_is_in_proportion_to_it(transposed: bool, t2: f
     before = given.clone()
     total = torch.zeros(193)
     for seed in range(40):
-        noisy = perturb._noisy(torch, given, math.sqrt(t2), transposed, torch.Generator().manual_seed(seed))
+        noisy = perturb._noisy(torch, given, math.sqrt(t2), transposed, 128, torch.Generator().manual_seed(seed))
         assert noisy.shape == given.shape
         error = ((noisy.T if transposed else noisy) - rows).reshape(-1)
         blocks, errors = (torch.nn.functional.pad(v, (0, 4)).view(-1, 128) for v in (rows.reshape(-1), error))
@@ -428,7 +424,11 @@ def test_a_block_that_is_short_errs_as_the_codec_does_in_it() -> None:
     """The codec's error is spread over all 128 places of a block, and what falls behind the end is lost."""
     values = torch.tensor(gaussian(1, 32, seed=3))
     errors = [
-        float((perturb._noisy(torch, values, 0.1, False, torch.Generator().manual_seed(seed)) - values).square().sum())
+        float(
+            (perturb._noisy(torch, values, 0.1, False, 128, torch.Generator().manual_seed(seed)) - values)
+            .square()
+            .sum()
+        )
         for seed in range(300)
     ]
     assert np.mean(errors) / float(values.square().sum()) == pytest.approx(0.01 * 32 / 128, rel=0.1)
@@ -437,7 +437,7 @@ def test_a_block_that_is_short_errs_as_the_codec_does_in_it() -> None:
 def test_noise_keeps_dtype_and_zeros() -> None:
     values = torch.zeros(3, 128, dtype=torch.bfloat16)
     values[1] = 1
-    noisy = perturb._noisy(torch, values, 0.1, False, torch.Generator().manual_seed(0))
+    noisy = perturb._noisy(torch, values, 0.1, False, 128, torch.Generator().manual_seed(0))
     assert noisy.dtype == torch.bfloat16
     assert torch.equal(noisy[::2], values[::2])
     assert not torch.equal(noisy[1], values[1])

@@ -29,15 +29,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from independent_reader import read_master
 from pqweights_cli.main import app
+from scalar import encode_scalar
 from typer.testing import CliRunner
 
 from pqweights.checkpoint import scales
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import get_codec
-from pqweights.codecs.weight import encode_weight
 from pqweights.errors import MasterError, OutputError, PqweightsError, SourceError
 from pqweights.measure import calibrate, scale_search
-from pqweights.measure.activations import Found as Where
+from pqweights.measure.activations import WeightPlace
 from pqweights.measure.scale_search import Inputs, Matrix, output_errors, search
 from pqweights.planning.awq_file import METADATA_KEY, NO_SCALES, open_awq, write_awq
 from pqweights.planning.plan import QUANTIZE, TensorPlan
@@ -112,7 +112,7 @@ def test_codes_are_of_the_scaled_weight_and_the_decoded_one_is_divided(source: P
         weight = as_float32(TENSORS[name])
         scaled = np.ascontiguousarray(weight * per_element(name))
         codec = get_codec("hadamard-lloyd-max")
-        encoded, _ = encode_weight(scaled.view(np.uint8).reshape(-1), "F32", scaled.shape, codec, 5)
+        encoded, _ = encode_scalar(scaled.view(np.uint8).reshape(-1), "F32", scaled.shape, codec, 5)
         assert stored[name + "_codes"][1].tobytes() == encoded.codes.tobytes()
         assert stored[name + "_norms"][1].tobytes() == encoded.norms.tobytes()
         dtype, kept = stored[name + "_awq_scale"]
@@ -268,7 +268,7 @@ def wrong_files(source: Path, awq: Path) -> dict[str, Callable[[Path], None]]:
         "infinite": other(entry, with_scale(np.inf)),
         "NaN": other(entry, with_scale(np.nan)),
         "negative": other(entry, with_scale(-1)),
-        "codes that are no numbers": other(entry | {"weights": searched(bits=5.0)}, good),  # type: ignore[arg-type]
+        "codes that are no numbers": other(entry | {"weights": searched(bits="5")}, good),  # type: ignore[arg-type]
         "too large a number": other(json.dumps(entry | {"weights": searched(bits=4)}).replace(": 4", ": 1e999"), good),
         "truncated": lambda path: path.write_bytes(awq.read_bytes()[:-2]) and None,
     }
@@ -366,7 +366,7 @@ def a_layer(tmp_path: Path, weight: Floats) -> Any:
     folder = write_checkpoint(tmp_path / "layer", {"w": f32(weight)}, config={"model_type": "llama"})
     (tensor,) = open_local(folder).tensors
     shape = weight.shape
-    return Matrix(tensor, 0, shape[0], shape[1])
+    return Matrix(tensor=tensor, number=0, rows=shape[0], columns=shape[1], block_size=128)
 
 
 def inputs(rows: Floats, held_back: Floats, windows: int = 8) -> Inputs:
@@ -383,10 +383,10 @@ def output_error(*arguments: Any) -> float:
 
 def test_the_output_error_is_what_it_says() -> None:
     weight, rows, factors = gaussian(40, 256, seed=1), gaussian(16, 256, seed=2, scale=1), some_scales(256, seed=3)
-    encoded, _ = encode_weight((weight * factors).view(np.uint8).reshape(-1), "F32", weight.shape, CODEC, 4)
+    encoded, _ = encode_scalar((weight * factors).view(np.uint8).reshape(-1), "F32", weight.shape, CODEC, 4)
     decoded = encoded.decode().view(np.float32).reshape(weight.shape).astype(np.float64) / factors
     expected = ((rows.astype(np.float64) @ (decoded - weight).T) ** 2).sum() / 16
-    assert output_errors(CODEC, 4, weight, factors, rows).sum() / 16 == pytest.approx(expected, rel=1e-4)
+    assert output_errors(CODEC.coder(4), weight, factors, rows).sum() / 16 == pytest.approx(expected, rel=1e-4)
 
 
 def test_outlier_channels_gain_what_theory_says(tmp_path: Path) -> None:
@@ -395,7 +395,7 @@ def test_outlier_channels_gain_what_theory_says(tmp_path: Path) -> None:
     sizes = np.exp(1.2 * random.standard_normal(512)).astype(np.float32)
     weight = gaussian(256, 512, seed=6) / sizes
     rows, held_back = (gaussian(400, 512, seed=seed, scale=1) * sizes for seed in (7, 8))
-    found, best = search(CODEC, 5, a_layer(tmp_path, weight), inputs(rows, held_back))
+    found, best = search(CODEC.coder(5), a_layer(tmp_path, weight), inputs(rows, held_back))
     assert found.scaled
     assert best is not None
     # the sizes of inputs and weights are one another's inverse: only the sum tells
@@ -406,13 +406,13 @@ def test_outlier_channels_gain_what_theory_says(tmp_path: Path) -> None:
     assert found.held_back_gain == pytest.approx(theory, abs=0.02)
     # and the whole matrix errs by that much less, on inputs that nobody has seen
     fresh = gaussian(300, 512, seed=9, scale=1) * sizes
-    plain = output_error(CODEC, 5, weight, np.ones(512, dtype=np.float32), fresh)
-    assert output_error(CODEC, 5, weight, best, fresh) / plain == pytest.approx(1 - theory, rel=0.15)
+    plain = output_error(CODEC.coder(5), weight, np.ones(512, dtype=np.float32), fresh)
+    assert output_error(CODEC.coder(5), weight, best, fresh) / plain == pytest.approx(1 - theory, rel=0.15)
 
 
 def test_where_channels_are_alike_the_scale_stays_1(tmp_path: Path) -> None:
     rows, held_back = gaussian(400, 256, seed=1, scale=1), gaussian(200, 256, seed=2, scale=1)
-    found, best = search(CODEC, 5, a_layer(tmp_path, gaussian(200, 256, seed=3)), inputs(rows, held_back))
+    found, best = search(CODEC.coder(5), a_layer(tmp_path, gaussian(200, 256, seed=3)), inputs(rows, held_back))
     assert (found.scaled, best) == (False, None)
     assert "1%" in found.reason
 
@@ -421,7 +421,7 @@ def test_what_does_not_help_on_the_text_held_back_is_dropped(tmp_path: Path) -> 
     sizes = np.exp(1.2 * np.random.default_rng(5).standard_normal(256)).astype(np.float32)
     weight = gaussian(128, 256, seed=6)
     rows, held_back = gaussian(400, 256, seed=1, scale=1) * sizes, gaussian(200, 256, seed=2, scale=1) / sizes
-    found, best = search(CODEC, 5, a_layer(tmp_path, weight), inputs(rows, held_back))
+    found, best = search(CODEC.coder(5), a_layer(tmp_path, weight), inputs(rows, held_back))
     assert best is None
     assert found.gain is not None
     assert found.gain > 0.05
@@ -438,7 +438,7 @@ def test_too_few_tokens_fall_back(rows: int, held_back: int, windows: int, tmp_p
     seen = inputs(gaussian(max(rows, 1), 128, seed=1) * sizes, gaussian(held_back, 128, seed=2) * sizes, windows)
     if not rows:
         seen = replace(seen, tokens=0, rows=seen.rows[:0])
-    found, best = search(CODEC, 5, a_layer(tmp_path, gaussian(64, 128, seed=3)), seen)
+    found, best = search(CODEC.coder(5), a_layer(tmp_path, gaussian(64, 128, seed=3)), seen)
     assert best is None
     assert "256 tokens, and 128 held back from 4 windows" in found.reason
     assert f"; {rows} entered it, and {held_back} from {min(windows, held_back)}" in found.reason
@@ -462,7 +462,7 @@ def test_what_is_no_matrix_of_whole_blocks_keeps_scale_1(tmp_path: Path) -> None
     (tensor,) = open_local(folder).tensors
     sizes = np.exp(1.2 * np.random.default_rng(5).standard_normal(100)).astype(np.float32)
     seen = inputs(gaussian(300, 100, seed=1) * sizes, gaussian(200, 100, seed=2) * sizes)
-    found, best = search(CODEC, 5, Matrix(tensor, 0, 5, 100), seen)
+    found, best = search(CODEC.coder(5), Matrix(tensor=tensor, number=0, rows=5, columns=100, block_size=128), seen)
     assert best is None
     assert "shares blocks" in found.reason
 
@@ -471,7 +471,7 @@ def test_what_is_no_matrix_of_whole_blocks_keeps_scale_1(tmp_path: Path) -> None
 def test_activations_that_are_not_finite_are_named(value: float, tmp_path: Path) -> None:
     seen = inputs(gaussian(300, 128, seed=1), gaussian(200, 128, seed=2))
     for broken in (replace(seen, rms=seen.rms * np.float32(value)), replace(seen, held_back=seen.held_back + value)):
-        found, best = search(CODEC, 5, a_layer(tmp_path, gaussian(64, 128, seed=3)), broken)
+        found, best = search(CODEC.coder(5), a_layer(tmp_path, gaussian(64, 128, seed=3)), broken)
         assert best is None
         assert "--dtype float32" in found.reason
 
@@ -481,7 +481,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     weight[40, 3] = np.nan
     seen = inputs(gaussian(300, 128, seed=1), gaussian(200, 128, seed=2))
     with pytest.raises(SourceError, match="tensor 'w': expected finite weights"):
-        search(CODEC, 5, a_layer(tmp_path, weight), seen)
+        search(CODEC.coder(5), a_layer(tmp_path, weight), seen)
 
 
 def test_silent_channels_get_a_finite_scale(tmp_path: Path) -> None:
@@ -489,7 +489,7 @@ def test_silent_channels_get_a_finite_scale(tmp_path: Path) -> None:
     rows[:, ::2] = held_back[:, ::2] = 0
     weight = gaussian(128, 256, seed=3)
     weight[:, 1::8] = 0
-    found, best = search(CODEC, 5, a_layer(tmp_path, weight), inputs(rows, held_back))
+    found, best = search(CODEC.coder(5), a_layer(tmp_path, weight), inputs(rows, held_back))
     assert found.scaled
     assert best is not None
     assert np.isfinite(best).all()
@@ -505,13 +505,13 @@ def plan_of(shapes: dict[str, tuple[int, ...]]) -> list[Any]:
 
 def test_the_samples_of_a_large_model_fit_the_disk() -> None:
     small = plan_of({f"w{i}": (1024, 1024) for i in range(10)})
-    where = {tensor.name: Where((tensor.name, None), False) for tensor in small}
+    where = {tensor.name: WeightPlace((tensor.name, None), False) for tensor in small}
     assert calibrate._rows(small, where) == calibrate.MOST_ROWS
     assert calibrate._rounds(small, where, calibrate.MOST_ROWS) == [small]
     # four thousand experts of two matrices each: as many rows as the search needs, and so the model is run several times
     shapes = {f"e{i}.{name}": (768, 2048) for i in range(4000) for name in ("gate", "up")}
     large = plan_of(shapes)
-    where = {name: Where((f"experts.{name.partition('.')[0]}", None), False) for name in shapes}
+    where = {name: WeightPlace((f"experts.{name.partition('.')[0]}", None), False) for name in shapes}
     rows = calibrate._rows(large, where)
     rounds = calibrate._rounds(large, where, rows)
     assert rows == scale_search.FEWEST_ROWS

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from calls import plan_quantize, quantize
+from commands import invoke
 from helpers import Tensor, bf16, f32, folder_bytes, gaussian, write_checkpoint
-from pqweights_cli.main import app
-from typer.testing import CliRunner, Result
 
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import RecipeError, SourceError
@@ -23,9 +23,8 @@ from pqweights.planning.fit import Fit
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, Plan
 from pqweights.planning.recipe import Recipe, load_recipe, make_target, parse_recipe
 from pqweights.planning.sensitivity_file import Measured, Sensitivity, write_sensitivity
-from pqweights.quantize import plan_quantize, quantize
 from pqweights.results.verify import verify
-from pqweights.rewrite.driver import Report
+from pqweights.rewrite.driver import RewriteReport
 
 LAYERS = 3
 MATRICES = {
@@ -214,8 +213,8 @@ def test_a_group_has_one_width(source: Path, tmp_path: Path, bits: float) -> Non
         for names in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
             assert len({widths[f"model.layers.{layer}.{name}.weight"] for name in names}) == 1
     assert len(fit.groups) == 2 + 4 * LAYERS
-    assert {name: group.bits for group in fit.groups for name in group.weights} == fit.widths
-    assert {name: widths[name] for name in fit.widths} == fit.widths
+    assert {name: group.bits for group in fit.groups for name in group.weights} == fit.rates
+    assert {name: widths[name] for name in fit.rates} == fit.rates
 
 
 def test_what_matters_most_gets_most(source: Path, tmp_path: Path) -> None:
@@ -317,11 +316,11 @@ def test_rules_that_give_bits_or_keep_are_obeyed(source: Path) -> None:
         assert widths["model.embed_tokens.weight"] is None
         for name in ("gate_proj", "up_proj", "down_proj"):
             assert widths[f"model.layers.0.mlp.{name}.weight"] == 7
-            assert f"model.layers.0.mlp.{name}.weight" not in fit.widths
+            assert f"model.layers.0.mlp.{name}.weight" not in fit.rates
         codecs = {t.name: t.codec for t in plan.tensors if t.name.startswith("model.layers.1.self_attn.") and t.codec}
         assert set(codecs.values()) <= {"lloyd-max"}
-        assert set(codecs) <= set(fit.widths)
-        counted = [t for t in plan.tensors if t.bits is not None or t.name in fit.widths]
+        assert set(codecs) <= set(fit.rates)
+        counted = [t for t in plan.tensors if t.bits is not None or t.name in fit.rates]
         assert fit.bits_per_weight <= bits
         assert fit.bits_per_weight == pytest.approx(8 * sum(t.bytes for t in counted) / sum(t.weights for t in counted))
 
@@ -354,7 +353,7 @@ def test_one_file_serves_every_target(source: Path, tmp_path: Path) -> None:
     assert [g.alpha for g in small.groups] == [g.alpha for g in large.groups]
     assert small.unknown == large.unknown == ()
     by_rule, _ = fitted(source, targeted(bits=3.0))
-    assert by_rule.widths != small.widths
+    assert by_rule.rates != small.rates
     assert by_rule.sensitivity is None
     explicit, _ = fitted(source, targeted(bits=3.0, sensitivity="heuristic"))
     assert explicit == by_rule
@@ -401,7 +400,7 @@ def test_the_manifest_tells_how_widths_were_chosen(source: Path, tmp_path: Path)
     assert done.plan.output_bytes == fit.output_bytes
     plain = quantize(source, tmp_path / "plain", load_recipe("q5"), threads=2)
     assert "fit" not in json.loads((tmp_path / "plain/pqweights.json").read_text())
-    assert isinstance(plain, Report)
+    assert isinstance(plain, RewriteReport)
 
 
 def test_the_same_bytes_from_any_number_of_threads(source: Path, tmp_path: Path) -> None:
@@ -475,10 +474,6 @@ def test_the_curve_begins_at_the_smallest_and_goes_through_the_target(source: Pa
 # ------------------------------------------------------------------------------------------------------------ command line
 
 
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 def test_plan_prints_and_writes_nothing(source: Path, tmp_path: Path) -> None:
     before = folder_bytes(source)
     done = invoke("plan", source, "--target-size", "250kB")
@@ -501,7 +496,7 @@ def test_plan_prints_and_writes_nothing(source: Path, tmp_path: Path) -> None:
         assert table[f"model.layers.*.{kind}"] == [widths[f"model.layers.{layer}.{kind}"] for layer in range(LAYERS)]
     assert table["lm_head"] == [widths["lm_head"]]
     for tensor in plan.tensors:
-        if tensor.name in fit.widths:
+        if tensor.name in fit.rates:
             assert tensor.reason.endswith("; to keep 250000 bytes")
     dry = invoke("quantize", source, tmp_path / "out", "--target-size", "250kB", "--dry-run")
     assert dry.stdout == text
@@ -614,7 +609,7 @@ REFUSED: list[tuple[list[Any], str]] = [
 def test_bad_input_is_one_line(source: Path, tmp_path: Path, command: str, options: list[Any], expected: str) -> None:
     done = invoke(command, source, *([tmp_path / "out"] if command == "quantize" else []), *options)
     assert isinstance(done.exception, SystemExit), repr(done.exception)
-    assert done.exit_code == 1
+    assert done.exit_code == (2 if "beside it" in expected else 1)
     assert expected in done.stderr
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors
+from calls import plan_quantize
 from helpers import bf16, f32, gaussian, read_all, read_safetensors, run_command, small_checkpoint, write_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,6 @@ from pqweights.checkpoint.storage import LocalStorage
 from pqweights.dtypes import DTYPE_BITS
 from pqweights.planning.plan import DEFAULT_METADATA, KEEP, QUANTIZE, Plan, TensorPlan, plan_shards
 from pqweights.planning.recipe import load_recipe
-from pqweights.quantize import plan_quantize
 
 SHARD_BYTES = 20_000
 Q5 = load_recipe("q5")

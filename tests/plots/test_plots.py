@@ -13,8 +13,7 @@ from typing import Any
 import helpers
 import numpy as np
 import pytest
-from pqweights_cli.main import app
-from typer.testing import CliRunner
+from commands import invoke
 
 from pqweights.errors import MissingDependencyError, OutputError
 from pqweights.measure.distribution import measure_distribution
@@ -59,10 +58,6 @@ def master(source: Path) -> Path:
     recipe.write_text(RECIPE)
     assert invoke("quantize", source, out, "--recipe", recipe).exit_code == 0
     return out
-
-
-def invoke(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
 
 
 def texts(file: Path) -> set[str]:

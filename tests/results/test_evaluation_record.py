@@ -12,17 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from calls import export, quantize
+from commands import invoke
 from families import ATTENTION, Family, build
-from pqweights_cli.main import app
-from typer.testing import CliRunner
 
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import MasterError, OutputError
 from pqweights.evaluate.evaluation import evaluate
 from pqweights.evaluate.recording import make_record
-from pqweights.exports import export
 from pqweights.planning.recipe import load_recipe
-from pqweights.quantize import quantize
 from pqweights.results.evaluation_record import Figure, find_place, read_records, write_record
 from pqweights.results.verify import verify
 from pqweights.strict_json import rounded
@@ -59,15 +57,8 @@ def copy(work: Path, tmp_path: Path) -> Callable[[str], Path]:
 def recorded(copy: Callable[[str], Path], work: Path) -> Path:
     """A master with one record."""
     folder = copy("q3")
-    assert invoke(folder, "--text", work / "text.txt", "--window", 64).exit_code == 0
+    assert invoke("eval", folder, "--text", work / "text.txt", "--window", 64).exit_code == 0
     return folder
-
-
-def invoke(*arguments: object) -> Any:
-    result = CliRunner().invoke(app, ["eval", *map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 def notes(result: Any) -> list[str]:
@@ -87,7 +78,7 @@ def test_what_is_recorded(work: Path, copy: Callable[[str], Path]) -> None:
     master, exported = copy("q3"), copy("bf16")
     before = {path.name: path.read_bytes() for path in (work / "source").iterdir()}
     result = invoke(
-        master, exported, work / "source", "--text", work / "text.txt", "--reference", work / "source", "--json"
+        "eval", master, exported, work / "source", "--text", work / "text.txt", "--reference", work / "source", "--json"
     )
     assert result.exit_code == 0, result.stderr
     rows = json.loads(result.stdout)["models"]  # one document
@@ -116,7 +107,7 @@ def test_what_is_recorded(work: Path, copy: Callable[[str], Path]) -> None:
 
 def test_no_record(copy: Callable[[str], Path], work: Path) -> None:
     folder = copy("q3")
-    result = invoke(folder, "--text", work / "text.txt", "--no-record")
+    result = invoke("eval", folder, "--text", work / "text.txt", "--no-record")
     assert (result.exit_code, notes(result)) == (0, [])
     assert not (folder / FILE).exists()
 
@@ -124,12 +115,12 @@ def test_no_record(copy: Callable[[str], Path], work: Path) -> None:
 def test_the_same_protocol_replaces_and_another_is_added(recorded: Path, work: Path) -> None:
     first = (recorded / FILE).read_bytes()
     shutil.copy(work / "text.txt", recorded.parent / "other-name.txt")
-    assert invoke(recorded, "--text", recorded.parent / "other-name.txt", "--window", 64).exit_code == 0
+    assert invoke("eval", recorded, "--text", recorded.parent / "other-name.txt", "--window", 64).exit_code == 0
     (record,) = records(recorded)
     assert record.text == "other-name.txt"
     assert (recorded / FILE).read_bytes() == first.replace(b'"text.txt"', b'"other-name.txt"')
     for more in (("--window", 32), ("--window", 64, "--packed"), ("--window", 64, "--reference", work / "source")):
-        assert invoke(recorded, "--text", work / "text.txt", *more).exit_code == 0
+        assert invoke("eval", recorded, "--text", work / "text.txt", *more).exit_code == 0
     assert [(r.window, r.packed, r.reference) for r in records(recorded)] == [
         (64, False, None), (32, False, None), (64, True, None), (64, False, "source"),
     ]  # fmt: skip
@@ -137,7 +128,7 @@ def test_the_same_protocol_replaces_and_another_is_added(recorded: Path, work: P
 
 def test_another_tokenizer_is_named(copy: Callable[[str], Path], work: Path) -> None:
     folder = copy("q3")
-    assert invoke(folder, "--text", work / "text.txt", "--tokenizer", work / "source").exit_code == 0
+    assert invoke("eval", folder, "--text", work / "text.txt", "--tokenizer", work / "source").exit_code == 0
     assert records(folder)[0].tokenizer == "source"
 
 
@@ -145,7 +136,7 @@ def test_records_of_another_result_are_passed_over_and_dropped(recorded: Path, w
     manifest = recorded / "pqweights.json"
     manifest.write_bytes(manifest.read_bytes() + b"\n")
     assert records(recorded) == ()
-    assert invoke(recorded, "--text", work / "text.txt", "--window", 32).exit_code == 0
+    assert invoke("eval", recorded, "--text", work / "text.txt", "--window", 32).exit_code == 0
     assert [r.window for r in records(recorded)] == [32]
 
 
@@ -173,7 +164,7 @@ def test_no_place(work: Path, copy: Callable[[str], Path]) -> None:
 def test_a_folder_that_cannot_be_written_really(recorded: Path, work: Path) -> None:
     recorded.chmod(0o555)
     try:
-        result = invoke(recorded, "--text", work / "text.txt")
+        result = invoke("eval", recorded, "--text", work / "text.txt")
     finally:
         recorded.chmod(0o755)
     assert result.exit_code == 0
@@ -187,7 +178,7 @@ def test_a_folder_that_cannot_be_written(recorded: Path, work: Path, monkeypatch
         raise OutputError(f"{recorded / FILE}: cannot be written (Read-only file system); choose another output folder")
 
     monkeypatch.setattr(record, "write_whole", refuse)
-    result = invoke(recorded, "--text", work / "text.txt", "--json")
+    result = invoke("eval", recorded, "--text", work / "text.txt", "--json")
     assert result.exit_code == 0
     (note,) = notes(result)
     assert note.startswith("not recorded: ") and "cannot be written" in note
@@ -258,7 +249,7 @@ def check_damage(folder: Path, work: Path) -> None:
 
 def test_damage_costs_no_evaluation(recorded: Path, work: Path) -> None:
     (recorded / FILE).write_text("{")
-    result = invoke(recorded, "--text", work / "text.txt", "--json")
+    result = invoke("eval", recorded, "--text", work / "text.txt", "--json")
     assert result.exit_code == 0 and json.loads(result.stdout)["models"]
     (note,) = notes(result)
     assert note.startswith("not recorded: pqweights-eval.json: damaged")

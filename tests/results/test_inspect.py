@@ -99,8 +99,8 @@ def test_the_total_does_not_depend_on_the_interpreter(monkeypatch: pytest.Monkey
     """Python 3.12's sum() compensates rounding errors and 3.11's does not: the manifest must not show which one ran."""
     # Just below the middle of two seven-digit numbers: additions one by one lose the 4096 small terms, a compensated sum
     # carries the total over the middle.
-    records = [TensorRecord("x", {}, "hadamard", 0, math.nextafter(1.0000005, 0.0), 1.0)]
-    records += [TensorRecord("x", {}, "hadamard", 0, 2.0**10, 2.0**-64)] * 4096
+    records = [TensorRecord(name="x", sha256={}, relative_mse=math.nextafter(1.0000005, 0.0), energy=1.0)]
+    records += [TensorRecord(name="x", sha256={}, relative_mse=2.0**10, energy=2.0**-64)] * 4096
 
     def one_by_one(values: Iterable[float]) -> float:
         total = 0.0

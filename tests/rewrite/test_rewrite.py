@@ -37,14 +37,13 @@ from helpers import (
 from pqweights_cli.main import app
 from typer.testing import CliRunner
 
-from pqweights import quantize as quantize_module
 from pqweights.checkpoint import writer
 from pqweights.codecs.lloyd_max import DISTORTION
 from pqweights.errors import OutputError, PqweightsError, SourceChangedError, SourceError
 from pqweights.kernels import SIGNS
 from pqweights.quantize import Quantize
-from pqweights.rewrite import jobs, stream
-from pqweights.rewrite.driver import Report
+from pqweights.rewrite import encode_job, jobs, stream
+from pqweights.rewrite.driver import RewriteReport
 from pqweights.rewrite.workspace import Workspace
 
 SHARD_BYTES = 20_000  # four output shards of the small checkpoint
@@ -64,7 +63,6 @@ def _several_chunks() -> Iterator[None]:
     """Tiny tensors have several chunks, as in the killed runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs, "CHUNK_WEIGHTS", 4096)
-        patch.setattr(quantize_module, "CHUNK_WEIGHTS", 4096)
         yield
 
 
@@ -109,14 +107,14 @@ def journaled(out: Path) -> set[str]:
     return {json.loads(line)["name"] for line in lines}
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, work: dict[str, Any], out: Path) -> tuple[Report, set[str]]:
+def watched(monkeypatch: pytest.MonkeyPatch, work: dict[str, Any], out: Path) -> tuple[RewriteReport, set[str]]:
     """The report of a run, and the tensors for which it began a job."""
     begun = set()
     job = Quantize.job
 
-    def watching(self: Quantize, planned: Any, tensor: Any) -> Any:
+    def watching(self: Quantize, planned: Any, tensor: Any, buffers: Any) -> Any:
         begun.add(planned.name)
-        return job(self, planned, tensor)
+        return job(self, planned, tensor, buffers)
 
     with monkeypatch.context() as patch:
         patch.setattr(Quantize, "job", watching)
@@ -656,7 +654,6 @@ def test_chunks_do_not_show(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(jobs, "CHUNK_WEIGHTS", chunk_weights)
-    monkeypatch.setattr(quantize_module, "CHUNK_WEIGHTS", chunk_weights)
     run_command(command(source), tmp_path / "out")
     assert folder_bytes(tmp_path / "out") == undisturbed
 
@@ -665,11 +662,10 @@ def test_neither_shows_in_the_last_digit_of_an_error(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The manifest rounds to seven digits, which would hide sums in another order on most days."""
-    monkeypatch.setattr(quantize_module, "rounded", lambda value: value)
+    monkeypatch.setattr(encode_job, "rounded", lambda value: value)
     found = set()
     for chunk_weights, threads in ((128, 2), (1280, 5), (1 << 20, 1)):
         monkeypatch.setattr(jobs, "CHUNK_WEIGHTS", chunk_weights)
-        monkeypatch.setattr(quantize_module, "CHUNK_WEIGHTS", chunk_weights)
         records = run_command(command(source), tmp_path / f"{chunk_weights}", threads=threads).records
         found.add(tuple((record.relative_mse, record.energy) for record in records))
     assert len(found) == 1
@@ -831,7 +827,7 @@ def test_the_better_rotation_stands_when_none_is_good(tmp_path: Path) -> None:
         hostile = np.concatenate([walsh_rows(48, 1, signed), walsh_rows(16, 2, not signed)])
         source = write_checkpoint(tmp_path / f"model-{signed}", {"layers.1.mlp.up_proj.weight": f32(hostile)})
         (record,) = run_command(command(source), tmp_path / f"out-{signed}").records
-        assert record.rotation == best
+        assert record.state == {"rotation": best, "norm_exponent": 0}
         assert record.relative_mse is not None and record.relative_mse > 1.25 * DISTORTION[5]
         run_command(
             {"export": str(tmp_path / f"out-{signed}"), "target": "bf16", "dtype": "source"}, tmp_path / f"x-{signed}"
@@ -856,7 +852,7 @@ def test_strict_refuses_a_finished_or_interrupted_result_too(tmp_path: Path, mon
     with pytest.raises(SourceError, match="strict"):
         run_command(command(source, strict=True), tmp_path / "finished")
     interrupt(monkeypatch, command(source), tmp_path / "interrupted", tensors=2)
-    with pytest.raises(OutputError, match="other options"):
+    with pytest.raises(SourceError, match="strict"):
         run_command(command(source, strict=True), tmp_path / "interrupted")
 
 
@@ -872,11 +868,11 @@ def test_a_constant_weight_is_rescued_at_the_same_size(
     source = write_checkpoint(tmp_path / "model", {"mlp.up_proj.weight": bf16(np.full((64, 256), 0.0125))})
     work = command(source, recipe={2: "q2", 5: "q5", 8: "q8"}[bits])
     rescued = run_command(work, tmp_path / "rescued")
-    assert rescued.records[0].rotation == "signed-hadamard"
+    assert rescued.records[0].state == {"rotation": "signed-hadamard", "norm_exponent": 0}
     with monkeypatch.context() as patch:
-        patch.setattr("pqweights.codecs.weight.RESCUE_FACTOR", float("inf"))
+        patch.setattr("pqweights.codecs.protocol.RESCUE_FACTOR", float("inf"))
         plain = run_command(work, tmp_path / "plain")
-    assert plain.records[0].rotation == "hadamard"
+    assert plain.records[0].state == {"rotation": "hadamard", "norm_exponent": 0}
     assert rescued.plan.output_bytes == plain.plan.output_bytes
     assert rescued.records[0].relative_mse is not None and plain.records[0].relative_mse is not None
     assert rescued.records[0].relative_mse < 1.5 * DISTORTION[bits]  # one and the same block everywhere
@@ -903,7 +899,7 @@ WIDE = gaussian(64, 128, seed=3) * np.exp2(np.linspace(-60, 60, 64))[:, None].as
 def test_norms_outside_float16(values: Any, make: Any, tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "model", {"mlp.up_proj.weight": make(values)})
     (record,) = run_command(command(source), tmp_path / "out").records
-    assert record.norm_exponent != 0
+    assert record.state is not None and record.state["norm_exponent"] != 0
     norms = read_all(tmp_path / "out")["mlp.up_proj.weight_norms"][1]
     assert np.isfinite(norms).all() and norms.max() >= 2.0**14
     run_command({"export": str(tmp_path / "out"), "target": "bf16", "dtype": "source"}, tmp_path / "decoded")
@@ -928,7 +924,8 @@ def test_blocks_far_below_the_largest_keep_what_float16_can(tmp_path: Path) -> N
 def test_zeros_are_exact(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "model", {"mlp.up_proj.weight": bf16(np.zeros((64, 128)))})
     (record,) = run_command(command(source), tmp_path / "out").records
-    assert (record.relative_mse, record.norm_exponent, record.rotation) == (0.0, 0, "hadamard")
+    assert record.relative_mse == 0.0
+    assert record.state == {"rotation": "hadamard", "norm_exponent": 0}
     run_command({"export": str(tmp_path / "out"), "target": "bf16"}, tmp_path / "decoded")
     assert not as_float32(read_all(tmp_path / "decoded")["mlp.up_proj.weight"]).any()
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from pqweights.codecs.lloyd_max import codebook
-from pqweights.codecs.weight import norm_exponent_for
-from pqweights.kernels import BACKENDS, EncodeStats, load_backend
+from pqweights.codecs.scalar import NormRange, norm_exponent_for
+from pqweights.kernels import BACKENDS, BlockCoding, EncodedArrays, EncodeStats, load_backend
 from pqweights.kernels.codebook import Codebook
 
 Bytes = npt.NDArray[np.uint8]
@@ -45,8 +45,8 @@ def encode(backend: str, raw: Bytes, dtype: str, bits: int, signed: bool = False
     blocks = len(raw) // (128 * item_bytes(dtype))
     codes, norms = np.full((blocks, 16 * bits), 0xAB, np.uint8), np.full(blocks, 0xABCD, np.uint16)
     energies, errors = np.full(blocks, -1.0), np.full(blocks, -1.0)
-    book = codebook(bits)
-    stats = load_backend(backend).encode(raw, dtype, book, signed, exponent, codes, norms, energies, errors)
+    coding = BlockCoding(codebook=codebook(bits), signed=signed, norm_exponent=exponent)
+    stats = load_backend(backend).encode(raw, dtype, coding, EncodedArrays(codes, norms, energies, errors))
     return codes, norms, energies, errors, stats
 
 
@@ -63,7 +63,8 @@ def decode(
 ) -> Bytes:
     """Raw bytes of whole blocks."""
     values = np.full(len(codes) * 128 * item_bytes(dtype), 0xAB, np.uint8)
-    load_backend(backend).decode(codes, norms, dtype, book or codebook(bits), signed, exponent, values, rotate)
+    coding = BlockCoding(codebook=book or codebook(bits), signed=signed, norm_exponent=exponent, rotate=rotate)
+    load_backend(backend).decode((codes, norms), coding, dtype, values)
     return values
 
 
@@ -89,7 +90,12 @@ def exponents_for(stats: EncodeStats) -> list[int]:
     if stats.largest_norm == 0:
         return [0, -20, 30]
     scaled = math.frexp(stats.largest_norm)[1] - 1 - 14
-    return sorted({norm_exponent_for(stats.smallest_norm, stats.largest_norm), scaled, scaled + 24})
+    return sorted({exponent_for(stats), scaled, scaled + 24})
+
+
+def exponent_for(stats: EncodeStats) -> int:
+    """The one that fits the norms."""
+    return norm_exponent_for(NormRange(stats.smallest_norm, stats.largest_norm))
 
 
 def assert_backends_agree(raw: Bytes, dtype: str, bits: int, signed: bool, backend: str = "cpu") -> None:

@@ -302,7 +302,9 @@ def fit_digest(backend: str) -> str:
                 found = fit(values, size, _settings(symmetric, bits, size), bits, symmetric, middle)
                 digest.update(_digest(*found))
             else:
-                groups = GroupRule(bits, size, symmetric, middle, BEST).quantize(values)
+                groups = GroupRule(bits=bits, group_size=size, symmetric=symmetric, middle=middle, rule=BEST).quantize(
+                    values
+                )
                 digest.update(_digest(groups.codes, groups.scales, groups.offsets, groups.energies, groups.errors))
     return digest.hexdigest()
 
@@ -316,7 +318,9 @@ def round_digest(backend: str) -> str:
         for bits, size in ((4, 128), (8, 32)):
             values = np.clip(some_groups(size), -LARGEST_BF16 / 4, LARGEST_BF16 / 4)
             symmetric = rule == "compressed-tensors"
-            groups = GroupRule(bits, size, symmetric, rule != "mlx", rule).quantize(bf16(values))
+            groups = GroupRule(
+                bits=bits, group_size=size, symmetric=symmetric, middle=rule != "mlx", rule=rule
+            ).quantize(bf16(values))
             digest.update(_digest(groups.codes, groups.scales, groups.offsets, groups.energies, groups.errors))
     return digest.hexdigest()
 

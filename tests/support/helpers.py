@@ -20,18 +20,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights import quantize as quantize_module
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import get_codec
 from pqweights.codecs.weight import encode_weight
-from pqweights.exports import export, integers
 from pqweights.exports.options import ExportOptions
 from pqweights.kernels.groups import GroupRule, pack_bits, pack_tiles, rotate
 from pqweights.planning.recipe import load_recipe
-from pqweights.quantize import quantize
 from pqweights.rewrite import jobs
-from pqweights.rewrite.driver import Report
+from pqweights.rewrite.driver import RewriteReport
 
 Array = npt.NDArray[Any]
 Tensor = tuple[str, Array]  # safetensors dtype, and values whose bytes are stored (BF16 as uint16)
@@ -203,8 +200,10 @@ def killed_runs(command: dict[str, Any], points: list[dict[str, Any]]) -> list[d
     return answers
 
 
-def run_command(command: dict[str, Any], out: Path, threads: int = 2) -> Report:
+def run_command(command: dict[str, Any], out: Path, threads: int = 2) -> RewriteReport:
     """One quantize or export in this process."""
+    from calls import export, quantize
+
     options = {key: value for key, value in command.items() if key not in ("quantize", "export", "recipe")}
     asked = {field.name: options.pop(field.name) for field in fields(ExportOptions) if field.name in options}
     if "quantize" in command:
@@ -220,7 +219,7 @@ def run_command(command: dict[str, Any], out: Path, threads: int = 2) -> Report:
 
 def small_chunks() -> None:
     """Cut tensors of this process into chunks of SMALL_CHUNK weights, so that tiny ones have several."""
-    jobs.CHUNK_WEIGHTS = quantize_module.CHUNK_WEIGHTS = integers.CHUNK_WEIGHTS = SMALL_CHUNK
+    jobs.CHUNK_WEIGHTS = SMALL_CHUNK
 
 
 def _intercept(name: str, act: Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
@@ -277,12 +276,16 @@ def _child(command: dict[str, Any], point: dict[str, Any], answer: int) -> None:
 def _drive(command: dict[str, Any], points: list[dict[str, Any]]) -> None:
     small_chunks()
     values = np.zeros(256, dtype=np.uint8)
-    weight, _ = encode_weight(values, "BF16", (128,), get_codec("hadamard-lloyd-max"), 5)
+    weight, _ = encode_weight(values, "BF16", (128,), get_codec("hadamard-lloyd-max").coder(5))
     weight.decode()
     if "export" in command and command["target"] != "bf16":
         rotate(np.zeros(128, dtype=np.float32))
         for symmetric in (True, False):
-            codes = GroupRule(4, 128, symmetric, True, "best").quantize(np.zeros(1024, dtype=np.float32)).codes
+            codes = (
+                GroupRule(bits=4, group_size=128, symmetric=symmetric, middle=True, rule="best")
+                .quantize(np.zeros(1024, dtype=np.float32))
+                .codes
+            )
         pack_bits(codes, 4)
         pack_tiles(codes)
     # All kernels are compiled before the forks.

@@ -15,7 +15,7 @@ import sys
 import numpy as np
 
 from pqweights.codecs.lloyd_max import codebook
-from pqweights.kernels import load_backend
+from pqweights.kernels import BlockCoding, EncodedArrays, load_backend
 
 BLOCKS = 37  # two groups of 16, and some more
 DTYPES = {"BF16": 2, "F16": 2, "F32": 4}
@@ -36,9 +36,9 @@ def encode_digest(backend: str) -> str:
         for bits in range(2, 9):
             codes, norms = np.empty((BLOCKS, 16 * bits), np.uint8), np.empty(BLOCKS, np.uint16)
             energies, errors = np.empty(BLOCKS), np.empty(BLOCKS)
-            stats = load_backend(backend).encode(
-                raw, dtype, codebook(bits), bits % 2 == 0, 90, codes, norms, energies, errors
-            )
+            coding = BlockCoding(codebook=codebook(bits), signed=bits % 2 == 0, norm_exponent=90)
+            out = EncodedArrays(codes, norms, energies, errors)
+            stats = load_backend(backend).encode(raw, dtype, coding, out)
             for array in (codes, norms, energies, errors):
                 digest.update(array.tobytes())
             digest.update(repr(stats).encode())
@@ -55,7 +55,8 @@ def decode_digest(backend: str) -> str:
         for bits in range(2, 9):
             codes = rng.integers(0, 256, (BLOCKS, 16 * bits)).astype(np.uint8)
             values = np.empty(BLOCKS * 128 * item_bytes, np.uint8)
-            load_backend(backend).decode(codes, norms, dtype, codebook(bits), bits % 2 == 0, 2, values)
+            coding = BlockCoding(codebook=codebook(bits), signed=bits % 2 == 0, norm_exponent=2)
+            load_backend(backend).decode((codes, norms), coding, dtype, values)
             digest.update(values.tobytes())
     return digest.hexdigest()
 

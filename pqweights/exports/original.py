@@ -12,39 +12,47 @@ from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.views import MovedTensor
 from pqweights.errors import SourceError
 from pqweights.exports.bf16 import is_encoded
-from pqweights.exports.integers import IntegerExport, Target
-from pqweights.rewrite.manifest import Manifest, read_manifest
+from pqweights.exports.integers import IntegerExport, IntegerTarget
+from pqweights.exports.target import ExportSource
+from pqweights.rewrite.manifest import Manifest, coder_of, read_manifest
 
 
-def integer_export(
-    folder: Path, checkpoint: Checkpoint, target: Target, original: Path | None
-) -> tuple[Checkpoint, IntegerExport]:
+def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpoint, IntegerExport]:
     """The checkpoint to be rewritten, and the transform that does it.
 
-    folder: of the master. original: the checkpoint that the master was made from; its weights are taken instead. Raises
-    SourceError for one that it was not made from, ExportError where the target has no form for the model.
+    Raises SourceError for an original that the master was not made from, ExportError where the target has no form for the model.
     """
-    manifest = _manifest(folder)
-    errors = {}
-    if manifest is not None:
-        # That of a weight whose input channels were scaled is of the scaled one, and says nothing of the weight's own.
-        scaled = {tensor.name for tensor in manifest.tensors if tensor.is_scaled}
-        found = {r.name: r.relative_mse for r in manifest.records if r.relative_mse is not None}
-        errors = {name: error for name, error in found.items() if name not in scaled}
+    checkpoint, manifest = source.checkpoint, _manifest(source.folder)
     outline = target.outline(checkpoint)
-    if original is None:
+    if source.original is None:
+        errors = {} if manifest is None else _additive_errors(manifest)
         known = {t.name: error for t in outline.tensors if (error := _error(t, errors)) is not None}
-        return replace(checkpoint, tensors=outline.tensors), IntegerExport(target, None, outline, {}, known)
-    source = open_local(original)
-    _check_original(original, source, checkpoint, manifest)
-    by_name = {tensor.name: tensor for tensor in source.tensors}
+        transform = IntegerExport(target=target, outline=outline, original=None, master={}, master_errors=known)
+        return replace(checkpoint, tensors=outline.tensors), transform
+    original = open_local(source.original)
+    _check_original(source.original, original, checkpoint, manifest)
+    by_name = {tensor.name: tensor for tensor in original.tensors}
     originals: list[LogicalTensor] = [
         OriginalTensor(tensor, by_name[tensor.name]) if isinstance(tensor, EncodedTensor) else tensor
         for tensor in checkpoint.tensors
     ]
     masters = {tensor.name: tensor for tensor in outline.tensors}
     outline = target.outline(replace(checkpoint, tensors=tuple(originals)))
-    return replace(checkpoint, tensors=outline.tensors), IntegerExport(target, source, outline, masters, {})
+    transform = IntegerExport(target=target, outline=outline, original=original, master=masters, master_errors={})
+    return replace(checkpoint, tensors=outline.tensors), transform
+
+
+def _additive_errors(manifest: Manifest) -> dict[str, float]:
+    """Relative errors of the weights to which the error of later rounding adds up, by name.
+
+    That of a weight whose input channels were scaled is of the scaled one, and says nothing of the weight's own. That of a codec
+    whose errors are not orthogonal to its weights says too little.
+    """
+    return {
+        tensor.name: record.relative_mse
+        for tensor, record in manifest.pairs
+        if record.relative_mse is not None and not tensor.is_scaled and coder_of(tensor).orthogonal_error
+    }
 
 
 def _error(tensor: LogicalTensor, errors: dict[str, float]) -> float | None:

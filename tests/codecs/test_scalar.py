@@ -1,4 +1,4 @@
-"""Every codec of CODECS: what it stores, what it promises, and that what it reports is what decoding gives.
+"""The scalar codecs: what they store, what they promise, and that what they report is what decoding gives.
 
 The codecs for comparison are held to docs/format.md to the byte by the independent writer, and to their definition by a
 float64 reference that is written here with an explicit matrix.
@@ -22,28 +22,28 @@ import numpy as np
 import pytest
 import torch
 from blocks import DTYPES, examples, same_bits
+from calls import export, quantize
 from hypothesis import given
 from hypothesis import strategies as st
 from pqweights_cli.main import app
+from scalar import coding, encode_scalar, encode_scalar_blocks, exponent_of
 from typer.testing import CliRunner
 
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
-from pqweights.codecs import CODECS, ablation, lloyd_max
-from pqweights.codecs.protocol import HADAMARD, SIGNED_HADAMARD, UNROTATED
-from pqweights.codecs.weight import encode_weight, norm_exponent_for
+from pqweights.codecs import CODECS, comparison, lloyd_max
+from pqweights.codecs.scalar import HADAMARD, SIGNED_HADAMARD, UNROTATED, ScalarCodec
 from pqweights.errors import SourceError
-from pqweights.exports import export
 from pqweights.exports.options import ExportOptions
-from pqweights.kernels import SIGNS, reference
+from pqweights.kernels import SIGNS, load_backend, reference
 from pqweights.planning.recipe import parse_recipe
-from pqweights.quantize import quantize
 from pqweights.results.inspect import inspect
 from pqweights.results.verify import verify
 
 COMPARED = ("absmax", "hadamard-absmax", "lloyd-max", "hadamard-lloyd-max-l2")
 BITS = range(2, 9)
-EVERY = [(name, bits) for name, codec in CODECS.items() for bits in codec.widths]
+SCALAR = {name: codec for name, codec in CODECS.items() if isinstance(codec, ScalarCodec)}
+EVERY = [(name, bits) for name, codec in SCALAR.items() for bits in codec.rates]
 EVERY_COMPARED = [(name, bits) for name in COMPARED for bits in BITS]
 
 FAMILIES = helpers.block_families()
@@ -57,33 +57,38 @@ each_compared = pytest.mark.parametrize(("name", "bits"), EVERY_COMPARED)
 
 def encode(name, values, bits, dtype="F32"):
     """A whole weight, through all passes."""
-    return encode_weight(helpers.raw_bytes(values, dtype), dtype, values.shape, CODECS[name], bits)
+    return encode_scalar(helpers.raw_bytes(values, dtype), dtype, values.shape, SCALAR[name], bits)
 
 
 def encode_blocks(name, values, bits, rotation=None, exponent=0, dtype="F32"):
     """One pass over blocks [n, 128]."""
-    codes = np.full((len(values), 16 * bits), 0xAB, np.uint8)
-    rotation = rotation or CODECS[name].rotations[0]
-    return CODECS[name].encode(helpers.raw_bytes(values, dtype), dtype, bits, rotation, exponent, codes)
+    rotation = rotation or SCALAR[name].rotations[0]
+    return encode_scalar_blocks(SCALAR[name], helpers.raw_bytes(values, dtype), dtype, bits, rotation, exponent)
 
 
 def decode_blocks(name, encoded, bits, rotation, exponent=0):
-    values = np.empty(len(encoded.codes) * 512, np.uint8)
-    codec = CODECS[name]
-    codec.decode(encoded.codes, encoded.norms, "F32", codec.codebook(bits), rotation, exponent, values)
-    return values.view(np.float32).reshape(-1, 128)
+    return decode(name, encoded, "F32", bits, rotation, exponent).view(np.float32).reshape(-1, 128)
+
+
+def decode(name, encoded, dtype, bits, rotation, exponent):
+    """Raw bytes; rotation None: as coded."""
+    values = np.empty(len(encoded.codes) * 128 * (4 if dtype == "F32" else 2), np.uint8)
+    load_backend("cpu").decode(
+        (encoded.codes, encoded.norms), coding(SCALAR[name], bits, rotation, exponent), dtype, values
+    )
+    return values
 
 
 def test_the_registry():
-    for name, codec in CODECS.items():
+    for name, codec in SCALAR.items():
         assert codec.name == name
-        assert codec.widths == BITS
+        assert codec.rates == BITS
         assert set(codec.rotations) in ({HADAMARD, SIGNED_HADAMARD}, {UNROTATED})
         assert codec.rotations[0] in (HADAMARD, UNROTATED)
-        for bits in codec.widths:
-            assert codec.code_bytes_per_block(bits) == 16 * bits
+        for bits in codec.rates:
+            assert [part.bytes_per_block for part in codec.coder(bits).parts] == [16 * bits, 2]
             assert codec.codebook(bits).levels.shape == (2**bits,)
-    assert set(COMPARED) < set(CODECS)
+    assert set(COMPARED) < set(SCALAR)
 
 
 def test_the_pages_list_the_codecs():
@@ -91,18 +96,18 @@ def test_the_pages_list_the_codecs():
     page = (root / "docs/format.md").read_text()
     rows = re.findall(r"^\| `([\w-]+)` \| (`[^|]*`) \| [\w-]+ \| [\w ]+ \|$", page, re.MULTILINE)
     assert {name: tuple(re.findall(r"`([^`]+)`", cells)) for name, cells in rows} == {
-        name: codec.rotations for name, codec in CODECS.items()
+        name: codec.rotations for name, codec in SCALAR.items()
     }
     text = re.sub(r"\s+", " ", page[page.index("Gaussian blocks of 128:") : page.index("**Levels.** Lloyd-Max")])
     stated = {int(bits): float(value) for bits, value in re.findall(r"(\d) bits (0\.\d+)", text)}
-    assert stated == ablation.ABSMAX_DISTORTION
+    assert stated == comparison.ABSMAX_DISTORTION
     recipes = (root / "recipes/README.md").read_text()
-    assert set(re.findall(r"^\| `((?:\w+-)*(?:absmax|max|l2))` \|", recipes, re.MULTILINE)) == set(CODECS)
+    assert set(re.findall(r"^\| `((?:\w+-)*(?:absmax|max|l2))` \|", recipes, re.MULTILINE)) == set(SCALAR)
 
 
 def test_distortions_fall_with_the_width():
-    for codec in CODECS.values():
-        promised = [codec.distortion(bits) for bits in codec.widths]
+    for codec in SCALAR.values():
+        promised = [codec.distortion(bits) for bits in codec.rates]
         assert all(0 < fine < coarse / 3 for coarse, fine in itertools.pairwise(promised))
 
 
@@ -111,8 +116,8 @@ def test_distortions_fall_with_the_width():
 
 @pytest.mark.parametrize("bits", BITS)
 def test_uniform_levels_are_symmetric_multiples(bits):
-    book, steps = CODECS["absmax"].codebook(bits), 2 ** (bits - 1) - 1
-    assert CODECS["hadamard-absmax"].codebook(bits) is book
+    book, steps = SCALAR["absmax"].codebook(bits), 2 ** (bits - 1) - 1
+    assert SCALAR["hadamard-absmax"].codebook(bits) is book
     assert book.levels.dtype == np.float32 and (np.diff(book.levels) > 0).all()
     expected = np.arange(-steps - 1, steps + 1) / steps * math.sqrt(128)
     assert np.allclose(book.levels, expected, rtol=2.0**-23, atol=0)
@@ -122,8 +127,8 @@ def test_uniform_levels_are_symmetric_multiples(bits):
 @pytest.mark.parametrize("bits", BITS)
 def test_the_other_levels_are_those_of_lloyd_and_max(bits):
     for name in ("lloyd-max", "hadamard-lloyd-max-l2", "hadamard-lloyd-max"):
-        assert CODECS[name].codebook(bits) is lloyd_max.codebook(bits)
-        assert CODECS[name].distortion(bits) == lloyd_max.DISTORTION[bits]
+        assert SCALAR[name].codebook(bits) is lloyd_max.codebook(bits)
+        assert SCALAR[name].distortion(bits) == lloyd_max.DISTORTION[bits]
 
 
 # What theory promises
@@ -154,8 +159,8 @@ def test_the_distortion_of_uniform_levels(bits):
             probability += of_maximum * inside
             total += of_maximum * squared_error(node)
     assert probability == pytest.approx(1, abs=1e-12)
-    assert CODECS["absmax"].distortion(bits) == pytest.approx(total * 127 / 128, rel=5e-9)
-    assert CODECS["hadamard-absmax"].distortion(bits) == CODECS["absmax"].distortion(bits)
+    assert SCALAR["absmax"].distortion(bits) == pytest.approx(total * 127 / 128, rel=5e-9)
+    assert SCALAR["hadamard-absmax"].distortion(bits) == SCALAR["absmax"].distortion(bits)
 
 
 def test_the_distortion_at_two_bits_in_closed_form():
@@ -169,7 +174,7 @@ def test_the_distortion_at_two_bits_in_closed_form():
             return 127 * 4 * mpmath.npdf(m) * mpmath.erf(m / mpmath.sqrt(2)) ** 126 * error
 
         exact = float(mpmath.quad(of_maximum, [0, 2, 2.5, 3, 4, 5, 9]))
-    assert CODECS["absmax"].distortion(2) == pytest.approx(exact, rel=5e-9)
+    assert SCALAR["absmax"].distortion(2) == pytest.approx(exact, rel=5e-9)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -178,14 +183,14 @@ def test_the_distortion_of_uniform_levels_by_drawing(bits):
     values = np.random.default_rng(bits).standard_normal((20_000, 128))
     step = np.abs(values).max(axis=1, keepdims=True) / (2 ** (bits - 1) - 1)
     error = ((np.round(values / step) * step - values) ** 2).sum() / (values**2).sum()
-    assert error == pytest.approx(CODECS["absmax"].distortion(bits), rel=0.005)
+    assert error == pytest.approx(SCALAR["absmax"].distortion(bits), rel=0.005)
 
 
 @each
 def test_the_promise_is_kept_on_gaussian_weights(name, bits):
     """Within 3 %; the norms of Lloyd-Max codecs and least squares only make it better, by at most 5 %."""
     _, measured = encode(name, helpers.gaussian(2048, 128, seed=bits, scale=0.03), bits)
-    ratio = measured.relative_mse / CODECS[name].distortion(bits)
+    ratio = measured.relative_mse / SCALAR[name].distortion(bits)
     assert 0.97 <= ratio <= 1.03 if "absmax" in name else 0.94 <= ratio <= 1.0
 
 
@@ -242,10 +247,10 @@ def test_the_independent_writer_gives_the_same_weight(name, bits, dtype):
     """Codes, norms, exponent, rotation, and measures to the last bit; and the independent reader the same values."""
     for family, values in FAMILIES.items():
         raw = helpers.raw_bytes(values, dtype)
-        ours, measured = encode_weight(raw, dtype, values.shape, CODECS[name], bits)
-        book = CODECS[name].codebook(bits)
+        ours, measured = encode_scalar(raw, dtype, values.shape, SCALAR[name], bits)
+        book = SCALAR[name].codebook(bits)
         theirs = independent_writer.encode(
-            helpers.values_of(raw, dtype), book.levels, bits, CODECS[name].distortion(bits), name
+            helpers.values_of(raw, dtype), book.levels, bits, SCALAR[name].distortion(bits), name
         )
         assert (ours.rotation, ours.norm_exponent) == (theirs.rotation, theirs.norm_exponent), family
         assert np.array_equal(ours.codes, theirs.codes), family
@@ -255,7 +260,7 @@ def test_the_independent_writer_gives_the_same_weight(name, bits, dtype):
             ours.codes, ours.norms.view(np.float16), book.levels, bits, ours.rotation, ours.norm_exponent
         )
         assert independent_reader.to_bytes(decoded, dtype) == ours.decode().tobytes(), family
-        for rotation in CODECS[name].rotations:  # whether it is needed or not
+        for rotation in SCALAR[name].rotations:  # whether it is needed or not
             theirs = independent_writer.encode_rotated(helpers.values_of(raw, dtype), book.levels, bits, rotation, name)
             found = encode_blocks(name, values, bits, rotation, theirs.norm_exponent, dtype)
             assert same_bits(found.codes, theirs.codes) and same_bits(found.norms, theirs.norms), (family, rotation)
@@ -263,28 +268,26 @@ def test_the_independent_writer_gives_the_same_weight(name, bits, dtype):
             assert same_bits(found.errors, theirs.block_error), (family, rotation)
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", SCALAR)
 def test_signs_rescue_where_there_is_a_rotation(name):
     weight, measured = encode(name, FAMILIES["constant and noise"], 6)
-    if len(CODECS[name].rotations) > 1:
+    if len(SCALAR[name].rotations) > 1:
         assert weight.rotation == SIGNED_HADAMARD
-    assert measured.relative_mse < 1.25 * CODECS[name].distortion(6) or name == "lloyd-max"
+    assert measured.relative_mse < 1.25 * SCALAR[name].distortion(6) or name == "lloyd-max"
 
 
 @each_compared
 def test_the_reference_decodes_to_the_same_bytes(name, bits):
     """Through the fast kernels and through torch; as coded (rotation None), too."""
-    codec = CODECS[name]
+    codec = SCALAR[name]
     for values in (FAMILIES["gaussian"], FAMILIES["all kinds in one weight"]):
         encoded, _ = encode(name, values, bits)
         for rotation in (*codec.rotations, None):
             for dtype in DTYPES:
-                ours = np.empty(len(values) * 128 * (4 if dtype == "F32" else 2), np.uint8)
+                ours = decode(name, encoded, dtype, bits, rotation, encoded.norm_exponent)
                 theirs = np.empty_like(ours)
-                args = (encoded.codes, encoded.norms, dtype, encoded.codebook)
-                codec.decode(*args, rotation, encoded.norm_exponent, ours)
-                signed, rotate = rotation == SIGNED_HADAMARD, rotation not in (None, UNROTATED)
-                reference.decode(*args, signed, encoded.norm_exponent, theirs, rotate)
+                how = coding(codec, bits, rotation, encoded.norm_exponent)
+                reference.decode((encoded.codes, encoded.norms), how, dtype, theirs)
                 assert same_bits(ours, theirs), (rotation, dtype)
 
 
@@ -292,7 +295,7 @@ def test_the_reference_decodes_to_the_same_bytes(name, bits):
 def test_what_stays_as_coded(name):
     """Without its rotation a weight is in the Hadamard basis; one that was not rotated is the weight."""
     values = FAMILIES["gaussian"]
-    encoded, rotation = encode_blocks(name, values, 6), CODECS[name].rotations[0]
+    encoded, rotation = encode_blocks(name, values, 6), SCALAR[name].rotations[0]
     decoded = decode_blocks(name, encoded, 6, rotation)
     as_coded = decode_blocks(name, encoded, 6, None)
     if rotation == UNROTATED:
@@ -315,7 +318,7 @@ def assert_errors_are_those_of_the_decoded(name, values, bits, dtype="F32", roun
     assert measured.energy == pytest.approx(energy, rel=1e-6, abs=0)
     assert abs(measured.error - error) <= 1e-5 * error + 2 * rounding * math.sqrt(error * energy) + rounding**2 * energy
     assert (weight.norms & 0x7FFF < 0x7C00).all()
-    assert measured.norm_exponent == norm_exponent_for(measured.smallest_norm, measured.largest_norm)
+    assert measured.norm_exponent == exponent_of(measured)
     return weight, measured
 
 
@@ -376,10 +379,10 @@ def test_constant_blocks(name, bits):
         values = np.full((5, 128), constant, np.float32)
         weight, measured = assert_errors_are_those_of_the_decoded(name, values, bits, rounding=2.0**-22)
         if name.endswith("absmax"):  # a single level, and a single coordinate
-            assert weight.rotation == CODECS[name].rotations[0]
+            assert weight.rotation == SCALAR[name].rotations[0]
             assert measured.relative_mse < 2.0**-22
         elif name == "lloyd-max":
-            nearest = np.abs(CODECS[name].codebook(bits).levels.astype(np.float64) - 1).min()
+            nearest = np.abs(SCALAR[name].codebook(bits).levels.astype(np.float64) - 1).min()
             assert math.sqrt(measured.relative_mse) == pytest.approx(nearest, abs=2.0**-10)
         else:
             assert weight.rotation == SIGNED_HADAMARD
@@ -387,7 +390,7 @@ def test_constant_blocks(name, bits):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", SCALAR)
 def test_what_is_not_finite_is_reported(name, bad, dtype):
     """Beyond the blocks that are encoded together, and the first of several; the others are not disturbed."""
     values = helpers.gaussian(2100, 128, seed=1)
@@ -399,31 +402,29 @@ def test_what_is_not_finite_is_reported(name, bad, dtype):
     word = {"BF16": helpers.bf16, "F16": helpers.f16, "F32": helpers.f32}[dtype](np.float32([bad]))[1]
     words = raw.view(word.dtype).reshape(-1, 128)
     words[2051, 127] = words[2060, 0] = words[1500, 64] = word[0]
-    codes = np.empty((2100, 64), np.uint8)
     before = raw.copy()
-    found = CODECS[name].encode(raw, dtype, 4, CODECS[name].rotations[0], 0, codes)
+    found = encode_scalar_blocks(SCALAR[name], raw, dtype, 4, SCALAR[name].rotations[0])
     assert same_bits(raw, before)
     assert found.stats.first_bad_block == 1500
     rest = np.delete(np.arange(2100), [1500, 2051, 2060])
     assert same_bits(found.codes[rest], clean.codes[rest]) and same_bits(found.norms[rest], clean.norms[rest])
     with pytest.raises(SourceError, match="block 1500"):
-        encode_weight(raw, dtype, (2100, 128), CODECS[name], 4)
+        encode_scalar(raw, dtype, (2100, 128), SCALAR[name], 4)
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", SCALAR)
 def test_the_source_is_only_read(name):
     """One block of float32, which is its own transpose, in memory that may not be written."""
     for values in (np.zeros((1, 128), np.float32), np.full((1, 128), np.nan, np.float32)):
         values.flags.writeable = False
         raw = values.reshape(-1).view(np.uint8)
-        codes = np.empty((1, 64), np.uint8)
-        CODECS[name].encode(raw, "F32", 4, CODECS[name].rotations[0], 0, codes)
+        encode_scalar_blocks(SCALAR[name], raw, "F32", 4, SCALAR[name].rotations[0])
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", SCALAR)
 def test_no_cut_into_calls_changes_a_byte(name):
     values = np.concatenate([helpers.gaussian(2000, 128, seed=2), *(v[:4] for v in FAMILIES.values())])
-    for rotation in CODECS[name].rotations:
+    for rotation in SCALAR[name].rotations:
         whole = encode_blocks(name, values, 5, rotation, 140)
         for step in (1, 700, 1024, 1025):
             starts = range(0, len(values), step) if step > 1 else (0, 1, 1023, 1024, 2000, 2050)
@@ -441,7 +442,7 @@ def test_no_cut_into_calls_changes_a_byte(name):
 def test_packing(bits, blocks, seed):
     """As the reference packs, and as the independent reader unpacks."""
     codes = np.random.default_rng(seed).integers(0, 2**bits, (blocks, 128)).astype(np.uint8)
-    packed = np.ascontiguousarray(ablation.pack(np.ascontiguousarray(codes.T), bits).T)
+    packed = np.ascontiguousarray(comparison.pack(np.ascontiguousarray(codes.T), bits).T)
     assert packed.shape == (blocks, 16 * bits)
     assert np.array_equal(packed, reference.pack(torch.from_numpy(codes), bits).numpy())
     assert np.array_equal(independent_reader.unpack(packed, bits), codes)
@@ -451,23 +452,23 @@ def test_packing(bits, blocks, seed):
 @pytest.mark.parametrize("uniform", [False, True])
 def test_a_code_is_the_number_of_thresholds_reached(uniform, bits):
     """At every threshold, one step beside it, anywhere, and far outside."""
-    thresholds = CODECS["absmax" if uniform else "lloyd-max"].codebook(bits).thresholds
+    thresholds = SCALAR["absmax" if uniform else "lloyd-max"].codebook(bits).thresholds
     rng = np.random.default_rng(bits)
     z = np.concatenate([
         thresholds, np.nextafter(thresholds, np.float32(99)), np.nextafter(thresholds, np.float32(-99)),
         rng.standard_normal(100_000).astype(np.float32) * 3, np.float32([-0.0, 0.0, 2.0**-149, -20, 20, -1e30, 1e30]),
     ])  # fmt: skip
     expected = np.searchsorted(thresholds, z, side="right")
-    assert np.array_equal(ablation.level_search(uniform, bits).codes(z), expected)
+    assert np.array_equal(comparison.level_search(uniform, bits).codes(z), expected)
 
 
 @given(st.integers(0, 2**32 - 1))
 @examples(30)
 def test_the_butterfly_of_columns_is_that_of_the_page(seed):
     values = np.random.default_rng(seed).standard_normal((5, 128)).astype(np.float32)
-    columns = ablation.hadamard(np.ascontiguousarray(values.T))
+    columns = comparison.hadamard(np.ascontiguousarray(values.T))
     assert same_bits(np.ascontiguousarray(columns.T), independent_reader.hadamard(values))
-    assert same_bits(ablation.tree_sum(values.T.copy()), independent_writer.tree(values))
+    assert same_bits(comparison.tree_sum(values.T.copy()), independent_writer.tree(values))
 
 
 # Whole checkpoints
@@ -524,7 +525,7 @@ def test_mixed_codecs_in_one_recipe(tmp_path: Path) -> None:
         codec, bits = codec_of(name)
         entry, decoded = found[name], helpers.as_float32(plain[name])
         assert (entry["codec"], entry["bits"]) == (codec, bits)
-        assert entry["rotation"] in CODECS[codec].rotations
+        assert entry["rotation"] in SCALAR[codec].rotations
         assert (entry["rotation"] == SIGNED_HADAMARD) == ("q_proj" in name)
         error = ((decoded.astype(np.float64) - values) ** 2).sum() / (values.astype(np.float64) ** 2).sum()
         # Rounding to BF16 adds some 2**-18.
@@ -569,6 +570,6 @@ def test_the_commands_know_every_codec(name: str, tmp_path: Path) -> None:
 
 def test_a_codec_is_data() -> None:
     """Equal parameters are the same codec: there is no hidden state."""
-    assert CODECS["absmax"] == ablation.Ablation("absmax", rotated=False, uniform=True)
+    assert SCALAR["absmax"] == comparison.ComparisonCodec(name="absmax", rotated=False, uniform=True)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        CODECS["absmax"].name = "other"  # type: ignore[misc]
+        SCALAR["absmax"].name = "other"  # type: ignore[misc]

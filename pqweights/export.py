@@ -1,0 +1,79 @@
+"""Export: a master, or the original in its place, written as what a runtime loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pqweights.checkpoint.names import MANIFEST_FILE
+from pqweights.checkpoint.source import open_local
+from pqweights.checkpoint.storage import Origin
+from pqweights.errors import SourceError
+from pqweights.exports import get_target
+from pqweights.exports.options import ExportOptions
+from pqweights.exports.target import ExportSource
+from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, totals
+from pqweights.rewrite.driver import Lineage, RewriteReport, RewriteTask, RunOptions, make_plan, rewrite
+from pqweights.rewrite.manifest import read_manifest, total_relative_mse
+from pqweights.rewrite.workspace import check_paths
+
+
+@dataclass(frozen=True)
+class MasterFolder:
+    """The folder of a master. origin: where it was fetched from. original: the checkpoint that it was made from, if that is
+    to be read instead of the decoded weights, for a target of integers.
+    """
+
+    folder: Path
+    origin: Origin | None = None
+    original: Path | None = None
+
+
+def export(
+    master: MasterFolder,
+    out: Path,
+    target: str,
+    *,
+    options: ExportOptions = ExportOptions(),
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    run: RunOptions = RunOptions(),
+) -> RewriteReport:
+    """Write a master as `target` (a key of EXPORTS) into the folder `out`; continues an interrupted run of the same call.
+
+    Raises SourceError (also for a folder that is not a master), MasterError, ExportError, OptionError, OutputError,
+    DeviceError, MissingDependencyError.
+    """
+    to = get_target(target)
+    settings = to.read_options(options)
+    for path in (master.folder, *([master.original] if master.original else [])):
+        check_paths(path, out)
+    checkpoint = open_local(master.folder, origin=master.origin)
+    if not checkpoint.is_master:
+        raise SourceError(
+            f"{master.folder}: expected a pqweights master (config.json with quant_method pqweights), found none"
+        )
+    source = ExportSource(folder=master.folder, checkpoint=checkpoint, original=master.original)
+    checkpoint, transform = to.prepare(source, settings)
+    task = RewriteTask(
+        checkpoint=checkpoint,
+        source=master.folder,
+        transform=transform,
+        plan=make_plan(checkpoint, transform, max_shard_bytes),
+        out=out,
+        lineage=_lineage(master.folder),
+    )
+    return rewrite(task, run)
+
+
+def _lineage(master: Path) -> Lineage:
+    """By the master's manifest, where it has one.
+
+    Raises MasterError for a damaged one.
+    """
+    if not (master / MANIFEST_FILE).is_file():
+        return Lineage()
+    manifest = read_manifest(master)
+    about: dict[str, Any] = {key: manifest.made_by[key] for key in ("recipe", "awq", "fit") if key in manifest.made_by}
+    about["bits_per_weight"] = totals(manifest.tensors)["bits_per_weight"]
+    return Lineage(manifest.identity.model, about | {"relative_mse": total_relative_mse(manifest.records)})

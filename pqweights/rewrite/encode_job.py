@@ -1,0 +1,152 @@
+"""Encoding a weight, chunk by chunk: the job of the quantizing transform."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from pqweights.buffers import BufferPool
+from pqweights.checkpoint import scales
+from pqweights.checkpoint.names import awq_name
+from pqweights.checkpoint.readers import LogicalTensor, element_count
+from pqweights.checkpoint.source import find_non_finite
+from pqweights.codecs.protocol import VALUE_DTYPES, Bytes, Coder, Measures, PassResult, State
+from pqweights.codecs.weight import PassTotals, block_count, encode_chunk
+from pqweights.dtypes import item_bytes, to_float32
+from pqweights.errors import SourceError
+from pqweights.kernels.workers import scratch
+from pqweights.planning.plan import TensorPlan
+from pqweights.rewrite import jobs
+from pqweights.rewrite.jobs import Job, Sink
+from pqweights.rewrite.manifest import TensorRecord, coder_of
+from pqweights.strict_json import rounded
+
+# Parts begin at multiples of this many bytes in a chunk's buffer, whatever the one before ends with.
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightToEncode:
+    """A weight, and how it is planned. awq: its scales [..., K] as bytes of float16, where its input channels are scaled."""
+
+    planned: TensorPlan
+    tensor: LogicalTensor
+    awq: Bytes | None
+    buffers: BufferPool
+
+    @property
+    def coder(self) -> Coder:
+        """What encodes it."""
+        return coder_of(self.planned)
+
+    @property
+    def dtype(self) -> str:
+        """In which it is read and encoded."""
+        exact = self.tensor.dtype in VALUE_DTYPES or self.tensor.dtype == "MXFP4"
+        return self.tensor.plain_dtype if exact and self.awq is None else "F32"
+
+
+class EncodedChunk(NamedTuple):
+    """buffer: what the parts lie in. parts: [blocks, bytes per block] each."""
+
+    buffer: Bytes
+    parts: tuple[Bytes, ...]
+    measures: Measures
+
+
+class EncodeJob:
+    """One pass of encoding over one weight. See jobs.Job. history: of the passes before."""
+
+    def __init__(
+        self, weight: WeightToEncode, state: State | None = None, history: tuple[PassResult, ...] = ()
+    ) -> None:
+        self._weight, self._history = weight, history
+        self._planned, self._tensor, self._coder = weight.planned, weight.tensor, weight.coder
+        self._state = self._coder.first_state() if state is None else state
+        self._factors = None if weight.awq is None else to_float32(weight.awq, "F16")
+        self._weights = element_count(weight.tensor)
+        block_size = self._coder.block_size
+        self._chunk_weights = max(1, jobs.CHUNK_WEIGHTS // block_size) * block_size
+        self._totals = PassTotals(self._state)
+        self._digests = {spec.name: hashlib.sha256() for spec in self._planned.stored}
+
+    @property
+    def chunks(self) -> int:
+        """See Job."""
+        return -(-self._weights // self._chunk_weights)
+
+    def run(self, chunk: int, sink: Sink) -> EncodedChunk:
+        """See Job."""
+        start = chunk * self._chunk_weights
+        count = min(self._chunk_weights, self._weights - start)
+        values = self._read(start, count)
+        if chunk == 0 and self._weight.awq is not None:
+            sink.write(awq_name(self._planned.name), 0, self._weight.awq)
+        buffer = self._weight.buffers.take()
+        parts = self._parts_in(buffer, block_count(count, self._coder.block_size))
+        measures = encode_chunk(self._coder, values, count, dtype=self._weight.dtype, state=self._state, parts=parts)
+        if measures.first_bad_block >= 0:
+            self._refuse_non_finite(start, count)
+        first_block = start // self._coder.block_size
+        for part, data in zip(self._coder.parts, parts, strict=True):
+            sink.write(self._planned.name + part.suffix, first_block * part.bytes_per_block, data.reshape(-1))
+        return EncodedChunk(buffer, parts, measures)
+
+    def _read(self, start: int, count: int) -> Bytes:
+        """Whole blocks of the weight, scaled where it is; the padding is undefined."""
+        dtype = self._weight.dtype
+        whole = block_count(count, self._coder.block_size) * self._coder.block_size
+        values = scratch("weights", whole * item_bytes(dtype))
+        self._tensor.read(start, count, dtype, values)
+        if self._factors is not None:
+            with np.errstate(over="ignore"):  # found by the encoder
+                scales.multiply(values.view(np.float32)[:count], start, self._planned.shape, self._factors)
+        return values
+
+    def _parts_in(self, buffer: Bytes, blocks: int) -> tuple[Bytes, ...]:
+        parts, begin = [], 0
+        for part in self._coder.parts:
+            end = begin + blocks * part.bytes_per_block
+            parts.append(buffer[begin:end].reshape(blocks, part.bytes_per_block))
+            begin = -(-end // ALIGNMENT) * ALIGNMENT
+        return tuple(parts)
+
+    def _refuse_non_finite(self, start: int, count: int) -> None:
+        at = find_non_finite(self._tensor, start, count)
+        if at < 0:
+            raise SourceError(
+                f"tensor {self._tensor.name!r}: times the scales of its input channels it leaves the range of float32; quantize "
+                "it without them, or keep it with a rule"
+            )
+        place = [int(i) for i in np.unravel_index(at, self._tensor.shape)]
+        raise SourceError(
+            f"{self._tensor.parts[0].file}: tensor {self._tensor.name!r}: expected finite weights, found a NaN or an infinity "
+            f"at {place}; keep the tensor with a rule (name: {self._tensor.name!r}, keep: true) or repair the checkpoint"
+        )
+
+    def collect(self, result: EncodedChunk) -> None:
+        """See Job."""
+        self._totals.add(result.measures)
+        for part, data in zip(self._coder.parts, result.parts, strict=True):
+            self._digests[self._planned.name + part.suffix].update(data.data)
+        self._weight.buffers.give(result.buffer)
+
+    def finish(self) -> TensorRecord | Job:
+        """See Job."""
+        history = (*self._history, self._totals.result())
+        following = self._coder.next_state(history)
+        if following is not None:
+            return EncodeJob(self._weight, following, history)
+        if self._weight.awq is not None:
+            self._digests[awq_name(self._planned.name)].update(self._weight.awq.data)
+        last = history[-1]
+        return TensorRecord(
+            name=self._planned.name,
+            sha256={name: digest.hexdigest() for name, digest in self._digests.items()},
+            state=last.state.to_json(),
+            relative_mse=rounded(last.relative_mse),
+            energy=rounded(last.energy),
+        )

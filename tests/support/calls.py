@@ -1,0 +1,61 @@
+"""The library's functions with flat keywords, sorted here into the options that they take."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from pqweights import card
+from pqweights import export as exporting
+from pqweights import push as pushing
+from pqweights import quantize as quantizing
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.exports.options import ExportOptions
+from pqweights.hub.sources import Access
+from pqweights.planning.plan import Plan
+from pqweights.planning.recipe import Recipe
+from pqweights.rewrite.driver import RewriteReport, RunOptions
+
+
+def options_of(kind: Any, keywords: dict[str, Any]) -> Any:
+    """The options of a kind, taken out of the keywords."""
+    return kind(**{field.name: keywords.pop(field.name) for field in fields(kind) if field.name in keywords})
+
+
+def quantize(source: str | Path, out: Path, recipe: Recipe, **keywords: Any) -> RewriteReport:
+    options, run = options_of(quantizing.QuantizeOptions, keywords), options_of(RunOptions, keywords)
+    assert not keywords, keywords
+    return quantizing.quantize(source, out, recipe, options=options, run=run)
+
+
+def plan_quantize(source: str | Path, recipe: Recipe, **keywords: Any) -> tuple[Checkpoint, quantizing.Quantize, Plan]:
+    options = options_of(quantizing.QuantizeOptions, keywords)
+    assert not keywords, keywords
+    return quantizing.plan_quantize(source, recipe, options)
+
+
+def export(
+    master: Path, out: Path, target: str, options: ExportOptions = ExportOptions(), **keywords: Any
+) -> RewriteReport:
+    folder = exporting.MasterFolder(master, keywords.pop("origin", None), keywords.pop("original", None))
+    run = options_of(RunOptions, keywords)
+    return exporting.export(folder, out, target, options=options, run=run, **keywords)
+
+
+def make_card(
+    folder: Path, repository: str | None = None, base_model: str | None = None, old: str | None = None, **keywords: Any
+) -> card.Card:
+    pushed = keywords.pop("pushed", None)
+    asked = card.CardOptions(repository=repository, base_model=base_model, **keywords)
+    return card.make_card(folder, asked, old=old, pushed=pushed)
+
+
+def write_card(
+    folder: Path, repository: str | None = None, base_model: str | None = None, adopt: bool = False
+) -> card.Card:
+    return card.write_card(folder, card.CardOptions(repository=repository, base_model=base_model, adopt=adopt))
+
+
+def push(folder: Path, repository: str, access: Access, **keywords: Any) -> pushing.PushReport:
+    return pushing.push(folder, repository, access, pushing.PushOptions(**keywords))

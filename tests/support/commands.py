@@ -1,0 +1,40 @@
+"""Commands, run in this process."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pqweights_cli.main import app
+from typer.testing import CliRunner, Result
+
+
+def invoke(*arguments: object) -> Result:
+    """A command; a bug's exception is raised, not hidden."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def done(*arguments: object) -> Result:
+    """A command that succeeds."""
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.stderr
+    return result
+
+
+def answer(*arguments: object) -> Any:
+    """The JSON of a command that succeeds, which is all that it prints."""
+    result = done(*arguments, "--json")
+    assert result.stderr == ""
+    return json.loads(result.stdout)
+
+
+def refused(*arguments: object, code: int = 1) -> str:
+    """The one line of a command that fails, on stderr; on stdout there is nothing."""
+    result = invoke(*arguments)
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    return str(result.stderr)

@@ -1,0 +1,108 @@
+"""Scalar codecs, whose weights are taken apart into codes, norms, rotation and exponent."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.codecs.protocol import PassResult
+from pqweights.codecs.scalar import (
+    SIGNED_HADAMARD,
+    UNROTATED,
+    NormRange,
+    ScalarCodec,
+    ScalarCoder,
+    ScalarState,
+    norm_exponent_for,
+)
+from pqweights.codecs.weight import EncodedWeight, encode_weight
+from pqweights.kernels import BlockCoding, EncodedArrays, EncodeStats
+from pqweights.kernels.codebook import Codebook
+
+Bytes = npt.NDArray[np.uint8]
+Halves = npt.NDArray[np.uint16]  # float16 bit patterns
+
+
+class ScalarWeight:
+    """An encoded weight."""
+
+    def __init__(self, weight: EncodedWeight) -> None:
+        assert isinstance(weight.coder, ScalarCoder) and isinstance(weight.state, ScalarState)
+        self.whole = weight
+        self.codes: Bytes = weight.parts[0]
+        self.norms: Halves = weight.parts[1].reshape(-1).view(np.uint16)
+        self.codebook: Codebook = weight.coder.codebook
+        self.codec, self.bits = weight.coder.codec, weight.coder.bits
+        self.rotation, self.norm_exponent = weight.state.rotation, weight.state.norm_exponent
+        self.shape, self.dtype = weight.shape, weight.dtype
+
+    def decode(self) -> Bytes:
+        return self.whole.decode()
+
+    def decode_blocks(self, start: int, stop: int, dtype: str) -> Bytes:
+        return self.whole.decode_blocks(start, stop, dtype)
+
+
+class ScalarPass(NamedTuple):
+    """What a pass measured."""
+
+    rotation: str
+    norm_exponent: int
+    smallest_norm: float
+    largest_norm: float
+    energy: float
+    error: float
+    relative_mse: float
+
+    @staticmethod
+    def of(measured: PassResult) -> ScalarPass:
+        state, norms = measured.state, measured.observed
+        assert isinstance(state, ScalarState) and isinstance(norms, NormRange)
+        sums = (measured.energy, measured.error, measured.relative_mse)
+        return ScalarPass(state.rotation, state.norm_exponent, norms.smallest, norms.largest, *sums)
+
+
+class ScalarBlocks(NamedTuple):
+    """Some encoded blocks."""
+
+    codes: Bytes
+    norms: Halves
+    energies: npt.NDArray[np.float64]
+    errors: npt.NDArray[np.float64]
+    stats: EncodeStats
+
+
+def encode_scalar(
+    values: Bytes, dtype: str, shape: tuple[int, ...], codec: Any, bits: int
+) -> tuple[ScalarWeight, ScalarPass]:
+    """A whole weight, through all passes."""
+    weight, measured = encode_weight(values, dtype, shape, codec.coder(bits))
+    return ScalarWeight(weight), ScalarPass.of(measured)
+
+
+def encode_scalar_blocks(
+    codec: ScalarCodec, raw: Bytes, dtype: str, bits: int, rotation: str, exponent: int = 0
+) -> ScalarBlocks:
+    """One pass over whole blocks."""
+    blocks = len(raw) // (128 * {"BF16": 2, "F16": 2, "F32": 4}[dtype])
+    codes, norms = np.full((blocks, 16 * bits), 0xAB, np.uint8), np.full(blocks, 0xABCD, np.uint16)
+    out = EncodedArrays(codes, norms, np.full(blocks, -1.0), np.full(blocks, -1.0))
+    stats = codec.encode_blocks(raw, dtype, coding(codec, bits, rotation, exponent), out)
+    return ScalarBlocks(*out, stats)
+
+
+def coding(codec: ScalarCodec, bits: int, rotation: str | None, exponent: int = 0) -> BlockCoding:
+    """rotation: None leaves blocks as they are coded."""
+    return BlockCoding(
+        codebook=codec.codebook(bits),
+        rotate=rotation not in (None, UNROTATED),
+        signed=rotation == SIGNED_HADAMARD,
+        norm_exponent=exponent,
+    )
+
+
+def exponent_of(measured: ScalarPass) -> int:
+    """The one that fits the norms."""
+    return norm_exponent_for(NormRange(measured.smallest_norm, measured.largest_norm))
