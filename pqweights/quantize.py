@@ -14,7 +14,7 @@ from pqweights.checkpoint.master import Encoding, encoded_specs, quantization_co
 from pqweights.checkpoint.model_card import model_facts
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.codecs import get_codec
+from pqweights.codecs import get_codec, nearest_rate
 from pqweights.errors import OutputError, RecipeError, SourceError
 from pqweights.hub.sources import Access, open_source
 from pqweights.hub.storage import HubStorage
@@ -94,6 +94,8 @@ class Quantize:
         name, codec, bits, reason = tensor.name, decision.codec, decision.bits, decision.reason
         if name in rates and decision.free:
             bits, reason = rates[name], f"{reason}; to keep {self.recipe.target}"
+            # The rate of a group; codecs that share one may have other rates.
+            bits = None if bits is None or codec is None else nearest_rate(codec, bits)
             if bits is None or not is_smaller(tensor, codec, bits):
                 codec = bits = None
         if codec is not None and bits is not None:

@@ -9,7 +9,7 @@ from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
 from pqweights.codecs.protocol import Codec
 from pqweights.errors import RecipeError
 
-__all__ = ["CODECS", "DEFAULT_CODEC", "get_codec"]
+__all__ = ["CODECS", "DEFAULT_CODEC", "get_codec", "nearest_rate"]
 
 DEFAULT_CODEC = "hadamard-lloyd-max"
 
@@ -31,3 +31,8 @@ def get_codec(name: str) -> Codec:
         return CODECS[name]
     near = difflib.get_close_matches(name, CODECS, n=1, cutoff=0.0)
     raise RecipeError(f"codec: no codec is called {name!r}; the nearest is {near[0]!r}")
+
+
+def nearest_rate(codec: str, bits: float) -> float:
+    """The rate of a codec that is nearest to `bits`; the lower one of two."""
+    return min(get_codec(codec).rates, key=lambda rate: abs(rate - bits))

@@ -110,7 +110,7 @@ class PassResult:
 
 
 class Coder(Protocol):
-    """A codec at one rate. A class that derives from this one inherits `decode_torch`.
+    """A codec at one rate.
 
     Arrays of parts are [blocks, bytes per block] u8, one for each entry of `parts`, in that order.
     """
@@ -181,13 +181,9 @@ class Coder(Protocol):
     def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
         """Decode whole blocks on the device of the parts, [blocks, bytes] u8 -> [blocks, block size] f32.
 
-        Here by way of the CPU; a codec with kernels for other devices overrides it.
+        A codec that has no kernels for other devices leaves it to `decode_torch_on_cpu`.
         """
-        import torch
-
-        values = np.empty(len(parts[0]) * self.block_size * 4, dtype=np.uint8)
-        self.decode([part.cpu().numpy() for part in parts], state, "F32", values)
-        return torch.from_numpy(values.view(np.float32)).view(-1, self.block_size).to(parts[0].device)
+        ...
 
 
 class Codec(Protocol):
@@ -236,6 +232,15 @@ class Codec(Protocol):
         Raises RecipeError as `coder`, ValueError, saying what was expected, for tables that cannot be those of the rate.
         """
         ...
+
+
+def decode_torch_on_cpu(coder: Coder, parts: Sequence[Tensor], state: State) -> Tensor:
+    """Coder.decode_torch by way of `coder.decode`, for any device."""
+    import torch
+
+    values = np.empty(len(parts[0]) * coder.block_size * 4, dtype=np.uint8)
+    coder.decode([part.cpu().numpy() for part in parts], state, "F32", values)
+    return torch.from_numpy(values.view(np.float32)).view(-1, coder.block_size).to(parts[0].device)
 
 
 def exact_rate(bits: float) -> float:

@@ -19,7 +19,6 @@ from pqweights.codecs.lloyd_max import MAX_BITS, MIN_BITS
 from pqweights.codecs.protocol import (
     Basis,
     Bytes,
-    Coder,
     Measures,
     Part,
     PassResult,
@@ -148,7 +147,7 @@ def _checked_levels(numbers: Any, bits: int) -> np.ndarray[Any, np.dtype[np.floa
 
 
 @dataclass(frozen=True, eq=False)
-class ScalarCoder(Coder):
+class ScalarCoder:
     """A scalar codec with the levels of one width. See Coder."""
 
     _codec: ScalarCodec

@@ -195,22 +195,29 @@ def _free_groups(
             weights=tuple(names),
             parameters=sum(parameters[weight] for weight in names),
             alpha=alphas[name],
-            options=tuple(_rate_option([plan[weight] for weight in names], free, target) for plan in plans),
+            options=tuple(
+                _rate_option(bits, [plan[weight] for weight in names], free, target)
+                for bits, plan in zip([*rates, None], plans, strict=True)
+            ),
         )
         for name, names in groups.items()
     )
     return found, tuple(unknown)
 
 
-def _rate_option(parts: Sequence[TensorPlan], free: frozenset[str], target: SizeTarget) -> _RateOption:
-    """What a group comes to with one rate for its free weights."""
+def _rate_option(
+    asked: float | None, parts: Sequence[TensorPlan], free: frozenset[str], target: SizeTarget
+) -> _RateOption:
+    """What a group comes to when this rate, or None, is asked for its free weights."""
     # What the free ones get, if there are any.
     deciding = [part for part in parts if part.name in free] or parts
     byte_count = sum(part.bytes for part in parts)
     # A file's header has an entry for every stored tensor; counted where files are.
     entries = len(encode_header([spec for part in parts for spec in part.stored], {})) if target.output_bytes else 0
+    # Codecs that lack a rate take their nearest.
+    given = {part.bits for part in deciding if part.bits is not None}
     return _RateOption(
-        bits=next((part.bits for part in deciding if part.bits is not None), None),
+        bits=given.pop() if len(given) == 1 else asked if given else None,
         bytes=byte_count,
         cost=byte_count + entries,
         error=math.fsum(_error(part) * part.weights for part in parts) / sum(part.weights for part in parts),

@@ -20,7 +20,7 @@ import yaml
 
 from pqweights.checkpoint.master import encoded_specs
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.codecs import DEFAULT_CODEC, get_codec
+from pqweights.codecs import DEFAULT_CODEC, get_codec, nearest_rate
 from pqweights.dtypes import item_bytes
 from pqweights.errors import OptionError, PqweightsError, RecipeError
 from pqweights.planning.roles import ROLES, Role, classify, without_numbers
@@ -184,7 +184,8 @@ def _decide_one(recipe: Recipe, tensor: LogicalTensor) -> Decision:
         return Decision(role.name, None, None, rule.reason or f"rule {number} of the recipe")
     if number == 0 and role.keep is not None:
         return Decision(role.name, None, None, role.keep)
-    codec, bits = rule.codec or recipe.codec, rule.bits or recipe.bits
+    codec = rule.codec or recipe.codec
+    bits = rule.bits or nearest_rate(codec, recipe.bits)
     if role.name == "buffer":
         return Decision(role.name, None, None, ROLES["buffer"].keep or "")
     if not is_smaller(tensor, codec, bits):
@@ -261,7 +262,8 @@ def parse_recipe(text: str, where: str) -> Recipe:
         raise RecipeError(f"{where}: not YAML: {' '.join(str(error).split())[:160]}") from None
     fields = _checked_fields(where, data, RECIPE_KEYS)
     codec = get_codec(fields.optional("codec", fields.text, DEFAULT_CODEC)).name
-    bits = _checked_bits(f"{where}: bits", codec, fields.optional("bits", fields.number, DEFAULT_BITS))
+    bits = fields.optional("bits", fields.number, nearest_rate(codec, DEFAULT_BITS))
+    bits = _checked_bits(f"{where}: bits", codec, bits)
     entries = fields.optional("rules", fields.items, [])
     rules = tuple(_parse_rule(f"{where}: rule {i}", entry, codec) for i, entry in enumerate(entries, start=1))
     size = fields.raw("target_size")

@@ -17,6 +17,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import added_codecs
 import numpy as np
 import numpy.typing as npt
 
@@ -116,7 +117,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     header = json.loads(data[8 : 8 + length])
     header.pop("__metadata__", None)
     kinds = {
-        "BF16": "u2", "F16": "f2", "F32": "f4", "F64": "f8", "U8": "u1", "I8": "i1", "I32": "i4", "U32": "u4", "I64": "i8",
+        "BF16": "u2", "F16": "f2", "F32": "f4", "F64": "f8", "U8": "u1", "I8": "i1", "U16": "u2", "I32": "i4", "U32": "u4", "I64": "i8",
         "BOOL": "?",
     }  # fmt: skip
     result = {}
@@ -191,7 +192,7 @@ def killed_runs(command: dict[str, Any], points: list[dict[str, Any]]) -> list[d
 
     command: {"quantize" or "export": source, **keywords}. A point: {"out", "function" to die at, "number" of its call, "when":
     before, half (of the bytes written) or after}, with "may_end" where that call may not come; without a function the
-    run is undisturbed and the calls are counted. Returns per point the calls counted, or {} where the run was killed.
+    run is undisturbed and the calls are counted. command["added_codecs"]: whether it may use the codecs of added_codecs.py. Returns per point the calls counted, or {} where the run was killed.
     """
     request = json.dumps({"command": command, "points": points})
     done = subprocess.run([sys.executable, __file__, request], capture_output=True, text=True, check=False)
@@ -275,6 +276,8 @@ def _child(command: dict[str, Any], point: dict[str, Any], answer: int) -> None:
 
 def _drive(command: dict[str, Any], points: list[dict[str, Any]]) -> None:
     small_chunks()
+    if command.pop("added_codecs", False):
+        added_codecs.add()
     values = np.zeros(256, dtype=np.uint8)
     weight, _ = encode_weight(values, "BF16", (128,), get_codec("hadamard-lloyd-max").coder(5))
     weight.decode()

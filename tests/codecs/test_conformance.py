@@ -1,0 +1,228 @@
+"""What every codec promises by codecs/protocol.py, checked for all of them and for two that live in tests alone."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import helpers
+import numpy as np
+import numpy.typing as npt
+import pytest
+from added_codecs import ADDED
+
+from pqweights.codecs import CODECS
+from pqweights.codecs.protocol import VALUE_DTYPES, Basis, Bytes, Coder, Measures, State
+from pqweights.codecs.weight import encode_weight
+from pqweights.dtypes import DTYPE_BITS, item_bytes, to_float32
+from pqweights.errors import RecipeError, SourceError
+from pqweights.strict_json import Fields
+
+ALL = CODECS | ADDED
+EACH = [pytest.param(codec.coder(bits), id=f"{name}-{bits}") for name, codec in ALL.items() for bits in codec.rates]
+each = pytest.mark.parametrize("coder", EACH)
+each_dtype = pytest.mark.parametrize("dtype", VALUE_DTYPES)
+
+
+def gaussian_blocks(coder: Coder, blocks: int, dtype: str = "F32", seed: int = 0) -> Bytes:
+    return helpers.raw_bytes(helpers.gaussian(blocks, coder.block_size, seed=seed), dtype)
+
+
+def encoded(coder: Coder, values: Bytes, dtype: str, state: State) -> tuple[list[Bytes], Measures]:
+    """Whole blocks, in one call."""
+    blocks = len(values) // (coder.block_size * item_bytes(dtype))
+    parts = [np.full((blocks, part.bytes_per_block), 0xAB, dtype=np.uint8) for part in coder.parts]
+    return parts, coder.encode(values, dtype, state, parts)
+
+
+def decoded(coder: Coder, parts: list[Bytes], state: State, dtype: str = "F32") -> Bytes:
+    values = np.full(len(parts[0]) * coder.block_size * item_bytes(dtype), 0xAB, dtype=np.uint8)
+    coder.decode(parts, state, dtype, values)
+    return values
+
+
+def parsed(coder: Coder, state: dict[str, object]) -> State:
+    return coder.parse_state(Fields(state, lambda key, expected, found: ValueError(f"{key}: {expected}, {found}")))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_codec_describes_itself_alike_at_every_rate(name: str) -> None:
+    codec = ALL[name]
+    assert codec.name == name
+    assert list(codec.rates) == sorted(set(codec.rates))
+    assert all(re.fullmatch(r"_[a-z0-9_]+", suffix) for suffix in codec.suffixes)
+    assert json.loads(json.dumps(codec.state_defaults)) == codec.state_defaults
+    distortions = [codec.coder(bits).distortion for bits in codec.rates]
+    assert distortions == sorted(distortions, reverse=True)
+    for bits in codec.rates:
+        coder = codec.coder(bits)
+        assert (coder.codec, coder.bits) == (name, bits)
+        assert tuple(part.suffix for part in coder.parts) == codec.suffixes
+        assert all(DTYPE_BITS[part.dtype] % 8 == 0 for part in coder.parts)
+        assert coder.first_state().to_json().keys() == codec.state_defaults.keys()
+        assert parsed(coder, {}).to_json() == codec.state_defaults
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("bits", [-1, 0, 0.5, 1.99, 5.25, 99])
+def test_a_rate_that_a_codec_lacks_is_refused_with_those_it_has(name: str, bits: float) -> None:
+    with pytest.raises(RecipeError, match=rf"expected .*{re.escape(name)}.*found {re.escape(str(bits))}"):
+        ALL[name].coder(bits)
+
+
+@each
+def test_tables_survive_json_and_give_the_same_coder(coder: Coder) -> None:
+    tables = json.loads(json.dumps(coder.tables()))
+    again = ALL[coder.codec].coder_from_tables(coder.bits, tables)
+    values = gaussian_blocks(coder, 3)
+    first, second = (encoded(c, values, "F32", c.first_state())[0] for c in (coder, again))
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+    with pytest.raises(ValueError, match="expected"):
+        ALL[coder.codec].coder_from_tables(coder.bits, {"nonsense": 1})
+
+
+@each
+def test_the_promised_distortion_is_kept_on_gaussian_weights(coder: Coder) -> None:
+    weights = helpers.gaussian(1024, 1024, seed=4)
+    _, measured = encode_weight(weights.view(np.uint8).reshape(-1), "F32", weights.shape, coder)
+    assert measured.state == coder.first_state() or not measured.state.rescued
+    assert 0.93 <= measured.relative_mse / coder.distortion <= 1.03
+
+
+@each
+@each_dtype
+def test_measured_sums_are_those_of_the_decoded_weights(coder: Coder, dtype: str) -> None:
+    values = gaussian_blocks(coder, 40, dtype, seed=1)
+    exact = to_float32(values, dtype).reshape(40, -1).astype(np.float64)
+    state = coder.first_state()
+    parts, measures = encoded(coder, values, dtype, state)
+    found = decoded(coder, parts, state).view(np.float32).reshape(40, -1).astype(np.float64)
+    assert measures.energies == pytest.approx((exact**2).sum(axis=1), rel=1e-6)
+    assert measures.errors == pytest.approx(((found - exact) ** 2).sum(axis=1), rel=2e-3)
+    assert measures.first_bad_block == -1
+
+
+@each
+def test_every_dtype_is_the_rounded_float32(coder: Coder) -> None:
+    state = coder.first_state()
+    parts, _ = encoded(coder, gaussian_blocks(coder, 5), "F32", state)
+    exact = decoded(coder, parts, state).view(np.float32)
+    for dtype in VALUE_DTYPES:
+        assert np.array_equal(decoded(coder, parts, state, dtype), helpers.raw_bytes(exact, dtype)), dtype
+
+
+@each
+@each_dtype
+def test_blocks_are_encoded_and_decoded_independently(coder: Coder, dtype: str) -> None:
+    """However a weight is cut into calls, its bytes are the same."""
+    values, state = gaussian_blocks(coder, 7, dtype, seed=2), coder.first_state()
+    whole, measures = encoded(coder, values, dtype, state)
+    block_bytes = len(values) // 7
+    cuts = [(0, 1), (1, 4), (4, 7)]
+    pieces = [encoded(coder, values[first * block_bytes : last * block_bytes], dtype, state) for first, last in cuts]
+    for place, part in enumerate(whole):
+        assert np.array_equal(part, np.concatenate([parts[place] for parts, _ in pieces]))
+    assert np.array_equal(measures.energies, np.concatenate([m.energies for _, m in pieces]))
+    assert np.array_equal(measures.errors, np.concatenate([m.errors for _, m in pieces]))
+    merged = pieces[0][1].observed
+    for _, other in pieces[1:]:
+        merged = merged.merged(other.observed)
+    assert merged == measures.observed
+    everything = decoded(coder, whole, state, dtype)
+    for first, last in cuts:
+        some = decoded(coder, [part[first:last] for part in whole], state, dtype)
+        assert np.array_equal(some, everything[first * block_bytes : last * block_bytes])
+
+
+@each
+def test_encoding_reads_its_input_and_writes_its_parts_alone(coder: Coder) -> None:
+    values = gaussian_blocks(coder, 3)
+    values.flags.writeable = False
+    first, _ = encoded(coder, values, "F32", coder.first_state())
+    second, _ = encoded(coder, values, "F32", coder.first_state())
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@each
+def test_zeros_are_exact(coder: Coder) -> None:
+    weights = np.zeros((3, 1024), dtype=np.float32)
+    weight, measured = encode_weight(weights.view(np.uint8).reshape(-1), "F32", weights.shape, coder)
+    assert (measured.energy, measured.error, measured.relative_mse) == (0.0, 0.0, 0.0)
+    assert not weight.decode().view(np.float32).any()
+
+
+@each
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_the_first_block_that_is_not_finite_is_named(coder: Coder, bad: float) -> None:
+    weights = helpers.gaussian(6, coder.block_size)
+    weights[2, 5] = weights[4, 0] = bad
+    raw = weights.view(np.uint8).reshape(-1)
+    assert encoded(coder, raw, "F32", coder.first_state())[1].first_bad_block == 2
+    with pytest.raises(SourceError, match="block 2"):
+        encode_weight(raw, "F32", weights.shape, coder)
+
+
+@each
+@pytest.mark.parametrize("kind", ["gaussian", "tiny", "huge", "heavy-tailed", "constant"])
+def test_the_state_that_stands_survives_json(coder: Coder, kind: str) -> None:
+    weights = {
+        "gaussian": helpers.gaussian(8, 1024),
+        "tiny": helpers.gaussian(8, 1024, scale=1e-30),
+        "huge": helpers.gaussian(8, 1024, scale=1e30),
+        "heavy-tailed": np.random.default_rng(0).standard_t(1.5, (8, 1024)).astype(np.float32),
+        "constant": np.full((8, 1024), 0.0125, dtype=np.float32),
+    }[kind]
+    weight, measured = encode_weight(weights.view(np.uint8).reshape(-1), "F32", weights.shape, coder)
+    assert weight.state == measured.state
+    again = parsed(coder, json.loads(json.dumps(weight.state.to_json())))
+    assert again == weight.state
+    assert np.isfinite(weight.decode().view(np.float32)).all()
+    assert again.rescued == weight.state.rescued
+
+
+@each
+@pytest.mark.parametrize("key", ["rotation", "norm_exponent", "clip", "octave"])
+def test_a_state_that_no_coder_writes_is_refused(coder: Coder, key: str) -> None:
+    if key in ALL[coder.codec].state_defaults:
+        for value in ("givens", 10**6, 0.3, [1], {"a": 1}):
+            with pytest.raises(ValueError, match=key):
+                parsed(coder, {key: value})
+
+
+@each
+def test_orthogonal_errors_are_what_the_coder_says(coder: Coder) -> None:
+    """With an orthogonal error, the energy of the weight is that of the decoded one and of the error."""
+    blocks = 4096
+    values, state = gaussian_blocks(coder, blocks, seed=5), coder.first_state()
+    parts, measures = encoded(coder, values, "F32", state)
+    found = decoded(coder, parts, state).view(np.float32).astype(np.float64)
+    energy, error = measures.energies.sum(), measures.errors.sum()
+    gap = abs((found**2).sum() + error - energy)
+    if coder.orthogonal_error:
+        # A stored norm is off by at most 2**-12 of it, in either direction.
+        assert gap < 0.01 * error + 2**-10 / np.sqrt(blocks) * energy
+    elif coder.bits == ALL[coder.codec].rates[0] and coder.codec != "test-polar":
+        assert gap > 0.02 * error  # the coder's "no" is not just caution
+
+
+@each
+def test_other_bases_are_rotations_of_the_weight(coder: Coder) -> None:
+    state = coder.first_state()
+    assert Basis.PLAIN in coder.bases(state)
+    parts, _ = encoded(coder, gaussian_blocks(coder, 6), "F32", state)
+    plain = decoded(coder, parts, state).view(np.float32)
+    for basis in coder.bases(state) - {Basis.PLAIN}:
+        values: npt.NDArray[np.uint8] = np.empty(plain.nbytes, dtype=np.uint8)
+        coder.decode(parts, state, "F32", values, basis)
+        turned = values.view(np.float32).reshape(-1, 128) @ (helpers.sylvester() / np.sqrt(128))
+        assert np.allclose(turned.reshape(-1), plain, atol=1e-6)
+
+
+@each
+def test_decoding_to_a_torch_device_gives_the_same_values(coder: Coder) -> None:
+    torch = pytest.importorskip("torch")
+    state = coder.first_state()
+    parts, _ = encoded(coder, gaussian_blocks(coder, 4), "F32", state)
+    found = coder.decode_torch([torch.from_numpy(part) for part in parts], state)
+    assert found.shape == (4, coder.block_size) and found.dtype == torch.float32
+    assert np.array_equal(found.numpy().reshape(-1), decoded(coder, parts, state).view(np.float32))

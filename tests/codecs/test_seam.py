@@ -1,0 +1,384 @@
+"""Two codecs that no other line of the project knows go through everything that a codec must go through.
+
+One has superblocks of 1024 weights, an odd number of bytes and rates that are not whole; one has no norms, other stored
+tensors, and blocks of 96. Both are added by an entry of the dict (tests/support/added_codecs.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+from added_codecs import ADDED
+from calls import make_card, quantize
+from commands import answer, done, invoke, refused
+from helpers import (
+    Array,
+    as_float32,
+    bf16,
+    folder_bytes,
+    gaussian,
+    killed_runs,
+    master_weights,
+    read_all,
+    run_command,
+    safetensors_bytes,
+    write_checkpoint,
+)
+
+import pqweights
+from pqweights.checkpoint.source import open_local
+from pqweights.codecs import CODECS
+from pqweights.codecs.weight import encode_weight
+from pqweights.errors import MasterError
+from pqweights.integrations.packed import PackedTensor
+from pqweights.planning.recipe import parse_recipe
+from pqweights.results.verify import verify
+from pqweights.rewrite.manifest import read_manifest
+from pqweights.runtimes.decoders import export_weight
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+RECIPE = """
+name: mixed
+codec: test-superblocks
+bits: 2.5
+rules:
+  - {name: "*layers.1.mlp.down_proj*", codec: test-polar, bits: 12}
+  - {role: attention, codec: test-polar, bits: 8}
+  - {role: lm_head, bits: 4.5}
+  - {role: embedding, codec: hadamard-lloyd-max, bits: 6}
+"""
+# Stored bits per weight, where blocks divide the weight.
+STORED_BITS = {
+    ("test-superblocks", 2.5): Fraction(329 * 8, 1024),
+    ("test-superblocks", 4.5): Fraction(585 * 8, 1024),
+    ("hadamard-lloyd-max", 6): Fraction(98 * 8, 128),
+}
+
+
+def expected_coding(name: str) -> tuple[str, float]:
+    """What RECIPE gives a weight."""
+    if "layers.1.mlp.down_proj" in name:
+        return "test-polar", 12
+    if "self_attn" in name:
+        return "test-polar", 8
+    if "lm_head" in name:
+        return "test-superblocks", 4.5
+    return ("hadamard-lloyd-max", 6) if "embed_tokens" in name else ("test-superblocks", 2.5)
+
+
+@pytest.fixture(autouse=True)
+def _added(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, codec in ADDED.items():
+        monkeypatch.setitem(CODECS, name, codec)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """model, recipe.yaml and master."""
+    folder = tmp_path_factory.mktemp("seam")
+    families.build(families.FAMILIES["llama"], folder / "model")
+    (folder / "recipe.yaml").write_text(RECIPE)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, codec in ADDED.items():
+            patch.setitem(CODECS, name, codec)
+        done("quantize", folder / "model", folder / "master", "--recipe", folder / "recipe.yaml")
+    return folder
+
+
+def in_memory(values: Array, name: str) -> Array:
+    """What a weight decodes to when it is encoded without any file."""
+    codec, bits = expected_coding(name)
+    weight, _ = encode_weight(
+        np.ascontiguousarray(values, dtype=np.float32).reshape(-1).view(np.uint8),
+        "F32",
+        values.shape,
+        ADDED.get(codec, CODECS[codec]).coder(bits),
+    )
+    return weight.decode().view(np.float32).reshape(values.shape)
+
+
+def test_weights_are_stored_as_the_recipe_says(folder: Path) -> None:
+    found = {tensor["name"]: tensor for tensor in answer("inspect", folder / "master")["tensors"]}
+    quantized = {name: tensor for name, tensor in found.items() if tensor["action"] == "quantize"}
+    assert {(t["codec"], t["bits"]) for t in quantized.values()} == {
+        ("test-superblocks", 2.5), ("test-superblocks", 4.5), ("test-polar", 8), ("test-polar", 12), ("hadamard-lloyd-max", 6)
+    }  # fmt: skip
+    for name, tensor in quantized.items():
+        coding = expected_coding(name)
+        assert (tensor["codec"], tensor["bits"]) == coding, name
+        stored = STORED_BITS.get(coding)
+        weights = math.prod(tensor["shape"])
+        if stored is None:
+            stored = Fraction(-(-weights // 96) * 48 * (2 if coding[1] == 8 else 3) * 8, weights)
+        assert tensor["bytes"] * 8 == stored * weights, name
+
+
+def test_the_master_is_what_encoding_in_memory_gives(folder: Path) -> None:
+    weights = read_all(folder / "model")
+    decoded = master_weights(folder / "master")
+    assert len(decoded) == 16
+    for name, values in decoded.items():
+        assert np.array_equal(values, in_memory(as_float32(weights[name]), name)), name
+
+
+def test_verify_passes_and_finds_a_flipped_byte_in_every_part(folder: Path, tmp_path: Path) -> None:
+    assert verify(folder / "master", threads=2).ok
+    (file,) = (folder / "master").glob("*.safetensors")
+    stored = read_all(folder / "master")
+    for suffix in ("_superblocks", "_radii", "_angles", "_codes", "_norms"):
+        damaged = Path(shutil.copytree(folder / "master", tmp_path / suffix))
+        name = next(name for name in stored if name.endswith(suffix))
+        data = stored[name][1].tobytes()
+        (damaged / file.name).write_bytes(file.read_bytes().replace(data, bytes([data[0] ^ 1]) + data[1:]))
+        problems = verify(damaged, threads=2).problems
+        assert any(name in problem for problem in problems), (suffix, problems)
+
+
+def test_plan_and_inspect_print_rates_that_are_not_whole(folder: Path) -> None:
+    shown = done("plan", folder / "model", "--recipe", folder / "recipe.yaml").stdout
+    planned = answer("plan", folder / "model", "--recipe", folder / "recipe.yaml")
+    assert planned["totals"]["output_bytes"] == sum(f.stat().st_size for f in (folder / "master").glob("*.safetensors"))
+    assert "2.5" in shown and "4.5" in shown
+    listed = done("inspect", folder / "master").stdout
+    assert "2.5" in listed and "clip 1.0" in listed and "octave -" in listed
+
+
+def test_bits_that_are_not_whole_can_be_given_on_the_command_line(folder: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "plain.yaml"
+    recipe.write_text("codec: test-superblocks\nbits: 2.5\n")
+    done("quantize", folder / "model", tmp_path / "out", "--recipe", recipe, "--bits", "3.5")
+    assert {t.bits for t in read_manifest(tmp_path / "out").tensors if t.codec} == {3.5}
+    line = refused("quantize", folder / "model", tmp_path / "no", "--recipe", recipe, "--bits", "3", code=2)
+    assert line == "error: --bits: expected 2.5, 3.5 or 4.5 bits for test-superblocks, found 3\n"
+
+
+def test_a_killed_run_continues_to_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+    work = {"quantize": str(folder / "model"), "recipe": str(folder / "recipe.yaml")}
+    (counts,) = killed_runs(work | {"added_codecs": True}, [{"out": str(tmp_path / "whole")}])
+    undisturbed = folder_bytes(folder / "master")
+    assert folder_bytes(tmp_path / "whole") == undisturbed
+    points = [
+        {"out": str(tmp_path / f"{function}-{number}-{when}"), "function": function, "number": number, "when": when}
+        for function in ("pwrite", "write", "replace")
+        for number in sorted({1, counts[function] // 3 or 1, counts[function] // 2 or 1, counts[function]})
+        for when in ("before", "after")
+    ]
+    killed_runs(work | {"added_codecs": True}, points)
+    for point in points:
+        run_command(work, Path(point["out"]))
+        assert folder_bytes(Path(point["out"])) == undisturbed, point
+
+
+def test_cuts_into_chunks_and_threads_do_not_show(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pqweights.rewrite.jobs.CHUNK_WEIGHTS", 1 << 11)
+    run_command({"quantize": str(folder / "model"), "recipe": str(folder / "recipe.yaml")}, tmp_path / "out", threads=3)
+    assert folder_bytes(tmp_path / "out") == folder_bytes(folder / "master")
+
+
+@pytest.mark.parametrize(
+    ("options", "packages"),
+    [
+        (("--target", "bf16"), ()),
+        (("--target", "torchao-int4"), ("torchao",)),
+        (("--target", "vllm-int4"), ("compressed_tensors",)),
+        (("--target", "mlx-q4"), ("mlx_lm",)),
+        (("--target", "mlx-q4", "--source"), ("mlx_lm",)),
+    ],
+    ids=" ".join,
+)
+def test_every_export_is_of_the_decoded_weights(
+    options: tuple[str, ...], packages: tuple[str, ...], folder: Path, tmp_path: Path
+) -> None:
+    """An export of the master is the export of a plain checkpoint that holds the decoded weights."""
+    for package in packages:
+        pytest.importorskip(package)
+    with_source = options[-1] == "--source"
+    arguments = (*options, folder / "model") if with_source else options
+    done("export", folder / "master", tmp_path / "out", *arguments)
+    records = {t.name: r for t, r in read_manifest(tmp_path / "out").pairs if t.action == "integer"}
+    for record in records.values():
+        # The error of these codecs is not orthogonal to the weight, so that nothing can be computed from the master.
+        known = with_source or "embed_tokens" in record.name
+        assert (record.total_mse is not None) == known, record.name
+    if options[1] == "bf16":
+        plain, weights = read_all(tmp_path / "out"), read_all(folder / "model")
+        for name, values in master_weights(folder / "master").items():
+            assert np.array_equal(plain[name][1], bf16(values)[1]), name
+        assert plain.keys() == weights.keys()
+
+
+def test_an_export_may_rotate_what_no_codec_has_rotated(folder: Path, tmp_path: Path) -> None:
+    """Coders that give weights in their own basis alone leave the rotation to the export."""
+    pytest.importorskip("compressed_tensors")
+    done("export", folder / "master", tmp_path / "out", "--target", "vllm-int4", "--basis", "rotated")
+    exact, decode = master_weights(folder / "master"), export_weight(tmp_path / "out")
+    for tensor in read_manifest(tmp_path / "out").tensors:
+        if tensor.action == "integer":
+            weight = exact[tensor.name]
+            assert ((decode(tensor.name) - weight) ** 2).sum() < 0.02 * (weight**2).sum(), tensor.name
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_model_loads_with_the_logits_of_the_plain_export(packed: bool, folder: Path, tmp_path: Path) -> None:
+    done("export", folder / "master", tmp_path / "plain", "--target", "bf16")
+    expected = families.logits(families.load(tmp_path / "plain", families.FAMILIES["llama"]))
+    loaded = pqweights.load_model(folder / "master", dtype="bfloat16", attn_implementation="eager", packed=packed)
+    kinds = {name: type(parameter) for name, parameter in loaded.named_parameters()}
+    assert kinds["model.layers.0.mlp.up_proj.weight"] is PackedTensor or packed is False, kinds
+    found = families.logits(loaded.float() if not packed else loaded)
+    tolerance = 2.0**-5 if packed else 1e-6
+    assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
+
+
+def test_a_packed_weight_on_another_device_asks_its_codec(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other device is here: its way is taken on the CPU."""
+    from pqweights.integrations import packed as module
+
+    rows = module.PackedRows
+    loaded = pqweights.load_model(folder / "master", packed=True, dtype="float32")
+    monkeypatch.setattr(rows, "_decode_numpy", lambda self, row, *rest: rows._decode_torch(self, *rest))
+    exact = master_weights(folder / "master")
+    seen = 0
+    for name, parameter in loaded.named_parameters():
+        if isinstance(parameter, PackedTensor):
+            assert np.array_equal(parameter.decode().numpy(), exact[name]), name
+            seen += 1
+    assert seen == len(exact)
+
+
+def test_transformers_loads_the_master_itself(folder: Path) -> None:
+    import transformers
+
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "master", dtype=torch.float32)
+    exact = master_weights(folder / "master")
+    for name, parameter in loaded.named_parameters():
+        if name in exact:
+            assert np.array_equal(parameter.detach().numpy(), exact[name]), name
+
+
+def test_eval_measures_the_decoded_weights(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(" ".join(f"w{number % 499}" for number in range(0, 9000, 7)))
+    done("export", folder / "master", tmp_path / "plain", "--target", "bf16")
+    models = (folder / "master", tmp_path / "plain", "--reference", folder / "model", "--dtype", "bfloat16")
+    shown = done("eval", *models, "--text", tmp_path / "text", "--window", 64, "--max-tokens", 512, "--json")
+    found = json.loads(shown.stdout)
+    master, plain = found["models"]
+    assert master["perplexity"]["value"] == pytest.approx(plain["perplexity"]["value"], rel=1e-6)
+    assert master["kl"]["mean"]["value"] > 0
+
+
+def test_fitting_to_a_size_chooses_among_the_rates_of_the_codec(folder: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "plain.yaml"
+    recipe.write_text("codec: test-superblocks\ntarget_bpw: 6.5\nrules: [{role: attention, codec: test-polar}]\n")
+    done("quantize", folder / "model", tmp_path / "out", "--recipe", recipe)
+    manifest = read_manifest(tmp_path / "out")
+    rates = {(t.codec, t.bits) for t in manifest.tensors if t.codec}
+    assert {codec for codec, _ in rates} == {"test-superblocks", "test-polar"}
+    assert all(bits in ADDED[codec].rates for codec, bits in rates)
+    assert verify(tmp_path / "out", threads=2).ok
+
+
+def test_the_card_names_the_codec_and_the_rate(folder: Path) -> None:
+    text = make_card(folder / "master", "someone/mixed").text
+    assert "test-superblocks" in text and "2.5" in text
+
+
+def test_the_configuration_states_what_decoding_needs(folder: Path) -> None:
+    settings = json.loads((folder / "master" / "config.json").read_bytes())["quantization_config"]
+    assert settings["format_version"] == 3
+    # The most common settings are the defaults; all seven layers of attention and the like count once each.
+    assert (settings["codec"], settings["bits"], settings["clip"]) == ("test-polar", 8, 1.0)
+    assert settings["levels"].keys() == {"hadamard-lloyd-max", "test-superblocks"}
+    assert settings["levels"]["test-superblocks"].keys() == {"2.5", "4.5"}
+    assert settings["block_size"] == 96
+    own = settings["overrides"]
+    # Rows of 256 weights hold no whole superblock.
+    coded = {"codec": "test-superblocks", "bits": 2.5, "shape": [512, 256]}
+    assert own["model.layers.0.mlp.up_proj.weight"] == coded
+    assert own["model.layers.0.self_attn.q_proj.weight"].keys() == {"octave", "shape"}
+    assert own["model.embed_tokens.weight"] == {"codec": "hadamard-lloyd-max", "bits": 6}
+
+
+def test_a_version_without_the_codec_refuses_the_master(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ADDED:
+        monkeypatch.delitem(CODECS, name)
+    with pytest.raises(MasterError, match="format_version: expected 1, found 3; a newer pqweights"):
+        open_local(folder / "master")
+
+
+DAMAGES: dict[str, tuple[Any, str]] = {
+    "a state that is none": (lambda q: q["overrides"].values().__iter__().__next__().update(octave="high"), "octave"),
+    "a default state that is none": (lambda q: q.update(clip=0.3), "clip: expected 1 or 0.75"),
+    "tables of another rate": (lambda q: q["levels"]["test-superblocks"].update({"2.5": {"even": []}}), "levels"),
+    "a rate that is not there": (
+        lambda q: q["overrides"]["lm_head.weight"].update(bits=3),
+        "expected 2.5, 3.5 or 4.5 bits",
+    ),
+    "a state of another codec": (lambda q: q["overrides"]["lm_head.weight"].update(octave=1), "unknown key 'octave'"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_configuration_is_one_line(change: Any, message: str, folder: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(folder / "master", tmp_path / "master"))
+    config = json.loads((damaged / "config.json").read_bytes())
+    change(config["quantization_config"])
+    (damaged / "config.json").write_text(json.dumps(config))
+    assert message in refused("export", damaged, tmp_path / "out", "--target", "bf16")
+
+
+@pytest.mark.parametrize("suffix", ["_superblocks", "_radii", "_angles"])
+def test_a_missing_part_is_named(suffix: str, folder: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(folder / "master", tmp_path / "master"))
+    (file,) = damaged.glob("*.safetensors")
+    stored = read_all(damaged)
+    name = next(name for name in stored if name.endswith(suffix) and "down_proj" not in name)
+    stored.pop(name)
+    file.write_bytes(safetensors_bytes(stored))
+    assert invoke("verify", damaged).exit_code == 1
+    with pytest.raises(MasterError, match=name.removesuffix(suffix)):
+        pqweights.load_model(damaged)
+
+
+def test_weights_of_every_shape(tmp_path: Path) -> None:
+    """Fewer weights than a block, rows that no block divides, stacks of experts, one dimension."""
+    shapes = {"a": (3, 5), "b": (7, 130), "experts": (4, 64, 96), "c": (96,), "d": (2, 1024), "e": (1, 1)}
+    tensors = {f"{name}.mlp.weight": bf16(gaussian(*shape, seed=7)) for name, shape in shapes.items()}
+    source = write_checkpoint(tmp_path / "model", tensors, config={"model_type": "llama"})
+    for codec, bits in (("test-superblocks", 4.5), ("test-polar", 8)):
+        recipe = parse_recipe(f"{{codec: {codec}, bits: {bits}, rules: [{{name: '*', bits: {bits}}}]}}", "every.yaml")
+        out = tmp_path / codec
+        quantize(source, out, recipe, threads=2)
+        decoded = master_weights(out)
+        for name, (_, values) in tensors.items():
+            if name not in decoded:  # codes would take more bytes than the weight
+                continue
+            exact = as_float32(("BF16", values)).astype(np.float64)
+            error = ((decoded[name] - exact) ** 2).sum() / (exact**2).sum()
+            assert error < 1.5 * CODECS[codec].coder(bits).distortion, name
+            assert math.prod(decoded[name].shape) == values.size
+        assert len(decoded) >= 2, codec
+        assert verify(out, threads=2).ok
+
+
+def test_awq_scales_are_searched_and_applied_for_any_codec(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(" ".join(f"w{number % 499}" for number in range(0, 21000, 7)))
+    recipe, scales = folder / "recipe.yaml", tmp_path / "scales.safetensors"
+    text = ("--text", tmp_path / "text", "--window", 64, "--max-tokens", 2048)
+    done("calibrate", folder / "model", scales, "--recipe", recipe, *text)
+    done("quantize", folder / "model", tmp_path / "out", "--recipe", recipe, "--awq", scales)
+    assert verify(tmp_path / "out", threads=2).ok
+    scaled = [tensor for tensor in read_manifest(tmp_path / "out").tensors if tensor.is_scaled]
+    assert {tensor.codec for tensor in scaled} >= {"test-superblocks", "test-polar"}

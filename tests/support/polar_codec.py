@@ -1,0 +1,155 @@
+"""A codec that lives in tests alone: pairs of weights as angles and logarithms of radii, without norms, in blocks of 96.
+
+96 divides no row of a usual model, and what a block needs besides its codes is one whole number for the whole weight, which a
+first pass finds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.codecs.protocol import Basis, Bytes, Measures, Part, PassResult, State, decode_torch_on_cpu, exact_rate
+from pqweights.dtypes import from_float32, to_float32
+from pqweights.errors import RecipeError
+from pqweights.strict_json import Fields
+
+NAME = "test-polar"
+BLOCK = 96
+STEPS_PER_OCTAVE = 16
+DISTORTIONS = {8: 2.064e-4, 12: 1.564e-4}
+ANGLE_DTYPES = {8: "U8", 12: "U16"}
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class OctaveState:
+    """The largest radius of the weight is at most 2**octave."""
+
+    octave: int = 0
+
+    @property
+    def rescued(self) -> bool:
+        return False
+
+    def to_json(self) -> dict[str, Any]:
+        return {"octave": self.octave}
+
+
+@dataclass(frozen=True)
+class LargestRadius:
+    """0 where all weights are."""
+
+    radius: float
+
+    def merged(self, later: LargestRadius) -> LargestRadius:
+        return LargestRadius(max(self.radius, later.radius))
+
+
+class PolarCodec:
+    """The codec."""
+
+    name = NAME
+    format_version = 3
+    suffixes = ("_radii", "_angles")
+    rates = tuple(DISTORTIONS)
+    state_defaults: Mapping[str, Any] = {"octave": 0}
+    description = ""
+
+    def coder(self, bits: float) -> PolarCoder:
+        if bits not in self.rates:
+            raise RecipeError(f"expected 8 or 12 bits for {self.name}, found {exact_rate(bits)}")
+        return PolarCoder(int(bits))
+
+    def coder_from_tables(self, bits: float, tables: Any) -> PolarCoder:
+        if tables is not None:
+            raise ValueError("expected none")
+        return self.coder(bits)
+
+
+@dataclass(frozen=True)
+class PolarCoder:
+    """The codec at a rate."""
+
+    bits: int
+
+    codec = NAME
+    block_size = BLOCK
+    orthogonal_error = False
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return Part("_radii", "U8", BLOCK // 2), Part("_angles", ANGLE_DTYPES[self.bits], BLOCK // 2)
+
+    @property
+    def distortion(self) -> float:
+        return DISTORTIONS[self.bits]
+
+    def tables(self) -> None:
+        return None
+
+    def first_state(self) -> OctaveState:
+        return OctaveState()
+
+    def next_state(self, history: Sequence[PassResult]) -> OctaveState | None:
+        found = history[-1].observed
+        assert isinstance(found, LargestRadius)
+        needed = OctaveState(math.frexp(found.radius)[1])
+        return None if needed == history[-1].state else needed
+
+    def parse_state(self, fields: Fields) -> OctaveState:
+        octave = fields.optional("octave", fields.whole, 0)
+        if not -150 <= octave <= 130:
+            raise ValueError(f"octave: expected -150 to 130, found {octave}")
+        return OctaveState(octave)
+
+    def encode(self, values: Bytes, dtype: str, state: State, parts: Sequence[Bytes]) -> Measures:
+        assert isinstance(state, OctaveState)
+        weights = to_float32(values, dtype).reshape(-1, BLOCK)
+        bad = np.flatnonzero(~np.isfinite(weights).all(axis=1))
+        exact = np.where(np.isfinite(weights), weights, np.float32(0)).astype(np.float64)
+        pairs = exact.reshape(-1, BLOCK // 2, 2)
+        radii = np.hypot(pairs[..., 0], pairs[..., 1])
+        with np.errstate(divide="ignore"):
+            codes = np.rint(255 + STEPS_PER_OCTAVE * (np.log2(radii) - state.octave))
+        parts[0][:] = np.clip(codes, 0, 255).astype(np.uint8)
+        turns = np.arctan2(pairs[..., 1], pairs[..., 0]) / (2 * math.pi) % 1
+        steps = 256 if self.bits == 8 else 65536
+        angles = (np.rint(turns * steps) % steps).astype(np.uint8 if self.bits == 8 else "<u2")
+        parts[1][:] = np.ascontiguousarray(angles).view(np.uint8).reshape(len(weights), -1)
+        error = self._decoded(parts, state).astype(np.float64) - exact
+        return Measures(
+            energies=(exact**2).sum(axis=1),
+            errors=(error**2).sum(axis=1),
+            first_bad_block=int(bad[0]) if len(bad) else -1,
+            observed=LargestRadius(float(radii.max(initial=0.0))),
+        )
+
+    def decode(
+        self, parts: Sequence[Bytes], state: State, dtype: str, values: Bytes, basis: Basis = Basis.PLAIN
+    ) -> None:
+        assert basis is Basis.PLAIN and isinstance(state, OctaveState)
+        values[:] = from_float32(self._decoded(parts, state).reshape(-1), dtype)
+
+    def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
+        return decode_torch_on_cpu(self, parts, state)
+
+    def bases(self, state: State) -> frozenset[Basis]:
+        return frozenset([Basis.PLAIN])
+
+    def _decoded(self, parts: Sequence[Bytes], state: OctaveState) -> Floats:
+        codes = parts[0].astype(np.float64)
+        radii = np.where(codes > 0, np.exp2((codes - 255) / STEPS_PER_OCTAVE + state.octave), 0)
+        stored = np.ascontiguousarray(parts[1]).view(np.uint8 if self.bits == 8 else "<u2")
+        turns = stored.reshape(codes.shape) / (256 if self.bits == 8 else 65536) * (2 * math.pi)
+        pairs = np.stack([radii * np.cos(turns), radii * np.sin(turns)], axis=-1)
+        return pairs.reshape(-1, BLOCK).astype(np.float32)
