@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv quantize fit int4 mlx vllm bf16 eval publish demo test lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-phases bench-peers bench-scaling bench-exports bench-loading bench-quality bench-hub bench-fit bench-report bench-kills bad-inputs clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 eval publish demo test lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-phases bench-peers bench-scaling bench-exports bench-loading bench-quality bench-hub bench-fit bench-report bench-kills bad-inputs docs docs-commands dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -142,8 +142,33 @@ bench-report: $(READY) ## draw the plots and write the tables again
 bench-kills: $(READY) ## twenty kills at random moments, and what was redone
 	$(BIN)/python benchmarks/kills.py $(WORK) $(ARGS)
 
-bad-inputs: $(READY) ## write docs/bad-inputs.md: what every bad input gets
+bad-inputs: $(READY) ## write docs/bad-inputs.md: the line that every bad input gets
 	$(BIN)/python tests/hostile/table.py > docs/bad-inputs.md
 
-clean: ## remove the environment and caches
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis pqweights/kernels/__pycache__
+docs-commands: $(READY) ## write docs/commands.md from the command line
+	$(BIN)/python tools/commands_page.py > $(VENV)/commands.md
+	mv $(VENV)/commands.md docs/commands.md
+
+# The site and the packages are built in environments of their own, without the dependencies of the project.
+SITE ?= site
+DIST ?= dist
+
+$(VENV)-docs/.ready $(VENV)-dist/.ready: $(VENV)-%/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install --quiet --upgrade -c constraints.txt pip
+	$(VENV)-$*/bin/python -m pip install --quiet -c constraints.txt --group $*
+	touch $@
+
+docs: $(VENV)-docs/.ready ## build the documentation as a site, in SITE=site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --site-dir $(abspath $(SITE))
+
+dist: $(VENV)-dist/.ready ## build wheel and sdist in DIST=dist, check them, and try the wheel in an empty environment
+	rm -rf $(DIST) $(VENV)-wheel
+	$(VENV)-dist/bin/python -m build --outdir $(DIST) . > $(VENV)-dist/build.log 2>&1 || (cat $(VENV)-dist/build.log; false)
+	$(VENV)-dist/bin/twine check --strict $(DIST)/*
+	$(PYTHON) -m venv $(VENV)-wheel
+	$(VENV)-wheel/bin/python -m pip install --quiet -c constraints.txt $(DIST)/*.whl
+	cd $(VENV)-wheel && bin/python $(CURDIR)/tools/check_installed.py
+
+clean: ## remove the environments, what was built, and caches
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-dist $(VENV)-wheel $(SITE) $(DIST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis pqweights/kernels/__pycache__

@@ -205,6 +205,20 @@ def draw(documents: dict[str, Document], out: Path) -> None:
             pyplot.close(figure)
 
 
+def read_documents(folder: Path) -> dict[str, Document]:
+    """The documents of the benchmarks that have one."""
+    paths = {name: folder / f"{name}.json" for name in SECTIONS}
+    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+
+
+def all_sections(documents: dict[str, Document]) -> dict[str, str]:
+    """The sections of all benchmarks, by name."""
+    sections: dict[str, str] = {}
+    for name, document in documents.items():
+        sections |= SECTIONS[name](document) | {f"{name}-machine": machine_line(document)}
+    return sections
+
+
 def fill(page: Path, sections: dict[str, str]) -> None:
     """Replace the text between the markers."""
     text = page.read_text(encoding="utf-8")
@@ -219,12 +233,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the JSON documents, and of the plots")
     parser.add_argument("pages", type=Path, nargs="*", help="Markdown files to fill")
     options = parser.parse_args()
-    documents: dict[str, Document] = {
-        name: json.loads(path.read_text()) for name in SECTIONS if (path := options.out / f"{name}.json").exists()
-    }
-    sections: dict[str, str] = {}
-    for name, document in documents.items():
-        sections |= SECTIONS[name](document) | {f"{name}-machine": machine_line(document)}
+    documents = read_documents(options.out)
+    sections = all_sections(documents)
     for page in options.pages:
         fill(page, sections)
     if importlib.util.find_spec("matplotlib"):
