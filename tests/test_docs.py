@@ -120,6 +120,14 @@ def test_tables_are_those_of_the_benchmark_documents(tmp_path):
         assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8"), f"{page}: run make bench-report"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_generated_parts_are_between_whole_markers(page):
+    text = page.read_text(encoding="utf-8")
+    begun = re.findall(r"^<!-- begin ([\w-]+) -->$", text, re.MULTILINE)
+    assert begun == re.findall(r"^<!-- end ([\w-]+) -->$", text, re.MULTILINE)
+    assert len(begun) == len(re.findall(r"<!--\s+begin\s", text)) == len(re.findall(r"<!--\s+end\s", text))
+
+
 def test_readme_is_short_and_has_one_table_of_eight_quantizers():
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 150
