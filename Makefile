@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv quantize fit int4 mlx vllm bf16 eval publish demo test lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-phases bench-peers bench-scaling bench-exports bench-loading bench-quality bench-hub bench-fit bench-report bench-kills bad-inputs clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 eval publish demo test lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-phases bench-peers bench-scaling bench-exports bench-loading bench-quality bench-hub bench-fit bench-report bench-kills bad-inputs docs docs-commands dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -71,8 +71,8 @@ format: $(READY) ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# DOCS: where the JSON documents and the plots go; PAGES: whose tables are written from them; FOLDER: where checkpoints are
-# made (20 GB at most), by default the temporary folder; EXTRAS: bench, or bench,bench-llama.
+# DOCS: where the JSON documents and the plots go. PAGES: the pages whose tables are written from them. FOLDER: where
+# checkpoints are made (20 GB at most), by default a temporary folder. EXTRAS: bench, or bench,bench-llama.
 DOCS ?= docs/benchmarks
 PAGES ?= docs/benchmarks.md docs/exports.md docs/fit.md docs/hub.md docs/quality.md README.md
 EXTRAS ?= bench
@@ -80,7 +80,7 @@ BENCHMARK = $(BIN)/python benchmarks/$(1).py --out $(DOCS)
 REPORT = $(call BENCHMARK,report) $(PAGES)
 WORK = $(if $(FOLDER),--folder $(FOLDER))
 
-bench: $(READY) ## kernels, start-up, commands, peers, scaling: tables, and JSON and plots under docs/ (20 GB of disk, minutes)
+bench: $(READY) ## kernels, start-up, commands, peers, scaling: tables, JSON and plots in docs/ (20 GB of disk, minutes)
 	$(call BENCHMARK,throughput)
 	$(call BENCHMARK,planning) $(WORK)
 	$(call BENCHMARK,peers)
@@ -104,11 +104,11 @@ bench-commands: $(READY) ## wall time and peak memory of whole commands beside c
 	$(call BENCHMARK,commands) $(WORK) $(ARGS)
 	$(REPORT)
 
-bench-phases: $(READY) ## where the seconds of quantize and export go
+bench-phases: $(READY) ## where the time of quantize and export goes
 	$(call BENCHMARK,phases) $(WORK) $(ARGS)
 	$(REPORT)
 
-bench-peers: $(READY) ## error per bit, and rate, on real weights, beside other quantizers
+bench-peers: $(READY) ## error per bit and rate on real weights, beside other quantizers
 	$(call BENCHMARK,peers) $(ARGS)
 	$(REPORT)
 
@@ -116,34 +116,59 @@ bench-scaling: $(READY) ## time against size of the checkpoint and number of thr
 	$(call BENCHMARK,scaling) $(WORK) $(ARGS)
 	$(REPORT)
 
-bench-exports: $(READY) ## what integer exports cost in error, on real and heavy-tailed weights; MODELS="DIR ..." adds perplexity
+bench-exports: $(READY) ## errors of integer exports on real and heavy-tailed weights; MODELS="DIR ..." adds perplexity
 	$(call BENCHMARK,exports) $(MODELS) --weights minilm heavy $(WORK) $(ARGS)
 	$(REPORT)
 
-bench-loading: $(READY) ## a master in transformers: seconds and memory of loading, tokens per second, packed and not
+bench-loading: $(READY) ## a master in transformers, packed and not: time and memory of loading, tokens per second
 	$(call BENCHMARK,loading) $(WORK) $(ARGS)
 	$(REPORT)
 
-bench-quality: $(READY) ## MODELS="DIR ...": perplexity, KL and top-1 of masters with and without AWQ, of the ablation, of peers
+bench-quality: $(READY) ## MODELS="DIR ...": perplexity, KL and top-1 of masters with and without AWQ, the ablation, peers
 	$(call BENCHMARK,quality) $(MODELS) $(WORK) $(ARGS)
 	$(REPORT)
 
-bench-hub: $(READY) ## over a Hub on the loopback: quantize by id with little disk, push, load; a 430 GB plan; injected faults
+bench-hub: $(READY) ## over a Hub on the loopback: quantize by id with little disk, push, load; a plan of 430 GB; faults
 	$(call BENCHMARK,hub) $(WORK) $(ARGS)
 	$(REPORT)
 
-bench-fit: $(READY) ## MODELS="DIR ...": widths by sensitivity beside uniform and hand-made ones; predicted and measured loss
+bench-fit: $(READY) ## MODELS="DIR ...": bit widths chosen by sensitivity, uniform and hand-made; predicted and measured loss
 	$(call BENCHMARK,fit) $(MODELS) $(WORK) $(ARGS)
 	$(REPORT)
 
 bench-report: $(READY) ## draw the plots and write the tables again
 	$(REPORT)
 
-bench-kills: $(READY) ## twenty kills at random moments, and what was redone
+bench-kills: $(READY) ## kill twenty runs at random moments, continue them, and count what was redone
 	$(BIN)/python benchmarks/kills.py $(WORK) $(ARGS)
 
-bad-inputs: $(READY) ## write docs/bad-inputs.md: what every bad input gets
+bad-inputs: $(READY) ## write docs/bad-inputs.md: the line that every bad input gets
 	$(BIN)/python tests/hostile/table.py > docs/bad-inputs.md
 
-clean: ## remove the environment and caches
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis pqweights/kernels/__pycache__
+docs-commands: $(READY) ## write docs/commands.md from the command line
+	$(BIN)/python tools/commands_page.py > $(VENV)/commands.md
+	mv $(VENV)/commands.md docs/commands.md
+
+# The site and the packages are built in environments of their own, without the dependencies of the project.
+SITE ?= site
+DIST ?= dist
+
+$(VENV)-docs/.ready $(VENV)-dist/.ready: $(VENV)-%/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install --quiet --upgrade -c constraints.txt pip
+	$(VENV)-$*/bin/python -m pip install --quiet -c constraints.txt --group $*
+	touch $@
+
+docs: $(VENV)-docs/.ready ## build the documentation as a site, in SITE=site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --site-dir $(abspath $(SITE))
+
+dist: $(VENV)-dist/.ready ## build wheel and sdist in DIST=dist, check them, and try the wheel in an empty environment
+	rm -rf $(DIST) $(VENV)-wheel
+	$(VENV)-dist/bin/python -m build --outdir $(DIST) . > $(VENV)-dist/build.log 2>&1 || (cat $(VENV)-dist/build.log; false)
+	$(VENV)-dist/bin/twine check --strict $(DIST)/*
+	$(PYTHON) -m venv $(VENV)-wheel
+	$(VENV)-wheel/bin/python -m pip install --quiet -c constraints.txt $(DIST)/*.whl
+	cd $(VENV)-wheel && bin/python $(CURDIR)/tools/check_installed.py
+
+clean: ## remove the environments, what was built, and caches
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-dist $(VENV)-wheel $(SITE) $(DIST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis pqweights/kernels/__pycache__

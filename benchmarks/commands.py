@@ -2,10 +2,11 @@
 
     python benchmarks/commands.py --sizes 1GB 4GB 8GB --largest 100MB 1GB 1GB
 
-Everything that a command reads is read once before it, so that it comes from the page cache; every command is timed until
-a `sync` after it returns. The commands take turns, and medians count. Quantize reads what cp reads; the BF16 export writes
-as much as cp does, the integer ones (best scales and offsets) a quarter; verify writes nothing. Peaks are the kernel's ru_maxrss of the process, the largest of all rounds, beside
-an idle interpreter that imported pqweights, torch and numpy. (cp has none: the figure would be that of this script.)
+Everything that a command reads is read once before it runs, so that it comes from the page cache. Every command is
+timed until a `sync` after it returns. The commands take turns, and the tables show medians. Quantize reads what cp
+reads; the BF16 export writes as much as cp, the integer exports (best scales and offsets) a quarter; verify writes
+nothing. Peaks are the kernel's ru_maxrss of the process, the largest of all rounds, beside an idle interpreter that
+imported pqweights, torch and numpy. cp has no peak: the kernel would report that of this script.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from harness import (
     PQWEIGHTS,
+    Cell,
     Document,
     Run,
     argument_parser,
@@ -41,10 +43,10 @@ COMMANDS = ("cp", "quantize", *EXPORTS, "verify")
 
 
 def measure(folder: Path, total: str, largest: str, rounds: int) -> list[dict]:
-    """A row per command on one checkpoint."""
+    """The rows of one checkpoint, one per command."""
     source, master, out = (folder / name for name in ("source", "master", "out"))
     source_bytes = make_source(source, total, largest)
-    run_command([*PQWEIGHTS, "quantize", str(source), str(master)])  # the first run on a machine compiles, too
+    run_command([*PQWEIGHTS, "quantize", str(source), str(master)])  # the first run on a machine also compiles
     commands = {
         "cp": (["cp", "-r", "--reflink=never", str(source), str(out)], source, out),
         "quantize": ([*PQWEIGHTS, "quantize", str(source), str(out)], source, out),
@@ -77,29 +79,37 @@ def measure(folder: Path, total: str, largest: str, rounds: int) -> list[dict]:
     ]
 
 
+TIMES_HEADER = (
+    "checkpoint",
+    "largest tensor",
+    "command",
+    "seconds",
+    "of cp",
+    "the runs",
+    "until it returned",
+    "user",
+    "system",
+)
+
+
+def times_row(row: Document) -> list[Cell]:
+    """A line of the table of times."""
+    return [
+        row["checkpoint"],
+        row["largest_tensor"],
+        row["command"],
+        f"{row['median_seconds']:.2f}",
+        f"{row['of_cp']:.2f}",
+        ", ".join(f"{value:.2f}" for value in row["seconds"]),
+        *(f"{row[field]:.2f}" for field in ("exit_seconds", "user_seconds", "system_seconds")),
+    ]
+
+
 def sections(document: Document) -> dict[str, str]:
     """The tables, in Markdown."""
     settings, rows, idle = document["settings"], document["rows"], document["idle_peak_bytes"]
     note = f"{settings['dtype']} source, {settings['bits']} bits, blocks of {settings['block_size']}"
-    times = [
-        [
-            row["checkpoint"], row["largest_tensor"], row["command"], f"{row['median_seconds']:.2f}", f"{row['of_cp']:.2f}",
-            ", ".join(f"{value:.2f}" for value in row["seconds"]), f"{row['exit_seconds']:.2f}",
-            f"{row['user_seconds']:.2f}", f"{row['system_seconds']:.2f}",
-        ]
-        for row in rows
-    ]  # fmt: skip
-    header = [
-        "checkpoint",
-        "largest tensor",
-        "command",
-        "seconds",
-        "of cp",
-        "the runs",
-        "until it returned",
-        "user",
-        "system",
-    ]
+    times = table(TIMES_HEADER, [times_row(row) for row in rows])
     shown = [name for name in COMMANDS if name != "cp"]
     peaks = {(row["checkpoint"], row["command"]): row["peak_bytes"] for row in rows}
     checkpoints = dict.fromkeys((row["checkpoint"], row["largest_tensor"]) for row in rows)
@@ -108,7 +118,7 @@ def sections(document: Document) -> dict[str, str]:
     ]
     beside = "torch is not installed" if idle is None else gigabytes(idle)
     return {
-        "wall-time": f"{note}; median of {settings['rounds']}, page cache warm, through sync.\n\n{table(header, times)}",
+        "wall-time": f"{note}; median of {settings['rounds']}, page cache warm, through sync.\n\n{times}",
         "memory": (
             f"{note}. Idle `python -c 'import pqweights, torch, numpy'`: {beside}.\n\n"
             + table(["checkpoint", "largest tensor", *shown], memory)

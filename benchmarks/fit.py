@@ -1,11 +1,13 @@
-"""Widths chosen by sensitivity, beside uniform ones and a hand-made recipe: loss at equal size, and prediction against measurement.
+"""Bit widths chosen by sensitivity, beside uniform ones and a hand-made recipe: loss at equal size, predicted and
+measured.
 
     python benchmarks/fit.py MODEL_DIR [MODEL_DIR...]
 
-Per model, by the protocol of `pqweights eval` on the first `--max-tokens` tokens of MODEL_DIR/eval.txt, in float32 on the CPU, beside
-the original: the change of the log-perplexity, paired by window, and the KL divergence. Sensitivities are (a) the rule of thumb,
-(b) measured on random tokens, (c) measured on the text that follows the part evaluated on. The hand-made recipe is that of
-arXiv:2603.29078 v1: gate and up 3 bits, down 4, attention 5, o_proj and lm_head 6 (embeddings 5, experts as the MLP).
+Each model is measured beside the original by the protocol of `pqweights eval` on the first `--max-tokens` tokens of
+MODEL_DIR/eval.txt, in float32 on the CPU: the change of the log-perplexity, paired by window, and the KL divergence.
+Sensitivities are (a) the rule of thumb, (b) measured on random tokens, (c) measured on the text that follows the part
+that is evaluated on. The hand-made recipe is that of arXiv:2603.29078 v1: gate and up 3 bits, down 4, attention 5,
+o_proj and lm_head 6 (embeddings 5, experts as the MLP).
 """
 
 from __future__ import annotations
@@ -17,20 +19,21 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from harness import Document, argument_parser, machine, now, publish, table, usable_cores
+from harness import Cell, Document, argument_parser, machine, now, publish, table
 
-from pqweights.codecs import get_codec
 from pqweights.evaluate.evaluation import choose_windows
 from pqweights.evaluate.protocol import Windows, compare, perplexity
 from pqweights.measure.sensitivity import measure_sensitivity
 from pqweights.planning.plan import QUANTIZE, TensorPlan
-from pqweights.planning.recipe import Recipe, Rule, Target, load_recipe
+from pqweights.planning.recipe import Recipe, Rule, SizeTarget, load_recipe
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of, write_sensitivity
 from pqweights.quantize import plan_quantize, quantize
 from pqweights.results.inspect import inspect
+from pqweights.rewrite.driver import RunOptions
+from pqweights.rewrite.manifest import coder_of
 from pqweights.runtimes.folders import read_folder
 from pqweights.runtimes.models import Model, open_model
 from pqweights.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
@@ -40,83 +43,116 @@ TARGETS = (2.5, 3.0, 3.5, 4.0, 4.5, 5.0)
 # Below it the theorem does not hold.
 FEWEST_BITS = 3.0
 RULE, RANDOM, TEXT = "(a) rule of thumb", "(b) random tokens", "(c) text"
+KINDS = (RULE, RANDOM, TEXT)
 HAND_MADE = Recipe(
-    "hand-made", "gate and up 3, down 4, attention 5, o_proj and lm_head 6", "hadamard-lloyd-max", 5,
-    (
-        Rule(names=("*o_proj.weight",), bits=6), Rule(roles=("lm_head",), bits=6),
-        Rule(names=("*down_proj.weight",), bits=4), Rule(roles=("mlp", "expert"), bits=3),
+    name="hand-made",
+    description="gate and up 3, down 4, attention 5, o_proj and lm_head 6",
+    codec="hadamard-lloyd-max",
+    bits=5,
+    rules=(
+        Rule(names=("*o_proj.weight",), bits=6),
+        Rule(roles=("lm_head",), bits=6),
+        Rule(names=("*down_proj.weight",), bits=4),
+        Rule(roles=("mlp", "expert"), bits=3),
     ),
-)  # fmt: skip
+)
+
+
+def measured_sensitivity(model: Path, text: str | None, tokens: int) -> Sensitivity:
+    """Sensitivities measured on the first tokens of a text, or on random tokens without one."""
+    return measure_sensitivity(model, load_recipe("q5"), text=text, tokens=tokens)
+
+
+class Groups(NamedTuple):
+    """The groups of weights that a recipe quantizes.
+
+    alphas: the sensitivity of each group.
+    names: the weights of each group.
+    planned: the plan of each weight.
+    """
+
+    alphas: dict[str, float]
+    names: dict[str, list[str]]
+    planned: dict[str, TensorPlan]
+
+    def error(self, group: str) -> float:
+        """The relative squared error that the codec promises for a group."""
+        parts = [self.planned[name] for name in self.names[group]]
+        promised = [coder_of(tensor).distortion * tensor.weights for tensor in parts]
+        return math.fsum(promised) / sum(tensor.weights for tensor in parts)
+
+    def predicted_rise(self) -> float:
+        """The predicted rise of the loss, in nats per token."""
+        return math.fsum(self.alphas[name] * self.error(name) for name in self.names)
 
 
 class Bench:
-    """One model: its masters, measured and predicted."""
+    """One model: its sensitivities, and its masters, measured and predicted.
 
-    def __init__(self, model: Path, work: Path, max_tokens: int, sensitivity_tokens: int) -> None:
+    files: kind of sensitivities -> what a recipe names them by.
+    seconds: how long measuring them took.
+    perplexity: that of the original.
+    """
+
+    def __init__(self, model: Path, work: Path, *, max_tokens: int, sensitivity_tokens: int) -> None:
         self.model, self.work = model, work
         text = read_text(model / "eval.txt")
         self.ids: Ids = tokenize(model, text, max_tokens)
         self.windows: Windows = choose_windows([read_folder(model)], None, 128, False)
         self.base: Model = remembering(open_model(model))
-        self.perplexity = 0.0  # of the original
-        self.measured: dict[tuple[tuple[str, int | None], ...], dict[str, Any]] = {}
+        self.perplexity = 0.0
+        self.measured: dict[tuple[tuple[str, float | None], ...], dict[str, Any]] = {}
         rest = load_tokenizer(model).decode(tokenize(model, text, None)[max_tokens:].tolist())
         self.files: dict[str, str] = {RULE: HEURISTIC}
         self.found: dict[str, Sensitivity | None] = {RULE: None}
         self.seconds: dict[str, float] = {}
         for kind, given in ((RANDOM, None), (TEXT, rest)):
             start = time.monotonic()
-            found = measure_sensitivity(model, load_recipe("q5"), text=given, tokens=sensitivity_tokens)
+            found = measured_sensitivity(model, given, sensitivity_tokens)
             self.seconds[kind] = time.monotonic() - start
             path = work / f"{len(self.files)}.json"
             write_sensitivity(path, found)
             self.files[kind], self.found[kind] = str(path), found
 
     def row(self, what: str, recipe: Recipe) -> dict[str, Any]:
-        """Quantize and measure; what each sensitivity predicts of the widths that came out."""
+        """Quantize and measure, with what each kind of sensitivities predicts of the widths that came out."""
         _, _, plan = plan_quantize(self.model, recipe)
         widths = tuple((tensor.name, tensor.bits) for tensor in plan.tensors)
         if widths not in self.measured:  # several sensitivities may choose the same
-            out = self.work / "master"
-            quantize(self.model, out, recipe, threads=usable_cores(), overwrite=True)
-            scores = compare(open_model(out), self.base, self.ids, self.windows)
-            assert scores.change is not None and scores.divergence is not None
-            totals = inspect(out).totals
-            self.measured[widths] = {
-                "bits_per_weight": totals["bits_per_weight"],
-                "output_bytes": totals["output_bytes"],
-                "perplexity": scores.perplexity.value,
-                "change": scores.change.value,
-                "change_error": scores.change.standard_error,
-                "kl": scores.divergence.mean.value,
-            }
-            assert scores.reference_losses is not None
-            self.perplexity = perplexity(scores.reference_losses)
+            self.measured[widths] = self._measure(recipe)
         return {
             "what": what,
             "target": None if recipe.target is None else recipe.target.bits_per_weight,
             **self.measured[widths],
-            "predicted": {kind: self._predicted(recipe, kind) for kind in self.files},
+            "predicted": {kind: self.groups(recipe, kind).predicted_rise() for kind in self.files},
         }
 
-    def alphas(self, recipe: Recipe, kind: str) -> tuple[dict[str, float], dict[str, list[str]], dict[str, TensorPlan]]:
-        """alpha and weights of each group, and the plan of the weights."""
+    def _measure(self, recipe: Recipe) -> dict[str, Any]:
+        out = self.work / "master"
+        quantize(self.model, out, recipe, run=RunOptions(overwrite=True))
+        scores = compare(open_model(out), self.base, self.ids, self.windows)
+        assert scores.change is not None and scores.divergence is not None
+        assert scores.reference_losses is not None
+        self.perplexity = perplexity(scores.reference_losses)
+        totals = inspect(out).totals
+        return {
+            "bits_per_weight": totals["bits_per_weight"],
+            "output_bytes": totals["output_bytes"],
+            "perplexity": scores.perplexity.value,
+            "change": scores.change.value,
+            "change_error": scores.change.standard_error,
+            "kl": scores.divergence.mean.value,
+        }
+
+    def groups(self, recipe: Recipe, kind: str) -> Groups:
+        """The groups of a recipe's plan, with their sensitivities of one kind."""
         checkpoint, _, plan = plan_quantize(self.model, recipe)
-        planned = {t.name: t for t in plan.tensors if t.action == QUANTIZE}
-        groups = groups_of(checkpoint, [(t.name, t.role) for t in planned.values()])
-        weights = {t.name: t.weights for t in planned.values()}
-        alphas, _ = alphas_for(groups, {t.name: t.role for t in planned.values()}, weights, self.found[kind])
-        return alphas, groups, planned
-
-    def _predicted(self, recipe: Recipe, kind: str) -> float:
-        alphas, groups, planned = self.alphas(recipe, kind)
-
-        def error(names: list[str]) -> float:
-            parts = [planned[n] for n in names]
-            promised = [get_codec(t.codec or "").distortion(t.bits or 0) * t.weights for t in parts]
-            return math.fsum(promised) / sum(t.weights for t in parts)
-
-        return math.fsum(alphas[name] * error(names) for name, names in groups.items())
+        planned = {tensor.name: tensor for tensor in plan.tensors if tensor.action == QUANTIZE}
+        roles = {name: tensor.role for name, tensor in planned.items()}
+        names = groups_of(checkpoint, list(roles.items()))
+        weights = {name: tensor.weights for name, tensor in planned.items()}
+        alphas, _ = alphas_for(names, roles, weights, self.found[kind])
+        return Groups(alphas, names, planned)
 
     def rows(self) -> list[dict[str, Any]]:
         """Everything that is compared."""
@@ -124,7 +160,9 @@ class Bench:
         rows = [self.row(f"uniform {bits}", q5.with_bits(bits)) for bits in UNIFORM]
         hand_made = self.row(HAND_MADE.name, HAND_MADE)
         rows.append(hand_made)
-        for target in [Target(bits_per_weight=b) for b in TARGETS] + [Target(output_bytes=hand_made["output_bytes"])]:
+        targets = [SizeTarget(bits_per_weight=bits) for bits in TARGETS]
+        targets.append(SizeTarget(output_bytes=hand_made["output_bytes"]))
+        for target in targets:
             for kind, file in self.files.items():
                 rows.append(self.row(kind, replace(q5, target=target, sensitivity=file)))  # slow, one by one
         for row in rows:
@@ -133,7 +171,7 @@ class Bench:
 
 
 def remembering(model: Model) -> Model:
-    """The same model, which computes each window once."""
+    """The same model, which computes each window only once."""
     known: dict[tuple[bytes, int], Any] = {}
 
     def logits(ids: Ids, last: int) -> Any:
@@ -146,26 +184,21 @@ def remembering(model: Model) -> Model:
 
 
 def between(rows: list[dict[str, Any]], bits_per_weight: float) -> float | None:
-    """The change of the log-perplexity on the line between the neighbouring uniform widths."""
-    uniform = sorted((r["bits_per_weight"], r["change"]) for r in rows if r["what"].startswith("uniform"))
+    """The change of the log-perplexity on the straight line between the neighbouring uniform widths."""
+    uniform = sorted((row["bits_per_weight"], row["change"]) for row in rows if row["what"].startswith("uniform"))
     if not uniform[0][0] <= bits_per_weight <= uniform[-1][0]:
         return None
-    return float(np.interp(bits_per_weight, [x for x, _ in uniform], [y for _, y in uniform]))
+    return float(np.interp(bits_per_weight, [bits for bits, _ in uniform], [change for _, change in uniform]))
 
 
 def correlations(models: list[dict[str, Any]], kind: str) -> dict[str, float]:
-    """Of predicted and measured rises from FEWEST_BITS on, over all models; of them and of their logarithms."""
-    pairs = [
-        (row["predicted"][kind], row["change"])
-        for model in models
-        for row in model["rows"]
-        if row["bits_per_weight"] > FEWEST_BITS - 0.01
-    ]
-    kl = [row["kl"] for model in models for row in model["rows"] if row["bits_per_weight"] > FEWEST_BITS - 0.01]
-    predicted, measured = np.array([p for p, _ in pairs]), np.array([m for _, m in pairs])
+    """How predicted and measured rises go together, over all models, from FEWEST_BITS on."""
+    rows = [row for model in models for row in model["rows"] if row["bits_per_weight"] > FEWEST_BITS - 0.01]
+    predicted = np.array([row["predicted"][kind] for row in rows])
+    change, kl = np.array([row["change"] for row in rows]), np.array([row["kl"] for row in rows])
     return {
-        "points": len(pairs),
-        "pearson": float(np.corrcoef(predicted, measured)[0, 1]),
+        "points": len(rows),
+        "pearson": float(np.corrcoef(predicted, change)[0, 1]),
         "pearson_kl": float(np.corrcoef(predicted, kl)[0, 1]),
         "pearson_log_kl": float(np.corrcoef(np.log(predicted), np.log(kl))[0, 1]),
         "slope_kl": float((predicted * kl).sum() / (predicted**2).sum()),
@@ -173,7 +206,7 @@ def correlations(models: list[dict[str, Any]], kind: str) -> dict[str, float]:
 
 
 def shortfall(models: list[dict[str, Any]]) -> str:
-    """By how much the rule of thumb falls short of measuring, in words."""
+    """How much worse the rule of thumb is than measuring, in words."""
     ratios = {}
     for model in models:
         for row in model["rows"]:
@@ -183,95 +216,135 @@ def shortfall(models: list[dict[str, Any]]) -> str:
     mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
     (name, bits), worst = max(ratios.items(), key=lambda item: item[1])
     return (
-        f"The KL divergence with (a) is {mean:.3f} times that with (b), as the geometric mean over {len(ratios)} targets from "
-        f"{FEWEST_BITS:g} bits on; at worst {worst:.3f} times ({name}, {bits:.4f} bits)."
+        f"The KL divergence with (a) is {mean:.3f} times that with (b), as the geometric mean over "
+        f"{len(ratios)} targets from {FEWEST_BITS:g} bits on; at worst it is {worst:.3f} times as large "
+        f"({name}, {bits:.4f} bits)."
     )
 
 
 def alphas_by_kind(models: list[dict[str, Any]]) -> str:
-    """alpha of each kind of group, summed over layers, and what share of it the first and the last layer have."""
-    rows: list[list[Any]] = []
+    """alpha of each kind of group, summed over layers, with the shares of the first and the last layer."""
+    rows: list[list[Cell]] = []
     for model in models:
         kinds: dict[str, list[str]] = {}
         for name in model["alphas"][RULE]:
             kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(name)
         for kind, names in kinds.items():
-            row: list[Any] = [model["name"], f"`{kind}`"]
-            for by in (RULE, RANDOM, TEXT):
-                ordered = sorted(names, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])
-                found = [model["alphas"][by][name] for name in ordered]
-                total = sum(found)
-                ends = f" ({found[0] / total:.0%}, {found[-1] / total:.0%})" if len(found) > 1 else ""
-                row.append(f"{total:.3f}{ends}")
-            rows.append(row)
+            ordered = sorted(names, key=lambda name: [int(digits) for digits in re.findall(r"\d+", name)])
+            shares = [alpha_cell([model["alphas"][by][name] for name in ordered]) for by in KINDS]
+            rows.append([model["name"], f"`{kind}`", *shares])
     return table(["model", "groups", "rule (first, last layer)", "random tokens", "text"], rows)
+
+
+def alpha_cell(alphas: list[float]) -> str:
+    """The sum over layers, and the shares of the first and the last one."""
+    total = sum(alphas)
+    ends = f" ({alphas[0] / total:.0%}, {alphas[-1] / total:.0%})" if len(alphas) > 1 else ""
+    return f"{total:.3f}{ends}"
+
+
+WIDTHS_HEADER = (
+    "widths",
+    "target",
+    "bits/weight",
+    "bytes",
+    "perplexity",
+    "log-perplexity, change",
+    "against the line",
+    "KL",
+    "predicted (a)",
+    "(b)",
+    "(c)",
+)
+CORRELATION_HEADER = (
+    "sensitivities",
+    "points",
+    "r with the change",
+    "r with KL",
+    "r of logarithms, KL",
+    "KL / predicted",
+)
+AT_SIZE_HEADER = ("model", "bits/weight", "hand-made", "(a)", "(b)", "(c)", "hand-made, KL", "(a)", "(b)", "(c)")
+
+
+def widths_row(row: dict[str, Any]) -> list[Cell]:
+    """A line of the table of a model."""
+    return [
+        row["what"],
+        row["target"],
+        f"{row['bits_per_weight']:.4f}",
+        row["output_bytes"],
+        f"{row['perplexity']:.4f}",
+        f"{row['change']:+.5f} ± {row['change_error']:.5f}",
+        None if row["line"] is None else f"{row['change'] - row['line']:+.5f}",
+        f"{row['kl']:.5f}",
+        *(f"{row['predicted'][kind]:.5f}" for kind in KINDS),
+    ]
+
+
+def of_model(model: dict[str, Any]) -> str:
+    """The table of a model."""
+    about = f"{model['scored_tokens']} tokens scored, perplexity of the original {model['perplexity']:.4f}"
+    return f"**{model['name']}** ({about})\n\n{table(WIDTHS_HEADER, [widths_row(row) for row in model['rows']])}"
+
+
+def correlation_row(models: list[dict[str, Any]], kind: str) -> list[Cell]:
+    """A line of the table of correlations."""
+    found = correlations(models, kind)
+    names = ("pearson", "pearson_kl", "pearson_log_kl")
+    return [kind, int(found["points"]), *(f"{found[name]:.4f}" for name in names), f"{found['slope_kl']:.3f}"]
+
+
+def at_size(model: dict[str, Any]) -> list[Cell]:
+    """A line of the comparison with the hand-made recipe, at its size."""
+    hand_made = next(row for row in model["rows"] if row["what"] == HAND_MADE.name)
+    chosen = {row["what"]: row for row in model["rows"] if row["target"] is None and row["what"] in KINDS}
+    rows = [hand_made, *(chosen[kind] for kind in KINDS)]
+    changes, divergences = [f"{row['change']:+.5f}" for row in rows], [f"{row['kl']:.5f}" for row in rows]
+    return [model["name"], f"{hand_made['bits_per_weight']:.4f}", *changes, *divergences]
 
 
 def sections(document: Document) -> dict[str, str]:
     """The tables, in Markdown."""
-    parts = []
-    for model in document["models"]:
-        rows = [
-            [
-                row["what"], row["target"] if row["target"] is not None else None, f"{row['bits_per_weight']:.4f}", row["output_bytes"],
-                f"{row['perplexity']:.4f}", f"{row['change']:+.5f} ± {row['change_error']:.5f}", None if row["line"] is None else f"{row['change'] - row['line']:+.5f}",
-                f"{row['kl']:.5f}", *(f"{row['predicted'][kind]:.5f}" for kind in (RULE, RANDOM, TEXT)),
-            ]
-            for row in model["rows"]
-        ]  # fmt: skip
-        header = [
-            "widths", "target", "bits/weight", "bytes", "perplexity", "log-perplexity, change", "against the line", "KL",
-            "predicted (a)", "(b)", "(c)",
-        ]  # fmt: skip
-        about = f"{model['scored_tokens']} tokens scored, perplexity of the original {model['perplexity']:.4f}"
-        parts.append(f"**{model['name']}** ({about})\n\n{table(header, rows)}")
-    rows = []
-    for kind in (RULE, RANDOM, TEXT):
-        found = correlations(document["models"], kind)
-        rows.append([
-            kind, found["points"], f"{found['pearson']:.4f}", f"{found['pearson_kl']:.4f}", f"{found['pearson_log_kl']:.4f}", f"{found['slope_kl']:.3f}",
-        ])  # fmt: skip
-    header = ["sensitivities", "points", "r with the change", "r with KL", "r of logarithms, KL", "KL / predicted"]
-    at_size = []
-    for model in document["models"]:
-        hand_made = next(row for row in model["rows"] if row["what"] == HAND_MADE.name)
-        ours = {
-            row["what"]: row for row in model["rows"] if row["target"] is None and row["what"] in (RULE, RANDOM, TEXT)
-        }
-        at_size.append([
-            model["name"], f"{hand_made['bits_per_weight']:.4f}", f"{hand_made['change']:+.5f}",
-            *(f"{ours[kind]['change']:+.5f}" for kind in (RULE, RANDOM, TEXT)), f"{hand_made['kl']:.5f}",
-            *(f"{ours[kind]['kl']:.5f}" for kind in (RULE, RANDOM, TEXT)),
-        ])  # fmt: skip
-    size_header = ["model", "bits/weight", "hand-made", "(a)", "(b)", "(c)", "hand-made, KL", "(a)", "(b)", "(c)"]
+    models = document["models"]
+    correlated = table(CORRELATION_HEADER, [correlation_row(models, kind) for kind in KINDS])
     return {
-        "fit": "\n\n".join(parts),
-        "fit-correlation": f"{table(header, rows)}\n\n{shortfall(document['models'])}",
-        "fit-alphas": alphas_by_kind(document["models"]),
-        "fit-hand-made": table(size_header, at_size),
+        "fit": "\n\n".join(of_model(model) for model in models),
+        "fit-correlation": f"{correlated}\n\n{shortfall(models)}",
+        "fit-alphas": alphas_by_kind(models),
+        "fit-hand-made": table(AT_SIZE_HEADER, [at_size(model) for model in models]),
+    }
+
+
+def measured_model(folder: Path, options: Any) -> dict[str, Any]:
+    """The entry of one model in the document."""
+    with tempfile.TemporaryDirectory(dir=options.folder) as work:
+        bench = Bench(folder, Path(work), max_tokens=options.max_tokens, sensitivity_tokens=options.tokens)
+        print(f"{folder.resolve().name}: sensitivities in {bench.seconds}", file=sys.stderr, flush=True)
+        alphas = {kind: bench.groups(load_recipe("q5"), kind).alphas for kind in bench.files}
+        rows = bench.rows()
+    windows = bench.windows
+    return {
+        "name": folder.resolve().name,
+        "scored_tokens": sum(windows.scored(start) for start in windows.starts(len(bench.ids))),
+        "window": windows.size,
+        "stride": windows.stride,
+        "seconds": bench.seconds,
+        "perplexity": bench.perplexity,
+        "alphas": alphas,
+        "rows": rows,
     }
 
 
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("models", type=Path, nargs="+", help="folders, each with eval.txt")
-    parser.add_argument("--max-tokens", type=int, default=20000, help="of the text that is evaluated on")
-    parser.add_argument("--tokens", type=int, default=2048, help="for sensitivities")
+    parser.add_argument("--max-tokens", type=int, default=20000, help="how many tokens of the text to evaluate on")
+    parser.add_argument("--tokens", type=int, default=2048, help="how many tokens to measure sensitivities on")
     parser.add_argument("--folder", type=Path, help="where masters are made; by default a temporary folder")
     options = parser.parse_args()
     start = now()
-    models = []
-    for folder in options.models:
-        with tempfile.TemporaryDirectory(dir=options.folder) as work:
-            bench = Bench(folder, Path(work), options.max_tokens, options.tokens)
-            scored = sum(bench.windows.scored(at) for at in bench.windows.starts(len(bench.ids)))
-            alphas = {kind: bench.alphas(load_recipe("q5"), kind)[0] for kind in bench.files}
-            print(f"{folder.resolve().name}: sensitivities in {bench.seconds}", file=sys.stderr, flush=True)
-            rows = bench.rows()
-            models.append({
-                "name": folder.resolve().name, "scored_tokens": scored, "window": bench.windows.size, "stride": bench.windows.stride,
-                "seconds": bench.seconds, "perplexity": bench.perplexity, "alphas": alphas, "rows": rows,
-            })  # fmt: skip
+    models = [measured_model(folder, options) for folder in options.models]
     settings = {"max_tokens": options.max_tokens, "tokens": options.tokens, "dtype": "float32"}
     document = {"machine": machine(start), "settings": settings, "models": models}
     publish("fit", document, sections(document), options.out)

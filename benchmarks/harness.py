@@ -1,7 +1,7 @@
-"""What the benchmarks share: the machine in words, how a command is timed, Markdown tables, a JSON document for each.
+"""What the benchmarks share: describing the machine, timing a command, Markdown tables, and JSON documents.
 
-Imports Python's own library alone, on purpose: Linux carries the memory of the process that starts a command over into
-the command's own ru_maxrss, so a script that measures peaks must stay small.
+This module imports the standard library only, on purpose: Linux carries the memory of the process that starts a command
+over into the command's own ru_maxrss, so a script that measures peaks must stay small.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ Cell = str | int | float | None
 
 @dataclass(frozen=True)
 class Run:
-    """One run of one command. seconds: through `sync`; exit_seconds: until it returned."""
+    """One run of one command.
+
+    seconds: wall time until the `sync` after the command returned.
+    exit_seconds: wall time until the command returned.
+    user_seconds, system_seconds: CPU time over all threads.
+    peak_bytes: peak resident memory of the process.
+    """
 
     seconds: float
     exit_seconds: float
@@ -41,11 +47,11 @@ class Run:
 
 
 def run_command(command: Sequence[str], inputs: Sequence[Path] = (), out: Path | None = None) -> Run:
-    """Read the inputs once, so that they come from the page cache; run and `sync`; remove what was written."""
+    """Run a command after reading its inputs into the page cache, `sync`, and delete what it wrote."""
     for folder in inputs:
         read_all(folder)
     subprocess.run(["sync"], check=True)
-    with tempfile.TemporaryFile() as messages:  # progress; shown only when the command fails
+    with tempfile.TemporaryFile() as messages:  # progress, shown only if the command fails
         start = time.monotonic()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=messages)
         _, status, usage = os.wait4(process.pid, 0)
@@ -64,7 +70,7 @@ def run_command(command: Sequence[str], inputs: Sequence[Path] = (), out: Path |
 
 
 def read_all(folder: Path) -> None:
-    """Every byte, once."""
+    """Read every file of a folder once."""
     for path in folder.iterdir():
         with open(path, "rb", buffering=0) as stream:
             while stream.read(1 << 22):
@@ -72,7 +78,7 @@ def read_all(folder: Path) -> None:
 
 
 def make_source(folder: Path, total: str, largest: str, *arguments: str) -> int:
-    """A synthetic checkpoint; the bytes of its tensors."""
+    """Make a synthetic checkpoint and return the size of its tensors in bytes."""
     command = [*SYNTHETIC, str(folder), "--total", total, "--largest", largest, "--json", *arguments]
     made = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     return int(made["bytes"])
@@ -84,12 +90,12 @@ def median_of(runs: Sequence[Run], field: str) -> float:
 
 
 def usable_cores() -> int:
-    """Those that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def version(package: str) -> str | None:
-    """Of an installed distribution; None where there is none."""
+    """The version of an installed distribution, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -98,14 +104,17 @@ def version(package: str) -> str | None:
 
 @dataclass(frozen=True)
 class Moment:
-    """other_cpu_seconds: what the machine has spent since it started, but not in this process and its children."""
+    """A point in time.
+
+    other_cpu_seconds: CPU time that the machine has spent since it started, outside of this process and its children.
+    """
 
     seconds: float
     other_cpu_seconds: float | None
 
 
 def now() -> Moment:
-    """From Linux's /proc/stat, whose eighth field (steal) and those before count, but for idle and waiting."""
+    """The present moment. CPU time is the sum of the first eight fields of /proc/stat, less idle and I/O wait."""
     seconds = time.monotonic()
     if not Path("/proc/stat").exists():
         return Moment(seconds, None)
@@ -115,7 +124,7 @@ def now() -> Moment:
 
 
 def machine(start: Moment) -> dict[str, Any]:
-    """What counts about the machine, the versions, and how busy others have kept it since; nothing that names it."""
+    """The CPU, the versions, and how busy other processes have kept the machine since `start`; no host name."""
     end, others = now(), None
     if start.other_cpu_seconds is not None and end.other_cpu_seconds is not None:
         others = (end.other_cpu_seconds - start.other_cpu_seconds) / (end.seconds - start.seconds)
@@ -140,14 +149,12 @@ def machine(start: Moment) -> dict[str, Any]:
 
 
 def machine_line(document: Document) -> str:
-    """The machine of a document in one sentence."""
+    """The machine that a document was measured on, in one or two sentences."""
     it = document["machine"]
     vectors = f" with {it['vectors']}" if it["vectors"] else ""
     versions = ", ".join(f"{name} {version}" for name, version in it["versions"].items() if version)
     others = it["cores_busy_elsewhere"]
-    busy = (
-        "" if others is None else f" Meanwhile other processes and the kernel kept {max(0.0, others):.2f} cores busy."
-    )
+    busy = "" if others is None else f" Other processes and the kernel kept {max(0.0, others):.2f} cores busy."
     return (
         f"{it['cpu']}{vectors}, {it['cores']} cores, {it['memory_bytes'] / 1e9:.0f} GB of memory, {it['system']}; "
         f"Python {it['python']}, {versions}.{busy}"
@@ -165,19 +172,19 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
 
 
 def gigabytes(count: int) -> str:
-    """1 GB is 10**9 bytes."""
+    """A size in GB (10**9 bytes) or MB."""
     return f"{count / 1e9:.3g} GB" if count >= 10**9 else f"{count / 1e6:.3g} MB"
 
 
 def argument_parser(doc: str) -> argparse.ArgumentParser:
-    """With --out, which every benchmark has."""
+    """A parser with --out, which every benchmark has."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="folder for the JSON document; by default it is printed only")
+    parser.add_argument("--out", type=Path, help="folder for the JSON document; by default, only print the tables")
     return parser
 
 
 def publish(name: str, document: Document, sections: dict[str, str], out: Path | None) -> None:
-    """Print the tables and, if asked to, write OUT/NAME.json."""
+    """Print the tables, and write OUT/NAME.json if there is an OUT."""
     print(machine_line(document), *sections.values(), sep="\n\n", flush=True)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)

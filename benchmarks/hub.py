@@ -1,16 +1,18 @@
-"""A round over the Hub, on the loopback: plan, quantize with little disk, push, load and export, all by id; peak disk measured.
+"""A round over a Hub on the loopback, all by id: plan, quantize with little disk, push, load and export.
 
     python benchmarks/hub.py --size 2GB --shard 250MB
 
-The official client talks to the small Hub of tests/support/loopback_hub.py in this process, without xet. A source of Gaussian weights
-under a Llama's names is pushed; each step is a process of its own. Disk: what the output folder and the client's cache hold
-together, looked at every 10 ms. The plan of a large model is of 200 sparse shards that the Hub serves. Last come the faults of
-tests/support/hub_cases.py: what the command that meets one does, and the same command again.
+The official client, in processes of its own, talks to the small Hub of tests/support/loopback_hub.py in this process,
+without xet. A source of Gaussian weights under a Llama's names is pushed first. Peak disk is what the output folder and
+the client's cache hold together, sampled every 10 ms. The plan of a large model covers 200 sparse shards that the Hub
+serves. Last come the faults of tests/support/hub_cases.py: what the command that meets a fault does, and then the same
+command again.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from typing import Any
 
 from harness import (
     PQWEIGHTS,
+    Cell,
     Document,
     argument_parser,
     gigabytes,
@@ -32,6 +35,9 @@ from harness import (
     table,
     version,
 )
+
+from pqweights.checkpoint.header import TensorSpec, build_header
+from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, shard_name
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import hub_cases
@@ -53,7 +59,7 @@ api.upload_folder(repo_id=sys.argv[2], folder_path=sys.argv[1])
 
 
 def disk_bytes(*folders: Path) -> int:
-    """What files take on the disk, those that are being deleted not counted."""
+    """The disk space that the files of some folders take, without those that are deleted meanwhile."""
     total = 0
     for folder in folders:
         for path in folder.rglob("*"):
@@ -65,7 +71,7 @@ def disk_bytes(*folders: Path) -> int:
 
 
 class DiskWatch:
-    """The most that some folders held together, by looking often."""
+    """The peak of what some folders hold together, by sampling."""
 
     def __init__(self, *folders: Path) -> None:
         self.peak, self._folders, self._done = 0, folders, threading.Event()
@@ -84,14 +90,15 @@ class DiskWatch:
         self._thread.join()
 
 
-def run(step: str, hub: LoopbackHub, work: Path, command: list[str], watched: list[Path]) -> dict[str, Any]:
-    """One step: seconds, requests, bytes that the Hub sent, most disk, and what was printed."""
+def run(step: str, hub: LoopbackHub, home: Path, *, command: list[str], watched: list[Path]) -> dict[str, Any]:
+    """Run one step: seconds, requests, bytes that the Hub sent, peak disk, and what was printed.
+
+    home: where the client keeps its cache.
+    """
     hub.requests.clear()
     start = time.monotonic()
     with DiskWatch(*watched) as disk:
-        done = subprocess.run(
-            command, env=hub.environment(work / "home"), stdout=subprocess.PIPE, check=True, text=True
-        )
+        done = subprocess.run(command, env=hub.environment(home), stdout=subprocess.PIPE, check=True, text=True)
     return {
         "step": step,
         "seconds": time.monotonic() - start,
@@ -103,74 +110,81 @@ def run(step: str, hub: LoopbackHub, work: Path, command: list[str], watched: li
 
 
 def measure_round(work: Path, size: str, largest: str, shard: str) -> dict[str, Any]:
-    """Every step, and the bound that the disk must keep."""
-    source, out, exported = work / "source", work / "master", work / "bf16"
+    """Every step, and the sizes that bound the disk."""
+    source = work / "source"
     make_source(source, size, largest, "--no-head", "--shard", shard)
     shards = sorted((path.stat().st_size for path in source.glob("*.safetensors")), reverse=True)
     with LoopbackHub(folder=work / "hub") as hub:
-        home = work / "home"
-        steps = [run("push the source", hub, work, [sys.executable, "-c", PUSH_SOURCE, str(source), SOURCE], [])]
-        shutil.rmtree(source)
-        steps.append(run("plan SOURCE", hub, work, [*PQWEIGHTS, "plan", SOURCE, "--json"], [home]))
-        planned = json.loads(steps[-1]["said"])["totals"]
-        command = [*PQWEIGHTS, "quantize", SOURCE, str(out), "--low-disk"]
-        steps.append(run("quantize SOURCE OUT --low-disk", hub, work, command, [home, out]))
-        bytes_in_out = disk_bytes(out)
-        steps.append(run("push OUT MASTER", hub, work, [*PQWEIGHTS, "push", str(out), MASTER], [out]))
-        steps.append(run("from_pretrained(MASTER)", hub, work, [sys.executable, "-c", LOAD, MASTER], [home]))
-        loaded = json.loads(steps[-1]["said"].splitlines()[-1])
-        command = [*PQWEIGHTS, "export", MASTER, str(exported), "--target", "bf16"]
-        steps.append(run("export MASTER OUT --target bf16", hub, work, command, [home, exported]))
-        steps.append(run("verify MASTER", hub, work, [*PQWEIGHTS, "verify", MASTER], [home]))
+        found = round_over(hub, work, source)
         card = hub.repositories[MASTER].read("README.md").decode()
-    for step in steps:
-        del step["said"]
-    return {
-        "card": card, "source_bytes": sum(shards), "shards": len(shards), "two_largest_shards": sum(shards[:2]),
-        "planned_output_bytes": planned["output_bytes"], "output_folder_bytes": bytes_in_out, "loaded": loaded, "steps": steps,
-    }  # fmt: skip
+    said = [step.pop("said") for step in found["steps"]]
+    return found | {
+        "card": card,
+        "source_bytes": sum(shards),
+        "shards": len(shards),
+        "two_largest_shards": sum(shards[:2]),
+        "planned_output_bytes": json.loads(said[1])["totals"]["output_bytes"],
+        "loaded": json.loads(said[4].splitlines()[-1]),
+    }
 
 
-def large_repository(work: Path, shards: int) -> dict[str, Path]:
-    """Shards of 2.1 GB that take no disk: headers of a Llama with a hidden size of 16384, and then a hole."""
-    hidden, folder = 16384, work / "large"
+def round_over(hub: LoopbackHub, work: Path, source: Path) -> dict[str, Any]:
+    """Push the source, plan, quantize, push the master, load, export and verify."""
+    out, exported, home = work / "master", work / "bf16", work / "home"
+    steps: list[dict[str, Any]] = []
+
+    def step(name: str, command: list[str], *watched: Path) -> None:
+        steps.append(run(name, hub, home, command=command, watched=list(watched)))
+
+    step("push the source", [sys.executable, "-c", PUSH_SOURCE, str(source), SOURCE])
+    shutil.rmtree(source)
+    step("plan SOURCE", [*PQWEIGHTS, "plan", SOURCE, "--json"], home)
+    quantize = [*PQWEIGHTS, "quantize", SOURCE, str(out), "--low-disk"]
+    step("quantize SOURCE OUT --low-disk", quantize, home, out)
+    bytes_in_out = disk_bytes(out)
+    step("push OUT MASTER", [*PQWEIGHTS, "push", str(out), MASTER], out)
+    step("from_pretrained(MASTER)", [sys.executable, "-c", LOAD, MASTER], home)
+    export = [*PQWEIGHTS, "export", MASTER, str(exported), "--target", "bf16"]
+    step("export MASTER OUT --target bf16", export, home, exported)
+    step("verify MASTER", [*PQWEIGHTS, "verify", MASTER], home)
+    return {"steps": steps, "output_folder_bytes": bytes_in_out}
+
+
+def sparse_shard(path: Path, layer: int) -> list[str]:
+    """Write a shard of 2.1 GB that takes no disk, the header of a layer and then a hole; returns its tensor names."""
+    hidden = 16384
+    shapes = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "self_attn.k_proj": (hidden // 2, hidden),
+        "self_attn.v_proj": (hidden // 2, hidden),
+        "mlp.gate_proj": (hidden, hidden),
+    }
+    specs = [TensorSpec(f"model.layers.{layer}.{name}.weight", "BF16", shape) for name, shape in shapes.items()]
+    header, stored = build_header(path.name, specs, {"format": "pt"})
+    path.write_bytes(header)
+    os.truncate(path, stored[-1].offset + stored[-1].byte_count)
+    return [spec.name for spec in specs]
+
+
+def large_repository(folder: Path, shards: int) -> dict[str, Path]:
+    """The files of a Llama with a hidden size of 16384, in sparse shards."""
     folder.mkdir()
-    files: dict[str, Path] = {}
     weight_map: dict[str, str] = {}
     for number in range(shards):
-        name = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        position = 0
-        parts = [(f"{kind}_proj", (hidden, hidden)) for kind in ("q", "o")]
-        parts += [("k_proj", (hidden // 2, hidden)), ("v_proj", (hidden // 2, hidden)), ("gate_proj", (hidden, hidden))]
-        for part, shape in parts:
-            group = "mlp" if part == "gate_proj" else "self_attn"
-            tensor = f"model.layers.{number}.{group}.{part}.weight"
-            byte_count = shape[0] * shape[1] * 2
-            header[tensor] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, position + byte_count]}
-            position += byte_count
-            weight_map[tensor] = name
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        files[name] = folder / name
-        with open(files[name], "wb") as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
-            stream.truncate(8 + len(text) + position)
-    for name, value in (
-        ("config.json", {"model_type": "llama"}),
-        ("model.safetensors.index.json", {"weight_map": weight_map}),
-    ):
-        files[name] = folder / name
-        files[name].write_text(json.dumps(value))
-    return files
+        file = shard_name(number, shards)
+        weight_map |= dict.fromkeys(sparse_shard(folder / file, number), file)
+    (folder / CONFIG_FILE).write_text(json.dumps({"model_type": "llama"}))
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    return {path.name: path for path in folder.iterdir()}
 
 
 def measure_large(work: Path, shards: int) -> dict[str, Any]:
-    """The plan of a model that would fit no disk here."""
-    files = large_repository(work, shards)
+    """The plan of a model that would not fit on any disk here."""
+    files = large_repository(work / "large", shards)
     with LoopbackHub() as hub:
         hub.commit(LARGE, dict(files))
-        found = run("plan", hub, work, [*PQWEIGHTS, "plan", LARGE, "--json"], [])
+        found = run("plan", hub, work / "home", command=[*PQWEIGHTS, "plan", LARGE, "--json"], watched=[])
     said = json.loads(found.pop("said"))
     return found | {
         "shards": shards,
@@ -181,7 +195,7 @@ def measure_large(work: Path, shards: int) -> dict[str, Any]:
 
 
 def measure_faults() -> list[dict[str, Any]]:
-    """A row per fault; a case whose end is not the right one is an error."""
+    """A row per fault. Raises an error for a case that does not end as it must."""
     rows = []
     for case in hub_cases.CASES:
         with tempfile.TemporaryDirectory() as folder:
@@ -194,46 +208,60 @@ def measure_faults() -> list[dict[str, Any]]:
     return rows
 
 
+def step_row(step: Document) -> list[Cell]:
+    """A line of the table of steps."""
+    peak = step["peak_disk_bytes"]
+    sent = gigabytes(step["sent_bytes"])
+    return [step["step"], f"{step['seconds']:.2f}", step["requests"], sent, gigabytes(peak) if peak else None]
+
+
+def fault_row(row: Document) -> list[Cell]:
+    """A line of the table of faults."""
+    first = f"`{row['line']}`" if row["exit"] else "done, right bytes"
+    again = f"exit code {row['again']}" if row["again"] else "done, right bytes"
+    return [row["fault"], f"`{row['command']}`", first, again]
+
+
+def round_text(found: Document) -> str:
+    """The steps, and how much disk `--low-disk` took."""
+    out, two = found["output_folder_bytes"], found["two_largest_shards"]
+    peak = next(step["peak_disk_bytes"] for step in found["steps"] if "--low-disk" in step["step"])
+    header = ["step", "seconds", "requests", "sent by the Hub", "peak disk"]
+    return (
+        f"A source of {gigabytes(found['source_bytes'])} in {found['shards']} shards, BF16, 5 bits; client and Hub on "
+        f"the same machine.\n\n{table(header, [step_row(step) for step in found['steps']])}\n\n"
+        f"With `--low-disk` the output folder and the client's cache never held more than **{gigabytes(peak)}**. "
+        f"The output ({gigabytes(out)}) and the two largest shards ({gigabytes(two)}) take {gigabytes(out + two)}, "
+        f"the source and the output {gigabytes(found['source_bytes'] + out)}."
+    )
+
+
+def large_text(large: Document) -> str:
+    """What planning the large model took."""
+    return (
+        f"`pqweights plan` of a repository of {large['shards']} shards, {large['source_bytes']} bytes: "
+        f"**{large['seconds']:.2f} s**, {large['reported']['requests']} requests, {large['reported']['bytes']} bytes "
+        f"fetched; the master's safetensors files would have {large['output_bytes']} bytes."
+    )
+
+
 def sections(document: Document) -> dict[str, str]:
     """The tables, in Markdown."""
-    found, large = document["round"], document["large"]
-    rows = [
-        [s["step"], f"{s['seconds']:.2f}", s["requests"], gigabytes(s["sent_bytes"]), gigabytes(s["peak_disk_bytes"]) if s["peak_disk_bytes"] else None]
-        for s in found["steps"]
-    ]  # fmt: skip
-    bound = found["output_folder_bytes"] + found["two_largest_shards"]
-    peak = next(s["peak_disk_bytes"] for s in found["steps"] if "--low-disk" in s["step"])
-    faults = [
-        [
-            row["fault"], f"`{row['command']}`", f"`{row['line']}`" if row["exit"] else "done, right bytes",
-            f"exit code {row['again']}" if row["again"] else "done, right bytes",
-        ]
-        for row in document["faults"]
-    ]  # fmt: skip
+    header = ["what goes wrong", "command", "what the command does", "the same command again"]
     return {
-        "hub-faults": table(["what goes wrong", "command", "what becomes of it", "the same command again"], faults),
-        "hub-round": (
-            f"A source of {gigabytes(found['source_bytes'])} in {found['shards']} shards, BF16, 5 bits; client and Hub on the same "
-            f"machine.\n\n{table(['step', 'seconds', 'requests', 'sent by the Hub', 'most disk'], rows)}\n\n"
-            f"With `--low-disk` the output folder and the client's cache never held more than **{gigabytes(peak)}**; the output "
-            f"({gigabytes(found['output_folder_bytes'])}) and the two largest shards ({gigabytes(found['two_largest_shards'])}) are "
-            f"{gigabytes(bound)}, the source and the output {gigabytes(found['source_bytes'] + found['output_folder_bytes'])}."
-        ),
-        "hub-large": (
-            f"`pqweights plan` of a repository of {large['shards']} shards, {large['source_bytes']} bytes: **{large['seconds']:.2f} s**, "
-            f"{large['reported']['requests']} requests, {large['reported']['bytes']} bytes fetched; the master's safetensors files "
-            f"would have {large['output_bytes']} bytes."
-        ),
+        "hub-faults": table(header, [fault_row(row) for row in document["faults"]]),
+        "hub-round": round_text(document["round"]),
+        "hub-large": large_text(document["large"]),
     }
 
 
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--folder", type=Path, help="where everything is made; by default a temporary folder")
-    parser.add_argument("--size", default="2GB", help="of the source")
-    parser.add_argument("--largest", default="100MB", help="its largest tensor")
-    parser.add_argument("--shard", default="250MB", help="its largest file")
-    parser.add_argument("--shards", type=int, default=200, help="of the large model, of 2.1 GB each")
+    parser.add_argument("--size", default="2GB", help="size of the source")
+    parser.add_argument("--largest", default="100MB", help="size of its largest tensor")
+    parser.add_argument("--shard", default="250MB", help="size of its largest file")
+    parser.add_argument("--shards", type=int, default=200, help="number of shards of the large model, 2.1 GB each")
     options = parser.parse_args()
     start = now()
     with tempfile.TemporaryDirectory(dir=options.folder) as work:

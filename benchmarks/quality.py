@@ -2,19 +2,20 @@
 
     python benchmarks/quality.py MODEL_DIR [MODEL_DIR...] [--text TEXT] [--only masters ablation peers]
 
-Per model, by the protocol of `pqweights eval` (docs/evaluation.md) on the first `--max-tokens` tokens of the text
-(MODEL_DIR/eval.txt by default), in float32 on the CPU, each model beside the original: perplexity, KL divergence, top-1
-agreement. Activation-aware scales are searched on the tokens that come after those, for each width anew.
+Each model is measured beside the original by the protocol of `pqweights eval` (docs/evaluation.md), on the first
+`--max-tokens` tokens of the text (MODEL_DIR/eval.txt by default), in float32 on the CPU: perplexity, KL divergence,
+top-1 agreement. Activation-aware scales are searched on the tokens that follow, anew for each bit width.
 
-Peers (benchmarks/peers.py) quantize every weight that a master quantizes, embeddings and lm_head too, in their own layout;
-what they decode to is evaluated in float32 on the same windows. Bits per weight count everything that they store for those
-weights; relative MSE is ||W - W'||^2 / ||W||^2 over them.
+Peers (benchmarks/peers.py) quantize every weight that a master quantizes, embeddings and lm_head included, in their own
+layout; what they decode to is evaluated in float32 on the same windows. Bits per weight count everything that they
+store for those weights; relative MSE is ||W - W'||^2 / ||W||^2 over them.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,17 @@ import peers
 from harness import Cell, Document, argument_parser, machine, now, publish, table, usable_cores
 from safetensors.numpy import save_file
 
-from pqweights.checkpoint.source import open_local
+from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.evaluate.evaluation import choose_windows
 from pqweights.evaluate.protocol import Scores, Windows, compare
 from pqweights.evaluate.weight_errors import relative_mse
 from pqweights.measure.ablation import MOST_CALIBRATION_TOKENS, ablate
 from pqweights.measure.calibrate import WINDOW, calibrate
 from pqweights.planning.plan import QUANTIZE
-from pqweights.planning.recipe import load_recipe
-from pqweights.quantize import Quantize, quantize
+from pqweights.planning.recipe import Recipe, load_recipe
+from pqweights.quantize import Quantize, QuantizeOptions, quantize
 from pqweights.results.inspect import inspect
+from pqweights.rewrite.driver import RunOptions
 from pqweights.runtimes.decoders import values_of
 from pqweights.runtimes.folders import read_folder
 from pqweights.runtimes.models import Model, open_model
@@ -40,17 +42,71 @@ from pqweights.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
 
 WIDTHS = (8, 6, 5, 4, 3, 2)
 ABLATED = (5, 4, 3)
-# Of the peers that benchmarks/peers.py has, those at sizes like ours.
+# Of the peers in benchmarks/peers.py, those of sizes like ours.
 PEERS = (
-    "llama.cpp Q8_0", "llama.cpp Q6_K", "llama.cpp Q5_K", "llama.cpp Q4_K", "llama.cpp IQ4_XS", "llama.cpp Q3_K",
-    "MLX affine, 5 bits", "MLX affine, 4 bits", "bitsandbytes NF4", "bitsandbytes NF4, double", "HQQ, 4 bits",
+    "llama.cpp Q8_0",
+    "llama.cpp Q6_K",
+    "llama.cpp Q5_K",
+    "llama.cpp Q4_K",
+    "llama.cpp IQ4_XS",
+    "llama.cpp Q3_K",
+    "MLX affine, 5 bits",
+    "MLX affine, 4 bits",
+    "bitsandbytes NF4",
+    "bitsandbytes NF4, double",
+    "HQQ, 4 bits",
     "torchao INT4 (tinygemm)",
-)  # fmt: skip
+)
 MASTERS, ABLATION, OTHERS = "masters", "ablation", "peers"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """One model, and what its rows are measured on.
+
+    model: the folder of the original.
+    base: the original, opened.
+    text: the whole text.
+    ids: the tokens that are evaluated on, the first of the text.
+    rest: the tokens that follow them, for calibration.
+    work: where folders are made.
+    absent: receives why a peer or a part could not be measured.
+    """
+
+    model: Path
+    base: Model
+    text: str
+    ids: Ids
+    rest: Ids
+    windows: Windows
+    work: Path
+    absent: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def calibration(self) -> str:
+        """The text for calibration."""
+        return str(load_tokenizer(self.model).decode(self.rest.tolist()))
+
+    def measures(self, folder: Path | None = None) -> dict[str, Any]:
+        """The measured fields of the row of a folder; without one, of the original."""
+        model, reference = (self.base, None) if folder is None else (open_model(folder), self.base)
+        return measures(compare(model, reference, self.ids, self.windows))
+
+    def settings(self) -> dict[str, Any]:
+        """The text and the windows, for the document."""
+        starts = self.windows.starts(len(self.ids))
+        return {
+            "tokens": len(self.ids),
+            "windows": len(starts),
+            "window": self.windows.size,
+            "stride": self.windows.stride,
+            "scored": sum(self.windows.scored(start) for start in starts),
+            "calibration_tokens": len(self.rest),
+        }
+
+
 def measures(scores: Scores) -> dict[str, Any]:
-    """What a row has of its scores."""
+    """The measured fields of a row."""
     change, found = scores.perplexity_change, scores.divergence
     return {
         "perplexity": scores.perplexity.value,
@@ -64,83 +120,89 @@ def measures(scores: Scores) -> dict[str, Any]:
     }
 
 
-def masters(
-    model: Path, work: Path, ids: Ids, calibration: str, windows: Windows, base: Model
-) -> Iterator[dict[str, Any]]:
-    """At every width, without and with scales."""
-    threads = usable_cores()
+def searched_scales(bench: Bench, recipe: Recipe) -> Path:
+    """Activation-aware scales for the recipe."""
+    path = bench.work / "scales.safetensors"
+    calibrate(
+        bench.model,
+        path,
+        bench.calibration,
+        recipe,
+        max_tokens=MOST_CALIBRATION_TOKENS,
+        window=min(WINDOW, bench.windows.size),
+        threads=usable_cores(),
+        overwrite=True,
+    )
+    return path
+
+
+def masters(bench: Bench) -> Iterator[dict[str, Any]]:
+    """The rows of the masters, at every bit width, without and with scales."""
+    out = bench.work / "master"
     for bits in WIDTHS:
-        recipe, scales, out = load_recipe(f"q{bits}"), work / "scales.safetensors", work / "master"
-        calibrate(
-            model, scales, calibration, recipe, max_tokens=MOST_CALIBRATION_TOKENS, window=min(WINDOW, windows.size),
-            threads=threads, overwrite=True,
-        )  # fmt: skip
-        for awq in (None, scales):
-            quantize(model, out, recipe, awq=awq, threads=threads, overwrite=True)
+        recipe = load_recipe(f"q{bits}")
+        for awq in (None, searched_scales(bench, recipe)):
+            quantize(bench.model, out, recipe, options=QuantizeOptions(awq=awq), run=RunOptions(overwrite=True))
             yield {
                 "what": f"q{bits}" + (" AWQ" if awq else ""),
                 "bits": bits,
                 "bits_per_weight": inspect(out).totals["bits_per_weight"],
-                "relative_mse": relative_mse(model, out).master.relative_mse,
-                **measures(compare(open_model(out), base, ids, windows)),
+                "relative_mse": relative_mse(bench.model, out).master.relative_mse,
+                **bench.measures(out),
             }
 
 
-def others(
-    model: Path, work: Path, ids: Ids, windows: Windows, base: Model, absent: dict[str, str]
-) -> Iterator[dict[str, Any]]:
-    """Every peer that is installed. absent: gets the others."""
+def others(bench: Bench) -> Iterator[dict[str, Any]]:
+    """The rows of every peer that is installed."""
     quantizers, _, missing = peers.load_quantizers()
-    absent |= missing
-    checkpoint = open_local(model)
-    chosen = {t.name for t in Quantize(load_recipe("q5")).plan(checkpoint) if t.action == QUANTIZE}
+    bench.absent.update(missing)
+    checkpoint = open_local(bench.model)
     for quantizer in quantizers:
-        if quantizer.name not in PEERS:
-            continue
-        stored = weights = 0
-        error = energy = 0.0
-        tensors = {}
-        for tensor in checkpoint.tensors:
-            values = values_of(tensor)
-            if tensor.name in chosen:
-                packed = quantizer.encode(quantizer.prepare(values.copy()))
-                decoded = np.asarray(quantizer.decode(packed), dtype=np.float32).reshape(values.shape)
-                stored, weights = stored + quantizer.stored_bits(packed), weights + values.size
-                error += float(np.square(values.astype(np.float64) - decoded).sum())
-                energy += float(np.square(values, dtype=np.float64).sum())
-                values = decoded
-            tensors[tensor.name] = np.ascontiguousarray(values)
-        folder = work / "peer"
-        folder.mkdir(exist_ok=True)
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        for name in ("config.json", *(name for name in checkpoint.companions if "/" not in name)):
-            (folder / name).write_bytes((model / name).read_bytes())
-        yield {
-            "what": quantizer.name,
-            "bits": None,
-            "bits_per_weight": stored / weights,
-            "relative_mse": error / energy,
-            **measures(compare(open_model(folder), base, ids, windows)),
-        }
+        if quantizer.name in PEERS:
+            folder = bench.work / "peer"
+            sizes = write_peer(checkpoint, quantizer, folder)
+            for name in ("config.json", *(name for name in checkpoint.companions if "/" not in name)):
+                (folder / name).write_bytes((bench.model / name).read_bytes())
+            yield {"what": quantizer.name, "bits": None, **sizes, **bench.measures(folder)}
 
 
-def ablation(
-    model: Path, text: str, calibration: str, tokens: int, windows: Windows, absent: dict[str, str]
-) -> Iterator[dict[str, Any]]:
+def write_peer(checkpoint: Checkpoint, quantizer: peers.Quantizer, folder: Path) -> dict[str, float]:
+    """Write the weights as a peer decodes them; returns bits per weight and relative MSE."""
+    plan = Quantize(recipe=load_recipe("q5")).plan(checkpoint)
+    chosen = {tensor.name for tensor in plan if tensor.action == QUANTIZE}
+    stored = weights = 0
+    error = energy = 0.0
+    tensors = {}
+    for tensor in checkpoint.tensors:
+        values = values_of(tensor)
+        if tensor.name in chosen:
+            packed = quantizer.encode(quantizer.prepare(values.copy()))
+            decoded = np.asarray(quantizer.decode(packed), dtype=np.float32).reshape(values.shape)
+            stored, weights = stored + quantizer.stored_bits(packed), weights + values.size
+            error += float(np.square(values.astype(np.float64) - decoded).sum())
+            energy += float(np.square(values, dtype=np.float64).sum())
+            values = decoded
+        tensors[tensor.name] = np.ascontiguousarray(values)
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return {"bits_per_weight": stored / weights, "relative_mse": error / energy}
+
+
+def ablation(bench: Bench) -> Iterator[dict[str, Any]]:
     """The rows of pqweights ablate."""
     done = ablate(
-        model,
-        text,
+        bench.model,
+        bench.text,
         ABLATED,
         load_recipe("q5"),
-        calibration=calibration,
-        max_tokens=tokens,
-        window=windows.size,
-        stride=windows.stride,
+        calibration=bench.calibration,
+        max_tokens=len(bench.ids),
+        window=bench.windows.size,
+        stride=bench.windows.stride,
         threads=usable_cores(),
     )
     for line in done.absent:
-        absent["INT4"] = line
+        bench.absent["INT4"] = line
     for row in done.rows:
         yield {
             "what": row.name,
@@ -152,75 +214,80 @@ def ablation(
         }
 
 
-def rows_of(model: Path, options: Any, settings: dict[str, Any], absent: dict[str, str]) -> Iterator[dict[str, Any]]:
+PARTS = {MASTERS: masters, ABLATION: ablation, OTHERS: others}
+
+
+def open_bench(model: Path, options: Any, work: Path) -> Bench:
+    """A model with its text, cut into what is evaluated on and what is calibrated on."""
+    text = read_text(options.text or model / "eval.txt")
+    ids = tokenize(model, text)
+    return Bench(
+        model=model,
+        base=open_model(model),
+        text=text,
+        ids=ids[: options.max_tokens],
+        rest=ids[options.max_tokens :][:MOST_CALIBRATION_TOKENS],
+        windows=choose_windows([read_folder(model)], options.window, options.stride, False),
+        work=work,
+    )
+
+
+def rows_of(bench: Bench, parts: list[str]) -> Iterator[dict[str, Any]]:
     """All rows of one model."""
-    path = options.text or model / "eval.txt"
-    text = read_text(path)
-    everything = tokenize(model, text)
-    ids, rest = everything[: options.max_tokens], everything[options.max_tokens :][:MOST_CALIBRATION_TOKENS]
-    calibration = str(load_tokenizer(model).decode(rest.tolist()))
-    windows = choose_windows([read_folder(model)], options.window, options.stride, False)
-    starts = windows.starts(len(ids))
-    settings[model.name] = {
-        "tokens": len(ids), "windows": len(starts), "window": windows.size, "stride": windows.stride,
-        "scored": sum(windows.scored(start) for start in starts), "calibration_tokens": len(rest),
-    }  # fmt: skip
-    base = open_model(model)
-    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
-        work = Path(temporary)
-        parts = {
-            MASTERS: lambda: masters(model, work, ids, calibration, windows, base),
-            ABLATION: lambda: ablation(model, text, calibration, options.max_tokens, windows, absent),
-            OTHERS: lambda: others(model, work, ids, windows, base, absent),
-        }
-        alone = {"what": "original", "bits": None, "bits_per_weight": None, "relative_mse": None}
-        yield {"model": model.name, "part": MASTERS} | alone | measures(compare(base, None, ids, windows))
-        for part in options.only:
-            for row in parts[part]():
-                yield {"model": model.name, "part": part} | row
+    name = bench.model.name
+    alone = {"what": "original", "bits": None, "bits_per_weight": None, "relative_mse": None}
+    yield {"model": name, "part": MASTERS} | alone | bench.measures()
+    for part in parts:
+        for row in PARTS[part](bench):
+            yield {"model": name, "part": part} | row
 
 
 def number(value: float | None, form: str) -> Cell:
+    """A number in a format, or None."""
     return None if value is None else format(value, form)
 
 
 def with_error(value: float | None, error: float | None, form: str) -> Cell:
+    """A number with its standard error, or None."""
     return None if value is None else f"{value:{form}} +- {error or 0:{form.lstrip('+')}}"
 
 
+HEADER = ("", "bits/weight", "relative MSE", "perplexity", "change", "KL mean", "KL 99%", "top-1")
+
+
+def cells(row: Document) -> list[Cell]:
+    """A line of the tables below HEADER."""
+    return [
+        row["what"],
+        number(row["bits_per_weight"], ".4f"),
+        number(row["relative_mse"], ".6f"),
+        with_error(row["perplexity"], row["perplexity_error"], ".3f"),
+        with_error(row["change"], row["change_error"], "+.3f"),
+        number(row["kl"], ".5f"),
+        number(row["kl_99"], ".4f"),
+        number(row["top1"], ".2%"),
+    ]
+
+
 def sections(document: Document) -> dict[str, str]:
-    """The tables, in Markdown: of each model its masters, its ablation and the peers."""
+    """The tables, in Markdown: for each model its masters, its ablation and the peers."""
     result: dict[str, str] = {}
     for model, about in document["settings"].items():
-        said = (
+        note = (
             f"{model}: {about['windows']} windows of {about['window']} tokens, stride {about['stride']}, the first "
             f"{about['window'] - about['stride']} of each masked: {about['scored']} tokens scored; AWQ on "
             f"{about['calibration_tokens']} other tokens"
         )
-        for part in (MASTERS, ABLATION, OTHERS):
+        for part in PARTS:
             rows = [row for row in document["rows"] if (row["model"], row["part"]) == (model, part)]
             if not rows:
                 continue
-            header = ["", "bits/weight", "relative MSE", "perplexity", "change", "KL mean", "KL 99%", "top-1"]
-            cells: list[list[Cell]] = [
-                [
-                    row["what"],
-                    number(row["bits_per_weight"], ".4f"),
-                    number(row["relative_mse"], ".6f"),
-                    with_error(row["perplexity"], row["perplexity_error"], ".3f"),
-                    with_error(row["change"], row["change_error"], "+.3f"),
-                    number(row["kl"], ".5f"),
-                    number(row["kl_99"], ".4f"),
-                    number(row["top1"], ".2%"),
-                ]
-                for row in rows
-            ]
             if part == ABLATION:
-                header = ["bits", *header, "share of the gain"]
-                cells = [
-                    [row["bits"], *line, number(row["share"], ".1%")] for row, line in zip(rows, cells, strict=True)
-                ]
-            result[f"quality-{part}-{model}"] = f"{said}\n\n{table(header, cells)}"
+                lines = [[row["bits"], *cells(row), number(row["share"], ".1%")] for row in rows]
+                shown = table(["bits", *HEADER, "share of the gain"], lines)
+            else:
+                shown = table(HEADER, [cells(row) for row in rows])
+            result[f"quality-{part}-{model}"] = f"{note}\n\n{shown}"
     result["quality-short"] = short(document)
     if document["absent"]:
         result["quality-absent"] = "\n".join(f"Not measured: {name} {why}" for name, why in document["absent"].items())
@@ -228,7 +295,7 @@ def sections(document: Document) -> dict[str, str]:
 
 
 def short(document: Document) -> str:
-    """Masters of all models in one table: perplexity and KL at each width, without and with scales."""
+    """One table of the masters of all models: perplexity and KL at each bit width, without and with scales."""
     found = {(row["model"], row["what"]): row for row in document["rows"] if row["part"] == MASTERS}
     models = list(document["settings"])
     header = ["", *(f"{model}: {name}" for model in models for name in ("perplexity", "KL", "AWQ: perplexity", "KL"))]
@@ -246,20 +313,23 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("models", type=Path, nargs="+", help="folders of language models")
     parser.add_argument("--text", type=Path, help="UTF-8 text; MODEL_DIR/eval.txt by default")
-    parser.add_argument("--max-tokens", type=int, default=24_000)
-    parser.add_argument("--window", type=int)
-    parser.add_argument("--stride", type=int)
+    parser.add_argument("--max-tokens", type=int, default=24_000, help="how many tokens of the text to evaluate on")
+    parser.add_argument("--window", type=int, help="tokens per window")
+    parser.add_argument("--stride", type=int, help="tokens between windows")
     parser.add_argument("--only", nargs="+", choices=(MASTERS, ABLATION, OTHERS), default=(MASTERS, ABLATION, OTHERS))
-    parser.add_argument("--folder", type=Path, help="where masters are made; by default the temporary folder")
+    parser.add_argument("--folder", type=Path, help="where masters are made; by default a temporary folder")
     options = parser.parse_args()
     start, settings, absent = now(), {}, {}
     rows = []
     for model in options.models:
-        for row in rows_of(model, options, settings, absent):
-            rows.append(row)
-            print(
-                f"{row['model']}: {row['part']}: {row['bits'] or ''} {row['what']}: {row['perplexity']:.3f}", flush=True
-            )
+        with tempfile.TemporaryDirectory(dir=options.folder) as work:
+            bench = open_bench(model, options, Path(work))
+            settings[model.name] = bench.settings()
+            for row in rows_of(bench, options.only):
+                rows.append(row)
+                about = f"{row['model']}: {row['part']}: {row['bits'] or ''} {row['what']}"
+                print(f"{about}: {row['perplexity']:.3f}", flush=True)
+            absent |= bench.absent
     document = {"machine": machine(start), "settings": settings, "rows": rows, "absent": absent}
     publish("quality", document, sections(document), options.out)
 

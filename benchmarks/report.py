@@ -1,10 +1,11 @@
-"""From the JSON documents of the benchmarks: plots beside them, and the tables of the pages that show them.
+"""Draw the plots and fill the tables of the pages from the JSON documents of the benchmarks.
 
     python benchmarks/report.py --out docs/benchmarks docs/benchmarks.md
 
-In a page, whatever stands between `<!-- begin NAME -->` and `<!-- end NAME -->` is replaced by the section of that name, so
-that no figure is typed by hand. Sections: those of each benchmark, and `BENCHMARK-machine`. A benchmark without a document
-leaves its sections and its plots as they are. Plots need matplotlib; without it, only the tables are written.
+On a page, the text between `<!-- begin NAME -->` and `<!-- end NAME -->` is replaced by the section of that name, so
+that no figure is typed by hand. The sections are those of each benchmark, and `BENCHMARK-machine`. A benchmark without
+a document leaves its sections and its plots as they are. Plots need matplotlib; without it, only the tables are
+written.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
 
 
 def draw_throughput(document: Document, panels: Panels) -> None:
-    """Encode and decode per width and thread count; memcpy as a line."""
+    """Encode and decode rates by bit width and thread count; memcpy as a line."""
     rows, widths, threads = document["rows"], document["settings"]["bits"], document["settings"]["threads"]
     found = {(row["operation"], row["threads"]): row["weights_per_second"] / 1e9 for row in rows}
     for panel, operation in zip(panels, ("encode", "decode"), strict=True):
@@ -66,7 +67,7 @@ def draw_throughput(document: Document, panels: Panels) -> None:
 
 
 def draw_wall_time(document: Document, panels: Panels) -> None:
-    """Seconds of every command as a multiple of cp's."""
+    """The time of every command as a multiple of that of cp."""
     checkpoints = list(dict.fromkeys(row["checkpoint"] for row in document["rows"]))
     names = [name for name in commands.COMMANDS if name != "cp"]
     for place, name in enumerate(names):
@@ -80,7 +81,7 @@ def draw_wall_time(document: Document, panels: Panels) -> None:
 
 
 def draw_memory(document: Document, panels: Panels) -> None:
-    """Peaks against the size of the checkpoint."""
+    """Peak memory against the size of the checkpoint."""
     for name in commands.COMMANDS:
         rows = [row for row in document["rows"] if row["command"] == name and row["peak_bytes"]]
         if rows:
@@ -95,7 +96,7 @@ def draw_memory(document: Document, panels: Panels) -> None:
 
 
 def draw_peers(document: Document, panels: Panels) -> None:
-    """Error against size with the rate-distortion bound; then the distance to the bound, which separates them."""
+    """Error against size with the rate-distortion bound, then the distance to the bound, which tells more."""
     views = (("real", "relative_mse"), ("real", "above_bound"), ("heavy_tailed", "above_bound"))
     titles = {"real": document["settings"]["model"], "heavy_tailed": "heavy-tailed columns"}
     labels = {"relative_mse": "relative MSE", "above_bound": "bits above the bound"}
@@ -120,7 +121,7 @@ def draw_peers(document: Document, panels: Panels) -> None:
 
 
 def draw_scaling(document: Document, panels: Panels) -> None:
-    """Seconds against size with the fitted line; speed-up against threads."""
+    """Seconds against size with the fitted line, and speed-up against threads."""
     sizes = [row["bytes"] / 1e9 for row in document["sizes"]]
     for number, (field, label) in enumerate({"seconds": "through sync", "exit_seconds": "until it returned"}.items()):
         fit = document["lines"][field]
@@ -140,7 +141,7 @@ def draw_scaling(document: Document, panels: Panels) -> None:
 
 
 def draw_quality(document: Document, panels: Panels) -> None:
-    """KL divergence against size: masters without and with scales, and the peers."""
+    """KL divergence against size: masters without and with scales, and peers."""
     for panel, model in zip(panels, document["settings"], strict=False):
         rows = [row for row in document["rows"] if row["model"] == model and row["kl"] is not None]
         masters = [row for row in rows if row["part"] == quality.MASTERS]
@@ -159,9 +160,8 @@ def draw_quality(document: Document, panels: Panels) -> None:
     panels[-1].legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
-# file name -> the benchmark it shows, its panels, how they are drawn
 def draw_fit(document: Document, panels: Panels) -> None:
-    """Measured KL over predicted rise, a panel for each kind of sensitivities, a colour for each model."""
+    """Measured KL over predicted rise: a panel for each kind of sensitivities, a colour for each model."""
     for panel, kind in zip(panels, (fit.RULE, fit.RANDOM, fit.TEXT), strict=True):
         for place, model in enumerate(document["models"]):
             rows = [row for row in model["rows"] if row["bits_per_weight"] >= fit.FEWEST_BITS]
@@ -175,6 +175,7 @@ def draw_fit(document: Document, panels: Panels) -> None:
         panel.legend(fontsize="small")
 
 
+# file name -> the benchmark that it shows, the number of panels, the function that draws them
 PLOTS: dict[str, tuple[str, int, Callable[[Document, Panels], None]]] = {
     "throughput": ("throughput", 2, draw_throughput),
     "wall-time": ("commands", 1, draw_wall_time),
@@ -187,7 +188,7 @@ PLOTS: dict[str, tuple[str, int, Callable[[Document, Panels], None]]] = {
 
 
 def draw(documents: dict[str, Document], out: Path) -> None:
-    """Write the plots as SVG; the same documents give the same bytes."""
+    """Write the plots as SVG. The same documents give the same bytes."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -204,8 +205,22 @@ def draw(documents: dict[str, Document], out: Path) -> None:
             pyplot.close(figure)
 
 
+def read_documents(folder: Path) -> dict[str, Document]:
+    """The documents of the benchmarks that have one."""
+    paths = {name: folder / f"{name}.json" for name in SECTIONS}
+    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+
+
+def all_sections(documents: dict[str, Document]) -> dict[str, str]:
+    """The sections of all benchmarks, by name."""
+    sections: dict[str, str] = {}
+    for name, document in documents.items():
+        sections |= SECTIONS[name](document) | {f"{name}-machine": machine_line(document)}
+    return sections
+
+
 def fill(page: Path, sections: dict[str, str]) -> None:
-    """Replace what stands between the markers."""
+    """Replace the text between the markers."""
     text = page.read_text(encoding="utf-8")
     for name, content in sections.items():
         pattern = rf"(<!-- begin {re.escape(name)} -->\n).*?(<!-- end {re.escape(name)} -->)"
@@ -218,12 +233,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the JSON documents, and of the plots")
     parser.add_argument("pages", type=Path, nargs="*", help="Markdown files to fill")
     options = parser.parse_args()
-    documents: dict[str, Document] = {
-        name: json.loads(path.read_text()) for name in SECTIONS if (path := options.out / f"{name}.json").exists()
-    }
-    sections: dict[str, str] = {}
-    for name, document in documents.items():
-        sections |= SECTIONS[name](document) | {f"{name}-machine": machine_line(document)}
+    documents = read_documents(options.out)
+    sections = all_sections(documents)
     for page in options.pages:
         fill(page, sections)
     if importlib.util.find_spec("matplotlib"):

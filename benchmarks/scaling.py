@@ -2,8 +2,8 @@
 
     python benchmarks/scaling.py
 
-Timed as in commands.py: page cache warm, through `sync`, medians. Seconds are fitted by a line in the size, `a + b GB`;
-what the line misses at worst is printed beside it. Thread counts take turns on one checkpoint.
+Timing is as in commands.py: page cache warm, through `sync`, medians. A line in the size, `a + b GB`, is fitted to the
+seconds and printed with its largest residual. Thread counts take turns on one checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TIMES = ("seconds", "exit_seconds")
 
 
 def against_size(folder: Path, sizes: list[str], largest: str, rounds: int) -> list[dict]:
-    """Quantize, all threads: a row per checkpoint."""
+    """Quantize with all threads: a row per checkpoint."""
     rows = []
     for number, size in enumerate(sizes):
         with tempfile.TemporaryDirectory(dir=folder) as work:
@@ -46,7 +46,7 @@ def against_size(folder: Path, sizes: list[str], largest: str, rounds: int) -> l
     return rows
 
 
-def against_threads(folder: Path, size: str, largest: str, threads: list[int], rounds: int) -> list[dict]:
+def against_threads(folder: Path, size: str, largest: str, *, threads: list[int], rounds: int) -> list[dict]:
     """Quantize and export of one checkpoint: a row per command and thread count."""
     with tempfile.TemporaryDirectory(dir=folder) as work:
         source, master, out = (Path(work) / name for name in ("source", "master", "out"))
@@ -64,12 +64,12 @@ def against_threads(folder: Path, size: str, largest: str, threads: list[int], r
 
 
 def medians(runs: list[Run]) -> dict[str, float]:
-    """Of the fields that the tables show."""
+    """The medians of the fields that the tables show."""
     return {field: median_of(runs, field) for field in (*TIMES, "user_seconds", "system_seconds")}
 
 
 def line(rows: list[dict], field: str) -> dict[str, float]:
-    """The least-squares line of a field against the size, and the largest residual."""
+    """The least-squares line of a field over the size, and its largest residual."""
     sizes, times = [row["bytes"] / 1e9 for row in rows], [row[field] for row in rows]
     slope, intercept = statistics.linear_regression(sizes, times)
     misses = [time - intercept - slope * size for size, time in zip(sizes, times, strict=True)]
@@ -93,12 +93,16 @@ def sections(document: Document) -> dict[str, str]:
     header = ["command", "threads", "seconds", "until it returned", "speed-up", "user", "system"]
     counted = [
         [
-            row["command"], row["threads"], f"{row['seconds']:.2f}", f"{row['exit_seconds']:.2f}",
-            f"{alone[row['command']]['exit_seconds'] / row['exit_seconds']:.2f}", f"{row['user_seconds']:.2f}",
+            row["command"],
+            row["threads"],
+            f"{row['seconds']:.2f}",
+            f"{row['exit_seconds']:.2f}",
+            f"{alone[row['command']]['exit_seconds'] / row['exit_seconds']:.2f}",
+            f"{row['user_seconds']:.2f}",
             f"{row['system_seconds']:.2f}",
         ]
         for row in threads
-    ]  # fmt: skip
+    ]
     return {
         "size": (
             f"`quantize`, {note}. {fits}.\n\n"
@@ -114,7 +118,9 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["0.5GB", "1GB", "2GB", "4GB", "8GB"])
     parser.add_argument("--threads-size", default="2GB")
     parser.add_argument("--largest", default="256MB", help="largest tensor of all checkpoints")
-    parser.add_argument("--threads", type=int, nargs="+", help="by default 1, 2, 4, ... and the number of cores")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", help="thread counts; by default 1, 2, 4, ... and the number of cores"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     start = now()
@@ -126,7 +132,9 @@ def main() -> None:
         "settings": {**SETTINGS, "rounds": options.rounds, "threads": threads, "threads_size": options.threads_size},
         "sizes": sizes,
         "lines": {field: line(sizes, field) for field in TIMES},
-        "threads": against_threads(options.folder, options.threads_size, options.largest, threads, options.rounds),
+        "threads": against_threads(
+            options.folder, options.threads_size, options.largest, threads=threads, rounds=options.rounds
+        ),
     }
     publish("scaling", document, sections(document), options.out)
 

@@ -1,9 +1,9 @@
-"""Make a synthetic checkpoint: BF16 Gaussian weights under a llama's names, in shards, with one tensor of a given size.
+"""Make a synthetic checkpoint: BF16 Gaussian weights under a Llama's names, in shards, one tensor of a given size.
 
     python benchmarks/synthetic.py FOLDER --total 4GB --largest 1GB --shard 1GB
 
-Files are streamed: memory holds one random block, whose rolled copies fill the tensors. Sizes are approximate to a
-layer. The other benchmarks make their checkpoints with this one.
+Files are streamed: memory holds one random block, whose rolled copies fill the tensors. Sizes are accurate to a layer.
+The other benchmarks make their checkpoints with this script.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ ITEM_BYTES = 2
 
 
 def hidden_size(total_bytes: int) -> int:
-    """Wide enough that layers are few, narrow enough that there are several."""
+    """A hidden size with which there are several layers, but not too many."""
     return 4096 if total_bytes >= 8 * 10**9 else 2048 if total_bytes >= 5 * 10**8 else 512
 
 
 def tensor_specs(total_bytes: int, largest_bytes: int, head: bool = True) -> list[TensorSpec]:
-    """An embedding of about largest_bytes, whole layers, and a head for the rest, or none."""
+    """An embedding of about largest_bytes, whole layers, and perhaps a head of the size that is left."""
     hidden = hidden_size(total_bytes)
     row_bytes = hidden * ITEM_BYTES
     specs = [TensorSpec("model.embed_tokens.weight", "BF16", (max(1, largest_bytes // row_bytes), hidden))]
@@ -47,7 +47,7 @@ def tensor_specs(total_bytes: int, largest_bytes: int, head: bool = True) -> lis
 
 
 def layer_specs(number: int, hidden: int) -> list[TensorSpec]:
-    """One decoder layer."""
+    """The tensors of one decoder layer."""
     shapes = {
         "input_layernorm": (hidden,),
         "self_attn.q_proj": (hidden, hidden),
@@ -73,13 +73,13 @@ def shards(specs: list[TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:
 
 
 def random_block(seed: int) -> np.ndarray:  # [BLOCK_WEIGHTS] BF16 as u16
-    """Gaussian weights of standard deviation 0.02, cut (not rounded) to BF16."""
+    """Gaussian weights of standard deviation 0.02, truncated (not rounded) to BF16."""
     values = np.random.default_rng(seed).standard_normal(BLOCK_WEIGHTS, dtype=np.float32) * np.float32(0.02)
     return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 
 def pieces(block: np.ndarray, weights: int, chance: np.random.Generator) -> Iterator[np.ndarray]:
-    """So many weights as slices of the block, each run beginning elsewhere in it."""
+    """That many weights as slices of the block, each from a random start."""
     while weights:
         start = int(chance.integers(BLOCK_WEIGHTS - 1))
         piece = block[start : start + weights]
@@ -87,7 +87,8 @@ def pieces(block: np.ndarray, weights: int, chance: np.random.Generator) -> Iter
         weights -= len(piece)
 
 
-def write_shard(stream: BinaryIO, header: bytes, stored: list[TensorSpec], seed: int, block: np.ndarray) -> None:
+def write_shard(stream: BinaryIO, header: bytes, stored: list[TensorSpec], *, seed: int, block: np.ndarray) -> None:
+    """Write one file."""
     chance = np.random.default_rng(seed)
     stream.write(header)
     for spec in stored:
@@ -95,10 +96,29 @@ def write_shard(stream: BinaryIO, header: bytes, stored: list[TensorSpec], seed:
             stream.write(piece.data)
 
 
+def llama_config(specs: list[TensorSpec], hidden: int) -> dict:
+    """The config.json. Embeddings are tied although there may be a head, which only fills up the size."""
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "dtype": "bfloat16",
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 11 // 4,
+        "num_hidden_layers": sum(spec.name.endswith("q_proj.weight") for spec in specs),
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 256,
+        "head_dim": 64,
+        "vocab_size": specs[0].shape[0],
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    }
+
+
 def make_checkpoint(
-    folder: Path, total_bytes: int, largest_bytes: int, shard_bytes: int, seed: int = 0, head: bool = True
+    folder: Path, *, total_bytes: int, largest_bytes: int, shard_bytes: int, seed: int = 0, head: bool = True
 ) -> dict:
-    """Write the checkpoint; what it holds. Without a head it is a model that transformers loads."""
+    """Write the checkpoint, and say what it holds. Without a head transformers loads it as a model."""
     folder.mkdir(parents=True, exist_ok=True)
     specs, block = tensor_specs(total_bytes, largest_bytes, head), random_block(seed)
     weight_map: dict[str, str] = {}
@@ -107,19 +127,13 @@ def make_checkpoint(
         file = shard_name(number, len(cut))
         header, stored = build_header(file, group, {"format": "pt"})
         with open(folder / file, "wb") as stream:
-            write_shard(stream, header, [TensorSpec(s.name, s.dtype, s.shape) for s in stored], seed + number, block)
+            data = [TensorSpec(tensor.name, tensor.dtype, tensor.shape) for tensor in stored]
+            write_shard(stream, header, data, seed=seed + number, block=block)
         weight_map |= {spec.name: file for spec in group}
     written = sum(spec.byte_count for spec in specs)
     index = {"metadata": {"total_size": written}, "weight_map": weight_map}
-    hidden, layers = hidden_size(total_bytes), sum(spec.name.endswith("q_proj.weight") for spec in specs)
-    # Tied, although there may be a head: it only fills up the size.
-    config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "hidden_size": hidden,
-        "intermediate_size": hidden * 11 // 4, "num_hidden_layers": layers, "num_attention_heads": hidden // 64,
-        "num_key_value_heads": hidden // 256, "head_dim": 64, "vocab_size": specs[0].shape[0], "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0, "tie_word_embeddings": True,
-    }  # fmt: skip
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = llama_config(specs, hidden_size(total_bytes))
     (folder / "config.json").write_text(json.dumps(config))
     return {
         "folder": str(folder),
@@ -137,18 +151,23 @@ def main() -> None:
     parser.add_argument("--largest", type=parse_size, default="256MB")
     parser.add_argument("--shard", type=parse_size, default="1GB")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-head", action="store_true", help="without a head that only fills up the size")
+    parser.add_argument("--no-head", action="store_true", help="leave out the head, which only fills up the size")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     made = make_checkpoint(
-        options.folder, options.total, options.largest, options.shard, options.seed, not options.no_head
+        options.folder,
+        total_bytes=options.total,
+        largest_bytes=options.largest,
+        shard_bytes=options.shard,
+        seed=options.seed,
+        head=not options.no_head,
     )
     if options.json:
         print(json.dumps(made, indent=2))
     else:
         print(
-            f"{made['folder']}: {made['bytes']} bytes in {made['tensors']} tensors and {made['files']} files, the largest "
-            f"tensor {made['largest_tensor_bytes']} bytes"
+            f"{made['folder']}: {made['bytes']} bytes in {made['tensors']} tensors and {made['files']} files, "
+            f"the largest tensor {made['largest_tensor_bytes']} bytes"
         )
 
 

@@ -1,10 +1,10 @@
-"""Encode and decode rates of the CPU kernels per width, beside numpy's memcpy of the same BF16 bytes in the same run.
+"""Encode and decode rates of the CPU kernels for each bit width, beside numpy's memcpy of the same BF16 bytes.
 
     python benchmarks/throughput.py
 
 Blocks are shared out over threads in chunks of 2**20 weights, as in the driver; kernels and memcpy release the GIL. The
-rounds of all operations take turns, medians count, and the ratio is to memcpy on as many threads. (Not called kernels.py:
-libraries that peers.py imports look for a package of that name.)
+rounds of all operations take turns, the tables show medians, and each ratio is to memcpy on as many threads. (The file
+is not called kernels.py because libraries that peers.py imports look for a package of that name.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from harness import Document, argument_parser, machine, now, publish, table, usable_cores
 
 from pqweights.codecs.lloyd_max import codebook
-from pqweights.kernels import BLOCK_SIZE, load_backend
+from pqweights.kernels import BLOCK_SIZE, BlockCoding, EncodedArrays, load_backend
 
 CHUNK_BLOCKS = (1 << 20) // BLOCK_SIZE
 VALUE_BYTES = 2 * BLOCK_SIZE
@@ -33,7 +33,7 @@ def weights(blocks: int) -> np.ndarray:
 
 
 def operations(blocks: int, widths: list[int]) -> dict[str, Work]:
-    """Everything that is timed, by name; arrays are made and touched here, not in the timing."""
+    """What is timed, by name. Arrays are allocated and touched here, outside of the timing."""
     backend = load_backend("cpu")
     values = weights(blocks)
     target = np.ones_like(values)
@@ -44,20 +44,21 @@ def operations(blocks: int, widths: list[int]) -> dict[str, Work]:
 
     result: dict[str, Work] = {"memcpy": memcpy}
     for bits in widths:
-        book = codebook(bits)
-        codes = np.ones((blocks, 16 * bits), dtype=np.uint8)
-        norms = np.ones(blocks, dtype=np.uint16)
-        sums = np.ones((2, blocks))
+        coding = BlockCoding(codebook=codebook(bits))
+        out = EncodedArrays(
+            codes=np.ones((blocks, 16 * bits), dtype=np.uint8),
+            norms=np.ones(blocks, dtype=np.uint16),
+            energies=np.ones(blocks),
+            errors=np.ones(blocks),
+        )
 
-        def encode(first: int, last: int, book=book, codes=codes, norms=norms, sums=sums) -> None:
-            backend.encode(
-                values[first * VALUE_BYTES : last * VALUE_BYTES], "BF16", book, False, 0, codes[first:last],
-                norms[first:last], sums[0, first:last], sums[1, first:last],
-            )  # fmt: skip
+        def encode(first: int, last: int, coding: BlockCoding = coding, out: EncodedArrays = out) -> None:
+            part = EncodedArrays(*(array[first:last] for array in out))
+            backend.encode(values[first * VALUE_BYTES : last * VALUE_BYTES], "BF16", coding, part)
 
-        def decode(first: int, last: int, book=book, codes=codes, norms=norms) -> None:
+        def decode(first: int, last: int, coding: BlockCoding = coding, out: EncodedArrays = out) -> None:
             part = target[first * VALUE_BYTES : last * VALUE_BYTES]
-            backend.decode(codes[first:last], norms[first:last], "BF16", book, False, 0, part)
+            backend.decode((out.codes[first:last], out.norms[first:last]), coding, "BF16", part)
 
         result[f"encode {bits}"] = encode
         result[f"decode {bits}"] = decode
@@ -65,7 +66,7 @@ def operations(blocks: int, widths: list[int]) -> dict[str, Work]:
 
 
 def seconds(pool: ThreadPoolExecutor, work: Work, blocks: int) -> float:
-    """One round over all blocks."""
+    """The seconds of one round over all blocks."""
     starts = range(0, blocks, CHUNK_BLOCKS)
     begin = time.perf_counter()
     list(pool.map(lambda first: work(first, min(first + CHUNK_BLOCKS, blocks)), starts))
@@ -73,11 +74,11 @@ def seconds(pool: ThreadPoolExecutor, work: Work, blocks: int) -> float:
 
 
 def measure(blocks: int, widths: list[int], threads: int, rounds: int) -> list[dict]:
-    """A row per operation, on so many threads."""
+    """The rows of one thread count, one per operation."""
     works = operations(blocks, widths)
     times: dict[str, list[float]] = {name: [] for name in works}
     with ThreadPoolExecutor(threads) as pool:
-        for name in works:  # encode comes before decode, which needs its codes; and everything is compiled
+        for name in works:  # warm up: compiles, and encode makes the codes that decode needs
             seconds(pool, works[name], blocks)
         for _ in range(rounds):
             for name, work in works.items():
@@ -105,8 +106,8 @@ def sections(document: Document) -> dict[str, str]:
             ]
             rows.append([str(threads), str(bits), *cells])
     note = (
-        f"{settings['weights'] / 1e6:.0f} M weights, {settings['dtype']}, blocks of {settings['block_size']}, median of "
-        f"{settings['rounds']}."
+        f"{settings['weights'] / 1e6:.0f} M weights, {settings['dtype']}, blocks of {settings['block_size']}, "
+        f"median of {settings['rounds']}."
     )
     return {"throughput": f"{note}\n\n{table(header, rows)}"}
 
@@ -121,9 +122,13 @@ def main() -> None:
     start = now()
     blocks = -(-options.weights // BLOCK_SIZE // CHUNK_BLOCKS) * CHUNK_BLOCKS
     settings = {
-        "weights": blocks * BLOCK_SIZE, "dtype": "BF16", "block_size": BLOCK_SIZE, "rounds": options.rounds,
-        "threads": options.threads, "bits": options.bits,
-    }  # fmt: skip
+        "weights": blocks * BLOCK_SIZE,
+        "dtype": "BF16",
+        "block_size": BLOCK_SIZE,
+        "rounds": options.rounds,
+        "threads": options.threads,
+        "bits": options.bits,
+    }
     rows = [row for count in options.threads for row in measure(blocks, options.bits, count, options.rounds)]
     document = {"machine": machine(start), "settings": settings, "rows": rows}
     publish("throughput", document, sections(document), options.out)

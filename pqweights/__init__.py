@@ -13,7 +13,7 @@ from typing import Any
 from pqweights import autoload
 
 __all__ = ["__version__", "load_model"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def load_model(

@@ -13,6 +13,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import generate
 
+HEAD = """# Bad inputs
+
+Several hundred broken and hostile inputs, and the line that each one gets. `make bad-inputs` writes this page; the inputs
+are made in `tests/hostile/generate.py`. If a command prints several lines (`verify` prints one per problem), the first is
+shown. Commands that need not notice an input are left out (`inspect` reads no tensor, for example).
+
+| input | command | exit | answer |
+|---|---|---|---|"""
 PQWEIGHTS = [sys.executable, "-c", "from pqweights_cli.main import main; main()"]
 
 
@@ -39,14 +47,7 @@ def first_line(text: str) -> str:
 
 def main() -> None:
     os.environ |= {"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"}
-    print("# Bad inputs, and the line that each one got\n")
-    print(
-        "Made by `python tests/hostile/table.py`; the inputs are in `tests/hostile/generate.py`. Of several lines (`verify`"
-    )
-    print(
-        "prints one per problem) the first is shown. What a command need not notice (`inspect` reads no tensor) is left out.\n"
-    )
-    print("| input | command | exit | answer |\n|---|---|---|---|")
+    print(HEAD)
     with tempfile.TemporaryDirectory() as temporary:
         for case in generate.CASES:
             for number, command in enumerate(case.commands):

@@ -1,0 +1,147 @@
+"""The pages: generated parts are as generated, links lead somewhere, and every page is found."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "recipes" / "README.md", *sorted(DOCS.rglob("*.md"))]
+# [text](target) or ![text](target), outside of code
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+# What report.py does to a page, without the plots.
+FILL = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import report
+sections = report.all_sections(report.read_documents(Path(sys.argv[2])))
+for page in sys.argv[3:]:
+    report.fill(Path(page), sections)
+"""
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives to a heading."""
+    shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+    return re.sub(r"[^\w\- ]", "", shown.strip().lower()).replace(" ", "-")
+
+
+def anchors(page: Path) -> set[str]:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+
+
+def links(page: Path) -> list[str]:
+    return LINK.findall(CODE.sub("`", page.read_text(encoding="utf-8")))
+
+
+def test_commands_page_is_what_the_command_line_says():
+    assert (DOCS / "commands.md").read_text(encoding="utf-8") == tool("commands_page").page(), "run make docs-commands"
+
+
+def test_commands_page_does_not_depend_on_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERMINAL_WIDTH", "40")
+    assert (DOCS / "commands.md").read_text(encoding="utf-8") == tool("commands_page").page()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_relative_links_and_anchors_exist(page):
+    for link in links(page):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_relative_to(ROOT) and target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_links_are_found_at_all():
+    assert len(links(ROOT / "README.md")) > 15
+    assert {"4-decoding-a-block", "6-pqweightsjson"} <= anchors(DOCS / "format.md")
+
+
+def test_every_page_is_in_the_navigation_and_in_the_overview():
+    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    outside = tool("site_hooks").OUTSIDE
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+
+    def leaves(entry: object) -> set[str]:
+        if isinstance(entry, str):
+            return {entry}
+        children = entry.values() if isinstance(entry, dict) else entry
+        return {leaf for child in children for leaf in leaves(child)}
+
+    assert leaves(navigation) == pages | set(outside.values())
+    overview = set(links(DOCS / "README.md"))
+    assert overview == pages - {"README.md"} | {f"../{path}" for path in outside}
+
+
+def test_links_between_docs_and_pages_outside_are_rewritten_for_the_site():
+    def rewritten(text: str, page: str) -> str:
+        return tool("site_hooks").on_page_markdown(
+            text, SimpleNamespace(file=SimpleNamespace(src_uri=page)), None, None
+        )
+
+    assert rewritten("[a](../recipes/README.md#x)", "fit.md") == "[a](recipes.md#x)"
+    assert rewritten("[a](../docs/fit.md)", "recipes.md") == "[a](fit.md)"
+    assert rewritten("[a](docs/fit.md#how-good)", "changelog.md") == "[a](fit.md#how-good)"
+    assert rewritten("[a](benchmarks/hub-card.md)", "hub.md") == "[a](benchmarks/hub-card.md)"
+    unchanged = "[a](https://example.com/x.md) [b](#here) ![c](benchmarks/fit.svg)"
+    assert rewritten(unchanged, "fit.md") == unchanged
+
+
+def test_tables_are_those_of_the_benchmark_documents(tmp_path):
+    pages = [page for page in PAGES if "<!-- begin " in page.read_text(encoding="utf-8")]
+    copies = [tmp_path / f"{number}.md" for number in range(len(pages))]
+    for page, copy in zip(pages, copies, strict=True):
+        copy.write_bytes(page.read_bytes())
+    command = [sys.executable, "-c", FILL, str(ROOT / "benchmarks"), str(DOCS / "benchmarks"), *map(str, copies)]
+    subprocess.run(command, check=True)
+    for page, copy in zip(pages, copies, strict=True):
+        assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8"), f"{page}: run make bench-report"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_generated_parts_are_between_whole_markers(page):
+    text = page.read_text(encoding="utf-8")
+    begun = re.findall(r"^<!-- begin ([\w-]+) -->$", text, re.MULTILINE)
+    assert begun == re.findall(r"^<!-- end ([\w-]+) -->$", text, re.MULTILINE)
+    assert len(begun) == len(re.findall(r"<!--\s+begin\s", text)) == len(re.findall(r"<!--\s+end\s", text))
+
+
+def test_readme_is_short_and_has_one_table_of_eight_quantizers():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    table = lines[lines.index("<!-- begin peers-short -->") + 1 : lines.index("<!-- end peers-short -->")]
+    assert len([line for line in table if line.startswith("|")]) == 2 + 8
+
+
+def test_the_description_for_package_indexes_has_no_relative_links(monkeypatch):
+    """Read by a setup.py that does not set anything up."""
+    monkeypatch.setitem(sys.modules, "setuptools", SimpleNamespace(setup=lambda **_: None))
+    spec = importlib.util.spec_from_file_location("setup_script", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = module.readme()
+    assert "## Documentation" in text
+    assert all(re.match(r"https?:", link) for link in LINK.findall(CODE.sub("`", text)))
