@@ -1,4 +1,4 @@
-"""Memory that passes from thread to thread and is used again."""
+"""Buffers that pass from thread to thread and are used again."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-# Vector instructions read whole cache lines fastest where they begin at one.
+# Bytes of a cache line: vector instructions are fastest on memory that begins at one.
 ALIGNMENT = 64
 
 Allocator = Callable[[int], npt.NDArray[np.uint8]]  # byte count -> memory, contents undefined
 
 
 def pageable(byte_count: int) -> npt.NDArray[np.uint8]:
-    """Ordinary memory; pages that are never touched cost nothing."""
+    """Ordinary memory; pages that are never used cost nothing."""
     memory = np.empty(byte_count + ALIGNMENT, dtype=np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + byte_count]
 
 
 class BufferPool:
-    """Buffers of one capacity that pass from thread to thread: whoever is done with one gives it back."""
+    """Buffers of one capacity that pass from thread to thread: the thread that uses one last gives it back."""
 
     def __init__(self, capacity_bytes: int, allocate: Allocator = pageable) -> None:
         self._capacity_bytes = capacity_bytes
@@ -37,5 +37,5 @@ class BufferPool:
             return self._allocate(self._capacity_bytes)
 
     def give(self, buffer: npt.NDArray[np.uint8]) -> None:
-        """Take a buffer back; its last user must be done with it."""
+        """Take back a buffer that nothing uses any more."""
         self._free.append(buffer)

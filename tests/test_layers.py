@@ -53,10 +53,12 @@ OPTIONAL = {
     "triton": {"pqweights.kernels.gpu"},
     "numba": {
         "pqweights.kernels.compiler", "pqweights.kernels.cpu_groups", "pqweights.kernels.cpu_kernels",
-        "pqweights.kernels.lanes", "pqweights.kernels.vector",
+        "pqweights.kernels.emit", "pqweights.kernels.jit", "pqweights.kernels.lanes", "pqweights.kernels.packing",
+        "pqweights.kernels.vector",
     },
     "llvmlite": {
-        "pqweights.kernels.cpu", "pqweights.kernels.compiler", "pqweights.kernels.lanes", "pqweights.kernels.vector",
+        "pqweights.kernels.cpu", "pqweights.kernels.compiler", "pqweights.kernels.emit", "pqweights.kernels.packing",
+        "pqweights.kernels.vector",
     },
     "yaml": {"pqweights.planning.recipe", "pqweights.checkpoint.model_card", "pqweights.card.front_matter", "pqweights.card.old_card"},
     "huggingface_hub": set(),  # by name, in pqweights.hub.client

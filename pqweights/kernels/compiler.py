@@ -1,4 +1,7 @@
-"""Machine code from numba functions, free of numba: cpu.py keeps it and runs it. numba is imported only to compile."""
+"""Machine code from numba functions that runs without numba.
+
+cpu.py keeps the code and runs it. It imports this module, and numba with it, only to compile.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,16 @@ KERNELS = cpu_kernels.KERNELS | cpu_groups.KERNELS
 
 
 def compile_kernel(name: str) -> tuple[str, bytes]:
-    """Symbol and object file of a kernel (a key of KERNELS) for this machine.
+    """The symbol and the object file of a kernel (a key of KERNELS) for this machine.
 
-    The function takes two pointers before its arguments, to where numba's result (a null pointer) and exception would go.
+    Before its own arguments the function takes two pointers: where numba would put a result (a null pointer) and an
+    exception.
     """
     kernel, signature = KERNELS[name]
     compiled = numba.cfunc(signature, nopython=True, error_model="numpy")(kernel)
     symbol = compiled.native_name.removeprefix("cfunc.")
-    # Without numba's wrapper, and so without references to numba's runtime. What is left of reference counting (of arrays
-    # that own nothing) must not call it either.
+    # The function itself, without the wrapper that refers to numba's runtime. Some reference counting is left, for
+    # arrays that own nothing; it must not call that runtime either.
     code = re.sub(
         r"declare void @NRT_MemInfo_call_dtor\(([^\s)]+).*",
         r"define void @NRT_MemInfo_call_dtor(\1 %0) { ret void }",

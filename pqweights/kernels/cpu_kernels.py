@@ -1,129 +1,41 @@
 """The CPU kernels in numba: one fused pass over groups of blocks that stay in L1, for every width and dtype at once.
 
-Rotation, level search, their sums and packing are vector code of our own (vector.py). What is one number per block is
-computed for a group at a time, in loops that LLVM vectorises: a block's own square root and division would stall it.
-Nothing is fused or reassociated, so the bytes equal the reference's. Pointers in, nothing allocated, nothing raised: the
-machine code needs no numba to run (compiler.py).
+Rotation, level search, their sums and packing are vector code written by hand (vector.py, packing.py). The numbers of
+which a block has one are computed for a group at a time, in loops that LLVM vectorises: square root and division
+would stall a single block. Nothing is fused or reassociated, so the bytes equal the reference's. The kernels take
+pointers, allocate nothing and raise nothing, so their machine code runs without numba (compiler.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from numba import carray, types
 
+from pqweights.kernels.conversions import floats_from_halves, half_from_float, load_values, store_values
+from pqweights.kernels.jit import inlined, jit
+from pqweights.kernels.packing import pack_1, pack_2, pack_4, pack_8, unpack_1, unpack_2, unpack_4, unpack_8
 from pqweights.kernels.vector import (
     look_up_5,
     look_up_6,
     look_up_7,
     look_up_8,
-    pack_1,
-    pack_2,
-    pack_4,
-    pack_8,
     quantize_5,
     quantize_6,
     quantize_7,
     quantize_8,
     stack,
     sum_of_squares,
-    unpack_1,
-    unpack_2,
-    unpack_4,
-    unpack_8,
 )
 
 # Blocks whose floats, codes and sums the L1 cache holds together.
 GROUP = 16
 
 
-def jit(function: Callable[..., Any]) -> Any:
-    """Compile into whatever calls it."""
-    return numba.njit(error_model="numpy")(function)
-
-
 @jit
-def _half_from_float(u, x):  # type: ignore[no-untyped-def]  # f32, non-negative and finite, and its bits -> u16
-    """The float16 bit pattern nearest to x, ties to even."""
-    rounded = u + np.uint32(0xFFF) + ((u >> np.uint32(13)) & np.uint32(1))
-    normal = (rounded >> np.uint32(13)) - np.uint32((127 - 15) << 10)
-    tiny = np.uint32(np.int32(np.rint(min(x, np.float32(1)) * np.float32(2.0**24))))
-    half = tiny if x < np.float32(2.0**-14) else normal
-    return np.uint16(0x7C00) if x >= np.float32(65520.0) else np.uint16(half)
-
-
-@jit
-def _bits_from_half(h):  # type: ignore[no-untyped-def]  # u16 -> the bits of the same value in f32, but for subnormals
-    """Subnormals come out as 0; infinity and NaN stay what they are."""
-    h = np.uint32(h)
-    magnitude = (h & np.uint32(0x7FFF)) << np.uint32(13)
-    exponent = magnitude & np.uint32(0x0F800000)
-    up = np.uint32(224 << 23) if exponent == np.uint32(0x0F800000) else np.uint32(112 << 23)
-    rebiased = np.uint32(0) if exponent == np.uint32(0) else magnitude + up
-    return rebiased | ((h & np.uint32(0x8000)) << np.uint32(16))
-
-
-@jit
-def _floats_from_halves(halves, bits, x):  # type: ignore[no-untyped-def]
-    """float16 patterns as float32 in x, which shares memory with `bits`."""
-    for i in range(len(halves)):
-        bits[i] = _bits_from_half(halves[i])
-    for i in range(len(halves)):
-        h = np.int32(halves[i])
-        if h & np.int32(0x7C00) == 0:  # zero and subnormals: the mantissa counts 2**-24
-            tiny = np.float32(h & np.int32(0x3FF)) * np.float32(2.0**-24)
-            x[i] = -tiny if h & np.int32(0x8000) else tiny
-
-
-@jit
-def _load(words16, words32, dtype, bits, x):  # type: ignore[no-untyped-def]
-    """The values (in words16, or in words32 where they are float32) as float32 in x, which shares memory with `bits`."""
-    if dtype == 0:
-        for j in range(len(words16)):
-            bits[j] = np.uint32(words16[j]) << np.uint32(16)
-    elif dtype == 1:
-        _floats_from_halves(words16, bits, x)
-    else:
-        for j in range(len(words32)):
-            bits[j] = words32[j]
-
-
-@jit
-def _store(bits, x, dtype, words16, words32):  # type: ignore[no-untyped-def]
-    """Saturate the values of x, round them to nearest even and write them; x shares memory with bits."""
-    if dtype == 0:
-        limit = np.float32(3.3895313892515355e38)
-        for j in range(len(x)):
-            x[j] = min(max(x[j], -limit), limit)
-        for j in range(len(x)):
-            u = bits[j]
-            words16[j] = np.uint16((u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
-    elif dtype == 1:
-        limit = np.float32(65504.0)
-        for j in range(len(x)):
-            x[j] = min(max(x[j], -limit), limit)
-        for j in range(len(x)):
-            u = bits[j]
-            sign = (u >> np.uint32(16)) & np.uint32(0x8000)
-            magnitude = u & np.uint32(0x7FFFFFFF)
-            rounded = magnitude + np.uint32(0xFFF) + ((magnitude >> np.uint32(13)) & np.uint32(1))
-            half = (rounded >> np.uint32(13)) - np.uint32(112 << 10)
-            if magnitude < np.uint32(113 << 23):  # below 2**-14: count steps of 2**-24
-                half = np.uint32(np.int32(np.rint(abs(x[j]) * np.float32(2.0**24))))
-            words16[j] = np.uint16(half | sign)
-    else:
-        limit = np.float32(3.4028234663852886e38)
-        for j in range(len(x)):
-            x[j] = min(max(x[j], -limit), limit)
-        for j in range(len(x)):
-            words32[j] = bits[j]
-
-
-@jit
-def _power_of_two(k):  # type: ignore[no-untyped-def]  # -> f64, exactly
+def _power_of_two(k: Any) -> Any:
+    """2**k, exactly, in f64."""
     result = 1.0
     for _ in range(abs(k)):
         result = result * (2.0 if k > 0 else 0.5)
@@ -131,8 +43,11 @@ def _power_of_two(k):  # type: ignore[no-untyped-def]  # -> f64, exactly
 
 
 @jit
-def _prescale(x):  # type: ignore[no-untyped-def]
-    """Multiply x by 2**-k, k the exponent of its largest magnitude; k, or -1000 where a value is not finite."""
+def _prescale(x: Any) -> Any:
+    """Multiply a block by 2**-k, k being the exponent of its largest magnitude.
+
+    Returns k, or -1000 if a value is not finite.
+    """
     largest = np.float32(0)
     finite = True
     for j in range(128):
@@ -162,10 +77,10 @@ def _prescale(x):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _pack(q, block, bits, row):  # type: ignore[no-untyped-def]
+def _pack(q: Any, block: Any, bits: Any, row: Any) -> None:
     """Fold the 128 codes of a block into the 16 * bits bytes of row, one field per binary digit of the width.
 
-    The codes come as vector.quantize leaves them; what it subtracted is added here.
+    The codes come as vector.quantize leaves them: half the number of levels is added here.
     """
     added = np.uint8(1 << (bits - 1))
     lowest = np.uint8(1)
@@ -183,8 +98,8 @@ def _pack(q, block, bits, row):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _unpack(row, bits, q, block):  # type: ignore[no-untyped-def]
-    """The inverse of _pack, with nothing subtracted."""
+def _unpack(row: Any, bits: Any, q: Any, block: Any) -> None:
+    """The inverse of _pack, but the codes count from 0."""
     lowest = np.uint8(1)
     at = 0
     if bits & 8:
@@ -201,129 +116,239 @@ def _unpack(row, bits, q, block):  # type: ignore[no-untyped-def]
         unpack_1(row, at, lowest, q, block)
 
 
-# Bytes of the arrays on the stack: a group's weights or blocks, in elements of 1, 4 or 8 bytes.
+class _Room(NamedTuple):
+    """The arrays on the stack in which a group of blocks is encoded.
+
+    They have an entry for each weight or, from `sums` on, for each block.
+
+    x: the weights (f32).
+    bits: the same memory (u32).
+    codes: as vector.quantize leaves them (u8).
+    sums: four for each block, as vector.quantize leaves them (f32).
+    squares: the sum of squares of x (f32).
+    radius: its square root (f32).
+    inverse: 1 / radius, or 0 (f32).
+    two_to_k: the power of two by which prescaling divided x (f64).
+    exact: the norm of least squared error (f64).
+    norm: that norm, scaled for storing (f32).
+    norm_bits: the same memory (u32).
+    stored: the norm as float16 keeps it (f32).
+    stored_bits: the same memory (u32).
+    """
+
+    x: Any
+    bits: Any
+    codes: Any
+    sums: Any
+    squares: Any
+    radius: Any
+    inverse: Any
+    two_to_k: Any
+    exact: Any
+    norm: Any
+    norm_bits: Any
+    stored: Any
+    stored_bits: Any
+
+
+@inlined
+def _flip(x: Any, count: Any, signs: Any) -> None:
+    """Multiply the coordinates of `count` blocks by the signs."""
+    for i in range(count):
+        for j in range(128):
+            x[i * 128 + j] = x[i * 128 + j] * signs[j]
+
+
+@inlined
+def _is_safe(square: Any) -> Any:
+    """Whether a sum of squares is far enough from 0 and infinity to need no prescaling."""
+    return square >= np.float32(2.0**-60) and square <= np.float32(2.0**60)
+
+
+@inlined
+def _measure_lengths(room: Any, count: Any) -> Any:
+    """Prescale the blocks that need it, and find their lengths. Returns the first block that is not finite, or -1."""
+    first_bad = -1
+    for i in range(count):
+        room.squares[i] = sum_of_squares(room.x, i)
+    safe = True
+    for i in range(count):
+        room.two_to_k[i] = 1.0
+        safe = safe and _is_safe(room.squares[i])
+    if not safe:
+        for i in range(count):
+            if not _is_safe(room.squares[i]):
+                k = _prescale(room.x[i * 128 : (i + 1) * 128])
+                room.squares[i] = sum_of_squares(room.x, i)
+                if k == -1000:
+                    room.squares[i] = np.float32(0)
+                    if first_bad < 0:
+                        first_bad = i
+                else:
+                    room.two_to_k[i] = _power_of_two(k)
+    for i in range(count):
+        room.radius[i] = np.sqrt(room.squares[i])
+        room.inverse[i] = np.float32(1) / room.radius[i] if room.radius[i] > 0 else np.float32(0)
+    return first_bad
+
+
+@inlined
+def _quantize(room: Any, count: Any, bits: Any, cells_per_unit: Any, most: Any, table: Any) -> None:
+    """Rotate the blocks, find the nearest levels, and compute the sums that norms and errors need."""
+    x, inverse, codes, sums = room.x, room.inverse, room.codes, room.sums
+    for i in range(count):
+        if bits <= 5:
+            quantize_5(x, i, inverse[i], cells_per_unit, most, table, codes, sums)
+        elif bits == 6:
+            quantize_6(x, i, inverse[i], cells_per_unit, most, table, codes, sums)
+        elif bits == 7:
+            quantize_7(x, i, inverse[i], cells_per_unit, most, table, codes, sums)
+        else:
+            quantize_8(x, i, inverse[i], cells_per_unit, most, table, codes, sums)
+
+
+@inlined
+def _fit_norms(room: Any, to_stored: Any, norms: Any, smallest: Any, largest: Any) -> Any:
+    """Write the norms of least squared error. Returns the smallest positive and the largest norm so far."""
+    for i in range(len(norms)):
+        room.exact[i] = np.float64(room.radius[i] * (room.sums[4 * i] / room.sums[4 * i + 1])) * room.two_to_k[i]
+        room.norm[i] = np.float32(room.exact[i] * to_stored)
+    for i in range(len(norms)):
+        norms[i] = half_from_float(room.norm_bits[i], room.norm[i])
+        smallest = min(smallest, room.exact[i] if room.exact[i] > 0 else np.inf)
+        largest = max(largest, room.exact[i])
+    floats_from_halves(norms, room.stored_bits, room.stored)
+    return smallest, largest
+
+
+@inlined
+def _measure_errors(room: Any, from_stored: Any, energies: Any, errors: Any) -> None:
+    """Write the sum of squares of each block, and that of its errors once decoded with the stored norm."""
+    for i in range(len(energies)):
+        energy = np.float64(room.squares[i]) * room.two_to_k[i] * room.two_to_k[i]
+        length = np.float64(room.radius[i]) * room.two_to_k[i]
+        gain = np.float64(room.stored[i]) * from_stored / (length if length > 0 else 1.0)
+        short = 1.0 - gain
+        projection, level_energy = np.float64(room.sums[4 * i]), np.float64(room.sums[4 * i + 1])
+        per_block = np.float64(room.sums[4 * i + 2]) + 2.0 * short * (projection - level_energy)
+        per_block = per_block + short * short * level_energy
+        energies[i] = energy
+        errors[i] = energy / 128.0 * max(per_block, 0.0)
+
+
+# Bytes of the arrays on the stack: an element of 1, 4 or 8 bytes for each weight or each block of a group.
 _WEIGHTS_OF_1, _WEIGHTS_OF_4 = GROUP * 128, GROUP * 128 * 4
 _BLOCKS_OF_4, _BLOCKS_OF_8 = GROUP * 4, GROUP * 8
 _FOUR_SUMS = GROUP * 4 * 4
 
 
 @jit
-def _floats_and_bits(address, count):  # type: ignore[no-untyped-def]
+def _floats_and_bits(address: Any, count: Any) -> Any:
     """The same memory as float32 and as bit patterns."""
     return carray(address, count, np.float32), carray(address, count, np.uint32)
 
 
-# Arguments: pointers, then numbers; what each points to is said where the function begins.
+@jit
+def _words(address: Any, count: Any) -> Any:
+    """The same memory as words of 16 bits, to be used for BF16 and F16, and of 32 bits, to be used for F32."""
+    return carray(address, count, np.uint16), carray(address, count, np.uint32)
+
+
+# ctypes calls the kernels, so their parameters are plain pointers and numbers. They are longer than other functions
+# because that is where arrays get their shapes, and because memory on the stack ends with the function that asks for
+# it.
 ENCODE = types.void(*[types.voidptr] * 8, *[types.int64] * 4, *[types.float64] * 2, *[types.float32] * 2)
 DECODE = types.void(*[types.voidptr] * 5, *[types.int64] * 5, types.float64)
 
 
-def _encode(  # type: ignore[no-untyped-def]
-    values_at, table_at, signs_at, codes_at, norms_at, energies_at, errors_at, stats_at,
-    blocks, dtype, bits, signed, to_stored, from_stored, cells_per_unit, most,
-):  # fmt: skip
-    words16 = carray(values_at, blocks * 128, np.uint16)  # those of the two that fits the dtype counts
-    words32 = carray(values_at, blocks * 128, np.uint32)
+def _encode(
+    values_at: Any,
+    table_at: Any,  # see vector.quantize
+    signs_at: Any,
+    codes_at: Any,
+    norms_at: Any,
+    energies_at: Any,
+    errors_at: Any,
+    stats_at: Any,  # out: smallest norm, largest norm, first bad block
+    blocks: Any,
+    dtype: Any,  # a value of VALUE_DTYPES
+    bits: Any,
+    signed: Any,
+    to_stored: Any,  # 2**-norm_exponent
+    from_stored: Any,  # 2**norm_exponent
+    cells_per_unit: Any,
+    most: Any,
+) -> None:
+    words16, words32 = _words(values_at, blocks * 128)
     table = carray(table_at, 1, np.float32)
     signs = carray(signs_at, 128, np.float32)
     codes = carray(codes_at, (blocks, 16 * bits), np.uint8)
     norms = carray(norms_at, blocks, np.uint16)
     energies = carray(energies_at, blocks, np.float64)
     errors = carray(errors_at, blocks, np.float64)
-    stats = carray(stats_at, 3, np.float64)  # smallest and largest norm, first bad block
-
-    x, raw = _floats_and_bits(stack(_WEIGHTS_OF_4), GROUP * 128)
-    q = carray(stack(_WEIGHTS_OF_1), GROUP * 128, np.uint8)
-    sums = carray(stack(_FOUR_SUMS), GROUP * 4, np.float32)
-    squares = carray(stack(_BLOCKS_OF_4), GROUP, np.float32)
-    radius = carray(stack(_BLOCKS_OF_4), GROUP, np.float32)
-    inverse = carray(stack(_BLOCKS_OF_4), GROUP, np.float32)
-    two_to_k = carray(stack(_BLOCKS_OF_8), GROUP, np.float64)
-    exact = carray(stack(_BLOCKS_OF_8), GROUP, np.float64)
+    stats = carray(stats_at, 3, np.float64)
+    x, x_bits = _floats_and_bits(stack(_WEIGHTS_OF_4), GROUP * 128)
     norm, norm_bits = _floats_and_bits(stack(_BLOCKS_OF_4), GROUP)
-    stored_norm, stored_bits = _floats_and_bits(stack(_BLOCKS_OF_4), GROUP)
-
-    smallest, largest = np.inf, 0.0
-    first_bad = -1
+    stored, stored_bits = _floats_and_bits(stack(_BLOCKS_OF_4), GROUP)
+    room = _Room(
+        x=x,
+        bits=x_bits,
+        codes=carray(stack(_WEIGHTS_OF_1), GROUP * 128, np.uint8),
+        sums=carray(stack(_FOUR_SUMS), GROUP * 4, np.float32),
+        squares=carray(stack(_BLOCKS_OF_4), GROUP, np.float32),
+        radius=carray(stack(_BLOCKS_OF_4), GROUP, np.float32),
+        inverse=carray(stack(_BLOCKS_OF_4), GROUP, np.float32),
+        two_to_k=carray(stack(_BLOCKS_OF_8), GROUP, np.float64),
+        exact=carray(stack(_BLOCKS_OF_8), GROUP, np.float64),
+        norm=norm,
+        norm_bits=norm_bits,
+        stored=stored,
+        stored_bits=stored_bits,
+    )
+    smallest, largest, first_bad = np.inf, 0.0, -1
     for first in range(0, blocks, GROUP):
-        count = min(GROUP, blocks - first)
-        begin, end = first * 128, (first + count) * 128
-        _load(words16[begin:end], words32[begin:end], dtype, raw, x)
+        end = min(first + GROUP, blocks)
+        count = end - first
+        load_values(words16[first * 128 : end * 128], words32[first * 128 : end * 128], dtype, room.bits, room.x)
         if signed:
-            for i in range(count):
-                for j in range(128):
-                    x[i * 128 + j] = x[i * 128 + j] * signs[j]
+            _flip(room.x, count, signs)
+        bad = _measure_lengths(room, count)
+        if bad >= 0 and first_bad < 0:
+            first_bad = first + bad
+        _quantize(room, count, bits, cells_per_unit, most, table)
+        smallest, largest = _fit_norms(room, to_stored, norms[first:end], smallest, largest)
+        _measure_errors(room, from_stored, energies[first:end], errors[first:end])
         for i in range(count):
-            squares[i] = sum_of_squares(x, i)
-        safe = True
-        for i in range(count):
-            two_to_k[i] = 1.0
-            safe = safe and (squares[i] >= np.float32(2.0**-60) and squares[i] <= np.float32(2.0**60))
-        if not safe:
-            for i in range(count):
-                if not (squares[i] >= np.float32(2.0**-60) and squares[i] <= np.float32(2.0**60)):
-                    k = _prescale(x[i * 128 : (i + 1) * 128])
-                    squares[i] = sum_of_squares(x, i)
-                    if k == -1000:
-                        squares[i] = np.float32(0)
-                        if first_bad < 0:
-                            first_bad = first + i
-                    else:
-                        two_to_k[i] = _power_of_two(k)
-        for i in range(count):
-            radius[i] = np.sqrt(squares[i])
-            inverse[i] = np.float32(1) / radius[i] if radius[i] > 0 else np.float32(0)
-
-        for i in range(count):
-            if bits <= 5:
-                quantize_5(x, i, inverse[i], cells_per_unit, most, table, q, sums)
-            elif bits == 6:
-                quantize_6(x, i, inverse[i], cells_per_unit, most, table, q, sums)
-            elif bits == 7:
-                quantize_7(x, i, inverse[i], cells_per_unit, most, table, q, sums)
-            else:
-                quantize_8(x, i, inverse[i], cells_per_unit, most, table, q, sums)
-
-        for i in range(count):
-            exact[i] = np.float64(radius[i] * (sums[4 * i] / sums[4 * i + 1])) * two_to_k[i]
-            norm[i] = np.float32(exact[i] * to_stored)
-        for i in range(count):
-            norms[first + i] = _half_from_float(norm_bits[i], norm[i])
-            smallest = min(smallest, exact[i] if exact[i] > 0 else np.inf)
-            largest = max(largest, exact[i])
-        _floats_from_halves(norms[first : first + count], stored_bits, stored_norm)
-        for i in range(count):
-            energy = np.float64(squares[i]) * two_to_k[i] * two_to_k[i]
-            length = np.float64(radius[i]) * two_to_k[i]
-            gain = np.float64(stored_norm[i]) * from_stored / (length if length > 0 else 1.0)
-            short = 1.0 - gain
-            projection, level_energy = np.float64(sums[4 * i]), np.float64(sums[4 * i + 1])
-            per_block = np.float64(sums[4 * i + 2]) + 2.0 * short * (projection - level_energy)
-            per_block = per_block + short * short * level_energy
-            energies[first + i] = energy
-            errors[first + i] = energy / 128.0 * max(per_block, 0.0)
-        for i in range(count):
-            _pack(q, i, bits, codes[first + i])
+            _pack(room.codes, i, bits, codes[first + i])
     stats[0], stats[1], stats[2] = smallest, largest, first_bad
 
 
-def _decode(  # type: ignore[no-untyped-def]
-    codes_at, norms_at, levels_at, signs_at, values_at, blocks, dtype, bits, signed, rotate, from_stored,
-):  # fmt: skip
+def _decode(
+    codes_at: Any,
+    norms_at: Any,
+    levels_at: Any,
+    signs_at: Any,
+    values_at: Any,
+    blocks: Any,
+    dtype: Any,
+    bits: Any,
+    signed: Any,
+    rotate: Any,
+    from_stored: Any,  # what a stored norm is multiplied by
+) -> None:
     codes = carray(codes_at, (blocks, 16 * bits), np.uint8)
     norms = carray(norms_at, blocks, np.uint16)
     levels = carray(levels_at, 1, np.float32)
     signs = carray(signs_at, 128, np.float32)
-    words16 = carray(values_at, blocks * 128, np.uint16)  # those of the two that fits the dtype counts
-    words32 = carray(values_at, blocks * 128, np.uint32)
+    words16, words32 = _words(values_at, blocks * 128)
 
-    y, raw = _floats_and_bits(stack(_WEIGHTS_OF_4), GROUP * 128)
+    y, bit_patterns = _floats_and_bits(stack(_WEIGHTS_OF_4), GROUP * 128)
     q = carray(stack(_WEIGHTS_OF_1), GROUP * 128, np.uint8)
     norm, norm_bits = _floats_and_bits(stack(_BLOCKS_OF_4), GROUP)
 
     for first in range(0, blocks, GROUP):
         count = min(GROUP, blocks - first)
-        _floats_from_halves(norms[first : first + count], norm_bits, norm)
+        floats_from_halves(norms[first : first + count], norm_bits, norm)
         for i in range(count):
             norm[i] = np.float32(np.float64(norm[i]) * from_stored)
         for i in range(count):
@@ -332,20 +357,24 @@ def _decode(  # type: ignore[no-untyped-def]
             for j in range(128):
                 y[i * 128 + j] = levels[q[i * 128 + j]] * norm[i]
         for i in range(count if rotate else 0):
-            if bits <= 5:
-                look_up_5(q, levels, i, norm[i], y)
-            elif bits == 6:
-                look_up_6(q, levels, i, norm[i], y)
-            elif bits == 7:
-                look_up_7(q, levels, i, norm[i], y)
-            else:
-                look_up_8(q, levels, i, norm[i], y)
+            _look_up(q, levels, bits, i, norm[i], y)
         if signed:
-            for i in range(count):
-                for j in range(128):
-                    y[i * 128 + j] = y[i * 128 + j] * signs[j]
+            _flip(y, count, signs)
         begin, end = first * 128, (first + count) * 128
-        _store(raw[: count * 128], y[: count * 128], dtype, words16[begin:end], words32[begin:end])
+        store_values(bit_patterns[: count * 128], y[: count * 128], dtype, words16[begin:end], words32[begin:end])
+
+
+@inlined
+def _look_up(q: Any, levels: Any, bits: Any, block: Any, norm: Any, y: Any) -> None:
+    """Rotate the levels that the codes of a block stand for, and multiply them by its norm."""
+    if bits <= 5:
+        look_up_5(q, levels, block, norm, y)
+    elif bits == 6:
+        look_up_6(q, levels, block, norm, y)
+    elif bits == 7:
+        look_up_7(q, levels, block, norm, y)
+    else:
+        look_up_8(q, levels, block, norm, y)
 
 
 KERNELS = {"encode": (_encode, ENCODE), "decode": (_decode, DECODE)}

@@ -1,4 +1,4 @@
-"""Which device computes: what was asked for, checked; or the best one that is there."""
+"""The choice of the device that computes: the one that the user asked for, checked, or the best one of the machine."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from pqweights.kernels.codebook import codebook_from_levels
 
 AUTO = "auto"
 GPU_PACKAGES = ("torch", "triton")
-INTERPRETER = "TRITON_INTERPRET"  # set to 1, Triton runs its kernels on the CPU: for tests
+INTERPRETER = "TRITON_INTERPRET"  # if it is 1, Triton runs its kernels on the CPU: for tests
 
 
 def resolve_device(asked: str) -> str:
-    """A key of DEVICES for one of them or "auto", which is cuda where a GPU and the packages for it are there.
+    """The key of DEVICES to use.
 
-    Raises DeviceError where cuda was asked for and there is no GPU, MissingDependencyError where its packages are missing.
+    asked: a key of DEVICES, or "auto", which is cuda if there are a GPU and the packages for it, and cpu otherwise.
+
+    Raises DeviceError if `asked` is neither, or if it is cuda and the GPU cannot be used, and MissingDependencyError
+    if it is cuda and a package is missing.
     """
     if asked not in (AUTO, *DEVICES):
         raise DeviceError(f"device {asked!r}: expected {', '.join(DEVICES)} or {AUTO}")
@@ -33,7 +36,7 @@ def resolve_device(asked: str) -> str:
 
 
 def _why_no_gpu() -> DeviceError | MissingDependencyError | None:
-    """What keeps the GPU from being used; None where nothing does. torch is imported (seconds) only where there is one."""
+    """The reason why the GPU cannot be used, or None. Imports torch, which takes seconds, only if there is a GPU."""
     missing = [package for package in GPU_PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
         return MissingDependencyError(
@@ -42,24 +45,24 @@ def _why_no_gpu() -> DeviceError | MissingDependencyError | None:
     if os.environ.get(INTERPRETER) == "1":
         return None
     if not _gpu_count():
-        return DeviceError("--device cuda: expected an NVIDIA GPU and its driver, found none; use --device cpu")
+        return DeviceError("--device cuda: expected an NVIDIA GPU with its driver, found none; use --device cpu")
     import torch
 
     if not torch.cuda.is_available():
         return DeviceError(
-            f"--device cuda: torch {torch.__version__} cannot use the GPU; install a CUDA build of torch, or use --device cpu"
+            f"--device cuda: torch {torch.__version__} cannot use the GPU; "
+            "install a CUDA build of torch, or use --device cpu"
         )
     try:
         _encode_one_block()
-    except RuntimeError as error:  # torch's and Triton's: no compiler, too old a GPU, no memory left on it
-        return DeviceError(
-            f"--device cuda: the GPU computes nothing ({(str(error).strip() or repr(error)).splitlines()[0]}); use --device cpu"
-        )
+    except RuntimeError as error:  # from torch or Triton: no C compiler, a GPU that is too old, no memory left on it
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        return DeviceError(f"--device cuda: the GPU failed to compute ({reason}); use --device cpu")
     return None
 
 
 def _encode_one_block() -> None:
-    """Compile for the GPU and use it, before anything depends on it."""
+    """Compile a kernel for the GPU and run it, so that it fails now if it fails at all."""
     book = codebook_from_levels(5, np.linspace(-1, 1, 32, dtype=np.float32))
     sums = np.empty((2, 1), np.float64)
     out = EncodedArrays(np.empty((1, 80), np.uint8), np.empty(1, np.uint16), sums[0], sums[1])
@@ -67,7 +70,7 @@ def _encode_one_block() -> None:
 
 
 def _gpu_count() -> int:
-    """GPUs that the NVIDIA driver offers, without importing torch (which takes seconds)."""
+    """The number of GPUs that the NVIDIA driver offers, found without importing torch, which takes seconds."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,9 +1,9 @@
-"""The GPU backend: Triton kernels that follow docs/format.md operation by operation, so the bytes equal the reference's.
+"""The GPU backend: Triton kernels that compute what docs/format.md says, operation by operation.
 
-Fusing multiplications with additions is switched off, square roots and divisions are the rounded ones, and every sum is
-the format's own tree; tests/test_gpu.py reads the machine code for it. A thread that calls gets a stream of its own, so
-one thread's transfers overlap another's kernels; `empty` gives page-locked memory, which transfers need for that.
-With TRITON_INTERPRET=1 the same kernels run, slowly, without a GPU.
+So the bytes equal the reference's: multiplications and additions are not fused, square roots and divisions are
+correctly rounded, and every sum is the format's own tree. tests/kernels/test_gpu.py checks the machine code for it.
+Each thread has a stream of its own, so that one thread's transfers overlap another's kernels; `empty` returns
+page-locked memory, which such transfers need. With TRITON_INTERPRET=1 the same kernels run, slowly, without a GPU.
 """
 
 from __future__ import annotations
@@ -26,43 +26,48 @@ from pqweights.kernels import SIGNS, VALUE_DTYPES, BlockCoding, EncodedArrays, E
 from pqweights.kernels.workers import worker
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-# Blocks of 128 that one program handles; the interpreter's cost is per program, not per element.
+# Blocks that one program handles. The interpreter's cost is per program, not per element.
 BLOCKS_PER_PROGRAM = 256 if INTERPRETED else 16
 COMPILE_OPTIONS = {} if INTERPRETED else {"enable_fp_fusion": False, "num_warps": 4}
 
 BF16, F16, F32 = (tl.constexpr(VALUE_DTYPES[name]) for name in ("BF16", "F16", "F32"))
 
-_launch = threading.Lock()  # Triton compiles on the first launch; two threads must not do so at once
+_launch = threading.Lock()  # Triton compiles on the first launch, which two threads must not do at once
 
 
 @triton.jit
-def _butterfly(x, H: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]  # one stage
+def _butterfly(x: tl.tensor, H: tl.constexpr, BLOCKS: tl.constexpr) -> tl.tensor:
+    """One stage of the rotation: x [BLOCKS, 128] with sums and differences of coordinates that are H apart."""
     pairs = tl.permute(tl.reshape(x, [BLOCKS, 64 // H, 2, H]), [0, 1, 3, 2])
     low, high = tl.split(pairs)
     return tl.reshape(tl.permute(tl.join(low + high, low - high), [0, 1, 3, 2]), [BLOCKS, 128])
 
 
 @triton.jit
-def _hadamard(x, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]  # [BLOCKS, 128] f32, stages 1 to 64
+def _hadamard(x: tl.tensor, BLOCKS: tl.constexpr) -> tl.tensor:
+    """x [BLOCKS, 128] f32 rotated, by the stages 1, 2, ..., 64."""
     for stage in tl.static_range(7):
         x = _butterfly(x, 1 << stage, BLOCKS)
     return x
 
 
 @triton.jit
-def _tree_sum(x, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]  # [BLOCKS, 128] f32 -> [BLOCKS]
+def _tree_sum(x: tl.tensor, BLOCKS: tl.constexpr) -> tl.tensor:
+    """The sums [BLOCKS] of the rows of x [BLOCKS, 128] f32, by folding the upper half onto the lower one."""
     for stage in tl.static_range(7):
-        x = tl.sum(tl.reshape(x, [BLOCKS, 2, 64 >> stage]), axis=1)  # two terms: there is but one order
+        x = tl.sum(tl.reshape(x, [BLOCKS, 2, 64 >> stage]), axis=1)  # of two terms: no order to choose
     return tl.reshape(x, [BLOCKS])
 
 
 @triton.jit
-def _power_of_two(k):  # type: ignore[no-untyped-def]  # i32, -1022 to 1023 -> f64
+def _power_of_two(k: tl.tensor) -> tl.tensor:
+    """2**k in f64, for k (i32) from -1022 to 1023."""
     return ((k.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
 
 
 @triton.jit
-def _load_values(values, at, mask, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]  # -> f32
+def _load_values(values: tl.tensor, at: tl.tensor, mask: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """The values at some places, as f32."""
     if DTYPE == BF16:
         x = (tl.load(values + at, mask=mask, other=0).to(tl.uint16).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     elif DTYPE == F16:
@@ -73,7 +78,8 @@ def _load_values(values, at, mask, DTYPE: tl.constexpr):  # type: ignore[no-unty
 
 
 @triton.jit
-def _store_values(x, values, at, mask, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]  # f32, saturated
+def _store_values(x: tl.tensor, values: tl.tensor, at: tl.tensor, mask: tl.tensor, DTYPE: tl.constexpr) -> None:
+    """The inverse of _load_values, rounded to nearest even and saturated."""
     if DTYPE == BF16:
         limit = 3.3895313892515355e38
         x = tl.minimum(tl.maximum(x, -limit), limit)
@@ -90,41 +96,30 @@ def _store_values(x, values, at, mask, DTYPE: tl.constexpr):  # type: ignore[no-
 
 
 @triton.jit
-def _pack_field(  # type: ignore[no-untyped-def]
-    q, codes, row, mask, SHIFT: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr
-):
-    """Fold bits [SHIFT, SHIFT + WIDTH) of 128 codes (i32) into 16 * WIDTH bytes of each row."""
+def _pack_field(
+    q: tl.tensor, rows: tl.tensor, mask: tl.tensor, SHIFT: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr
+) -> None:
+    """Fold bits [SHIFT, SHIFT + WIDTH) of 128 codes (i32) into 16 * WIDTH bytes of each row. rows: their addresses."""
     field = tl.reshape((q >> SHIFT) & ((1 << WIDTH) - 1), [BLOCKS, 8 // WIDTH, 16 * WIDTH])
     place = (tl.arange(0, 8 // WIDTH) * WIDTH)[None, :, None]
     packed = tl.sum(field << place, axis=1)
-    at = row[:, None] * (16 * BITS) + 16 * SHIFT + tl.arange(0, 16 * WIDTH)[None, :]
-    tl.store(codes + at, packed.to(tl.uint8), mask=mask)
+    tl.store(rows + 16 * SHIFT + tl.arange(0, 16 * WIDTH)[None, :], packed.to(tl.uint8), mask=mask)
 
 
 @triton.jit
-def _unpack_field(  # type: ignore[no-untyped-def]
-    codes, row, mask, SHIFT: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr
-):
+def _unpack_field(
+    rows: tl.tensor, mask: tl.tensor, SHIFT: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr
+) -> tl.tensor:
     """The inverse of _pack_field: [BLOCKS, 128] i32, already shifted to its place."""
-    at = row[:, None] * (16 * BITS) + 16 * SHIFT + tl.arange(0, 16 * WIDTH)[None, :]
-    packed = tl.load(codes + at, mask=mask, other=0).to(tl.int32)
+    packed = tl.load(rows + 16 * SHIFT + tl.arange(0, 16 * WIDTH)[None, :], mask=mask, other=0).to(tl.int32)
     place = (tl.arange(0, 8 // WIDTH) * WIDTH)[None, :, None]
     field = (packed[:, None, :] >> place) & ((1 << WIDTH) - 1)
     return tl.reshape(field, [BLOCKS, 128]) << SHIFT
 
 
-@triton.jit(do_not_specialize=["blocks", "norm_exponent"])
-def _encode(  # type: ignore[no-untyped-def]
-    values, thresholds, levels, signs, codes, norms, energies, errors, exact_norms, blocks, norm_exponent,
-    DTYPE: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    inside = row < blocks
-    mask = inside[:, None]
-    j = tl.arange(0, 128)
-    x = _load_values(values, row[:, None] * 128 + j[None, :], mask, DTYPE)
-    x = x * tl.load(signs + j)[None, :]
-
+@triton.jit
+def _prescaled(x: tl.tensor, BLOCKS: tl.constexpr) -> tl.tensor:
+    """x * 2**-k for x [BLOCKS, 128] f32, its sums of squares, k, and whether x is finite (each [BLOCKS])."""
     # The largest magnitude by its bits, which order like the number and put infinities and NaN on top.
     largest_bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     finite = largest_bits < 0x7F800000
@@ -137,15 +132,57 @@ def _encode(  # type: ignore[no-untyped-def]
     first = _power_of_two(-half).to(tl.float32)
     second = _power_of_two(half - k).to(tl.float32)
     x = x * first[:, None] * second[:, None]
-    squares = _tree_sum(x * x, BLOCKS)
+    return x, _tree_sum(x * x, BLOCKS), k, finite
 
-    radius = tl.sqrt_rn(squares)
-    inverse = tl.where(radius > 0, tl.div_rn(tl.full([BLOCKS], 1.0, tl.float32), radius), 0.0)
-    z = _hadamard(x, BLOCKS) * inverse[:, None]
-    q = tl.zeros([BLOCKS, 128], tl.int32)  # counts the thresholds that are not above z, by bisection
+
+@triton.jit
+def _nearest(z: tl.tensor, thresholds: tl.tensor, BITS: tl.constexpr, BLOCKS: tl.constexpr) -> tl.tensor:
+    """The codes [BLOCKS, 128]: the number of thresholds that are not above z, by bisection."""
+    q = tl.zeros([BLOCKS, 128], tl.int32)
     for step in tl.static_range(BITS):
         middle = q + (1 << (BITS - 1 - step))
         q = tl.where(z >= tl.load(thresholds + middle - 1), middle, q)
+    return q
+
+
+@triton.jit
+def _relative_error(residual: tl.tensor, projection: tl.tensor, level_energy: tl.tensor, gain: tl.tensor) -> tl.tensor:
+    """The squared error (f64) of normalised blocks, decoded with `gain` (f64) times their lengths."""
+    short = 1.0 - gain
+    wide_energy = level_energy.to(tl.float64)
+    per_block = residual.to(tl.float64) + 2.0 * short * (projection.to(tl.float64) - wide_energy)
+    per_block = per_block + short * short * wide_energy
+    return tl.where(per_block < 0.0, 0.0, per_block)
+
+
+# Triton passes arrays and numbers to the kernels that it launches one by one, so their parameters stay apart.
+@triton.jit(do_not_specialize=["blocks", "norm_exponent"])
+def _encode(
+    values: tl.tensor,
+    thresholds: tl.tensor,
+    levels: tl.tensor,
+    signs: tl.tensor,
+    codes: tl.tensor,
+    norms: tl.tensor,
+    energies: tl.tensor,
+    errors: tl.tensor,
+    exact_norms: tl.tensor,
+    blocks: tl.tensor,
+    norm_exponent: tl.tensor,
+    DTYPE: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = row < blocks
+    mask = inside[:, None]
+    j = tl.arange(0, 128)
+    x = _load_values(values, row[:, None] * 128 + j[None, :], mask, DTYPE)
+    x, squares, k, finite = _prescaled(x * tl.load(signs + j)[None, :], BLOCKS)
+    radius = tl.sqrt_rn(squares)
+    inverse = tl.where(radius > 0, tl.div_rn(tl.full([BLOCKS], 1.0, tl.float32), radius), 0.0)
+    z = _hadamard(x, BLOCKS) * inverse[:, None]
+    q = _nearest(z, thresholds, BITS, BLOCKS)
     c = tl.load(levels + q)
     projection = _tree_sum(z * c, BLOCKS)
     level_energy = _tree_sum(c * c, BLOCKS)
@@ -156,48 +193,64 @@ def _encode(  # type: ignore[no-untyped-def]
     exact = norm.to(tl.float64) * two_to_k
     stored = (exact * _power_of_two(-norm_exponent)).to(tl.float32).to(tl.float16)
     energy = squares.to(tl.float64) * two_to_k * two_to_k
-    positive = radius > 0
-    length = tl.where(positive, radius.to(tl.float64) * two_to_k, 1.0)
+    length = tl.where(radius > 0, radius.to(tl.float64) * two_to_k, 1.0)
     gain = stored.to(tl.float64) * _power_of_two(norm_exponent) / length
-    short = 1.0 - gain
-    wide_energy = level_energy.to(tl.float64)
-    per_block = residual.to(tl.float64) + 2.0 * short * (projection.to(tl.float64) - wide_energy)
-    per_block = per_block + short * short * wide_energy
-    error = energy / 128.0 * tl.where(per_block < 0.0, 0.0, per_block)
+    error = energy / 128.0 * _relative_error(residual, projection, level_energy, gain)
 
     tl.store(norms + row, stored.to(tl.int16, bitcast=True), mask=inside)
     tl.store(energies + row, energy, mask=inside)
-    tl.store(errors + row, tl.where(positive, error, 0.0), mask=inside)
+    tl.store(errors + row, tl.where(radius > 0, error, 0.0), mask=inside)
     tl.store(exact_norms + row, tl.where(finite, exact, float("nan")), mask=inside)
+    _pack(q, codes + row[:, None] * (16 * BITS), mask, BITS, BLOCKS)
+
+
+@triton.jit
+def _pack(q: tl.tensor, rows: tl.tensor, mask: tl.tensor, BITS: tl.constexpr, BLOCKS: tl.constexpr) -> None:
+    """Fold 128 codes (i32) into each row of 16 * BITS bytes, one field per binary digit of the width."""
     if BITS & 8:
-        _pack_field(q, codes, row, mask, 0, 8, BITS, BLOCKS)
+        _pack_field(q, rows, mask, 0, 8, BLOCKS)
     if BITS & 4:
-        _pack_field(q, codes, row, mask, 0, 4, BITS, BLOCKS)
+        _pack_field(q, rows, mask, 0, 4, BLOCKS)
     if BITS & 2:
-        _pack_field(q, codes, row, mask, BITS & 4, 2, BITS, BLOCKS)
+        _pack_field(q, rows, mask, BITS & 4, 2, BLOCKS)
     if BITS & 1:
-        _pack_field(q, codes, row, mask, BITS & 6, 1, BITS, BLOCKS)
+        _pack_field(q, rows, mask, BITS & 6, 1, BLOCKS)
+
+
+@triton.jit
+def _unpack(rows: tl.tensor, mask: tl.tensor, BITS: tl.constexpr, BLOCKS: tl.constexpr) -> tl.tensor:
+    """The inverse of _pack."""
+    q = tl.zeros([BLOCKS, 128], tl.int32)
+    if BITS & 8:
+        q |= _unpack_field(rows, mask, 0, 8, BLOCKS)
+    if BITS & 4:
+        q |= _unpack_field(rows, mask, 0, 4, BLOCKS)
+    if BITS & 2:
+        q |= _unpack_field(rows, mask, BITS & 4, 2, BLOCKS)
+    if BITS & 1:
+        q |= _unpack_field(rows, mask, BITS & 6, 1, BLOCKS)
+    return q
 
 
 @triton.jit(do_not_specialize=["blocks", "norm_exponent"])
-def _decode(  # type: ignore[no-untyped-def]
-    codes, norms, levels, signs, values, blocks, norm_exponent,
-    ROTATE: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+def _decode(
+    codes: tl.tensor,
+    norms: tl.tensor,
+    levels: tl.tensor,
+    signs: tl.tensor,
+    values: tl.tensor,
+    blocks: tl.tensor,
+    norm_exponent: tl.tensor,
+    ROTATE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
     row = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     inside = row < blocks
     mask = inside[:, None]
     j = tl.arange(0, 128)
-    q = tl.zeros([BLOCKS, 128], tl.int32)
-    if BITS & 8:
-        q |= _unpack_field(codes, row, mask, 0, 8, BITS, BLOCKS)
-    if BITS & 4:
-        q |= _unpack_field(codes, row, mask, 0, 4, BITS, BLOCKS)
-    if BITS & 2:
-        q |= _unpack_field(codes, row, mask, BITS & 4, 2, BITS, BLOCKS)
-    if BITS & 1:
-        q |= _unpack_field(codes, row, mask, BITS & 6, 1, BITS, BLOCKS)
-    x = tl.load(levels + q)
+    x = tl.load(levels + _unpack(codes + row[:, None] * (16 * BITS), mask, BITS, BLOCKS))
     norm = tl.load(norms + row, mask=inside, other=0).to(tl.float16, bitcast=True).to(tl.float64)
     if ROTATE:
         x = _hadamard(x, BLOCKS)
@@ -259,7 +312,7 @@ def _device() -> torch.device:
 
 @contextlib.contextmanager
 def _stream() -> Iterator[None]:
-    """Everything inside goes to the calling thread's own stream, and is done when the block ends."""
+    """Run what is inside on the calling thread's own stream, and wait for it at the end."""
     if INTERPRETED:
         yield
         return
@@ -268,8 +321,9 @@ def _stream() -> Iterator[None]:
         with torch.cuda.stream(stream):
             yield
     except torch.OutOfMemoryError as error:
+        reason = str(error).splitlines()[0]
         raise DeviceError(
-            f"--device cuda: the GPU's memory is full ({str(error).splitlines()[0]}); use fewer --threads, or --device cpu"
+            f"--device cuda: the GPU's memory is full ({reason}); use fewer --threads, or --device cpu"
         ) from None
     finally:
         stream.synchronize()
@@ -277,7 +331,7 @@ def _stream() -> Iterator[None]:
 
 def _run(kernel: Any, dtype: str, coding: BlockCoding, blocks: int, *arguments: Any) -> None:
     grid = (triton.cdiv(blocks, BLOCKS_PER_PROGRAM),)
-    # Interpreted, numpy computes and would warn of what a GPU does silently: infinities and NaN in blocks that are refused.
+    # The interpreter computes with numpy, which would warn of infinities and NaN, in blocks that are refused later.
     with _launch, np.errstate(all="ignore"):
         constants = {"DTYPE": VALUE_DTYPES[dtype], "BITS": coding.codebook.bits, "BLOCKS": BLOCKS_PER_PROGRAM}
         kernel[grid](*arguments, **constants, **COMPILE_OPTIONS)
@@ -296,17 +350,17 @@ def _tables(coding: BlockCoding) -> tuple[Tensor, Tensor, Tensor]:
 def _uploaded(floats: bytes, device: torch.device) -> Tensor:
     tensor = torch.tensor(np.frombuffer(floats, dtype=np.float32), device=device)
     if not INTERPRETED:
-        torch.cuda.synchronize()  # other threads will use it on other streams
+        torch.cuda.synchronize()  # other threads use it on other streams
     return tensor
 
 
 def _words(values: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[np.int16] | npt.NDArray[np.int32]:
-    """Raw values as the integers of their size."""
+    """The same memory as integers of the size of the values."""
     return values.view(np.int32) if dtype == "F32" else values.view(np.int16)
 
 
 def _signed(array: npt.NDArray[Any]) -> Tensor:
-    """The same memory as a tensor; of 16-bit patterns as signed ones, which torch knows better."""
+    """The same memory as a tensor; torch does little with uint16, so it becomes int16."""
     return torch.from_numpy(array.view(np.int16) if array.dtype == np.uint16 else array)
 
 

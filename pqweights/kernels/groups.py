@@ -1,7 +1,7 @@
 """Integers for runtimes: groups of weights to codes, scales and offsets, and codes to the bytes of each packing.
 
-A group is some consecutive weights of a row that share a scale and an offset. The rules and their arithmetic are in
-docs/exports.md. There is one implementation, for the CPU: after a decoding on the GPU the integers are still made here.
+A group is some consecutive weights of a row that share a scale and an offset. docs/exports.md has the rules and their
+arithmetic. The only implementation is for the CPU, where integers are made even of weights that a GPU has decoded.
 """
 
 from __future__ import annotations
@@ -21,12 +21,31 @@ RUNTIME_RULES = {"mlx": 1, "torchao": 2, "compressed-tensors": 3}
 FLOAT_MODES = {"mxfp4": 0, "mxfp8": 1, "nvfp4": 2}
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Groups:
+    """Some groups as integers.
+
+    codes: u8 [groups, group size].
+    scales, offsets: f32 [groups], BF16 numbers.
+    energies, errors: f64 [groups], the sums of squares of the weights and of their errors.
+    """
+
+    codes: npt.NDArray[np.uint8]
+    scales: npt.NDArray[np.float32]
+    offsets: npt.NDArray[np.float32]
+    energies: npt.NDArray[np.float64]
+    errors: npt.NDArray[np.float64]
+
+
 @dataclass(frozen=True, kw_only=True)
 class GroupRule:
-    """How a group becomes integers.
+    """How a group becomes integers; scales and offsets are BF16.
 
-    A weight is read back as code * scale + offset, codes counting from 0; with `middle`, as (code - 2**(bits - 1)) *
-    scale + offset. symmetric: `middle`, and the offset is 0. rule: BEST, or a key of RUNTIME_RULES. Scales and offsets are BF16.
+    bits: the width of a code; codes count from 0.
+    group_size: weights of a group.
+    symmetric: the offset is 0; only with `middle`.
+    middle: a weight is read back as (code - 2**(bits - 1)) * scale + offset, else as code * scale + offset.
+    rule: BEST, or a key of RUNTIME_RULES.
     """
 
     bits: int
@@ -37,7 +56,7 @@ class GroupRule:
 
     @property
     def name(self) -> str:
-        """Of the rule."""
+        """The name of the rule."""
         return self.rule
 
     @property
@@ -46,26 +65,17 @@ class GroupRule:
         return "symmetric" if self.symmetric else "affine"
 
     def quantize(self, values: npt.NDArray[np.float32]) -> Groups:
-        """[groups * group size] finite weights as integers."""
-        groups = len(values) // self.group_size
-        assert groups * self.group_size == len(values)
-        result = _empty_groups(groups, self.group_size)
-        out = (result.codes, result.scales, result.offsets, result.energies, result.errors)
+        """Finite weights [groups * group size] as integers."""
+        result = _empty_groups(values, self.group_size)
         if self.rule == BEST:
-            cpu.fit_groups(
-                values,
-                _settings(self.symmetric, self.bits, self.group_size),
-                *out,
-                self.bits,
-                self.symmetric,
-                self.middle,
-            )
+            settings = _settings(self.symmetric, self.bits, self.group_size)
+            fit_groups(values, settings, result, bits=self.bits, symmetric=self.symmetric, middle=self.middle)
         else:
-            cpu.round_groups(values, *out, self.bits, RUNTIME_RULES[self.rule])
+            round_groups(values, result, bits=self.bits, rule=RUNTIME_RULES[self.rule])
         return result
 
     def decode(self, groups: Groups) -> npt.NDArray[np.float32]:
-        """What a runtime computes with, in float32: [groups, group size]."""
+        """The weights [groups, group size] that a runtime computes with, in float32."""
         codes = groups.codes.astype(np.float32)
         if self.middle:
             codes -= np.float32(2 ** (self.bits - 1))
@@ -83,61 +93,57 @@ class FloatRule:
     kind: str
     bits: int
     group_size: int
-    name: str = "mlx"
+
+    @property
+    def name(self) -> str:
+        """The name of the rule."""
+        return "mlx"
 
     def quantize(self, values: npt.NDArray[np.float32]) -> Groups:
-        """[groups * group size] finite weights, by mlx's rule."""
-        groups = len(values) // self.group_size
-        assert groups * self.group_size == len(values)
-        result = _empty_groups(groups, self.group_size)
+        """Finite weights [groups * group size] as integers, by mlx's rule."""
+        result = _empty_groups(values, self.group_size)
         result.offsets[:] = 0
-        cpu.round_floats(values, result.codes, result.scales, result.energies, result.errors, FLOAT_MODES[self.kind])
+        round_floats(values, result, mode=FLOAT_MODES[self.kind])
         return result
 
     def decode(self, groups: Groups) -> npt.NDArray[np.float32]:
-        """What mlx computes with, in float32: [groups, group size]."""
+        """The weights [groups, group size] that mlx computes with, in float32."""
         scales = float8_table("F8_E4M3" if self.kind == "nvfp4" else "F8_E8M0")[groups.scales.astype(np.uint8)]
         values = FLOAT4_VALUES if self.bits == 4 else float8_table("F8_E4M3")
         return values[groups.codes] * scales[:, None]
 
 
-@dataclass(frozen=True, eq=False)
-class Groups:
-    """Some groups as integers.
-
-    codes: [groups, group size] u8. scales, offsets: [groups] f32, BF16 numbers. energies, errors:
-    [groups] f64, sums of squares of the weights and of their errors.
-    """
-
-    codes: npt.NDArray[np.uint8]
-    scales: npt.NDArray[np.float32]
-    offsets: npt.NDArray[np.float32]
-    energies: npt.NDArray[np.float64]
-    errors: npt.NDArray[np.float64]
-
-
-def _empty_groups(groups: int, size: int) -> Groups:
+def _empty_groups(values: npt.NDArray[np.float32], size: int) -> Groups:
+    """Room for the groups of these weights."""
+    groups = len(values) // size
+    assert groups * size == len(values)
     return Groups(
-        np.empty((groups, size), dtype=np.uint8),
-        np.empty(groups, dtype=np.float32),
-        np.empty(groups, dtype=np.float32),
-        np.empty(groups, dtype=np.float64),
-        np.empty(groups, dtype=np.float64),
+        codes=np.empty((groups, size), dtype=np.uint8),
+        scales=np.empty(groups, dtype=np.float32),
+        offsets=np.empty(groups, dtype=np.float32),
+        energies=np.empty(groups, dtype=np.float64),
+        errors=np.empty(groups, dtype=np.float64),
     )
 
 
 @functools.lru_cache
 def _settings(symmetric: bool, bits: int, group_size: int) -> npt.NDArray[np.float32]:
-    """Where the chains of lanes.py start, and how far they step: found best by search, on the three kinds of weights of
-    benchmarks/peers.py together; the optimum is flat.
+    """Where the chains of lanes.py start, and how far they step: f32 [7].
 
-    Affine: the range shrunk to a share, of which 1.2 steps are then cut at the lower end, at the upper end, or half at each.
-    Symmetric: the largest weight times three shares.
+    Affine: the range is shrunk to a share, of which each chain cuts 1.2 steps: at the lower end, at the upper end, or
+    half at each. Symmetric: the largest weight times three shares. The numbers are the best that a search found on the
+    three kinds of weights of benchmarks/peers.py together; the optimum is flat.
     """
     if symmetric:
         share, cut = {
-            2: (0.9, 0.4), 3: (0.95, 0.3), 4: (1.02, 0.2), 5: (1.05, 0.12), 6: (1.05, 0.06), 7: (1.04, 0.05), 8: (1.02, 0.02),
-        }[bits]  # fmt: skip
+            2: (0.9, 0.4),
+            3: (0.95, 0.3),
+            4: (1.02, 0.2),
+            5: (1.05, 0.12),
+            6: (1.05, 0.06),
+            7: (1.04, 0.05),
+            8: (1.02, 0.02),
+        }[bits]
         pairs = [share] * 2 + [share * (1 - cut / 2)] * 2 + [share * (1 - cut)] * 2
         return np.array([*pairs, 6 if bits == 8 else 3], dtype=np.float32)
     small, large = {2: (0.9, 0.9), 3: (1.0, 0.9), 4: (1.0, 0.95), 5: (1.03, 1.0)}.get(bits, (1.01, 1.01))
@@ -149,15 +155,67 @@ def _settings(symmetric: bool, bits: int, group_size: int) -> npt.NDArray[np.flo
     return np.array([*pairs, {2: 2, 7: 4, 8: 5}.get(bits, 3)], dtype=np.float32)
 
 
+# --- the kernels of cpu_groups.py; they raise ValueError for arrays that do not fit ---
+
+
+def fit_groups(
+    values: npt.NDArray[np.float32],
+    settings: npt.NDArray[np.float32],
+    out: Groups,
+    *,
+    bits: int,
+    symmetric: bool,
+    middle: bool,
+) -> None:
+    """Fill `out` from the weights [groups * size] with nearly the least squared error. settings: see `_settings`."""
+    groups, size = out.codes.shape
+    assert size % 16 == 0 and 16 <= size <= 256 and 2 <= bits <= 8
+    pointers = (cpu.address(values, np.float32, groups * size), cpu.address(settings, np.float32, 7))
+    cpu.run("fit", *pointers, *_addresses(out), groups, size, bits, symmetric, middle)
+
+
+def round_groups(values: npt.NDArray[np.float32], out: Groups, *, bits: int, rule: int) -> None:
+    """Fill `out` from the weights [groups * size], by the rule of a runtime (a value of RUNTIME_RULES)."""
+    groups, size = out.codes.shape
+    cpu.run("round", cpu.address(values, np.float32, groups * size), *_addresses(out), groups, size, bits, rule)
+
+
+def round_floats(values: npt.NDArray[np.float32], out: Groups, *, mode: int) -> None:
+    """Fill all of `out` but the offsets from the weights [groups * size], in a mode of mlx (a value of FLOAT_MODES)."""
+    groups, size = out.codes.shape
+    assert size <= 32  # the kernel's room
+    codes, scales, _, energies, errors = _addresses(out)
+    pointers = (cpu.address(values, np.float32, groups * size), codes, scales, energies, errors)
+    cpu.run("round_floats", *pointers, groups, size, mode)
+
+
+def _addresses(out: Groups) -> tuple[int, int, int, int, int]:
+    """Where the kernels write the codes, the scales, the offsets, the energies and the errors."""
+    groups = len(out.codes)
+    return (
+        cpu.address(out.codes, np.uint8, out.codes.size, written=True),
+        cpu.address(out.scales, np.float32, groups, written=True),
+        cpu.address(out.offsets, np.float32, groups, written=True),
+        cpu.address(out.energies, np.float64, groups, written=True),
+        cpu.address(out.errors, np.float64, groups, written=True),
+    )
+
+
 def rotate(values: npt.NDArray[np.float32]) -> None:
     """Multiply each run of 128 values by H / sqrt(128), in place; its own inverse."""
-    cpu.rotate(values, ORTHONORMAL)
+    blocks = len(values) // BLOCK_SIZE
+    cpu.run("rotate", cpu.address(values, np.float32, blocks * BLOCK_SIZE, written=True), blocks, ORTHONORMAL)
 
 
 def pack_bits(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
     """Codes below 2**bits as one stream of bits, the lowest first; their number is a multiple of 8."""
-    packed = np.empty(codes.size * bits // 8, dtype=np.uint8)
-    cpu.pack_bits(codes.reshape(-1), bits, packed)
+    flat, eights = codes.reshape(-1), codes.size // 8
+    packed = np.empty(eights * bits, dtype=np.uint8)
+    pointers = (
+        cpu.address(flat, np.uint8, eights * 8),
+        cpu.address(packed, np.uint8, eights * bits, written=True),
+    )
+    cpu.run("pack_bits", *pointers, eights, bits)
     return packed
 
 
@@ -168,11 +226,18 @@ TILE_ORDER: npt.NDArray[np.int32] = np.ascontiguousarray(
 
 
 def pack_tiles(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """[8 * m, 128 * n] 4-bit codes in tiles of 8 x 128, as PyTorch's tinygemm kernel reads them: the bytes of [m, n, 32, 4] i32.
+    """4-bit codes [8 * m, 128 * n] in tiles of 8 x 128, as PyTorch's tinygemm kernel reads them.
 
-    The layout of aten::_convert_weight_to_int4pack with inner_k_tiles 8 (PyTorch, aten/src/ATen/native/cuda/int4mm.cu).
+    Returns the bytes of i32 [m, n, 32, 4].
+    The layout is that of aten::_convert_weight_to_int4pack with inner_k_tiles 8 (PyTorch,
+    aten/src/ATen/native/cuda/int4mm.cu).
     """
     rows, columns = codes.shape
     packed = np.empty(rows * columns // 2, dtype=np.uint8)
-    cpu.pack_tiles(codes, TILE_ORDER, packed)
+    pointers = (
+        cpu.address(codes, np.uint8, rows // 8 * 8 * (columns // 128) * 128),
+        cpu.address(TILE_ORDER, np.int32, 1024),
+        cpu.address(packed, np.uint8, rows * columns // 2, written=True),
+    )
+    cpu.run("pack_tiles", *pointers, rows // 8, columns // 128)
     return packed

@@ -1,6 +1,7 @@
-"""The meaning of the codec, in torch: every operation of docs/format.md in its order, on any device.
+"""The reference backend, in torch: every operation of docs/format.md in its order, on any device.
 
-Speed is no aim here. The other backends must return the same bytes; tests/test_kernels.py holds them to it.
+It defines what the other backends must return, byte for byte (tests/kernels/test_kernels.py). It is not meant to be
+fast.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LARGEST_SAFE_SQUARE = 2.0**60
 
 
 def hadamard(x: Tensor) -> Tensor:  # [blocks, 128] f32 -> [blocks, 128] f32
-    """The unnormalised Sylvester Walsh-Hadamard transform by butterflies h = 1, 2, 4, ..., 64; its own inverse / 128."""
+    """The unnormalised Sylvester Walsh-Hadamard transform, by butterflies h = 1, 2, 4, ..., 64; twice gives 128 x."""
     h = 1
     while h < BLOCK_SIZE:
         pairs = x.reshape(-1, BLOCK_SIZE // (2 * h), 2, h)
@@ -32,7 +33,7 @@ def hadamard(x: Tensor) -> Tensor:  # [blocks, 128] f32 -> [blocks, 128] f32
 
 
 def tree_sum(x: Tensor) -> Tensor:  # [blocks, 128] f32 -> [blocks] f32
-    """The sum over a block, by folding the upper half onto the lower one until one number is left."""
+    """The sum of each block, by folding the upper half onto the lower one until one number is left."""
     h = BLOCK_SIZE // 2
     while h:
         x = x[:, :h] + x[:, h : 2 * h]
@@ -41,7 +42,7 @@ def tree_sum(x: Tensor) -> Tensor:  # [blocks, 128] f32 -> [blocks] f32
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:  # [blocks, 128] u8 -> [blocks, 16 * bits] u8
-    """Cut each code into fields (low bits first) and fold every field's 128 values into its 16 * width bytes."""
+    """Cut each code into fields (low bits first), and fold the 128 values of each field into 16 * width bytes."""
     fields, shift = [], 0
     for width in FIELD_WIDTHS[bits]:
         field = (codes >> shift) & ((1 << width) - 1)
@@ -72,10 +73,10 @@ def power_of_two(k: Tensor) -> Tensor:  # i32 -> f64
 
 
 def prescale(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[blocks, 128] f32 -> blocks times 2**-k, their sums of squares [blocks] f32, and k [blocks] i32.
+    """Blocks [blocks, 128] f32 times 2**-k, their sums of squares [blocks] f32, and k [blocks] i32.
 
     k is 0 unless the sum of squares leaves the safe range; then it is the binary exponent of the largest magnitude.
-    The factor is applied as two exact powers of two, because 2**149 is no float32.
+    The factor is applied as two exact powers of two, because 2**149 exceeds float32.
     """
     squares = tree_sum(x * x)
     safe = (squares >= SMALLEST_SAFE_SQUARE) & (squares <= LARGEST_SAFE_SQUARE)
@@ -88,7 +89,11 @@ def prescale(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def encode_blocks(x: Tensor, coding: BlockCoding) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """[blocks, 128] f32, finite -> codes u8 [blocks, 16 * bits], norms f16, and energies, errors, exact norms f64 [blocks]."""
+    """Encode finite blocks [blocks, 128] f32.
+
+    Returns the packed codes u8 [blocks, 16 * bits], the norms f16 [blocks], and in f64 [blocks] the energies, the
+    errors and the norms before scaling and rounding.
+    """
     levels = torch.from_numpy(coding.codebook.levels).to(x.device)
     thresholds = torch.from_numpy(coding.codebook.thresholds).to(x.device)
     if coding.signed:
@@ -119,9 +124,9 @@ def encode_blocks(x: Tensor, coding: BlockCoding) -> tuple[Tensor, Tensor, Tenso
 
 
 def decode_blocks(packed: Tensor, norms: Tensor, coding: BlockCoding) -> Tensor:
-    """The inverse of `encode_blocks`, up to quantization; or, without rotating, the blocks as H b / sqrt(128).
+    """The inverse of `encode_blocks`, up to quantization; without `coding.rotate`, the blocks as H b / sqrt(128).
 
-    [blocks, 16 * bits] u8, [blocks] f16 -> [blocks, 128] f32
+    packed: u8 [blocks, 16 * bits]. norms: f16 [blocks]. Returns f32 [blocks, 128].
     """
     levels = torch.from_numpy(coding.codebook.levels).to(packed.device)
     factor = 2.0 ** (coding.norm_exponent - 7) if coding.rotate else 2.0**coding.norm_exponent * ORTHONORMAL

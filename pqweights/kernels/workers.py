@@ -1,7 +1,8 @@
 """What one thread computes with: a backend, and memory that it uses again and again.
 
-Fresh megabytes for every chunk cost more in page faults than the work that is done on them. This is the one place where
-something belongs to a thread: a parameter of everything between a thread pool and the innermost reader would say no more.
+Fresh megabytes for every chunk would cost more in page faults than the work that is done on them. Nothing else in the
+library belongs to a thread. The alternative is a parameter of every function between a thread pool and the innermost
+reader, which would say no more.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ class Worker:
 
     @property
     def backend(self) -> Backend:
-        """What codecs compute with; imported on first use."""
+        """The backend that codecs compute with, imported on first use."""
         if self._backend is None:
             self._backend = load_backend(DEVICES[self._device])
         return self._backend
 
     def scratch(self, purpose: str, byte_count: int) -> npt.NDArray[np.uint8]:
-        """Memory for one purpose, contents undefined; valid until this worker is asked for the same purpose again."""
+        """Memory for one purpose, contents undefined, valid until the worker is asked for the same purpose again."""
         buffer = self._scratch.get(purpose)
         if buffer is None or len(buffer) < byte_count:
             buffer = self._scratch[purpose] = self.backend.empty(byte_count)
         return buffer[:byte_count]
 
     def kept(self, purpose: str, key: Hashable, make: Callable[[], Value]) -> Value:
-        """The value of a key, made where the last one of that purpose had another key."""
+        """The last value of a purpose if it had this key, else the one that `make` returns."""
         found = self._kept.get(purpose)
         if found is None or found[0] != key:
             found = self._kept[purpose] = key, make()
@@ -53,14 +54,14 @@ class Worker:
 
 
 def compute_on(device: str) -> None:
-    """The calling thread computes on this device (a key of DEVICES) from now on; the bytes are the same on every device."""
+    """Make the calling thread compute on this device (a key of DEVICES) from now on."""
     worker = Worker(device)
     _of_thread.worker = worker
-    assert worker.backend is not None  # imported here, before anything is timed or under way
+    assert worker.backend is not None  # imports it now, before anything is timed or under way
 
 
 def worker() -> Worker:
-    """That of the calling thread; one that never said otherwise computes on the CPU."""
+    """The worker of the calling thread, which computes on the CPU unless compute_on said otherwise."""
     found: Worker | None = getattr(_of_thread, "worker", None)
     if found is None:
         found = _of_thread.worker = Worker("cpu")
@@ -68,10 +69,10 @@ def worker() -> Worker:
 
 
 def backend() -> Backend:
-    """The one that codecs compute with in this thread."""
+    """The backend that codecs compute with in the calling thread."""
     return worker().backend
 
 
 def scratch(purpose: str, byte_count: int) -> npt.NDArray[np.uint8]:
-    """See Worker.scratch; of the calling thread."""
+    """Scratch memory of the calling thread; see Worker.scratch."""
     return worker().scratch(purpose, byte_count)

@@ -1,10 +1,12 @@
-"""The GPU kernels: the bytes of the CPU's, and machine code that can give no others.
+"""The GPU kernels: they compute the bytes of the CPU's, and their machine code rounds every operation by itself.
 
-Without a GPU they run in Triton's interpreter (conftest.py), and are compiled for one all the same.
+Without a GPU they run in Triton's interpreter (tests/conftest.py); they are compiled for a GPU in any case.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import itertools
 import os
 import re
@@ -33,7 +35,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVID
 
 
 def some_of(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """The first and the last blocks of a family: the interpreter is slow."""
+    """The first and the last blocks of a family, because the interpreter is slow."""
     return values if len(values) <= 16 else np.concatenate([values[:8], values[-8:]])
 
 
@@ -43,14 +45,14 @@ EVERYTHING = np.concatenate(list(FAMILIES.values()))
 
 @pytest.fixture
 def gpu() -> Iterator[ModuleType]:
-    """The module, for tests that look inside."""
+    """The module itself, for tests of its parts."""
     from pqweights.kernels import gpu
 
     return gpu
 
 
 def assert_same_as_cpu(raw: npt.NDArray[np.uint8], dtype: str, bits: int, signed: bool, exponent: int) -> None:
-    """Encoded with that exponent, and decoded to the same dtype, but for what follows from a norm that overflows."""
+    """Encode with that exponent and decode to the same dtype; where a norm overflows, only what it does not affect counts."""
     ours, truth = (encode(name, raw, dtype, bits, signed, exponent) for name in ("gpu", "cpu"))
     finite = truth[1] & 0x7FFF < 0x7C00
     for what, a, b in zip(("codes", "norms", "energies"), ours[:3], truth[:3], strict=True):
@@ -64,19 +66,32 @@ def assert_same_as_cpu(raw: npt.NDArray[np.uint8], dtype: str, bits: int, signed
 # --- bytes ---
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("signed", [False, True])
+# Exponents that suit the norms of the largest, of ordinary and of the smallest blocks.
+EXPONENTS = (110, -8, -120)
+CASES = list(itertools.product(BITS, DTYPES, (False, True)))
+
+
+def exponent_of_case(bits: int, dtype: str, signed: bool) -> int:
+    """One exponent for each case, so chosen that each meets every width, every dtype, and both kinds of rotation."""
+    return EXPONENTS[(bits + DTYPES.index(dtype) + signed) % len(EXPONENTS)]
+
+
+def test_each_exponent_is_tried_with_every_width_dtype_and_rotation() -> None:
+    for place, values in enumerate((BITS, DTYPES, (False, True))):
+        met = {(case[place], exponent_of_case(*case)) for case in CASES}
+        assert met == set(itertools.product(values, EXPONENTS))
+
+
+@pytest.mark.parametrize(("bits", "dtype", "signed"), CASES)
 def test_every_family_has_the_bytes_of_the_cpu(bits: int, dtype: str, signed: bool) -> None:
-    """All of them at once, with exponents that suit the largest, the ordinary and the smallest."""
+    """All families in one call."""
     raw = helpers.raw_bytes(EVERYTHING, dtype)
-    for exponent in (110, -8, -120):
-        assert_same_as_cpu(raw, dtype, bits, signed, exponent)
+    assert_same_as_cpu(raw, dtype, bits, signed, exponent_of_case(bits, dtype, signed))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_has_the_bytes_of_the_reference(name: str) -> None:
-    """Each with its own exponents, none of whose norms overflow."""
+    """Each family with exponents of its own, with which no norm overflows."""
     raw = helpers.raw_bytes(FAMILIES[name], "F32")
     for exponent in exponents_for(encode("cpu", raw, "F32", 5, True, 150)[4]):
         ours, truth = (encode(backend, raw, "F32", 5, True, exponent) for backend in ("gpu", "reference"))
@@ -100,13 +115,13 @@ def test_every_family_has_the_bytes_of_the_reference(name: str) -> None:
 def test_property_any_blocks_have_the_bytes_of_the_cpu(
     blocks: list[list[float]], bits: int, signed: bool, dtype: str, exponent: int
 ) -> None:
-    """Short lists are repeated: few different values make Walsh functions and ties likely."""
+    """Short lists are repeated, because few different values make Walsh functions and ties likely."""
     values = np.array([list(itertools.islice(itertools.cycle(few), 128)) for few in blocks], dtype=np.float32)
     assert_same_as_cpu(helpers.raw_bytes(values, dtype), dtype, bits, signed, exponent)
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
-def test_every_finite_pattern_of_16_bits_is_read_alike(dtype: str) -> None:
+def test_every_finite_16_bit_value_is_encoded_alike(dtype: str) -> None:
     words = np.arange(2**16, dtype=np.uint16)
     exponents = np.uint16(0x7F80 if dtype == "BF16" else 0x7C00)
     words[words & exponents == exponents] = 0
@@ -114,8 +129,8 @@ def test_every_finite_pattern_of_16_bits_is_read_alike(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_and_codes_decode_alike(dtype: str) -> None:
-    """A sample of the finite float16, both signs among them; any codes."""
+def test_any_norms_and_codes_are_decoded_alike(dtype: str) -> None:
+    """A sample of the finite float16 of both signs, with random codes."""
     norms = np.append(np.arange(0, 2**16, 131, dtype=np.uint16), np.uint16([0x7BFF, 0xFBFF, 0x8000, 1, 0x8001]))
     norms = norms[norms & 0x7FFF < 0x7C00]
     for bits, exponent in ((3, 0), (7, -20), (8, 115)):
@@ -126,12 +141,12 @@ def test_norms_and_codes_decode_alike(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", BITS)
-def test_what_stays_rotated_decodes_alike(bits: int, dtype: str) -> None:
-    """Any codes, norms of every size and sign."""
+def test_rotated_coordinates_are_decoded_alike(bits: int, dtype: str) -> None:
+    """Random codes, with norms of every size and sign."""
     norms = np.append(np.arange(0, 2**16, 997, dtype=np.uint16), np.uint16([0x7BFF, 0xFBFF, 0x8000, 1, 0x8001]))
     norms = norms[norms & 0x7FFF < 0x7C00]
     codes = np.random.default_rng(bits).integers(0, 256, (len(norms), 16 * bits)).astype(np.uint8)
-    for exponent in (0, -20, -130, 115):
+    for exponent in ((0, -20), (-130, 115))[(bits + DTYPES.index(dtype)) % 2]:
         args = (codes, norms, dtype, bits, False, exponent)
         truth = decode("cpu", *args, rotate=False)
         assert same_bits(decode("gpu", *args, rotate=False), truth), exponent
@@ -139,8 +154,8 @@ def test_what_stays_rotated_decodes_alike(bits: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 33])
-def test_programs_end_where_the_blocks_do(count: int, gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs of 16 blocks as on a GPU, the last one partly filled: nothing is written beside the arrays."""
+def test_the_last_program_writes_only_its_blocks(count: int, gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of 16 blocks, as on a GPU, of which the last one is partly filled; nothing is written beside the arrays."""
     monkeypatch.setattr(gpu, "BLOCKS_PER_PROGRAM", 16)
     bits, guard = 7, 64
 
@@ -163,8 +178,8 @@ def test_programs_end_where_the_blocks_do(count: int, gpu: ModuleType, monkeypat
         assert (whole[:guard] == 0xA5).all() and (whole[-guard:] == 0xA5).all()
 
 
-def test_threads_may_call_at_once() -> None:
-    """Each with a width and a dtype of its own, all of which are compiled or interpreted for the first time."""
+def test_threads_may_encode_at_once() -> None:
+    """Each with its own width and dtype, so that several kernels are compiled, or first interpreted, at once."""
     rounds = list(itertools.product(BITS, DTYPES))[::3]
 
     def both(case: tuple[int, str]) -> None:
@@ -211,34 +226,51 @@ for case in sys.argv[2:]:
     (folder / case).write_text(code)
 (folder / "fused").write_text(ptx(gpu._encode, 0, 5, 80, gpu.COMPILE_OPTIONS | {"enable_fp_fusion": True}))
 """
-# kernel (decode_rotated: leaving the blocks so), dtype, bits, compute capability
-CASES = (
-    "encode-0-5-80", "encode-1-5-90", "encode-2-7-90", "encode-0-8-80", "decode-0-5-90", "decode-1-7-80", "decode-2-8-90",
+# kernel (decode_rotated: leave blocks rotated), dtype, bits, compute capability: every dtype, kind of field and capability
+PTX_CASES = (
+    "encode-0-5-80",
+    "encode-1-8-90",
+    "encode-2-7-90",
+    "decode-0-5-90",
+    "decode-1-7-80",
+    "decode-2-8-90",
     "decode_rotated-2-5-90",
-)  # fmt: skip
+)
+
+
+@contextlib.contextmanager
+def alone(lock: Path) -> Iterator[None]:
+    """Wait for other workers that do the same."""
+    with open(lock, "w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture(scope="module")
-def ptx(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Assembly by case: what would run, and "fused", which may not."""
+def ptx(tmp_path_factory: pytest.TempPathFactory, lasting_folder: Path) -> dict[str, str]:
+    """Assembly by case, and under "fused" the assembly of a kernel for which fusing was allowed.
+
+    Triton keeps what it has compiled, and recognises sources that have changed.
+    """
     folder = tmp_path_factory.mktemp("ptx")
     environment = {name: value for name, value in os.environ.items() if name != INTERPRETER}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    command = [sys.executable, "-c", COMPILE, str(folder), *CASES]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    environment["TRITON_CACHE_DIR"] = str(lasting_folder / "triton")
+    command = [sys.executable, "-c", COMPILE, str(folder), *PTX_CASES]
+    with alone(lasting_folder / "triton.lock"):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return {path.name: path.read_text() for path in folder.iterdir()}
 
 
 def arithmetic(code: str) -> set[str]:
-    """The operations on floats that round."""
+    """The operations on floats that round their result."""
     kinds = r"add|sub|mul|fma|mad|div|sqrt|rsqrt|rcp|ex2|lg2|sin|cos|tanh"
     return set(re.findall(rf"\b((?:{kinds})\.(?:\w+\.)*b?f(?:16|32|64)\w*)\b", code))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", PTX_CASES)
 def test_machine_code_rounds_every_operation_by_itself(case: str, ptx: dict[str, str]) -> None:
-    """Only operations that say .rn, which nothing later may fuse; none that flush subnormals or approximate."""
+    """Every operation says .rn, so that nothing later may fuse it; none flushes subnormals or approximates."""
     found = arithmetic(ptx[case])
     allowed = {f"{kind}.rn.{width}" for kind in ("add", "sub", "mul", "div", "sqrt") for width in ("f32", "f64")}
     assert found <= allowed
@@ -249,16 +281,16 @@ def test_machine_code_rounds_every_operation_by_itself(case: str, ptx: dict[str,
     assert not re.search(r"\.ftz|\.approx|\.full|\bcall\b", ptx[case])
 
 
-def test_fused_operations_would_be_seen(ptx: dict[str, str]) -> None:
-    """Where fusing is allowed there are some, and the additions that are left may be fused later."""
+def test_fused_operations_would_be_noticed(ptx: dict[str, str]) -> None:
+    """Where fusing is allowed, some operations are fused, and those that are left may be fused later."""
     found = arithmetic(ptx["fused"])
     assert "fma.rn.f32" in found
     assert "mul.f32" in found or "add.f32" in found
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_machine_code_converts_to_the_nearest(case: str, ptx: dict[str, str]) -> None:
-    """Conversions that lose digits; to a wider float there is nothing to round."""
+@pytest.mark.parametrize("case", PTX_CASES)
+def test_machine_code_converts_to_the_nearest_float(case: str, ptx: dict[str, str]) -> None:
+    """Conversions to shorter floats; those to longer ones have nothing to round."""
     narrowing = set(re.findall(r"\bcvt\.\S*f16\.f32|\bcvt\.\S*f32\.f64|\bcvt\.\S*bf16\S*", ptx[case]))
     assert narrowing <= {"cvt.rn.f16.f32", "cvt.rn.f32.f64"}
     assert narrowing
@@ -268,7 +300,7 @@ def test_machine_code_converts_to_the_nearest(case: str, ptx: dict[str, str]) ->
 
 
 @on_gpu
-def test_a_gpu_that_is_there_is_used(gpu: ModuleType) -> None:
+def test_a_gpu_is_used_if_there_is_one(gpu: ModuleType) -> None:
     assert not gpu.INTERPRETED
     assert gpu._device().type == "cuda"
 
@@ -282,14 +314,14 @@ def test_buffers_are_page_locked(gpu: ModuleType) -> None:
 
 
 @on_gpu
-def test_much_random_data_from_several_threads_has_the_bytes_of_the_cpu(gpu: ModuleType) -> None:
-    """Whole chunks, any bits that are finite, in page-locked and in ordinary memory."""
+def test_random_data_from_several_threads_has_the_bytes_of_the_cpu(gpu: ModuleType) -> None:
+    """Whole chunks of any finite bit patterns, in page-locked and in ordinary memory."""
 
     def both(seed: int) -> None:
         rng = np.random.default_rng(seed)
         bits, dtype, signed = int(rng.integers(2, 9)), DTYPES[seed % 3], bool(seed & 1)
         words = rng.integers(0, 2**32, 1 << 20, dtype=np.uint32)
-        if seed % 4 < 2:  # ordinary weights; else every exponent there is
+        if seed % 4 < 2:  # ordinary weights; the others have every exponent
             words = rng.standard_normal(1 << 20, dtype=np.float32).view(np.uint32)
         values = words.view(np.float32)
         values = np.where(np.isfinite(values), values, np.float32(0)).reshape(-1, 128)
@@ -307,7 +339,7 @@ def test_much_random_data_from_several_threads_has_the_bytes_of_the_cpu(gpu: Mod
 
 @on_gpu
 def test_a_whole_command_on_a_gpu_writes_the_bytes_of_the_cpu(tmp_path: Path) -> None:
-    """Tensors of several chunks; those of tiny checkpoints are in test_devices.py."""
+    """Tensors of several chunks; test_devices.py has tiny checkpoints."""
     source = helpers.write_checkpoint(
         tmp_path / "model",
         {f"model.layers.{i}.mlp.up_proj.weight": helpers.bf16(helpers.gaussian(1500, 2048, seed=i)) for i in range(6)}

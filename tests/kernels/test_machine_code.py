@@ -1,9 +1,11 @@
-"""The machine code of the CPU kernels: compiled once, kept, found again; never trusted when damaged, never required."""
+"""The machine code of the CPU kernels: compiled once, kept, found again; not trusted when damaged, and never required."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import functools
 import importlib.metadata
 import json
@@ -22,7 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import groups_reference
 import llvmlite.binding as llvm
 import numpy as np
 import pytest
@@ -33,54 +34,20 @@ from hypothesis import strategies as st
 
 from pqweights.kernels import cpu
 
-DIGESTS = run_kernels.DIGESTS | groups_reference.DIGESTS
-KERNELS = tuple(DIGESTS)
-QUICK = (
-    "round",
-    "round_floats",
-    "rotate",
-    "pack_bits",
-    "pack_tiles",
-)  # compiled in a second, together; "fit" takes twenty
+KERNELS = tuple(run_kernels.DIGESTS)
 # What compiled code may ask of its process: C's memory and mathematics.
 LIBC = {"memcpy", "memmove", "memset", "sqrtf", "rintf"}
 
 
-# run_kernels.py with the kernels of groups, too; with ASSEMBLY, it keeps there how what it compiles reads.
-PROGRAM = """
-import os, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv.pop(1))
-import groups_reference, llvmlite.binding as llvm, run_kernels
-from pqweights.kernels import cpu
-
-if "ASSEMBLY" in os.environ:
-    names, compiled, emit_object = [], cpu._compiled, llvm.TargetMachine.emit_object
-
-    def compiled_with_a_name(name):
-        names.append(name)
-        return compiled(name)
-
-    def emit_both(machine, module):
-        text = machine.emit_assembly(module.clone())
-        (Path(os.environ["ASSEMBLY"]) / names[-1]).write_text(text)
-        return emit_object(machine, module)
-
-    cpu._compiled, llvm.TargetMachine.emit_object = compiled_with_a_name, emit_both
-run_kernels.DIGESTS |= groups_reference.DIGESTS
-run_kernels._main()
-"""
-
-
 def start(cache: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """The kernels in a fresh process, which keeps machine code in `cache`; warnings are errors."""
-    command = [sys.executable, "-W", "error", "-c", PROGRAM, str(Path(run_kernels.__file__).parent), *arguments]
+    """Run kernels in a fresh process, which keeps machine code in `cache`; warnings are errors."""
+    command = [sys.executable, "-W", "error", run_kernels.__file__, *arguments]
     variables = os.environ | {"PQWEIGHTS_CACHE": str(cache)} | environment
     return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """Its answer; it may have said nothing else."""
+    """The answer of a process, which must have printed nothing else."""
     output, errors = process.communicate()
     assert (process.returncode, errors) == (0, "")
     answer: dict[str, Any] = json.loads(output)
@@ -93,8 +60,8 @@ def run(cache: Path, *arguments: str, **environment: str) -> dict[str, Any]:
 
 @functools.cache
 def digest(kernel: str) -> str:
-    """By the reference; for "round" and "round_floats", which have none, by this process."""
-    return DIGESTS[kernel]("reference")
+    """The digest of the reference; for "round" and "round_floats", which have none, that of this process."""
+    return run_kernels.DIGESTS[kernel]("reference")
 
 
 def expected(*kernels: str) -> dict[str, str]:
@@ -102,30 +69,41 @@ def expected(*kernels: str) -> dict[str, str]:
 
 
 def names(folder: Path) -> list[str]:
-    """Without what is not the same on every machine."""
+    """The files of a folder, without the part of their names that differs between machines."""
     return sorted(path.name.partition("-")[0] + path.suffix for path in folder.iterdir())
+
+
+def own_code(kernel: str) -> tuple[str, bytes]:
+    """The symbol and the object file that this process, or one before it, compiled."""
+    return cpu._kept(kernel) or cpu._compiled(kernel)
 
 
 @dataclass(frozen=True)
 class ColdRuns:
-    """Two processes, the first of which found an empty cache and decoded; the second did all that is left but "fit"."""
+    """Two processes that started together with an empty cache and the same two kernels, and what they left in it.
+
+    folder: the cache, to which the machine code of the other kernels was added afterwards.
+    """
 
     folder: Path
     answers: list[dict[str, Any]]
-    kept: list[list[str]]
+    kept: list[str]
+
+
+COMPILED_COLD = ("decode", "rotate")
 
 
 @pytest.fixture(scope="module")
 def cold(tmp_path_factory: pytest.TempPathFactory) -> ColdRuns:
     folder = tmp_path_factory.mktemp("cold") / "not" / "there" / "yet"
-    runs = ColdRuns(folder, [], [])
-    for kernels in (["decode"], ["encode", *QUICK]):
-        runs.answers.append(run(folder, *kernels))
-        runs.kept.append(names(folder))
-    # What this process, or an earlier one, compiled.
-    symbol, machine_code = cpu._kept("fit") or cpu._compiled("fit")
-    (folder / cpu._cache_name("fit")).write_bytes(cpu._packed(symbol, machine_code))
-    return runs
+    processes = [start(folder, *COMPILED_COLD) for _ in range(2)]
+    answers = [finish(process) for process in processes]
+    kept = names(folder)
+    for kernel in set(KERNELS) - set(COMPILED_COLD):
+        path = folder / cpu._cache_name(kernel)
+        path.write_bytes(cpu._packed(*own_code(kernel)))
+        path.chmod(0o644)
+    return ColdRuns(folder, answers, kept)
 
 
 def kept_file(folder: Path, kernel: str) -> Path:
@@ -136,30 +114,32 @@ def kept_file(folder: Path, kernel: str) -> Path:
 # --- kept and found ---
 
 
-def test_a_cold_run_compiles_and_keeps_the_kernels_that_it_used(cold: ColdRuns) -> None:
-    assert all("numba" in answer["imported"] for answer in cold.answers)
-    assert [answer["digests"] for answer in cold.answers] == [expected("decode"), expected("encode", *QUICK)]
-    assert cold.kept == [["decode.kernel"], sorted(f"{name}.kernel" for name in ("decode", "encode", *QUICK))]
+def test_processes_that_start_together_compile_each_kernel_once(cold: ColdRuns) -> None:
+    assert [answer["digests"] for answer in cold.answers] == [expected(*COMPILED_COLD)] * 2
+    assert sorted(name for answer in cold.answers for name in answer["compiled"]) == sorted(COMPILED_COLD)
+    assert all(("numba" in answer["imported"]) is bool(answer["compiled"]) for answer in cold.answers)
+    assert cold.kept == sorted(f"{kernel}.kernel" for kernel in COMPILED_COLD)
 
 
-def test_a_warm_run_needs_no_numba_and_computes_the_same(cold: ColdRuns) -> None:
+def test_a_run_with_a_full_cache_imports_no_numba_and_computes_the_same(cold: ColdRuns) -> None:
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in cold.folder.iterdir()}
     warm = run(cold.folder, *KERNELS)
     assert not {"numba", "torch", "triton"} & set(warm["imported"])
     assert "llvmlite" in warm["imported"]
+    assert warm["compiled"] == []
     assert warm["digests"] == expected(*KERNELS)
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in cold.folder.iterdir()} == before
 
 
 def test_kept_code_runs_where_numba_cannot_be_imported(cold: ColdRuns) -> None:
-    """Nothing of numba's runtime is left in it: an address that it lacked would end the process."""
+    """Nothing in it refers to numba's runtime: an address that is missing would end the process."""
     assert run(cold.folder, "--without", "numba", *KERNELS)["digests"] == expected(*KERNELS)
 
 
 def undefined_symbols(machine_code: bytes) -> set[str]:
     """What an object file expects to find in the process (ELF, chapter 4: section headers, symbol table)."""
     if machine_code[:6] != b"\x7fELF\x02\x01":
-        pytest.skip("this system's object files are no little-endian 64-bit ELF")
+        pytest.skip("the object files of this system are not little-endian 64-bit ELF")
     (table,) = struct.unpack_from("<Q", machine_code, 0x28)
     size, count = struct.unpack_from("<HH", machine_code, 0x3A)
     sections = [struct.unpack_from("<IIQQQQIIQQ", machine_code, table + i * size) for i in range(count)]
@@ -174,39 +154,31 @@ def undefined_symbols(machine_code: bytes) -> set[str]:
     return found
 
 
-def needed_by(folder: Path) -> dict[str, set[str]]:
-    """Undefined symbols of the kernels that a folder keeps."""
-    result = {}
-    for kernel in KERNELS:
-        found = cpu._unpacked(kept_file(folder, kernel).read_bytes())
+def needed_by(files: list[Path]) -> set[str]:
+    """The undefined symbols of kept kernels."""
+    needed: set[str] = set()
+    for file in files:
+        found = cpu._unpacked(file.read_bytes())
         assert found is not None
-        result[kernel] = undefined_symbols(found[1])
-    return result
+        needed |= undefined_symbols(found[1])
+    return needed
 
 
-def test_machine_code_refers_to_nothing_but_libc(cold: ColdRuns) -> None:
-    assert set().union(*needed_by(cold.folder).values()) <= LIBC
-
-
-def test_two_processes_that_compile_at_once_both_work(tmp_path: Path) -> None:
-    processes = [start(tmp_path / "cache", "decode") for _ in range(2)]
-    for answer in [finish(process) for process in processes]:
-        assert answer["digests"] == expected("decode")
-        assert "numba" in answer["imported"]  # neither waited for the other
-    assert names(tmp_path / "cache") == ["decode.kernel"]
-    assert cpu._unpacked(kept_file(tmp_path / "cache", "decode").read_bytes()) is not None
+def test_machine_code_refers_only_to_libc(cold: ColdRuns) -> None:
+    assert needed_by([kept_file(cold.folder, kernel) for kernel in KERNELS]) <= LIBC
 
 
 def test_a_run_that_can_keep_nothing_works(tmp_path: Path) -> None:
-    """No folder can be made below a file, not even by root."""
+    """Not even root can make a folder below a file."""
     (tmp_path / "file").write_bytes(b"")
-    assert run(tmp_path / "file" / "cache", "decode")["digests"] == expected("decode")
+    answer = run(tmp_path / "file" / "cache", "rotate")
+    assert (answer["digests"], answer["compiled"]) == (expected("rotate"), ["rotate"])
     assert (tmp_path / "file").read_bytes() == b""
 
 
 # --- other processors ---
 
-FUSING = "this one without AVX-512"  # which can fuse, where this one can
+FUSING = "this one without AVX-512"  # which can fuse if this one can
 OTHER_PROCESSORS: dict[str, tuple[list[str], dict[str, str]]] = {
     "a plain one": ([], {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}),
     FUSING: (["--hide", "avx512"], {}),
@@ -215,31 +187,35 @@ OTHER_PROCESSORS: dict[str, tuple[list[str], dict[str, str]]] = {
 
 @dataclass(frozen=True)
 class OtherRun:
-    """All kernels compiled for another processor: the answer, and how machine code that could fuse reads, by kernel."""
+    """All kernels compiled for another processor: the answer, the kept files, and the instructions of each kernel."""
 
-    cache: Path
     answer: dict[str, Any]
-    assembly: dict[str, str]
+    files: list[Path]
+    instructions: dict[str, list[str]]
 
 
 @pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, OtherRun]:
-    """Both at once: compiling takes seconds."""
-    started = []
-    for processor, (arguments, environment) in OTHER_PROCESSORS.items():
-        cache, assembly = tmp_path_factory.mktemp("cache"), tmp_path_factory.mktemp("assembly")
-        if processor == FUSING:
-            environment = environment | {"ASSEMBLY": str(assembly)}
-        started.append((cache, assembly, start(cache, *arguments, *KERNELS, **environment)))
-    return {
-        processor: OtherRun(cache, finish(process), {path.name: path.read_text() for path in assembly.iterdir()})
-        for processor, (cache, assembly, process) in zip(OTHER_PROCESSORS, started, strict=True)
+def others(lasting_folder: Path) -> dict[str, OtherRun]:
+    """The kernels are compiled when their sources have changed, once for all workers; that takes half a minute of work."""
+    folder = lasting_folder / "other-processors"
+    started = {
+        processor: start(folder, "--instructions", *arguments, *KERNELS, **environment)
+        for processor, (arguments, environment) in OTHER_PROCESSORS.items()
     }
+    runs = {}
+    for processor, process in started.items():
+        answer = finish(process)
+        instructions = {
+            kernel: run_kernels.instructions_file(folder, file).read_text().splitlines()
+            for kernel, file in answer["files"].items()
+        }
+        runs[processor] = OtherRun(answer, [folder / file for file in answer["files"].values()], instructions)
+    return runs
 
 
 @pytest.mark.parametrize("processor", OTHER_PROCESSORS)
-def test_code_for_another_processor_gives_the_same_bytes(processor: str, others: dict[str, OtherRun]) -> None:
-    """Shorter vectors, look-ups without permutations, with and without fused operations."""
+def test_code_for_another_processor_computes_the_same_bytes(processor: str, others: dict[str, OtherRun]) -> None:
+    """With shorter vectors, look-ups without permutations, with and without fused operations."""
     arguments, _ = OTHER_PROCESSORS[processor]
     if arguments and not llvm.get_host_cpu_features().get("avx512f", False):
         pytest.skip("this processor has no AVX-512 that could be hidden")
@@ -247,51 +223,46 @@ def test_code_for_another_processor_gives_the_same_bytes(processor: str, others:
     assert run.answer["digests"] == expected(*KERNELS)
     assert run.answer["permutes"] is False
     assert run.answer["fuses"] is (bool(arguments) and bool(llvm.get_host_cpu_features().get("fma", False)))
-    assert not any((run.cache / cpu._cache_name(kernel)).exists() for kernel in KERNELS)
-    needed = set().union(*needed_by(run.cache).values())
+    assert not {cpu._cache_name(kernel) for kernel in KERNELS} & {file.name for file in run.files}
+    needed = needed_by(run.files)
     assert needed <= LIBC
     if processor == "a plain one" and platform.machine() in ("x86_64", "AMD64"):
-        assert "rintf" in needed  # that symbols are found where there are some
+        assert "rintf" in needed  # so undefined symbols are found if there are any
 
 
-def fused(assembly: str) -> set[str]:
-    """The operations that multiply and add in one, of x86 and of ARM."""
-    return set(re.findall(r"\bv?fn?m(?:add|sub|la|ls)\w*", assembly))
+def fused(instructions: list[str]) -> list[str]:
+    """The instructions that multiply and add in one, of x86 and of ARM."""
+    return [name for name in instructions if re.fullmatch(r"v?fn?m(?:add|sub|la|ls)\w*", name)]
 
 
-def test_nothing_is_fused_but_where_it_cannot_show(others: dict[str, OtherRun]) -> None:
-    """On a processor that could. Butterflies multiply by 1 and -1, and encode finds a cell of its table."""
+def test_operations_are_fused_only_where_that_changes_no_result(others: dict[str, OtherRun]) -> None:
+    """Compiled for a processor that could fuse. Butterflies multiply by 1 and -1, and encode finds a cell of its table."""
     run = others[FUSING]
-    found = {kernel: bool(fused(assembly)) for kernel, assembly in run.assembly.items()}
+    found = {kernel: bool(fused(instructions)) for kernel, instructions in run.instructions.items()}
     fuses = run.answer["fuses"]
     assert found == dict.fromkeys(KERNELS, False) | dict.fromkeys(("encode", "decode", "rotate"), fuses)
-    assert re.search(r"\b(vmulps|mulps|fmul)\b", run.assembly["fit"])
+    assert {"vmulps", "mulps", "fmul"} & set(run.instructions["fit"])
 
 
-# --- in this process, with a compiler that only pretends ---
+# --- in this process, with a stub for the compiler ---
 
 
 @dataclass
 class Compiler:
-    """Stands for compile_kernel: gives what a real run kept."""
+    """Stands for compile_kernel: returns what a real compilation gave."""
 
-    kept: dict[str, tuple[str, bytes]]
+    code: dict[str, tuple[str, bytes]]
     calls: list[str] = field(default_factory=list)
 
     def __call__(self, name: str) -> tuple[str, bytes]:
         self.calls.append(name)
-        return self.kept[name]
+        return self.code[name]
 
 
 @pytest.fixture
-def compiler(cold: ColdRuns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiler:
-    """With it, a process that has loaded no kernel, and keeps them in tmp_path."""
-    kept = {}
-    for name in ("encode", "decode"):
-        found = cpu._unpacked(kept_file(cold.folder, name).read_bytes())
-        assert found is not None
-        kept[name] = found
-    stub = Compiler(kept)
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiler:
+    """The stub, in a process that has loaded no kernel and keeps them in tmp_path."""
+    stub = Compiler({name: own_code(name) for name in ("encode", "decode")})
     monkeypatch.setattr("pqweights.kernels.compiler.compile_kernel", stub)
     monkeypatch.setattr(cpu, "_loaded", {})
     monkeypatch.setenv("PQWEIGHTS_CACHE", str(tmp_path))
@@ -299,12 +270,12 @@ def compiler(cold: ColdRuns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a new process."""
+    """Start again, like a new process."""
     monkeypatch.setattr(cpu, "_loaded", {})
 
 
 def assert_decodes() -> None:
-    assert run_kernels.decode_digest("cpu") == run_kernels.decode_digest("reference")
+    assert run_kernels.decode_digest("cpu") == digest("decode")
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -315,7 +286,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "a bit of the code": lambda file: file[:-100] + bytes([file[-100] ^ 4]) + file[-99:],
     "a bit of the hash": lambda file: bytes([file[0] ^ 1]) + file[1:],
     "zeros": lambda file: bytes(len(file)),
-    "text": lambda file: b"no machine code at all, but longer than a hash",
+    "text": lambda file: b"this is not machine code, but it is longer than a hash",
 }
 
 
@@ -346,7 +317,7 @@ def test_property_unpacking_is_the_inverse_of_packing(symbol: str, machine_code:
 
 @examples(200)
 @given(symbols, st.binary(), st.data())
-def test_property_any_change_of_a_file_is_seen(symbol: str, machine_code: bytes, data: st.DataObject) -> None:
+def test_property_any_change_of_a_file_is_noticed(symbol: str, machine_code: bytes, data: st.DataObject) -> None:
     file = cpu._packed(symbol, machine_code)
     at = data.draw(st.integers(0, len(file) - 1))
     flipped = bytes([file[at] ^ data.draw(st.integers(1, 255))])
@@ -355,12 +326,12 @@ def test_property_any_change_of_a_file_is_seen(symbol: str, machine_code: bytes,
     assert cpu._unpacked(file + data.draw(st.binary(min_size=1))) is None
 
 
-def test_threads_that_come_first_together_load_once(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_need_a_kernel_at_once_load_it_once(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(8)
     linked, linkings = cpu._linked, []
 
     def slow(name: str, *arguments: Any) -> Any:
-        time.sleep(0.1)  # so that the others have come
+        time.sleep(0.1)  # until the other threads wait
         linkings.append(name)
         return linked(name, *arguments)
 
@@ -383,21 +354,81 @@ def test_code_that_an_earlier_process_kept_is_not_compiled(compiler: Compiler, m
     assert compiler.calls == ["decode"]
 
 
-# --- where ---
+# --- while another process compiles ---
+
+
+@contextlib.contextmanager
+def locked_by_another(folder: Path, kernel: str) -> Iterator[None]:
+    """Hold the lock that a process holds while it compiles a kernel."""
+    with open(folder / f"{cpu._cache_name(kernel)}.lock", "w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def test_a_process_waits_for_another_that_compiles_the_same_kernel(compiler: Compiler, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with locked_by_another(tmp_path, "decode"):
+            waiting = pool.submit(cpu._compiled, "decode")
+            time.sleep(0.1)
+            assert not waiting.done()
+            cpu._keep("decode", *compiler.code["decode"])
+        assert waiting.result(60) == compiler.code["decode"]
+    assert compiler.calls == []
+    assert names(tmp_path) == ["decode.kernel"]
+
+
+def test_a_process_does_not_wait_for_one_that_compiles_another_kernel(compiler: Compiler, tmp_path: Path) -> None:
+    with locked_by_another(tmp_path, "encode"):
+        assert_decodes()
+    assert compiler.calls == ["decode"]
+
+
+def test_a_process_compiles_if_the_other_one_never_ends(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process can be suspended while it holds the lock."""
+    monkeypatch.setattr(cpu, "_MOST_SECONDS_OF_WAITING", 0.05)
+    with locked_by_another(tmp_path, "decode"):
+        assert_decodes()
+    assert compiler.calls == ["decode"]
+
+
+def test_a_process_compiles_if_the_other_one_kept_nothing(compiler: Compiler, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with locked_by_another(tmp_path, "decode"):
+            waiting = pool.submit(cpu._compiled, "decode")
+            time.sleep(0.1)
+        assert waiting.result(60) == compiler.code["decode"]
+    assert compiler.calls == ["decode"]
+
+
+def test_a_file_system_without_locks_will_do(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*arguments: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    assert_decodes()
+    assert compiler.calls == ["decode"]
+    assert names(tmp_path) == ["decode.kernel"]
+
+
+# --- where code is kept ---
 
 
 @pytest.fixture
-def nowhere(tmp_path: Path) -> Path:
+def impossible_folder(tmp_path: Path) -> Path:
     """A folder that cannot be made."""
     (tmp_path / "file").write_bytes(b"")
     return tmp_path / "file" / "folder"
 
 
-def test_the_second_folder_serves_where_the_first_cannot(
-    compiler: Compiler, nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_second_folder_is_used_if_the_first_cannot_be(
+    compiler: Compiler, impossible_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A read-only installation: the user's own cache is written, and read."""
-    monkeypatch.setattr(cpu, "_cache_folders", lambda: [nowhere, tmp_path / "own"])
+    """A read-only installation: the user's own cache is written and read."""
+    monkeypatch.setattr(cpu, "_cache_folders", lambda: [impossible_folder, tmp_path / "own"])
     for _ in range(2):
         forget(monkeypatch)
         assert_decodes()
@@ -410,23 +441,23 @@ def test_only_the_first_folder_is_written(compiler: Compiler, tmp_path: Path, mo
     assert_decodes()
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
     forget(monkeypatch)
-    shutil.move(tmp_path / "one", tmp_path / "two")  # an earlier run could write only there
+    shutil.move(tmp_path / "one", tmp_path / "two")  # as if an earlier run could write only there
     assert_decodes()
     assert compiler.calls == ["decode"]
     assert not (tmp_path / "one").exists()
 
 
 def test_without_any_folder_every_process_compiles(
-    compiler: Compiler, nowhere: Path, monkeypatch: pytest.MonkeyPatch
+    compiler: Compiler, impossible_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "_cache_folders", lambda: [nowhere])
+    monkeypatch.setattr(cpu, "_cache_folders", lambda: [impossible_folder])
     for _ in range(2):
         forget(monkeypatch)
         assert_decodes()
     assert compiler.calls == ["decode", "decode"]
 
 
-def test_a_full_disk_leaves_nothing_and_stops_nothing(
+def test_a_full_disk_leaves_no_file_and_does_not_stop_the_run(
     compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = Path.write_bytes
@@ -441,11 +472,12 @@ def test_a_full_disk_leaves_nothing_and_stops_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_processes_that_write_at_once_do_not_touch_each_other(
+def test_processes_that_write_at_once_do_not_disturb_each_other(
     compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second one compiles, writes and finishes while the first one is half way through its file."""
-    pid, write, (symbol, machine_code) = os.getpid(), Path.write_bytes, compiler.kept["decode"]
+    """A second process writes and finishes while the first one is half way through its file."""
+    pid, write, (symbol, machine_code) = os.getpid(), Path.write_bytes, compiler.code["decode"]
+    other_code = machine_code + b"compiled elsewhere"
 
     def half_way(path: Path, data: bytes) -> int:
         with open(path, "wb", buffering=0) as stream:
@@ -453,19 +485,20 @@ def test_processes_that_write_at_once_do_not_touch_each_other(
             with monkeypatch.context() as patch:
                 patch.setattr(Path, "write_bytes", write)
                 patch.setattr(os, "getpid", lambda: pid + 1)
-                compiler.kept["decode"] = symbol, machine_code + b"compiled elsewhere"
-                cpu._compiled("decode")
-            assert cpu._kept("decode") == compiler.kept["decode"]
+                cpu._keep("decode", symbol, other_code)
+            assert cpu._kept("decode") == (symbol, other_code)
             return stream.write(data[len(data) // 2 :])
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", half_way)
-        cpu._compiled("decode")
+        cpu._keep("decode", symbol, machine_code)
     assert cpu._kept("decode") == (symbol, machine_code)
     assert names(tmp_path) == ["decode.kernel"]
 
 
-def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_is_chosen_or_beside_the_sources_or_the_users_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("PQWEIGHTS_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -479,12 +512,12 @@ def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert cpu._cache_folders() == [tmp_path / "xdg" / "pqweights"]
     monkeypatch.setenv("PQWEIGHTS_CACHE", str(tmp_path / "chosen"))
     assert cpu._cache_folders() == [tmp_path / "chosen"]
-    monkeypatch.setenv("PQWEIGHTS_CACHE", "")  # unset, as shells put it
+    monkeypatch.setenv("PQWEIGHTS_CACHE", "")  # how shells unset a variable
     assert cpu._cache_folders() == [beside, tmp_path / "xdg" / "pqweights"]
 
 
-def test_who_has_no_home_gets_no_folder_called_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container that runs as a number: no HOME, no entry in /etc/passwd."""
+def test_without_a_home_no_folder_is_named_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container that runs as a bare user id: no HOME, no entry in /etc/passwd."""
 
     def unknown(uid: int) -> Any:
         raise KeyError(uid)
@@ -495,52 +528,49 @@ def test_who_has_no_home_gets_no_folder_called_tilde(monkeypatch: pytest.MonkeyP
     assert all(folder.is_absolute() for folder in cpu._cache_folders())
 
 
-# --- what it depends on ---
+# --- what code depends on ---
 
 
 @pytest.fixture
 def fresh_names() -> Iterator[Callable[[str], str]]:
-    """cpu._cache_name without its memory."""
+    """cpu._cache_name without its cache."""
     yield cpu._cache_name.__wrapped__
     cpu._cache_name.cache_clear()
 
 
-def test_the_name_is_that_of_the_kernel_and_is_the_same_in_every_process(
+def test_the_file_of_a_kernel_has_the_same_name_in_every_process(
     fresh_names: Callable[[str], str], cold: ColdRuns
 ) -> None:
-    for kernel in set(KERNELS) - {"fit"}:  # which no other process named
-        assert fresh_names(kernel) == kept_file(cold.folder, kernel).name
+    for answer in cold.answers:
+        assert answer["files"] == {kernel: fresh_names(kernel) for kernel in COMPILED_COLD}
 
 
 @pytest.mark.parametrize("source", cpu.SOURCES)
-def test_a_change_of_a_source_changes_the_name(
+def test_changing_a_source_changes_the_name(
     source: str, fresh_names: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for path in Path(cpu.__file__).parent.glob("*.py"):
         shutil.copy(path, tmp_path)
     before = fresh_names("encode")
     monkeypatch.setattr(cpu, "__file__", str(tmp_path / "cpu.py"))
-    assert fresh_names("encode") == before  # where they lie does not matter
+    assert fresh_names("encode") == before  # whatever their folder
     with open(tmp_path / source, "a") as stream:
         stream.write("\n")
     assert fresh_names("encode") != before
 
 
 def test_every_source_of_machine_code_is_in_the_name() -> None:
-    """What the compiler and the compiled modules import of ours; another one would have to be added to cpu.SOURCES."""
+    """cpu.SOURCES lists all that is loaded of this library when kernels are compiled."""
     listed = "import sys; from pqweights.kernels import compiler; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", listed], capture_output=True, text=True, check=True)
-    kernels = {name for name in done.stdout.split() if name.startswith("pqweights.")}
+    loaded = {name for name in done.stdout.split() if name.startswith("pqweights.")}
     sources = {f"pqweights.kernels.{source.removesuffix('.py')}" for source in cpu.SOURCES}
-    assert kernels == sources | {
-        "pqweights.kernels",
-        # imported by the packages pqweights and pqweights.kernels, and used by nothing that is compiled
-        "pqweights.autoload", "pqweights.kernels.codebook",
-    }  # fmt: skip
+    # The packages pqweights and pqweights.kernels import these, which nothing that is compiled uses.
+    assert loaded == sources | {"pqweights.kernels", "pqweights.autoload", "pqweights.kernels.codebook"}
 
 
 def test_kernels_are_called_with_the_types_that_they_were_compiled_for() -> None:
-    """Behind two pointers of numba's own; what ctypes and numba say has to be the same."""
+    """After two pointers of numba's own, ctypes and numba have to agree."""
     from numba import types
 
     from pqweights.kernels.compiler import KERNELS as COMPILED
@@ -560,7 +590,7 @@ def test_kernels_are_called_with_the_types_that_they_were_compiled_for() -> None
 
 
 @pytest.mark.parametrize("package", ["numba", "llvmlite", "numpy"])
-def test_another_version_of_the_compiler_changes_the_name(
+def test_another_version_of_a_package_changes_the_name(
     package: str, fresh_names: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, version = fresh_names("decode"), importlib.metadata.version
@@ -568,9 +598,7 @@ def test_another_version_of_the_compiler_changes_the_name(
     assert fresh_names("decode") != before
 
 
-def test_settings_of_the_compiler_change_the_name(
-    fresh_names: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_of_numba_change_the_name(fresh_names: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     found = {fresh_names("decode")}
     for name, value in (("NUMBA_CPU_NAME", "generic"), ("NUMBA_CPU_FEATURES", ""), ("NUMBA_CPU_NAME", "haswell")):
         monkeypatch.setenv(name, value)
@@ -603,13 +631,13 @@ def test_another_processor_changes_the_name(
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(array: Any, written: bool) -> None:
-    """The kernels see only where an array begins."""
+    """The kernels only see where an array begins."""
     with pytest.raises(ValueError, match="expected"):
-        cpu._address(array, np.float32, 8, written)
-    assert cpu._address(np.zeros(8, np.float32), np.float32, 8, written) > 0
+        cpu.address(array, np.float32, 8, written=written)
+    assert cpu.address(np.zeros(8, np.float32), np.float32, 8, written=written) > 0
 
 
-def test_code_that_others_may_have_written_is_not_used(compiler: Compiler, tmp_path: Path) -> None:
+def test_code_that_other_users_could_have_written_is_not_used(compiler: Compiler, tmp_path: Path) -> None:
     cpu._compiled("decode")
     (file,) = tmp_path.iterdir()
     assert file.stat().st_mode & 0o777 == 0o644 and cpu._kept("decode") is not None

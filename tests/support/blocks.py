@@ -99,12 +99,15 @@ def exponent_for(stats: EncodeStats) -> int:
 
 
 def assert_backends_agree(raw: Bytes, dtype: str, bits: int, signed: bool, backend: str = "cpu") -> None:
-    """The bytes of the reference, encoded and decoded, with every kind of exponent."""
+    """Assert the bytes of the reference, encoded with every kind of exponent and decoded to a dtype each.
+
+    Which dtype it is changes with the width and the signs.
+    """
     exponents = exponents_for(encode("cpu", raw, dtype, bits, signed, 150)[4])
-    for exponent in exponents:
+    for place, exponent in enumerate(exponents, start=bits + signed):
         ours, truth = (encode(name, raw, dtype, bits, signed, exponent) for name in (backend, "reference"))
         assert_same_encoding(ours, truth, exponent)
         assert (ours[1] & 0x7FFF < 0x7C00).all()
-        for target in DTYPES:
-            args = (*ours[:2], target, bits, signed, exponent)
-            assert same_bits(decode(backend, *args), decode("reference", *args)), (target, exponent)
+        target = DTYPES[place % len(DTYPES)]
+        args = (*ours[:2], target, bits, signed, exponent)
+        assert same_bits(decode(backend, *args), decode("reference", *args)), (target, exponent)

@@ -1,8 +1,9 @@
-"""The CPU kernels in a process of their own, every width and dtype once: what they computed, and what was imported.
+"""The CPU kernels in a process of their own: digests of what they compute, what was compiled, what was imported.
 
-    python tests/support/run_kernels.py [--without PACKAGE] [--hide FEATURES] KERNEL...
+    python tests/support/run_kernels.py [--without PACKAGE] [--hide FEATURES] [--instructions] KERNEL...
 
---without: its import fails. --hide: the processor is not told to have features whose names begin like this.
+--without: importing that package fails. --hide: features of the processor whose names begin like this are hidden from
+the compiler. --instructions: the names of the machine instructions of what is compiled are written beside each kernel.
 """
 
 from __future__ import annotations
@@ -10,58 +11,167 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import groups_reference
 import numpy as np
+import numpy.typing as npt
 
 from pqweights.codecs.lloyd_max import codebook
-from pqweights.kernels import BlockCoding, EncodedArrays, load_backend
+from pqweights.kernels import BlockCoding, EncodedArrays, cpu, groups, load_backend
+from pqweights.kernels.groups import BEST, FLOAT_MODES, RUNTIME_RULES, FloatRule, GroupRule, Groups
 
 BLOCKS = 37  # two groups of 16, and some more
 DTYPES = {"BF16": 2, "F16": 2, "F32": 4}
 
 
+def _digest(*arrays: npt.NDArray[Any]) -> str:
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
+
+
+def _arrays(result: Groups | groups_reference.Fitted) -> list[npt.NDArray[Any]]:
+    return [result.codes, result.scales, result.offsets, result.energies, result.errors]
+
+
+# Below, a function for each kernel: the digest of what it computes, or of what the reference does.
+
+
 def encode_digest(backend: str) -> str:
-    """Of blocks that need no prescaling, of such that do, and of zeros."""
+    """Every width and dtype, of blocks of which some need prescaling and one is zero."""
     rng = np.random.default_rng(1)
     values = rng.standard_normal((BLOCKS, 128)).astype(np.float32)
     values[5:9] *= np.float32(1e-25)
     values[20:23] *= np.float32(1e25)
     values[16] = 0
-    digest = hashlib.sha256()
+    halves = np.clip(values, -60000, 60000).astype(np.float16)
+    words = {"BF16": (values.view(np.uint32) >> 16).astype(np.uint16), "F16": halves, "F32": values}
+    found: list[npt.NDArray[Any]] = []
     for dtype in DTYPES:
-        halves = np.clip(values, -60000, 60000).astype(np.float16)
-        words = {"BF16": (values.view(np.uint32) >> 16).astype(np.uint16), "F16": halves, "F32": values}[dtype]
-        raw = np.ascontiguousarray(words).reshape(-1).view(np.uint8)
+        raw = np.ascontiguousarray(words[dtype]).reshape(-1).view(np.uint8)
         for bits in range(2, 9):
             codes, norms = np.empty((BLOCKS, 16 * bits), np.uint8), np.empty(BLOCKS, np.uint16)
-            energies, errors = np.empty(BLOCKS), np.empty(BLOCKS)
+            out = EncodedArrays(codes, norms, np.empty(BLOCKS), np.empty(BLOCKS))
             coding = BlockCoding(codebook=codebook(bits), signed=bits % 2 == 0, norm_exponent=90)
-            out = EncodedArrays(codes, norms, energies, errors)
             stats = load_backend(backend).encode(raw, dtype, coding, out)
-            for array in (codes, norms, energies, errors):
-                digest.update(array.tobytes())
-            digest.update(repr(stats).encode())
-    return digest.hexdigest()
+            found += [*out, np.array([stats.smallest_norm, stats.largest_norm, stats.first_bad_block])]
+    return _digest(*found)
 
 
 def decode_digest(backend: str) -> str:
-    """Of random codes with norms of every size."""
+    """Every width and dtype, of random codes with norms of every size."""
     rng = np.random.default_rng(2)
     norms = (10.0 ** rng.uniform(-8, 4.5, BLOCKS)).astype(np.float16).view(np.uint16)
     norms[3] = 0
-    digest = hashlib.sha256()
+    found = []
     for dtype, item_bytes in DTYPES.items():
         for bits in range(2, 9):
             codes = rng.integers(0, 256, (BLOCKS, 16 * bits)).astype(np.uint8)
             values = np.empty(BLOCKS * 128 * item_bytes, np.uint8)
             coding = BlockCoding(codebook=codebook(bits), signed=bits % 2 == 0, norm_exponent=2)
             load_backend(backend).decode((codes, norms), coding, dtype, values)
-            digest.update(values.tobytes())
-    return digest.hexdigest()
+            found.append(values)
+    return _digest(*found)
 
 
-DIGESTS = {"encode": encode_digest, "decode": decode_digest}
+def some_groups(size: int) -> npt.NDArray[np.float32]:
+    """37 groups, two sixteens and some more: of every scale, of zeros, constant ones."""
+    rng = np.random.default_rng(size)
+    values = rng.standard_normal((37, size)).astype(np.float32)
+    values[3:30] *= (10.0 ** rng.uniform(-38, 37, (27, 1))).astype(np.float32)
+    values[5] = np.float32(2.0**-149) * np.arange(size, dtype=np.float32)
+    values[7], values[20], values[36] = 0, -0.0125, np.float32(3.4028234663852886e38)
+    return values.reshape(-1)
+
+
+def fit_digest(backend: str) -> str:
+    """Every width, kind and size of group."""
+    found: list[npt.NDArray[Any]] = []
+    for bits in range(2, 9):
+        for kind, size in enumerate(((16, 48, 256)[bits % 3], 128, 32)):
+            symmetric, middle, values = kind == 2, kind > 0, some_groups(size)
+            if backend == "reference":
+                settings = groups._settings(symmetric, bits, size)
+                truth = groups_reference.fit(values, settings, groups_reference.Rule(size, bits, symmetric, middle))
+                found += _arrays(truth)
+            else:
+                rule = GroupRule(bits=bits, group_size=size, symmetric=symmetric, middle=middle, rule=BEST)
+                found += _arrays(rule.quantize(values))
+    return _digest(*found)
+
+
+def round_digest(backend: str) -> str:
+    """Every rule of a runtime; test_groups.py compares them with the runtimes, and here there is no reference."""
+    found: list[npt.NDArray[Any]] = []
+    most = groups_reference.LARGEST_BF16 / 4
+    for name in RUNTIME_RULES:
+        for bits, size in ((4, 128), (8, 32)):
+            symmetric, middle = name == "compressed-tensors", name != "mlx"
+            rule = GroupRule(bits=bits, group_size=size, symmetric=symmetric, middle=middle, rule=name)
+            found += _arrays(rule.quantize(groups_reference.bf16(np.clip(some_groups(size), -most, most))))
+    return _digest(*found)
+
+
+def round_floats_digest(backend: str) -> str:
+    """Every floating mode of mlx; here, too, there is no reference."""
+    found: list[npt.NDArray[Any]] = []
+    for kind in FLOAT_MODES:
+        size = 16 if kind == "nvfp4" else 32
+        rule = FloatRule(kind, 8 if kind == "mxfp8" else 4, size)
+        found += _arrays(rule.quantize(groups_reference.bf16(some_groups(size))))
+    return _digest(*found)
+
+
+def rotate_digest(backend: str) -> str:
+    """Blocks of 128."""
+    values = some_groups(128)[: 30 * 128] * np.float32(2.0**-20)
+    if backend != "reference":
+        groups.rotate(values)
+        return _digest(values)
+    h = 1
+    while h < 128:
+        pairs = values.reshape(-1, 2, h)
+        values = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1).reshape(-1)
+        h *= 2
+    return _digest(values * np.float32(0.08838834764831845))
+
+
+def _random_codes(bits: int) -> npt.NDArray[np.uint8]:
+    return np.random.default_rng(bits).integers(0, 1 << bits, (24, 384)).astype(np.uint8)
+
+
+def pack_bits_digest(backend: str) -> str:
+    """Every width."""
+    pack = groups_reference.pack_bits if backend == "reference" else groups.pack_bits
+    return _digest(*(pack(_random_codes(bits), bits) for bits in range(1, 9)))
+
+
+def pack_tiles_digest(backend: str) -> str:
+    """Three by three tiles."""
+    pack = groups_reference.pack_tiles if backend == "reference" else groups.pack_tiles
+    return _digest(pack(_random_codes(4)))
+
+
+DIGESTS: dict[str, Callable[[str], str]] = {
+    "encode": encode_digest,
+    "decode": decode_digest,
+    "fit": fit_digest,
+    "round": round_digest,
+    "round_floats": round_floats_digest,
+    "rotate": rotate_digest,
+    "pack_bits": pack_bits_digest,
+    "pack_tiles": pack_tiles_digest,
+}
+
+# --- the process ---
+
+
+def instructions_file(folder: Path, cache_name: str) -> Path:
+    """Where --instructions writes those of a kernel."""
+    return folder / f"{cache_name}.instructions"
 
 
 def _hide_features(prefix: str) -> None:
@@ -72,21 +182,49 @@ def _hide_features(prefix: str) -> None:
     llvm.get_host_cpu_features = lambda: features
 
 
+def _watch_compiler(compiled: list[str], write_instructions: bool) -> None:
+    """Append the name of each kernel that is compiled, and write its instructions first, if wanted."""
+    import llvmlite.binding as llvm
+
+    compile_and_keep, emit_object = cpu._keep, llvm.TargetMachine.emit_object
+    assemblies: list[str] = []
+
+    def keep(name: str, *found: Any) -> None:
+        compiled.append(name)
+        if write_instructions:
+            found_here = sorted(set(re.findall(r"^\t([a-z]\w*)", assemblies[-1], re.MULTILINE)))
+            instructions_file(cpu._cache_folders()[0], cpu._cache_name(name)).write_text("\n".join(found_here))
+        compile_and_keep(name, *found)
+
+    def emit_both(machine: Any, module: Any) -> Any:
+        assemblies.append(machine.emit_assembly(module.clone()))
+        return emit_object(machine, module)
+
+    cpu._keep = keep
+    if write_instructions:
+        llvm.TargetMachine.emit_object = emit_both
+
+
 def _main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("kernels", nargs="+", choices=DIGESTS)
     parser.add_argument("--without")
     parser.add_argument("--hide")
+    parser.add_argument("--instructions", action="store_true")
     arguments = parser.parse_args()
     if arguments.without:
         sys.modules[arguments.without] = None  # type: ignore[assignment]
     if arguments.hide:
         _hide_features(arguments.hide)
+    compiled: list[str] = []
+    _watch_compiler(compiled, arguments.instructions)
     answer = {
         "digests": {kernel: DIGESTS[kernel]("cpu") for kernel in arguments.kernels},
         "imported": sorted({name.partition(".")[0] for name, module in sys.modules.items() if module is not None}),
+        "compiled": compiled,
+        "files": {kernel: cpu._cache_name(kernel) for kernel in arguments.kernels},
     }
-    if "pqweights.kernels.vector" in sys.modules:
+    if arguments.instructions:
         from pqweights.kernels import vector
 
         answer["permutes"], answer["fuses"] = vector._HAS_PERMUTE, vector._HAS_FMA
