@@ -11,7 +11,7 @@ from typer.core import TyperCommand
 from . import options, output, report
 
 if TYPE_CHECKING:
-    from pqweights.rewrite.driver import RewriteReport
+    from pqweights.rewrite.task import RewriteReport
 
 
 class ExportCommand(TyperCommand):
@@ -104,7 +104,7 @@ def command(
         from pqweights.export import MasterFolder, export
         from pqweights.exports import get_target
         from pqweights.exports.options import ExportOptions
-        from pqweights.rewrite.driver import RunOptions
+        from pqweights.rewrite.task import RunOptions
 
         asked = ExportOptions(
             dtype=dtype, bits=bits, group_size=group_size, mode=mode, packing=packing, basis=basis, qparams=qparams

@@ -10,7 +10,7 @@ from . import options, output, report
 from .plan import PlanRequest, show_plan
 
 if TYPE_CHECKING:
-    from pqweights.rewrite.driver import RewriteReport
+    from pqweights.rewrite.task import RewriteReport
 
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
 StrictOption = Annotated[
@@ -53,7 +53,7 @@ def command(
     options.check_awq(awq, awq_any_codec)
     with output.errors(continues=not dry_run):
         from pqweights.quantize import QuantizeOptions, quantize
-        from pqweights.rewrite.driver import RunOptions
+        from pqweights.rewrite.task import RunOptions
 
         chosen = options.chosen_recipe(recipe, bits, options.Fitting(target_size, target_bpw, sensitivity))
         asked = QuantizeOptions(

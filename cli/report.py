@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from pqweights.checkpoint.source import Checkpoint
     from pqweights.planning.fit import Fit
     from pqweights.planning.plan import Plan, TensorPlan
-    from pqweights.rewrite.driver import RewriteReport
     from pqweights.rewrite.manifest import TensorRecord
+    from pqweights.rewrite.task import RewriteReport
 
 WORST_SHOWN = 5
 FEWEST_LINEAR_BITS = 3
@@ -34,7 +34,7 @@ def plan_json(plan: Plan, needs: dict[str, int]) -> dict[str, Any]:
 
 def traffic(checkpoint: Checkpoint) -> dict[str, Any]:
     """What a checkpoint on the Hub is, and what was sent and fetched so far; nothing for one that lies here."""
-    from pqweights.checkpoint.source import file_uses, most_fetched
+    from pqweights.checkpoint.file_uses import file_uses, most_fetched
     from pqweights.hub.storage import LOW_DISK_FILES, HubStorage
 
     storage = checkpoint.storage

@@ -1,7 +1,8 @@
-"""Registers our quantizer with transformers when that is imported, before or after pqweights; imports neither it nor torch.
+"""Registers our quantizer with transformers, whether transformers is imported before or after pqweights.
 
-transformers keeps its quantizers in the module `transformers.quantizers.auto` and has no entry points for others. A finder on
-`sys.meta_path` adds ours as soon as that module has been executed. It stays there: a reload registers again.
+transformers keeps its quantizers in the module `transformers.quantizers.auto`, and has no entry points for others. A
+finder on `sys.meta_path` adds ours when that module has been executed; it stays there, so that a reload registers
+again. Neither transformers nor torch is imported here.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ INTEGRATION = "pqweights.integrations.quantizer"
 
 
 def arrange() -> None:
-    """Register now where transformers' quantizers are loaded already, and whenever they are loaded from now on."""
+    """Register now if the quantizers of transformers are loaded, and again whenever they are loaded."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     if QUANTIZERS in sys.modules:
@@ -27,19 +28,19 @@ def arrange() -> None:
 
 
 def _register() -> None:
-    # Importing pqweights must not break a transformers of another age; what cannot be registered is refused when a master
-    # is loaded, by the guard in its config.json.
+    # Importing pqweights must not break a version of transformers with which the integration does not work; loading a
+    # master then fails with the message of the guard in its config.json.
     with contextlib.suppress(ImportError):
         register = getattr(importlib.import_module(INTEGRATION), "register", None)
-        if register is not None:  # else it is being imported, and what it imports led here
+        if register is not None:  # else the integration is just being imported, and its own imports led here
             register()
 
 
 class _Finder:
-    """Finds one module, as the other finders do, and gives it a loader that registers when it is done."""
+    """Finds one module with the other finders, and gives it a loader that registers our quantizer afterwards."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """See importlib.abc.MetaPathFinder."""
+        """Return the spec of the module, see importlib.abc.MetaPathFinder; None for any other module."""
         if name != QUANTIZERS:
             return None
         for finder in sys.meta_path:
@@ -53,7 +54,7 @@ class _Finder:
 
 
 class _RegisteringLoader:
-    """Another loader, whose modules register our quantizer; everything else is the other loader's."""
+    """Wraps a loader, and registers our quantizer when it has executed a module."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -62,12 +63,12 @@ class _RegisteringLoader:
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """See importlib.abc.Loader."""
+        """Create a module with the wrapped loader."""
         module: ModuleType | None = self._loader.create_module(spec)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """See importlib.abc.Loader."""
+        """Execute a module with the wrapped loader, then register."""
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

@@ -1,4 +1,4 @@
-"""The safetensors dtypes: their sizes, and exact or correctly rounded conversions between the floating ones."""
+"""The safetensors dtypes: their sizes, and exact or correctly rounded conversions between the floating-point dtypes."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
-# Bits per element, as in the safetensors format (the F4, F6 and C64 entries are newer than most readers).
+# Bits per element, as in the safetensors format; most readers do not know F4, F6 and C64 yet.
 DTYPE_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-    "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
-    "I32": 32, "U32": 32, "F32": 32,
-    "I64": 64, "U64": 64, "F64": 64, "C64": 64,
-}  # fmt: skip
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+}
 
 FLOAT8_DTYPES = ("F8_E4M3", "F8_E5M2")
-# The dtypes that `convert` reads and, but for the 8-bit ones, writes.
+# The dtypes that `convert` reads. It writes all of them but those of 8 bits.
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16", *FLOAT8_DTYPES)
-
 
 # Values of the 4-bit float E2M1 by code (OCP microscaling formats specification 1.0, table 5).
 FLOAT4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
 
-# Smallest and largest finite values, as float32.
+# The smallest and largest finite values of a dtype, as float32.
 _LARGEST = {"BF16": np.float32(3.3895313892515355e38), "F16": np.float32(65504), "F32": np.finfo(np.float32).max}
 FINITE_RANGES = {dtype: (-largest, largest) for dtype, largest in _LARGEST.items()}
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes per element of a dtype of whole bytes."""
+    """Return the bytes per element of a dtype with whole bytes."""
     return DTYPE_BITS[dtype] // 8
 
 
 @functools.cache
 def float8_table(dtype: str) -> npt.NDArray[np.float32]:
-    """The 256 values of F8_E4M3 (finite, NaN at 0x7f and 0xff), F8_E5M2 (IEEE-like) or F8_E8M0 (powers of two).
+    """Return the 256 values of F8_E4M3 (no infinities, NaN at 0x7f and 0xff), F8_E5M2 (as IEEE) or F8_E8M0 (2**n).
 
     OCP 8-bit floating point specification 1.0; OCP microscaling formats specification 1.0 for E8M0.
     """
@@ -59,7 +59,7 @@ def float8_table(dtype: str) -> npt.NDArray[np.float32]:
 
 
 def to_float32(raw: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[np.float32]:
-    """Raw bytes of a floating dtype as float32: exact, but for F64, which is rounded to nearest even."""
+    """Convert raw bytes of a floating-point dtype to float32: exact, except that F64 is rounded to nearest even."""
     if dtype == "F32":
         return raw.view(np.float32)
     if dtype == "BF16":
@@ -73,7 +73,10 @@ def to_float32(raw: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[np.float32
 
 
 def from_float32(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.uint8]:
-    """float32 as raw bytes of F32, F16, BF16 or F64, rounded to nearest even; NaN stays NaN, overflow is infinite."""
+    """Convert float32 to raw bytes of F32, F16, BF16 or F64.
+
+    Values are rounded to nearest even, NaN stays NaN, and overflow is infinite.
+    """
     values = np.ascontiguousarray(values)
     if dtype == "BF16":
         bits = values.view(np.uint32)
@@ -86,5 +89,5 @@ def from_float32(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.
 
 
 def convert(raw: npt.NDArray[np.uint8], source: str, target: str) -> npt.NDArray[np.uint8]:
-    """Raw bytes of one floating dtype as raw bytes of another, by way of float32."""
+    """Convert raw bytes of one floating-point dtype to those of another, through float32."""
     return raw if source == target else from_float32(to_float32(raw, source), target)

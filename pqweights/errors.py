@@ -1,28 +1,28 @@
-"""The exceptions that pqweights raises on purpose; everything else that escapes is a bug.
+"""The exceptions that pqweights raises on purpose. Any other exception that escapes is a bug.
 
     PqweightsError
-    |-- SourceError            the checkpoint given as input is broken or of a kind that cannot be read
-    |   `-- SourceChangedError it differs from the one that an interrupted run began with
-    |-- MasterError            a pqweights folder contradicts its own manifest or configuration
+    |-- SourceError            a source checkpoint is damaged, inconsistent or unsupported
+    |   `-- SourceChangedError the source is not the one that an interrupted run was reading
+    |-- MasterError            a folder that pqweights wrote is incomplete or contradicts itself
     |-- OutputError            the output folder or its disk cannot take the result
-    |-- HubError               the Hub, or the way there, refuses or fails
-    |-- RecipeError            a recipe, codec, width or pattern is wrong
-    |-- ExportError            a target cannot store this model, or not with these options
-    |-- OptionError            an option has a value that it does not take, whatever the input; the command exits with 2
-    |-- EvaluationError        a text is too short, or models cannot be compared on it
-    |-- DeviceError            the device that is to compute is not there
-    `-- MissingDependencyError an optional package is needed and absent
+    |-- HubError               the Hub refuses a request, or cannot be reached
+    |-- RecipeError            a recipe, codec, bit width or pattern is not valid
+    |-- ExportError            an export target cannot store this model, or not with these options
+    |-- OptionError            an option has a value that is wrong for every input; commands exit with 2
+    |-- EvaluationError        nothing can be measured with this text, these models or these options
+    |-- DeviceError            the device that was asked for cannot be used
+    `-- MissingDependencyError an optional package is needed and not installed
 
-Every message is one line: what is wrong, in which file or tensor, what was expected, what was found, what to do.
+Every message is one line: what is wrong, in which file or tensor, what was expected, what was found, and what to do.
 """
 
 
 class PqweightsError(Exception):
-    """Base of all expected failures; its message is shown to the user as it stands."""
+    """Base of all expected failures. The message is shown to the user as it is."""
 
 
 class SourceError(PqweightsError):
-    """The source checkpoint is damaged, inconsistent, or of an unsupported kind."""
+    """A source checkpoint is damaged, inconsistent, or of a kind that is not supported."""
 
 
 class SourceChangedError(SourceError):
@@ -30,7 +30,7 @@ class SourceChangedError(SourceError):
 
 
 class MasterError(PqweightsError):
-    """A folder written by pqweights is incomplete or disagrees with itself."""
+    """A folder that pqweights wrote is incomplete, or contradicts itself."""
 
 
 class OutputError(PqweightsError):
@@ -38,15 +38,15 @@ class OutputError(PqweightsError):
 
 
 class HubError(PqweightsError):
-    """The Hub does not have what was asked for, does not let us, or cannot be reached."""
+    """The Hub does not have what was asked for, refuses access, or cannot be reached."""
 
 
 class RecipeError(PqweightsError):
-    """A recipe (or an option that overrides it) is not valid for this checkpoint."""
+    """A recipe, or an option that overrides it, is not valid for this checkpoint."""
 
 
 class ExportError(PqweightsError):
-    """A target has no form for this model, or none with the options that were given."""
+    """An export target cannot store this model, or not with the given options."""
 
 
 class OptionError(PqweightsError):
@@ -54,12 +54,12 @@ class OptionError(PqweightsError):
 
 
 class EvaluationError(PqweightsError):
-    """Nothing can be measured on this text, with these models or these options."""
+    """Nothing can be measured with this text, these models or these options."""
 
 
 class DeviceError(PqweightsError):
-    """The device that was asked for is unknown, absent, or not usable by the packages that are installed."""
+    """The device that was asked for is unknown, absent, or not supported by the installed packages."""
 
 
 class MissingDependencyError(PqweightsError):
-    """A feature needs a package that is not installed; the message names the pip command."""
+    """A feature needs a package that is not installed. The message names the pip command that installs it."""

@@ -1,4 +1,4 @@
-"""Export: a master, or the original in its place, written as what a runtime loads."""
+"""Exporting: a master, or the original in its place, into a folder that a runtime loads."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ from pqweights.exports import get_target
 from pqweights.exports.options import ExportOptions
 from pqweights.exports.target import ExportSource
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, totals
-from pqweights.rewrite.driver import Lineage, RewriteReport, RewriteTask, RunOptions, make_plan, rewrite
+from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.manifest import read_manifest, total_relative_mse
+from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.workspace import check_paths
 
 
 @dataclass(frozen=True)
 class MasterFolder:
-    """The folder of a master. origin: where it was fetched from. original: the checkpoint that it was made from, if that is
-    to be read instead of the decoded weights, for a target of integers.
+    """Where a master lies.
+
+    folder: the folder of the master
+    origin: the repository from which the folder was fetched, if it was
+    original: the checkpoint from which the master was made; a target of integers then rounds its weights instead of the
+        decoded ones
     """
 
     folder: Path
@@ -39,10 +44,11 @@ def export(
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     run: RunOptions = RunOptions(),
 ) -> RewriteReport:
-    """Write a master as `target` (a key of EXPORTS) into the folder `out`; continues an interrupted run of the same call.
+    """Write a master into the folder `out` as a target loads it, continuing an interrupted run of the same call.
 
+    target: a key of EXPORTS
     Raises SourceError (also for a folder that is not a master), MasterError, ExportError, OptionError, OutputError,
-    DeviceError, MissingDependencyError.
+    DeviceError or MissingDependencyError.
     """
     to = get_target(target)
     settings = to.read_options(options)
@@ -67,13 +73,14 @@ def export(
 
 
 def _lineage(master: Path) -> Lineage:
-    """By the master's manifest, where it has one.
+    """Return what a master's manifest states about the master and the original model; nothing without a manifest.
 
-    Raises MasterError for a damaged one.
+    Raises MasterError for a damaged manifest.
     """
     if not (master / MANIFEST_FILE).is_file():
         return Lineage()
     manifest = read_manifest(master)
     about: dict[str, Any] = {key: manifest.made_by[key] for key in ("recipe", "awq", "fit") if key in manifest.made_by}
     about["bits_per_weight"] = totals(manifest.tensors)["bits_per_weight"]
-    return Lineage(manifest.identity.model, about | {"relative_mse": total_relative_mse(manifest.records)})
+    about["relative_mse"] = total_relative_mse(manifest.records)
+    return Lineage(model=manifest.identity.model, master=about)

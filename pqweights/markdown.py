@@ -1,7 +1,7 @@
-"""Markdown of what strangers wrote: names and reasons that can break neither a table, nor a code span, nor a comment.
+"""Markdown with untrusted text: names and reasons that cannot break a table, a code span or a comment.
 
-A manifest may be anybody's. Whatever is not surely harmless is written as numeric character references, which Markdown and
-HTML show and never interpret.
+A manifest may come from anywhere. Characters that are not known to be harmless are written as numeric character
+references, which Markdown and HTML show but never interpret.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 MAX_LENGTH = 200
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:/+=@-]+(?: [A-Za-z0-9_.,:/+=@-]+)*")
 _HARMLESS = re.compile(r"[\w ,.;:/()%'-]")
-# Outside of words they may mean emphasis; \w has them.
+# At the edge of a word an underscore may mean emphasis. (\w includes underscores.)
 _UNDERSCORE = re.compile(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 
 
 def words(text: object) -> str:
-    """For a line of prose or a cell."""
+    """Escape a text for a line of prose or a cell of a table, and shorten it to MAX_LENGTH."""
     clipped = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(text)[:MAX_LENGTH])
     clipped += "..." if len(str(text)) > MAX_LENGTH else ""
     escaped = "".join(char if _HARMLESS.fullmatch(char) else f"&#{ord(char)};" for char in clipped)
@@ -25,7 +25,7 @@ def words(text: object) -> str:
 
 
 def code(text: object) -> str:
-    """A name, in the type of code."""
+    """Return a name as code."""
     shown = str(text)
     if _PLAIN.fullmatch(shown) and len(shown) <= MAX_LENGTH:
         return f"`{shown}`"
@@ -33,23 +33,23 @@ def code(text: object) -> str:
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """The first of some names."""
+    """Return the first names as code, separated by commas, with "..." if there are more."""
     return ", ".join(code(name) for name in names[:most]) + (", ..." if len(names) > most else "")
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """Cells are Markdown already. numbers: the columns that are set to the right."""
+    """Return a table of cells that are already Markdown. numbers: the columns that are aligned to the right."""
     rule = ["---:" if place in numbers else "---" for place in range(len(titles))]
     return "\n".join("| " + " | ".join(row) + " |" for row in (titles, rule, *rows))
 
 
 def fenced(language: str, lines: Sequence[str]) -> str:
-    """A block of code, of one-line strings."""
+    """Return a block of code with these lines."""
     return "\n".join([f"```{language}", *lines, "```"])
 
 
 def size(count: int) -> str:
-    """Bytes; GB is 10**9."""
+    """Return a number of bytes with its unit; GB is 10**9."""
     value = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:
@@ -59,5 +59,5 @@ def size(count: int) -> str:
 
 
 def number(value: float | None) -> str:
-    """A measure, with four significant digits."""
+    """Return a measure with four significant digits; "-" for None."""
     return "-" if value is None else f"{value:.4g}"

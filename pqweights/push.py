@@ -22,8 +22,8 @@ from pqweights.hub.client import Hub, RemoteFile, Repository, pieces_of
 from pqweights.hub.ids import is_repository_id
 from pqweights.hub.sources import Access
 from pqweights.results.verify import verify
-from pqweights.rewrite.driver import usable_cores
 from pqweights.rewrite.manifest import parse_manifest, read_manifest, shards_of
+from pqweights.rewrite.task import usable_cores
 
 NEW, CHANGED, SAME, DELETED = "new", "changed", "same", "deleted"
 MAIN = "main"

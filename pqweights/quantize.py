@@ -1,4 +1,7 @@
-"""Quantizing: the transform that turns a source checkpoint into a master."""
+"""Quantizing: a source checkpoint into a master, the folder of codes from which exports are made.
+
+`quantize` opens a source, plans and rewrites it. `Quantize` is the transform that the rewrite applies to each tensor.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,6 @@ from pqweights.planning.awq_file import AwqScales, open_awq
 from pqweights.planning.fit import Fit, Rates, fit
 from pqweights.planning.plan import (
     DEFAULT_MAX_SHARD_BYTES,
-    DEFAULT_METADATA,
     KEEP,
     QUANTIZE,
     Plan,
@@ -31,19 +33,25 @@ from pqweights.planning.plan import (
 )
 from pqweights.planning.recipe import Decision, Recipe, SizeTarget, decide, is_smaller
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, read_sensitivity
-from pqweights.rewrite.driver import Lineage, RewriteReport, RewriteTask, RunOptions, make_plan, rewrite
+from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.encode_job import EncodeJob, WeightToEncode
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.manifest import TensorRecord, coder_of, exceeds
+from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
+from pqweights.rewrite.transform import Transform
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeOptions:
-    """How a source is opened and quantized; see also RunOptions.
+    """How a source is opened and quantized.
 
-    access: to a repository on the Hub. low_disk: delete its files once what was made of them is on the disk. allow_pickle: read
-    pickled weights, too. awq: a file that `calibrate` wrote. awq_any_codec: take its scales although they were searched for
-    another codec or rate. strict: refuse a weight whose error exceeds the promise even when it was rescued.
+    access: how to reach a repository on the Hub
+    low_disk: delete each fetched file of a repository once what was made of it is on the disk
+    allow_pickle: also read pickled weights
+    awq: a file of scales that `calibrate` wrote
+    awq_any_codec: use its scales even if they were searched for another codec or bit width
+    max_shard_bytes: data bytes after which a new output file begins
+    strict: refuse a weight whose error exceeds what its codec promises, even with its rescue
     """
 
     access: Access = Access()
@@ -55,26 +63,85 @@ class QuantizeOptions:
     strict: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Quantize:
-    """The transform. See transform.Transform.
+def quantize(
+    source: str | Path,
+    out: Path,
+    recipe: Recipe,
+    *,
+    options: QuantizeOptions = QuantizeOptions(),
+    run: RunOptions = RunOptions(),
+) -> RewriteReport:
+    """Turn a checkpoint into a master in the folder `out`, continuing an interrupted run of the same call.
 
-    strict: see QuantizeOptions. awq: scales for input channels. fit: the rates of a recipe with a target.
+    source: a folder or a file; a string may also be a repository on the Hub, whose files are fetched during the run
+    out: a new or empty folder, or one that an earlier run wrote
+    recipe: which codec encodes which tensor
+
+    Raises SourceError, RecipeError, OutputError, DeviceError or HubError.
+    """
+    checkpoint, transform, plan = plan_quantize(source, recipe, options)
+    if isinstance(checkpoint.storage, HubStorage):
+        if Path(source) == out:
+            raise OutputError(
+                f"{out}: expected a folder whose name is not that of the repository, or later commands would read the "
+                "folder in its place; choose another folder"
+            )
+        checkpoint.storage.check_room(checkpoint.weight_files)
+    task = RewriteTask(
+        checkpoint=checkpoint,
+        source=None if checkpoint.storage.origin else Path(source),
+        transform=transform,
+        plan=plan,
+        out=out,
+        lineage=Lineage(model_facts(checkpoint.storage)),
+    )
+    return rewrite(task, run)
+
+
+def plan_quantize(
+    source: str | Path, recipe: Recipe, options: QuantizeOptions = QuantizeOptions()
+) -> tuple[Checkpoint, Quantize, Plan]:
+    """Open a source, and decide from its headers alone what quantizing it would do.
+
+    Raises SourceError, RecipeError or HubError.
+    """
+    checkpoint = open_source(source, options.access, low_disk=options.low_disk, allow_pickle=options.allow_pickle)
+    awq = None if options.awq is None else open_awq(options.awq, options.awq_any_codec)
+    transform = Quantize(recipe=recipe, strict=options.strict, awq=awq)
+    if recipe.target is not None:
+        chosen = _fitted(checkpoint, transform, recipe.target, max_shard_bytes=options.max_shard_bytes)
+        transform = replace(transform, fit=chosen)
+    return checkpoint, transform, make_plan(checkpoint, transform, options.max_shard_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantize(Transform):
+    """The transform from a source to a master.
+
+    recipe: which codec encodes which tensor
+    strict: see QuantizeOptions
+    awq: scales for the input channels of some weights
+    fit: the bit widths that were chosen for a recipe with a target
     """
 
     recipe: Recipe
     strict: bool = False
     awq: AwqScales | None = None
     fit: Fit | None = None
-    kind: str = "master"
+
+    kind = "master"
 
     def describe(self) -> dict[str, Any]:
-        """See Transform."""
+        """Return the manifest's account of this transform: the recipe, the scales, and how a size was fitted."""
         awq = {} if self.awq is None else {"awq": self.awq.describe()}
         return {"recipe": self.recipe.to_json()} | awq | ({} if self.fit is None else {"fit": self.fit.describe()})
 
     def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
-        """See Transform; refuses a master as source, and scales that are not for this checkpoint."""
+        """Decide what becomes of each tensor.
+
+        Raises SourceError if the checkpoint is a master, or if the scales are for another checkpoint; RecipeError if
+        the recipe names a tensor that is not there.
+        """
         decisions = decide(self.recipe, checkpoint.tensors)
         result = self.plan_with(checkpoint, decisions, {} if self.fit is None else self.fit.rates)
         if self.awq is not None:
@@ -82,7 +149,10 @@ class Quantize:
         return result
 
     def plan_with(self, checkpoint: Checkpoint, decisions: Sequence[Decision], rates: Rates) -> list[TensorPlan]:
-        """The plan by the recipe's decisions, but for these rates, by name of the weight; None keeps it."""
+        """Plan by the recipe's decisions, with the given bit widths in place of those that the recipe leaves free.
+
+        rates: bit widths by name of the weight; None keeps the weight
+        """
         if checkpoint.is_master:
             raise SourceError("the source is already a pqweights master; give the original, or export it to BF16 first")
         return [
@@ -100,7 +170,7 @@ class Quantize:
                 codec = bits = None
         if codec is not None and bits is not None:
             scaled = self.awq is not None and name in self.awq.searched
-            stored = encoded_specs(name, tensor.shape, get_codec(codec).coder(bits), scaled)
+            stored = encoded_specs(name, tensor.shape, get_codec(codec).coder(bits), awq=scaled)
             reason += ", input channels scaled" if scaled else ""
         else:
             stored = (TensorSpec(name, tensor.plain_dtype, tensor.shape),)
@@ -117,46 +187,37 @@ class Quantize:
         )
 
     @property
-    def metadata(self) -> dict[str, str]:
-        """See Transform."""
-        return DEFAULT_METADATA
-
-    @property
-    def left_out(self) -> dict[str, str]:
-        """See Transform; nothing."""
-        return {}
-
-    @property
     def also_reads(self) -> dict[str, Checkpoint]:
-        """See Transform: the file of the scales."""
+        """The file of the scales, if there is one."""
         return {} if self.awq is None else {"--awq": self.awq.file}
 
     def job(self, planned: TensorPlan, tensor: LogicalTensor, buffers: BufferPool) -> Job:
-        """See Transform."""
+        """Return the job that encodes a weight or copies a tensor that is kept."""
         if planned.action == KEEP:
             return CopyJob(planned, tensor, buffers)
         awq = self.awq.read(planned.name) if self.awq is not None and planned.is_scaled else None
         return EncodeJob(WeightToEncode(planned=planned, tensor=tensor, awq=awq, buffers=buffers))
 
     def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
-        """See Transform."""
+        """Raise SourceError for a weight that exceeds what its codec promises, if the user asked to be strict."""
         if self.strict and exceeds(planned, record):
             raise SourceError(
-                f"tensor {planned.name!r}: --strict: relative error {record.relative_mse} at {planned.bits} bits exceeds what "
-                "the codec promises, also with its rescue; keep it with a rule, or give it more bits"
+                f"tensor {planned.name!r}: --strict: relative error {record.relative_mse} at {planned.bits} bits "
+                "exceeds what the codec promises, even with its rescue; keep the tensor with a rule, or give it more "
+                "bits"
             )
 
     def config(
         self, checkpoint: Checkpoint, tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
     ) -> dict[str, Any]:
-        """See Transform."""
+        """Return the config.json of the master, with a quantization_config of ours."""
         dtype = model_dtype(checkpoint.config, checkpoint.tensors)
         quantization = quantization_config(encodings(tensors, records), [t.name for t in tensors if t.action == KEEP])
-        return guarded_config(edited_config(checkpoint.config, dtype, dtype, None), quantization)
+        return guarded_config(edited_config(checkpoint.config, dtype, old_dtype=dtype), quantization)
 
 
 def encodings(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]) -> list[Encoding]:
-    """How each quantized tensor of a finished plan is stored."""
+    """Return how each quantized tensor of a finished plan is stored."""
     return [
         Encoding(
             name=tensor.name,
@@ -170,30 +231,15 @@ def encodings(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]) ->
     ]
 
 
-def plan_quantize(
-    source: str | Path, recipe: Recipe, options: QuantizeOptions = QuantizeOptions()
-) -> tuple[Checkpoint, Quantize, Plan]:
-    """Open a source and decide what quantizing it would do, from the headers alone.
+def _fitted(checkpoint: Checkpoint, transform: Quantize, target: SizeTarget, *, max_shard_bytes: int) -> Fit:
+    """Choose the bit widths of a recipe with a target.
 
-    source: see quantize. Raises SourceError, HubError, RecipeError.
-    """
-    checkpoint = open_source(source, options.access, low_disk=options.low_disk, allow_pickle=options.allow_pickle)
-    awq = None if options.awq is None else open_awq(options.awq, options.awq_any_codec)
-    transform = Quantize(recipe=recipe, strict=options.strict, awq=awq)
-    if recipe.target is not None:
-        transform = replace(transform, fit=_fit(checkpoint, transform, recipe.target, options.max_shard_bytes))
-    return checkpoint, transform, make_plan(checkpoint, transform, options.max_shard_bytes)
-
-
-def _fit(checkpoint: Checkpoint, transform: Quantize, target: SizeTarget, max_shard_bytes: int) -> Fit:
-    """The rates of a recipe with a target.
-
-    Raises SourceError for sensitivities of another checkpoint, RecipeError for a target that cannot be kept.
+    Raises SourceError for sensitivities of another checkpoint, RecipeError for a target that cannot be met.
     """
     if transform.awq is not None and not transform.awq.any_codec:
         raise RecipeError(
-            f"--awq and a target ({target}): the widths are chosen, so scales that were searched for one width are taken for "
-            "others: pass --awq-any-codec, too"
+            f"--awq with a target ({target}): bit widths are chosen to meet it, so scales that were searched for one "
+            "bit width would be used with others; pass --awq-any-codec to allow that"
         )
     decisions = decide(transform.recipe, checkpoint.tensors)
 
@@ -215,49 +261,17 @@ def _fit(checkpoint: Checkpoint, transform: Quantize, target: SizeTarget, max_sh
 
 
 def _sensitivity(checkpoint: Checkpoint, recipe: Recipe) -> Sensitivity | None:
-    """Those that the recipe names; None for the rule of thumb.
+    """Read the sensitivities that a recipe names; None stands for the rule of thumb.
 
-    Raises SourceError for those of another checkpoint.
+    Raises SourceError for sensitivities of another checkpoint.
     """
-    if recipe.sensitivity in (None, HEURISTIC):
+    if recipe.sensitivity is None or recipe.sensitivity == HEURISTIC:
         return None
-    assert recipe.sensitivity is not None
     sensitivity = read_sensitivity(Path(recipe.sensitivity))
     found = checkpoint.fingerprint()
     if sensitivity.checkpoint != found:
         raise SourceError(
-            f"{recipe.sensitivity}: expected sensitivities of this checkpoint (fingerprint {found[:12]}), found those of "
-            f"another ({sensitivity.checkpoint[:12]}): measure them with pqweights sensitivity"
+            f"{recipe.sensitivity}: expected sensitivities of this checkpoint (fingerprint {found[:12]}), found those "
+            f"of another ({sensitivity.checkpoint[:12]}); measure this one with pqweights sensitivity"
         )
     return sensitivity
-
-
-def quantize(
-    source: str | Path,
-    out: Path,
-    recipe: Recipe,
-    *,
-    options: QuantizeOptions = QuantizeOptions(),
-    run: RunOptions = RunOptions(),
-) -> RewriteReport:
-    """Turn a checkpoint into a master in the folder `out`, continuing an interrupted run of the same call.
-
-    source: a folder or file; a text may also be a repository on the Hub, whose files are fetched while the work goes on.
-    Raises SourceError, RecipeError, OutputError, DeviceError, HubError.
-    """
-    checkpoint, transform, plan = plan_quantize(source, recipe, options)
-    if isinstance(checkpoint.storage, HubStorage):
-        if Path(source) == out:
-            raise OutputError(
-                f"{out}: expected another folder than one called like the repository, which it would be taken for"
-            )
-        checkpoint.storage.check_room(checkpoint.weight_files)
-    task = RewriteTask(
-        checkpoint=checkpoint,
-        source=None if checkpoint.storage.origin else Path(source),
-        transform=transform,
-        plan=plan,
-        out=out,
-        lineage=Lineage(model_facts(checkpoint.storage)),
-    )
-    return rewrite(task, run)

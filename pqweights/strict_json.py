@@ -10,9 +10,9 @@ from typing import Any, TypeGuard, TypeVar
 from pqweights.errors import PqweightsError
 
 MAX_DEPTH = 100
-# Nothing that is measured here is larger; sums of such numbers stay finite.
+# No measure is larger, and sums of such numbers stay finite.
 LARGEST_NUMBER = 1e300
-# UTF-8 has no surrogates: JSON can hold half of a pair only where it escapes one.
+# UTF-8 has no surrogates, so JSON can only hold half of a surrogate pair as an escape.
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Wrong = Callable[[str, str, Any], PqweightsError]  # which field, what was expected, what was found -> the error
@@ -21,20 +21,20 @@ Default = TypeVar("Default")
 
 
 def json_bytes(value: Any) -> bytes:
-    """The content of a JSON file: UTF-8, indented by 2, with a newline at the end."""
+    """Return the content of a JSON file: UTF-8, indented by 2, with a newline at the end."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
 
 
 def rounded(value: float) -> float:
-    """A measure with the seven significant digits that files hold."""
+    """Round a measure to the seven significant digits that files hold."""
     return float(f"{value:.6e}")
 
 
 def parse_json(data: bytes) -> Any:
-    """The value of a JSON text.
+    """Parse a JSON text.
 
-    Raises ValueError, saying what was expected and what was found, for anything else, for more than MAX_DEPTH levels of
-    nesting, and for text that UTF-8 cannot hold.
+    Raises ValueError, with what was expected and found, for anything else, for more than MAX_DEPTH levels of nesting,
+    and for strings that UTF-8 cannot hold.
     """
     try:
         value = json.loads(data.decode("utf-8"))
@@ -42,7 +42,7 @@ def parse_json(data: bytes) -> Any:
         raise ValueError(f"expected at most {MAX_DEPTH} levels of nesting, found more") from None
     except ValueError as error:
         raise ValueError(f"expected JSON, found {str(error)[:120]!r}") from None
-    # The cheap test first, as an index has a line for every tensor: there is no nesting without brackets.
+    # The cheap test comes first, because an index has a line for every tensor: there is no nesting without brackets.
     if data.count(b"{") + data.count(b"[") >= MAX_DEPTH and _depth(value) > MAX_DEPTH:
         raise ValueError(f"expected at most {MAX_DEPTH} levels of nesting, found more")
     if _SURROGATE_ESCAPE.search(data) and not is_utf8(json.dumps(value, ensure_ascii=False)):
@@ -51,7 +51,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a string can be written: file names and JSON may hold halves of surrogate pairs, which cannot."""
+    """Whether a string can be written as UTF-8; halves of surrogate pairs in file names and JSON cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -60,7 +60,7 @@ def is_utf8(text: str) -> bool:
 
 
 def _depth(value: object) -> int:
-    """Levels of nesting, counted without recursion."""
+    """Return the levels of nesting, counted without recursion."""
     depth, level = 0, [value]
     while level:
         depth += 1
@@ -70,13 +70,16 @@ def _depth(value: object) -> int:
 
 
 class Fields:
-    """The fields of a JSON or YAML object that a stranger may have written, each read as the type that it must have.
+    """The fields of a JSON or YAML object from outside, each read as the type that it must have.
 
-    Every method raises what `wrong` makes of a field with another type; `wrong` gets the key, what was expected in words,
-    and what was found (None where the key is absent).
+    Every method raises the error that `wrong` returns if the field has another type.
     """
 
     def __init__(self, value: Any, wrong: Wrong, name: str = "") -> None:
+        """Take an object; anything else raises an error for the key `name`.
+
+        wrong: returns the error for a key, what was expected, and what was found (None if the key is absent)
+        """
         if not isinstance(value, dict):
             raise wrong(name, "keys and values", value)
         self._values: Mapping[str, Any] = value
@@ -86,44 +89,44 @@ class Fields:
         return key in self._values
 
     def raw(self, key: str) -> Any:
-        """The value as it stands; None where the key is absent."""
+        """Return a value of any type; None if the key is absent."""
         return self._values.get(key)
 
     def text(self, key: str) -> str:
-        """A string."""
+        """Return a string."""
         found: str = self._checked(key, "a text", lambda value: isinstance(value, str))
         return found
 
     def flag(self, key: str) -> bool:
-        """true or false."""
+        """Return a boolean."""
         found: bool = self._checked(key, "true or false", lambda value: isinstance(value, bool))
         return found
 
     def whole(self, key: str) -> int:
-        """A whole number of any sign."""
+        """Return a whole number of any sign."""
         found: int = self._checked(key, "a whole number", _is_whole)
         return found
 
     def count(self, key: str) -> int:
-        """A whole number from 0 on."""
+        """Return a whole number from 0 on."""
         found: int = self._checked(key, "a whole number from 0 on", lambda value: _is_whole(value) and value >= 0)
         return found
 
     def number(self, key: str) -> float:
-        """A finite number, whole or not."""
+        """Return a finite number, whole or not."""
         return float(self._checked(key, "a number", is_number))
 
     def fields(self, key: str) -> Fields:
-        """A nested object."""
+        """Return the fields of a nested object."""
         return Fields(self._values.get(key), self._wrong, key)
 
     def mapping(self, key: str) -> dict[str, Any]:
-        """A nested object whose values are not looked at."""
+        """Return a nested object, whose values are not checked."""
         found: dict[str, Any] = self._checked(key, "keys and values", lambda value: isinstance(value, dict))
         return found
 
     def texts_by_key(self, key: str) -> dict[str, str]:
-        """A nested object of strings."""
+        """Return a nested object whose values are strings."""
         found = self.mapping(key)
         for value in found.values():
             if not isinstance(value, str):
@@ -131,23 +134,23 @@ class Fields:
         return found
 
     def items(self, key: str) -> list[Any]:
-        """A list whose items are not looked at."""
+        """Return a list, whose items are not checked."""
         found: list[Any] = self._checked(key, "a list", lambda value: isinstance(value, list))
         return found
 
     def objects(self, key: str) -> list[Fields]:
-        """A list of objects."""
+        """Return the fields of each object in a list."""
         return [Fields(item, self._wrong, key) for item in self.items(key)]
 
     def texts(self, key: str) -> list[str]:
-        """A list of strings."""
+        """Return a list of strings."""
         found: list[str] = self._checked(
             key, "a list of texts", lambda value: _is_list_of(value, lambda item: isinstance(item, str))
         )
         return found
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """The sizes of a tensor's dimensions."""
+        """Return the shape of a tensor: a list of sizes from 0 on."""
         return tuple(
             self._checked(
                 key, "a list of sizes", lambda value: _is_list_of(value, lambda item: _is_whole(item) and item >= 0)
@@ -155,7 +158,7 @@ class Fields:
         )
 
     def optional(self, key: str, read: Callable[[str], Item], default: Default) -> Item | Default:
-        """What `read`, one of the methods above, makes of a key; the default where it is absent or null."""
+        """Return what `read`, one of the methods above, returns for a key; the default if it is absent or null."""
         return default if self._values.get(key) is None else read(key)
 
     def _checked(self, key: str, expected: str, holds: Callable[[Any], bool]) -> Any:
@@ -166,7 +169,7 @@ class Fields:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether it is a finite number that a sum of many can take."""
+    """Whether a value is a finite number below LARGEST_NUMBER; true and false are not numbers."""
     return isinstance(value, float | int) and not isinstance(value, bool) and abs(value) < LARGEST_NUMBER
 
 

@@ -1,4 +1,4 @@
-"""Sizes as people write them: 9GB is 9 * 10**9 bytes, 9GiB is 9 * 2**30."""
+"""Sizes as people write them: 9GB is 9 * 10**9 bytes, and 9GiB is 9 * 2**30."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _BY_CASE = {name.upper(): value for name, value in UNITS.items()}
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes from "5GB", "500 MiB" or "1000000".
+    """Parse a size such as "5GB", "500 MiB" or "1000000" into bytes.
 
-    Raises RecipeError for what is no size.
+    Raises RecipeError for a text that is not a size.
     """
     if isinstance(text, int):
         return text

@@ -26,7 +26,7 @@ WRITABLE = ("F64", "F32", "F16", "BF16")
 
 
 def samples(dtype):
-    """Raw bytes: every pattern of up to 16 bits; of wider ones random patterns, scales, edges and ties."""
+    """Raw bytes: every pattern of up to 16 bits; for wider dtypes random patterns, scales, edges and ties."""
     if item_bytes(dtype) == 1:
         return np.arange(256, dtype=np.uint8)
     if item_bytes(dtype) == 2:
@@ -69,7 +69,7 @@ def as_torch(raw, dtype):
 
 
 def assert_same_values(ours, theirs, dtype):
-    """Equal bytes, but NaN only has to be NaN."""
+    """Bytes must be equal, except that any NaN will do for a NaN."""
     expected = theirs.contiguous().view(torch.uint8).numpy()
     assert ours.dtype == np.uint8 and ours.shape == expected.shape
     size = item_bytes(dtype)
@@ -80,13 +80,13 @@ def assert_same_values(ours, theirs, dtype):
 
 
 @pytest.mark.parametrize("source", FLOAT_DTYPES)
-def test_to_float32(source):
+def test_to_float32_matches_torch(source):
     raw = samples(source)
     assert_same_values(to_float32(raw, source).view(np.uint8), as_torch(raw, source).to(torch.float32), "F32")
 
 
 @pytest.mark.parametrize("target", WRITABLE)
-def test_from_float32(target):
+def test_from_float32_matches_torch(target):
     raw = samples("F32")
     expected = as_torch(raw, "F32").to(TORCH[target])
     assert_same_values(from_float32(raw.view(np.float32), target), expected, target)
@@ -94,8 +94,8 @@ def test_from_float32(target):
 
 @pytest.mark.parametrize("target", WRITABLE)
 @pytest.mark.parametrize("source", FLOAT_DTYPES)
-def test_convert(source, target):
-    """By way of float32: for F64 that is two roundings, which torch is asked for as well."""
+def test_convert_matches_torch(source, target):
+    """The conversion goes through float32, so F64 is rounded twice, here as in torch."""
     raw = samples(source)
     through = as_torch(raw, source) if source == target else as_torch(raw, source).to(torch.float32)
     assert_same_values(convert(raw, source, target), through.to(TORCH[target]), target)
@@ -107,7 +107,7 @@ def test_converting_to_the_same_dtype_keeps_every_bit(dtype):
     assert np.array_equal(convert(raw, dtype, dtype), raw)
 
 
-def test_widening_and_narrowing_gives_back_every_16_bit_pattern():
+def test_16_bit_patterns_survive_a_round_trip_through_float32():
     for dtype in ("BF16", "F16"):
         raw = samples(dtype)
         wide = to_float32(raw, dtype)
@@ -126,13 +126,13 @@ def test_overflow_is_infinite_and_ties_go_to_even():
 
     assert half(65519.0, 65520.0, -1e30, 1 + 2.0**-11, 1 + 3 * 2.0**-11) == [65504, np.inf, -np.inf, 1, 1 + 2.0**-9]
     assert brain(3.4028234e38, -3.4e38, 1 + 2.0**-8, 1 + 3 * 2.0**-8) == ["0x7f80", "0xff80", "0x3f80", "0x3f82"]
-    # NaN whose payload lies in the dropped bits alone must not become an infinity.
+    # A NaN whose payload lies only in the dropped bits must not become an infinity.
     quiet = from_float32(np.array([0x7F800001, 0xFF800001, 0xFFFFFFFF], np.uint32).view(np.float32), "BF16")
     assert np.isnan(to_float32(quiet, "BF16")).all()
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "F8_E8M0"])
-def test_float8_tables(dtype):
+def test_float8_tables_match_torch(dtype):
     table = float8_table(dtype)
     kind = {"F8_E8M0": torch.float8_e8m0fnu, **TORCH}[dtype]
     expected = torch.arange(256, dtype=torch.uint8).view(kind).to(torch.float32)
@@ -140,7 +140,7 @@ def test_float8_tables(dtype):
     assert_same_values(table.view(np.uint8), expected, "F32")
 
 
-def test_float8_tables_at_known_places():
+def test_float8_tables_match_the_specifications():
     """OCP 8-bit floating point specification 1.0, table 1; microscaling formats specification 1.0, table 7."""
     e4m3, e5m2, e8m0 = (float8_table(d).astype(float) for d in ("F8_E4M3", "F8_E5M2", "F8_E8M0"))
     assert (e4m3[0x7E], e4m3[0x08], e4m3[0x01], e4m3[0xFE]) == (448, 2.0**-6, 2.0**-9, -448)

@@ -83,7 +83,9 @@ def make_card(
     records = read_records(folder, sha256)
     before = _kept(old, pushed, options.adopt)
     named = _named(manifest, options, before)
-    model = read_model(named.repository or HERE, named.branch, read_config(folder) or {}, manifest.files)
+    model = read_model(
+        named.repository or HERE, branch=named.branch, config=read_config(folder) or {}, files=manifest.files
+    )
     facts, carried, own = make_facts(
         manifest.identity.model,
         named.base_model,

@@ -1,4 +1,7 @@
-"""config.json of an output: the source's JSON, edited; never saved again through transformers, which renames keys."""
+"""config.json of a result: the source's JSON with some keys edited.
+
+It is never saved through transformers, which would rename keys.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ from pqweights.checkpoint.readers import LogicalTensor, element_count
 
 CONFIG_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-# transformers loads the weight file that this key names, and stops with the value in its message where that names none. Without
-# pqweights it would ignore our quantization_config and fill the weights with random numbers.
+# transformers loads the weight file that this key names; if there is no such file, it stops with the value in its
+# message. Without the guard and without pqweights, it would ignore our quantization_config and load random weights.
 GUARD_KEY = "transformers_weights"
 GUARD = (
-    "this model is a pqweights master: run `import pqweights` before loading it (pip install 'pqweights[transformers]'), or "
-    "convert it with `pqweights export --target bf16`"
+    "this model is a pqweights master: run `import pqweights` before loading it (pip install "
+    "'pqweights[transformers]'), or convert it with `pqweights export --target bf16`"
 )
 
-# The end of an architecture's name -> the class that knows which model of that kind a config.json means.
+# The end of an architecture's name -> the auto class of transformers that loads such models.
 AUTO_CLASSES = {
     "ForCausalLM": "AutoModelForCausalLM",
     "LMHeadModel": "AutoModelForCausalLM",
@@ -33,7 +36,7 @@ AUTO_CLASSES = {
 
 
 def model_dtype(config: dict[str, Any] | None, tensors: Sequence[LogicalTensor]) -> str:
-    """The dtype of a model, BF16, F16, F32 or F64: what its configuration says, else that of most of its elements."""
+    """Return the dtype of a model, BF16, F16, F32 or F64: the one in its configuration, else that of most elements."""
     names = {value: key for key, value in CONFIG_DTYPES.items()}
     for key in ("dtype", "torch_dtype"):
         named = str((config or {}).get(key, "")).removeprefix("torch.")
@@ -47,13 +50,18 @@ def model_dtype(config: dict[str, Any] | None, tensors: Sequence[LogicalTensor])
 
 
 def edited_config(
-    config: dict[str, Any] | None, dtype: str, old_dtype: str, quantization: dict[str, Any] | None
+    config: dict[str, Any] | None, dtype: str, *, old_dtype: str, quantization: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The configuration with another quantization_config (or none) and its dtype stated wherever transformers looks.
+    """Return a copy of a configuration for a result with another dtype and another quantization_config, or none.
 
-    transformers takes the dtype of the first tensor it meets where the configuration names none, which would be that of
-    our float16 norms. A nested configuration keeps a dtype that differs from the model's. `transformers_weights` goes, as the
-    weights get other files.
+    config: the source's configuration; None gives a new one
+    dtype: the dtype of the result's model, BF16, F16, F32 or F64
+    old_dtype: that of the source's model; a nested configuration that names another dtype keeps it
+    quantization: the quantization_config of the result
+
+    The dtype is stated wherever transformers looks for it: without one, transformers takes the dtype of the first
+        tensor that it meets, which would be that of our float16 norms. The key `transformers_weights` is dropped,
+        because the weights get other files.
     """
     result = copy.deepcopy(config) if config is not None else {}
     for place in _places(result):
@@ -69,9 +77,9 @@ def edited_config(
 
 
 def guarded_config(config: dict[str, Any], quantization: dict[str, Any]) -> dict[str, Any]:
-    """An edited configuration as that of a master: with a quantization_config of ours, and the guard for transformers.
+    """Return an edited configuration as that of a master: with our quantization_config and the guard for transformers.
 
-    The guard stands in nested configurations, too: AutoModelForCausalLM loads a model of images and text by its text_config.
+    Nested configurations get the guard, too: AutoModelForCausalLM loads a model of images and text by its text_config.
     """
     result = copy.deepcopy(config)
     for place in _places(result):
@@ -80,6 +88,6 @@ def guarded_config(config: dict[str, Any], quantization: dict[str, Any]) -> dict
 
 
 def _places(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """A configuration and those in it."""
+    """A configuration and the nested configurations in it."""
     nested = {key: value for key, value in config.items() if key.endswith("_config") and isinstance(value, dict)}
     return [config, *(value for key, value in nested.items() if key != "quantization_config")]

@@ -1,7 +1,7 @@
 """The quantization_config of a master: writing it, and reading it back with every claim checked.
 
-It holds all that decoding needs besides the tensors. Defaults stand once, exceptions per weight; docs/format.md,
-section "config.json".
+It holds everything that decoding needs besides the tensors: defaults for all weights, and overrides for single ones.
+docs/format.md, section "config.json", has the format.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ LOGICAL_DTYPES = (*FLOAT_DTYPES, "MXFP4")
 class Encoding:
     """How one weight of a master is stored.
 
-    dtype: the logical dtype (BF16, F16, F32, or the source's packed format). state: State.to_json.
+    name, shape: those of the weight
+    dtype: the dtype in the source: BF16, F16, F32, F64, or a packed format
+    coder: what encoded it
+    state: the state in which it was encoded (State.to_json)
     """
 
     name: str
@@ -61,11 +64,11 @@ def has_whole_rows(shape: tuple[int, ...], block_size: int) -> bool:
     return bool(shape) and shape[-1] % block_size == 0 and math.prod(shape) > 0
 
 
-def encoded_specs(name: str, shape: tuple[int, ...], coder: Coder, awq: bool = False) -> tuple[TensorSpec, ...]:
-    """What a weight becomes: the coder's parts, and with AWQ the scales of its input channels F16.
+def encoded_specs(name: str, shape: tuple[int, ...], coder: Coder, *, awq: bool = False) -> tuple[TensorSpec, ...]:
+    """Return the stored tensors of a weight: the coder's parts, and with `awq` the F16 scales of its input channels.
 
-    With n items of a part in a block of b weights, [..., K] becomes [..., K / b * n]; where b does not divide K, the blocks
-    run over the flattened weight: [blocks, n], or [blocks] for n = 1.
+    With n items of a part in a block of b weights, [..., K] becomes [..., K / b * n]. If b does not divide K, the
+    blocks run over the flattened weight: [blocks, n], or [blocks] for n = 1.
     """
     suffixes = ((part.suffix, part.dtype) for part in coder.parts)
     shapes = _encoded_shapes(shape, coder.block_size, coder.parts)
@@ -75,7 +78,7 @@ def encoded_specs(name: str, shape: tuple[int, ...], coder: Coder, awq: bool = F
 
 @functools.lru_cache(maxsize=4096)
 def _encoded_shapes(shape: tuple[int, ...], block_size: int, parts: tuple[Part, ...]) -> tuple[tuple[int, ...], ...]:
-    """Remembered, as a model has tens of thousands of weights in a dozen shapes."""
+    """The shapes of the parts, cached because a model has tens of thousands of weights in a dozen shapes."""
     counts = [part.items_per_block for part in parts]
     if has_whole_rows(shape, block_size):
         return tuple((*shape[:-1], shape[-1] // block_size * count) for count in counts)
@@ -84,7 +87,7 @@ def _encoded_shapes(shape: tuple[int, ...], block_size: int, parts: tuple[Part, 
 
 
 def quantization_config(encodings: Sequence[Encoding], kept: Sequence[str]) -> dict[str, Any]:
-    """The quantization_config of a master with these weights; the most common settings become the defaults."""
+    """Return the quantization_config of a master with these weights; the most common settings become the defaults."""
     codecs = [CODECS[e.coder.codec] for e in encodings]
     defaults: dict[str, Any] = {
         "codec": _most_common([e.coder.codec for e in encodings]),
@@ -112,7 +115,7 @@ def quantization_config(encodings: Sequence[Encoding], kept: Sequence[str]) -> d
 
 
 def stated_defaults(codecs: Sequence[Codec]) -> tuple[str, ...]:
-    """The keys of states for which a configuration states a default; one of 0 goes without saying."""
+    """Return the keys of states for which a configuration states a default; a default of 0 is not stated."""
     return tuple(dict.fromkeys(key for codec in codecs for key, value in codec.state_defaults.items() if value))
 
 
@@ -121,7 +124,7 @@ def _most_common(values: list[Any]) -> Any:
 
 
 def _override(encoding: Encoding, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """What of an encoding differs from the defaults."""
+    """Return the settings of an encoding that differ from the defaults."""
     coder = encoding.coder
     own = {"codec": coder.codec, "bits": coder.bits, "dtype": encoding.dtype, **encoding.state}
     expected = {**CODECS[coder.codec].state_defaults, **defaults}
@@ -132,27 +135,27 @@ def _override(encoding: Encoding, defaults: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _default_block_size() -> int:
+    """The block size of the default codec, which a configuration without weights states."""
     codec = CODECS[DEFAULT_CODEC]
     return codec.coder(codec.rates[0]).block_size
 
 
 def is_master(config: dict[str, Any] | None) -> bool:
-    """Whether a config.json belongs to a master of ours."""
+    """Whether a config.json is that of a master."""
     settings = (config or {}).get("quantization_config")
     return isinstance(settings, dict) and settings.get("quant_method") == QUANT_METHOD
 
 
 def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: dict[str, Any]) -> list[LogicalTensor]:
-    """The weights (to be decoded) and the kept tensors of a master.
+    """Return the encoded weights and the kept tensors of a master.
 
-    Raises MasterError where the configuration and the headers do not fit each other.
+    Raises MasterError if the configuration and the headers contradict each other.
     """
     settings = _Settings(config["quantization_config"])
-    kept = frozenset(settings.fields.optional("kept", settings.fields.texts, []))
     encoded = [
-        settings.tensor(storage, stored, name, kept)
-        for file_name in stored
-        if file_name not in kept and (name := settings.weight_of(file_name)) is not None
+        settings.tensor(storage, stored, name)
+        for stored_name in stored
+        if stored_name not in settings.kept and (name := settings.weight_of(stored_name)) is not None
     ]
     taken = {part.name for tensor in encoded for part in tensor.parts}
     unknown = settings.overrides.keys() - {tensor.name for tensor in encoded}
@@ -174,6 +177,7 @@ class _Settings:
             )
         _check_keys("quantization_config", settings, (*SETTINGS_KEYS, *stated_defaults(list(CODECS.values()))))
         self.fields = Fields(settings, _wrong)
+        self.kept = frozenset(self.fields.optional("kept", self.fields.texts, []))
         self.overrides = self.fields.optional("overrides", self.fields.mapping, {})
         self._settings = settings
         self._levels = self.fields.optional("levels", self.fields.mapping, {})
@@ -191,7 +195,7 @@ class _Settings:
             raise MasterError(f"config.json: block_size: expected {expected}, found {found!r}")
 
     def weight_of(self, stored_name: str) -> str | None:
-        """The weight whose first part a stored tensor is by its name; None for another tensor."""
+        """Return the weight whose first part a stored tensor is, judged by its name; None for another tensor."""
         for suffix in self._first_suffixes:
             if stored_name.endswith(suffix):
                 name = stored_name[: -len(suffix)]
@@ -201,13 +205,14 @@ class _Settings:
         return None
 
     def _merged(self, name: str) -> dict[str, Any]:
+        """The settings of a weight: the defaults with its overrides."""
         own = self.overrides.get(name, {})
         if not isinstance(own, dict):
             raise MasterError(f"config.json: overrides: {name!r}: expected an object, found {own!r}")
         return {**self._settings, "shape": None, **own}
 
     def coder(self, where: str, codec: str, bits: float) -> Coder:
-        """The coder of a rate, with the tables that the checkpoint itself gives."""
+        """Return the coder of a codec at a rate, with the tables that the master itself holds."""
         if (codec, bits) not in self._coders:
             tables = Fields(self._levels, _wrong).optional(codec, Fields(self._levels, _wrong).mapping, {})
             try:
@@ -219,11 +224,28 @@ class _Settings:
             self._coders[codec, bits] = coder
         return self._coders[codec, bits]
 
-    def tensor(
-        self, storage: Storage, stored: Mapping[str, StoredTensor], name: str, kept: frozenset[str]
-    ) -> EncodedTensor:
-        """A weight, from its own settings and its stored tensors."""
-        where, merged = repr(name), self._merged(name)
+    def tensor(self, storage: Storage, stored: Mapping[str, StoredTensor], name: str) -> EncodedTensor:
+        """Return a weight by its own settings and its stored tensors."""
+        where, merged = f"{name!r}", self._merged(name)
+        coder = self._coder_of(name, merged)
+        parts = _parts(stored, name, coder)
+        awq = stored.get(awq_name(name)) if awq_name(name) not in self.kept else None
+        shape = _shape(where, merged["shape"], coder=coder, first=parts[0])
+        _check_shapes(name, shape, coder=coder, parts=parts, awq=awq)
+        return EncodedTensor(
+            storage=storage,
+            name=name,
+            shape=shape,
+            dtype=merged["dtype"],
+            coder=coder,
+            state=_state(where, coder, merged),
+            encoded=parts,
+            awq=awq,
+        )
+
+    def _coder_of(self, name: str, merged: Mapping[str, Any]) -> Coder:
+        """Check the settings of a weight, and return the coder that they name."""
+        where = f"{name!r}"
         codec, bits = merged.get("codec"), merged.get("bits")
         if not isinstance(codec, str) or codec not in CODECS:
             raise MasterError(f"config.json: {where}: codec: expected one of {', '.join(CODECS)}, found {codec!r}")
@@ -237,34 +259,24 @@ class _Settings:
             raise MasterError(
                 f"config.json: {where}: dtype: expected one of {', '.join(LOGICAL_DTYPES)}, found {found!r}"
             )
-        coder = self.coder(where, codec, bits)
-        parts = _parts(stored, name, coder)
-        awq = stored.get(awq_name(name)) if awq_name(name) not in kept else None
-        shape = _shape(where, merged["shape"], coder, parts[0])
-        _check_shapes(name, shape, coder, parts, awq)
-        return EncodedTensor(
-            storage=storage,
-            name=name,
-            shape=shape,
-            dtype=merged["dtype"],
-            coder=coder,
-            state=self._state(where, codec, coder, merged),
-            encoded=parts,
-            awq=awq,
-        )
+        return self.coder(where, codec, bits)
 
-    def _state(self, where: str, codec: str, coder: Coder, merged: Mapping[str, Any]) -> State:
-        def wrong(key: str, expected: str, found: Any) -> PqweightsError:
-            return MasterError(f"config.json: {where}: {key}: expected {expected}, found {found!r}")
 
-        own = {key: merged[key] for key in CODECS[codec].state_defaults if key in merged}
-        try:
-            return coder.parse_state(Fields(own, wrong))
-        except ValueError as error:
-            raise MasterError(f"config.json: {where}: {error}") from None
+def _state(where: str, coder: Coder, merged: Mapping[str, Any]) -> State:
+    """Return the state in which a weight was encoded, by its settings."""
+
+    def wrong(key: str, expected: str, found: Any) -> PqweightsError:
+        return MasterError(f"config.json: {where}: {key}: expected {expected}, found {found!r}")
+
+    own = {key: merged[key] for key in CODECS[coder.codec].state_defaults if key in merged}
+    try:
+        return coder.parse_state(Fields(own, wrong))
+    except ValueError as error:
+        raise MasterError(f"config.json: {where}: {error}") from None
 
 
 def _parts(stored: Mapping[str, StoredTensor], name: str, coder: Coder) -> tuple[StoredTensor, ...]:
+    """Return the stored parts of a weight."""
     names = [name + part.suffix for part in coder.parts]
     for missing in names:
         if missing not in stored:
@@ -272,8 +284,8 @@ def _parts(stored: Mapping[str, StoredTensor], name: str, coder: Coder) -> tuple
     return tuple(stored[part] for part in names)
 
 
-def _shape(where: str, stated: Any, coder: Coder, first: StoredTensor) -> tuple[int, ...]:
-    """That of a weight: as it is stated, else as it follows from the shape of its first part."""
+def _shape(where: str, stated: Any, *, coder: Coder, first: StoredTensor) -> tuple[int, ...]:
+    """Return the shape of a weight: the one that its settings state, else the one that its first part implies."""
     if stated is not None:
         fields = Fields({"shape": stated}, lambda key, expected, found: _wrong(f"{where}: {key}", expected, found))
         return fields.shape("shape")
@@ -281,21 +293,22 @@ def _shape(where: str, stated: Any, coder: Coder, first: StoredTensor) -> tuple[
     per_row, rest = divmod(first.shape[-1] if first.shape else 1, items)
     if rest:
         raise MasterError(
-            f"{first.file}: {first.name!r}: expected a last dimension that {items} divides ({coder.bits} bits), found shape "
-            f"{list(first.shape)}"
+            f"{first.file}: {first.name!r}: expected a last dimension that {items} divides ({coder.bits} bits), found "
+            f"shape {list(first.shape)}"
         )
     return (*first.shape[:-1], per_row * coder.block_size)
 
 
 def _check_shapes(
-    name: str, shape: tuple[int, ...], coder: Coder, parts: tuple[StoredTensor, ...], awq: StoredTensor | None
+    name: str, shape: tuple[int, ...], *, coder: Coder, parts: tuple[StoredTensor, ...], awq: StoredTensor | None
 ) -> None:
+    """Raise MasterError if the stored tensors of a weight do not have the dtypes and shapes that its shape implies."""
     if awq is not None and len(shape) < 2:
         raise MasterError(
             f"{awq.file}: {awq.name!r}: expected no scales for a weight {list(shape)}; the master is damaged"
         )
     found = parts if awq is None else (*parts, awq)
-    for spec, part in zip(encoded_specs(name, shape, coder, awq is not None), found, strict=True):
+    for spec, part in zip(encoded_specs(name, shape, coder, awq=awq is not None), found, strict=True):
         if (spec.dtype, spec.shape) != (part.dtype, part.shape):
             raise MasterError(
                 f"{part.file}: {part.name!r}: expected {spec.dtype} {list(spec.shape)} for a weight {list(shape)} at "
@@ -308,7 +321,7 @@ def _wrong(key: str, expected: str, found: Any) -> PqweightsError:
 
 
 def _check_keys(where: str, found: dict[str, Any], known: Sequence[str]) -> None:
-    """A key that this version does not know may change how the bytes are meant, so it is an error."""
+    """Raise MasterError for an unknown key, which may change the meaning of the bytes."""
     for key in found:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]

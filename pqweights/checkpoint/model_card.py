@@ -1,7 +1,7 @@
-"""What a model's own card says of it and its derivatives must carry on: licence, languages, task.
+"""What a model's card states that the cards of its derivatives repeat: licence, languages, task.
 
-A card is README.md with YAML between two lines of dashes at its top (https://huggingface.co/docs/hub/model-cards). Those of
-strangers may hold anything; what has not the type that it should have is passed over.
+A card is README.md with YAML between two lines of dashes at its top (https://huggingface.co/docs/hub/model-cards). It
+may hold anything: a field of the wrong type is ignored.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import yaml
 from pqweights.checkpoint.names import CARD_FILE
 from pqweights.checkpoint.storage import Storage, read_file
 
-# Those of text; `language` is a list of it.
+# The fields that are text; `language` is a list of texts.
 TEXT_KEYS = ("license", "license_name", "license_link", "pipeline_tag")
 MAX_CARD_BYTES = 4_000_000
 MAX_FRONT_MATTER = 64_000
@@ -23,7 +23,11 @@ FENCE = "---"
 
 
 def model_facts(storage: Storage) -> dict[str, Any]:
-    """id and revision of a repository on the Hub, and licence, languages and task by its card; what is unknown is absent."""
+    """Return what is known of the model in a folder or repository; what is unknown is absent.
+
+    id, revision: the repository on the Hub and its commit
+    license, license_name, license_link, pipeline_tag, language: as in its card
+    """
     facts: dict[str, Any] = {} if storage.origin is None else dict(storage.origin._asdict())
     state = storage.files().get(CARD_FILE)
     if state is None or state.byte_count > MAX_CARD_BYTES:
@@ -32,11 +36,11 @@ def model_facts(storage: Storage) -> dict[str, Any]:
 
 
 def checked_facts(found: dict[str, Any]) -> dict[str, Any]:
-    """Licence, languages and task, of what a card or a manifest holds."""
+    """Return licence, languages and task from the fields of a card or manifest, as far as their types are right."""
     facts: dict[str, Any] = {key: found[key] for key in TEXT_KEYS if _is_text(found.get(key))}
     languages = found.get("language")
     languages = [languages] if isinstance(languages, str) else languages
-    # YAML 1.1 takes Norwegian for false.
+    # YAML 1.1 reads `no`, Norwegian, as false.
     languages = ["no" if each is False else each for each in languages] if isinstance(languages, list) else []
     if languages and len(languages) <= MAX_LANGUAGES and all(_is_text(each) for each in languages):
         facts["language"] = languages
@@ -48,14 +52,14 @@ def _is_text(value: Any) -> bool:
 
 
 class _CardLoader(yaml.SafeLoader):
-    """Without merges of mappings, whose copies of copies fill any memory."""
+    """A safe loader without merges of mappings, because copies of copies could fill the memory."""
 
     def flatten_mapping(self, node: Any) -> None:
         """Leave `<<` a key like any other."""
 
 
 def front_matter(card: str) -> tuple[dict[str, Any], str]:
-    """The YAML at the top of a card, and the text below it; an empty one where there is none, or none that can be read."""
+    """Split a card into the YAML at its top and the text below; the YAML is empty if there is none or it is invalid."""
     lines = card.removeprefix("\ufeff").splitlines(keepends=True)
     if not lines or lines[0].rstrip() != FENCE:
         return {}, card

@@ -1,15 +1,17 @@
-"""Sources that are quantized already: FP8 and MXFP4 are decoded, all others are refused by name.
+"""Sources that are already quantized: FP8 and MXFP4 are decoded, all other formats are refused by name.
 
-Formats: DeepSeek-V3 block FP8 (`X_scale_inv`), FBGEMM and compressed-tensors float-quantized and ModelOpt FP8
-(`X_scale`), gpt-oss MXFP4 (`X_blocks` with `X_scales`).
+Formats: block FP8 of DeepSeek-V3 (`X_scale_inv`); FP8 of FBGEMM, ModelOpt and compressed-tensors float-quantized
+(`X_scale`); MXFP4 of gpt-oss (`X_blocks` with `X_scales`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from pqweights.checkpoint.float_formats import Float8Tensor, Mxfp4Tensor
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.readers import Float8Tensor, LogicalTensor, Mxfp4Tensor, PlainTensor
+from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.storage import Storage
 from pqweights.codecs import CODECS
 from pqweights.codecs.protocol import Part
@@ -18,7 +20,7 @@ from pqweights.errors import SourceError
 
 GIVE_ORIGINAL = "it is already quantized with loss; give the original checkpoint"
 
-# What marks a tensor of a format that cannot be decoded here, where no configuration says so.
+# The names of tensors that mark a format that is not decoded here, even if no configuration says so.
 FOREIGN_MARKS = {
     "_weight_qdata": "torchao",
     "weight_scale_2": "NVFP4 (ModelOpt)",
@@ -35,74 +37,81 @@ FOREIGN_MARKS = {
 def logical_tensors(
     storage: Storage, stored: dict[str, StoredTensor], config: dict[str, Any] | None
 ) -> list[LogicalTensor]:
-    """The logical tensors of a source checkpoint.
+    """Return the logical tensors of a source checkpoint.
 
-    Raises SourceError for a quantization that cannot be decoded, and for scales that are missing or misshapen.
+    Raises SourceError for a quantization that cannot be decoded, and for scales that are missing or have a wrong shape.
     """
     settings = quantization_settings(config)
     if config is None:
         _refuse_part_of_master(stored)
     _refuse_foreign(settings, stored)
+    tensors: list[LogicalTensor] = [*_decoded(storage, stored, settings)]
+    taken = {part.name for tensor in tensors for part in tensor.parts}
+    tensors += [PlainTensor(storage, tensor) for name, tensor in stored.items() if name not in taken]
+    _check_names([tensor.name for tensor in tensors])
+    return tensors
+
+
+def _decoded(
+    storage: Storage, stored: dict[str, StoredTensor], settings: dict[str, Any]
+) -> Iterator[Float8Tensor | Mxfp4Tensor]:
+    """Yield the tensors that are stored in FP8 or MXFP4."""
     default_block = _weight_block(settings)
-    tensors: list[LogicalTensor] = []
-    taken: set[str] = set()
     for name, tensor in stored.items():
-        if name.endswith("_blocks") and _is_mxfp4(tensor, stored.get(name[: -len("_blocks")] + "_scales"), settings):
-            scales = stored[name[: -len("_blocks")] + "_scales"]
-            tensors.append(Mxfp4Tensor(storage, tensor, scales, name[: -len("_blocks")]))
-            taken |= {name, scales.name}
+        scales_name = name.removesuffix("_blocks") + "_scales"
+        if name.endswith("_blocks") and _is_mxfp4(tensor, stored.get(scales_name), settings):
+            weight = name.removesuffix("_blocks")
+            yield Mxfp4Tensor(storage=storage, blocks=tensor, scales=stored[scales_name], name=weight)
         elif tensor.dtype in FLOAT8_DTYPES:
-            found = stored.get(name + "_scale_inv") or stored.get(name + "_scale")
-            if found is None and settings:
+            scales = stored.get(name + "_scale_inv") or stored.get(name + "_scale")
+            if scales is None and settings:
                 raise SourceError(
                     f"{tensor.file}: tensor {name!r} is {tensor.dtype} without its scales; expected "
                     f"{name + '_scale_inv'!r} or {name + '_scale'!r} in some shard, found neither"
                 )
-            block = _scale_block(tensor, found, default_block) if found else ()
-            tensors.append(Float8Tensor(storage, tensor, found, block))
-            taken |= {name} | ({found.name} if found else set())
-    plain = [name for name in stored if name not in taken]
-    names = [*(tensor.name for tensor in tensors), *plain]
-    tensors += [PlainTensor(storage, stored[name]) for name in plain]
-    all_names = set(names)
+            block = _scale_block(tensor, scales, default_block) if scales else ()
+            yield Float8Tensor(storage=storage, stored=tensor, scales=scales, scale_block=block)
+
+
+def _check_names(names: list[str]) -> None:
+    """Raise SourceError for a name that two tensors have, or that a master needs for a part of a weight."""
+    distinct = set(names)
     suffixes = tuple(dict.fromkeys(suffix for codec in CODECS.values() for suffix in codec.suffixes))
     for name in names:
-        if name.endswith(suffixes) and (weight := _without(name, suffixes)) in all_names:
-            raise SourceError(f"tensor {name!r}: a master needs this name for a part of {weight!r}; rename the tensor")
-    if len(all_names) != len(names):
+        if name.endswith(suffixes):
+            weight = name.removesuffix(next(suffix for suffix in suffixes if name.endswith(suffix)))
+            if weight in distinct:
+                raise SourceError(
+                    f"tensor {name!r}: a master needs this name for a part of {weight!r}; rename the tensor"
+                )
+    if len(distinct) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise SourceError(f"tensor {twice!r} stands twice, once in a packed format and once plain")
-    return tensors
-
-
-def _without(name: str, suffixes: tuple[str, ...]) -> str:
-    """The name without the suffix that it ends with."""
-    return name.removesuffix(next(suffix for suffix in suffixes if name.endswith(suffix)))
+        raise SourceError(f"tensor {twice!r} is there twice, once in a packed format and once plain")
 
 
 def _refuse_part_of_master(stored: dict[str, StoredTensor]) -> None:
-    """Refuse a shard of a master by itself, without the config.json that says how to read it."""
+    """Raise SourceError for a shard of a master without the config.json that says how to read it."""
     for parts in {codec.coder(codec.rates[0]).parts for codec in CODECS.values()}:
         first = "weight" + parts[0].suffix
         for name, tensor in stored.items():
             if name.endswith(first) and _has_parts(stored, name.removesuffix(parts[0].suffix), parts):
                 raise SourceError(
-                    f"{tensor.file}: tensor {name!r} belongs to a pqweights master, whose config.json is not here; give the "
-                    "original checkpoint to quantize, or the whole folder of the master to export"
+                    f"{tensor.file}: tensor {name!r} belongs to a pqweights master, whose config.json is not here; "
+                    "give the original checkpoint to quantize, or the whole folder of the master to export"
                 )
 
 
 def _has_parts(stored: dict[str, StoredTensor], weight: str, parts: tuple[Part, ...]) -> bool:
-    """Whether all parts of an encoded weight are there, in their dtypes."""
+    """Whether all parts of an encoded weight are stored, in their dtypes."""
     found = (stored.get(weight + part.suffix) for part in parts)
     return all(tensor is not None and tensor.dtype == part.dtype for tensor, part in zip(found, parts, strict=True))
 
 
 def quantization_settings(config: dict[str, Any] | None) -> dict[str, Any]:
-    """The quantization_config of a model, or of the text part of a multi-modal one; {} where there is none."""
+    """Return the quantization_config of a model, or of the text part of a multi-modal model; {} if there is none."""
     if config is None:
         return {}
-    if "quantization" in config:  # MLX, which repeats it as a quantization_config without a method
+    if "quantization" in config:  # MLX, which repeats the key as a quantization_config without a method
         return {"quant_method": "mlx"}
     for place in (config, config.get("text_config")):
         if isinstance(place, dict):
@@ -114,6 +123,7 @@ def quantization_settings(config: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _refuse_foreign(settings: dict[str, Any], stored: dict[str, StoredTensor]) -> None:
+    """Raise SourceError if the configuration or a tensor shows a quantization that is not decoded here."""
     method = str(settings.get("quant_method", "")).lower()
     if settings:
         described = _unsupported_method(method, settings)
@@ -132,12 +142,13 @@ def _refuse_foreign(settings: dict[str, Any], stored: dict[str, StoredTensor]) -
                 raise SourceError(f"{tensor.file}: tensor {name!r} with {scales!r} marks MLX: {GIVE_ORIGINAL}")
         if tensor.dtype in ("I8", "I32") and name + "_scale" in stored:
             raise SourceError(
-                f"{tensor.file}: tensor {name!r} with {name + '_scale'!r} marks integer compressed-tensors: {GIVE_ORIGINAL}"
+                f"{tensor.file}: tensor {name!r} with {name + '_scale'!r} marks integer compressed-tensors: "
+                f"{GIVE_ORIGINAL}"
             )
 
 
 def _unsupported_method(method: str, settings: dict[str, Any]) -> str | None:
-    """The name of a quantization that is not decoded here, or None where it is FP8 or MXFP4."""
+    """Return the name of a quantization that is not decoded here; None for FP8 and MXFP4."""
     if method in ("fp8", "fbgemm_fp8", "mxfp4"):
         return None
     if method == "modelopt":
@@ -158,6 +169,7 @@ def _unsupported_method(method: str, settings: dict[str, Any]) -> str | None:
 
 
 def _weight_block(settings: dict[str, Any]) -> tuple[int, int]:
+    """Return how many rows and columns share a scale by the configuration, 128 by default."""
     block = settings.get("weight_block_size") or (128, 128)
     if isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
         return (block[0], block[1])
@@ -165,7 +177,7 @@ def _weight_block(settings: dict[str, Any]) -> tuple[int, int]:
 
 
 def _scale_block(tensor: StoredTensor, scales: StoredTensor, default: tuple[int, int]) -> tuple[int, ...]:
-    """How many elements of each dimension share a scale, from the two shapes and the configured block."""
+    """Return how many elements of each dimension share a scale, from the two shapes and the configured block."""
     if scales.dtype not in (*FLOAT_DTYPES, "F8_E8M0"):
         raise SourceError(f"{scales.file}: scales {scales.name!r}: expected a floating dtype, found {scales.dtype}")
     shape = tensor.shape
@@ -187,8 +199,8 @@ def _scale_block(tensor: StoredTensor, scales: StoredTensor, default: tuple[int,
                 block.append(step)
     if len(block) != len(shape):
         raise SourceError(
-            f"{scales.file}: scales {scales.name!r}: expected one per tensor, per row or per {default[0]} x {default[1]} "
-            f"block of {list(shape)}, found shape {list(scales.shape)}"
+            f"{scales.file}: scales {scales.name!r}: expected one per tensor, per row or per {default[0]} x "
+            f"{default[1]} block of {list(shape)}, found shape {list(scales.shape)}"
         )
     return tuple(block)
 
@@ -196,7 +208,7 @@ def _scale_block(tensor: StoredTensor, scales: StoredTensor, default: tuple[int,
 def _is_mxfp4(blocks: StoredTensor, scales: StoredTensor | None, settings: dict[str, Any]) -> bool:
     """Whether a tensor called X_blocks is MXFP4 with its scales.
 
-    Raises SourceError for what is meant to be and is not: in a model that says mxfp4, or with byte scales beside it.
+    Raises SourceError if it should be but is not: in a model whose configuration says mxfp4, or with scales in bytes.
     """
     if settings.get("quant_method") != "mxfp4" and (scales is None or not blocks.dtype == scales.dtype == "U8"):
         return False
@@ -213,6 +225,7 @@ def _is_mxfp4(blocks: StoredTensor, scales: StoredTensor | None, settings: dict[
         )
     if scales.dtype != "U8" or scales.shape != expected:
         raise SourceError(
-            f"{scales.file}: scales {scales.name!r}: expected U8 {list(expected)}, found {scales.dtype} {list(scales.shape)}"
+            f"{scales.file}: scales {scales.name!r}: expected U8 {list(expected)}, found {scales.dtype} "
+            f"{list(scales.shape)}"
         )
     return True

@@ -1,8 +1,8 @@
 """One scale for each input channel of a weight: activation-aware scaling (AWQ: Lin et al., arXiv:2306.00978).
 
-A weight [..., N, K] multiplies inputs of K channels and has scales [..., K]. The encoder multiplies by the stored float16
-scale, the decoder divides by it; both in float32. (Where channels are stored before outputs, [..., K, N], a block lies
-within one channel, and its norm takes up whatever factor the channel has: no scale could change what is coded.)
+A weight [..., N, K] multiplies inputs of K channels and has scales [..., K]. The encoder multiplies by the stored
+float16 scale, and the decoder divides by it, both in float32. (In a weight that is stored as [..., K, N], a block lies
+within one channel, and its norm absorbs any factor of the channel: no scale could change its codes.)
 """
 
 from __future__ import annotations
@@ -14,29 +14,38 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
 
-# Scales lie among the normal numbers of float16.
+# Scales are normal numbers of float16.
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-14, 2.0**15
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a weight's scales: [..., K]."""
+    """Return the shape of a weight's scales: [..., K]."""
     return (*shape[:-2], shape[-1])
 
 
-def multiply(values: Floats, start: int, shape: tuple[int, ...], scales: Floats) -> None:
-    """Scale elements [start, start + len(values)) of a row-major weight in place. scales: of all its matrices, in order."""
-    for part, of_part in _parts(values, start, shape, scales):
+def multiply(values: Floats, scales: Floats, *, start: int, shape: tuple[int, ...]) -> None:
+    """Multiply elements of a row-major weight by their scales, in place.
+
+    values: the elements from `start` on
+    scales: those of all its matrices, in order
+    start: the index of the first element
+    shape: that of the weight
+    """
+    for part, of_part in _parts(values, scales, start=start, shape=shape):
         part *= of_part
 
 
-def divide(values: Floats, start: int, shape: tuple[int, ...], scales: Floats) -> None:
-    """The inverse of multiply."""
-    for part, of_part in _parts(values, start, shape, scales):
+def divide(values: Floats, scales: Floats, *, start: int, shape: tuple[int, ...]) -> None:
+    """Divide elements of a row-major weight by their scales, in place: the inverse of `multiply`."""
+    for part, of_part in _parts(values, scales, start=start, shape=shape):
         part /= of_part
 
 
-def _parts(values: Floats, start: int, shape: tuple[int, ...], scales: Floats) -> Iterator[tuple[Floats, Floats]]:
-    """Views of the values with what broadcasts over each: a row begun, whole rows of a matrix, a row that ends early."""
+def _parts(values: Floats, scales: Floats, *, start: int, shape: tuple[int, ...]) -> Iterator[tuple[Floats, Floats]]:
+    """Yield views of the values with the scales that broadcast over each.
+
+    The views are the rest of a row, whole rows of one matrix, or the beginning of a row.
+    """
     rows, columns = shape[-2], shape[-1]
     by_matrix = scales.reshape(-1, columns)
     done = 0

@@ -1,6 +1,7 @@
-"""Opening a checkpoint from its headers: which files it has, which logical tensors, and every reason to refuse it.
+"""Opening a checkpoint from its headers: its files, its logical tensors, and every reason to refuse it.
 
-No weight is read here. As in transformers, a folder holds model.safetensors, or else what its index names.
+No weight is read here. As in transformers, the weights of a folder are in model.safetensors, or else in the files that
+its index names.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,31 +32,36 @@ from pqweights.checkpoint.storage import FileState, LocalStorage, Origin, Storag
 from pqweights.errors import SourceError
 from pqweights.strict_json import is_utf8, parse_json
 
-# Weights in formats other than safetensors: never copied along.
+# Files of weights in any format: a result has weights of its own, so they are never copied along.
 WEIGHT_SUFFIXES = (
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".tflite",
-    ".npz", ".npy", ".ot", ".mlmodel", ".pb", ".nemo", ".llamafile", ".pickle", ".joblib", ".distcp", ".hdf5", ".keras",
-    ".pdparams",
-)  # fmt: skip
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npz", ".npy", ".ot"),
+    *(".h5", ".hdf5", ".keras", ".pb", ".tflite", ".msgpack", ".onnx", ".onnx_data", ".mlmodel"),
+    *(".gguf", ".llamafile", ".nemo", ".distcp", ".pdparams"),
+)
+# A fingerprint covers this many bytes at each end of a tensor.
 SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Index:
-    """A file that names the weight files. weight_map: tensor -> the file that holds it."""
+    """The index of a checkpoint. weight_map: for each tensor, the file that holds it."""
 
     file: str
     weight_map: dict[str, str]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Checkpoint:
     """An opened checkpoint.
 
-    config: the parsed config.json, or None. stored: what lies in the weight files. tensors: what that means, in the order
-    of files and offsets.
-    weight_files: the files that hold them. companions: other files that belong to the model and are copied as they are.
-    left_out: files that are not, each with the reason. is_master: whether it is one of ours.
+    storage: where its files lie
+    config: the parsed config.json, or None
+    stored: the stored tensors
+    tensors: the logical tensors, in the order of files and offsets
+    weight_files: the files that hold the tensors
+    companions: other files of the model, which are copied as they are
+    left_out: files that are not copied, each with the reason
+    is_master: whether it is a master of pqweights
     """
 
     storage: Storage
@@ -66,18 +72,19 @@ class Checkpoint:
     companions: tuple[str, ...]
     left_out: dict[str, str]
     is_master: bool
-    _fingerprints: dict[str, str] = field(default_factory=dict, repr=False)
+    _fingerprints: dict[str, str] = field(default_factory=dict)  # by file
 
     @property
     def weight_file_bytes(self) -> int:
-        """Size of the weight files, headers included."""
+        """The size of the weight files in bytes, headers included."""
         files = self.storage.files()
         return sum(files[name].byte_count for name in self.weight_files)
 
     def fingerprint(self) -> str:
-        """sha256 over the fingerprints of all weight files.
+        """Return a sha256 over the fingerprints of all weight files.
 
-        It tells one model from another, fine-tunes included, without reading it; it is no proof that all bytes agree.
+        It tells one model from another, fine-tunes included, without reading all of it. It does not prove that all
+        bytes are equal.
         """
         digest = hashlib.sha256()
         for file in self.weight_files:
@@ -85,9 +92,9 @@ class Checkpoint:
         return digest.hexdigest()
 
     def file_fingerprint(self, file: str) -> str:
-        """sha256 over a weight file's size and its tensors' names, dtypes, shapes and first and last 4096 bytes.
+        """Return a sha256 over a weight file's size and its tensors: names, dtypes, shapes, first and last 4096 bytes.
 
-        Computed once: the file need not be there any longer when it is asked for again.
+        It is computed once, so that the file may be deleted afterwards.
         """
         if file not in self._fingerprints:
             digest = hashlib.sha256(f"{self.storage.files()[file].byte_count}\n".encode())
@@ -103,21 +110,24 @@ class Checkpoint:
 
     @functools.cached_property
     def _by_file(self) -> dict[str, list[StoredTensor]]:
-        """What lies in each weight file, by name."""
+        """The stored tensors of each weight file, sorted by name."""
         found: dict[str, list[StoredTensor]] = {file: [] for file in self.weight_files}
         for stored in sorted(self.stored, key=operator.attrgetter("name")):
             found[stored.file].append(stored)
         return found
 
     def restore_fingerprints(self, known: dict[str, str]) -> None:
-        """Take over what an interrupted run computed, by file."""
+        """Take over the fingerprints of files that an interrupted run computed."""
         self._fingerprints.update(known)
 
 
 def open_local(path: Path, allow_pickle: bool = False, origin: Origin | None = None) -> Checkpoint:
-    """The checkpoint in a folder, or in a single safetensors file. origin: where the folder was fetched from.
+    """Open the checkpoint in a folder, or in a single safetensors file.
 
-    Raises SourceError (also for a path that does not exist); pickled weights only with allow_pickle.
+    allow_pickle: also open pickled weights
+    origin: where the folder was fetched from
+
+    Raises SourceError, also for a path that does not exist.
     """
     if path.is_dir():
         return open_checkpoint(LocalStorage(path, origin=origin), allow_pickle)
@@ -129,22 +139,28 @@ def open_local(path: Path, allow_pickle: bool = False, origin: Origin | None = N
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """The parsed config.json of a folder, or None.
+    """Return the parsed config.json of a folder, or None if there is none.
 
-    Raises SourceError for one that is no JSON object.
+    Raises SourceError if it does not hold a JSON object.
     """
     storage = LocalStorage(folder, only=[CONFIG_FILE] if (folder / CONFIG_FILE).is_file() else [])
     return _read_json_object(storage, CONFIG_FILE) if storage.files() else None
 
 
 def open_checkpoint(storage: Storage, allow_pickle: bool = False, single_file: bool = False) -> Checkpoint:
-    """Read headers and configuration, check them against each other, and decide what the logical tensors are."""
+    """Read headers and configuration, check them against each other, and find the logical tensors.
+
+    allow_pickle: also open pickled weights
+    single_file: the storage holds one weight file and nothing else
+
+    Raises SourceError for a checkpoint that cannot be read, MasterError for a damaged master.
+    """
     files = storage.files()
     for name in files:
         if not is_utf8(name):
-            raise SourceError(f"{name!a}: the name of this file is no UTF-8 text; rename or remove it")
+            raise SourceError(f"{name!a}: the name of this file is not UTF-8 text; rename or remove it")
     config = _read_json_object(storage, CONFIG_FILE) if CONFIG_FILE in files else None
-    weight_files, index = _weight_files(storage, files, allow_pickle, single_file)
+    weight_files, index = _weight_files(storage, allow_pickle=allow_pickle, single_file=single_file)
     stored = stored_tensors(storage, weight_files)
     if index is not None:
         _check_index(index, stored)
@@ -153,39 +169,44 @@ def open_checkpoint(storage: Storage, allow_pickle: bool = False, single_file: b
         tensors = master.logical_tensors(storage, stored, config)
     else:
         tensors = quantized.logical_tensors(storage, stored, config)
+    companions, left_out = _companions(files, weight_files)
+    return Checkpoint(
+        storage=storage,
+        config=config,
+        stored=tuple(stored.values()),
+        tensors=_in_file_order(tensors, weight_files),
+        weight_files=weight_files,
+        companions=companions,
+        left_out=left_out,
+        is_master=master.is_master(config),
+    )
+
+
+def _in_file_order(tensors: list[LogicalTensor], weight_files: tuple[str, ...]) -> tuple[LogicalTensor, ...]:
+    """Sort tensors by the file and offset of their first part."""
     order = {name: place for place, name in enumerate(weight_files)}
 
     def place(tensor: LogicalTensor) -> tuple[int, int, str]:
         first = tensor.parts[0]
         return order[first.file], first.offset, tensor.name
 
-    tensors.sort(key=place)
-    companions, left_out = _companions(files, weight_files)
-    return Checkpoint(
-        storage,
-        config,
-        tuple(stored.values()),
-        tuple(tensors),
-        weight_files,
-        companions,
-        left_out,
-        master.is_master(config),
-    )
+    return tuple(sorted(tensors, key=place))
 
 
 def needed_files(storage: Storage) -> tuple[str, ...]:
-    """What is to be fetched of a folder elsewhere: the weights that would be read, and what belongs to the model.
+    """Return what must be fetched of a checkpoint that lies elsewhere: configuration, companions and weights.
 
-    Raises SourceError where there are none that can be read.
+    Raises SourceError if there are no weights that can be read.
     """
     files = storage.files()
-    weight_files, index = _weight_files(storage, files, allow_pickle=False, single_file=False)
+    weight_files, index = _weight_files(storage, allow_pickle=False, single_file=False)
     others = (CONFIG_FILE, MANIFEST_FILE, *([index.file] if index is not None else []))
     companions, _ = _companions(files, weight_files)
     return (*(name for name in others if name in files), *companions, *weight_files)
 
 
 def _read_json_object(storage: Storage, name: str) -> dict[str, Any]:
+    """Read a file that holds a JSON object; raises SourceError if it does not."""
     try:
         value = parse_json(read_file(storage, name))
     except ValueError as error:
@@ -195,10 +216,9 @@ def _read_json_object(storage: Storage, name: str) -> dict[str, Any]:
     return value
 
 
-def _weight_files(
-    storage: Storage, files: dict[str, Any], allow_pickle: bool, single_file: bool
-) -> tuple[tuple[str, ...], Index | None]:
-    """The files that hold the weights, and the index that names them, if one does."""
+def _weight_files(storage: Storage, *, allow_pickle: bool, single_file: bool) -> tuple[tuple[str, ...], Index | None]:
+    """Return the files that hold the weights, and the index that names them, if one does."""
+    files = storage.files()
     if single_file:
         (only,) = files
         if pickled.is_pickle(only) and not allow_pickle:
@@ -207,7 +227,7 @@ def _weight_files(
     if SINGLE_FILE in files:
         return (SINGLE_FILE,), None
     if INDEX_FILE in files:
-        return _indexed_files(storage, files, INDEX_FILE, (".safetensors",))
+        return _indexed_files(storage, INDEX_FILE, (".safetensors",))
     here = [name for name in files if "/" not in name]
     safetensors = [name for name in here if name.endswith(".safetensors")]
     if len(safetensors) == 1:
@@ -220,16 +240,21 @@ def _weight_files(
     gguf = [name for name in here if name.endswith(".gguf")]
     if gguf:
         raise SourceError(f"{gguf[0]}: GGUF, which is already quantized; give the original safetensors checkpoint")
-    pickles = [name for name in here if pickled.is_pickle(name)]
+    return _pickled_files(storage, [name for name in here if pickled.is_pickle(name)], allow_pickle)
+
+
+def _pickled_files(storage: Storage, pickles: list[str], allow_pickle: bool) -> tuple[tuple[str, ...], Index | None]:
+    """Return the weight files of a folder without safetensors, and their index, if there is one."""
     if pickles and not allow_pickle:
         raise _pickle_refused(pickles[0])
-    if pickled.PICKLE_INDEX_FILE in files:
-        return _indexed_files(storage, files, pickled.PICKLE_INDEX_FILE, pickled.SUFFIXES)
+    if pickled.PICKLE_INDEX_FILE in storage.files():
+        return _indexed_files(storage, pickled.PICKLE_INDEX_FILE, pickled.SUFFIXES)
     if pickled.PICKLE_FILE in pickles:
         return (pickled.PICKLE_FILE,), None
     if len(pickles) > 1:
         raise SourceError(
-            f"expected {pickled.PICKLE_INDEX_FILE} or {pickled.PICKLE_FILE}, found {', '.join(pickles[:4])}: give one file"
+            f"expected {pickled.PICKLE_INDEX_FILE} or {pickled.PICKLE_FILE}, found {', '.join(pickles[:4])}: give one "
+            "file"
         )
     if pickles:
         return (pickles[0],), None
@@ -238,18 +263,17 @@ def _weight_files(
 
 def _pickle_refused(file: str) -> SourceError:
     return SourceError(
-        f"{file}: pickled weights can run code when they are loaded; convert them to safetensors, or pass --allow-pickle to "
-        "read them through torch's weights_only loader"
+        f"{file}: pickled weights can run code when they are loaded; convert them to safetensors, or pass "
+        "--allow-pickle to read them through torch's weights_only loader"
     )
 
 
-def _indexed_files(
-    storage: Storage, files: dict[str, Any], index: str, suffixes: tuple[str, ...]
-) -> tuple[tuple[str, ...], Index]:
+def _indexed_files(storage: Storage, index: str, suffixes: tuple[str, ...]) -> tuple[tuple[str, ...], Index]:
+    """Read an index, and return the weight files that it names; they must exist and have one of the suffixes."""
     weight_map = _read_json_object(storage, index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(f"{index}: expected a weight_map of tensor names to files, found none")
-    first_tensors: dict[str, str] = {}  # by file: each file is checked once, and a complaint names its first tensor
+    first_tensors: dict[str, str] = {}  # by file: each file is checked once, and the message names its first tensor
     for tensor, name in weight_map.items():
         if isinstance(name, str) and name in first_tensors:
             continue
@@ -259,7 +283,7 @@ def _indexed_files(
             )
         first_tensors[name] = tensor
     for name, tensor in first_tensors.items():
-        if name not in files:
+        if name not in storage.files():
             raise SourceError(f"{name}: missing; {index} places {tensor!r} in it: fetch it")
         if not name.endswith(suffixes):
             raise SourceError(f"{index}: tensor {tensor!r} is placed in {name!r}; expected a {suffixes[0]} file")
@@ -267,28 +291,34 @@ def _indexed_files(
 
 
 def stored_tensors(storage: Storage, weight_files: tuple[str, ...]) -> dict[str, StoredTensor]:
-    """What lies in the weight files, by name.
+    """Return the tensors that the weight files hold, by name.
 
-    Raises SourceError for a file that is damaged, and where a name stands twice.
+    Raises SourceError for a damaged file, and for a name that is there twice.
     """
     stored: dict[str, StoredTensor] = {}
     storage.expect(weight_files)
     for file in weight_files:
-        if pickled.is_pickle(file):
-            tensors = pickled.stored_tensors(storage, file)
-        else:
-            size = storage.files()[file].byte_count
-            tensors, _ = parse_header(file, size, lambda at, count, f=file: read_bytes(storage, f, at, count))  # type: ignore[misc]
+        tensors = pickled.stored_tensors(storage, file) if pickled.is_pickle(file) else read_header(storage, file)[0]
         for tensor in tensors:
             first = stored.setdefault(tensor.name, tensor)
             if first is not tensor:
-                raise SourceError(f"tensor {tensor.name!r} stands twice, in {first.file} and {file}")
+                raise SourceError(f"tensor {tensor.name!r} is there twice, in {first.file} and {file}")
     if not stored:
         raise SourceError(f"{weight_files[0]}: expected tensors, found none")
     return stored
 
 
+def read_header(storage: Storage, file: str) -> tuple[list[StoredTensor], dict[str, str]]:
+    """Return the tensors of a safetensors file in the order of their data, and its metadata.
+
+    Raises SourceError for a damaged file.
+    """
+    size = storage.files()[file].byte_count
+    return parse_header(file, size, lambda offset, count: read_bytes(storage, file, offset, count))
+
+
 def _check_index(index: Index, stored: dict[str, StoredTensor]) -> None:
+    """Raise SourceError if a tensor is not in the file where the index places it."""
     for name, file in index.weight_map.items():
         found = stored.get(name)
         if found is None:
@@ -300,11 +330,14 @@ def _check_index(index: Index, stored: dict[str, StoredTensor]) -> None:
 
 
 def is_weight_file(name: str) -> bool:
-    """Whether a file holds weights, or says where they are, by its name."""
+    """Whether a file holds weights, or is an index of them, judged by its name."""
     return name.lower().endswith((*WEIGHT_SUFFIXES, ".index.json"))
 
 
-def _companions(files: dict[str, Any], weight_files: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:
+def _companions(
+    files: Mapping[str, FileState], weight_files: tuple[str, ...]
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the files that are copied along with the weights, and those that are not, each with the reason."""
     companions: list[str] = []
     left_out: dict[str, str] = {}
     for name in files:
@@ -324,45 +357,8 @@ def _companions(files: dict[str, Any], weight_files: tuple[str, ...]) -> tuple[t
     return tuple(companions), left_out
 
 
-@dataclass(frozen=True)
-class FileUse:
-    """When tensors are read in their order: the places of the first and the last one that need a file.
-
-    together: how many files are needed at that first place, or before and after it.
-    """
-
-    first: int
-    last: int
-    together: int
-
-
-def file_uses(tensors: Sequence[LogicalTensor]) -> dict[str, FileUse]:
-    """By file, in the order in which they are needed."""
-    spans: dict[str, tuple[int, int]] = {}
-    for place, tensor in enumerate(tensors):
-        for part in tensor.parts:
-            spans[part.file] = (spans.get(part.file, (place, place))[0], place)
-    return {
-        file: FileUse(first, last, sum(begin <= first <= end for begin, end in spans.values()))
-        for file, (first, last) in spans.items()
-    }
-
-
-def most_fetched(uses: dict[str, FileUse], files: dict[str, FileState], at_once: int) -> int:
-    """The most bytes of files that are held together, if each goes after its last use and the next ones come ahead.
-
-    at_once: how many are held, where no more are needed together.
-    """
-    most, order = 0, list(uses)
-    for number, file in enumerate(order):
-        held = [f for f in order[: number + 1] if uses[f].last >= uses[file].first]
-        held += order[number + 1 : number + 1 + max(0, at_once - len(held))]
-        most = max(most, sum(files[f].byte_count for f in held))
-    return most
-
-
 def find_non_finite(tensor: LogicalTensor, start: int, count: int) -> int:
-    """The index of the first NaN or infinity among elements [start, start + count), or -1."""
+    """Return the index of the first NaN or infinity among elements [start, start + count), or -1."""
     raw = np.empty(count * 4, dtype=np.uint8)
     tensor.read(start, count, "F32", raw)
     bad = np.flatnonzero(~np.isfinite(raw.view(np.float32)))

@@ -1,6 +1,6 @@
-"""Where a checkpoint's files lie: names, sizes and positioned reads. The seam at which a Hub repository joins.
+"""Where the files of a checkpoint lie: names, sizes and positioned reads, of a local folder or a repository on the Hub.
 
-Reads are positioned reads into the caller's buffer, never memory maps: mapped pages would count as resident memory.
+Files are read into the caller's buffer and never mapped, because mapped pages would count as resident memory.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pqweights.errors import SourceError
 
 @dataclass(frozen=True)
 class FileState:
-    """Size of a file, and a stamp that tells that it changed: its modification time, or what its content hashes to."""
+    """The size of a file, and a stamp that changes with it: its modification time, or a hash of its content."""
 
     byte_count: int
     stamp: int
 
 
 class Origin(NamedTuple):
-    """Where files come from that are not on this machine: a repository of the Hub, and the commit."""
+    """The repository on the Hub that files come from, and its commit."""
 
     id: str
     revision: str
@@ -46,47 +46,48 @@ class Storage(Protocol):
 
     @property
     def frees(self) -> int:
-        """How many files are held at once, as `release` deletes them; 0 where they stay."""
+        """How many fetched files are held at once, because `release` deletes them; 0 if they stay."""
         ...
 
     def files(self) -> dict[str, FileState]:
-        """Relative POSIX path -> state, for every regular file, in sorted order."""
+        """Return the state of every regular file by its relative POSIX path, in sorted order."""
         ...
 
     def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
-        """Fill the buffer from `offset`.
+        """Fill the buffer with bytes of a file from `offset` on.
 
-        Raises SourceError where the file ends early, HubError where it cannot be fetched.
+        Raises SourceError if the file ends early, HubError if it cannot be fetched.
         """
         ...
 
     def expect(self, files: Sequence[str]) -> None:
-        """The headers of these files will be read next."""
+        """Prepare to read the headers of these files, which is what the caller does next."""
         ...
 
     def fetching(self, folder: Path, files: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
-        """Meanwhile these files are read, in this order: they are fetched ahead, into `folder` if not elsewhere.
+        """Fetch files ahead while the context is open and the caller reads them in the given order.
 
-        files: how many of them are needed together when the file is first read.
+        folder: where fetched files lie, unless they lie elsewhere already
+        files: for each file, how many files are needed together when it is first read
         """
         ...
 
     def release(self, file: str) -> None:
-        """A file is no longer needed."""
+        """Note that a file is no longer needed."""
         ...
 
 
 def read_bytes(storage: Storage, file: str, offset: int, count: int) -> bytes:
-    """`count` bytes from `offset`."""
+    """Read `count` bytes of a file from `offset` on."""
     buffer = np.empty(count, dtype=np.uint8)
     storage.read_into(file, offset, buffer)
     return buffer.tobytes()
 
 
 def read_file(storage: Storage, file: str, limit: int = 256_000_000) -> bytes:
-    """A whole small file.
+    """Read a whole small file.
 
-    Raises SourceError above `limit` bytes: no configuration or index is that large.
+    Raises SourceError for a file of more than `limit` bytes: no configuration or index is that large.
     """
     size = storage.files()[file].byte_count
     if size > limit:
@@ -95,12 +96,14 @@ def read_file(storage: Storage, file: str, limit: int = 256_000_000) -> bytes:
 
 
 class LocalStorage:
-    """A folder, or some files of it, on this machine. Hidden files and folders are not listed.
-
-    origin: where the folder was fetched from.
-    """
+    """A folder on this machine, without its hidden files and folders."""
 
     def __init__(self, root: Path, only: Sequence[str] | None = None, origin: Origin | None = None) -> None:
+        """List the files of a folder.
+
+        only: the names of the files to list; by default all
+        origin: where the folder was fetched from
+        """
         self.root = root
         self._origin = origin
         self.bytes_read = 0
@@ -112,7 +115,7 @@ class LocalStorage:
             self._files[name] = FileState(status.st_size, status.st_mtime_ns)
 
     def _walk(self) -> list[str]:
-        """Names of all files; links are followed, but never into a folder that was already seen."""
+        """Return the names of all files, following links, but never into a folder that was already visited."""
         found: list[str] = []
         seen = set()
         for folder, subfolders, names in os.walk(self.root, followlinks=True):
@@ -135,39 +138,39 @@ class LocalStorage:
 
     @property
     def origin(self) -> Origin | None:
-        """See Storage."""
+        """The repository that the folder was fetched from, if it was."""
         return self._origin
 
     @property
     def frees(self) -> int:
-        """See Storage; the files are the user's."""
+        """0: the files stay."""
         return 0
 
     def files(self) -> dict[str, FileState]:
-        """See Storage.files."""
+        """Return the files that were listed."""
         return self._files
 
     def expect(self, files: Sequence[str]) -> None:
-        """See Storage; they are there."""
+        """Do nothing: the files are there."""
 
     def fetching(self, folder: Path, files: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
-        """See Storage; they are there."""
+        """Do nothing: the files are there."""
         return contextlib.nullcontext()
 
     def release(self, file: str) -> None:
-        """See Storage; they stay."""
+        """Do nothing: the files stay."""
 
     def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
-        """See Storage.read_into."""
+        """Fill the buffer with bytes of a file from `offset` on."""
         read_at(self.root / file, file, offset, buffer)
         with self._lock:
             self.bytes_read += buffer.nbytes
 
 
 def read_at(path: Path, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
-    """Fill the buffer from `offset` of a file on this machine.
+    """Fill the buffer with bytes of a file on this machine from `offset` on.
 
-    Raises SourceError, which calls it `file`, where it ends early.
+    Raises SourceError if the file ends early; the message calls it `file`.
     """
     # Opened for each read: a checkpoint may have more files than a process may hold open.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,6 +1,7 @@
-"""Tensors put together from the rows of others: a stack of experts, a part of a fused weight, a transposed matrix.
+"""Tensors that are put together from rows of others: a stack of experts, a part of a fused weight, a transposed matrix.
 
-What a runtime holds in another shape than the checkpoint is read from it in place, any range at a time.
+So a tensor that a runtime holds in another shape than the checkpoint can be read from the checkpoint in place, in
+ranges.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -20,22 +21,22 @@ from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.dtypes import item_bytes
 
-# Matrices of at most so many bytes are kept while parts of them are transposed.
+# Matrices of at most this many bytes are kept while parts of them are transposed.
 KEPT_BYTES = 1 << 26
 KEPT_MATRICES = 2
-# Elements that are read at once from rows of which not all columns count.
+# How many elements are read at once from rows of which only some columns are used.
 READ_ELEMENTS = 1 << 20
 
 
 class MatrixCache:
-    """The matrices that were transposed last, for all threads: many chunks in a row need the same."""
+    """The matrices that were transposed last, shared by all threads, because many chunks in a row need the same one."""
 
     def __init__(self) -> None:
         self._matrices: deque[tuple[Hashable, npt.NDArray[np.uint8]]] = deque(maxlen=KEPT_MATRICES)
         self._making = threading.Lock()
 
     def matrix(self, key: Hashable, make: Callable[[], npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
-        """The matrix of a key, made by one thread at a time."""
+        """Return the matrix of a key, made by one thread at a time if it is not kept."""
         with self._making:
             for known, matrix in self._matrices:
                 if known == key:
@@ -45,12 +46,11 @@ class MatrixCache:
             return made
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Rows first, first + step, ... of a tensor, `count` of them; a row runs along the last dimension."""
+    """The rows first, first + step, ... of a tensor, `count` of them; a row runs along the last dimension."""
 
     tensor: LogicalTensor
-    _: KW_ONLY
     first: int
     step: int
     count: int
@@ -60,9 +60,12 @@ class Segment:
 class MovedTensor:
     """A tensor that only moves values of others.
 
-    Without `transposed`: its rows are those of the segments, of each the `columns`. With it, it is [..., len(columns), R],
-    each of its matrices the transpose of R rows of the segments. dtype: in which it is kept. cache: shared by the
-    tensors of an export.
+    name, shape: those of the tensor
+    dtype: the dtype in which it is stored plainly
+    segments: the rows that it holds
+    columns: which columns of those rows
+    transposed: whether it is [..., len(columns), R], and each of its matrices is the transpose of R rows
+    cache: the cache of matrices that all tensors of an export share
     """
 
     name: str
@@ -75,7 +78,7 @@ class MovedTensor:
 
     @property
     def plain_dtype(self) -> str:
-        """See LogicalTensor."""
+        """The dtype in which it is stored plainly."""
         return self.dtype
 
     @cached_property
@@ -85,7 +88,7 @@ class MovedTensor:
 
     @cached_property
     def parts(self) -> tuple[StoredTensor, ...]:
-        """See LogicalTensor."""
+        """The stored tensors of all its sources."""
         return tuple(part for tensor in self.sources for part in tensor.parts)
 
     @cached_property
@@ -93,7 +96,7 @@ class MovedTensor:
         return list(itertools.accumulate(segment.count for segment in self.segments))
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
-        """See LogicalTensor."""
+        """Read the rows that hold the elements, straight into `out` if they lie together."""
         if count == 0:
             return
         size, width = item_bytes(dtype), self.shape[-1] if self.shape else 1
@@ -110,7 +113,7 @@ class MovedTensor:
         out[: count * size] = rows.reshape(-1)[skip * size : (skip + count) * size]
 
     def _read_whole(self, row: int, rows: int, dtype: str, out: npt.NDArray[np.uint8]) -> bool:
-        """Read straight into `out`, where the rows lie together in one tensor."""
+        """Read whole rows straight into `out` if they lie together in one tensor; return whether they do."""
         runs = list(self._runs(row, rows))
         if len(runs) != 1 or runs[0].step != 1 or not self._all_columns(runs[0]):
             return False
@@ -123,44 +126,33 @@ class MovedTensor:
         return self.columns == range(shape[-1] if shape else 1)
 
     def _runs(self, row: int, rows: int) -> Iterator[Segment]:
-        """Which rows of which tensors the rows [row, row + rows) are."""
+        """Yield the rows of the sources that are the rows [row, row + rows)."""
         place = bisect.bisect_right(self._ends, row)
         while rows:
             segment = self.segments[place]
             skip = row - (self._ends[place] - segment.count)
             count = min(rows, segment.count - skip)
-            yield Segment(segment.tensor, first=segment.first + skip * segment.step, step=segment.step, count=count)
+            first = segment.first + skip * segment.step
+            yield Segment(tensor=segment.tensor, first=first, step=segment.step, count=count)
             row, rows, place = row + count, rows - count, place + 1
 
-    def _rows(
-        self, row: int, rows: int, dtype: str, columns: range | None = None
-    ) -> npt.NDArray[np.uint8]:  # [rows, bytes]
-        """Rows of the segments, of each the columns."""
+    def _rows(self, row: int, rows: int, dtype: str, *, columns: range | None = None) -> npt.NDArray[np.uint8]:
+        """Read the columns of rows of the segments: [rows, bytes]."""
         columns = self.columns if columns is None else columns
-        size = item_bytes(dtype)
-        result = np.empty((rows, len(columns), size), dtype=np.uint8)
+        result = np.empty((rows, len(columns), item_bytes(dtype)), dtype=np.uint8)
         done = 0
         for run in self._runs(row, rows):
-            width = run.tensor.shape[-1]
+            into = result[done : done + run.count]
             low, high = min(columns[0], columns[-1]), max(columns[0], columns[-1]) + 1
-            if run.step == 1 and 2 * (high - low) > width:  # most of each row: at once
-                at_once = max(1, READ_ELEMENTS // width)
-                for first in range(0, run.count, at_once):
-                    count = min(at_once, run.count - first)
-                    block = np.empty(count * width * size, dtype=np.uint8)
-                    run.tensor.read((run.first + first) * width, count * width, dtype, block)
-                    picked = block.reshape(count, width, size)[:, columns.start :: columns.step][:, : len(columns)]
-                    result[done + first : done + first + count] = picked
+            if run.step == 1 and 2 * (high - low) > run.tensor.shape[-1]:
+                _read_together(run, columns, dtype=dtype, into=into)
             else:
-                strip = np.empty((high - low) * size, dtype=np.uint8)
-                for i in range(run.count):
-                    run.tensor.read((run.first + i * run.step) * width + low, high - low, dtype, strip)
-                    result[done + i] = strip.reshape(-1, size)[:: columns.step]
+                _read_one_by_one(run, columns, dtype=dtype, into=into)
             done += run.count
         return result.reshape(rows, -1)
 
-    def _transposed_rows(self, row: int, rows: int, dtype: str) -> npt.NDArray[np.uint8]:  # [rows, bytes]
-        """Rows of the transposed matrices, counted through."""
+    def _transposed_rows(self, row: int, rows: int, dtype: str) -> npt.NDArray[np.uint8]:
+        """Read rows of the transposed matrices, which are numbered consecutively: [rows, bytes]."""
         size, width, height = item_bytes(dtype), self.shape[-1], len(self.columns)
         result = np.empty((rows, width, size), dtype=np.uint8)
         done = 0
@@ -170,15 +162,36 @@ class MovedTensor:
             if width * height * size <= KEPT_BYTES:
                 strip = self._matrix(matrix, dtype).reshape(width, height, size)[:, first : first + count]
             else:
-                strip = self._rows(matrix * width, width, dtype, self.columns[first : first + count]).reshape(
-                    width, count, size
-                )
+                columns = self.columns[first : first + count]
+                strip = self._rows(matrix * width, width, dtype, columns=columns).reshape(width, count, size)
             result[done : done + count] = strip.transpose(1, 0, 2)
             done += count
         return result.reshape(rows, -1)
 
     def _matrix(self, matrix: int, dtype: str) -> npt.NDArray[np.uint8]:
-        """One matrix before it is transposed; kept, as many chunks in a row need the same."""
+        """Return one matrix before it is transposed, from the cache if it is there."""
         width = self.shape[-1]
-        # The tensor itself is part of the key, not its id, which another may have after it.
+        # The tensor itself is part of the key, not its id, which a later tensor may have.
         return self.cache.matrix((self, matrix, dtype), lambda: self._rows(matrix * width, width, dtype))
+
+
+def _read_together(run: Segment, columns: range, *, dtype: str, into: npt.NDArray[np.uint8]) -> None:
+    """Read consecutive rows whole, many at a time, and keep their columns: into [rows, columns, bytes]."""
+    width, size = run.tensor.shape[-1], item_bytes(dtype)
+    at_once = max(1, READ_ELEMENTS // width)
+    for first in range(0, run.count, at_once):
+        count = min(at_once, run.count - first)
+        block = np.empty(count * width * size, dtype=np.uint8)
+        run.tensor.read((run.first + first) * width, count * width, dtype, block)
+        picked = block.reshape(count, width, size)[:, columns.start :: columns.step][:, : len(columns)]
+        into[first : first + count] = picked
+
+
+def _read_one_by_one(run: Segment, columns: range, *, dtype: str, into: npt.NDArray[np.uint8]) -> None:
+    """Read the part of each row that holds the columns: into [rows, columns, bytes]."""
+    width, size = run.tensor.shape[-1], item_bytes(dtype)
+    low, high = min(columns[0], columns[-1]), max(columns[0], columns[-1]) + 1
+    strip = np.empty((high - low) * size, dtype=np.uint8)
+    for number in range(run.count):
+        run.tensor.read((run.first + number * run.step) * width + low, high - low, dtype, strip)
+        into[number] = strip.reshape(-1, size)[:: columns.step]

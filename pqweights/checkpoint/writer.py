@@ -1,7 +1,7 @@
-"""Writing: shards as preallocated files that are filled by positioned writes, small files whole; both renamed when done.
+"""Writing files: shards are preallocated and filled by positioned writes, small files are written whole.
 
-The safetensors library writes only tensors that are all in memory, so a shard is written here and read back by the
-library in the tests. No file stands under its final name before it is complete and on the disk.
+The safetensors library can only write tensors that are all in memory, so shards are written here, and the tests read
+them back with the library. No file has its final name before it is complete and on the disk.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COPY_BYTES = 1 << 20
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn a full disk, a missing permission and a read-only file system into one line each."""
+    """Turn a full disk, a missing permission and a read-only file system into an OutputError."""
     try:
         yield
     except OSError as error:
@@ -39,17 +39,17 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def partial_path(path: Path) -> Path:
-    """Where a file lies until it is complete."""
+    """Return where a file lies until it is complete."""
     return path.with_name(path.name + PARTIAL_SUFFIX)
 
 
 class ShardWriter:
-    """One output file while it is being filled. Writes may come in any order and from any thread."""
+    """One output file while it is being filled, in any order and from any thread."""
 
     def __init__(self, path: Path, header: bytes, file_bytes: int) -> None:
-        """Open the partial file of `path`, creating it with its header and full size where it is not there yet."""
+        """Open the partial file of `path`, which is created with its header and full size if it does not exist."""
         self.path, self.partial = path, partial_path(path)
-        # The kernel lets one thread at a time write to a file, and those that wait for their turn there keep a core busy.
+        # The kernel lets one thread at a time write to a file, and threads that wait in the kernel keep a core busy.
         self._turn = threading.Lock()
         self.unflushed_bytes = 0
         with disk_errors(path):
@@ -60,7 +60,7 @@ class ShardWriter:
             self.write(0, np.frombuffer(header, dtype=np.uint8))
 
     def write(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
-        """Write all of data at `offset`."""
+        """Write all of `data` at `offset`."""
         view = data.data.cast("B")
         with self._turn, disk_errors(self.path):
             while view:
@@ -69,16 +69,15 @@ class ShardWriter:
             self.unflushed_bytes += data.nbytes
 
     def flush(self) -> None:
-        """Bring to the disk what has been written so far, while other threads write on."""
+        """Flush to the disk what has been written so far, while other threads may write."""
         with self._turn:
             self.unflushed_bytes = 0
         self._sync(_sync_data)
 
     def _sync(self, sync: Callable[[int], None]) -> None:
-        """Raises OutputError where the disk fails.
+        """Call `sync`; if the disk fails, remove the file and raise OutputError.
 
-        The kernel forgets which bytes it could not bring there, so the file cannot be trusted when the run is continued:
-        it goes.
+        The kernel forgets which bytes it could not write, so a run that is continued could not trust the file.
         """
         try:
             sync(self._descriptor)
@@ -88,12 +87,12 @@ class ShardWriter:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise
             raise OutputError(
-                f"{self.path.name}: cannot be brought to the disk ({error.strerror}), and was removed; check the disk and run "
-                "the same command again"
+                f"{self.path.name}: cannot be flushed to the disk ({error.strerror}), and was removed; check the disk "
+                "and run the same command again"
             ) from None
 
     def sha256(self, offset: int, count: int) -> str:
-        """Of bytes that were written earlier."""
+        """Return the sha256 of bytes that were written earlier; "" if the file ends before them."""
         digest = hashlib.sha256()
         while count:
             data = os.pread(self._descriptor, min(count, COPY_BYTES), offset)
@@ -104,7 +103,7 @@ class ShardWriter:
         return digest.hexdigest()
 
     def finish(self) -> None:
-        """Flush to the disk and give the file its own name."""
+        """Flush the file to the disk, and give it its final name."""
         self._sync(os.fsync)
         with disk_errors(self.path):
             self.close()
@@ -112,14 +111,14 @@ class ShardWriter:
             sync_folder(self.path.parent)
 
     def close(self) -> None:
-        """Leave the partial file as it is."""
+        """Close the file; a partial file stays as it is."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def _allocate(descriptor: int, size: int) -> None:
-    """Reserve the blocks, so that a full disk shows now; where the file system cannot, only set the size."""
+    """Reserve the blocks of a file, so that a full disk shows now; if the file system cannot, only set the size."""
     os.ftruncate(descriptor, size)
     if size and hasattr(os, "posix_fallocate"):  # macOS has none
         try:
@@ -143,7 +142,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_whole(work: Path, final: Path, pieces: Iterable[bytes]) -> str:
-    """Write a file piece by piece under a temporary name in `work`, then rename it; the sha256 of the whole."""
+    """Write a file piece by piece under a temporary name in `work`, rename it, and return its sha256."""
     partial = work / (final.name + PARTIAL_SUFFIX)
     digest = hashlib.sha256()
     with disk_errors(final):
@@ -159,7 +158,7 @@ def write_whole(work: Path, final: Path, pieces: Iterable[bytes]) -> str:
 
 
 def sha256_of_file(path: Path, offset: int = 0, count: int | None = None) -> str:
-    """sha256 of a file, or of `count` bytes from `offset`."""
+    """Return the sha256 of a file, or of `count` bytes from `offset` on."""
     digest = hashlib.sha256()
     left = path.stat().st_size - offset if count is None else count
     with open(path, "rb", buffering=0) as stream:

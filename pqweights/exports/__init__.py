@@ -1,6 +1,6 @@
-"""What a master can be turned into. Each target is one file and one line here, and runs through the one driver.
+"""What a master can be exported to. Each target is one module and one line of EXPORTS.
 
-Importing this imports no target, so that `pqweights export --help` answers at once.
+Importing this package imports no target, so that `pqweights export --help` answers at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RegisteredTarget(NamedTuple):
-    """A target that has not been imported. module: where its TARGET stands. summary: what loads the result, and how."""
+    """A target that is imported on demand. module: where its TARGET is. summary: what loads the result, and how."""
 
     module: str
     summary: str
@@ -46,9 +46,9 @@ EXPORTS = {
 
 
 def get_target(name: str) -> ExportTarget[Any]:
-    """The target of that name.
+    """Import the target of a name.
 
-    Raises OptionError, naming those that there are.
+    Raises OptionError for an unknown name.
     """
     if name not in EXPORTS:
         raise OptionError(f"--target {name}: expected one of {', '.join(EXPORTS)}")

@@ -1,4 +1,4 @@
-"""The plain export: an ordinary checkpoint with decoded weights, in BF16 or in the source's dtypes. Everything loads it."""
+"""The bf16 target: an ordinary checkpoint with decoded weights, in BF16 or in the source's dtypes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pqweights.errors import OptionError
 from pqweights.exports.loading import LoadableModel, by_transformers
 from pqweights.exports.options import ExportOptions, one_of
 from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget
-from pqweights.planning.plan import DECODE, DEFAULT_METADATA, KEEP, TensorPlan
+from pqweights.planning.plan import DECODE, KEEP, TensorPlan
 from pqweights.planning.roles import classify
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.manifest import TensorRecord
@@ -26,59 +26,47 @@ NAME = "bf16"
 
 
 @dataclass(frozen=True)
-class Bf16Export:
-    """The transform. dtype: "bf16", or "source" for the dtype that each weight had.
+class Bf16Export(Transform):
+    """The transform from a master to an ordinary checkpoint.
 
-    With bf16, every weight and whatever else has the model's own dtype becomes BF16; a tensor that the source kept in
-    another dtype (float32 state-space parameters beside BF16 weights, say) keeps it.
+    dtype: "bf16", or "source" for the dtype that each weight had in the source
+
+    With bf16, every weight and everything else in the model's own dtype becomes BF16. A tensor that the source kept in
+    another dtype, such as float32 state-space parameters beside BF16 weights, keeps that dtype.
     """
 
     dtype: str = "bf16"
-    kind: str = "export"
+
+    kind = "export"
 
     def describe(self) -> dict[str, Any]:
-        """See transform.Transform."""
+        """Return the manifest's account of this transform: the target and the dtype."""
         return {"target": NAME, "dtype": self.dtype}
 
     def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
-        """See transform.Transform."""
+        """Plan each tensor as it is, in the dtype that it gets."""
         model = model_dtype(checkpoint.config, checkpoint.tensors)
-        return [plain_plan(t, model, "BF16" if self.dtype == "bf16" else None) for t in checkpoint.tensors]
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        """See Transform."""
-        return DEFAULT_METADATA
-
-    @property
-    def left_out(self) -> dict[str, str]:
-        """See Transform; nothing."""
-        return {}
-
-    @property
-    def also_reads(self) -> dict[str, Checkpoint]:
-        """See Transform; nothing."""
-        return {}
+        dtype = "BF16" if self.dtype == "bf16" else None
+        return [plain_plan(tensor, model=model, dtype=dtype) for tensor in checkpoint.tensors]
 
     def job(self, planned: TensorPlan, tensor: LogicalTensor, buffers: BufferPool) -> Job:
-        """See transform.Transform."""
+        """Return the job that copies a tensor; reading a weight decodes it."""
         return CopyJob(planned, tensor, buffers)
-
-    def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
-        """See transform.Transform; a copy is never refused."""
 
     def config(
         self, checkpoint: Checkpoint, tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
     ) -> dict[str, Any]:
-        """See transform.Transform."""
+        """Return the source's config.json with its dtype, and without a quantization_config."""
         model = model_dtype(checkpoint.config, checkpoint.tensors)
-        return edited_config(checkpoint.config, "BF16" if self.dtype == "bf16" else model, model, None)
+        return edited_config(checkpoint.config, "BF16" if self.dtype == "bf16" else model, old_dtype=model)
 
 
-def plain_plan(tensor: LogicalTensor, model: str, dtype: str | None, reason: str | None = None) -> TensorPlan:
-    """A tensor stored plainly: weights, and whatever else has the dtype of the model, in `dtype` if one is given.
+def plain_plan(tensor: LogicalTensor, *, model: str, dtype: str | None, reason: str | None = None) -> TensorPlan:
+    """Plan a tensor that is stored plainly.
 
-    reason: why a weight that might have been quantized is not.
+    model: the dtype of the model
+    dtype: the dtype that weights and everything else in the model's dtype get; None leaves each tensor its own
+    reason: why a weight that might have become integers does not
     """
     decoded = is_encoded(tensor)
     stored = dtype if dtype is not None and (decoded or tensor.plain_dtype == model) else tensor.plain_dtype
@@ -97,24 +85,24 @@ def plain_plan(tensor: LogicalTensor, model: str, dtype: str | None, reason: str
 
 
 def is_encoded(tensor: LogicalTensor) -> bool:
-    """Whether the master holds a tensor, or some of what it was put together from, as codes."""
+    """Whether the master holds codes for a tensor, or for some of the tensors that it is put together from."""
     if isinstance(tensor, MovedTensor):
         return any(is_encoded(source) for source in tensor.sources)
     return isinstance(tensor, EncodedTensor | OriginalTensor)
 
 
 def read_options(options: ExportOptions) -> str:
-    """The dtype, as Bf16Export takes it.
+    """Return the dtype, as Bf16Export takes it.
 
-    Raises OptionError for what the target does not have.
+    Raises OptionError for an option that the target does not have.
     """
     options.only(NAME, "dtype")
-    return one_of(NAME, "dtype", options.dtype, ("bf16", "source"))
+    return one_of(NAME, "dtype", options.dtype, allowed=("bf16", "source"))
 
 
 def _prepare(source: ExportSource, dtype: str) -> tuple[Checkpoint, Transform]:
     if source.original is not None:
-        raise OptionError("--source: the original is what the bf16 target would give; it is for integer targets")
+        raise OptionError("--source: the bf16 target would only copy the original; the option is for integer targets")
     return source.checkpoint, Bf16Export(dtype)
 
 

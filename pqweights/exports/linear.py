@@ -1,4 +1,4 @@
-"""Which weights of a master are linear layers that a runtime can hold as integers, told by role, shape and name."""
+"""Which weights of a master are linear layers that a runtime can hold as integers, judged by role, shape and name."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.options import GroupSize
 from pqweights.planning.roles import classify
 
-# Weights of a row: eight rows of them are held at once.
+# The longest row, in weights; eight rows are held in memory at once.
 MOST_COLUMNS = 1 << 20
 # Models whose linear weights are stored transposed, [in, out] (transformers' Conv1D).
 TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 
 
 def linear_weights(checkpoint: Checkpoint, groups: GroupSize, experts: str | None) -> dict[str, str | None]:
-    """For every weight that the master encoded: None where a linear layer can take integers, else why it stays plain.
+    """Return for every weight that the master encoded why it stays plain; None for a weight that can become integers.
 
-    experts: why single experts stay plain, or None where they need not. Raises ExportError where a group size that was
-    asked for does not divide the rows of a weight, and where nothing would become integers.
+    experts: why single experts stay plain; None if they need not
+
+    Raises ExportError if a group size that the user asked for does not divide the rows of a weight, or if no weight can
+    become integers.
     """
     model_type = str((checkpoint.config or {}).get("model_type"))
     if model_type in TRANSPOSED:
         raise ExportError(
-            f"config.json: {model_type} stores its linear weights transposed, which {groups.target} has no form for; "
-            "use --target bf16 or mlx-q4"
+            f"config.json: {model_type} stores its linear weights transposed, which {groups.target} cannot hold; use "
+            "--target bf16 or mlx-q4"
         )
     result = {tensor.name: _why_plain(tensor, groups, experts) for tensor in checkpoint.tensors if is_encoded(tensor)}
     if None not in result.values():
         found = [reason for reason in result.values() if reason]
-        sized = [reason for reason in found if "--group-size" in reason]  # what the user can do something about
+        sized = [reason for reason in found if "--group-size" in reason]  # a reason that the user can remove
         why = next(iter([*sized, *found]), "the master quantizes no linear layer")
         raise ExportError(f"no weight of this model can become integers for {groups.target}: {why}")
     return result

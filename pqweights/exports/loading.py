@@ -1,6 +1,6 @@
-"""How a result is loaded: commands of its very repository that work as they are pasted, for cards.
+"""The part of a card that says how to load a result, with commands that work as they are pasted.
 
-The parts that several targets share; each target puts together its own (ExportTarget.load_section).
+Here are the pieces that several targets share; each target composes its own section (ExportTarget.load_section).
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ from pqweights.checkpoint.names import TOKENIZER_FILES
 from pqweights.markdown import fenced
 
 IMAGES = "AutoModelForImageTextToText"
-NO_TOKENIZER = "tokenizer_config.json"  # matches one of the patterns, and is none
+NO_TOKENIZER = "tokenizer_config.json"  # matches a pattern of TOKENIZER_FILES, but holds no tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadableModel:
-    """What the commands depend on.
+    """A model, as far as the commands that load it depend on it.
 
-    place: a repository's id or a folder. branch: None for main, or for a folder. auto_class: None where it is not known. opens:
-    whether config.json names a kind of model. custom: whether it names code of its own.
+    place: a repository's id or a folder
+    branch: the branch of a repository; None for main, or for a folder
+    auto_class: the class of transformers that loads the model; None if it is not known
+    tokenizer: whether a tokenizer lies beside the weights
+    opens: whether config.json names a model type
+    custom: whether config.json names code of its own
     """
 
     place: str
@@ -37,32 +41,32 @@ class LoadableModel:
 
     @property
     def quoted(self) -> str:
-        """The place, for a shell."""
+        """The place, quoted for a shell."""
         return shlex.quote(self.place)
 
     @property
     def literal(self) -> str:
-        """The place, for Python."""
+        """The place, as a string literal of Python."""
         return json.dumps(self.place)
 
     @property
     def revision(self) -> str:
-        """An argument of from_pretrained, with the comma before it."""
+        """The argument of from_pretrained for the branch, with the comma before it."""
         return "" if self.branch is None else f", revision={json.dumps(self.branch)}"
 
     @property
     def revision_option(self) -> str:
-        """An option of a command, with the space before it."""
+        """The option of a command for the branch, with the space before it."""
         return "" if self.branch is None else f" --revision {shlex.quote(self.branch)}"
 
     @property
     def trust(self) -> str:
-        """An argument of from_pretrained for custom code, with the comma before it."""
+        """The argument of from_pretrained that allows custom code, with the comma before it."""
         return ", trust_remote_code=True" if self.custom else ""
 
 
-def read_model(place: str, branch: str | None, config: Mapping[str, Any], files: Iterable[str]) -> LoadableModel:
-    """From config.json and the names of the other files."""
+def read_model(place: str, *, branch: str | None, config: Mapping[str, Any], files: Iterable[str]) -> LoadableModel:
+    """Describe the model of a folder from its config.json and the names of its other files."""
     here = [name for name in files if "/" not in name and name != NO_TOKENIZER]
     return LoadableModel(
         place=place,
@@ -75,26 +79,30 @@ def read_model(place: str, branch: str | None, config: Mapping[str, Any], files:
 
 
 def auto_class(config: Mapping[str, Any]) -> str | None:
-    """The class of transformers that finds the model's own; None where the configuration leaves that open."""
+    """Return the auto class of transformers that loads a model; None if the configuration does not tell."""
     architectures = config.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     if not isinstance(architecture, str):
         return None
     for end, name in AUTO_CLASSES.items():
         if architecture.endswith(end):
-            # Models of text to text are called so, too.
+            # Text-to-text models have this ending, too.
             return None if name == IMAGES and not isinstance(config.get("vision_config"), dict) else name
     kind = str(config.get("model_type")).replace("-", "").replace("_", "")
     return "AutoModel" if architecture.lower() == f"{kind}model" else None
 
 
 def by_transformers(model: LoadableModel, packages: str = "torch transformers", options: str = "") -> list[str]:
-    """Loading with transformers. options: more arguments of from_pretrained, with the comma before them."""
+    """Say how to load a model with transformers.
+
+    packages: what to install
+    options: more arguments of from_pretrained, with the comma before them
+    """
     if not model.opens:
-        return ["Its config.json names no kind of model, so that transformers cannot open it."]
+        return ["Its config.json names no model type, so transformers cannot load it."]
     if model.auto_class is None:
         return [
-            "By the class that config.json names, which pqweights finds:",
+            "pqweights finds the class that config.json names:",
             shell(" ".join(f"pip install 'pqweights[transformers]' {packages}".split())),
             by_pqweights(model, options),
         ]
@@ -102,13 +110,13 @@ def by_transformers(model: LoadableModel, packages: str = "torch transformers", 
 
 
 def by_pqweights(model: LoadableModel, options: str = "", comment: str = "") -> str:
-    """Loading with pqweights.load_model."""
+    """Say how to load a model with pqweights.load_model."""
     call = f"model = pqweights.load_model({model.literal}{model.revision}{options}{model.trust})"
     return fenced("python", ["import pqweights", "", call + (f"  # {comment}" if comment else "")])
 
 
 def from_pretrained(model: LoadableModel, options: str = "") -> list[str]:
-    """Lines of Python that load the model by its auto class, and its tokenizer where it has one."""
+    """Return lines of Python that load a model by its auto class, and its tokenizer if it has one."""
     imported = [str(model.auto_class), *(["AutoTokenizer"] if model.tokenizer else [])]
     of_model = f'{model.literal}{model.revision}, dtype="auto"{options}{model.trust}'
     of_tokenizer = f"{model.literal}{model.revision}{model.trust}"
@@ -121,5 +129,5 @@ def from_pretrained(model: LoadableModel, options: str = "") -> list[str]:
 
 
 def shell(*lines: str) -> str:
-    """A block of commands."""
+    """Return a Markdown block of shell commands."""
     return fenced("bash", lines)

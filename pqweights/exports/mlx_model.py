@@ -1,6 +1,7 @@
-"""A model as mlx-lm builds it from a configuration, with placeholders for weights: what it holds, and how it quantizes.
+"""The model that mlx-lm builds from a configuration, with placeholders for weights: what it holds, how it quantizes.
 
-The steps are those of mlx_lm.convert (0.32): build, sanitize, check names and shapes, cast, quantize. No weight is read.
+The steps are those of mlx_lm.convert (0.32): build, sanitize, check names and shapes, cast, quantize. No weight is
+read.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from mlx_lm import utils as mlx_lm_utils
 from pqweights.errors import ExportError
 from pqweights.exports.mlx_trace import MLX_DTYPES, Evaluated, Moved, Sanitize, Spec, Weights, evaluate, record, trace
 
-# new names by old ones
+# Keys of a configuration: the old name, and the name that transformers 5 writes.
 RENAMED = {"num_experts": "num_local_experts", "n_ctx": "n_positions"}
+# Keys that transformers 5 writes inside of rope_parameters.
 ROPE = ("rope_theta", "partial_rotary_factor")
 DTYPE_NAMES = {dtype: name for name, dtype in MLX_DTYPES.items() if name != "F64"}
-# What mlx-lm may raise, in its own code alone, for configurations and weights that it does not take.
+# What mlx-lm's own code raises for configurations and weights that it does not support.
 REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -42,12 +44,15 @@ class QuantizedModule:
     mode: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MlxModel:
     """What mlx-lm makes of a checkpoint.
 
-    outputs: parameters before quantization, in the order of sanitize. dtypes: in which they are kept. quantized: by the
-    name of the module. config: of the quantized model, as mlx-lm saves it. evaluate: values of outputs that are computed.
+    outputs: the parameters before quantization, by name, in the order of sanitize
+    dtypes: the dtypes in which they are kept, by name
+    quantized: how mlx-lm quantizes, by the name of the module
+    config: the configuration of the quantized model, as mlx-lm saves it
+    evaluate: computes some outputs, given a function that loads a tensor of the checkpoint by name
     """
 
     outputs: dict[str, Moved | Evaluated]
@@ -59,17 +64,23 @@ class MlxModel:
 
 def read_model(
     config: dict[str, Any],
+    *,
     generation_config: bytes | None,
     specs: Mapping[str, Spec],
     default: QuantizedModule,
     keep: Callable[[set[str]], bool],
 ) -> MlxModel:
-    """The model of a configuration with tensors of these names, shapes and dtypes.
+    """Build the model of a configuration, and find out what mlx-lm makes of its tensors.
 
-    default: how modules are quantized of which mlx-lm says nothing else. keep: whether a module must not be quantized, told by the tensors that its weight is made of. Raises ExportError where
-    mlx-lm does not take the model.
+    config: config.json
+    generation_config: the content of generation_config.json, if there is one
+    specs: shapes and dtypes of the checkpoint's tensors, by name
+    default: how a module is quantized for which mlx-lm has no settings of its own
+    keep: whether a weight that is made of these tensors must not be quantized
+
+    Raises ExportError if mlx-lm does not support the model.
     """
-    refused = functools.partial(_refused, f"mlx-lm does not take this model ({config.get('model_type')!r})")
+    refused = functools.partial(_refused, f"mlx-lm does not support this model ({config.get('model_type')!r})")
     with refused():
         config = _loaded(config, generation_config)
     _add_old_names(config)
@@ -77,7 +88,7 @@ def read_model(
     with refused():
         build = _builder(config)
         model = build()
-        # Of this very model: some drop parts of themselves as they sanitize.
+        # With the sanitize of this very model: some models drop parts of themselves in it.
         recording = record(adapt(_sanitize(model)), specs)
     outputs = trace(recording, specs)
     with refused():
@@ -85,14 +96,37 @@ def read_model(
         model.load_weights([(name, mx.zeros(o.shape, o.dtype)) for name, o in outputs.items()], strict=True)
     _cast(model, config)
     dtypes = {name: DTYPE_NAMES[array.dtype] for name, array in tree_flatten(model.parameters())}
-    predicate = getattr(model, "quant_predicate", None)
     kept = {path.removesuffix(".weight") for path, found in outputs.items() if keep(set(found.sources))}
+    with refused():
+        quantized, config = _quantized(model, config, default=default, kept=kept)
+
+    def values(wanted: Mapping[str, Evaluated], load: Callable[[str], mx.array]) -> Weights:
+        return evaluate(adapt(_sanitize(build())), specs, wanted=wanted, load=load)
+
+    return MlxModel(outputs=outputs, dtypes=dtypes, quantized=quantized, config=config, evaluate=values)
+
+
+@contextlib.contextmanager
+def _refused(what: str) -> Iterator[None]:
+    """Turn an error of mlx-lm into an ExportError that begins with `what`."""
+    try:
+        yield
+    except REFUSALS as error:
+        said = " ".join(str(error).split())[:300]
+        raise ExportError(f"{what}: {type(error).__name__}: {said}; --target bf16 gives a plain checkpoint") from error
+
+
+def _quantized(
+    model: Any, config: dict[str, Any], *, default: QuantizedModule, kept: set[str]
+) -> tuple[dict[str, QuantizedModule], dict[str, Any]]:
+    """Have mlx-lm quantize the placeholders; return how it did, by module, and the configuration that it saves."""
+    predicate = getattr(model, "quant_predicate", None)
 
     def quantizes(path: str, module: nn.Module) -> bool | dict[str, Any]:
         decided: bool | dict[str, Any] = predicate is None or predicate(path, module)
         return False if path in kept else decided
 
-    with refused(), contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()):
         model, config = mlx_lm_utils.quantize_model(
             model, config, default.group_size, default.bits, mode=default.mode, quant_predicate=quantizes
         )
@@ -102,23 +136,11 @@ def read_model(
         for path, module in model.named_modules()
         if f"{path}.scales" in names
     }
-
-    def values(wanted: Mapping[str, Evaluated], load: Callable[[str], mx.array]) -> Weights:
-        return evaluate(adapt(_sanitize(build())), specs, wanted, load)
-
-    return MlxModel(outputs, dtypes, quantized, _saved(config, "vision_tower" in getattr(model, "model", {})), values)
-
-
-@contextlib.contextmanager
-def _refused(what: str) -> Iterator[None]:
-    try:
-        yield
-    except REFUSALS as error:
-        said = " ".join(str(error).split())[:300]
-        raise ExportError(f"{what}: {type(error).__name__}: {said}; --target bf16 gives a plain checkpoint") from error
+    return quantized, _saved(config, "vision_tower" in getattr(model, "model", {}))
 
 
 def _sanitize(model: Any) -> Sanitize:
+    """The model's own sanitize, or one that changes nothing."""
     own: Sanitize = getattr(model, "sanitize", _as_they_are)
     return own
 
@@ -151,16 +173,17 @@ def _saved(config: dict[str, Any], keep_vision_config: bool) -> dict[str, Any]:
 
 
 def _builder(config: dict[str, Any]) -> Callable[[], Any]:
-    """Makes the model, parameters not allocated."""
+    """Return a function that makes the model, without memory for its parameters."""
     model_class, arguments_class = mlx_lm_utils._get_classes(config)
     arguments = arguments_class.from_dict(config)
     return lambda: model_class(arguments)
 
 
 def _add_old_names(config: dict[str, Any]) -> None:
-    """What transformers 5 writes under new names, under the old ones, too.
+    """Add the old names of keys that transformers 5 writes under new names.
 
-    Most of mlx-lm's models know those alone; many then take a default, a wrong base of the rotary embedding, in silence.
+    Most of mlx-lm's models only know the old names, and many silently take a default for a missing one, such as a wrong
+    base of the rotary embedding.
     """
     for place in (config, config.get("text_config")):
         if not isinstance(place, dict):
@@ -181,7 +204,10 @@ def _add_old_names(config: dict[str, Any]) -> None:
 
 
 def _cast(model: Any, config: dict[str, Any]) -> None:
-    """As mlx_lm.convert: to the dtype that the configuration names in one of two places, the top level's `dtype` not among them."""
+    """Cast as mlx_lm.convert does: to the dtype that the configuration names in one of the two places where it looks.
+
+    The key `dtype` of the top level is not one of them.
+    """
     name = config.get("torch_dtype") or config.get("text_config", {}).get("dtype")
     if name not in ("float16", "bfloat16", "float32"):
         return
@@ -197,7 +223,7 @@ def _cast(model: Any, config: dict[str, Any]) -> None:
 
 
 def _unfused_gpt_oss(sanitize: Sanitize) -> Sanitize:
-    """gpt-oss with plain experts: mlx-lm knows the packed ones, whose rows run along the input."""
+    """Adapt gpt-oss with plain experts: mlx-lm expects packed experts, whose rows run along the input."""
 
     def adapted(weights: Weights) -> Weights:
         experts = re.compile(r"\.experts\.(gate_up|down)_proj$")
@@ -212,7 +238,7 @@ def _unfused_gpt_oss(sanitize: Sanitize) -> Sanitize:
 
 
 def _stacked_experts(sanitize: Sanitize) -> Sanitize:
-    """Qwen3.5 with single experts, as transformers saves it: mlx-lm knows the stacked ones of the published checkpoints."""
+    """Adapt Qwen3.5 with single experts, as transformers saves it: mlx-lm expects stacked experts, as published."""
 
     def adapted(weights: Weights) -> Weights:
         single = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -234,7 +260,7 @@ def _stacked_experts(sanitize: Sanitize) -> Sanitize:
     return adapted
 
 
-# Layouts that transformers writes and mlx-lm's sanitize does not take, put right before it.
+# For model types whose layout in transformers is not the one that mlx-lm's sanitize expects: what converts it first.
 ADAPTERS: dict[str, Callable[[Sanitize], Sanitize]] = {
     "gpt_oss": _unfused_gpt_oss,
     "qwen3_5_moe": _stacked_experts,

@@ -1,6 +1,6 @@
-"""MLX: a folder that mlx_lm.load opens, weights as affine integers (w = code * scale + bias) or in mlx's small floats.
+"""The mlx-q4 target: a folder for mlx_lm.load, with affine integers (w = code * scale + bias) or mlx's small floats.
 
-What becomes of each tensor is mlx-lm's own doing (mlx_model.py, mlx_trace.py); with its rule for scales and biases the
+mlx-lm itself decides what becomes of each tensor (mlx_model.py, mlx_trace.py). With its rule for scales and biases, the
 tensors are those of mlx_lm.convert, byte for byte. mlx is imported when an export is made, not before.
 """
 
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
     from pqweights.exports.mlx_trace import Spec
 
 NAME = "mlx-q4"
-# Widths and group sizes of the modes; the first is the default.
+# Bit widths and group sizes of the modes; the first is the default.
 BITS = {"affine": (4, 2, 3, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
 GROUP_SIZES = {"affine": (64, 32, 128), "mxfp4": (32,), "mxfp8": (32,), "nvfp4": (16,)}
-# What mlx computes of a checkpoint, norms for the most part, is kept in memory until it is written.
+# The tensors that mlx computes, for the most part norms, are held in memory until they are written.
 MOST_EVALUATED_BYTES = 256_000_000
 GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlxQ4:
-    """The format with its options. See integers.IntegerTarget."""
+    """The format with its options: see ExportOptions."""
 
     mode: str
     bits: int
@@ -59,7 +59,7 @@ class MlxQ4:
     qparams: str
 
     def describe(self) -> dict[str, Any]:
-        """See IntegerTarget."""
+        """Return the manifest's account of the target and its options."""
         return {
             "target": NAME,
             "mode": self.mode,
@@ -69,7 +69,10 @@ class MlxQ4:
         }
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
-        """See IntegerTarget; names and shapes are mlx-lm's."""
+        """Decide which weights become integers; names and shapes are those of mlx-lm.
+
+        Raises MissingDependencyError without mlx or mlx-lm, ExportError if mlx-lm cannot take the model.
+        """
         _check_packages()
         model, specs = self._model(checkpoint)
         tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
@@ -88,13 +91,13 @@ class MlxQ4:
         )
 
     def _model(self, checkpoint: Checkpoint) -> tuple[MlxModel, dict[str, Spec]]:
-        """The model that mlx-lm makes of the checkpoint, and what it is told of each tensor."""
+        """Return the model that mlx-lm makes of the checkpoint, and the shapes and dtypes that it was told."""
         from pqweights.exports import mlx_model, mlx_trace
 
         model_plain = model_dtype(checkpoint.config, checkpoint.tensors)
         tensors, specs = {tensor.name: tensor for tensor in checkpoint.tensors}, {}
         for tensor in checkpoint.tensors:
-            dtype = plain_plan(tensor, model_plain, "BF16").stored[0].dtype
+            dtype = plain_plan(tensor, model=model_plain, dtype="BF16").stored[0].dtype
             if dtype not in mlx_trace.MLX_DTYPES:
                 raise ExportError(
                     f"tensor {tensor.name!r}: mlx has no dtype for {dtype}; keep it out of the checkpoint"
@@ -103,15 +106,19 @@ class MlxQ4:
         generation = GENERATION_CONFIG in checkpoint.companions
         model = mlx_model.read_model(
             _config(checkpoint, model_plain),
-            read_file(checkpoint.storage, GENERATION_CONFIG) if generation else None,
-            specs,
-            mlx_model.QuantizedModule(self.bits, self.groups.size, self.mode),
-            lambda names: all(_kept_by_recipe(tensors[name]) for name in names),
+            generation_config=read_file(checkpoint.storage, GENERATION_CONFIG) if generation else None,
+            specs=specs,
+            default=mlx_model.QuantizedModule(self.bits, self.groups.size, self.mode),
+            keep=lambda names: all(_kept_by_recipe(tensors[name]) for name in names),
         )
         return model, specs
 
     def _decisions(self, model: MlxModel, outputs: tuple[LogicalTensor, ...]) -> dict[str, Rounding | Stays]:
-        """What becomes of each weight; refuses where a group size was asked for, or where nothing is quantized."""
+        """Decide what becomes of each weight.
+
+        Raises ExportError if a group size that the user asked for does not divide the rows of a weight, or if nothing
+        can be quantized.
+        """
         decisions: dict[str, Rounding | Stays] = {}
         for module, how in model.quantized.items():
             rule: RoundingRule = FloatRule(how.mode, how.bits, how.group_size)
@@ -132,37 +139,40 @@ class MlxQ4:
 
 
 def _check_packages() -> None:
-    """Raises MissingDependencyError where mlx or mlx-lm is missing."""
+    """Raise MissingDependencyError if mlx or mlx-lm is not installed."""
     try:
         from pqweights.exports import mlx_model  # noqa: F401
     except ImportError as error:
         if (error.name or "").startswith("pqweights"):
-            raise  # a missing module of ours is a bug, not a missing package
+            raise  # a module of pqweights that is missing is a bug
         raise MissingDependencyError(
             f"--target {NAME} needs mlx and mlx-lm ({error}): pip install 'pqweights[mlx]'"
         ) from None
 
 
 def _config(checkpoint: Checkpoint, model_plain: str) -> dict[str, Any]:
-    """The configuration as mlx-lm is to see it."""
+    """Return the configuration to give to mlx-lm.
+
+    Raises ExportError if it has no model_type.
+    """
     if not isinstance((checkpoint.config or {}).get("model_type"), str):
         raise ExportError(
             f"config.json: --target {NAME} needs a model_type, by which mlx-lm finds the model; found none: fetch the "
             "original's config.json, or use --target bf16"
         )
-    config = edited_config(checkpoint.config, "BF16", model_plain, None)
+    config = edited_config(checkpoint.config, "BF16", old_dtype=model_plain)
     config.pop("quantization", None)
     for place in (config, config.get("text_config")):
         for key in ("dtype", "torch_dtype"):
             if isinstance(place, dict) and key in place:
-                place[key] = "bfloat16"  # mlx-lm would cast to anything else, scales and all
+                place[key] = "bfloat16"  # mlx-lm would cast everything to another dtype, scales included
     return config
 
 
 def _outputs(
     model: MlxModel, tensors: Mapping[str, LogicalTensor], specs: Mapping[str, Spec]
 ) -> tuple[LogicalTensor, ...]:
-    """The tensors as mlx-lm holds them: moved from the checkpoint's, or computed from them."""
+    """Return the tensors that mlx-lm holds: moved from those of the checkpoint, or computed from them."""
     from pqweights.exports.mlx_trace import Evaluated
 
     evaluated = {name: found for name, found in model.outputs.items() if isinstance(found, Evaluated)}
@@ -176,7 +186,7 @@ def _outputs(
             parts = tuple(part for source in sorted(found.sources) for part in tensors[source].parts)
             outputs.append(EvaluatedTensor(name=name, shape=found.shape, dtype=dtype, parts=parts, values=values))
             continue
-        segments = (Segment(tensors[r.source], first=r.first, step=r.step, count=r.count) for r in found.runs)
+        segments = (Segment(tensor=tensors[r.source], first=r.first, step=r.step, count=r.count) for r in found.runs)
         outputs.append(
             MovedTensor(
                 name=name,
@@ -192,7 +202,7 @@ def _outputs(
 
 
 def _kept_by_recipe(tensor: LogicalTensor) -> bool:
-    """Whether the master keeps a tensor that the default policy would have encoded: a wish to be respected."""
+    """Whether the master keeps a tensor that the default policy would have encoded; then its recipe wants it kept."""
     if is_encoded(tensor) or tensor.plain_dtype not in ("BF16", "F16", "F32", "F64"):
         return False
     role = classify(tensor.name, tensor.dtype, tensor.shape)
@@ -200,17 +210,19 @@ def _kept_by_recipe(tensor: LogicalTensor) -> bool:
 
 
 def _check_size(evaluated: Mapping[str, Any], model: MlxModel) -> None:
+    """Raise ExportError if the tensors that mlx computes do not fit into the memory set aside for them."""
     sizes = {name: math.prod(found.shape) * DTYPE_BITS[model.dtypes[name]] // 8 for name, found in evaluated.items()}
     if sum(sizes.values()) > MOST_EVALUATED_BYTES:
         largest = max(sizes, key=lambda name: sizes[name])
         raise ExportError(
-            f"tensor {largest!r}: mlx-lm computes it from others ({sizes[largest]} bytes), which takes more memory than this "
-            "export allows itself; use --target bf16 and mlx_lm.convert"
+            f"tensor {largest!r}: mlx-lm computes it from others ({sizes[largest]} bytes), and all tensors that it "
+            f"computes take more than the {MOST_EVALUATED_BYTES} bytes that this export holds in memory; use --target "
+            "bf16 and mlx_lm.convert"
         )
 
 
 def _load(tensor: LogicalTensor, dtype: str) -> Any:
-    """The whole tensor as an mlx array."""
+    """Read a whole tensor as an mlx array."""
     import mlx.core as mx
 
     from pqweights.exports.mlx_trace import MLX_DTYPES
@@ -222,7 +234,7 @@ def _load(tensor: LogicalTensor, dtype: str) -> Any:
 
 
 class _Values:
-    """Outputs that mlx computes, all of them when the first is asked for."""
+    """The outputs that mlx computes, all of them when the first is asked for."""
 
     def __init__(self, model: MlxModel, wanted: Mapping[str, Any], load: Callable[[str], Any]) -> None:
         self._model, self._wanted, self._load = model, wanted, load
@@ -230,7 +242,7 @@ class _Values:
         self._raw: dict[str, npt.NDArray[np.uint8]] | None = None
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """The bytes of an output, in the dtype in which it is kept."""
+        """Return the bytes of an output, in the dtype in which it is kept."""
         import mlx.core as mx
 
         from pqweights.exports.mlx_trace import MLX_DTYPES
@@ -247,7 +259,7 @@ class _Values:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EvaluatedTensor:
-    """An output of sanitize that is computed: a norm's weight plus one, say."""
+    """An output of sanitize that is computed, such as a norm's weight plus one."""
 
     name: str
     shape: tuple[int, ...]
@@ -257,11 +269,11 @@ class EvaluatedTensor:
 
     @property
     def plain_dtype(self) -> str:
-        """See LogicalTensor."""
+        """The dtype in which mlx keeps it."""
         return self.dtype
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
-        """See LogicalTensor."""
+        """Read elements [start, start + count) as raw bytes of `dtype` into `out`."""
         size = item_bytes(self.dtype)
         raw = self.values.raw(self.name)[start * size : (start + count) * size]
         out[: count * item_bytes(dtype)] = raw if dtype == self.dtype else convert(raw, self.dtype, dtype)
@@ -269,13 +281,17 @@ class EvaluatedTensor:
 
 @dataclass(frozen=True)
 class MlxLayout:
-    """weight u32 [..., K * bits / 32]; scales and biases [..., K / g], or, of small floats, scales u8 alone."""
+    """The layout of mlx's quantized weights.
+
+    weight: [..., K * bits / 32] u32
+    scales, biases: [..., K / g] bf16 for affine integers; for small floats only scales, as u8
+    """
 
     affine: bool
     row_multiple: int = 1
 
     def specs(self, name: str, shape: tuple[int, ...], rule: RoundingRule) -> tuple[TensorSpec, ...]:
-        """See integers.Layout."""
+        """Return weight, scales and biases of a weight [..., K]."""
         *rows, columns = shape
         module, groups = name.removesuffix(".weight"), (*rows, columns // rule.group_size)
         weight = TensorSpec(name, "U32", (*rows, columns * rule.bits // 32))
@@ -284,44 +300,51 @@ class MlxLayout:
         return weight, *(TensorSpec(f"{module}.{part}", "BF16", groups) for part in ("scales", "biases"))
 
     def pieces(
-        self, name: str, shape: tuple[int, ...], rule: RoundingRule, first_row: int, groups: Groups
+        self, name: str, shape: tuple[int, ...], rule: RoundingRule, *, first_row: int, groups: Groups
     ) -> list[StoredPiece]:
-        """See integers.Layout."""
+        """Return the bytes of some rows, in order."""
         columns, module = shape[-1], name.removesuffix(".weight")
         first_group = first_row * (columns // rule.group_size)
-        codes = StoredPiece(name, first_row * columns * rule.bits // 8, 0, pack_bits(groups.codes, rule.bits)[None])
+        data = pack_bits(groups.codes, rule.bits)[None]
+        codes = StoredPiece(stored_name=name, offset=first_row * columns * rule.bits // 8, data=data)
         if not self.affine:
-            return [codes, StoredPiece(f"{module}.scales", first_group, 0, groups.scales.astype(np.uint8)[None])]
+            scales = groups.scales.astype(np.uint8)[None]
+            return [codes, StoredPiece(stored_name=f"{module}.scales", offset=first_group, data=scales)]
+        numbers = (("scales", groups.scales), ("biases", groups.offsets))
         return [
             codes,
-            StoredPiece(f"{module}.scales", first_group * 2, 0, from_float32(groups.scales, "BF16")[None]),
-            StoredPiece(f"{module}.biases", first_group * 2, 0, from_float32(groups.offsets, "BF16")[None]),
+            *(
+                StoredPiece(
+                    stored_name=f"{module}.{part}", offset=first_group * 2, data=from_float32(values, "BF16")[None]
+                )
+                for part, values in numbers
+            ),
         ]
 
 
 def read_options(options: ExportOptions) -> MlxQ4:
-    """The format with what the user asked for.
+    """Return the format with the options that the user gave.
 
-    Raises OptionError for what the target does not have.
+    Raises OptionError for an option that the target does not have.
     """
     options.only(NAME, "mode", "bits", "group_size", "qparams")
-    mode = one_of(NAME, "mode", options.mode, tuple(BITS))
+    mode = one_of(NAME, "mode", options.mode, allowed=tuple(BITS))
     with_mode = NAME if mode == "affine" else f"{NAME} in mode {mode}"
+    rules = (BEST, MINMAX) if mode == "affine" else (MINMAX,)  # the floating modes have no rule but mlx's
     return MlxQ4(
         mode=mode,
-        bits=one_of(with_mode, "bits", options.bits, BITS[mode]),
+        bits=one_of(with_mode, "bits", options.bits, allowed=BITS[mode]),
         groups=GroupSize.of(with_mode, GROUP_SIZES[mode], options.group_size),
-        # The floating modes have no rule but mlx's.
-        qparams=one_of(with_mode, "qparams", options.qparams, (BEST, MINMAX) if mode == "affine" else (MINMAX,)),
+        qparams=one_of(with_mode, "qparams", options.qparams, allowed=rules),
     )
 
 
 def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
     parts = ["For mlx-lm, on Apple Silicon."]
     if not model.tokenizer:
-        return [*parts, "It needs a tokenizer beside the weights, which is not here."]
+        return [*parts, "mlx-lm needs a tokenizer beside the weights, and there is none here."]
     fetch, place = [], model.quoted
-    if model.branch is not None:  # mlx_lm.generate knows main alone
+    if model.branch is not None:  # mlx_lm.generate only loads main
         place = shlex.quote(f"{model.place.rpartition('/')[2]}-{model.branch.replace('/', '-')}")
         fetch = [f"hf download {model.quoted}{model.revision_option} --local-dir {place}"]
     python = [

@@ -1,8 +1,9 @@
 """What mlx-lm's own `sanitize` does to a checkpoint, found out from names, shapes and dtypes alone.
 
-mlx-lm renames, stacks, splits and transposes weights as it loads them, each model in its own way. `record` has it do so with
-placeholders that are never allocated, and takes down mlx's graph of it (mlx.core.export_function with a callback), which `trace` reads. An output
-that only moves values becomes a `Moved`, which can be read in parts; any other an `Evaluated`, which mlx has to compute.
+mlx-lm renames, stacks, splits and transposes weights as it loads them, each model in its own way. `record` runs it on
+placeholders that are never allocated, and records mlx's graph of the run (mlx.core.export_function with a callback).
+`trace` reads the graph. An output that only moves values becomes a `Moved`, which can be read in parts; any other
+output becomes an `Evaluated`, which mlx has to compute.
 """
 
 from __future__ import annotations
@@ -20,10 +21,20 @@ import numpy as np
 import numpy.typing as npt
 
 MLX_DTYPES = {
-    "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "F64": mx.float32, "BOOL": mx.bool_,
-    "U8": mx.uint8, "I8": mx.int8, "U16": mx.uint16, "I16": mx.int16, "U32": mx.uint32, "I32": mx.int32,
-    "U64": mx.uint64, "I64": mx.int64,
-}  # fmt: skip
+    "BF16": mx.bfloat16,
+    "F16": mx.float16,
+    "F32": mx.float32,
+    "F64": mx.float32,
+    "BOOL": mx.bool_,
+    "U8": mx.uint8,
+    "I8": mx.int8,
+    "U16": mx.uint16,
+    "I16": mx.int16,
+    "U32": mx.uint32,
+    "I32": mx.int32,
+    "U64": mx.uint64,
+    "I64": mx.int64,
+}
 
 Weights = dict[str, mx.array]
 Sanitize = Callable[[Weights], Weights]
@@ -37,9 +48,9 @@ class Spec:
     dtype: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
-    """Rows first, first + step, ... of a source, `count` of them; a row runs along the last dimension."""
+    """The rows first, first + step, ... of a source, `count` of them; a row runs along the last dimension."""
 
     source: str
     first: int
@@ -47,11 +58,14 @@ class Run:
     count: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Moved:
-    """An output that only moves values: rows of the sources, of each the columns.
+    """An output that only moves values.
 
-    transposed: it is [..., len(columns), R], and each of its matrices is the transpose of R rows.
+    shape, dtype: those of the output
+    runs: the rows of the sources that it holds
+    columns: which columns of those rows
+    transposed: whether it is [..., len(columns), R], and each of its matrices is the transpose of R rows
     """
 
     shape: tuple[int, ...]
@@ -62,13 +76,13 @@ class Moved:
 
     @property
     def sources(self) -> frozenset[str]:
-        """The tensors that it is made of."""
+        """The names of the tensors that it is made of."""
         return frozenset(run.source for run in self.runs)
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An output that is computed from these sources."""
+    """An output that is computed from some sources."""
 
     shape: tuple[int, ...]
     dtype: mx.Dtype
@@ -76,22 +90,22 @@ class Evaluated:
 
 
 def placeholder(spec: Spec) -> mx.array:
-    """Zeros that nobody looks at, and that are therefore never made."""
+    """Return zeros in the shape of a tensor; mlx is lazy, and zeros that are never looked at take no memory."""
     return mx.zeros(spec.shape, MLX_DTYPES[spec.dtype])
 
 
 @dataclass(frozen=True)
 class Recording:
-    """The names of sanitize's outputs, and what mlx's callback was told of its graph."""
+    """The names of sanitize's outputs, and the events of its graph that mlx reported."""
 
     names: list[str]
     events: list[dict[str, Any]]
 
 
 def record(sanitize: Sanitize, specs: Mapping[str, Spec]) -> Recording:
-    """Run sanitize on placeholders.
+    """Run sanitize on placeholders, and record its graph.
 
-    Raises whatever sanitize raises, and mlx's ValueError or RuntimeError where it looks at values.
+    Raises whatever sanitize raises, and mlx's ValueError or RuntimeError if sanitize looks at values.
     """
     names: list[str] = []
     events: list[dict[str, Any]] = []
@@ -107,15 +121,21 @@ def record(sanitize: Sanitize, specs: Mapping[str, Spec]) -> Recording:
 
 
 def trace(recording: Recording, specs: Mapping[str, Spec]) -> dict[str, Moved | Evaluated]:
-    """Every output of sanitize, in its order."""
+    """Return every output of sanitize by name, in the order in which sanitize returned them."""
     graph = _Graph(specs, recording.events)
     return {name: graph.output(*found) for name, found in zip(recording.names, graph.outputs, strict=True)}
 
 
 def evaluate(
-    sanitize: Sanitize, specs: Mapping[str, Spec], wanted: Mapping[str, Evaluated], load: Callable[[str], mx.array]
+    sanitize: Sanitize, specs: Mapping[str, Spec], *, wanted: Mapping[str, Evaluated], load: Callable[[str], mx.array]
 ) -> Weights:
-    """Some outputs of sanitize, from the values of what they need. sanitize: of a model that was not used for it before."""
+    """Compute some outputs of sanitize.
+
+    sanitize: that of a model on which it was not called before
+    specs: shapes and dtypes of all tensors, by name
+    wanted: the outputs to compute, by name
+    load: reads a tensor of the checkpoint by name; called only for tensors that the wanted outputs need
+    """
     needed = frozenset[str]().union(*(found.sources for found in wanted.values()))
     result = sanitize({name: load(name) if name in needed else placeholder(spec) for name, spec in specs.items()})
     outputs = {name: result[name] for name in wanted}
@@ -125,7 +145,7 @@ def evaluate(
 
 @contextlib.contextmanager
 def _contiguous_is_no_operation() -> Iterator[None]:
-    """mlx 0.32 cannot export mx.contiguous, which changes no value."""
+    """Make mx.contiguous, which changes no value, do nothing: mlx 0.32 cannot export it."""
     original = mx.contiguous
     mx.contiguous = lambda array, *args, **keywords: array
     try:
@@ -136,25 +156,31 @@ def _contiguous_is_no_operation() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Where the values of a node come from: the source row behind each position, and on which axis its columns lie."""
+    """Where the values of a node come from.
 
-    rows: npt.NDArray[
-        np.int64
-    ]  # rows of all sources counted through; the shape of the node without the axis of columns
+    rows: the source row behind each position, in the shape of the node without the axis of columns; the rows of all
+        sources are numbered consecutively
+    columns: the columns of those rows that the node holds
+    axis: the axis of the node along which the columns lie
+    """
+
+    rows: npt.NDArray[np.int64]
     columns: range
     axis: int
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the node."""
         return (*self.rows.shape[: self.axis], len(self.columns), *self.rows.shape[self.axis :])
 
     def cut(self, slices: list[slice]) -> _Rows:
+        """Return the node with one slice for each axis."""
         rest = (*slices[: self.axis], *slices[self.axis + 1 :])
         return _Rows(self.rows[rest], self.columns[slices[self.axis]], self.axis)
 
 
 class _Graph:
-    """What the callback of mx.export_function was told."""
+    """The graph that mx.export_function reported: which node each node is made from."""
 
     def __init__(self, specs: Mapping[str, Spec], events: list[dict[str, Any]]) -> None:
         by_type = {event["type"]: event for event in events}
@@ -171,15 +197,20 @@ class _Graph:
         self._first_rows = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
     def output(self, node: str, shape: tuple[int, ...], dtype: mx.Dtype) -> Moved | Evaluated:
-        """What an output is."""
+        """Return what an output is made of."""
         found = self._rows_of(node)
         if found is not None and found.axis in (len(shape) - 1, len(shape) - 2):
-            transposed = found.axis == len(shape) - 2
-            return Moved(tuple(shape), dtype, self._runs(found.rows.reshape(-1)), found.columns, transposed)
+            return Moved(
+                shape=tuple(shape),
+                dtype=dtype,
+                runs=self._runs(found.rows.reshape(-1)),
+                columns=found.columns,
+                transposed=found.axis == len(shape) - 2,
+            )
         return Evaluated(tuple(shape), dtype, frozenset(self._names[place] for place in self._reached(node)))
 
     def _rows_of(self, node: str) -> _Rows | None:
-        """None for what is computed."""
+        """Return where the values of a node come from; None if they are computed."""
         if node in self._inputs:
             place = self._inputs[node]
             shape = self._specs[place].shape
@@ -202,6 +233,7 @@ class _Graph:
         return move(parts, event["arguments"], tuple(event["outputs"][place][1]), place)
 
     def _reached(self, node: str) -> set[int]:
+        """Return the numbers of the sources from which a node is computed."""
         pending, seen, found = [node], set(), set()
         while pending:
             name = pending.pop()
@@ -215,7 +247,7 @@ class _Graph:
         return found
 
     def _runs(self, rows: npt.NDArray[np.int64]) -> tuple[Run, ...]:
-        """Rows as runs of a constant step within one source each, taken greedily from the first row on."""
+        """Divide rows into runs of a constant step within one source, greedily from the first row on."""
         sources = np.searchsorted(self._first_rows, rows, side="right") - 1
         within = rows - self._first_rows[sources]
         runs = []
@@ -230,7 +262,8 @@ class _Graph:
             else:
                 place = bisect.bisect_left(changes, start + 1)
                 end = (changes[place] if place < len(changes) else len(steps)) + 1
-            runs.append(Run(self._names[sources[start]], int(within[start]), max(step, 1), end - start))
+            source = self._names[sources[start]]
+            runs.append(Run(source=source, first=int(within[start]), step=max(step, 1), count=end - start))
             start = end
         return tuple(runs)
 
@@ -273,7 +306,8 @@ def _concatenate(parts: list[_Rows], arguments: list[Any], shape: tuple[int, ...
     return _Rows(rows, first.columns, first.axis)
 
 
-# mlx's primitives that move values, as numpy operations on rows.
+# mlx's primitives that move values, as numpy operations on rows. They are called with the rows of the inputs, the
+# primitive's arguments, the shape of the output, and its place among the outputs.
 _MOVES: dict[str, Callable[[list[_Rows], list[Any], tuple[int, ...], int], _Rows | None]] = {
     **dict.fromkeys(("Reshape", "Flatten", "Unflatten", "ExpandDims", "Squeeze"), _reshape),
     "Transpose": _transpose,

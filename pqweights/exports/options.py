@@ -1,4 +1,4 @@
-"""What a user may ask of an export, and how a target says that it has no such thing."""
+"""The options of an export, and the checks with which a target refuses those that it does not have."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ PLAIN, ROTATED = "plain", "rotated"
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """None where the target's default is to hold.
+    """The options that a user may give for an export. None stands for the target's default.
 
-    dtype: bf16, or source (the bf16 target alone). bits, group_size: of integers. mode: of the mlx target. packing: of
-    the torchao target. basis: plain or rotated (the vllm target). qparams: best or minmax.
+    dtype: "bf16" or "source" (the bf16 target)
+    bits: width of the integers, in bits
+    group_size: weights that share a scale
+    mode: the integer or float format (the mlx target)
+    packing: how codes are packed (the torchao target)
+    basis: "plain" or "rotated" (the vllm target)
+    qparams: how scales are chosen, "best" or "minmax"
     """
 
     dtype: str | None = None
@@ -31,16 +36,16 @@ class ExportOptions:
     qparams: str | None = None
 
     def only(self, target: str, *known: str) -> None:
-        """Raise OptionError if another option than these was given."""
+        """Raise OptionError if an option was given that is not in `known`."""
         for field in fields(self):
             if getattr(self, field.name) is not None and field.name not in known:
                 raise OptionError(f"--{field.name.replace('_', '-')}: the target {target} has no such option")
 
 
-def one_of(target: str, option: str, asked: T | None, allowed: Sequence[T]) -> T:
-    """What was asked for, or the first of those allowed, which may be None.
+def one_of(target: str, option: str, asked: T | None, *, allowed: Sequence[T]) -> T:
+    """Return the value that was asked for, or by default the first allowed value, which may be None.
 
-    Raises OptionError for anything else.
+    Raises OptionError for a value that is not allowed.
     """
     if asked is None:
         return allowed[0]
@@ -54,8 +59,10 @@ def one_of(target: str, option: str, asked: T | None, allowed: Sequence[T]) -> T
 class GroupSize:
     """How many weights of a row share a scale.
 
-    target: what messages call it. allowed: sizes that it has, the default first. asked: None for the default, with which
-    weights that it does not divide stay plain.
+    target: what messages call the target
+    allowed: the sizes that the target has, the default first
+    asked: the size that the user asked for, which must divide every row; None for the default, with which weights whose
+        rows it does not divide stay plain
     """
 
     target: str
@@ -64,25 +71,29 @@ class GroupSize:
 
     @staticmethod
     def of(target: str, allowed: tuple[int, ...], asked: int | None) -> GroupSize:
-        """Raises OptionError for a size that the target does not have."""
-        return GroupSize(target=target, allowed=allowed, asked=one_of(target, "group-size", asked, (None, *allowed)))
+        """Check the size that was asked for.
+
+        Raises OptionError for a size that the target does not have.
+        """
+        checked = one_of(target, "group-size", asked, allowed=(None, *allowed))
+        return GroupSize(target=target, allowed=allowed, asked=checked)
 
     @property
     def size(self) -> int:
-        """The number."""
+        """The number of weights that share a scale."""
         return self.asked or self.allowed[0]
 
     def why_not(self, tensor: str, columns: int) -> str | None:
-        """Why rows of so many weights stay plain; None where groups divide them.
+        """Return why a tensor with rows of `columns` weights stays plain; None if groups divide its rows.
 
-        Raises ExportError where they do not, and the size was asked for.
+        Raises ExportError if they do not, and the user asked for the size.
         """
         if columns % self.size == 0:
             return None
         fitting = ", ".join(str(size) for size in sorted(self.allowed) if columns % size == 0) or "none"
         if self.asked is not None:
             raise ExportError(
-                f"tensor {tensor!r}: --group-size {self.size} does not divide its rows of {columns} weights; of the sizes "
-                f"that {self.target} has these would: {fitting}"
+                f"tensor {tensor!r}: --group-size {self.size} does not divide its rows of {columns} weights; of the "
+                f"sizes that {self.target} has, these would: {fitting}"
             )
         return f"groups of {self.size} do not divide its rows of {columns} weights (--group-size that would: {fitting})"

@@ -1,4 +1,4 @@
-"""An integer export from a master: its tensors as the runtime holds them, and, where it is given, the original's values."""
+"""What an integer export reads: a master's tensors as the runtime holds them, optionally with the original's values."""
 
 from __future__ import annotations
 
@@ -12,41 +12,47 @@ from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.views import MovedTensor
 from pqweights.errors import SourceError
 from pqweights.exports.bf16 import is_encoded
-from pqweights.exports.integers import IntegerExport, IntegerTarget
+from pqweights.exports.integer_export import IntegerExport
+from pqweights.exports.integers import IntegerTarget
 from pqweights.exports.target import ExportSource
 from pqweights.rewrite.manifest import Manifest, coder_of, read_manifest
 
 
 def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpoint, IntegerExport]:
-    """The checkpoint to be rewritten, and the transform that does it.
+    """Return the checkpoint to be rewritten, and the transform that does it.
 
-    Raises SourceError for an original that the master was not made from, ExportError where the target has no form for the model.
+    Raises SourceError for an original that the master was not made from, ExportError if the target cannot store the
+    model.
     """
     checkpoint, manifest = source.checkpoint, _manifest(source.folder)
     outline = target.outline(checkpoint)
     if source.original is None:
         errors = {} if manifest is None else _additive_errors(manifest)
         known = {t.name: error for t in outline.tensors if (error := _error(t, errors)) is not None}
-        transform = IntegerExport(target=target, outline=outline, original=None, master={}, master_errors=known)
+        transform = IntegerExport(target=target, outline=outline, master_errors=known)
         return replace(checkpoint, tensors=outline.tensors), transform
     original = open_local(source.original)
-    _check_original(source.original, original, checkpoint, manifest)
-    by_name = {tensor.name: tensor for tensor in original.tensors}
-    originals: list[LogicalTensor] = [
-        OriginalTensor(tensor, by_name[tensor.name]) if isinstance(tensor, EncodedTensor) else tensor
-        for tensor in checkpoint.tensors
-    ]
+    _check_original(f"--source {source.original}", original, master=checkpoint, manifest=manifest)
     masters = {tensor.name: tensor for tensor in outline.tensors}
-    outline = target.outline(replace(checkpoint, tensors=tuple(originals)))
-    transform = IntegerExport(target=target, outline=outline, original=original, master=masters, master_errors={})
+    outline = target.outline(replace(checkpoint, tensors=_with_original_values(checkpoint, original)))
+    transform = IntegerExport(target=target, outline=outline, original=original, master=masters)
     return replace(checkpoint, tensors=outline.tensors), transform
 
 
-def _additive_errors(manifest: Manifest) -> dict[str, float]:
-    """Relative errors of the weights to which the error of later rounding adds up, by name.
+def _with_original_values(master: Checkpoint, original: Checkpoint) -> tuple[LogicalTensor, ...]:
+    """The tensors of a master, with the original's values for those that it holds as codes."""
+    by_name = {tensor.name: tensor for tensor in original.tensors}
+    return tuple(
+        OriginalTensor.of(tensor, by_name[tensor.name]) if isinstance(tensor, EncodedTensor) else tensor
+        for tensor in master.tensors
+    )
 
-    That of a weight whose input channels were scaled is of the scaled one, and says nothing of the weight's own. That of a codec
-    whose errors are not orthogonal to its weights says too little.
+
+def _additive_errors(manifest: Manifest) -> dict[str, float]:
+    """Relative errors of the weights whose error and that of later rounding add up, by name.
+
+    A weight whose input channels were scaled is left out, because its error is that of the scaled weight. So is a
+    weight of a codec whose errors are not orthogonal to its weights: the sum would not hold.
     """
     return {
         tensor.name: record.relative_mse
@@ -56,9 +62,9 @@ def _additive_errors(manifest: Manifest) -> dict[str, float]:
 
 
 def _error(tensor: LogicalTensor, errors: dict[str, float]) -> float | None:
-    """The relative error of a tensor of the master, or of what was put together from several: their mean by size.
+    """Return the relative error of a tensor, or None if it is not known.
 
-    What the master keeps has none.
+    A tensor that the master keeps has none. One that is put together from several has their mean, weighted by size.
     """
     parts = tensor.sources if isinstance(tensor, MovedTensor) else (tensor,)
     if any(is_encoded(part) and part.name not in errors for part in parts):
@@ -69,26 +75,27 @@ def _error(tensor: LogicalTensor, errors: dict[str, float]) -> float | None:
 
 
 def _manifest(folder: Path) -> Manifest | None:
-    """A master can be exported without its manifest; only the errors against the original are unknown then.
+    """Read the manifest of a master, or return None if there is none: then errors against the original are unknown.
 
-    Raises MasterError for a damaged one.
+    Raises MasterError for a damaged manifest.
     """
     return read_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None
 
 
-def _check_original(path: Path, source: Checkpoint, master: Checkpoint, manifest: Manifest | None) -> None:
-    if source.is_master:
-        raise SourceError(f"--source {path}: expected the original checkpoint, found a pqweights master")
-    if manifest is not None and source.fingerprint() != manifest.source_fingerprint:
+def _check_original(where: str, original: Checkpoint, *, master: Checkpoint, manifest: Manifest | None) -> None:
+    """Raise SourceError if a master was not made from this checkpoint. where: what messages call the checkpoint."""
+    if original.is_master:
+        raise SourceError(f"{where}: expected the original checkpoint, found a pqweights master")
+    if manifest is not None and original.fingerprint() != manifest.source_fingerprint:
         raise SourceError(
-            f"--source {path}: is not the checkpoint that the master was made from: its fingerprint differs from the one in "
+            f"{where}: is not the checkpoint that the master was made from: its fingerprint differs from the one in "
             "pqweights.json; give that one, or quantize this one"
         )
-    shapes = {tensor.name: tensor.shape for tensor in source.tensors}
+    shapes = {tensor.name: tensor.shape for tensor in original.tensors}
     for tensor in master.tensors:
         if shapes.get(tensor.name) != tensor.shape:
             found = shapes.get(tensor.name)
             raise SourceError(
-                f"--source {path}: tensor {tensor.name!r}: expected shape {list(tensor.shape)} as in the master, found "
+                f"{where}: tensor {tensor.name!r}: expected shape {list(tensor.shape)} as in the master, found "
                 f"{'none' if found is None else list(found)}"
             )

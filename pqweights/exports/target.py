@@ -1,4 +1,7 @@
-"""What an export target is: a name, what it takes and makes, which runtime loads that, and what its card says of it."""
+"""What an export target is: which options it takes, how it is made, which runtime loads it, and what its card says.
+
+Each target is one module with a constant TARGET, registered by a line in EXPORTS (the package's `__init__.py`).
+"""
 
 from __future__ import annotations
 
@@ -12,30 +15,40 @@ from pqweights.exports.loading import LoadableModel
 from pqweights.exports.options import ExportOptions
 from pqweights.rewrite.transform import Transform
 
-# The runtimes that load exports: transformers alone, or with the package of that name; mlx-lm.
+# The runtimes that load exports: transformers alone, transformers with the package of that name, or mlx-lm.
 TRANSFORMERS, TORCHAO, COMPRESSED_TENSORS, MLX = "transformers", "torchao", "compressed-tensors", "mlx"
+
+Settings = TypeVar("Settings")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSource:
-    """A master that is to be exported. original: the checkpoint that it was made from, whose weights are taken instead."""
+    """A master that is to be exported.
+
+    folder: where it lies
+    checkpoint: the opened master
+    original: the checkpoint from which it was made, if its weights are to be used instead of the decoded ones
+    """
 
     folder: Path
     checkpoint: Checkpoint
     original: Path | None
 
 
-Settings = TypeVar("Settings")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExportTarget(Generic[Settings]):
     """One kind of export.
 
-    runtime: one of those above. library: library_name of a card, where that is not transformers. tags: of a card. read_options:
-    what `prepare` takes; raises OptionError for what the target does not have. prepare: the checkpoint to be rewritten, and the
-    transform that does it; raises ExportError for a model that the target has no form for. load_section: paragraphs and blocks
-    of a card that say how the result is loaded, from Manifest.made_by and the model.
+    name: its key in EXPORTS
+    runtime: what loads it, one of the runtimes above
+    tags: the tags of its card
+    read_options: checks the user's options, and returns what `prepare` takes;
+        raises OptionError for an option that the target does not have
+    prepare: returns the checkpoint to be rewritten, and the transform that does it;
+        raises ExportError for a model that the target cannot store
+    load_section: returns the paragraphs and code blocks of a card that say how to load the result,
+        from Manifest.made_by and the model
+    library: the library_name of its card, if that is not transformers
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""torchao INT4, weights only: what AutoModelForCausalLM.from_pretrained opens under torchao, linear layers in 4 bits.
+"""The torchao-int4 target: weights of linear layers in 4 bits, loaded by transformers with torchao.
 
-Layouts: torchao 0.18, quantization/quantize_/workflows/int4; the safetensors metadata that rebuilds its tensor classes is
-that of torchao's prototype/safetensors. Every file carries the metadata of all, because the loader merges them with the
-last one winning. Nothing of torchao is needed to write it.
+The layouts are those of torchao 0.18 (quantization/quantize_/workflows/int4), and the safetensors metadata, from which
+its tensor classes are rebuilt, is that of its prototype/safetensors. Every file carries the metadata of all tensors,
+because the loader merges what the files carry, and the last file wins. torchao is not needed to write them.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ NAME = "torchao-int4"
 TILE, UNTILED = "tile_packed_to_4d", "plain"
 GROUP_SIZES = (128, 64, 32, 256)
 TILE_ROWS, PADDED_COLUMNS = 8, 1024
+# Why single experts stay plain.
 EXPERTS = "transformers stacks experts as it loads them, which torchao's tensors cannot be"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchaoInt4:
-    """The format with its options. See integers.IntegerTarget."""
+    """The format with its options: see ExportOptions."""
 
     packing: str
     groups: GroupSize
     qparams: str
 
     def describe(self) -> dict[str, Any]:
-        """See IntegerTarget."""
+        """Return the manifest's account of the target and its options."""
         return {
             "target": NAME,
             "packing": self.packing,
@@ -55,7 +56,7 @@ class TorchaoInt4:
         }
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
-        """See IntegerTarget; names and shapes are the source's."""
+        """Decide which linear layers become integers; names and shapes are those of the source."""
         name = "best" if self.qparams == BEST else "torchao"
         rule = GroupRule(bits=4, group_size=self.groups.size, symmetric=False, middle=True, rule=name)
         rounding = Rounding(rule, TileLayout() if self.packing == TILE else PlainLayout())
@@ -71,7 +72,7 @@ class TorchaoInt4:
         )
 
     def _metadata(self, rounded: Sequence[LogicalTensor], config: dict[str, Any] | None) -> dict[str, str]:
-        """What torchao rebuilds its tensors from."""
+        """The metadata from which torchao rebuilds its tensors."""
         result = {"format": "pt"}
         names = []
         for tensor in rounded:
@@ -87,7 +88,7 @@ class TorchaoInt4:
         return result | {"tensor_names": json.dumps(names)}
 
     def _config(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """As transformers' TorchAoConfig writes an Int4WeightOnlyConfig."""
+        """config.json with the quantization_config that TorchAoConfig writes for an Int4WeightOnlyConfig."""
         settings = {
             "group_size": self.groups.size,
             "set_inductor_config": True,
@@ -102,15 +103,15 @@ class TorchaoInt4:
             "include_input_output_embeddings": False,
             "untie_embedding_weights": False,
         }
-        return edited_config(
-            checkpoint.config, "BF16", model_dtype(checkpoint.config, checkpoint.tensors), quantization
-        )
+        old_dtype = model_dtype(checkpoint.config, checkpoint.tensors)
+        return edited_config(checkpoint.config, "BF16", old_dtype=old_dtype, quantization=quantization)
 
 
 def _names_in_memory(weight: str, has_vision: bool) -> list[str]:
-    """The names under which transformers may look for a weight: those of parameters, which are not always those in the file.
+    """Return the names under which transformers may look for a weight.
 
-    A text model may be loaded from the checkpoint of one that sees, too; older checkpoints have other prefixes.
+    They are names of parameters, which are not always those in the file. A text model may be loaded from the checkpoint
+    of a model with vision, and older checkpoints have other prefixes.
     """
     if weight.startswith("backbone."):
         return [weight, "model." + weight.removeprefix("backbone.")]
@@ -124,19 +125,23 @@ def _names_in_memory(weight: str, has_vision: bool) -> list[str]:
 
 
 def _stored(weight: str, part: str) -> str:
-    """torchao's name for a part of a parameter: q_proj.weight -> q_proj._weight_qdata."""
+    """Return torchao's name for a part of a parameter: q_proj.weight -> q_proj._weight_qdata."""
     module, _, parameter = weight.rpartition(".")
     return f"{module}._{parameter}_{part}"
 
 
 @dataclass(frozen=True)
 class PlainLayout:
-    """Int4Tensor: codes minus 8 as nibbles, the even column low, [N, K / 2]; scale and zero point [K / g, N]."""
+    """The layout of torchao's Int4Tensor.
+
+    qdata: [N, K / 2] i8, codes minus 8 as nibbles, the even column low
+    scale, zero_point: [K / g, N] bf16
+    """
 
     row_multiple: int = 1
 
     def specs(self, name: str, shape: tuple[int, ...], rule: RoundingRule) -> tuple[TensorSpec, ...]:
-        """See integers.Layout."""
+        """Return qdata, scale and zero_point of a weight [N, K]."""
         rows, columns = shape
         groups = (columns // rule.group_size, rows)
         return (
@@ -146,31 +151,36 @@ class PlainLayout:
         )
 
     def pieces(
-        self, name: str, shape: tuple[int, ...], rule: RoundingRule, first_row: int, groups: Groups
+        self, name: str, shape: tuple[int, ...], rule: RoundingRule, *, first_row: int, groups: Groups
     ) -> list[StoredPiece]:
-        """See integers.Layout."""
+        """Return the bytes of some rows: codes in order, scales and zero points as columns of their tensors."""
         rows, columns = shape
         codes = pack_bits(groups.codes, 4) ^ np.uint8(0x88)
         per_row = columns // rule.group_size
-        result = [StoredPiece(_stored(name, "qdata"), first_row * columns // 2, 0, codes[None])]
+        result = [
+            StoredPiece(stored_name=_stored(name, "qdata"), offset=first_row * columns // 2, data=codes[None]),
+        ]
         for part, numbers in (("scale", groups.scales), ("zero_point", groups.offsets)):
             by_group = np.ascontiguousarray(numbers.reshape(-1, per_row).T)
             data = from_float32(by_group.reshape(-1), "BF16").reshape(per_row, -1)
-            result.append(StoredPiece(_stored(name, part), first_row * 2, rows * 2, data))
+            result.append(StoredPiece(stored_name=_stored(name, part), offset=first_row * 2, step=rows * 2, data=data))
         return result
 
 
 @dataclass(frozen=True)
 class TileLayout:
-    """Int4TilePackedTo4dTensor: tiles of 8 rows by 128 columns, rows padded to 8 and columns to 1024.
+    """The layout of torchao's Int4TilePackedTo4dTensor: tiles of 8 rows by 128 columns.
 
-    qdata [N / 8, K / 128, 32, 4] i32; scale and zero point side by side, [K / g, N, 2]. What pads reads back as 0.
+    qdata: [N / 8, K / 128, 32, 4] i32
+    scale_and_zero: [K / g, N, 2] bf16
+
+    N is padded to a multiple of 8, and K to a multiple of 1024; the padding is read back as 0.
     """
 
     row_multiple: int = TILE_ROWS
 
     def specs(self, name: str, shape: tuple[int, ...], rule: RoundingRule) -> tuple[TensorSpec, ...]:
-        """See integers.Layout."""
+        """Return qdata and scale_and_zero of a weight [N, K]."""
         rows, columns = _padded(shape)
         return (
             TensorSpec(_stored(name, "qdata"), "I32", (rows // TILE_ROWS, columns // 128, 32, 4)),
@@ -178,9 +188,9 @@ class TileLayout:
         )
 
     def pieces(
-        self, name: str, shape: tuple[int, ...], rule: RoundingRule, first_row: int, groups: Groups
+        self, name: str, shape: tuple[int, ...], rule: RoundingRule, *, first_row: int, groups: Groups
     ) -> list[StoredPiece]:
-        """See integers.Layout."""
+        """Return the bytes of some rows: tiles in order, scales and zero points as columns of their tensor."""
         rows, columns = _padded(shape)
         size = rule.group_size
         count = groups.codes.size // shape[1]
@@ -192,9 +202,10 @@ class TileLayout:
         pairs[: shape[1] // size, :count, 0] = groups.scales.reshape(count, -1).T
         pairs[: shape[1] // size, :count, 1] = groups.offsets.reshape(count, -1).T
         data = from_float32(pairs.reshape(-1), "BF16").reshape(len(pairs), -1)
+        tiles = pack_tiles(codes)[None]
         return [
-            StoredPiece(_stored(name, "qdata"), first_row * columns // 2, 0, pack_tiles(codes)[None]),
-            StoredPiece(_stored(name, "scale_and_zero"), first_row * 4, rows * 4, data),
+            StoredPiece(stored_name=_stored(name, "qdata"), offset=first_row * columns // 2, data=tiles),
+            StoredPiece(stored_name=_stored(name, "scale_and_zero"), offset=first_row * 4, step=rows * 4, data=data),
         ]
 
 
@@ -204,16 +215,16 @@ def _padded(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def read_options(options: ExportOptions) -> TorchaoInt4:
-    """The format with what the user asked for.
+    """Return the format with the options that the user gave.
 
-    Raises OptionError for what the target does not have.
+    Raises OptionError for an option that the target does not have.
     """
     options.only(NAME, "bits", "group_size", "packing", "qparams")
-    one_of(NAME, "bits", options.bits, (4,))
+    one_of(NAME, "bits", options.bits, allowed=(4,))
     return TorchaoInt4(
-        packing=one_of(NAME, "packing", options.packing, (TILE, UNTILED)),
+        packing=one_of(NAME, "packing", options.packing, allowed=(TILE, UNTILED)),
         groups=GroupSize.of(NAME, GROUP_SIZES, options.group_size),
-        qparams=one_of(NAME, "qparams", options.qparams, (BEST, MINMAX)),
+        qparams=one_of(NAME, "qparams", options.qparams, allowed=(BEST, MINMAX)),
     )
 
 

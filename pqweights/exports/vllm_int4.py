@@ -1,8 +1,9 @@
-"""compressed-tensors `pack-quantized`, weights only, symmetric: what vLLM and transformers open.
+"""The vllm-int4 target: symmetric integers, `pack-quantized` by compressed-tensors, for vLLM and transformers.
 
-Format: https://github.com/vllm-project/compressed-tensors (compressors/pack_quantized); code q + 2**(bits - 1) in 32-bit
-words, the first lowest. In the rotated basis the stored weights are W H / sqrt(128), and transform_config tells the
-runtime to rotate the inputs of those layers (QuaRot, arXiv:2404.00456, section 4, with H alone).
+Format: https://github.com/vllm-project/compressed-tensors (compressors/pack_quantized). A weight q is stored as the
+    code q + 2**(bits - 1) in 32-bit words, the first code in the lowest bits. In the rotated basis the stored weights
+    are W H / sqrt(128), and transform_config tells the runtime to rotate the inputs of those layers (QuaRot,
+    arXiv:2404.00456, section 4, with H alone).
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from pqweights.planning.roles import classify
 NAME = "vllm-int4"
 GROUP_SIZES = (128, 64, 32)
 
-# Models whose fused experts transformers takes apart, for compressed-tensors alone, into layers that no checkpoint has.
+# Models whose fused experts transformers splits, for compressed-tensors alone, into layers that no checkpoint has.
 UNPACKED_EXPERTS = ("llama4", "llama4_text")
 
-# What holds a router, by the names that it has in memory.
+# The modules of routers, by the names that they have in memory.
 ROUTERS = r"re:.*\.(gate|router)$"
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmInt4:
-    """The format with its options. See integers.IntegerTarget."""
+    """The format with its options: see ExportOptions."""
 
     bits: int
     groups: GroupSize
@@ -54,7 +55,7 @@ class VllmInt4:
     qparams: str
 
     def describe(self) -> dict[str, Any]:
-        """See IntegerTarget."""
+        """Return the manifest's account of the target and its options."""
         return {
             "target": NAME,
             "bits": self.bits,
@@ -64,18 +65,21 @@ class VllmInt4:
         }
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
-        """See IntegerTarget; names and shapes are the source's."""
+        """Decide which linear layers become integers; names and shapes are those of the source.
+
+        Raises ExportError for a model whose layers compressed-tensors would not find, or of which none can be rotated.
+        """
         if (checkpoint.config or {}).get("model_type") in UNPACKED_EXPERTS:
             raise ExportError(
-                f"{NAME}: transformers takes the fused experts of Llama 4 apart when it loads compressed-tensors, and would not "
-                "find them; use --target mlx-q4, torchao-int4 or bf16"
+                f"{NAME}: transformers splits the fused experts of Llama 4 when it loads compressed-tensors, and would "
+                "not find them; use --target mlx-q4, torchao-int4 or bf16"
             )
         reasons = linear_weights(checkpoint, self.groups, None)
         turned = _rotatable(checkpoint, reasons) if self.basis == ROTATED else set()
         if self.basis == ROTATED and not turned:
             raise ExportError(
-                "--basis rotated: no linear layer of this model can be rotated (it takes layers without a bias, rows of whole "
-                "blocks of 128, and all layers that vLLM fuses alike); use --basis plain"
+                "--basis rotated: no linear layer of this model can be rotated: a layer must have no bias and rows of "
+                "whole blocks of 128, and so must all layers that vLLM fuses with it; use --basis plain"
             )
         rule = GroupRule(
             bits=self.bits,
@@ -99,7 +103,7 @@ class VllmInt4:
     def _config(
         self, checkpoint: Checkpoint, decisions: Mapping[str, Rounding | Stays], turned: set[str]
     ) -> dict[str, Any]:
-        """The quantization_config of compressed-tensors: every linear layer but those to be ignored."""
+        """config.json with the quantization_config of compressed-tensors: all linear layers but those to be ignored."""
         weights = {
             "num_bits": self.bits,
             "type": "int",
@@ -126,21 +130,21 @@ class VllmInt4:
         if turned:
             quantization["transform_config"] = {"config_groups": {"hadamard": _rotation(layers, turned)}}
         old_dtype = model_dtype(checkpoint.config, checkpoint.tensors)
-        return edited_config(checkpoint.config, "BF16", old_dtype, quantization)
+        return edited_config(checkpoint.config, "BF16", old_dtype=old_dtype, quantization=quantization)
 
 
 def _ignored(checkpoint: Checkpoint, layers: Sequence[str], decisions: Mapping[str, Rounding | Stays]) -> list[str]:
-    """Expressions for the layers that stay plain, and for no others."""
+    """Return expressions that match the layers that stay plain, and no others."""
     rounded = {name for name in layers if isinstance(decisions.get(name), Rounding)}
     result = patterns([name for name in layers if name not in rounded], [name for name in layers if name in rounded])
     routers = [t for t in checkpoint.tensors if classify(t.name, t.dtype, t.shape).name == "router"]
     if routers and not any(re.match(ROUTERS.removeprefix("re:"), _module(name)) for name in rounded):
-        result.append(ROUTERS)  # transformers calls some otherwise than their checkpoints do
+        result.append(ROUTERS)  # transformers renames some of them as it loads the checkpoint
     return result
 
 
 def _rotation(layers: Sequence[str], turned: set[str]) -> dict[str, Any]:
-    """The transform that rotates the inputs of the rotated layers, and of no others."""
+    """Return the transform that rotates the inputs of the rotated layers, and of no others."""
     rotated = [name for name in layers if name in turned]
     targets = patterns(rotated, [])
     others = [name for name in layers if name not in turned and _is_matched(name, targets)]
@@ -155,18 +159,18 @@ def _rotation(layers: Sequence[str], turned: set[str]) -> dict[str, Any]:
 
 
 def _module(weight: str) -> str:
-    """What holds a weight; of fused experts, all of them."""
+    """Return the name of the module that holds a weight; for fused experts, that of all experts."""
     return re.sub(r"\.experts\.[a-z_]+$", ".experts", weight.removesuffix(".weight"))
 
 
 def _may_be_layer(tensor: LogicalTensor) -> bool:
-    """Whether compressed-tensors may take what holds a tensor for a linear layer, or vLLM for fused experts."""
+    """Whether compressed-tensors may take a tensor's module for a linear layer, or vLLM for fused experts."""
     role = classify(tensor.name, tensor.dtype, tensor.shape).name
     return len(tensor.shape) in (2, 3) and role not in ("bias", "buffer")
 
 
 def _rotatable(checkpoint: Checkpoint, reasons: Mapping[str, str | None]) -> set[str]:
-    """The weights whose inputs the runtime can rotate."""
+    """Return the weights whose inputs the runtime can rotate."""
     names = {tensor.name for tensor in checkpoint.tensors}
     fit: dict[str, bool] = {}
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -174,7 +178,7 @@ def _rotatable(checkpoint: Checkpoint, reasons: Mapping[str, str | None]) -> set
         if not tensor.name.endswith(".weight") or len(tensor.shape) != 2:
             continue
         module = _module(tensor.name)
-        # vLLM's fused experts know no transform.
+        # vLLM does not transform the inputs of fused experts.
         expert = classify(tensor.name, tensor.dtype, tensor.shape).name == "expert"
         fit[tensor.name] = (
             reasons.get(tensor.name, "kept") is None
@@ -188,10 +192,10 @@ def _rotatable(checkpoint: Checkpoint, reasons: Mapping[str, str | None]) -> set
 
 
 def patterns(weights: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Expressions of compressed-tensors that match the modules of some weights, and of the others none.
+    """Return expressions of compressed-tensors that match the modules of some weights, and none of the others.
 
-    They leave open what stands before the layers, because loaders put a prefix there or take one away, and the numbers of
-    layers and experts, as far as that takes in none of the others.
+    Each is as general as it can be without matching another module. It leaves open the prefix before the layers, which
+    loaders add or remove, and the numbers of layers and experts.
     """
     excluded = sorted({_module(other) for other in others})
 
@@ -210,14 +214,14 @@ def patterns(weights: Sequence[str], others: Sequence[str]) -> list[str]:
 
 
 def _expressions(module: str) -> Iterator[str]:
-    """From the most general on: from the layers' component on, then from ever further to the left."""
+    """Yield expressions that match a module, the most general first: each later one includes more of the prefix."""
     components = module.split(".")
     numbers = [place for place, component in enumerate(components) if component.isdigit()]
     end = r"(\..*)?" if components[-1] == "experts" else ""
     for first in range(max(numbers[0] - 1, 0) if numbers else 0, -1, -1):
         tail = re.escape(".".join(components[first:])) + end
         yield r"(.*\.)?" + _NUMBER.sub(r"\\d+", tail)
-        if len(numbers) > 1:  # of this layer, all experts
+        if len(numbers) > 1:  # all experts of this layer
             start = _NUMBER.search(tail)
             assert start is not None
             yield r"(.*\.)?" + tail[: start.end()] + _NUMBER.sub(r"\\d+", tail[start.end() :])
@@ -234,12 +238,17 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^\\.])")
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """weight_packed i32 [N, K * bits / 32], weight_scale [N, K / g], weight_shape i64 [2]."""
+    """The layout `pack-quantized` of compressed-tensors.
+
+    weight_packed: [N, K * bits / 32] i32
+    weight_scale: [N, K / g] bf16
+    weight_shape: [2] i64, N and K
+    """
 
     row_multiple: int = 1
 
     def specs(self, name: str, shape: tuple[int, ...], rule: RoundingRule) -> tuple[TensorSpec, ...]:
-        """See integers.Layout."""
+        """Return the packed codes, scales and shape of a weight [N, K]."""
         rows, columns = shape
         return (
             TensorSpec(f"{name}_packed", "I32", (rows, columns * rule.bits // 32)),
@@ -248,37 +257,39 @@ class PackedLayout:
         )
 
     def pieces(
-        self, name: str, shape: tuple[int, ...], rule: RoundingRule, first_row: int, groups: Groups
+        self, name: str, shape: tuple[int, ...], rule: RoundingRule, *, first_row: int, groups: Groups
     ) -> list[StoredPiece]:
-        """See integers.Layout."""
+        """Return the bytes of some rows; those of the shape come with the first row."""
         _, columns = shape
         result = [
             StoredPiece(
-                f"{name}_packed", first_row * columns * rule.bits // 8, 0, pack_bits(groups.codes, rule.bits)[None]
+                stored_name=f"{name}_packed",
+                offset=first_row * columns * rule.bits // 8,
+                data=pack_bits(groups.codes, rule.bits)[None],
             ),
             StoredPiece(
-                f"{name}_scale",
-                first_row * (columns // rule.group_size) * 2,
-                0,
-                from_float32(groups.scales, "BF16")[None],
+                stored_name=f"{name}_scale",
+                offset=first_row * (columns // rule.group_size) * 2,
+                data=from_float32(groups.scales, "BF16")[None],
             ),
         ]
         if first_row == 0:
-            result.append(StoredPiece(f"{name}_shape", 0, 0, np.array(shape, dtype="<i8").view(np.uint8)[None]))
+            shape_bytes = np.array(shape, dtype="<i8").view(np.uint8)
+            result.append(StoredPiece(stored_name=f"{name}_shape", offset=0, data=shape_bytes[None]))
         return result
 
 
 def read_options(options: ExportOptions) -> VllmInt4:
-    """The format with what the user asked for.
+    """Return the format with the options that the user gave.
 
-    Raises OptionError for what the target does not have.
+    Raises OptionError for an option that the target does not have.
     """
     options.only(NAME, "bits", "group_size", "basis", "qparams")
     return VllmInt4(
-        bits=one_of(NAME, "bits", options.bits, (4, 8)),
+        bits=one_of(NAME, "bits", options.bits, allowed=(4, 8)),
         groups=GroupSize.of(NAME, GROUP_SIZES, options.group_size),
-        basis=one_of(NAME, "basis", options.basis, (PLAIN, ROTATED)),
-        qparams=one_of(NAME, "qparams", options.qparams, (BEST, MINMAX)),
+        basis=one_of(NAME, "basis", options.basis, allowed=(PLAIN, ROTATED)),
+        qparams=one_of(NAME, "qparams", options.qparams, allowed=(BEST, MINMAX)),
     )
 
 
@@ -287,12 +298,12 @@ def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]
     serve = shell("pip install vllm", f"vllm serve {model.quoted}{model.revision_option}{trust}")
     if made_by.get("basis") == ROTATED:
         return [
-            "For vLLM alone, on a single GPU: the integers are of rotated weights, and vLLM rotates the inputs to match "
+            "For vLLM alone, on a single GPU: the weights are rotated, and vLLM rotates the inputs to match "
             "(`transform_config` in config.json). Plain transformers ignores that key and computes nonsense.",
             serve,
         ]
     by_library = by_transformers(model, "torch transformers compressed-tensors")
-    return ["For vLLM:", serve, "Or by transformers:", *by_library]
+    return ["With vLLM:", serve, "Or with transformers:", *by_library]
 
 
 TARGET = ExportTarget(

@@ -1,1 +1,1 @@
-"""Where pqweights meets the libraries that run models: one module each, which imports that library."""
+"""Masters in the libraries that run models: torch and transformers, which are imported here and nowhere below."""

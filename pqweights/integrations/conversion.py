@@ -1,10 +1,10 @@
-"""How the stored tensors of a master become parameters: conversions for transformers' loader.
+"""How the stored tensors of a master become parameters: conversions for the loader of transformers.
 
-transformers renames each stored tensor, hands it to a converter (of the model, for fused experts and the like) and calls that
-for each parameter in turn. Here the parts of a weight `X` (`X_codes` and so on) first get the name `X`, so that all renamings and
-converters of the model meet what they expect; every converter is replaced by one that reads encoded weights itself, with the
-readers of the checkpoint, when its turn comes: positioned reads in chunks, decoded straight into the parameter's memory.
-Nothing is mapped or fetched in advance, and no error is caught by the loader, which would only log it.
+transformers renames each stored tensor, hands it to a converter (of the model, for fused experts and the like), and
+calls the converter for each parameter in turn. Here, the parts of a weight `X` (`X_codes` and so on) first get the name
+`X`, so that all renamings and converters of the model find the names that they expect. Every converter is replaced by
+one that reads encoded weights itself when its turn comes: in chunks, decoded straight into the memory of the parameter.
+Nothing is mapped or fetched in advance, and the loader, which would only log errors, catches none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pqweights.checkpoint.storage import LocalStorage
 from pqweights.errors import MasterError, SourceError
 from pqweights.integrations.packed import PackedTensor, bytes_per_weight, pack
 
-CHUNK_WEIGHTS = 1 << 20  # a multiple of the block
+CHUNK_WEIGHTS = 1 << 20  # a multiple of every block size
 NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 NEVER = "(?!)"  # a pattern that matches nothing
 
@@ -33,10 +33,20 @@ NEVER = "(?!)"  # a pattern that matches nothing
 class Master:
     """The weights of a master while a model is loaded from it.
 
-    parts: stored name -> the weight that it belongs to. decoded_weights: parameters that were to stay packed and could not.
+    parts: for each stored name, the weight that it belongs to
+    decoded_weights: parameters that should have stayed packed and could not
     """
 
-    def __init__(self, files: list[str], settings: dict[str, Any], model: Any, packed: bool) -> None:
+    def __init__(self, files: list[str], settings: dict[str, Any], *, model: Any, packed: bool) -> None:
+        """Open the weight files of a master.
+
+        files: paths of its safetensors files
+        settings: its quantization_config
+        model: the model whose parameters are loaded
+        packed: whether weights stay packed if they can
+
+        Raises SourceError or MasterError if the files are not those of a sound master.
+        """
         self._storage = _files_of(files)
         stored = stored_tensors(self._storage, tuple(Path(file).name for file in files))
         tensors = logical_tensors(self._storage, stored, {"quantization_config": settings})
@@ -45,8 +55,8 @@ class Master:
         }
         if not self.parts and settings.get("codec") is not None:
             raise MasterError(
-                "config.json: the quantization_config is that of a master, but the files hold no codes; of an ordinary model, remove "
-                "quantization_config and transformers_weights from its config.json"
+                "config.json: the quantization_config is that of a master, but the files hold no codes; if the model "
+                "is an ordinary one, remove quantization_config and transformers_weights from its config.json"
             )
         self.packed = packed
         self.decoded_weights: set[str] = set()
@@ -56,10 +66,10 @@ class Master:
         self._originals: dict[int, WeightConverter] = {}
 
     def __deepcopy__(self, memo: Any) -> Master:
-        return self  # converters are copied for each parameter
+        return self  # converters are copied for each parameter, and share the master
 
     def conversions(self, conversions: list[Any]) -> list[Any]:
-        """Conversions of a model as conversions of the model from this master."""
+        """Return the conversions of a model, made to read this master."""
         result: list[Any] = [PlainName(self)]
         for conversion in conversions:
             if isinstance(conversion, WeightConverter):
@@ -71,16 +81,16 @@ class Master:
         return [*result, EverythingElse(self)]
 
     def originals(self, conversions: list[Any]) -> list[Any]:
-        """The inverse of `conversions`, for some of them."""
+        """Return the conversions from which `conversions` made these."""
         ours = (PlainName, EverythingElse)
         return [self._originals.get(id(c), c) for c in conversions if not isinstance(c, ours)]
 
     def missing_keys(self) -> set[str]:
-        """Parameters that no stored tensor has filled."""
+        """Return the parameters that no stored tensor has filled."""
         return set(self.loading_info.missing_keys) if self.loading_info is not None else set()
 
     def read(self, tensor: EncodedTensor, dtype: torch.dtype, target: str) -> Tensor:
-        """A weight, or a part of one, for the parameter `target`: decoded, or packed where that is wanted and can be."""
+        """Read a weight for the parameter `target`: packed if that is wanted and possible, else decoded."""
         if self.packed and self.can_stay_packed(target):
             kept = pack(tensor, dtype)
             if kept is not None:
@@ -88,7 +98,7 @@ class Master:
         return self.decode(tensor, dtype)
 
     def decode(self, tensor: EncodedTensor, dtype: torch.dtype) -> Tensor:
-        """The weight in that dtype, in chunks and on all threads."""
+        """Decode a weight to a dtype, in chunks and on all threads."""
         name = NAMES.get(dtype)
         result = torch.empty(tensor.shape, dtype=dtype if name else torch.float32)
         count, size = result.numel(), result.element_size()
@@ -104,7 +114,7 @@ class Master:
         return result.to(dtype)
 
     def can_stay_packed(self, parameter: str) -> bool:
-        """Whether the module of a parameter uses it as packed weights can be used: rows of a matrix, or single experts."""
+        """Whether the module of a parameter uses it as packed weights can be used: by rows, or by single experts."""
         path, _, name = parameter.rpartition(".")
         module = self._model.get_submodule(path)
         if isinstance(module, nn.Linear | nn.Embedding):
@@ -113,20 +123,23 @@ class Master:
         return hasattr(module, "is_transposed") and hasattr(module, "_apply_gate") and getattr(module, name).ndim == 3
 
     def packed_bytes_per_weight(self, parameter: str) -> float | None:
-        """An estimate, as names may change in loading: that of the weight of this name, else of any."""
+        """Return the memory of a packed weight per element; None if it is decoded.
+
+        It is an estimate, because names may change in loading: that of the weight with this name, else of any weight.
+        """
         if not self.parts or not self.can_stay_packed(parameter):
             return None
         by_weight = {tensor.name: tensor for tensor in self.parts.values()}
         return bytes_per_weight(by_weight.get(parameter) or next(iter(self.parts.values())))
 
     def close(self) -> None:
-        """Forget the checkpoint and the threads."""
+        """Release the checkpoint and the threads."""
         self._pool.shutdown()
         self.parts, self._model, self.loading_info = {}, None, None
 
 
 def _files_of(files: list[str]) -> LocalStorage:
-    """The folder of the weight files, with those alone."""
+    """Return the folder of the weight files, with no other files."""
     folders = {Path(file).parent for file in files}
     if len(folders) != 1:
         raise SourceError(f"expected the weight files of a master in one folder, found {sorted(map(str, folders))}")
@@ -134,7 +147,7 @@ def _files_of(files: list[str]) -> LocalStorage:
 
 
 class PlainName(WeightRenaming):
-    """The parts of an encoded weight get its name, before any other renaming."""
+    """The renaming that comes first: parts of an encoded weight get its name."""
 
     __slots__ = ("master",)
 
@@ -143,26 +156,26 @@ class PlainName(WeightRenaming):
         self.master = master
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """See WeightTransform."""
+        """Return the new name, and no pattern: this renaming belongs to no converter."""
         tensor = self.master.parts.get(source_key)
         return source_key if tensor is None else tensor.name, None
 
 
 class WeightDecoder(WeightConverter):
-    """A converter of the model whose source tensors may be encoded. dtype: of the parameter."""
+    """A converter of the model whose source tensors may be encoded. dtype: that of the parameter."""
 
     __slots__ = ("dtype", "master")
 
     def __init__(self, master: Master, converter: WeightConverter) -> None:
         sources, targets = list(converter._original_source_patterns), list(converter._original_target_patterns)
-        # On the CPU, from where transformers moves the result to its device.
+        # On the CPU; transformers moves the result to its device.
         super().__init__(sources, targets, list(converter.operations), force_cpu=True)
         for name in ("scope_prefix", "base_model_prefix"):
             setattr(self, name, getattr(converter, name))
         self.master, self.dtype = master, torch.float32
 
     def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
-        """Collect one stored tensor. See WeightTransform; the first part stands for its weight, the others for nothing."""
+        """Collect one stored tensor: its first part stands for a weight, and the other parts are ignored."""
         self.layer_targets[target_key].add(source_key)
         tensor = self.master.parts.get(source_key)
         read: Callable[[], Tensor]
@@ -181,7 +194,7 @@ class WeightDecoder(WeightConverter):
         self.collected_tensors[source_pattern].append(read)
 
     def convert(self, layer_name: str, loading_info: Any = None, **options: Any) -> dict[str, Any]:
-        """See WeightConverter."""
+        """Convert the collected tensors to parameters, and decode those that cannot stay packed."""
         self.master.loading_info = loading_info
         converted = self._converted(layer_name, loading_info=loading_info, **options)
         if self.master.packed:
@@ -195,6 +208,7 @@ class WeightDecoder(WeightConverter):
         return result
 
     def _as_wanted(self, name: str, value: Tensor) -> Tensor:
+        """Return a parameter, decoded if it is packed and cannot stay so."""
         encoded = any(key in self.master.parts for keys in self.layer_targets.values() for key in keys)
         if isinstance(value, PackedTensor) and self.master.can_stay_packed(name):
             return value
@@ -204,12 +218,14 @@ class WeightDecoder(WeightConverter):
 
 
 class _Nothing(ConversionOps):
+    """The operation that changes nothing."""
+
     def convert(self, input_dict: dict[str, Any], **options: Any) -> dict[str, Any]:
         return input_dict
 
 
 class EverythingElse(WeightDecoder):
-    """What no converter of the model takes: one stored weight, one parameter of the same name."""
+    """The converter for weights that no converter of the model takes: each becomes the parameter with its name."""
 
     __slots__ = ()
 
@@ -217,7 +233,7 @@ class EverythingElse(WeightDecoder):
         super().__init__(master, WeightConverter([NEVER], [""], [_Nothing()]))
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """See WeightTransform."""
+        """Return the name unchanged, and the pattern of this converter."""
         return source_key, NEVER
 
     def _converted(self, layer_name: str, **options: Any) -> dict[str, Any]:

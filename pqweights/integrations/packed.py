@@ -1,7 +1,8 @@
-"""A weight that stays packed in memory: a torch tensor of the model's shape and dtype whose values are decoded when used.
+"""Weights that stay packed in memory: torch tensors of the model's shape and dtype that are decoded when they are used.
 
-F.linear decodes some rows at a time into a buffer that stays in the cache and multiplies them there, F.embedding decodes the
-rows asked for, and an index selects one expert of a stack. Every other operation gets an ordinary, decoded tensor. Inference only.
+F.linear decodes some rows at a time into a buffer that stays in the cache, and multiplies them there. F.embedding
+decodes the rows that it looks up. An index selects one expert of a stack. Every other operation gets an ordinary,
+decoded tensor. For inference only.
 """
 
 from __future__ import annotations
@@ -27,16 +28,20 @@ from pqweights.kernels.reference import TORCH_DTYPES
 from pqweights.kernels.workers import scratch
 
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-# Weights that a thread decodes before it multiplies them: few enough to stay in its core's cache.
+# How many weights a thread decodes before it multiplies them: few enough for the cache of its core.
 CHUNK_WEIGHTS = 1 << 20
-DEVICE_CHUNK_WEIGHTS = 1 << 24  # on other devices, where a call costs more and memory is faster
+# The same on other devices, where a call costs more and memory is faster.
+DEVICE_CHUNK_WEIGHTS = 1 << 24
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackedRows:
-    """Encoded rows of one matrix, all encoded alike.
+    """Rows of one matrix that were encoded in the same way.
 
-    parts: those of the coder, [blocks, bytes per block] u8 over the flattened rows. awq: the scales of the columns, f32, or None.
+    rows, columns: how many there are
+    coder, state: what decodes them
+    parts: the parts of the coder over the flattened rows, [blocks, bytes per block] u8 each
+    awq: the scales of the columns, [columns] f32; None if they are not scaled
     """
 
     rows: int
@@ -46,20 +51,24 @@ class PackedRows:
     parts: tuple[Tensor, ...]
     awq: Tensor | None
 
-    @torch.inference_mode()  # a setting of the thread: threads of ours may write what the caller made in that mode
+    @torch.inference_mode()  # set for each thread: ours may write to tensors that the caller made in this mode
     def decode(self, start: int, stop: int, out: Tensor) -> None:
-        """Rows [start, stop) into a contiguous tensor [stop - start, columns] on the same device."""
+        """Decode rows [start, stop) into a contiguous tensor [stop - start, columns] on the same device."""
         block_size = self.coder.block_size
         first, last = start * self.columns // block_size, block_count(stop * self.columns, block_size)
         skip, count = start * self.columns - first * block_size, (stop - start) * self.columns
         here = slice(skip, skip + count)
         if out.device.type == "cpu":
-            self._decode_numpy(start, range(first, last), here, out.view(-1))
+            self._decode_numpy(start, range(first, last), here=here, out=out.view(-1))
         else:
-            self._decode_torch(range(first, last), here, out.view(-1))
+            self._decode_torch(range(first, last), here=here, out=out.view(-1))
 
-    def _decode_numpy(self, row: int, blocks: range, here: slice, out: Tensor) -> None:
-        """The blocks into memory of the thread, or straight into `out` where they are all of it, in a dtype that coders know."""
+    def _decode_numpy(self, row: int, blocks: range, *, here: slice, out: Tensor) -> None:
+        """Decode blocks on the CPU, straight into `out` if they fill it and coders have its dtype.
+
+        row: the row in which the first block begins
+        here: the part of the blocks that belongs in `out`
+        """
         whole = len(blocks) * self.coder.block_size
         direct = self.awq is None and out.dtype in NAMES
         name = NAMES[out.dtype] if direct else "F32"
@@ -71,11 +80,12 @@ class PackedRows:
             return
         decoded = torch.from_numpy(values).view(TORCH_DTYPES[name])[here]
         if self.awq is not None:
-            scales.divide(decoded.numpy(), row * self.columns, (self.rows, self.columns), self.awq.numpy())
+            shape = (self.rows, self.columns)
+            scales.divide(decoded.numpy(), self.awq.numpy(), start=row * self.columns, shape=shape)
         out.copy_(_saturated(decoded, out.dtype))
 
-    def _decode_torch(self, blocks: range, here: slice, out: Tensor) -> None:
-        """The same on another device, as far as the coder has kernels for it."""
+    def _decode_torch(self, blocks: range, *, here: slice, out: Tensor) -> None:
+        """Decode blocks on another device; `here` is the part of them that belongs in `out`."""
         parts = [part[blocks.start : blocks.stop] for part in self.parts]
         decoded = self.coder.decode_torch(parts, self.state).reshape(-1)[here]
         if self.awq is not None:
@@ -83,37 +93,36 @@ class PackedRows:
         out.copy_(_saturated(decoded, out.dtype))
 
     def selected(self, rows: Tensor) -> PackedRows | None:
-        """The rows of these numbers as rows of their own; None where blocks do not end with rows."""
+        """Return the rows with these numbers; None if a block may hold parts of two rows."""
         if self.columns % self.coder.block_size:
             return None
         parts = tuple(part.view(self.rows, -1).index_select(0, rows).view(-1, part.shape[1]) for part in self.parts)
         return replace(self, rows=len(rows), parts=parts)
 
     def to(self, device: torch.device) -> PackedRows:
-        """The same on that device."""
+        """Return the rows on another device."""
         awq = None if self.awq is None else self.awq.to(device)
         return replace(self, parts=tuple(part.to(device) for part in self.parts), awq=awq)
 
     @property
     def byte_count(self) -> int:
-        """Bytes of the parts and scales."""
+        """The size of parts and scales, in bytes."""
         return sum(t.numel() * t.element_size() for t in (*self.parts, self.awq) if t is not None)
 
 
 def _saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 within the range of a narrower dtype."""
+    """Clamp float32 to the range of a narrower dtype."""
     limit = torch.finfo(dtype).max
     return values if dtype.itemsize >= 4 else values.clamp(-limit, limit)
 
 
-# The rows of a matrix, from the top.
-Matrix = tuple[PackedRows, ...]
+Matrix = tuple[PackedRows, ...]  # the rows of a matrix, from the top
 
 
 def pack(tensor: EncodedTensor, dtype: torch.dtype) -> PackedTensor | None:
-    """A weight [rows, columns], or a stack of them, read into memory as it is stored.
+    """Read a weight [rows, columns], or a stack of them, into memory as it is stored.
 
-    None where it has another shape, or where a matrix of the stack does not begin with a block.
+    Returns None for another shape, and for a stack in which a block holds parts of two matrices.
     """
     if len(tensor.shape) not in (2, 3) or not math.prod(tensor.shape):
         return None
@@ -143,12 +152,16 @@ def pack(tensor: EncodedTensor, dtype: torch.dtype) -> PackedTensor | None:
 
 
 def bytes_per_weight(tensor: EncodedTensor) -> float:
-    """What a packed weight takes in memory, for each of its elements."""
+    """Return the memory that a packed weight takes, in bytes per element."""
     return sum(part.byte_count for part in tensor.parts) / max(1, math.prod(tensor.shape))
 
 
 class PackedTensor(torch.Tensor):
-    """See the module. matrices: one for each expert of a stack, or the only one."""
+    """A packed weight as a torch tensor.
+
+    matrices: one for each expert of a stack, or the only matrix
+    stacked: whether the weight is a stack
+    """
 
     matrices: tuple[Matrix, ...]
     stacked: bool
@@ -168,22 +181,22 @@ class PackedTensor(torch.Tensor):
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes in memory."""
+        """The size in memory, in bytes."""
         return sum(each.byte_count for matrix in self.matrices for each in matrix)
 
     def element_size(self) -> float:  # type: ignore[override]
-        """Bytes per element as they lie in memory, a fraction: what transformers and accelerate add up as footprint."""
+        """Return the bytes per element in memory, a fraction; transformers and accelerate compute the footprint by it."""
         return self.stored_bytes / self.numel()
 
     def decode(self) -> Tensor:
-        """The ordinary tensor."""
+        """Return the weight as an ordinary tensor."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         for matrix, part in zip(self.matrices, out if self.stacked else [out], strict=True):
-            _share(functools.partial(_decode_into, matrix, part), len(part), part.shape[1], self.device)
+            _share(functools.partial(_decode_into, matrix, part), len(part), part.shape[1], device=self.device)
         return out
 
     def like(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> PackedTensor:
-        """The same values under another dtype, or on another device."""
+        """Return the same weight with another dtype, or on another device."""
         matrices = self.matrices
         if device is not None and device != self.device:
             matrices = tuple(tuple(each.to(device) for each in matrix) for matrix in matrices)
@@ -197,7 +210,7 @@ class PackedTensor(torch.Tensor):
         result = NotImplemented if replaced is None else replaced(*args, **(kwargs or {}))
         if result is not NotImplemented:
             return result
-        with torch._C.DisableTorchFunctionSubclass():  # what torch.Tensor does, but for wrapping results in this class
+        with torch._C.DisableTorchFunctionSubclass():  # as torch.Tensor does, without wrapping results in this class
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -216,9 +229,8 @@ class PackedTensor(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def _linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Any:  # torch's names: it is called by them, too
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """Implement F.linear, with its parameter names: multiply decoded rows of the weight, chunk by chunk."""
     x = input
     if not isinstance(weight, PackedTensor) or weight.stacked or isinstance(x, PackedTensor):
         return NotImplemented
@@ -227,7 +239,7 @@ def _linear(
         x, weight = x.to(dtype), weight.like(dtype)
         bias = None if bias is None else bias.to(dtype)
     if x.dtype != weight.dtype or x.ndim == 0 or x.shape[-1] != weight.shape[-1]:
-        return NotImplemented  # torch says what is wrong
+        return NotImplemented  # torch then raises the error
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
@@ -240,37 +252,38 @@ def _linear(
     flat_out = out.view(-1, rows)
 
     def multiply(start: int, stop: int) -> None:
-        with torch.inference_mode():  # a setting of the thread
+        with torch.inference_mode():  # set for each thread
             chunk = _buffer(weight.dtype, weight.device, (stop - start) * columns).view(-1, columns)
-            _decode_rows(matrix, start, stop, chunk)
+            _decode_rows(matrix, start, stop, out=chunk)
             bias_of_rows = None if bias is None else bias[start:stop]
             with torch.autocast(x.device.type, enabled=False):
                 flat_out[:, start:stop] = torch.nn.functional.linear(flat, chunk, bias_of_rows)
 
-    _share(multiply, rows, columns, weight.device)
+    _share(multiply, rows, columns, device=weight.device)
     return out
 
 
 def _embedding(
     input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, *_: Any, **__: Any
 ) -> Any:
+    """Implement F.embedding: decode the rows that are looked up."""
     if not isinstance(weight, PackedTensor) or weight.stacked or max_norm is not None:
         return NotImplemented
     ids, (matrix,) = input, weight.matrices
     out = torch.empty(ids.numel(), weight.shape[1], dtype=weight.dtype, device=weight.device)
     selected = matrix[0].selected(ids.reshape(-1)) if len(matrix) == 1 else None
     if selected is not None:
-        _decode_rows((selected,), 0, len(out), out)
+        _decode_rows((selected,), 0, len(out), out=out)
     else:
         for row, into in zip(ids.reshape(-1).tolist(), out, strict=True):
             if not 0 <= row < weight.shape[0]:
                 raise IndexError(f"index {row} is out of range for {weight.shape[0]} rows")
-            _decode_rows(matrix, row, row + 1, into[None])
+            _decode_rows(matrix, row, row + 1, out=into[None])
     return out.view(*ids.shape, weight.shape[1])
 
 
 def _getitem(weight: Tensor, index: Any) -> Any:
-    """One expert of a stack, still packed."""
+    """Implement indexing with one number: an expert of a stack, still packed."""
     single = isinstance(index, int) or (isinstance(index, Tensor) and index.ndim == 0 and not index.is_floating_point())
     if not isinstance(weight, PackedTensor) or not weight.stacked or not single:
         return NotImplemented
@@ -278,7 +291,7 @@ def _getitem(weight: Tensor, index: Any) -> Any:
 
 
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:
-    """Matrices as a stack."""
+    """Implement torch.stack for matrices."""
     packed = [t for t in tensors if isinstance(t, PackedTensor) and not t.stacked]
     if len(packed) < len(tensors) or dim or len({(t.shape, t.dtype, t.device) for t in packed}) > 1:
         return NotImplemented
@@ -286,7 +299,7 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:
 
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
-    """Rows below rows, in each matrix of a stack."""
+    """Implement torch.cat along the rows, in each matrix of a stack."""
     packed = [t for t in tensors if isinstance(t, PackedTensor)]
     alike = {(t.stacked, len(t.matrices), t.shape[-1], t.dtype, t.device) for t in packed}
     if len(packed) < len(tensors) or len(alike) > 1 or dim % packed[0].ndim != packed[0].ndim - 2:
@@ -296,7 +309,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
 
 
 def _set_data(tensor: Tensor, value: Tensor) -> Any:
-    """`tensor.data = value`, as a module does that is moved: torch copies all but what is ours."""
+    """Implement `tensor.data = value`, which moving a module does: torch does not copy the attributes of this class."""
     if isinstance(tensor, PackedTensor) and isinstance(value, PackedTensor):
         tensor.matrices, tensor.stacked = value.matrices, value.stacked
     return NotImplemented
@@ -318,8 +331,8 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _decode_rows(matrix: Matrix, start: int, stop: int, out: Tensor) -> None:
-    """Rows [start, stop) of a matrix into [stop - start, columns]."""
+def _decode_rows(matrix: Matrix, start: int, stop: int, *, out: Tensor) -> None:
+    """Decode rows [start, stop) of a matrix into [stop - start, columns]."""
     above = 0
     for each in matrix:
         first, last = max(start - above, 0), min(stop - above, each.rows)
@@ -329,11 +342,12 @@ def _decode_rows(matrix: Matrix, start: int, stop: int, out: Tensor) -> None:
 
 
 def _decode_into(matrix: Matrix, whole: Tensor, start: int, stop: int) -> None:
-    _decode_rows(matrix, start, stop, whole[start:stop])
+    """Decode rows [start, stop) of a matrix into their places in the whole matrix."""
+    _decode_rows(matrix, start, stop, out=whole[start:stop])
 
 
-def _share(work: Callable[[int, int], None], rows: int, columns: int, device: torch.device) -> None:
-    """Call work(start, stop) for runs of all rows: on the CPU by several threads, small runs that stay in a core's cache."""
+def _share(work: Callable[[int, int], None], rows: int, columns: int, *, device: torch.device) -> None:
+    """Call work(start, stop) for runs that cover all rows: on the CPU in several threads, in runs that fit a cache."""
     step = max(1, (CHUNK_WEIGHTS if device.type == "cpu" else DEVICE_CHUNK_WEIGHTS) // columns)
     starts = range(0, rows, step)
     if device.type != "cpu" or len(starts) == 1:
@@ -346,12 +360,12 @@ def _share(work: Callable[[int, int], None], rows: int, columns: int, device: to
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    """As many threads as torch uses; in each of them, torch computes without any more of them."""
+    """Return a pool of as many threads as torch uses; in each of them, torch itself computes with one thread."""
     count = torch.get_num_threads()
     started = threading.Barrier(count + 1)
 
     def begin() -> None:
-        torch.set_num_threads(1)  # counts for this thread, and for threads that have not computed yet
+        torch.set_num_threads(1)  # for this thread, and for threads that have not computed yet
         started.wait()
 
     pool = ThreadPoolExecutor(count, thread_name_prefix="pqweights", initializer=begin)
@@ -363,7 +377,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _buffer(dtype: torch.dtype, device: torch.device, count: int) -> Tensor:
-    """Memory of the calling thread, contents undefined, valid until it asks again."""
-    if device.type != "cpu":  # torch keeps and hands out memory of other devices by itself
+    """Return memory of the calling thread, contents undefined, valid until it asks again."""
+    if device.type != "cpu":  # torch itself reuses the memory of other devices
         return torch.empty(count, dtype=dtype, device=device)
     return torch.from_numpy(scratch("packed rows", count * dtype.itemsize)).view(dtype)

@@ -1,6 +1,6 @@
-"""Masters in transformers: its quantizer, which decodes the weights while a model is loaded, or keeps them packed.
+"""Masters in transformers: the quantizer that decodes weights while a model is loaded, or keeps them packed.
 
-transformers calls the hooks below during from_pretrained. How stored tensors become parameters is in conversion.py.
+transformers calls the methods below during from_pretrained. conversion.py turns stored tensors into parameters.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _keep_packed: contextvars.ContextVar[bool] = contextvars.ContextVar("keep_packed
 
 
 def register() -> None:
-    """Make transformers know the quantizer; again is fine."""
+    """Register the quantizer with transformers. It may be called repeatedly."""
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = PqweightsConfig
     auto.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = PqweightsQuantizer
 
 
 @contextlib.contextmanager
 def packed_weights() -> Iterator[None]:
-    """Masters that this thread loads meanwhile stay packed."""
+    """Keep masters packed that this thread loads while the context is open."""
     token = _keep_packed.set(True)
     try:
         yield
@@ -39,9 +39,9 @@ def packed_weights() -> Iterator[None]:
 
 
 class PqweightsConfig(QuantizationConfigMixin):
-    """The quantization_config of a master, as it stands in config.json; checked when the weights are opened.
+    """The quantization_config of a master as it is in config.json; it is checked when the weights are opened.
 
-    dequantize: whether an ordinary model results, from which transformers then removes this configuration.
+    dequantize: whether the result is an ordinary model, from which transformers then removes this configuration
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -50,14 +50,17 @@ class PqweightsConfig(QuantizationConfigMixin):
         self.dequantize = not _keep_packed.get()
 
     def to_dict(self) -> dict[str, Any]:
-        """As in config.json."""
+        """Return the quantization_config as it is in config.json."""
         return dict(self.settings)
 
 
 class PqweightsQuantizer(HfQuantizer):
-    """See the module. decoded_weights: of a model that is to stay packed, the parameters that could not."""
+    """The quantizer of masters.
 
-    requires_calibration = True  # there is no quantizing while loading
+    decoded_weights: parameters that should have stayed packed and could not
+    """
+
+    requires_calibration = True  # so that transformers refuses to quantize a model while it is loaded
 
     def __init__(self, quantization_config: PqweightsConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
@@ -65,14 +68,14 @@ class PqweightsQuantizer(HfQuantizer):
         self.decoded_weights: tuple[str, ...] = ()
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """The configuration before files are looked for: without the guard, and with experts that are used one by one."""
+        """Remove the guard from the configuration before files are looked for; if packed, use experts one by one."""
         remove_guard(config)
         if self.packed:
             config._experts_implementation = "eager"
         return config
 
     def update_device_map(self, device_map: Any) -> Any:
-        """Refuse a disk: transformers would look there for weights under the names of ours."""
+        """Raise SourceError for a device map with a disk, where transformers would look for decoded weights."""
         if isinstance(device_map, dict):
             _refuse_disk(device_map)
         return device_map
@@ -85,14 +88,15 @@ class PqweightsQuantizer(HfQuantizer):
             raise SourceError(f"expected the safetensors files of a master, found {files}")
         if getattr(model.config, "distributed_config", None) is not None:
             raise SourceError(
-                "a master cannot be loaded in tensor-parallel parts; export it first: pqweights export MASTER OUT --target bf16"
+                "a master cannot be loaded in tensor-parallel parts; export it first: pqweights export MASTER OUT "
+                "--target bf16"
             )
         paths = [os.fspath(file) for file in files]
-        self._master = Master(paths, self.quantization_config.settings, model, self.packed)
+        self._master = Master(paths, self.quantization_config.settings, model=model, packed=self.packed)
         return model
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
-        """To what a stored tensor is cast when it is read; a converter of ours learns what its weight shall become."""
+        """Return the dtype to which a stored tensor is cast, and tell it to the converter if that is one of ours."""
         from pqweights.integrations.conversion import WeightDecoder
 
         if isinstance(converter, WeightDecoder):
@@ -100,23 +104,23 @@ class PqweightsQuantizer(HfQuantizer):
         return super().get_new_dtype(converter, param, dtype)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """The model's conversions, taught to read ours."""
+        """Return the conversions of the model, made to read encoded weights."""
         return self._master.conversions(weight_conversions)
 
     def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
-        """Bytes per weight in memory, for device maps."""
+        """Return the bytes per weight in memory, for device maps."""
         size = self._master.packed_bytes_per_weight(param_name) if self.packed else None
         return float(param.element_size()) if size is None else size
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
         _refuse_disk(getattr(model, "hf_device_map", None) or {})
-        # What is saved goes through the model's own conversions backwards.
+        # A model is saved through the inverse of its own conversions.
         model._weight_conversions = self._master.originals(model._weight_conversions or [])
         missing = sorted(self._master.missing_keys())
         if missing and type(model).__name__ in (model.config.architectures or ()):
             raise MasterError(
-                f"{len(missing)} weights of {type(model).__name__} are not in the master, {missing[0]!r} among them; it is "
-                "damaged: quantize the model again"
+                f"{len(missing)} weights of {type(model).__name__} are not in the master, {missing[0]!r} among them; "
+                "it is damaged: quantize the model again"
             )
         if self.packed:
             model.requires_grad_(False)
@@ -126,21 +130,25 @@ class PqweightsQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self) -> bool:
-        """Whether save_pretrained may write the model. Raises OutputError, as its own message would not say what to do."""
+        """Whether save_pretrained may write the model.
+
+        Raises OutputError for a packed model, because the message of transformers would not say what to do.
+        """
         if self.packed:
             raise OutputError(
-                "a packed model is not saved by save_pretrained; copy the master, or load it without packed=True and save that"
+                "save_pretrained cannot save a packed model; copy the master, or load it without packed=True and save "
+                "that"
             )
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """Whether it may be trained: decoded it is an ordinary model."""
+        """Whether the model may be trained; a decoded one is an ordinary model."""
         return not self.packed
 
 
 def remove_guard(config: Any) -> None:
-    """Remove the key that stops a transformers without pqweights, from a configuration and those in it."""
+    """Remove the key that stops transformers without pqweights, from a configuration and from those nested in it."""
     values = config if isinstance(config, dict) else vars(config)
     values.pop(GUARD_KEY, None)
     for key, value in values.items():
@@ -149,8 +157,9 @@ def remove_guard(config: Any) -> None:
 
 
 def _refuse_disk(device_map: dict[str, Any]) -> None:
+    """Raise SourceError if a device map offloads weights to disk."""
     if "disk" in device_map.values():
         raise SourceError(
-            "device_map: the weights of a master cannot be offloaded to disk; export it first: pqweights export MASTER OUT "
-            "--target bf16"
+            "device_map: the weights of a master cannot be offloaded to disk; export it first: pqweights export MASTER "
+            "OUT --target bf16"
         )

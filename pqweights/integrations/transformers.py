@@ -1,4 +1,7 @@
-"""load_model: a model in a folder, by transformers, with every weight accounted for. (The quantizer is in quantizer.py.)"""
+"""load_model: a model in a folder or on the Hub through transformers, with every weight accounted for.
+
+The quantizer that reads the weights of a master is in quantizer.py.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,8 @@ from pqweights.hub.sources import Access, local_folder, repository_id
 def load_model(
     path: str | os.PathLike[str], *, packed: bool = False, dtype: Any = "auto", device_map: Any = None, **options: Any
 ) -> Any:
-    """See pqweights.load_model."""
-    folder = Path(path)
-    if isinstance(path, str) and repository_id(path) is not None:
-        # token=True is the one that the user logged in with; False, none, is left to transformers for custom code alone.
-        token = options.get("token")
-        access = Access(options.get("revision"), token if isinstance(token, str) else None)
-        folder = local_folder(path, access).path
-    if not folder.is_dir():
-        raise SourceError(f"{folder}: no such folder; give a local folder, or ORG/NAME of a model on the Hub")
+    """Load a model, see pqweights.load_model."""
+    folder = _folder(path, options)
     config = read_config(folder)
     if config is None:
         raise SourceError(f"{folder}: expected a model with {CONFIG_FILE}, found none")
@@ -49,18 +45,29 @@ def load_model(
         model, info = loader.from_pretrained(
             folder, dtype=dtype, device_map=device_map, output_loading_info=True, **options
         )
-    for kind, names in (("missing", info["missing_keys"]), ("left over", info["unexpected_keys"])):
-        if names:
-            what = (
-                f"{folder}: {len(names)} weights of {type(model).__name__} are {kind}, {min(names)!r} among them; the folder "
-                "does not hold this model: fetch or make it again"
-            )
-            raise MasterError(what) if ours else SourceError(what)
+    problem = _problem(model, info)
+    if problem is not None:
+        message = f"{folder}: {problem}; the folder does not hold this model: fetch or make it again"
+        raise MasterError(message) if ours else SourceError(message)
     return model
 
 
+def _folder(path: str | os.PathLike[str], options: dict[str, Any]) -> Path:
+    """Return the folder of a model; one on the Hub is fetched into the cache."""
+    folder = Path(path)
+    if isinstance(path, str) and repository_id(path) is not None:
+        # True is the token with which the user logged in, which the Hub client finds itself. False, for no token, only
+        # reaches transformers, for custom code.
+        token = options.get("token")
+        access = Access(options.get("revision"), token if isinstance(token, str) else None)
+        folder = local_folder(path, access).path
+    if not folder.is_dir():
+        raise SourceError(f"{folder}: no such folder; give a local folder, or ORG/NAME of a model on the Hub")
+    return folder
+
+
 def _class_for(transformers: Any, architecture: str) -> Any:
-    """The class of that name, or for custom code the one that finds it."""
+    """Return the class of transformers with this name; for custom code, the auto class that finds it."""
     found = getattr(transformers, architecture, None) if architecture else None
     if found is not None:
         return found
@@ -68,3 +75,11 @@ def _class_for(transformers: Any, architecture: str) -> Any:
         if architecture.endswith(end):
             return getattr(transformers, name)
     return transformers.AutoModel
+
+
+def _problem(model: Any, info: dict[str, Any]) -> str | None:
+    """Say which weights of a loaded model are missing or left over, by its loading info; None if none are."""
+    for kind, names in (("missing", info["missing_keys"]), ("left over", info["unexpected_keys"])):
+        if names:
+            return f"{len(names)} weights of {type(model).__name__} are {kind}, {min(names)!r} among them"
+    return None

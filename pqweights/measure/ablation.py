@@ -25,7 +25,7 @@ from pqweights.measure.calibrate import WINDOW, calibrate, fewest_tokens
 from pqweights.planning.recipe import Recipe
 from pqweights.quantize import QuantizeOptions, quantize
 from pqweights.results.inspect import inspect
-from pqweights.rewrite.driver import RunOptions
+from pqweights.rewrite.task import RunOptions
 from pqweights.runtimes.folders import read_folder
 from pqweights.runtimes.models import open_model
 from pqweights.runtimes.packages import package

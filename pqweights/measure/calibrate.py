@@ -157,7 +157,8 @@ def calibrate(
         "held_back_tokens": back,
         "window": len(windows[0]),
     }
-    write_awq(out, checkpoint.fingerprint(), about, {layer.name: layer.to_json() for layer in layers}, scales)
+    searched = {layer.name: layer.to_json() for layer in layers}
+    write_awq(out, checkpoint=checkpoint.fingerprint(), about=about, weights=searched, scales=scales)
     weights = sum(tensor.weights for tensor in planned)
     return Calibration(tokens, back, layers, 16 * sum(values.size for values in scales.values()) / weights)
 

@@ -96,7 +96,8 @@ def measure_sensitivity(
                         parameter.data = values
         if not all(math.isfinite(kl) for _, kl in points):
             raise EvaluationError(f"{source}: {name}: with noise, logits are NaN or infinite; pass --dtype float32")
-        found.append(Measured(name, tuple(names), max(0.0, fitted_alpha(points)), tuple(points)))
+        alpha = max(0.0, fitted_alpha(points))
+        found.append(Measured(name=name, weights=tuple(names), alpha=alpha, points=tuple(points)))
     progress(len(groups), len(groups), "")
     method = {
         "kind": "random tokens" if text is None else "text",
@@ -107,7 +108,7 @@ def measure_sensitivity(
         "seed": SEED,
         "levels": list(LEVELS),
     }
-    return Sensitivity(checkpoint.fingerprint(), method, tuple(found))
+    return Sensitivity(checkpoint=checkpoint.fingerprint(), method=method, groups=tuple(found))
 
 
 def _windows(source: Path, text: str | None, tokens: int, window: int | None, tokenizer: Path | None) -> list[Ids]:

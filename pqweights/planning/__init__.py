@@ -1,1 +1,1 @@
-"""Everything that is decided from headers: roles, recipes, plans, and fitting to a size."""
+"""Everything that is decided from headers: roles, recipes, plans, and bit widths that fit a size."""

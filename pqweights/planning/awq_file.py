@@ -1,8 +1,9 @@
-"""The file of activation-aware scales that `calibrate` writes and `quantize --awq` applies: reading it, and what it is for.
+"""The file of activation-aware scales that `calibrate` writes and `quantize --awq` applies.
 
-One float16 scale for each input channel of a weight (Lin et al., arXiv:2306.00978), in safetensors as `X_awq_scale`; the
-JSON under `pqweights_awq` in its metadata says for which checkpoint, codec and width each was searched, and what it gained.
-docs/awq.md has the format and the method.
+It holds one float16 scale for each input channel of a weight (Lin et al., arXiv:2306.00978) as `X_awq_scale`, in
+safetensors. The JSON under `pqweights_awq` in its metadata says for which checkpoint the scales are, and for each
+weight for which codec and bit width they were searched, and what they gained. docs/awq.md has the format and the
+method.
 """
 
 from __future__ import annotations
@@ -19,26 +20,33 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.header import StoredTensor, TensorSpec, encode_header, parse_header
+from pqweights.checkpoint.header import StoredTensor, TensorSpec, encode_header
 from pqweights.checkpoint.names import AWQ_SUFFIX, awq_name
 from pqweights.checkpoint.scales import SMALLEST_SCALE, scale_shape
-from pqweights.checkpoint.source import Checkpoint, open_local
-from pqweights.checkpoint.storage import read_bytes
+from pqweights.checkpoint.source import Checkpoint, open_local, read_header
 from pqweights.checkpoint.writer import sha256_of_file, write_whole
+from pqweights.codecs.protocol import exact_rate
 from pqweights.dtypes import to_float32
-from pqweights.errors import OutputError, SourceError
+from pqweights.errors import OutputError, PqweightsError, SourceError
 from pqweights.planning.plan import QUANTIZE, TensorPlan
-from pqweights.strict_json import is_number
+from pqweights.strict_json import Fields, parse_json
 
 METADATA_KEY = "pqweights_awq"
 AWQ_VERSION = 1
+# A safetensors file of ours holds at least one tensor: this empty one if no weight is scaled.
+NO_SCALES = "no_weight_is_scaled"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class AwqScales:
-    """An opened file. any_codec: apply the scales whatever they were searched for.
+    """An opened file of scales.
 
-    file: what holds them. searched: codec and bits, by weight. checkpoint: the fingerprint of the one that was run.
+    path: where it lies
+    file: the file as a checkpoint, from which the scales are read
+    sha256: that of the file
+    any_codec: apply the scales even if they were searched for another codec or bit width
+    checkpoint: the fingerprint of the checkpoint that the scales are for
+    searched: for each weight, the codec and the bit width that its scales were searched for
     """
 
     path: Path
@@ -53,13 +61,13 @@ class AwqScales:
         return {part.name: part for part in self.file.stored}
 
     def describe(self) -> dict[str, Any]:
-        """The manifest's account of it."""
+        """Return the manifest's account of the scales."""
         return {"sha256": self.sha256, "weights": len(self.searched), "any_codec": self.any_codec}
 
     def read(self, name: str) -> npt.NDArray[np.uint8]:
-        """The scales [..., K] of a weight, as the bytes of float16.
+        """Read the scales [..., K] of a weight, as the bytes of float16.
 
-        Raises SourceError for one that is no positive normal number.
+        Raises SourceError if one of them is not a positive normal number.
         """
         stored = self._stored[awq_name(name)]
         raw = np.empty(stored.byte_count, dtype=np.uint8)
@@ -70,7 +78,7 @@ class AwqScales:
         return raw
 
     def check(self, checkpoint: Checkpoint, tensors: Sequence[TensorPlan]) -> None:
-        """Raises SourceError where the scales are not for this checkpoint, or not for this recipe's codec and width."""
+        """Raise SourceError if the scales are of another checkpoint, or for other codecs or bit widths than planned."""
         found = checkpoint.fingerprint()
         if found != self.checkpoint:
             raise SourceError(
@@ -87,40 +95,66 @@ class AwqScales:
             if (tensor.codec, tensor.bits) != (codec, bits) and not self.any_codec:
                 now = f"{tensor.codec} at {tensor.bits} bits" if tensor.action == QUANTIZE else "nothing (it is kept)"
                 raise SourceError(
-                    f"{self.path}: {name!r}: expected scales for {now}, as the recipe has it, found scales that were searched "
-                    f"for {codec} at {bits} bits; run pqweights calibrate with the same recipe, or pass --awq-any-codec"
+                    f"{self.path}: {name!r}: expected scales for {now}, as the recipe has it, found scales that were "
+                    f"searched for {codec} at {bits} bits; run pqweights calibrate with the same recipe, or pass "
+                    "--awq-any-codec"
                 )
 
 
 def open_awq(path: Path, any_codec: bool = False) -> AwqScales:
     """Open a file of scales.
 
-    Raises SourceError for one that is not there or that `calibrate` did not write.
+    Raises SourceError if it does not exist, or if `calibrate` did not write it.
     """
     if not path.is_file():
         raise SourceError(f"{path}: no such file; expected scales that pqweights calibrate wrote")
     file = open_local(path)
     (name,) = file.weight_files
-    size = file.storage.files()[name].byte_count
-    _, metadata = parse_header(name, size, lambda at, count: read_bytes(file.storage, name, at, count))
+    _, metadata = read_header(file.storage, name)
+    about = _metadata_fields(path, metadata)
+    checkpoint, searched = about.text("checkpoint"), _searched(about)
+    stored = {part.name.removesuffix(AWQ_SUFFIX): part for part in file.stored}
+    if stored.keys() != searched.keys() and (searched or stored.keys() != {NO_SCALES}):
+        raise _damaged(path, "its metadata does not describe its tensors")
+    if any(part.dtype != "F16" for part in stored.values()):
+        raise _damaged(path, "expected float16 scales")
+    return AwqScales(
+        path=path,
+        file=file,
+        sha256=sha256_of_file(path),
+        any_codec=any_codec,
+        checkpoint=checkpoint,
+        searched=searched,
+    )
+
+
+def _metadata_fields(path: Path, metadata: Mapping[str, str]) -> Fields:
+    """Return the JSON in the metadata of a file of scales, of this version."""
+
+    def wrong(key: str, expected: str, found: Any) -> PqweightsError:
+        return _damaged(path, f"{key}: expected {expected}, found {str(found)[:80]!r}")
+
     try:
-        about = json.loads(metadata[METADATA_KEY])
-        version, checkpoint, weights = about["version"], about["checkpoint"], about["weights"]
-        searched = {
-            weight: (entry["codec"], entry["bits"]) for weight, entry in weights.items() if entry["scaled"] is True
-        }
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
-        raise SourceError(f"{path}: expected scales that pqweights calibrate wrote, found another file") from None
+        value = parse_json(metadata[METADATA_KEY].encode("utf-8", "surrogatepass"))
+    except (KeyError, ValueError):
+        value = None
+    if not isinstance(value, dict):
+        raise SourceError(f"{path}: expected scales that pqweights calibrate wrote, found another file")
+    version = value.get("version")
     if type(version) is not int or version != AWQ_VERSION:
         raise SourceError(f"{path}: version: expected {AWQ_VERSION}, found {version!r}; a newer pqweights may read it")
-    there = {part.name.removesuffix(AWQ_SUFFIX): part for part in file.stored}
-    whole = there.keys() == searched.keys() or (not searched and there.keys() == {NO_SCALES})
-    typed = all(type(codec) is str and is_number(bits) for codec, bits in searched.values())
-    if not whole or not typed or not isinstance(checkpoint, str):
-        raise _damaged(path, "its metadata does not fit its tensors")
-    if any(part.dtype != "F16" for part in there.values()):
-        raise _damaged(path, "expected float16 scales")
-    return AwqScales(path, file, sha256_of_file(path), any_codec, checkpoint, searched)
+    return Fields(value, wrong)
+
+
+def _searched(about: Fields) -> dict[str, tuple[str, float]]:
+    """Return the codec and bit width of each scaled weight, by name."""
+    weights = about.fields("weights")
+    found = {}
+    for name in about.mapping("weights"):
+        entry = weights.fields(name)
+        if entry.flag("scaled"):
+            found[name] = (entry.text("codec"), exact_rate(entry.number("bits")))
+    return found
 
 
 def check_free(path: Path, overwrite: bool) -> None:
@@ -142,15 +176,20 @@ def check_free(path: Path, overwrite: bool) -> None:
 
 def write_awq(
     path: Path,
+    *,
     checkpoint: str,
     about: Mapping[str, Any],
     weights: Mapping[str, Mapping[str, Any]],
     scales: Mapping[str, npt.NDArray[np.float32]],
 ) -> None:
-    """Write a file of scales: whole, or not at all.
+    """Write a file of scales, whole or not at all.
 
-    checkpoint: the fingerprint of the one that was run. about: how. weights: of every weight that was looked at, codec, bits,
-    whether it is scaled, and more. scales: [..., K] by name. Raises OutputError.
+    checkpoint: the fingerprint of the checkpoint that the scales are for
+    about: how they were found
+    weights: for every weight that was considered, codec, bits, whether it is scaled, and more
+    scales: [..., K] by the name of the weight
+
+    Raises OutputError.
     """
     specs = [TensorSpec(awq_name(name), "F16", values.shape) for name, values in scales.items()]
     specs = specs or [TensorSpec(NO_SCALES + AWQ_SUFFIX, "F16", (0,))]
@@ -158,10 +197,6 @@ def write_awq(
     metadata = {"format": "pt", METADATA_KEY: json.dumps(entry, ensure_ascii=False)}
     pieces = (values.astype("<f2").tobytes() for values in scales.values())
     write_whole(path.absolute().parent, path, itertools.chain([encode_header(specs, metadata)], pieces))
-
-
-# A safetensors file of ours holds at least one tensor: this empty one where no weight is scaled.
-NO_SCALES = "no_weight_is_scaled"
 
 
 def _damaged(path: Path, what: str) -> SourceError:

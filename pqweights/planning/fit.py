@@ -1,7 +1,8 @@
-"""Fitting: a rate for every weight, so that a size is kept and the loss is predicted to rise least.
+"""Fitting: a bit width for every weight, so that the result has a given size and the loss is predicted to rise least.
 
-The predicted rise is the sum over groups of alpha * t^2 (sensitivity_file.py); t^2 of a rate is what its codec promises. Groups
-are those that runtimes fuse (groups.py), sizes are counted to the byte, and the choice is the optimum (knapsack.py). docs/fit.md.
+The predicted rise is the sum of alpha * t^2 over groups of weights (sensitivity_file.py), where t^2 is the relative
+error that a codec promises at a bit width. Groups are weights that runtimes fuse (groups.py), sizes are counted to the
+byte, and the choice is the optimum (knapsack.py). docs/fit.md describes the method.
 """
 
 from __future__ import annotations
@@ -22,16 +23,25 @@ from pqweights.planning.recipe import SizeTarget
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of
 from pqweights.strict_json import rounded
 
-# Tries at meeting a size exactly: file headers depend a little on what is in the files.
+# How often the budget is corrected to meet a file size exactly: headers depend a little on what the files hold.
 MOST_ROUNDS = 8
 CURVE_POINTS = 12
 
-Rates = Mapping[str, float | None]  # bits by weight; None: kept as it is
+Rates = Mapping[str, float | None]  # bit width by weight; None: the weight is kept
 
 
 @dataclass(frozen=True, kw_only=True)
 class FittedGroup:
-    """weights: the names. bits: None where it is kept. bytes: in the output. rise: predicted, in nats per token."""
+    """A group of weights with its bit width.
+
+    name: the name of the group
+    weights: the names of its weights
+    bits: their bit width; None if they are kept
+    bytes: their size in the result
+    parameters: number of elements
+    alpha: sensitivity, in nats per token for a relative squared error of 1
+    rise: the predicted rise of the loss, in nats per token
+    """
 
     name: str
     weights: tuple[str, ...]
@@ -44,7 +54,7 @@ class FittedGroup:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """What a size would give at best."""
+    """The least predicted rise of the loss at a size."""
 
     output_bytes: int
     rise: float
@@ -52,12 +62,18 @@ class CurvePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """An allocation.
+    """Bit widths for all groups of weights.
 
-    output_bytes: of the safetensors files. bits_per_weight: of all weights that the recipe would quantize, with those that are
-    kept counted as they are. gap: the predicted rise is at most by this share above the least there is. unknown: groups of
-    which the sensitivity file says nothing. curve: size against rise, from the smallest possible size on. free: the weights to
-    which no rule gives a rate.
+    target: what the bit widths were chosen to meet
+    sensitivity: where the sensitivities come from; None for the rule of thumb
+    groups: every group with its bit width
+    output_bytes: size of the safetensors files
+    bits_per_weight: mean over all weights that the recipe would quantize; those that are kept count as they are
+    smallest_bytes: the smallest size that is possible
+    gap: the predicted rise is at most this share above the least possible one
+    unknown: groups that the sensitivity file does not have
+    curve: the least rise at sizes from the smallest one on
+    free: the weights whose bit width no rule gives
     """
 
     target: SizeTarget
@@ -73,23 +89,23 @@ class Fit:
 
     @property
     def rise(self) -> float:
-        """Of the loss, predicted, in nats per token."""
+        """The predicted rise of the loss, in nats per token."""
         return math.fsum(group.rise for group in self.groups)
 
     @property
     def rates(self) -> Rates:
-        """For the transform."""
+        """The bit widths of the weights that were free."""
         return {name: group.bits for group in self.groups for name in group.weights if name in self.free}
 
     def describe(self) -> dict[str, Any]:
-        """The manifest's account of it."""
+        """Return the manifest's account of the fit."""
         by: dict[str, Any] = {"kind": HEURISTIC}
         if self.sensitivity is not None:
             by = {"kind": self.sensitivity.method.get("kind"), "sha256": self.sensitivity.sha256}
         return {"sensitivity": by, "predicted_rise": rounded(self.rise)}
 
     def to_json(self) -> dict[str, Any]:
-        """plan --json."""
+        """Return what `plan --json` prints of the fit."""
         return self.describe() | {
             "target": self.target.to_json(),
             "output_bytes": self.output_bytes,
@@ -102,40 +118,6 @@ class Fit:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class _RateOption:
-    """One rate of one group; None where all of it is kept. bytes: of its data. cost: what counts for the target."""
-
-    bits: float | None
-    bytes: int
-    cost: int
-    error: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class _FreeGroup:
-    """Weights that get one rate together, and what each rate would come to."""
-
-    name: str
-    weights: tuple[str, ...]
-    parameters: int
-    alpha: float
-    options: tuple[_RateOption, ...]
-
-    def fitted(self, choice: int) -> FittedGroup:
-        """The group with the chosen option."""
-        option = self.options[choice]
-        return FittedGroup(
-            name=self.name,
-            weights=self.weights,
-            bits=option.bits,
-            bytes=option.bytes,
-            parameters=self.parameters,
-            alpha=self.alpha,
-            rise=self.alpha * option.error,
-        )
-
-
 def fit(
     checkpoint: Checkpoint,
     target: SizeTarget,
@@ -145,18 +127,22 @@ def fit(
     file_bytes: Callable[[Sequence[TensorPlan]], int],
     free: Sequence[str],
 ) -> Fit:
-    """Choose rates for the weights in `free`, in groups.
+    """Choose bit widths for the free weights of a checkpoint, one for each group.
 
-    sensitivity: None for the rule of thumb. planned: what becomes of all tensors with given rates (by default the recipe's).
-    file_bytes: of the safetensors files that hold them. Raises RecipeError for a target that is below what is possible, or
-    above what can be used.
+    sensitivity: None for the rule of thumb
+    planned: plans all tensors with given bit widths, and by the recipe where none is given
+    file_bytes: returns the size of the safetensors files of planned tensors
+    free: the weights whose bit width no rule gives
+
+    Raises RecipeError for a target that is below the smallest possible size, or above the largest useful one.
     """
     if not free:
         raise RecipeError(
-            "a target size: expected weights whose width is free, found none that the recipe quantizes without bits of its own"
+            "a target size: expected weights whose bit width is free, found none that the recipe quantizes without "
+            "bits of their own"
         )
-    groups, unknown = _free_groups(checkpoint, target, sensitivity, planned, frozenset(free))
-    problem = _Problem(groups, frozenset(free), planned, file_bytes)
+    groups, unknown = _free_groups(checkpoint, target, sensitivity=sensitivity, planned=planned, free=frozenset(free))
+    problem = _Problem(groups=groups, free=frozenset(free), planned=planned, file_bytes=file_bytes)
     solution, output_bytes = problem.solved(target)
     fitted = tuple(group.fitted(choice) for group, choice in zip(groups, solution.choices, strict=True))
     return Fit(
@@ -173,19 +159,60 @@ def fit(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _RateOption:
+    """One bit width of one group.
+
+    bits: None if the whole group is kept
+    bytes: size of the group's data
+    cost: what counts for the target: the data, and for a file size also the entries in headers
+    error: mean relative error of the group
+    """
+
+    bits: float | None
+    bytes: int
+    cost: int
+    error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FreeGroup:
+    """Weights that get one bit width together, with all bit widths that they may get."""
+
+    name: str
+    weights: tuple[str, ...]
+    parameters: int
+    alpha: float
+    options: tuple[_RateOption, ...]
+
+    def fitted(self, choice: int) -> FittedGroup:
+        """Return the group with the chosen option."""
+        option = self.options[choice]
+        return FittedGroup(
+            name=self.name,
+            weights=self.weights,
+            bits=option.bits,
+            bytes=option.bytes,
+            parameters=self.parameters,
+            alpha=self.alpha,
+            rise=self.alpha * option.error,
+        )
+
+
 def _free_groups(
     checkpoint: Checkpoint,
     target: SizeTarget,
+    *,
     sensitivity: Sensitivity | None,
     planned: Callable[[Rates], Sequence[TensorPlan]],
     free: frozenset[str],
 ) -> tuple[tuple[_FreeGroup, ...], tuple[str, ...]]:
-    """Every group with its options, and the names of those that the sensitivity file does not know."""
-    # Those that a rule fixes, too: they have a part in the loss, and in groups.
+    """Return every group with its options, and the names of the groups that the sensitivity file does not have."""
+    # Weights whose bit width a rule fixes are included: they contribute to the loss, and belong to groups.
     by_name = {t.name: t for t in planned({}) if t.name in free or t.action == QUANTIZE}
-    groups = groups_of(checkpoint, [(t.name, t.role) for t in by_name.values()])
-    parameters = {t.name: t.weights for t in by_name.values()}
-    alphas, unknown = alphas_for(groups, {t.name: t.role for t in by_name.values()}, parameters, sensitivity)
+    roles = {t.name: t.role for t in by_name.values()}
+    groups = groups_of(checkpoint, list(roles.items()))
+    alphas, unknown = alphas_for(groups, roles=roles, known=sensitivity)
     codecs = {by_name[name].codec or "" for name in free}
     rates = sorted({bits for codec in codecs for bits in get_codec(codec).rates})
     plans = [{t.name: t for t in planned(dict.fromkeys(free, bits))} for bits in [*rates, None]]
@@ -193,7 +220,7 @@ def _free_groups(
         _FreeGroup(
             name=name,
             weights=tuple(names),
-            parameters=sum(parameters[weight] for weight in names),
+            parameters=sum(by_name[weight].weights for weight in names),
             alpha=alphas[name],
             options=tuple(
                 _rate_option(bits, [plan[weight] for weight in names], free, target)
@@ -208,11 +235,10 @@ def _free_groups(
 def _rate_option(
     asked: float | None, parts: Sequence[TensorPlan], free: frozenset[str], target: SizeTarget
 ) -> _RateOption:
-    """What a group comes to when this rate, or None, is asked for its free weights."""
-    # What the free ones get, if there are any.
+    """Return what the weights of a group come to when the free ones are planned with this rate, or kept if None."""
     deciding = [part for part in parts if part.name in free] or parts
     byte_count = sum(part.bytes for part in parts)
-    # A file's header has an entry for every stored tensor; counted where files are.
+    # A file's header has an entry for every stored tensor, which counts if the target is the size of files.
     entries = len(encode_header([spec for part in parts for spec in part.stored], {})) if target.output_bytes else 0
     # Codecs that lack a rate take their nearest.
     given = {part.bits for part in deciding if part.bits is not None}
@@ -225,15 +251,15 @@ def _rate_option(
 
 
 def _error(planned: TensorPlan) -> float:
-    """What a codec promises; nothing for what is kept."""
+    """Return the relative error that a codec promises; 0 for a weight that is kept."""
     if planned.codec is None or planned.bits is None:
         return 0.0
     return get_codec(planned.codec).coder(planned.bits).distortion
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class _Problem:
-    """The knapsack of some groups, and what its solutions come to in files."""
+    """The knapsack of all groups, and what its solutions come to in files."""
 
     groups: tuple[_FreeGroup, ...]
     free: frozenset[str]
@@ -242,28 +268,28 @@ class _Problem:
 
     @cached_property
     def choices(self) -> list[list[Choice]]:
-        """By group, an entry for each option."""
+        """For each group, a choice for each of its options."""
         return [[Choice(o.cost, group.alpha * o.error) for o in group.options] for group in self.groups]
 
     @cached_property
     def parameters(self) -> int:
-        """Of all groups."""
+        """The number of elements of all groups."""
         return sum(group.parameters for group in self.groups)
 
     @cached_property
     def smallest(self) -> Solution:
-        """The cheapest one."""
+        """The cheapest solution."""
         found = solve(self.choices, cheapest(self.choices))
         assert found is not None
         return found
 
     @cached_property
     def smallest_bytes(self) -> int:
-        """Of its files."""
+        """The size of the cheapest solution's files."""
         return self.size(self.smallest)
 
     def size(self, solution: Solution) -> int:
-        """Bytes of the files."""
+        """Return the size of a solution's files, in bytes."""
         rates = {
             name: group.options[choice].bits
             for group, choice in zip(self.groups, solution.choices, strict=True)
@@ -272,9 +298,9 @@ class _Problem:
         return self.file_bytes(self.planned(rates))
 
     def solved(self, target: SizeTarget) -> tuple[Solution, int]:
-        """The best solution within a target, and the bytes of its files.
+        """Return the best solution that meets a target, and the size of its files in bytes.
 
-        Raises RecipeError for a target that cannot be met, or is above everything.
+        Raises RecipeError for a target that cannot be met, or that everything meets.
         """
         if target.bits_per_weight is not None:
             solution = self._within_bits(target, target.bits_per_weight)
@@ -285,8 +311,8 @@ class _Problem:
             raise RecipeError(f"target: {target}: below the smallest possible, {self.smallest_bytes} bytes")
         if target.output_bytes > largest_bytes:
             raise RecipeError(
-                f"target: {target}: above the {largest_bytes} bytes of the source's weights with what rules fix; no quantization "
-                "is needed for that"
+                f"target: {target}: above the {largest_bytes} bytes of the source's weights, with those that rules "
+                "quantize; no quantization is needed for that"
             )
         return self._within_bytes(target.output_bytes)
 
@@ -301,17 +327,18 @@ class _Problem:
             )
         if budget > most:
             raise RecipeError(
-                f"target: {target}: above what the source has, {8 * most / self.parameters:.4f} bits per weight with what rules "
-                "fix; no quantization is needed for that"
+                f"target: {target}: above what the source has, {8 * most / self.parameters:.4f} bits per weight with "
+                "those that rules quantize; no quantization is needed for that"
             )
         solution = solve(self.choices, budget)
         assert solution is not None
         return solution
 
     def _within_bytes(self, output_bytes: int) -> tuple[Solution, int]:
-        """The best choices whose files have at most so many bytes.
+        """Return the best solution whose files have at most `output_bytes`, and their size.
 
-        Costs count headers but for the digits of offsets and the padding, so the budget is corrected by what was found.
+        Costs count headers except for the digits of offsets and the padding, so the budget is corrected by the size
+        that each solution turns out to have.
         """
         best, best_bytes = self.smallest, self.smallest_bytes
         budget = output_bytes - (self.smallest_bytes - self.smallest.cost)
@@ -328,7 +355,7 @@ class _Problem:
         return best, best_bytes
 
     def curve(self, chosen: Solution, chosen_bytes: int) -> tuple[CurvePoint, ...]:
-        """Sizes from the smallest to beyond the chosen one, with the least rise that the envelope allows there."""
+        """Return sizes from the smallest to beyond the chosen one, each with the least rise on the convex envelope."""
         end = max(chosen_bytes + (chosen_bytes - self.smallest_bytes) // 2, self.smallest_bytes + 1)
         step = end - self.smallest_bytes
         sizes = {self.smallest_bytes + step * n // (CURVE_POINTS - 1) for n in range(1, CURVE_POINTS)}

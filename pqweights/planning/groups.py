@@ -1,7 +1,7 @@
-"""Which weights share one width: those that runtimes put together into one matrix, or compute with in one kernel.
+"""Which weights share one bit width: those that runtimes fuse into one matrix, or compute with in one kernel.
 
-q, k and v of a layer; gate and up; the down-projections into the latents of MLA (DeepSeek-V2, arXiv:2405.04434); what
-enters linear attention; all experts of a layer; embeddings that are tied.
+These are q, k and v of a layer; gate and up; the down-projections into the latents of MLA (DeepSeek-V2,
+arXiv:2405.04434); the inputs of linear attention; all experts of a layer; and tied embeddings.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-# Of a module's name, what is put together with its neighbours, and the name of the whole.
+# The last component of the name of a module that is fused with its neighbours, and the name of the fused layer.
 _FUSED = (
     (re.compile(r"([qkv]_proj|[qkv]_lin|query|key|value|w[qkv]|[qkv])"), "qkv"),
     (re.compile(r"(q_a_proj|kv_a_proj_with_mqa)"), "qkv_a"),
@@ -17,13 +17,13 @@ _FUSED = (
     (re.compile(r"in_proj_(qkv|z)"), "in_proj_qkvz"),
 )
 _EXPERTS = re.compile(r"(.*?\.?(?:experts|\w*_experts))\..+")
-# Of tokens: those of positions and the like are never tied.
+# Embeddings of tokens; embeddings of positions and the like are never tied.
 _INPUT_EMBEDDING = re.compile(r"embed_tokens|wte|word_embeddings?|tok_embeddings|embed_in|shared|embeddings?|embedding")
 TIED = "embeddings"
 
 
 def group_of(name: str, role: str, tied: bool) -> str:
-    """The name of the group that a weight belongs to. tied: whether the model's embeddings are."""
+    """Return the name of the group that a weight belongs to. tied: whether the embeddings of the model are tied."""
     module = name.removesuffix(".weight")
     if tied and (role == "lm_head" or (role == "embedding" and _INPUT_EMBEDDING.fullmatch(module.rpartition(".")[2]))):
         return TIED
@@ -35,12 +35,12 @@ def group_of(name: str, role: str, tied: bool) -> str:
 
 
 def fused_name(module: str) -> str:
-    """What a layer is called when it is put together with its neighbours, from the last component of its name."""
+    """Return the name of the fused layer for the last component of a module's name; else that component itself."""
     return next((whole for pattern, whole in _FUSED if pattern.fullmatch(module)), module)
 
 
 def grouped(weights: Iterable[tuple[str, str]], tied: bool) -> dict[str, list[str]]:
-    """Groups of weights, given as (name, role): group -> names, both in the order in which they came."""
+    """Group weights, given as (name, role); return the names in each group, groups and names in the given order."""
     groups: dict[str, list[str]] = {}
     for name, role in weights:
         groups.setdefault(group_of(name, role, tied), []).append(name)

@@ -1,9 +1,9 @@
-"""The multiple-choice knapsack: one choice for each group, least loss in all, at most so much cost in all.
+"""The multiple-choice knapsack: one choice for each group, with the least total loss for a total cost within a budget.
 
-Costs are integers and counted exactly. Choices are first discarded by the Lagrangian bound (Sinha and Zoltners, The
-multiple-choice knapsack problem, 1979), which leaves few near the margin; over what is left goes a dynamic program over
-lists of undominated states (Nemhauser and Ullmann, 1969), bounded in the same way. The answer is the optimum up to TOLERANCE,
-and the same on every machine.
+Costs are integers and counted exactly. First, choices are discarded by the Lagrangian bound (Sinha and Zoltners, The
+multiple-choice knapsack problem, 1979), which leaves few near the margin. Then a dynamic program over lists of
+undominated states (Nemhauser and Ullmann, 1969), bounded in the same way, solves what is left. The answer is the
+optimum up to TOLERANCE, and the same on every machine.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-# A state whose bound is not better than the best answer by this share is dropped.
+# A state is dropped unless its bound is better than the best answer by this share.
 TOLERANCE = 1e-6
 MOST_TOLERANCE = 1e-3
-# Where more states than this are alive, the tolerance grows tenfold.
+# If more states than this are alive, the tolerance grows tenfold.
 MOST_STATES = 200_000
 
 Ints = npt.NDArray[np.int64]
@@ -27,15 +27,20 @@ Doubles = npt.NDArray[np.float64]
 
 
 class Choice(NamedTuple):
-    """cost: a whole number, of bytes. loss: not negative."""
+    """One choice of a group. cost: in bytes. loss: 0 or more."""
 
     cost: int
     loss: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Solution:
-    """choices: of each group, by index. bound: no choices of that cost lose less."""
+    """An answer.
+
+    choices: the choice of each group, by its index
+    cost, loss: their totals
+    bound: no choices within the budget lose less
+    """
 
     choices: tuple[int, ...]
     cost: int
@@ -44,13 +49,18 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """By which share the loss is at most above the optimum."""
+        """The share by which the loss is at most above the optimum."""
         return (self.loss - self.bound) / self.loss if self.loss > 0 else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Group:
-    """Undominated choices: costs rise, losses fall. numbers: which they were. hull: those on the lower convex envelope."""
+    """The undominated choices of a group: their costs rise, and their losses fall.
+
+    numbers: their indices in the group
+    costs, losses: those of each choice
+    hull: the choices on the lower convex envelope, by their index here
+    """
 
     numbers: Ints
     costs: Ints
@@ -59,14 +69,14 @@ class _Group:
 
 
 def cheapest(groups: Sequence[Sequence[Choice]]) -> int:
-    """The least cost that there is."""
+    """Return the least possible cost."""
     return sum(min(choice.cost for choice in group) for group in groups)
 
 
 def solve(groups: Sequence[Sequence[Choice]], budget: int) -> Solution | None:
-    """The choices of least loss that cost at most `budget`; None where even the cheapest cost more.
+    """Return the choices of least loss that cost at most `budget`; None if even the cheapest cost more.
 
-    Of a group's choices that lose equally, the cheapest; of those that cost equally, too, the first.
+    Among choices of a group with equal losses the cheapest is taken, and among those with equal costs, too, the first.
     """
     if cheapest(groups) > budget:
         return None
@@ -77,34 +87,36 @@ def solve(groups: Sequence[Sequence[Choice]], budget: int) -> Solution | None:
     best_loss = _loss(reduced, best)
     tolerance = TOLERANCE
     while True:
-        kept = [_near(group, slope, best_loss * (1 - tolerance) - bound) for group in reduced]
-        found = _search(reduced, kept, budget, best_loss, tolerance)
+        limit = best_loss * (1 - tolerance)
+        kept = [_near(group, slope, limit - bound) for group in reduced]
+        found = _search(reduced, kept, budget=budget, limit=limit)
         if found is not None:
             break
         tolerance *= 10
-        if (
-            tolerance > MOST_TOLERANCE
-        ):  # never seen; the bound of the relaxed problem still tells how good the answer is
+        if tolerance > MOST_TOLERANCE:  # never observed; the bound of the relaxed problem then tells the gap
             found, tolerance = [], 1.0
             break
-    # What the search finds is the best of all; if it finds nothing, nothing is better by more than the tolerance.
+    # What the search finds is the optimum; if it finds nothing, nothing is better by more than the tolerance.
     bound = max(bound, best_loss * (1 - tolerance))
     if found:
         best, bound = found, _loss(reduced, found)
-    cost = sum(int(group.costs[at]) for group, at in zip(reduced, best, strict=True))
     loss = _loss(reduced, best)
-    choices = tuple(int(group.numbers[at]) for group, at in zip(reduced, best, strict=True))
-    return Solution(choices, cost, loss, min(bound, loss))
+    return Solution(
+        choices=tuple(int(group.numbers[at]) for group, at in zip(reduced, best, strict=True)),
+        cost=sum(int(group.costs[at]) for group, at in zip(reduced, best, strict=True)),
+        loss=loss,
+        bound=min(bound, loss),
+    )
 
 
 def curve(groups: Sequence[Sequence[Choice]], budgets: Sequence[int]) -> list[float | None]:
-    """A lower bound of the loss at each budget, on the convex envelope; None below the least cost."""
+    """Return a lower bound of the loss at each budget, on the convex envelope; None below the least cost."""
     envelope = _Envelope([_reduce(group) for group in groups])
     return [None if budget < envelope.costs[0] else envelope.at(budget)[1] for budget in budgets]
 
 
 def _reduce(group: Sequence[Choice]) -> _Group:
-    """Without choices that cost no less than another and lose no less."""
+    """Drop the choices that neither cost less nor lose less than another."""
     order = sorted(range(len(group)), key=lambda n: (group[n].cost, group[n].loss, n))
     numbers: list[int] = []
     for n in order:
@@ -112,22 +124,25 @@ def _reduce(group: Sequence[Choice]) -> _Group:
             numbers.append(n)
     hull: list[int] = []
     for at, n in enumerate(numbers):
-        while len(hull) > 1 and _rate(group, numbers, hull[-2], hull[-1]) <= _rate(group, numbers, hull[-1], at):
+        while len(hull) > 1:
+            before, last = group[numbers[hull[-2]]], group[numbers[hull[-1]]]
+            if _rate(before, last) > _rate(last, group[n]):
+                break
             hull.pop()
         hull.append(at)
         assert n == numbers[at]
     costs = np.array([group[n].cost for n in numbers], dtype=np.int64)
-    return _Group(np.array(numbers), costs, np.array([group[n].loss for n in numbers]), tuple(hull))
+    losses = np.array([group[n].loss for n in numbers])
+    return _Group(numbers=np.array(numbers), costs=costs, losses=losses, hull=tuple(hull))
 
 
-def _rate(group: Sequence[Choice], numbers: list[int], first: int, second: int) -> float:
-    """Loss that a byte saves, from one choice to a dearer one."""
-    before, after = group[numbers[first]], group[numbers[second]]
+def _rate(before: Choice, after: Choice) -> float:
+    """Return the loss that each byte saves from one choice to a dearer one."""
     return (before.loss - after.loss) / (after.cost - before.cost)
 
 
 class _Envelope:
-    """The relaxed problem, in which choices may be mixed: the loss at every cost. Its corners are answers."""
+    """The relaxed problem, in which choices may be mixed: the least loss at every cost. Its corners are answers."""
 
     def __init__(self, groups: Sequence[_Group]) -> None:
         steps = [
@@ -147,7 +162,7 @@ class _Envelope:
         self.costs, self.losses = costs, losses
 
     def at(self, budget: int) -> tuple[float, float]:
-        """Loss per byte at that cost (what a byte more would save), and the loss."""
+        """Return what one byte more would save at this cost, and the loss."""
         last = self._before(budget)
         if last == len(self._steps):
             return 0.0, self.losses[-1]
@@ -155,7 +170,7 @@ class _Envelope:
         return rate, self.losses[last] - rate * (budget - self.costs[last])
 
     def below(self, budget: int) -> list[int]:
-        """The corner at or below that cost."""
+        """Return the choices at the last corner that costs at most `budget`."""
         at = [0] * len(self._groups)
         for _, place, to in self._steps[: self._before(budget)]:
             at[place] = to
@@ -165,7 +180,7 @@ class _Envelope:
         return int(np.searchsorted(np.array(self.costs), budget, side="right")) - 1
 
     def bounds(self, budgets: Ints) -> Doubles:
-        """The loss at many costs."""
+        """Return the loss at many costs."""
         bounds: Doubles = np.interp(budgets, np.array(self.costs, dtype=np.float64), np.array(self.losses))
         return bounds
 
@@ -175,7 +190,7 @@ def _loss(groups: Sequence[_Group], at: Sequence[int]) -> float:
 
 
 def _improved(groups: Sequence[_Group], at: list[int], budget: int) -> list[int]:
-    """With what is left of the budget spent on the upgrades that save most, until none fits."""
+    """Spend the rest of the budget on the upgrades that save most, until none fits."""
     at = list(at)
     left = budget - sum(int(group.costs[n]) for group, n in zip(groups, at, strict=True))
     while True:
@@ -193,24 +208,24 @@ def _improved(groups: Sequence[_Group], at: list[int], budget: int) -> list[int]
 
 
 def _near(group: _Group, rate: float, slack: float) -> Ints:
-    """The choices that an answer better than the best one may have: whose reduced loss does not eat up the slack."""
+    """Return the choices that an answer better than the best one may have: their reduced loss is within the slack."""
     reduced = group.losses + rate * group.costs
     return np.flatnonzero(reduced - reduced.min() <= max(slack, 0.0) + 1e-12 * abs(reduced.min()))
 
 
-def _search(
-    groups: Sequence[_Group], kept: Sequence[Ints], budget: int, best_loss: float, tolerance: float
-) -> list[int] | None:
-    """An answer that is better than best_loss by the tolerance, empty if there is none; None for too many states."""
+def _search(groups: Sequence[_Group], kept: Sequence[Ints], *, budget: int, limit: float) -> list[int] | None:
+    """Return the best answer with a loss below `limit`, empty if there is none; None if there are too many states.
+
+    kept: for each group, the choices to search
+    """
     parts = [_part(group, numbers) for group, numbers in zip(groups, kept, strict=True)]
     answer = [int(numbers[0]) for numbers in kept]
-    # The largest groups first: what is left then is fine-grained, and its bound tight.
+    # The largest groups first: the rest is then fine-grained, and its bound is tight.
     open_groups = [place for place, part in enumerate(parts) if len(part.costs) > 1]
     open_groups.sort(key=lambda place: -int(parts[place].costs[-1] - parts[place].costs[0]))
     settled = [part for part in parts if len(part.costs) == 1]
     costs = np.array([sum(int(part.costs[0]) for part in settled)], dtype=np.int64)
     losses = np.array([math.fsum(float(part.losses[0]) for part in settled)])
-    limit = best_loss * (1 - tolerance)
     history: list[tuple[Ints, Ints]] = []
     for number, place in enumerate(open_groups):
         part, rest = parts[place], _Envelope([parts[other] for other in open_groups[number + 1 :]])
@@ -218,10 +233,7 @@ def _search(
         new_losses = (losses[:, None] + part.losses[None]).reshape(-1)
         alive = np.flatnonzero(new_costs + rest.costs[0] <= budget)
         alive = alive[new_losses[alive] + rest.bounds(budget - new_costs[alive]) < limit]
-        alive = alive[np.lexsort((alive, new_losses[alive], new_costs[alive]))]
-        undominated = np.ones(len(alive), dtype=np.bool_)
-        undominated[1:] = new_losses[alive][1:] < np.minimum.accumulate(new_losses[alive])[:-1]
-        alive = alive[undominated]
+        alive = _undominated(alive, new_costs, new_losses)
         if not len(alive):
             return []
         if len(alive) > MOST_STATES:
@@ -237,6 +249,14 @@ def _search(
     return answer
 
 
+def _undominated(states: Ints, costs: Ints, losses: Doubles) -> Ints:
+    """Return the states that lose less than every cheaper one, by rising cost."""
+    states = states[np.lexsort((states, losses[states], costs[states]))]
+    better = np.ones(len(states), dtype=np.bool_)
+    better[1:] = losses[states][1:] < np.minimum.accumulate(losses[states])[:-1]
+    return states[better]
+
+
 def _part(group: _Group, kept: Ints) -> _Group:
-    """A group with some of its choices."""
+    """Return a group with some of its choices."""
     return _reduce([Choice(int(group.costs[n]), float(group.losses[n])) for n in kept])

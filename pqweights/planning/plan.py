@@ -1,6 +1,6 @@
 """The plan: every output name, shape, dtype and byte, decided from headers before a weight is read.
 
-A dry run prints it, a finished run is it fulfilled, a resumed run compares its journal with it, verify rebuilds it.
+A dry run prints the plan, a run fulfils it, a resumed run compares its journal with it, and verify rebuilds it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,23 @@ from pqweights.checkpoint.header import StoredTensor, TensorSpec, encode_header,
 from pqweights.checkpoint.names import awq_name, shard_name
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
-# quantize: encode with a codec of ours. keep: as it is. decode: to the plain weight. integer: to what a runtime computes with.
+# What becomes of a tensor: it is encoded with a codec, kept as it is, decoded to a plain weight, or rounded to
+# integers.
 QUANTIZE, KEEP, DECODE, INTEGER = "quantize", "keep", "decode", "integer"
-DEFAULT_METADATA = {"format": "pt"}  # the __metadata__ of safetensors files, unless a runtime asks for another
+# The `__metadata__` of safetensors files, unless a runtime asks for another.
+DEFAULT_METADATA = {"format": "pt"}
 
 
 class TensorPlan(NamedTuple):
     """What becomes of one logical tensor.
 
-    dtype: of the source. action: quantize, keep, decode or integer. codec, bits: of a weight that is stored as codes.
-    stored: what it is in the output.
+    name, shape: those of the tensor
+    dtype: the dtype in the source
+    role: what the tensor is for (roles.py)
+    action: QUANTIZE, KEEP, DECODE or INTEGER
+    codec, bits: of a weight that is stored as codes; else None
+    reason: why, for the user
+    stored: the stored tensors that it becomes
     """
 
     name: str
@@ -40,33 +47,47 @@ class TensorPlan(NamedTuple):
 
     @property
     def weights(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def is_scaled(self) -> bool:
-        """Whether its input channels are scaled before it is quantized: it is stored with the scales then."""
+        """Whether its input channels are scaled before it is quantized; then the scales are stored beside it."""
         return self.action == QUANTIZE and any(spec.name == awq_name(self.name) for spec in self.stored)
 
     @property
     def bytes(self) -> int:
-        """Bytes in the output, headers not counted."""
+        """The size in the output, in bytes, headers not counted."""
         total = 0
         for spec in self.stored:
             total += spec.byte_count
         return total
 
     def to_json(self) -> dict[str, Any]:
-        """The entry of plan --json."""
+        """Return the entry of `plan --json`."""
         return {
-            "name": self.name, "shape": list(self.shape), "dtype": self.dtype, "role": self.role, "action": self.action,
-            "codec": self.codec, "bits": self.bits, "bytes": self.bytes, "reason": self.reason,
-        }  # fmt: skip
+            "name": self.name,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "role": self.role,
+            "action": self.action,
+            "codec": self.codec,
+            "bits": self.bits,
+            "bytes": self.bytes,
+            "reason": self.reason,
+        }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """One output file: its first bytes, its tensors in their order there, and their positions in Plan.tensors."""
+    """One output file.
+
+    file: its name
+    header: its first bytes
+    specs: its stored tensors, in the order of the file
+    data_bytes: size of the data behind the header
+    tensors: which of Plan.tensors it holds
+    """
 
     file: str
     header: bytes
@@ -76,21 +97,28 @@ class ShardPlan:
 
     @property
     def file_bytes(self) -> int:
-        """Size of the finished file."""
+        """The size of the finished file, in bytes."""
         return len(self.header) + self.data_bytes
 
     @functools.cached_property
     def stored(self) -> tuple[StoredTensor, ...]:
-        """Where each tensor goes: left to those who write or check the file, as a dry run has no use for it."""
+        """Where the data of each tensor go; computed on demand, because a dry run does not need it."""
         return stored_tensors(self.file, len(self.header), self.specs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A whole rewrite. companions: other files that are copied. source_bytes: of the source's weight files.
+    """A whole rewrite.
 
-    left_out: files, left_out_tensors: tensors that the result does not carry, each with the reason. metadata: the
-    __metadata__ of its safetensors files.
+    tensors: what becomes of each tensor
+    shards: the safetensors files of the result
+    companions: other files that are copied
+    left_out: files that are not copied, each with the reason
+    left_out_tensors: tensors that the result does not hold, each with the reason
+    metadata: the `__metadata__` of the safetensors files
+    source_bytes: size of the source's weight files
+    companion_bytes: size of the companions
+    max_shard_bytes: data bytes after which a new shard begins
     """
 
     tensors: tuple[TensorPlan, ...]
@@ -105,16 +133,20 @@ class Plan:
 
     @property
     def output_bytes(self) -> int:
-        """Size of the safetensors files, headers included."""
+        """The size of the safetensors files in bytes, headers included."""
         return sum(shard.file_bytes for shard in self.shards)
 
     def totals(self) -> dict[str, Any]:
-        """The totals of plan --json."""
+        """Return the totals of `plan --json`."""
         return totals(self.tensors) | {"source_bytes": self.source_bytes, "output_bytes": self.output_bytes}
 
 
 def totals(tensors: Sequence[TensorPlan]) -> dict[str, Any]:
-    """Counts over tensors. bits_per_weight: of the quantized ones, with codes, norms and padding; None without any."""
+    """Return counts over tensors.
+
+    `coverage` is the share of weights that are quantized. `bits_per_weight` is the mean over those, with norms, scales
+    and padding; None if there are none.
+    """
     weights = quantized_tensors = quantized_weights = quantized_bytes = 0
     for tensor in tensors:
         of_tensor = tensor.weights
@@ -135,14 +167,14 @@ def totals(tensors: Sequence[TensorPlan]) -> dict[str, Any]:
 
 
 def index_json(shards: Sequence[ShardPlan]) -> dict[str, Any]:
-    """model.safetensors.index.json."""
+    """Return the content of model.safetensors.index.json."""
     placed = {stored.name: shard.file for shard in shards for stored in shard.stored}
     total = sum(stored.byte_count for shard in shards for stored in shard.stored)
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
 
 
 def plan_shards(tensors: Sequence[TensorPlan], max_shard_bytes: int, metadata: dict[str, str]) -> tuple[ShardPlan, ...]:
-    """Cut the tensors, in their order, into files of at most max_shard_bytes of data (more only for a single tensor)."""
+    """Divide tensors, in their order, into files of at most max_shard_bytes of data, or of one larger tensor."""
     cuts, sizes = [0], [0]
     for place, tensor in enumerate(tensors):
         byte_count = tensor.bytes
@@ -155,5 +187,13 @@ def plan_shards(tensors: Sequence[TensorPlan], max_shard_bytes: int, metadata: d
     for number, ((first, last), size) in enumerate(zip(pairwise(cuts), sizes, strict=True)):
         specs = in_file_order([spec for tensor in tensors[first:last] for spec in tensor.stored])
         header = encode_header(specs, metadata)
-        shards.append(ShardPlan(shard_name(number, len(sizes)), header, tuple(specs), size, range(first, last)))
+        shards.append(
+            ShardPlan(
+                file=shard_name(number, len(sizes)),
+                header=header,
+                specs=tuple(specs),
+                data_bytes=size,
+                tensors=range(first, last),
+            )
+        )
     return tuple(shards)

@@ -1,7 +1,7 @@
-"""Recipes: typed YAML that says which codec encodes which tensor, and why.
+"""Recipes: YAML that says which codec encodes which tensor, and why.
 
-A recipe has a default codec and width, and rules. The first rule that matches a tensor decides; where none does, the
-policy of `roles` keeps or quantizes it. recipes/README.md describes the keys.
+A recipe has a default codec and bit width, and rules. The first rule that matches a tensor decides; if none does, the
+default policy for its role (roles.py) keeps or quantizes it. recipes/README.md describes the keys.
 """
 
 from __future__ import annotations
@@ -32,9 +32,18 @@ RECIPE_KEYS = ("name", "description", "codec", "bits", "target_size", "target_bp
 RULE_KEYS = ("name", "role", "min_weights", "max_weights", "dims", "keep", "codec", "bits", "reason")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One rule. Conditions that are empty or None always hold; `names` are shell-style patterns over whole names."""
+    """One rule of a recipe. A condition that is empty or None always holds.
+
+    names: shell-style patterns, one of which must match the whole name of the tensor
+    roles: the tensor must have one of these roles
+    min_weights, max_weights: bounds on the number of weights
+    dims: number of dimensions
+    keep: keep the tensor
+    codec, bits: how to encode it; None for the recipe's defaults
+    reason: why, for plan and manifest
+    """
 
     names: tuple[str, ...] = ()
     roles: tuple[str, ...] = ()
@@ -47,11 +56,14 @@ class Rule:
     reason: str | None = None
 
     def matches_name(self, name: str) -> bool:
-        """Whether one of the patterns matches; there may be none."""
+        """Whether a pattern of the rule matches a name; false for a rule without patterns."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)
 
     def matches(self, tensor: LogicalTensor, role: Role) -> bool:
-        """Whether the rule decides over the tensor; one that quantizes reaches structural roles only by name of role."""
+        """Whether the rule decides what becomes of a tensor.
+
+        A rule that quantizes only applies to a tensor with a structural role if it names that role.
+        """
         weights = math.prod(tensor.shape)
         if role.structural and not self.keep and role.name not in self.roles:
             return False
@@ -66,7 +78,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class SizeTarget:
-    """What the result shall have at most: bytes in its safetensors files, or bits per weight. One of the two."""
+    """An upper bound for the result: bytes in its safetensors files, or bits per weight, one of the two."""
 
     output_bytes: int | None = None
     bits_per_weight: float | None = None
@@ -77,16 +89,18 @@ class SizeTarget:
         return f"{self.bits_per_weight:g} bits per weight"
 
     def to_json(self) -> dict[str, Any]:
-        """As in a recipe."""
+        """Return the target with its key in a recipe."""
         if self.output_bytes is not None:
             return {"target_size": self.output_bytes}
         return {"target_bpw": self.bits_per_weight}
 
 
 def make_target(where: str, size: str | int | None, bits_per_weight: float | None) -> SizeTarget | None:
-    """From a size in words or bytes, or from bits per weight; None without either.
+    """Return the target for a size, as text or in bytes, or for bits per weight; None without either.
 
-    Raises RecipeError.
+    where: what messages call the source of the target
+
+    Raises RecipeError for both at once, and for a value that is not a size.
     """
     if size is not None and bits_per_weight is not None:
         raise RecipeError(f"{where}: expected a target size or target bits per weight, found both")
@@ -106,9 +120,16 @@ def make_target(where: str, size: str | int | None, bits_per_weight: float | Non
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A whole recipe. target: the widths that no rule gives are chosen to keep it, by `sensitivity` (heuristic, or a file)."""
+    """A whole recipe.
+
+    name, description: for people
+    codec, bits: the defaults for weights that are quantized
+    rules: the first rule that matches a tensor decides
+    target: a size to meet; bit widths that no rule gives are then chosen for it
+    sensitivity: by what they are chosen: "heuristic", or a file that `pqweights sensitivity` wrote
+    """
 
     name: str
     description: str
@@ -119,36 +140,55 @@ class Recipe:
     sensitivity: str | None = None
 
     def with_bits(self, bits: float) -> Recipe:
-        """The same recipe with another default width; rules keep theirs."""
+        """Return the recipe with another default bit width; rules keep theirs.
+
+        Raises OptionError for a recipe with a target, and for a bit width that the codec does not have.
+        """
         if self.target is not None:
-            raise OptionError(f"--bits: recipe {self.name!r} chooses widths by its target size; leave --bits out")
+            raise OptionError(
+                f"--bits: recipe {self.name!r} chooses bit widths to meet its target size; leave --bits out"
+            )
         try:
             return replace(self, bits=get_codec(self.codec).coder(bits).bits)
         except RecipeError as error:
             raise OptionError(f"--bits: {error}") from None
 
     def with_target(self, target: SizeTarget | None, sensitivity: str | None) -> Recipe:
-        """The same recipe with another target, where one is given, and another sensitivity."""
+        """Return the recipe with another target and another sensitivity, as far as they are given.
+
+        Raises OptionError for a sensitivity without a target.
+        """
         target = target or self.target
         if sensitivity is not None and target is None:
             raise OptionError("--sensitivity: expected --target-size or --target-bpw beside it")
         return replace(self, target=target, sensitivity=sensitivity or self.sensitivity)
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in a manifest: the keys of the YAML, unset ones left out."""
+        """Return the recipe as manifests state it: the keys of the YAML, without those that are not set."""
         rules = []
         for rule in self.rules:
             entry: dict[str, Any] = {"name": list(rule.names), "role": list(rule.roles)}
             entry |= {key: getattr(rule, key) for key in RULE_KEYS[2:]}
             rules.append({key: value for key, value in entry.items() if value not in ([], None, False)})
-        return {
-            "name": self.name, "description": self.description, "codec": self.codec, "bits": self.bits, "rules": rules,
-        } | ({} if self.target is None else self.target.to_json())  # fmt: skip
+        stated = {
+            "name": self.name,
+            "description": self.description,
+            "codec": self.codec,
+            "bits": self.bits,
+            "rules": rules,
+        }
+        return stated | ({} if self.target is None else self.target.to_json())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What happens to a tensor: codec and bits are None where it is kept. free: no rule gave the width."""
+    """What a recipe decides about a tensor.
+
+    role: the tensor's role
+    codec, bits: how to encode it; None if it is kept
+    reason: why
+    free: whether the bit width is the recipe's default, not that of a rule
+    """
 
     role: str
     codec: str | None
@@ -158,9 +198,9 @@ class Decision:
 
 
 def decide(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> list[Decision]:
-    """One decision per tensor.
+    """Return a decision for each tensor.
 
-    Raises RecipeError for a name pattern that matches no tensor at all, naming the nearest tensor.
+    Raises RecipeError for a name pattern that matches no tensor at all; the message names the nearest tensor.
     """
     _check_patterns(recipe, tensors)
     named = [rule for rule in recipe.rules if rule.names]
@@ -169,7 +209,7 @@ def decide(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> list[Decision]:
     for tensor in tensors:
         name = tensor.name
         matching = tuple([rule.matches_name(name) for rule in named]) if named else ()
-        # All that a decision depends on; experts by the thousand have it in common.
+        # Everything that a decision depends on; thousands of experts have it in common.
         kind = (without_numbers(name), matching, tensor.dtype, tensor.plain_dtype, tensor.shape)
         if kind not in made:
             made[kind] = _decide_one(recipe, tensor)
@@ -181,22 +221,26 @@ def _decide_one(recipe: Recipe, tensor: LogicalTensor) -> Decision:
     role = classify(tensor.name, tensor.dtype, tensor.shape)
     number, rule = next(((i, r) for i, r in enumerate(recipe.rules, start=1) if r.matches(tensor, role)), (0, Rule()))
     if rule.keep:
-        return Decision(role.name, None, None, rule.reason or f"rule {number} of the recipe")
+        return _kept(role, rule.reason or f"rule {number} of the recipe")
     if number == 0 and role.keep is not None:
-        return Decision(role.name, None, None, role.keep)
+        return _kept(role, role.keep)
     codec = rule.codec or recipe.codec
     bits = rule.bits or nearest_rate(codec, recipe.bits)
     if role.name == "buffer":
-        return Decision(role.name, None, None, ROLES["buffer"].keep or "")
+        return _kept(role, role.keep or "")
     if not is_smaller(tensor, codec, bits):
         encoded, plain = _sizes(tensor, codec, bits)
-        return Decision(role.name, None, None, f"encoding would not make it smaller ({encoded} against {plain} bytes)")
+        return _kept(role, f"encoding would not make it smaller ({encoded} against {plain} bytes)")
     reason = (rule.reason or f"rule {number} of the recipe") if number else f"default for role {role.name}"
-    return Decision(role.name, codec, bits, reason, free=rule.bits is None)
+    return Decision(role=role.name, codec=codec, bits=bits, reason=reason, free=rule.bits is None)
+
+
+def _kept(role: Role, reason: str) -> Decision:
+    return Decision(role=role.name, codec=None, bits=None, reason=reason)
 
 
 def is_smaller(tensor: LogicalTensor, codec: str | None, bits: float) -> bool:
-    """Whether encoding makes a tensor smaller than it is."""
+    """Whether encoding makes a tensor smaller."""
     if codec is None:
         return False
     encoded, plain = _sizes(tensor, codec, bits)
@@ -204,12 +248,13 @@ def is_smaller(tensor: LogicalTensor, codec: str | None, bits: float) -> bool:
 
 
 def _sizes(tensor: LogicalTensor, codec: str, bits: float) -> tuple[int, int]:
-    """Bytes of a tensor when it is encoded, and when it is kept."""
+    """Return the size of a tensor in bytes if it is encoded, and if it is kept."""
     encoded = sum(spec.byte_count for spec in encoded_specs(tensor.name, tensor.shape, get_codec(codec).coder(bits)))
     return encoded, math.prod(tensor.shape) * item_bytes(tensor.plain_dtype)
 
 
 def _check_patterns(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> None:
+    """Raise RecipeError if a name pattern of the recipe matches no tensor."""
     names = [tensor.name for tensor in tensors]
     for number, rule in enumerate(recipe.rules, start=1):
         for pattern in rule.names:
@@ -224,19 +269,19 @@ def _check_patterns(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> None:
 
 
 def recipe_folder() -> Traversable:
-    """The folder of the recipes that come with pqweights."""
+    """Return the folder of the recipes that come with pqweights."""
     return importlib.resources.files("pqweights_recipes")
 
 
 def recipe_names() -> list[str]:
-    """The names of the recipes that come with pqweights."""
+    """Return the names of the recipes that come with pqweights."""
     return sorted(f.name.removesuffix(".yaml") for f in recipe_folder().iterdir() if f.name.endswith(".yaml"))
 
 
 def load_recipe(name_or_file: str) -> Recipe:
-    """A recipe by name, or from a YAML file.
+    """Load a recipe by its name, or from a YAML file.
 
-    Raises RecipeError for an unknown name and for everything that is wrong in a file.
+    Raises RecipeError for an unknown name, and for everything that is wrong in a file.
     """
     if name_or_file in recipe_names():
         text = (recipe_folder() / f"{name_or_file}.yaml").read_text(encoding="utf-8")
@@ -250,12 +295,16 @@ def load_recipe(name_or_file: str) -> Recipe:
         return parse_recipe(text, name_or_file)
     near = difflib.get_close_matches(name_or_file, recipe_names(), n=1, cutoff=0.0)[0]
     raise RecipeError(
-        f"no recipe is called {name_or_file!r}; the nearest of {', '.join(recipe_names())} is {near!r} (or give a .yaml file)"
+        f"no recipe is called {name_or_file!r}; the nearest of {', '.join(recipe_names())} is {near!r} (or give a "
+        ".yaml file)"
     )
 
 
 def parse_recipe(text: str, where: str) -> Recipe:
-    """A recipe from YAML; `where` names it in errors."""
+    """Parse the YAML of a recipe. where: what messages call it.
+
+    Raises RecipeError for everything that is wrong in it.
+    """
     try:
         data = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -266,13 +315,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
     bits = _checked_bits(f"{where}: bits", codec, bits)
     entries = fields.optional("rules", fields.items, [])
     rules = tuple(_parse_rule(f"{where}: rule {i}", entry, codec) for i, entry in enumerate(entries, start=1))
-    size = fields.raw("target_size")
-    if size is not None and (not isinstance(size, str | int) or isinstance(size, bool)):
-        raise RecipeError(f"{where}: target_size: expected a size such as 9GB, found {size!r}")
-    per_weight = fields.raw("target_bpw")
-    if per_weight is not None and (not isinstance(per_weight, float | int) or isinstance(per_weight, bool)):
-        raise RecipeError(f"{where}: target_bpw: expected a number, found {per_weight!r}")
-    target = make_target(where, size, per_weight)
+    target = _parse_target(where, fields)
     sensitivity = fields.optional("sensitivity", fields.text, None)
     if sensitivity is not None and target is None:
         raise RecipeError(f"{where}: sensitivity: expected target_size or target_bpw beside it")
@@ -285,6 +328,15 @@ def parse_recipe(text: str, where: str) -> Recipe:
         target=target,
         sensitivity=sensitivity,
     )
+
+
+def _parse_target(where: str, fields: Fields) -> SizeTarget | None:
+    size, per_weight = fields.raw("target_size"), fields.raw("target_bpw")
+    if size is not None and (not isinstance(size, str | int) or isinstance(size, bool)):
+        raise RecipeError(f"{where}: target_size: expected a size such as 9GB, found {size!r}")
+    if per_weight is not None and (not isinstance(per_weight, float | int) or isinstance(per_weight, bool)):
+        raise RecipeError(f"{where}: target_bpw: expected a number, found {per_weight!r}")
+    return make_target(where, size, per_weight)
 
 
 def _parse_rule(where: str, data: Any, default_codec: str) -> Rule:
@@ -312,7 +364,10 @@ def _parse_rule(where: str, data: Any, default_codec: str) -> Rule:
 
 
 def _checked_fields(where: str, data: Any, known: tuple[str, ...]) -> Fields:
-    """The keys and values of a recipe or a rule, none of them unknown."""
+    """Return the fields of a recipe or a rule.
+
+    Raises RecipeError for an unknown key.
+    """
 
     def wrong(key: str, expected: str, found: Any) -> PqweightsError:
         return RecipeError(f"{where}{key and f': {key}'}: expected {expected}, found {found!r}")
@@ -326,13 +381,13 @@ def _checked_fields(where: str, data: Any, known: tuple[str, ...]) -> Fields:
 
 
 def _texts(fields: Fields, key: str) -> tuple[str, ...]:
-    """A text, or a list of them."""
+    """Read a text or a list of texts."""
     value = fields.raw(key)
     return (value,) if isinstance(value, str) else tuple(fields.optional(key, fields.texts, []))
 
 
 def _checked_bits(where: str, codec: str, bits: float) -> float:
-    """The rate, where the codec has it."""
+    """Return a bit width that the codec has; raises RecipeError for another one."""
     try:
         return get_codec(codec).coder(bits).bits
     except RecipeError as error:

@@ -1,7 +1,7 @@
-"""What a tensor is for, told by its name and shape, and whether the default policy quantizes it.
+"""What a tensor is for, judged by its name and shape, and whether the default policy quantizes it.
 
-The names are those that transformers gives to the parameters of the architectures it knows (checked on the hybrids,
-mixtures of experts and vision-language models listed in docs/method.md).
+The names are those that transformers gives to the parameters of the architectures that it supports (checked on the
+hybrids, mixtures of experts and vision-language models listed in docs/method.md).
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from pqweights.dtypes import FLOAT_DTYPES
 
 @dataclass(frozen=True)
 class Role:
-    """structural: no rule quantizes such a tensor unless it names this role. keep: why the default policy keeps it."""
+    """What a tensor is for.
+
+    structural: a rule only quantizes such a tensor if it names this role
+    keep: why the default policy keeps such a tensor; None if it quantizes it
+    """
 
     name: str
     structural: bool = False
@@ -44,13 +48,12 @@ ROLES: dict[str, Role] = {
     )
 }
 
-# Whole components of the dotted name, tried in this order; the first pattern that matches any component decides.
-_PATH_PATTERNS = (
-    ("mtp", re.compile(r"mtp|mtp_\w+|nextn\w*")),
-    ("vision", re.compile(
-        r"visual|vision\w*|image_\w+|audio\w*|speech\w*|multi_modal_projector|mm_projector|embed_vision|embed_audio"
-    )),
-)  # fmt: skip
+_VISION = re.compile(
+    r"visual|vision\w*|image_\w+|audio\w*|speech\w*|multi_modal_projector|mm_projector|embed_vision|embed_audio"
+)
+# These match whole components of the dotted name, and are tried in this order: the first that matches a component
+# decides.
+_PATH_PATTERNS = (("mtp", re.compile(r"mtp|mtp_\w+|nextn\w*")), ("vision", _VISION))
 _SSM_PARAMETERS = re.compile(r"A_log|A|D|dt_bias|dt_proj|in_proj_(a|b|ba)|time_(decay|first|mix\w*|maa\w*)")
 _MAMBA_PATH = re.compile(r"mamba\w*|mixer|ssm\w*")
 _NORM = re.compile(r"\w*norm(s|\d+|_\w+)?|\w*normali[sz]ation|ln|ln_\w+|ln\d+", re.IGNORECASE)
@@ -63,61 +66,82 @@ _ATTENTION = re.compile(r"\w*attn\w*|\w*attention\w*|mixer", re.IGNORECASE)
 _MLP = re.compile(
     r"mlp|\w*mlp|ffn|feed_?forward|intermediate|shared_experts?|(gate|up|down|gate_up)_proj|fc\d|c_fc|w[123]"
 )
-# A component that is a number. None of the patterns matches one, so that it has no part in the role.
+# A component that is a number. No pattern matches a number, so the role does not depend on it.
 _NUMBER = re.compile(r"\.[0-9]+(?=\.)")
 
 
 def classify(name: str, dtype: str, shape: tuple[int, ...]) -> Role:
-    """The role of a tensor."""
-    return ROLES[_role_name(name, dtype, shape)]
+    """Return the role of a tensor."""
+    return ROLES[_role_name(_Path.of(name), dtype, shape)]
 
 
 def without_numbers(name: str) -> str:
-    """The name with 0 for the number of its layer, its expert and so on: what roles are told by."""
+    """Return the name with 0 for the numbers of layers, experts and so on: all that a role depends on."""
     return _NUMBER.sub(".0", name)
 
 
-def _role_name(name: str, dtype: str, shape: tuple[int, ...]) -> str:
-    components = name.split(".")
-    is_weight = components[-1] == "weight"
-    path = components[:-1] if is_weight else components
-    module = path[-1] if path else ""
+@dataclass(frozen=True)
+class _Path:
+    """The name of a tensor, taken apart.
+
+    components: those of its module, or its own if the last one is not "weight"
+    last: its own last component
+    """
+
+    components: tuple[str, ...]
+    last: str
+
+    @staticmethod
+    def of(name: str) -> _Path:
+        *before, last = name.split(".")
+        return _Path(tuple(before) if last == "weight" else (*before, last), last)
+
+    @property
+    def module(self) -> str:
+        return self.components[-1] if self.components else ""
+
+    @property
+    def is_weight(self) -> bool:
+        return self.last == "weight"
+
+    def has(self, pattern: re.Pattern[str]) -> bool:
+        return any(pattern.fullmatch(component) for component in self.components)
+
+
+def _role_name(path: _Path, dtype: str, shape: tuple[int, ...]) -> str:
     if (dtype not in FLOAT_DTYPES and dtype != "MXFP4") or math.prod(shape) == 0:
         return "buffer"
-    structural = _structural_role(components, path, module, is_weight, shape)
+    structural = _structural_role(path, shape)
     if structural:
         return structural
     for role, pattern in _PATH_PATTERNS:
-        if any(pattern.fullmatch(component) for component in path):
+        if path.has(pattern):
             return role
-    if _ROUTER.fullmatch(module) or "router" in path:
+    if _ROUTER.fullmatch(path.module) or "router" in path.components:
         return "router"
-    if _LM_HEAD.fullmatch(module) and len(path) <= 2:  # deeper down, "output" is the end of a layer
+    if _LM_HEAD.fullmatch(path.module) and len(path.components) <= 2:  # deeper down, "output" is the end of a layer
         return "lm_head"
-    if _EMBEDDING.fullmatch(module):
+    if _EMBEDDING.fullmatch(path.module):
         return "embedding"
-    if any(_EXPERTS.fullmatch(component) for component in path):
+    if path.has(_EXPERTS):
         return "expert"
-    if not is_weight and (len(shape) > 2 or min(shape) < 64):
+    if not path.is_weight and (len(shape) > 2 or min(shape) < 64):
         return "parameter"
-    if any(_ATTENTION.fullmatch(component) for component in path):
+    if path.has(_ATTENTION):
         return "attention"
-    if any(_MLP.fullmatch(component) for component in path):
-        return "mlp"
-    return "linear"
+    return "mlp" if path.has(_MLP) else "linear"
 
 
-def _structural_role(
-    components: list[str], path: list[str], module: str, is_weight: bool, shape: tuple[int, ...]
-) -> str | None:
-    if components[-1].endswith(("bias", "_bias_table")) or module.endswith("_bias"):
+def _structural_role(path: _Path, shape: tuple[int, ...]) -> str | None:
+    module = path.module
+    if path.last.endswith(("bias", "_bias_table")) or module.endswith("_bias"):
         return "bias"
-    if _SSM_PARAMETERS.fullmatch(module) or (module == "x_proj" and any(_MAMBA_PATH.fullmatch(c) for c in path)):
+    if _SSM_PARAMETERS.fullmatch(module) or (module == "x_proj" and path.has(_MAMBA_PATH)):
         return "ssm"
     if _NORM.fullmatch(module):
         return "norm"
     if len(shape) < 2:
         return "vector"
-    if _CONV.fullmatch(module) or len(shape) >= 4 or (is_weight and len(shape) == 3 and shape[-1] < 32):
+    if _CONV.fullmatch(module) or len(shape) >= 4 or (path.is_weight and len(shape) == 3 and shape[-1] < 32):
         return "conv"
     return None

@@ -1,1 +1,1 @@
-"""What is done with a finished folder: inspect it, verify it, and read the figures that lie beside it."""
+"""What is done with a finished folder: inspect it, verify it, and read the figures recorded beside it."""

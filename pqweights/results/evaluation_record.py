@@ -1,7 +1,7 @@
-"""pqweights-eval.json: what `eval` measured of the very result that it lies beside. docs/card.md has the format.
+"""pqweights-eval.json: what `eval` measured of the result beside which the file lies. docs/card.md has the format.
 
-It names the manifest by its sha256: figures of another result in the same folder are passed over, and dropped by the next
-write. Speeds are left out, which are of the machine; so are times, hosts and paths.
+The file names the manifest of the result by its sha256: figures of another result in the same folder are ignored, and
+dropped by the next write. Speeds are not recorded, because they depend on the machine; nor are times, hosts and paths.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EVALUATION_VERSION = 1
 MAX_BYTES = 50_000_000
 
 
-# What is measured, and the name of the text, which its hash tells.
+# The fields that do not make another protocol: the measures, and the name of the text, which its hash identifies.
 NOT_OF_THE_PROTOCOL = (
     "text",
     "perplexity",
@@ -32,7 +32,7 @@ NOT_OF_THE_PROTOCOL = (
 
 
 class Figure(NamedTuple):
-    """A measure, None where it is not finite, and its standard error over windows, None for a single one."""
+    """A measure, None if it is not finite, and its standard error over windows, None for a single window."""
 
     value: float | None
     standard_error: float | None
@@ -40,7 +40,7 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedDivergence:
-    """See protocol.Divergence."""
+    """The figures of a KL divergence, in nats per token (protocol.Divergence); None if one is not finite."""
 
     mean: Figure
     median: float | None
@@ -51,10 +51,14 @@ class RecordedDivergence:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRecord:
-    """One model on one text. The fields are the keys in the file, in this order.
+    """The figures of one model on one text. The fields are the keys in the file, in this order.
 
-    text, reference, tokenizer: names, without folders; tokenizer is None where the model's own made the tokens. device:
-    None where the runtime chooses it. reference_fingerprint: of the reference's checkpoint, where its kind has one.
+    text, text_sha256: the name of the text, without its folder, and its hash
+    tokenizer: the name of the folder of another tokenizer; None for the model's own
+    tokens, windows, window, stride, masked, score_first, scored_tokens: how the text was divided and scored
+    runtime, dtype, device, packed: what computed the model; device is None if the runtime chooses it
+    reference, reference_fingerprint: the name of the reference, and the fingerprint of its checkpoint, if there is one
+    perplexity, log_perplexity, perplexity_change, log_perplexity_change, kl, top1_agreement: what was measured
     """
 
     text: str
@@ -82,25 +86,25 @@ class EvaluationRecord:
 
     @property
     def protocol(self) -> tuple[Any, ...]:
-        """All but what was measured: a record takes the place of another of the same protocol on the same text."""
+        """Everything but the measures: a record replaces another with the same protocol on the same text."""
         return tuple(value for key, value in vars(self).items() if key not in NOT_OF_THE_PROTOCOL)
 
     def to_json(self) -> dict[str, Any]:
-        """The entry of the file."""
+        """Return the entry of the file."""
         return {name: _json_of(value) for name, value in vars(self).items()}
 
 
 class Place(NamedTuple):
-    """A result that figures may be written beside: its folder, and the sha256 of its manifest before it was evaluated."""
+    """A result that figures may be written beside: its folder, and the sha256 of its manifest before the evaluation."""
 
     folder: Path
     manifest_sha256: str
 
 
 def find_place(folder: Path) -> Place | None:
-    """Where figures of a model belong; None for what is no result of ours, or lies in a cache, as links.
+    """Return where the figures of a model belong; None for a folder that is not ours, or that is a cache of links.
 
-    To be called before the model is evaluated, so that it is known what was.
+    Call it before the model is evaluated, so that a result that changes meanwhile is noticed.
     """
     manifest = folder / MANIFEST_FILE
     if not manifest.is_file() or manifest.is_symlink():
@@ -109,10 +113,10 @@ def find_place(folder: Path) -> Place | None:
 
 
 def write_record(place: Place, record: EvaluationRecord) -> Path:
-    """Add a record to the file of a folder, in the place of an earlier one of the same protocol; its path.
+    """Add a record to the file of a folder, in place of an earlier one with the same protocol, and return the path.
 
-    Raises OutputError where the folder cannot be written or holds another result than before, MasterError where the file
-    that is there is damaged.
+    Raises OutputError if the folder cannot be written, or holds another result than before the evaluation; MasterError
+    if the file is damaged.
     """
     path = place.folder / EVALUATION_FILE
     if find_place(place.folder) != place:
@@ -129,7 +133,7 @@ def write_record(place: Place, record: EvaluationRecord) -> Path:
 
 
 def read_records(folder: Path, manifest_sha256: str) -> tuple[EvaluationRecord, ...]:
-    """What was measured of the result whose manifest has this sha256; nothing where the figures are of another one.
+    """Return the records of the result whose manifest has this sha256; none if the file is of another result.
 
     Raises MasterError for a file that this version would not have written.
     """

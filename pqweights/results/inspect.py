@@ -1,4 +1,4 @@
-"""Inspect: what a finished folder holds, from its manifest; `verify` tells whether the files are as it says."""
+"""Inspect: what a finished folder holds according to its manifest. Whether the files agree is for `verify` to tell."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Inspection:
     totals: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """inspect --json."""
+        """Return what `inspect --json` prints."""
         return {
             "kind": self.manifest.kind,
             **self.manifest.made_by,
@@ -38,9 +38,9 @@ class Inspection:
 
 
 def inspect(folder: Path) -> Inspection:
-    """Read a master or an export.
+    """Read the manifest of a master or an export, and add up its figures.
 
-    Raises MasterError where the folder is not finished or not ours.
+    Raises MasterError if the folder is unfinished, or not a result of pqweights.
     """
     manifest = read_manifest(folder)
     summed = totals(manifest.tensors) | {
@@ -54,17 +54,17 @@ def inspect(folder: Path) -> Inspection:
 
 
 def tensor_json(tensor: TensorPlan, record: TensorRecord) -> dict[str, Any]:
-    """A tensor's plan and what was measured of it."""
+    """Return the JSON of a tensor: its plan, and what was measured of it."""
     errors = {"total_mse": record.total_mse, "master_mse": record.master_mse} if tensor.action == INTEGER else {}
     measured = {"relative_mse": record.relative_mse, "exceeds": exceeds(tensor, record)}
     return tensor.to_json() | errors | (record.state or {}) | measured
 
 
 def is_rescued(tensor: TensorPlan, record: TensorRecord) -> bool:
-    """Whether a weight was encoded in another way than its codec's first choice."""
+    """Whether a weight was encoded in another way than the first choice of its codec."""
     return tensor.action == QUANTIZE and state_of(tensor, record).rescued
 
 
 def promise(tensor: TensorPlan) -> float | None:
-    """The largest relative error that passes without a rescue; None for a tensor that is not quantized."""
+    """Return the largest relative error that needs no rescue; None for a tensor that is not quantized."""
     return largest_error(coder_of(tensor)) if tensor.action == QUANTIZE else None

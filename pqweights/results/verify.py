@@ -30,9 +30,13 @@ from pqweights.rewrite.manifest import Manifest, read_manifest, shards_of
 from pqweights.strict_json import json_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Verification:
-    """checked: tensors, files and bytes that were compared. problems: one line each; none means that all is well."""
+    """The outcome of a verification.
+
+    tensors, files, bytes: how many were checked
+    problems: one line each
+    """
 
     tensors: int
     files: int
@@ -41,7 +45,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no problem."""
+        """Whether the folder has no problems."""
         return not self.problems
 
 
@@ -52,18 +56,17 @@ def verify(
     beside: Sequence[str] = (),
     progress: Callable[[int, int, str], None] = lambda done, total, name: None,
 ) -> Verification:
-    """Check a master or an export. beside: files that the repository has that the folder was fetched from, and it has not.
+    """Check a master or an export.
 
-    Raises MasterError where the folder has no readable manifest; everything else is a problem in the result.
+    folder: where it lies
+    threads: how many threads compute hashes
+    beside: files that are only in the repository from which the folder was fetched
+    progress: called with the bytes checked, the bytes in all, and the name of a tensor
+
+    Raises MasterError if the folder has no readable manifest; everything else is a problem in the result.
     """
     manifest = read_manifest(folder)
-    problems: list[str] = []
-    if (folder / MANIFEST_FILE).read_bytes() != manifest.to_bytes():
-        problems.append(
-            f"{MANIFEST_FILE}: is not what pqweights writes for these tensors: its sums or sizes were changed"
-        )
-    if (folder / WORK_FOLDER).exists():
-        problems.append(f"{WORK_FOLDER}: an unfinished run; repeat its command to finish it")
+    problems = list(_check_state(folder, manifest))
     shards = shards_of(manifest)
     good = []
     for shard in shards:
@@ -72,22 +75,31 @@ def verify(
             problems.append(problem)
         else:
             good.append(shard)
-    problems += _check_hashes(folder, manifest, good, threads, progress)
+    problems += _check_hashes(folder, manifest, shards=good, threads=threads, progress=progress)
     problems += _check_index(folder, manifest, shards)
     problems += _check_files(folder, manifest)
-    problems += _check_foreign(folder, manifest, shards, beside)
+    problems += _check_foreign(folder, manifest, shards=shards, beside=beside)
     if manifest.kind == "master" and not any(p.startswith((CONFIG_FILE, "model-")) for p in problems):
         problems += _check_config(folder, manifest)
+    shard_bytes = sum(shard.file_bytes for shard in shards)
     return Verification(
-        len(manifest.tensors),
-        len(shards) + len(manifest.files),
-        sum(shard.file_bytes for shard in shards) + sum(record.bytes for record in manifest.files.values()),
-        tuple(problems),
+        tensors=len(manifest.tensors),
+        files=len(shards) + len(manifest.files),
+        bytes=shard_bytes + sum(record.bytes for record in manifest.files.values()),
+        problems=tuple(problems),
     )
 
 
+def _check_state(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Check that the manifest is as pqweights writes it, and that no run is unfinished."""
+    if (folder / MANIFEST_FILE).read_bytes() != manifest.to_bytes():
+        yield f"{MANIFEST_FILE}: is not what pqweights writes for these tensors: its sums or sizes were changed"
+    if (folder / WORK_FOLDER).exists():
+        yield f"{WORK_FOLDER}: an unfinished run; repeat its command to finish it"
+
+
 def _check_shard(folder: Path, shard: ShardPlan) -> str | None:
-    """Size and header; the header's bytes follow from the manifest, so they are compared as bytes."""
+    """Check the size and the header of a shard, whose bytes follow from the manifest."""
     path = folder / shard.file
     if not path.is_file():
         return f"{shard.file}: missing"
@@ -103,10 +115,12 @@ def _check_shard(folder: Path, shard: ShardPlan) -> str | None:
 def _check_hashes(
     folder: Path,
     manifest: Manifest,
-    shards: list[ShardPlan],
+    *,
+    shards: Sequence[ShardPlan],
     threads: int,
     progress: Callable[[int, int, str], None],
 ) -> Iterator[str]:
+    """Check the hash of every tensor in some shards."""
     expected = {name: digest for record in manifest.records for name, digest in record.sha256.items()}
     stored = [tensor for shard in shards for tensor in shard.stored]
 
@@ -123,6 +137,7 @@ def _check_hashes(
 
 
 def _check_index(folder: Path, manifest: Manifest, shards: tuple[ShardPlan, ...]) -> Iterator[str]:
+    """Check the index, and the names in the manifest."""
     path = folder / INDEX_FILE
     if path.is_file() and path.read_bytes() != json_bytes(index_json(shards)):
         yield f"{INDEX_FILE}: is not the index of the tensors in the manifest"
@@ -132,10 +147,11 @@ def _check_index(folder: Path, manifest: Manifest, shards: tuple[ShardPlan, ...]
             if tensor.action == QUANTIZE and not spec.name.startswith(tensor.name):
                 yield f"{MANIFEST_FILE}: tensor {tensor.name!r} lists the foreign name {spec.name!r}"
     if len(set(names)) != len(names):
-        yield f"{MANIFEST_FILE}: a tensor stands twice"
+        yield f"{MANIFEST_FILE}: a tensor is there twice"
 
 
 def _check_files(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Check the files without tensors."""
     if INDEX_FILE not in manifest.files:
         yield f"{MANIFEST_FILE}: does not list {INDEX_FILE}"
     for name, record in manifest.files.items():
@@ -151,9 +167,9 @@ def _check_files(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _check_foreign(
-    folder: Path, manifest: Manifest, shards: tuple[ShardPlan, ...], beside: Sequence[str]
+    folder: Path, manifest: Manifest, *, shards: tuple[ShardPlan, ...], beside: Sequence[str]
 ) -> Iterator[str]:
-    """Files that nobody lists; a card and figures may be added, and hidden files belong to version control."""
+    """Check that every file is listed. A card and figures may be added, and hidden files belong to version control."""
     known = {shard.file for shard in shards} | set(manifest.files) | {MANIFEST_FILE, CARD_FILE, EVALUATION_FILE}
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     for name in sorted({*names, *beside} - known):
@@ -166,7 +182,7 @@ def _check_foreign(
 
 
 def _check_config(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """The configuration must describe the weights as the manifest does, with the levels that their codec has."""
+    """Check that the configuration describes the weights as the manifest does, with the tables of their codecs."""
     try:
         checkpoint = open_local(folder)
     except PqweightsError as error:
@@ -180,20 +196,25 @@ def _check_config(folder: Path, manifest: Manifest) -> Iterator[str]:
     for name in sorted(expected.keys() ^ found.keys()):
         yield f"{CONFIG_FILE}: weight {name!r} is quantized in only one of configuration and manifest"
     for name in sorted(expected.keys() & found.keys()):
-        ours, theirs = _stated(expected[name]), _stated(_encoding(found[name]))
-        for key in ours.keys() & theirs.keys():
-            if ours[key] != theirs[key]:
-                yield f"{CONFIG_FILE}: weight {name!r}: {key}: expected {ours[key]!r}, found {theirs[key]!r}"
-        coder = expected[name].coder
-        if ours["codec"] == theirs["codec"] and found[name].coder.tables() != coder.tables():
-            yield f"{CONFIG_FILE}: levels of {coder.codec} at {coder.bits} bits are not those of the codec"
+        yield from _check_weight(expected[name], found[name])
     kept = checkpoint.config["quantization_config"].get("kept")
     if kept != [t.name for t in manifest.tensors if t.action != QUANTIZE]:
         yield f"{CONFIG_FILE}: kept: is not the list of kept tensors in the manifest"
 
 
+def _check_weight(expected: Encoding, found: EncodedTensor) -> Iterator[str]:
+    """Check what a configuration states about a weight. expected: by the manifest. found: by the configuration."""
+    ours, theirs = _stated(expected), _stated(_encoding(found))
+    for key in ours.keys() & theirs.keys():
+        if ours[key] != theirs[key]:
+            yield f"{CONFIG_FILE}: weight {expected.name!r}: {key}: expected {ours[key]!r}, found {theirs[key]!r}"
+    coder = expected.coder
+    if ours["codec"] == theirs["codec"] and found.coder.tables() != coder.tables():
+        yield f"{CONFIG_FILE}: levels of {coder.codec} at {coder.bits} bits are not those of the codec"
+
+
 def _encoding(tensor: EncodedTensor) -> Encoding:
-    """What a configuration says of a weight."""
+    """Return how a configuration says that a weight is stored."""
     return Encoding(
         name=tensor.name,
         shape=tensor.shape,
@@ -204,7 +225,7 @@ def _encoding(tensor: EncodedTensor) -> Encoding:
 
 
 def _stated(encoding: Encoding) -> dict[str, Any]:
-    """The statements in which two encodings may differ, by name."""
+    """Return the statements in which two encodings may differ, by name."""
     coder = encoding.coder
     stated = {"shape": encoding.shape, "dtype": encoding.dtype, "codec": coder.codec, "bits": coder.bits}
     return stated | dict(encoding.state)

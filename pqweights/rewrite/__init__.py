@@ -1,1 +1,1 @@
-"""The one streaming driver: plan, then read, transform and write each tensor, then finish. Quantizing and every export run through it."""
+"""The streaming rewrite that quantizing and every export run through: plan, stream each tensor, finish."""

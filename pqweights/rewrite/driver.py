@@ -1,31 +1,33 @@
-"""The one driver: plan -> (read -> transform -> write)* -> finish. Quantizing and every export run through it."""
+"""The one driver: plan -> (read -> transform -> write)* -> finish. Quantizing and every export run through it.
+
+`make_plan` decides every output byte from headers; `rewrite` fulfils the plan in an output folder. The manifest is
+written last: a folder with a manifest is a finished result, and a folder without one holds nothing under a final name
+that is incomplete.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
-import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
+from pqweights.checkpoint.file_uses import file_uses, most_fetched
 from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, WORK_FOLDER
-from pqweights.checkpoint.source import Checkpoint, file_uses, most_fetched
+from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
 from pqweights.checkpoint.writer import COPY_BYTES, partial_path, sync_folder, write_whole
 from pqweights.errors import OutputError, SourceError
 from pqweights.kernels.devices import resolve_device
 from pqweights.planning.plan import Plan, index_json, plan_shards
-from pqweights.rewrite.identity import RunIdentity
+from pqweights.rewrite.journal import RunInputs
 from pqweights.rewrite.manifest import FileRecord, Manifest, TensorRecord, read_manifest
 from pqweights.rewrite.stream import Stream
+from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import Transform
 from pqweights.rewrite.workspace import (
     FETCHED_FOLDER,
-    RunInputs,
     Workspace,
     check_output,
     check_paths,
@@ -35,90 +37,16 @@ from pqweights.rewrite.workspace import (
 )
 from pqweights.strict_json import json_bytes
 
+# Measured: the interpreter and the libraries while kernels are compiled. Without compilation it is half as much.
 MEMORY_FLOOR_BYTES = 220_000_000
 # A thread's input chunk in float32 with its temporaries, and its share of the results that wait to be collected.
 MEMORY_PER_THREAD_BYTES = 32_000_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class RewriteReport:
-    """What a rewrite did. already_done: the folder held the finished result; resumed: tensors taken from the journal."""
-
-    transform: Transform
-    plan: Plan
-    records: tuple[TensorRecord, ...]
-    already_done: bool
-    resumed: int
-    source_bytes_read: int
-
-
-@dataclass(frozen=True)
-class Lineage:
-    """What a result descends from, for its manifest: the original model, and the master of an export. See RunIdentity."""
-
-    model: dict[str, Any] = field(default_factory=dict)
-    master: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RewriteTask:
-    """A rewrite of which everything is decided. source: where the checkpoint lies, None for the Hub."""
-
-    checkpoint: Checkpoint
-    source: Path | None
-    transform: Transform
-    plan: Plan
-    out: Path
-    lineage: Lineage
-
-    @functools.cached_property
-    def identity(self) -> RunIdentity:
-        """What makes another run the same as this one."""
-        plan = self.plan
-        return RunIdentity(
-            kind=self.transform.kind,
-            made_by=self.transform.describe(),
-            source_bytes=plan.source_bytes,
-            max_shard_bytes=plan.max_shard_bytes,
-            tensors=plan.tensors,
-            origin=self.checkpoint.storage.origin,
-            metadata=plan.metadata,
-            left_out=plan.left_out_tensors,
-            model=self.lineage.model,
-            master=self.lineage.master,
-        )
-
-    @property
-    def bytes_read(self) -> int:
-        """So far, of the checkpoint and of what is read besides."""
-        read = (self.checkpoint, *self.transform.also_reads.values())
-        return sum(each.storage.bytes_read for each in read)
-
-
-def usable_cores() -> int:
-    """The cores that this process may use."""
-    # macOS has no affinity
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """How a task is carried out; none of this shows in the bytes.
-
-    threads: by default one for each core. device: cpu, cuda, or auto for cuda where there is one. overwrite: replace a result
-    of pqweights in the output folder. progress: called with source bytes done, source bytes in all, and the name of a tensor.
-    """
-
-    threads: int = field(default_factory=usable_cores)
-    device: str = "cpu"
-    overwrite: bool = False
-    progress: Callable[[int, int, str], None] = lambda done, total, name: None
-
-
 def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int) -> Plan:
-    """Decide everything from the headers.
+    """Decide from the headers every output name, shape, dtype and byte.
 
-    Raises SourceError or RecipeError for what cannot be done.
+    Raises SourceError or RecipeError if the transform cannot be applied to the checkpoint.
     """
     tensors = tuple(transform.plan(checkpoint))
     names = [spec.name for tensor in tensors for spec in tensor.stored]
@@ -139,40 +67,26 @@ def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int
     )
 
 
-def resource_needs(plan: Plan, threads: int) -> dict[str, int]:
-    """What fulfilling a plan takes at most: peak_disk_bytes in the output folder, peak_memory_bytes of the process.
-
-    Memory: a floor for interpreter and libraries while kernels are compiled (measured; without that it is half), what is
-    under way in each thread, the parsed headers, and the largest output header.
-    """
-    largest_header = max((len(shard.header) for shard in plan.shards), default=0)
-    memory = MEMORY_FLOOR_BYTES + threads * MEMORY_PER_THREAD_BYTES + len(plan.tensors) * 12_000 + 2 * largest_header
-    json_files = 1024 * len(plan.tensors) + 65536
-    return {
-        "peak_disk_bytes": plan.output_bytes + plan.companion_bytes + json_files,
-        "peak_memory_bytes": memory,
-    }
-
-
 def rewrite(task: RewriteTask, run: RunOptions) -> RewriteReport:
-    """Fulfil a plan in the folder `task.out`, continuing what the same command left there, on whatever device that ran.
+    """Fulfil the plan of a task in its output folder, continuing what an interrupted run of the same task left there.
 
-    Raises SourceError, OutputError, HubError, DeviceError; after any of them no incomplete file stands under a final name.
+    Raises SourceError, OutputError, HubError or DeviceError; after any of them every file under a final name is
+    complete.
     """
     run = replace(run, device=resolve_device(run.device))
     if task.source is not None:
         check_paths(task.source, task.out)
-    if not run.overwrite and (done := _finished(task)):
+    if not run.overwrite and (done := _finished_result(task)):
         for planned, record in done.pairs:
             task.transform.accept(planned, record)
         tidy(task.out)
         return _report(task, done.records, already_done=True, resumed=len(done.records))
     check_output(task.out, run.overwrite)
     _check_space(task)
-    with open_workspace(task.out, _inputs(task), run.overwrite) as workspace:
+    with open_workspace(task.out, _run_inputs(task), run.overwrite) as workspace:
         resumed = len(workspace.records)
         task.checkpoint.restore_fingerprints(workspace.fingerprints())
-        records = _stream(task, workspace, run)
+        records = _stream_tensors(task, workspace, run)
         workspace.publish([shard.file for shard in task.plan.shards])
         _finish(task, records, workspace)
     return _report(task, records, already_done=False, resumed=resumed)
@@ -189,7 +103,66 @@ def _report(task: RewriteTask, records: tuple[TensorRecord, ...], *, already_don
     )
 
 
-def _inputs(task: RewriteTask) -> RunInputs:
+def _finished_result(task: RewriteTask) -> Manifest | None:
+    """Return the manifest in the output folder if the folder already holds the finished result of this task."""
+    manifest = task.out / MANIFEST_FILE
+    if not manifest.is_file() or is_under_way(task.out):
+        return None
+    local = [each for each in task.checkpoints if each.storage.origin is None]
+    stamps = [each.storage.files()[name].stamp for each in local for name in each.weight_files]
+    if max(stamps, default=0) > manifest.stat().st_mtime_ns:
+        return None  # the source may have changed since, in bytes that its fingerprint does not cover
+    found = read_manifest(task.out)
+    if found.identity != task.identity or not _all_files_exist(task, found):
+        return None
+    # The content of a commit never changes; that of a local folder may.
+    if found.identity.origin is None and found.source_fingerprint != task.checkpoint.fingerprint():
+        return None
+    contents = _small_files(task, found.records)
+    digests = {name: _sha256_of_pieces(pieces) for name, pieces in contents.items()}
+    return found if digests == {name: record.sha256 for name, record in found.files.items()} else None
+
+
+def _all_files_exist(task: RewriteTask, found: Manifest) -> bool:
+    """Whether all files of a result exist, and its shards have the sizes of the plan."""
+    shards = ((task.out / shard.file, shard.file_bytes) for shard in task.plan.shards)
+    return all(path.is_file() and path.stat().st_size == size for path, size in shards) and all(
+        (task.out / name).is_file() for name in found.files
+    )
+
+
+def _check_space(task: RewriteTask) -> None:
+    """Raise OutputError if the disk has no room for the result beside the one that it replaces."""
+    plan, out, storage = task.plan, task.out, task.checkpoint.storage
+    needed = plan.output_bytes + plan.companion_bytes
+    if storage.frees:  # fetched files of the source are held on the same disk
+        needed += most_fetched(file_uses(task.checkpoint.tensors), storage.files(), storage.frees)
+    present = _bytes_present(task)
+    existing = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > present + free:
+        raise OutputError(
+            f"{out}: the result needs {needed} bytes on the disk, {free} are free; free {needed - present - free} "
+            "bytes more, or choose a folder on another disk"
+        )
+
+
+def _bytes_present(task: RewriteTask) -> int:
+    """Bytes on the disk that an interrupted run of the task has already taken: fetched files and shards."""
+    out, work = task.out, task.out / WORK_FOLDER
+    fetched = work / FETCHED_FOLDER
+    present = sum(path.stat().st_blocks * 512 for path in fetched.iterdir()) if fetched.is_dir() else 0
+    for shard in task.plan.shards:
+        staged = work / shard.file
+        published = [out / shard.file] if is_under_way(out) else []
+        for path in (partial_path(staged), staged, *published):
+            with contextlib.suppress(FileNotFoundError):  # not begun yet, or just renamed by a run that is writing
+                present += path.stat().st_blocks * 512
+                break
+    return present
+
+
+def _run_inputs(task: RewriteTask) -> RunInputs:
     """The files that a run reads and writes, for its journal."""
     plan, checkpoint = task.plan, task.checkpoint
     outputs = [*(shard.file for shard in plan.shards), *plan.companions, INDEX_FILE, CONFIG_FILE, MANIFEST_FILE]
@@ -200,25 +173,17 @@ def _inputs(task: RewriteTask) -> RunInputs:
     return RunInputs.of(task.identity, files, outputs)
 
 
-def _stream(task: RewriteTask, workspace: Workspace, run: RunOptions) -> tuple[TensorRecord, ...]:
-    """All tensors into staged shards; what was written goes where the source turns out to be unusable."""
+def _stream_tensors(task: RewriteTask, workspace: Workspace, run: RunOptions) -> tuple[TensorRecord, ...]:
+    """Write all tensors into staged shards; what was written is removed if the source turns out to be unusable."""
     try:
-        return Stream(
-            task.checkpoint,
-            task.transform,
-            task.plan,
-            workspace=workspace,
-            threads=run.threads,
-            device=run.device,
-            progress=run.progress,
-        ).run()
+        return Stream(task, workspace, run).run()
     except SourceError:
         workspace.discard()
         raise
 
 
 def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], workspace: Workspace) -> None:
-    """Small files, then the manifest, which makes the folder a finished one."""
+    """Write the small files, then the manifest, which marks the folder as finished."""
     storage = task.checkpoint.storage
     with storage.fetching(workspace.fetched, dict.fromkeys(task.plan.companions, 1)):
         files = _write_small_files(task, records, workspace)
@@ -229,61 +194,19 @@ def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], workspace: Wor
     workspace.finish()
 
 
-def _finished(task: RewriteTask) -> Manifest | None:
-    """The manifest of the output folder where it already is the result of this very task."""
-    manifest = task.out / MANIFEST_FILE
-    if not manifest.is_file() or is_under_way(task.out):
-        return None
-    checkpoints = (task.checkpoint, *task.transform.also_reads.values())
-    local = [each for each in checkpoints if each.storage.origin is None]
-    stamps = [each.storage.files()[name].stamp for each in local for name in each.weight_files]
-    if max(stamps, default=0) > manifest.stat().st_mtime_ns:
-        return None  # the source may have changed since where its fingerprint does not look
-    found = read_manifest(task.out)
-    if found.identity != task.identity or not _files_stand(task, found):
-        return None
-    # A commit is what it was; a folder may have been exchanged.
-    if found.identity.origin is None and found.source_fingerprint != task.checkpoint.fingerprint():
-        return None
-    contents = _small_files(task, found.records)
-    digests = {name: _sha256_of_pieces(pieces) for name, pieces in contents.items()}
-    return found if digests == {name: record.sha256 for name, record in found.files.items()} else None
-
-
-def _files_stand(task: RewriteTask, found: Manifest) -> bool:
-    """Whether all files are there, those of tensors with their size."""
-    shards = ((task.out / shard.file, shard.file_bytes) for shard in task.plan.shards)
-    return all(path.is_file() and path.stat().st_size == size for path, size in shards) and all(
-        (task.out / name).is_file() for name in found.files
-    )
-
-
-def _check_space(task: RewriteTask) -> None:
-    """Refuse a result that does not fit on the disk beside what it replaces; what it continues counts as there."""
-    plan, out, storage = task.plan, task.out, task.checkpoint.storage
-    needed = plan.output_bytes + plan.companion_bytes
-    if storage.frees:  # of the source, at most so much at once, on the same disk
-        needed += most_fetched(file_uses(task.checkpoint.tensors), storage.files(), storage.frees)
-    fetched = out / WORK_FOLDER / FETCHED_FOLDER
-    present = sum(path.stat().st_blocks * 512 for path in fetched.iterdir()) if fetched.is_dir() else 0
-    for shard in plan.shards:
-        staged = out / WORK_FOLDER / shard.file
-        published = [out / shard.file] if is_under_way(out) else []
-        for path in (partial_path(staged), staged, *published):
-            with contextlib.suppress(FileNotFoundError):  # not there, or moved on by the run that is writing
-                present += path.stat().st_blocks * 512
-                break
-    existing = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(existing).free
-    if needed > present + free:
-        raise OutputError(
-            f"{out}: the result needs {needed} bytes on the disk, {free} are free; free {needed - present - free} bytes more, "
-            "or choose a folder on another disk"
-        )
+def _write_small_files(
+    task: RewriteTask, records: Sequence[TensorRecord], workspace: Workspace
+) -> dict[str, FileRecord]:
+    """Write the files without tensors, and return what the manifest states about each."""
+    files = {}
+    for name, pieces in _small_files(task, records).items():
+        digest = write_whole(workspace.folder, workspace.out / name, pieces)
+        files[name] = FileRecord((workspace.out / name).stat().st_size, digest)
+    return files
 
 
 def _small_files(task: RewriteTask, records: Sequence[TensorRecord]) -> dict[str, Iterable[bytes]]:
-    """Companions, index and configuration: name -> content in pieces."""
+    """Companions, index and configuration: the content of each, in pieces, by name."""
     plan = task.plan
     contents: dict[str, Iterable[bytes]] = {name: _pieces(task.checkpoint, name) for name in plan.companions}
     contents[INDEX_FILE] = [json_bytes(index_json(plan.shards))]
@@ -295,7 +218,7 @@ def _small_files(task: RewriteTask, records: Sequence[TensorRecord]) -> dict[str
 
 def _pieces(checkpoint: Checkpoint, name: str) -> Iterator[bytes]:
     size = checkpoint.storage.files()[name].byte_count
-    for offset in range(0, max(size, 1), COPY_BYTES):  # an empty one is read, too: that checks it
+    for offset in range(0, max(size, 1), COPY_BYTES):  # an empty file is read, too, which checks that it is there
         yield read_bytes(checkpoint.storage, name, offset, min(COPY_BYTES, size - offset))
     checkpoint.storage.release(name)
 
@@ -307,12 +230,16 @@ def _sha256_of_pieces(pieces: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-def _write_small_files(
-    task: RewriteTask, records: Sequence[TensorRecord], workspace: Workspace
-) -> dict[str, FileRecord]:
-    """Write them, and return what the manifest says of them."""
-    files = {}
-    for name, pieces in _small_files(task, records).items():
-        digest = write_whole(workspace.folder, workspace.out / name, pieces)
-        files[name] = FileRecord((workspace.out / name).stat().st_size, digest)
-    return files
+def resource_needs(plan: Plan, threads: int) -> dict[str, int]:
+    """Return upper bounds on what fulfilling a plan takes.
+
+    `peak_disk_bytes` is the room in the output folder. `peak_memory_bytes` is the memory of the process: the floor,
+    what is under way in each thread, the parsed headers, and the largest output header.
+    """
+    largest_header = max((len(shard.header) for shard in plan.shards), default=0)
+    memory = MEMORY_FLOOR_BYTES + threads * MEMORY_PER_THREAD_BYTES + len(plan.tensors) * 12_000 + 2 * largest_header
+    json_files = 1024 * len(plan.tensors) + 65536
+    return {
+        "peak_disk_bytes": plan.output_bytes + plan.companion_bytes + json_files,
+        "peak_memory_bytes": memory,
+    }

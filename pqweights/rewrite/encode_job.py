@@ -1,4 +1,4 @@
-"""Encoding a weight, chunk by chunk: the job of the quantizing transform."""
+"""The job that encodes a weight: one or more passes over its chunks, until its coder is satisfied."""
 
 from __future__ import annotations
 
@@ -24,13 +24,19 @@ from pqweights.rewrite.jobs import Job, Sink
 from pqweights.rewrite.manifest import TensorRecord, coder_of
 from pqweights.strict_json import rounded
 
-# Parts begin at multiples of this many bytes in a chunk's buffer, whatever the one before ends with.
+# Each part of a chunk begins at a multiple of this many bytes in the chunk's buffer.
 ALIGNMENT = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightToEncode:
-    """A weight, and how it is planned. awq: its scales [..., K] as bytes of float16, where its input channels are scaled."""
+    """A weight, and how it is to be encoded.
+
+    planned: what the plan says about it
+    tensor: where its values are read from
+    awq: the scales [..., K] of its input channels, as bytes of float16; None if it is not scaled
+    buffers: the pool that holds encoded chunks
+    """
 
     planned: TensorPlan
     tensor: LogicalTensor
@@ -39,18 +45,18 @@ class WeightToEncode:
 
     @property
     def coder(self) -> Coder:
-        """What encodes it."""
+        """The coder that the plan gives it."""
         return coder_of(self.planned)
 
     @property
     def dtype(self) -> str:
-        """In which it is read and encoded."""
+        """The dtype in which the weight is read and handed to the coder."""
         exact = self.tensor.dtype in VALUE_DTYPES or self.tensor.dtype == "MXFP4"
         return self.tensor.plain_dtype if exact and self.awq is None else "F32"
 
 
 class EncodedChunk(NamedTuple):
-    """buffer: what the parts lie in. parts: [blocks, bytes per block] each."""
+    """An encoded chunk: its parts, [blocks, bytes per block] each, as views of one buffer."""
 
     buffer: Bytes
     parts: tuple[Bytes, ...]
@@ -58,11 +64,12 @@ class EncodedChunk(NamedTuple):
 
 
 class EncodeJob:
-    """One pass of encoding over one weight. See jobs.Job. history: of the passes before."""
+    """One pass over one weight."""
 
     def __init__(
         self, weight: WeightToEncode, state: State | None = None, history: tuple[PassResult, ...] = ()
     ) -> None:
+        """Prepare a pass in `state`, by default the coder's first; `history` holds the results of earlier passes."""
         self._weight, self._history = weight, history
         self._planned, self._tensor, self._coder = weight.planned, weight.tensor, weight.coder
         self._state = self._coder.first_state() if state is None else state
@@ -75,11 +82,14 @@ class EncodeJob:
 
     @property
     def chunks(self) -> int:
-        """See Job."""
+        """The number of chunks."""
         return -(-self._weights // self._chunk_weights)
 
     def run(self, chunk: int, sink: Sink) -> EncodedChunk:
-        """See Job."""
+        """Encode one chunk, and write its parts.
+
+        Raises SourceError if a weight is not finite.
+        """
         start = chunk * self._chunk_weights
         count = min(self._chunk_weights, self._weights - start)
         values = self._read(start, count)
@@ -96,17 +106,19 @@ class EncodeJob:
         return EncodedChunk(buffer, parts, measures)
 
     def _read(self, start: int, count: int) -> Bytes:
-        """Whole blocks of the weight, scaled where it is; the padding is undefined."""
+        """Read elements [start, start + count), scaled if the weight is; the padding to whole blocks is undefined."""
         dtype = self._weight.dtype
         whole = block_count(count, self._coder.block_size) * self._coder.block_size
         values = scratch("weights", whole * item_bytes(dtype))
         self._tensor.read(start, count, dtype, values)
         if self._factors is not None:
-            with np.errstate(over="ignore"):  # found by the encoder
-                scales.multiply(values.view(np.float32)[:count], start, self._planned.shape, self._factors)
+            with np.errstate(over="ignore"):  # the encoder reports infinities
+                numbers = values.view(np.float32)[:count]
+                scales.multiply(numbers, self._factors, start=start, shape=self._planned.shape)
         return values
 
     def _parts_in(self, buffer: Bytes, blocks: int) -> tuple[Bytes, ...]:
+        """Divide a buffer into the parts of some blocks: [blocks, bytes per block] each."""
         parts, begin = [], 0
         for part in self._coder.parts:
             end = begin + blocks * part.bytes_per_block
@@ -115,27 +127,29 @@ class EncodeJob:
         return tuple(parts)
 
     def _refuse_non_finite(self, start: int, count: int) -> None:
+        """Raise SourceError with the place of the first element of a chunk that is not finite."""
         at = find_non_finite(self._tensor, start, count)
         if at < 0:
             raise SourceError(
-                f"tensor {self._tensor.name!r}: times the scales of its input channels it leaves the range of float32; quantize "
-                "it without them, or keep it with a rule"
+                f"tensor {self._tensor.name!r}: multiplied by the scales of its input channels, it leaves the range of "
+                "float32; quantize it without --awq, or keep it with a rule"
             )
         place = [int(i) for i in np.unravel_index(at, self._tensor.shape)]
         raise SourceError(
-            f"{self._tensor.parts[0].file}: tensor {self._tensor.name!r}: expected finite weights, found a NaN or an infinity "
-            f"at {place}; keep the tensor with a rule (name: {self._tensor.name!r}, keep: true) or repair the checkpoint"
+            f"{self._tensor.parts[0].file}: tensor {self._tensor.name!r}: expected finite weights, found a NaN or an "
+            f"infinity at {place}; keep the tensor with a rule (name: {self._tensor.name!r}, keep: true) or repair the "
+            "checkpoint"
         )
 
     def collect(self, result: EncodedChunk) -> None:
-        """See Job."""
+        """Add up what was measured of a chunk, hash its parts, and give its buffer back."""
         self._totals.add(result.measures)
         for part, data in zip(self._coder.parts, result.parts, strict=True):
             self._digests[self._planned.name + part.suffix].update(data.data)
         self._weight.buffers.give(result.buffer)
 
     def finish(self) -> TensorRecord | Job:
-        """See Job."""
+        """Return the record of the weight, or another pass if the coder asks for one."""
         history = (*self._history, self._totals.result())
         following = self._coder.next_state(history)
         if following is not None:

@@ -1,15 +1,20 @@
-"""What makes two runs the same: the one place that says so.
+"""The identity of a run: the stated fields that decide, together with the source, every byte of its result.
 
-An interrupted run is continued, and a finished result left alone, where the run that is asked for has the same identity. The
-manifest holds it, so that a result can be told by what it says of itself. What does not change a byte has no part in it:
-threads, device, strictness, the places of files.
+Three places ask whether two runs are the same, and all of them ask here:
+
+- an interrupted run is continued only by a run of the same identity, whose digest is in its journal (workspace.py);
+- a finished result is left alone if its manifest states the identity of the run that is asked for (driver.py);
+- the manifest states the identity, so that a result tells what made it (manifest.py).
+
+The content of the source is compared beside it: by the size and time of its files while a run is under way, and by its
+fingerprint when the run is finished. Whatever changes no byte is not part of the identity: threads, device, progress,
+strictness, and where files lie.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +25,18 @@ from pqweights.planning.plan import DEFAULT_METADATA, TensorPlan
 
 @dataclass(frozen=True, kw_only=True)
 class RunIdentity:
-    """The stated fields.
+    """What makes two runs over the same source the same run.
 
-    kind: master or export. made_by: what the transform says of itself (Transform.describe): a recipe, or a target and its
-    options. source_bytes: of the weight files. origin: the Hub repository that is read and its commit, None for a local folder.
-    metadata: the __metadata__ of the safetensors files. left_out: tensors that are not carried over, with the reason. model:
-    what is known of the original model (model_card.model_facts). master: of an export, what its master's manifest says of itself.
+    kind: "master" or "export"
+    made_by: the transform's account of itself (Transform.describe): a recipe, or a target with its options
+    source_bytes: size of the weight files that are read
+    max_shard_bytes: data bytes after which a new output file begins
+    tensors: what becomes of each tensor
+    origin: the Hub repository that is read, with its commit; None for a local folder
+    metadata: the `__metadata__` of the safetensors files
+    left_out: tensors that are not carried over, each with the reason
+    model: what is known of the original model (model_card.model_facts)
+    master: for an export, what the master's manifest states about the master
     """
 
     kind: str
@@ -40,11 +51,9 @@ class RunIdentity:
     master: dict[str, Any] = field(default_factory=dict)
 
     def digest(self) -> str:
-        """sha256 over all fields, and over the version of pqweights, which an interrupted run must share, too."""
-        stated = vars(self) | {"tensors": tensors_json(self.tensors), "version": __version__}
+        """Return the sha256 over all fields and the version of pqweights.
+
+        The version is part of it because a run is only continued by the version that began it.
+        """
+        stated = {**vars(self), "version": __version__}  # in JSON, tensors and origin are the lists of their fields
         return hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()
-
-
-def tensors_json(tensors: Sequence[TensorPlan]) -> list[dict[str, Any]]:
-    """What a plan says of each tensor."""
-    return [tensor.to_json() for tensor in tensors]

@@ -1,6 +1,7 @@
-"""The work on one tensor, cut into chunks of whole blocks: run in any thread, collected in order.
+"""The work on one tensor, cut into chunks of whole blocks that run in any thread and are collected in order.
 
-`Job` is what the driver knows; `CopyJob` stores a tensor as it is or in another dtype. Encoding is in encode_job.py.
+`Job` is the interface that the stream knows. `CopyJob` stores a tensor as it is or in another dtype; the job that
+encodes a weight is in encode_job.py.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from pqweights.dtypes import DTYPE_BITS
 from pqweights.planning.plan import TensorPlan
 from pqweights.rewrite.manifest import TensorRecord
 
-# 2**20 weights: 2 MiB of BF16, a chunk that the caches hold and whose overhead does not show.
+# 2**20 weights are 2 MiB of BF16: few enough for the caches, and enough that the cost of a chunk does not show.
 CHUNK_WEIGHTS = 1 << 20
 
-# Bytes of a buffer for what a chunk becomes, from `run` to `collect`: 8 hold a weight of any dtype.
+# Size of the buffer that holds a chunk's output from `run` to `collect`; 8 bytes hold a weight of any dtype.
 OUTPUT_BYTES_PER_WEIGHT = 8
 
 
 class Sink(Protocol):
-    """Where a job's bytes go: `offset` counts from the start of the stored tensor."""
+    """Where a job's output goes."""
 
     def write(self, stored_name: str, offset: int, data: npt.NDArray[np.uint8]) -> None:
-        """Write all of data; any order, any thread."""
+        """Write data at `offset` bytes from the start of a stored tensor, in any order and from any thread."""
         ...
 
     def sha256(self, stored_name: str) -> str:
-        """Of a stored tensor that was written as a whole."""
+        """Return the sha256 of a stored tensor, all of which must have been written."""
         ...
 
 
@@ -42,24 +43,24 @@ class Job(Protocol):
 
     @property
     def chunks(self) -> int:
-        """How many chunks there are; 0 for an empty tensor."""
+        """The number of chunks; 0 for an empty tensor."""
         ...
 
     def run(self, chunk: int, sink: Sink) -> Any:
-        """Read, transform and write one chunk; called once per chunk, in any thread."""
+        """Read, transform and write one chunk. Called once for each chunk, in any thread."""
         ...
 
     def collect(self, result: Any) -> None:
-        """Take the results of `run`, in the order of the chunks, in one thread."""
+        """Take what `run` returned. Called in the order of the chunks, in one thread."""
         ...
 
     def finish(self) -> TensorRecord | Job:
-        """The finished tensor, or the next pass over it."""
+        """Return the record of the finished tensor, or the next pass over it."""
         ...
 
 
 class CopyJob:
-    """Store a tensor plainly, in the dtype that the plan gives it."""
+    """The job that stores a tensor plainly, in the dtype that the plan gives it."""
 
     def __init__(self, planned: TensorPlan, tensor: LogicalTensor, buffers: BufferPool) -> None:
         (self._spec,) = planned.stored
@@ -69,11 +70,11 @@ class CopyJob:
 
     @property
     def chunks(self) -> int:
-        """See Job."""
+        """The number of chunks."""
         return -(-self._weights // CHUNK_WEIGHTS)
 
     def run(self, chunk: int, sink: Sink) -> tuple[npt.NDArray[np.uint8], int]:
-        """See Job; the buffer and how many bytes of it count."""
+        """Copy one chunk, and return its buffer with the number of bytes used in it."""
         start = chunk * CHUNK_WEIGHTS
         count = min(CHUNK_WEIGHTS, self._weights - start)
         bits = DTYPE_BITS[self._spec.dtype]
@@ -84,11 +85,11 @@ class CopyJob:
         return buffer, byte_count
 
     def collect(self, result: tuple[npt.NDArray[np.uint8], int]) -> None:
-        """See Job."""
+        """Hash the chunk, and give its buffer back."""
         buffer, byte_count = result
         self._digest.update(buffer[:byte_count].data)
         self._buffers.give(buffer)
 
     def finish(self) -> TensorRecord:
-        """See Job."""
+        """Return the record, which holds nothing but the hash."""
         return TensorRecord(name=self._spec.name, sha256={self._spec.name: self._digest.hexdigest()})

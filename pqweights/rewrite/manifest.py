@@ -1,7 +1,7 @@
-"""pqweights.json: what a folder of ours was made from, how, with which errors, and what every byte must hash to.
+"""pqweights.json, the manifest: what a result was made from, how, with which errors, and the hash of every byte.
 
-docs/format.md, section "pqweights.json". It holds no time, host, absolute path or thread count, so that the same source
-and recipe give the same bytes everywhere.
+It holds no time, host, absolute path or thread count, so that the same source and recipe give the same bytes
+everywhere. docs/format.md, section "pqweights.json", has the format.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from pqweights.rewrite.identity import RunIdentity
 from pqweights.strict_json import Fields, json_bytes, parse_json, rounded
 
 MANIFEST_VERSION = 1
-# What transforms say of themselves (Transform.describe), by the key that tells which kind of result they make.
+# The key of a transform's account of itself (Transform.describe) that tells which kind of result it makes.
 KINDS = {"recipe": "master", "target": "export"}
+# Every key that such an account may have.
 MADE_BY_KEYS = (
     "recipe",
     "target",
@@ -55,11 +56,16 @@ MADE_BY_KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRecord:
-    """What a run measured of one tensor. sha256: by stored name. Measures are None where they mean nothing.
+    """What a run measured of one tensor. A measure that means nothing for the tensor is None.
 
-    state: of an encoded weight, State.to_json. relative_mse: squared error over `energy`, the sum of squares of the weight that
-    was read. Of weights in an export: total_mse, the same against the original weight, measured where that was read, else
-    computed from what the master's manifest says; master_mse: what total_mse would be, or is, by way of the master.
+    name: the tensor
+    sha256: hashes of its stored tensors, by stored name
+    state: the state in which a weight was encoded (State.to_json)
+    relative_mse: squared error over `energy`
+    energy: sum of squares of the weight that was read
+    total_mse: in an export of integers, the relative error against the original weight; measured if the original was
+        read, else computed from what the master's manifest states
+    master_mse: in an export of integers, the total_mse that going through the master gives, or would have given
     """
 
     name: str
@@ -71,13 +77,13 @@ class TensorRecord:
     master_mse: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As in the journal."""
+        """Return the record as its line in the journal."""
         return dict(vars(self))
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and sha256 of a file that holds no tensors."""
+    """The size and sha256 of a file without tensors."""
 
     bytes: int
     sha256: str
@@ -85,7 +91,13 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The whole file. records: in the order of identity.tensors. files: those that hold no tensors."""
+    """The content of pqweights.json.
+
+    identity: what made the result
+    source_fingerprint: that of the checkpoint that was read (Checkpoint.fingerprint)
+    records: what was measured of each tensor, in the order of identity.tensors
+    files: the files without tensors, by name
+    """
 
     identity: RunIdentity
     source_fingerprint: str
@@ -94,26 +106,26 @@ class Manifest:
 
     @property
     def kind(self) -> str:
-        """master or export."""
+        """The kind of the result: "master" or "export"."""
         return self.identity.kind
 
     @property
     def made_by(self) -> dict[str, Any]:
-        """See RunIdentity."""
+        """The transform's account of itself, see RunIdentity."""
         return self.identity.made_by
 
     @property
     def tensors(self) -> tuple[TensorPlan, ...]:
-        """See RunIdentity."""
+        """What became of each tensor, see RunIdentity."""
         return self.identity.tensors
 
     @property
     def pairs(self) -> list[tuple[TensorPlan, TensorRecord]]:
-        """Every tensor with what was measured of it."""
+        """Each tensor with what was measured of it."""
         return list(zip(self.tensors, self.records, strict=True))
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in the file."""
+        """Return the JSON of the file."""
         identity = self.identity
         origin = {"id": None} if identity.origin is None else identity.origin._asdict()
         metadata = {"metadata": identity.metadata} if identity.metadata != DEFAULT_METADATA else {}
@@ -134,17 +146,17 @@ class Manifest:
         }
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
+        """Return the content of the file."""
         return json_bytes(self.to_json())
 
 
 def total_relative_mse(records: Sequence[TensorRecord]) -> float | None:
-    """Summed squared error over summed squares of all quantized tensors; None without any."""
+    """Return the squared error over the sum of squares of all quantized tensors; None if there are none."""
     return mean_error(records, "relative_mse")
 
 
 def error_totals(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]) -> dict[str, float | None]:
-    """The errors of a whole result, by name: of an integer export also those against the original."""
+    """Return the errors of a whole result by name; an export of integers also has errors against the original."""
     names = ["relative_mse"]
     if any(tensor.action == INTEGER for tensor in tensors):
         names += ["total_mse", "master_mse"]
@@ -152,43 +164,44 @@ def error_totals(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord])
 
 
 def mean_error(records: Sequence[TensorRecord], of: str) -> float | None:
-    """A measure of TensorRecord over all tensors that have an energy; None where one of them lacks it.
+    """Return the mean of one measure of TensorRecord over all tensors with an energy; None if one of them lacks it.
 
-    It is weighted by the squares of the weights that it refers to. For errors against the original these are energy / (1 - m),
-    where m is the master's error; total_mse is known only where that holds, or where the original itself was read (m = 0).
+    The mean is weighted by the sum of squares of the weights that the errors refer to. For errors against the original
+    that is energy / (1 - m), where m is the master's error. (total_mse is only known if the master's error is
+    orthogonal to its weights, so that this holds, or if the original itself was read, so that m = 0.)
     """
     errors = []
-    for r in records:
-        if r.energy is not None and r.relative_mse is not None:
-            against_original = of != "relative_mse" and r.total_mse is not None and r.total_mse < 1
-            share = (1 - r.relative_mse) / (1 - (r.total_mse or 0)) if against_original else 1.0
-            errors.append((getattr(r, of), r.energy * share))
+    for record in records:
+        if record.energy is not None and record.relative_mse is not None:
+            against_original = of != "relative_mse" and record.total_mse is not None and record.total_mse < 1
+            share = (1 - record.relative_mse) / (1 - (record.total_mse or 0)) if against_original else 1.0
+            errors.append((getattr(record, of), record.energy * share))
     pairs = [(error, energy) for error, energy in errors if error is not None]
     if len(pairs) < len(errors):
         return None
-    energy = math.fsum(e for _, e in pairs)  # exactly rounded: sum() differs between versions of Python
-    return rounded(math.fsum(m * e for m, e in pairs) / energy if energy else 0.0) if pairs else None
+    energy = math.fsum(energy for _, energy in pairs)  # exactly rounded: sum() differs between versions of Python
+    return rounded(math.fsum(error * energy for error, energy in pairs) / energy if energy else 0.0) if pairs else None
 
 
 def coder_of(tensor: TensorPlan) -> Coder:
-    """What encodes a quantized tensor."""
+    """Return the coder of a quantized tensor."""
     assert tensor.action == QUANTIZE and tensor.codec is not None and tensor.bits is not None
     return get_codec(tensor.codec).coder(tensor.bits)
 
 
 def state_of(tensor: TensorPlan, record: TensorRecord) -> State:
-    """In which state a quantized tensor was encoded."""
+    """Return the state in which a quantized tensor was encoded."""
     return coder_of(tensor).parse_state(Fields(record.state or {}, _damaged))
 
 
 def shards_of(manifest: Manifest) -> tuple[ShardPlan, ...]:
-    """The files that hold the tensors of a finished folder."""
+    """Return the files that hold the tensors of a finished result."""
     identity = manifest.identity
     return plan_shards(identity.tensors, identity.max_shard_bytes, identity.metadata)
 
 
 def exceeds(tensor: TensorPlan, record: TensorRecord) -> bool:
-    """Whether a weight's error is above 1.25 times what its codec promises although all was tried."""
+    """Whether a weight's error is above 1.25 times what its codec promises, although the codec tried everything."""
     if tensor.action != QUANTIZE or record.relative_mse is None:
         return False
     return exceeds_promise(coder_of(tensor), record.relative_mse)
@@ -215,9 +228,9 @@ def _tensor_json(tensor: TensorPlan, record: TensorRecord) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a finished folder.
+    """Read the manifest of a finished folder.
 
-    Raises MasterError where there is none, or where it is not what this version writes.
+    Raises MasterError if there is none, or if this version would not have written it.
     """
     path = folder / MANIFEST_FILE
     if not path.is_file():
@@ -226,9 +239,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """A manifest from the content of its file.
+    """Read a manifest from the content of its file.
 
-    Raises MasterError for whatever this version would not have written.
+    Raises MasterError for anything that this version would not have written.
     """
     try:
         found = parse_json(data)
@@ -315,7 +328,10 @@ def _parse_tensor(entry: Fields) -> tuple[TensorPlan, TensorRecord]:
 
 
 def _parse_measures(plan: TensorPlan, entry: Fields) -> Mapping[str, Any]:
-    """What an entry holds beside its plan, as fields of TensorRecord; and whether the plan's codec and bits may be."""
+    """Return what an entry holds beside its plan, as fields of TensorRecord.
+
+    Raises MasterError if the plan's action, codec and bits do not go together.
+    """
     wrong = _damaged(
         f"action, codec and bits of {plan.name!r}", "those of a codec", (plan.action, plan.codec, plan.bits)
     )
@@ -348,5 +364,6 @@ def _parse_state(plan: TensorPlan, entry: Fields, wrong: MasterError) -> dict[st
 
 def _damaged(what: str, expected: str, found: Any) -> MasterError:
     return MasterError(
-        f"{MANIFEST_FILE}: damaged: {what}: expected {expected}, found {str(found)[:80]!r}; restore it, or delete the folder"
+        f"{MANIFEST_FILE}: damaged: {what}: expected {expected}, found {str(found)[:80]!r}; restore it, or delete the "
+        "folder"
     )

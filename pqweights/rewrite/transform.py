@@ -8,55 +8,59 @@ from typing import Any, Protocol
 from pqweights.buffers import BufferPool
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.planning.plan import TensorPlan
+from pqweights.planning.plan import DEFAULT_METADATA, TensorPlan
 from pqweights.rewrite.jobs import Job
 from pqweights.rewrite.manifest import TensorRecord
 
 
 class Transform(Protocol):
-    """What a rewrite does with each tensor."""
+    """Turns the tensors of a checkpoint into the tensors of a result.
+
+    Implementations derive from this class and inherit the defaults of `metadata`, `left_out`, `also_reads` and
+    `accept`.
+    """
 
     @property
     def kind(self) -> str:
-        """What the manifest calls the result: master or export."""
+        """What the manifest calls the result: "master" or "export"."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What the manifest says of it: a recipe, or a target and its options.
+        """Return the manifest's account of this transform: a recipe, or a target with its options.
 
-        Two transforms of the same kind that say the same make the same bytes of the same plan; see identity.py.
+        Two transforms of one kind with equal accounts turn the same plan into the same bytes; see identity.py.
         """
         ...
 
     def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
-        """One entry per logical tensor, in order."""
-        ...
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        """The __metadata__ of the safetensors files."""
-        ...
-
-    @property
-    def left_out(self) -> dict[str, str]:
-        """Tensors that the result cannot carry, each with the reason."""
-        ...
-
-    @property
-    def also_reads(self) -> dict[str, Checkpoint]:
-        """What it reads besides the checkpoint that is rewritten, by the option that names it."""
+        """Decide from the headers what becomes of each logical tensor, in the order of the checkpoint."""
         ...
 
     def job(self, planned: TensorPlan, tensor: LogicalTensor, buffers: BufferPool) -> Job:
-        """The first pass over one tensor. buffers: for what its chunks become."""
-        ...
-
-    def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
-        """Raise SourceError where the user asked to refuse a result like this one."""
+        """Return the first pass over one tensor; it takes the memory for its results from `buffers`."""
         ...
 
     def config(
         self, checkpoint: Checkpoint, tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
     ) -> dict[str, Any] | None:
-        """config.json of the result, or None for none."""
+        """Return the config.json of the finished result, or None for a result without one."""
         ...
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The `__metadata__` of the safetensors files."""
+        return DEFAULT_METADATA
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """The tensors that the result cannot carry, each with the reason; by default there are none."""
+        return {}
+
+    @property
+    def also_reads(self) -> dict[str, Checkpoint]:
+        """What is read besides the checkpoint itself, by the option that names it; by default nothing."""
+        return {}
+
+    def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
+        """Raise SourceError if the user asked to refuse such a result; by default every result is accepted."""
+        return

@@ -1,4 +1,4 @@
-"""docs/format.md against the package: golden files, a reader and a writer written from the page, and its own figures."""
+"""docs/format.md against the package: golden files, an independent reader and writer, and the figures on the page."""
 
 import json
 import re
@@ -50,11 +50,11 @@ def test_quantizing_the_golden_source_gives_the_golden_bytes(tmp_path, threads):
         assert found[name] == data, name
 
 
-def test_the_golden_master_is_whole():
+def test_golden_master_verifies():
     assert verify(make.MASTER, threads=1).problems == ()
 
 
-def test_the_golden_master_covers_the_format():
+def test_golden_master_covers_the_format():
     settings = independent_reader.quantization_config(make.MASTER)
     overrides = list(settings["overrides"].values())
     assert {o.get("bits", settings["bits"]) for o in overrides} == set(BITS)
@@ -70,7 +70,7 @@ def test_the_golden_master_covers_the_format():
     assert json.loads((make.MASTER / "pqweights.json").read_bytes())["exceeding"] == ["model.layers.aligned.weight"]
 
 
-def test_the_layout_of_the_golden_files():
+def test_golden_files_have_the_layout_of_the_page():
     """Section 1: falling element sizes, headers padded to 8 bytes, both tensors of a weight in one file, total_size."""
     index = json.loads((make.MASTER / "model.safetensors.index.json").read_bytes())
     sizes = {"I64": 8, "F32": 4, "F16": 2, "BF16": 2, "U8": 1, "BOOL": 1}
@@ -95,8 +95,8 @@ def test_the_layout_of_the_golden_files():
             assert weight_map[name] == weight_map[name.removesuffix("_codes") + "_norms"]
 
 
-def test_the_stored_shapes():
-    """Section 2: shapes that follow the weight's where 128 divides its last dimension, else blocks."""
+def test_stored_shapes_are_those_of_the_page():
+    """Section 2: shapes follow those of the weight if 128 divides its last dimension, else they are of blocks."""
     stored = {name: entry.shape for name, entry in stored_tensors(make.MASTER).items()}
     assert stored["model.layers.three.weight_codes"] == (1, 2 * 48)
     assert stored["model.layers.three.weight_norms"] == (1, 2)
@@ -120,13 +120,13 @@ def stored_tensors(folder):
 # (b) what a reader decodes
 
 
-def test_the_independent_reader_decodes_the_golden_master():
+def test_independent_reader_decodes_the_golden_master():
     found = {tensor.name: make.described(tensor) for tensor in independent_reader.read_master(make.MASTER)}
     assert found == EXPECTED
 
 
-def test_the_package_decodes_the_same(tmp_path):
-    """`export --dtype source`, read by the safetensors library."""
+def test_export_decodes_the_golden_master(tmp_path):
+    """The result of `export --dtype source` is read by the safetensors library."""
     export(make.MASTER, tmp_path / "out", "bf16", ExportOptions(dtype="source"), threads=2)
     found = {}
     for path in sorted((tmp_path / "out").glob("*.safetensors")):
@@ -137,7 +137,7 @@ def test_the_package_decodes_the_same(tmp_path):
 
 
 def golden_values():
-    """The tensors that the golden source stands for: name -> decoded dtype, shape and float64 values or stored bytes."""
+    """The tensors of the golden source: name -> decoded dtype, shape, float64 values or None, stored bytes."""
     source = {name: tensor for shard in make.shards() for name, tensor in shard.items()}
     result = {}
     for name, (dtype, stored) in source.items():
@@ -162,8 +162,8 @@ def golden_values():
     return result
 
 
-def test_expected_hashes_are_of_weights_near_the_source():
-    """The recorded bytes are decoded weights, not merely reproducible: each lies where its error says it does."""
+def test_golden_weights_are_as_near_to_the_source_as_the_manifest_states():
+    """The expected bytes are not merely reproducible: each weight has the error that the manifest states."""
     manifest = {t["name"]: t for t in json.loads((make.MASTER / "pqweights.json").read_bytes())["tensors"]}
     source = golden_values()
     quantized = 0
@@ -176,14 +176,14 @@ def test_expected_hashes_are_of_weights_near_the_source():
         quantized += 1
         kind = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "F64": np.float64}[dtype]
         back = helpers.as_float32((dtype, np.frombuffer(tensor.data, kind).reshape(shape)))
-        # Rounding to 16 bits is here alone.
+        # The tolerance covers rounding to 16 bits, which the manifest does not count.
         error, energy = ((back - exact) ** 2).sum(), (exact**2).sum()
         assert error <= (manifest[tensor.name]["relative_mse"] * 1.05 + 2e-5) * energy
         assert manifest[tensor.name]["energy"] == pytest.approx(energy, rel=1e-6)
     assert not source and quantized == 20
 
 
-def test_the_independent_reader_refuses_what_it_does_not_know(tmp_path):
+def test_independent_reader_refuses_unknown_keys(tmp_path):
     config = json.loads((make.MASTER / "config.json").read_bytes())
     for change in ({"format_version": 2}, {"block_size": 64}, {"something": 1}, {"overrides": {"x": {"else": 1}}}):
         changed = {**config, "quantization_config": {**config["quantization_config"], **change}}
@@ -192,8 +192,8 @@ def test_the_independent_reader_refuses_what_it_does_not_know(tmp_path):
             independent_reader.quantization_config(tmp_path)
 
 
-def test_a_kept_tensor_may_be_named_like_codes(tmp_path):
-    """`kept` says that it is none: both readers must take it as it stands."""
+def test_kept_tensor_may_be_named_like_codes(tmp_path):
+    """`kept` lists it, so both readers must take it as it is."""
     tensors = {
         "audio.vq_codes": ("I64", np.arange(5, dtype=np.int64)),
         "model.layers.linear.weight": helpers.bf16(helpers.gaussian(4, 128)),
@@ -211,7 +211,7 @@ def test_a_kept_tensor_may_be_named_like_codes(tmp_path):
 # (c) the worked example
 
 
-def test_the_worked_example():
+def test_worked_example_of_the_page():
     example = between("*Worked example.*", "**Levels.**")
     stated = {int(place): int(value, 16) for place, value in re.findall(r"Byte (\d+)[^`]*`0x([0-9A-F]{2})`", example)}
     assert stated == {0: 0x00, 5: 0x55, 17: 0x11, 64: 0xAA} and "so are bytes 65 to 79" in example
@@ -221,7 +221,7 @@ def test_the_worked_example():
     assert (packed[0, 64:] == 0xAA).all()
     assert np.array_equal(independent_writer.pack(codes.astype(np.int64), 5), packed)
     assert np.array_equal(independent_reader.unpack(packed, 5)[0], codes[0])
-    # The cpu backend, by way of the level of each code: decode, then transform back.
+    # The cpu backend through the level of each code: decode, then rotate back.
     book = codebook_from_levels(5, np.arange(32, dtype=np.float32))
     values = np.empty(512, np.uint8)
     one = np.array([1.0], np.float16).view(np.uint16)
@@ -229,7 +229,7 @@ def test_the_worked_example():
     assert np.array_equal(values.view(np.float32) @ helpers.sylvester() / 128, codes[0])
 
 
-def test_the_formulas_for_three_and_five_bits():
+def test_formulas_for_three_and_five_bits():
     p5, p3 = (np.random.default_rng(bits).integers(0, 256, (1, 16 * bits)).astype(np.uint8) for bits in (5, 3))
     five, three = [], []
     for j in range(128):
@@ -246,27 +246,27 @@ def test_the_formulas_for_three_and_five_bits():
 # (d) figures of the page
 
 
-def test_the_sign_string_is_the_code_s_and_pi_s():
+def test_sign_bits_of_the_page_are_those_of_the_code_and_of_pi():
     (stated,) = re.findall(r"^    ((?:[0-9A-F]{8} ){3}[0-9A-F]{8})", PAGE, re.MULTILINE)
     assert int(stated.replace(" ", ""), 16) == SIGN_BITS
     with mpmath.workdps(60):
         assert int(mpmath.floor((mpmath.pi - 3) * mpmath.mpf(2) ** 128)) == SIGN_BITS
 
 
-def test_the_widths_and_their_fields():
+def test_fields_of_each_bit_width():
     text = re.sub(r"\s+", " ", between("The width is the sum of its binary digits", "A code is cut"))
     stated = {int(bits): tuple(map(int, parts.split(" + "))) for bits, parts in re.findall(r"(\d) = ([\d +]*\d)", text)}
     assert stated == {bits: FIELD_WIDTHS[bits] for bits in BITS}
 
 
-def test_the_distortions_and_the_rescue_factor():
+def test_distortions_and_the_rescue_factor():
     text = re.sub(r"\s+", " ", PAGE[PAGE.index("Their distortions:") :])
     stated = {int(bits): float(value) for bits, value in re.findall(r"(\d) bits (0\.\d+)", text)}
     assert stated == codebook.DISTORTION
     assert re.search(r"exceeds ([\d.]+) times the codec's distortion", PAGE)[1] == str(RESCUE_FACTOR)
 
 
-def test_the_keys_of_the_configuration_and_the_manifest():
+def test_page_names_the_keys_of_configuration_and_manifest():
     config = re.findall(r"^\| `(\w+)` \|", between("## 3.", "Each default is"), re.MULTILINE)
     written = json.loads((make.MASTER / "config.json").read_bytes())["quantization_config"]
     assert config == list(written)
@@ -276,7 +276,7 @@ def test_the_keys_of_the_configuration_and_the_manifest():
     assert set(manifest["tensors"][0]) | set(manifest["tensors"][0]["stored"][0]) <= stated
 
 
-def test_the_levels_of_the_configuration_are_the_tables():
+def test_levels_of_the_configuration_are_the_tables():
     settings = independent_reader.quantization_config(make.MASTER)
     assert set(settings["levels"]) == {CODEC.name} and set(settings["levels"][CODEC.name]) == {str(b) for b in BITS}
     for bits in BITS:
@@ -301,7 +301,7 @@ FAMILIES = families()
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
 @pytest.mark.parametrize("bits", BITS)
-def test_the_independent_writer_gives_the_same_weight(bits, dtype):
+def test_independent_writer_gives_the_same_weight(bits, dtype):
     """Codes, norms, exponent, rotation, and measures to the last bit."""
     rotations, exponents = set(), set()
     for name, values in FAMILIES.items():
@@ -316,7 +316,7 @@ def test_the_independent_writer_gives_the_same_weight(bits, dtype):
         assert measured.relative_mse == theirs.relative_mse, name
         rotations.add(ours.rotation)
         exponents.add(np.sign(ours.norm_exponent))
-        # What the package wrote, the independent reader decodes to the bytes that the package decodes.
+        # The independent reader decodes what the package wrote to the bytes that the package decodes.
         decoded = independent_reader.decode_blocks(
             ours.codes, ours.norms.view(np.float16), ours.codebook.levels, bits, ours.rotation, ours.norm_exponent
         )
@@ -326,7 +326,7 @@ def test_the_independent_writer_gives_the_same_weight(bits, dtype):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_the_independent_writer_pads_alike(bits):
+def test_independent_writer_pads_in_the_same_way(bits):
     values = helpers.gaussian(7, 91, seed=bits)
     ours, measured = encode_scalar(values.reshape(-1).view(np.uint8), "F32", values.shape, CODEC, bits)
     theirs = independent_writer.encode(values, codebook.codebook(bits).levels, bits, CODEC.distortion(bits))
@@ -335,5 +335,5 @@ def test_the_independent_writer_pads_alike(bits):
     assert (measured.energy, measured.error) == (theirs.energy, theirs.squared_error)
 
 
-def test_the_block_size():
+def test_block_size_of_the_page():
     assert CODEC.coder(5).block_size == HADAMARD_SIZE == independent_reader.BLOCK == 128

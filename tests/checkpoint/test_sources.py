@@ -1,4 +1,4 @@
-"""Sources of every kind: FP8, MXFP4, float64, pickles, and whole models of many families. Nothing is dropped or altered."""
+"""Sources of every kind: FP8, MXFP4, float64, pickles, and models of many families. Nothing is dropped or altered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from pqweights.checkpoint.readers import LogicalTensor, Mxfp4Tensor, element_count
+from pqweights.checkpoint.float_formats import Mxfp4Tensor
+from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import open_local
 from pqweights.dtypes import float8_table, from_float32, to_float32
 from pqweights.errors import SourceError
@@ -38,13 +39,13 @@ TORCH_DTYPES = {
 
 
 def master_of(source: Path, out: Path, bits: int = 5, **options: Any) -> dict[str, Tensor]:
-    """Quantize; the stored tensors."""
+    """Quantize a source, and return the stored tensors."""
     quantize(source, out, load_recipe("q5").with_bits(bits), threads=2, **options)
     return read_all(out)
 
 
 def save(folder: Path, *shards: Mapping[str, torch.Tensor], config: dict[str, Any] | None = None) -> Path:
-    """A checkpoint written by the safetensors library."""
+    """Write a checkpoint with the safetensors library."""
     folder.mkdir(parents=True)
     weight_map = {}
     for number, tensors in enumerate(shards, start=1):
@@ -74,11 +75,11 @@ def raw_bytes(values: torch.Tensor) -> bytes:
     return values.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-# -------------------------------------------------------------------------------------------------- numbers, against torch
+# --- numbers, against torch ---
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "F8_E8M0"])
-def test_float8_tables_are_those_of_torch(dtype: str) -> None:
+def test_float8_tables_match_torch(dtype: str) -> None:
     expected = torch.arange(256, dtype=torch.uint8).view(TORCH_DTYPES[dtype]).float().numpy()
     table = float8_table(dtype)
     assert np.array_equal(np.isnan(table), np.isnan(expected))
@@ -88,7 +89,7 @@ def test_float8_tables_are_those_of_torch(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F64"])
 @given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40))
-def test_rounding_is_that_of_torch(dtype: str, bits: list[int]) -> None:
+def test_rounding_matches_torch(dtype: str, bits: list[int]) -> None:
     values = np.array(bits, dtype=np.uint32).view(np.float32)
     expected = torch.from_numpy(values).to(TORCH_DTYPES[dtype])
     found = torch.from_numpy(from_float32(values, dtype)).view(TORCH_DTYPES[dtype])
@@ -98,17 +99,17 @@ def test_rounding_is_that_of_torch(dtype: str, bits: list[int]) -> None:
 
 
 @given(st.lists(st.floats(width=64), min_size=1, max_size=40))
-def test_float64_is_rounded_as_torch_rounds_it(numbers: list[float]) -> None:
+def test_float64_rounding_matches_torch(numbers: list[float]) -> None:
     values = np.array(numbers, dtype=np.float64)
     expected = torch.from_numpy(values).float().numpy()
     assert np.array_equal(to_float32(values.view(np.uint8), "F64"), expected, equal_nan=True)
 
 
-# -------------------------------------------------------------------------------------------------------------- FP8
+# --- FP8 ---
 
 
 def expanded(scales: torch.Tensor, shape: tuple[int, ...], block: tuple[int, ...]) -> torch.Tensor:
-    """Every scale repeated over its block, cut to the shape: what the models' own code does."""
+    """Every scale repeated over its block, and cut to the shape, as in the code of the models themselves."""
     wide = scales.float()
     for dimension, (size, step) in enumerate(zip(shape, block, strict=True)):
         wide = wide.repeat_interleave(step, dim=dimension).narrow(dimension, 0, size)
@@ -127,7 +128,7 @@ def random_scales(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 1) -> 
 
 FP8_CONFIG = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 FP8_LAYOUTS = [
-    # weight, stored scales, suffix, scales as they are repeated, elements per scale
+    # weight, stored scales, suffix, shape of the scales before they are repeated, elements per scale
     ((256, 384), (2, 3), "_scale_inv", (2, 3), (128, 128)),
     ((300, 200), (3, 2), "_scale_inv", (3, 2), (128, 128)),
     ((129, 127), (2, 1), "_scale_inv", (2, 1), (128, 127)),
@@ -151,7 +152,9 @@ FP8_LAYOUTS = [
 
 @pytest.mark.parametrize("layout", FP8_LAYOUTS, ids=lambda x: f"{x[0]}{x[1]}{x[2]}".replace(" ", ""))
 @pytest.mark.parametrize(("dtype", "scale_dtype"), [("F8_E4M3", "F32"), ("F8_E5M2", "BF16"), ("F8_E4M3", "F8_E8M0")])
-def test_fp8_is_value_times_scale(layout: tuple[Any, ...], dtype: str, scale_dtype: str, tmp_path: Path) -> None:
+def test_fp8_is_decoded_as_value_times_scale(
+    layout: tuple[Any, ...], dtype: str, scale_dtype: str, tmp_path: Path
+) -> None:
     shape, stored_scales, suffix, as_block, block = layout
     weight = random_fp8(shape, TORCH_DTYPES[dtype])
     scales = random_scales(stored_scales, TORCH_DTYPES[scale_dtype])
@@ -166,7 +169,7 @@ def test_fp8_is_value_times_scale(layout: tuple[Any, ...], dtype: str, scale_dty
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_fp8_of_any_shape_is_read_from_any_element(
+def test_fp8_of_any_shape_can_be_read_from_any_element(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 12), min_size=2, max_size=3), "shape"))
@@ -193,8 +196,8 @@ def test_fp8_scales_may_lie_in_another_shard(first: str, tmp_path: Path) -> None
     assert read(tensor_of(source, UP)) == raw_bytes(expected)
 
 
-def test_fp8_masters_are_those_of_the_decoded_weights(tmp_path: Path) -> None:
-    """Codes and norms equal those from float32; kept FP8 becomes BF16; no scale and no foreign configuration is left."""
+def test_fp8_source_and_decoded_source_give_the_same_master(tmp_path: Path) -> None:
+    """Kept FP8 becomes BF16; neither scales nor the source's quantization_config are left."""
     mtp = "mtp.layers.0.mlp.up_proj.weight"
     weight, scales = random_fp8((200, 300), torch.float8_e4m3fn), random_scales((2, 3), torch.float32)
     kept, kept_scale = random_fp8((16, 40), torch.float8_e5m2, 2), random_scales((), torch.bfloat16, 3)
@@ -234,10 +237,10 @@ def test_fp8_masters_are_those_of_the_decoded_weights(tmp_path: Path) -> None:
     ("text", "sound"),
     [
         ('{"a": "\\ud83d\\ude00"}', True),
-        ('{"a": "\\\\ud83d"}', True),  # an escaped backslash, and four letters
+        ('{"a": "\\\\ud83d"}', True),  # an escaped backslash, then four letters
         ('{"a": "\\ud83d"}', False),
         ('{"\\uDE00": 1}', False),
-        ('{"a": [' + ", ".join(["{}"] * 300) + "]}", True),  # many, but side by side
+        ('{"a": [' + ", ".join(["{}"] * 300) + "]}", True),  # many, but not nested
         ('{"a": "' + "[" * 300 + '"}', True),
         ('{"a": ' + "[" * 99 + "]" * 99 + "}", True),
         ('{"a": ' + "[" * 100 + "]" * 100 + "}", False),
@@ -255,7 +258,7 @@ def test_configurations_may_not_nest_deeply_or_hold_half_a_surrogate(text: str, 
             open_local(source)
 
 
-def test_fp8_without_configuration_or_scales_is_taken_as_it_stands(tmp_path: Path) -> None:
+def test_fp8_without_configuration_or_scales_has_scale_1(tmp_path: Path) -> None:
     weight = random_fp8((40, 130), torch.float8_e4m3fn)
     assert read(tensor_of(save(tmp_path / "src", {UP: weight}), UP)) == raw_bytes(weight.float())
 
@@ -274,7 +277,7 @@ FP8_METHODS = [
 
 @pytest.mark.parametrize("method", FP8_METHODS, ids=lambda m: m["quant_method"])
 @pytest.mark.parametrize("place", ["top", "text_config"])
-def test_every_method_that_stores_fp8_is_read(method: dict[str, Any], place: str, tmp_path: Path) -> None:
+def test_fp8_of_every_method_is_read(method: dict[str, Any], place: str, tmp_path: Path) -> None:
     weight, scales = random_fp8((40, 130), torch.float8_e4m3fn), random_scales((40, 1), torch.float32)
     config = {"quantization_config": method}
     config = config if place == "top" else {"text_config": config}
@@ -287,7 +290,7 @@ def test_every_method_that_stores_fp8_is_read(method: dict[str, Any], place: str
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ MXFP4
+# --- MXFP4 ---
 
 EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 MXFP4_CONFIG = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
@@ -309,7 +312,7 @@ def decoded_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 96, 3), (3, 70, 5)], ids=str)
 @pytest.mark.parametrize("band", [1, 500, 1 << 20])
-def test_mxfp4_is_what_transformers_decodes(
+def test_mxfp4_matches_transformers(
     shape: tuple[int, int, int], band: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Mxfp4Tensor, "BAND_ELEMENTS", band)
@@ -327,10 +330,10 @@ def test_mxfp4_is_what_transformers_decodes(
 
 
 @pytest.mark.parametrize("chunk", [128, 384, 1 << 20])
-def test_mxfp4_masters_are_those_of_the_decoded_experts(
+def test_mxfp4_source_and_decoded_source_give_the_same_master(
     chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where chunks end inside a row of groups, and where blocks and scales lie in different shards."""
+    """Chunks end inside a row of groups, and blocks and scales lie in different shards."""
     monkeypatch.setattr("pqweights.rewrite.jobs.CHUNK_WEIGHTS", chunk)
     blocks, scales = mxfp4(2, 90, 3)
     source = save(tmp_path / "src", {EXPERTS + "_blocks": blocks}, {EXPERTS + "_scales": scales}, config=MXFP4_CONFIG)
@@ -341,7 +344,7 @@ def test_mxfp4_masters_are_those_of_the_decoded_experts(
     assert tensor_of(tmp_path / "out", EXPERTS).shape == (2, 96, 90)
 
 
-# ---------------------------------------------------------------------------------------------------------- float64
+# --- float64 ---
 
 
 def test_float64_weights_are_rounded_once_and_vectors_kept(tmp_path: Path) -> None:
@@ -357,7 +360,7 @@ def test_float64_weights_are_rounded_once_and_vectors_kept(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
-def test_exporting_in_the_dtype_of_the_source_gives_that_dtype(dtype: str, tmp_path: Path) -> None:
+def test_export_in_the_dtype_of_the_source(dtype: str, tmp_path: Path) -> None:
     weight = torch.from_numpy(gaussian(40, 130)).to(TORCH_DTYPES[dtype])
     source = save(tmp_path / "src", {UP: weight, "model.norm.weight": torch.ones(8, dtype=TORCH_DTYPES[dtype])})
     master_of(source, tmp_path / "out")
@@ -369,8 +372,8 @@ def test_exporting_in_the_dtype_of_the_source_gives_that_dtype(dtype: str, tmp_p
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
-def test_exporting_in_bf16_takes_the_dtype_of_the_model_along(dtype: str, tmp_path: Path) -> None:
-    """Kept tensors of the model's own dtype become BF16; one that the source keeps in another dtype stays."""
+def test_export_to_bf16_converts_tensors_in_the_dtype_of_the_model(dtype: str, tmp_path: Path) -> None:
+    """Kept tensors in the model's own dtype become BF16; a tensor in another dtype keeps it."""
     other = "F32" if dtype != "F32" else "F64"
     tensors = {
         UP: torch.from_numpy(gaussian(40, 130)).to(TORCH_DTYPES[dtype]),
@@ -387,7 +390,7 @@ def test_exporting_in_bf16_takes_the_dtype_of_the_model_along(dtype: str, tmp_pa
     assert exported["model.norm.weight"][1].tobytes() == raw_bytes(tensors["model.norm.weight"].bfloat16())
 
 
-# ---------------------------------------------------------------------------------------------------------- pickles
+# --- pickles ---
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -396,7 +399,7 @@ def state() -> dict[str, torch.Tensor]:
     return {
         "model.embed_tokens.weight": torch.randn(40, 130, generator=generator).bfloat16(),
         UP: torch.randn(8, 128, generator=generator).half(),
-        "model.layers.0.mlp.down_proj.weight": large[2],  # a view in the midst of a larger storage
+        "model.layers.0.mlp.down_proj.weight": large[2],  # a view in the middle of a larger storage
         "model.layers.0.mlp.gate_proj.weight": large[4],
         "model.layers.1.mlp.up_proj.weight": torch.randn(8, 128, generator=generator).double(),
         "model.layers.1.mlp.down_proj.weight": (torch.randn(8, 128, generator=generator)).to(torch.float8_e4m3fn),
@@ -410,7 +413,7 @@ def state() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("parameters", [False, True], ids=["tensors", "parameters"])
-def test_pickles_give_what_safetensors_give(shards: int, parameters: bool, tmp_path: Path) -> None:
+def test_pickles_and_safetensors_give_the_same_master(shards: int, parameters: bool, tmp_path: Path) -> None:
     tensors = {name: t.clone() for name, t in state().items()}
     expected = master_of(save(tmp_path / "safe", tensors), tmp_path / "safe-out")
     values = {n: torch.nn.Parameter(t) if parameters and t.dtype.is_floating_point else t for n, t in state().items()}
@@ -430,7 +433,7 @@ def test_pickles_give_what_safetensors_give(shards: int, parameters: bool, tmp_p
     assert not list((tmp_path / "out").glob("*.bin"))
 
 
-def test_tied_pickles_stay_two_tensors(tmp_path: Path) -> None:
+def test_tied_tensors_of_a_pickle_stay_two_tensors(tmp_path: Path) -> None:
     weight = torch.randn(16, 128)
     (tmp_path / "src").mkdir()
     torch.save({"model.embed_tokens.weight": weight, "lm_head.weight": weight}, tmp_path / "src/pytorch_model.bin")
@@ -438,14 +441,14 @@ def test_tied_pickles_stay_two_tensors(tmp_path: Path) -> None:
     assert found["lm_head.weight_codes"][1].tobytes() == found["model.embed_tokens.weight_codes"][1].tobytes()
 
 
-def test_a_training_state_beside_the_pickle_is_no_part_of_the_model(tmp_path: Path) -> None:
+def test_training_state_beside_a_pickle_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     torch.save({UP: torch.randn(8, 128)}, tmp_path / "src/pytorch_model.bin")
     torch.save({"step": 3}, tmp_path / "src/optimizer.pt")
     assert set(master_of(tmp_path / "src", tmp_path / "out", allow_pickle=True)) == {UP + "_codes", UP + "_norms"}
 
 
-# --------------------------------------------------------------------------------------------------- nothing dropped
+# --- nothing dropped ---
 
 
 @pytest.mark.parametrize("stored_twice", [False, True])
@@ -460,7 +463,7 @@ def test_tied_embeddings_are_stored_as_often_as_in_the_source(stored_twice: bool
 
 
 def logical_names(stored: Mapping[str, Any]) -> set[str]:
-    """From the names in the files alone: X_codes and X_norms stand for X."""
+    """The names of logical tensors, from stored names alone: X_codes and X_norms belong to X."""
     weights = {name.removesuffix("_codes") for name in stored if name.endswith("_codes")}
     assert weights == {name.removesuffix("_norms") for name in stored if name.endswith("_norms")}
     return weights | {name for name in stored if not name.endswith(("_codes", "_norms"))}
@@ -559,8 +562,16 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
     "mamba2": (
         "Mamba2ForCausalLM",
         "Mamba2Config",
-        {"vocab_size": 160, "hidden_size": 64, "state_size": 16, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16,
-         "expand": 2, "n_groups": 2},
+        {
+            "vocab_size": 160,
+            "hidden_size": 64,
+            "state_size": 16,
+            "num_hidden_layers": 2,
+            "num_heads": 8,
+            "head_dim": 16,
+            "expand": 2,
+            "n_groups": 2,
+        },
         "backbone.layers.0.mixer.in_proj.weight",
         "backbone.layers.0.mixer.conv1d.weight",
     ),
@@ -585,13 +596,13 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
         "encoder.block.0.layer.0.SelfAttention.q.weight",
         "encoder.block.0.layer.0.layer_norm.weight",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
 def transformers() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what third parties say at import is not ours
+        warnings.simplefilter("ignore")  # of third parties at import
         import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -600,7 +611,7 @@ def transformers() -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_comes_through_whole_and_loads_again(family: str, tmp_path: Path, transformers: Any) -> None:
+def test_model_survives_quantizing_and_export_and_loads_again(family: str, tmp_path: Path, transformers: Any) -> None:
     model_class, config_class, options, quantized, kept = FAMILIES[family]
     torch.manual_seed(0)
     model = getattr(transformers, model_class)(getattr(transformers, config_class)(**options)).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Tensors put together from the rows of others, against numpy, which has them in memory."""
+"""Tensors that are put together from rows of others, compared with numpy on tensors in memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """A tensor in memory, which notes what is read of it."""
+    """A tensor in memory that records what is read of it."""
 
     name: str
     values: Floats  # BF16 numbers
@@ -44,7 +44,11 @@ class Held:
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
-        return (StoredTensor(self.name, "BF16", self.shape, "file", 0, 2 * self.values.size),)
+        byte_count = 2 * self.values.size
+        stored = StoredTensor(
+            name=self.name, dtype="BF16", shape=self.shape, file="file", offset=0, byte_count=byte_count
+        )
+        return (stored,)
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         assert start >= 0 and start + count <= self.values.size
@@ -53,14 +57,14 @@ class Held:
 
 
 def held(name: str, *shape: int) -> Held:
-    """Every element another BF16 number, and no two tensors with the same."""
+    """A tensor in which every element is another BF16 number, and which shares no number with other tensors."""
     first = 1 + sum(name.encode()) * 1000
     words = np.arange(first, first + math.prod(shape), dtype=np.uint32)
     return Held(name, (words << 16).view(np.float32).reshape(shape))
 
 
 class Case(NamedTuple):
-    """A moved tensor, and what numpy makes of the same."""
+    """A moved tensor, and the values that numpy gives for it."""
 
     tensor: MovedTensor
     expected: Floats
@@ -106,11 +110,11 @@ def moved(
 
 
 def segment(tensor: LogicalTensor, first: int, step: int, count: int) -> Segment:
-    return Segment(tensor, first=first, step=step, count=count)
+    return Segment(tensor=tensor, first=first, step=step, count=count)
 
 
 def read(tensor: MovedTensor, start: int, count: int, dtype: str) -> npt.NDArray[np.uint8]:
-    """What is behind may change, what is before it not."""
+    """Read into a buffer that is longer than the elements, and return their bytes."""
     out = np.full(count * item_bytes(dtype) + 16, 0xA5, np.uint8)
     tensor.read(start, count, dtype, out)
     return out[: count * item_bytes(dtype)]
@@ -123,7 +127,7 @@ def assert_reads(of: Case, start: int, count: int, dtype: str) -> None:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Up to three sources of different widths, up to five segments of them, every kind of range of columns."""
+    """Up to three sources of different widths, up to five segments of them, and every kind of range of columns."""
     widths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
     sources = []
     for name, width in zip("abc", widths, strict=False):
@@ -149,8 +153,8 @@ def cases(draw: st.DrawFn) -> Case:
 
 @examples(300)
 @given(cases(), st.data(), st.sampled_from(["BF16", "F32"]), st.booleans())
-def test_property_any_part_of_any_view_is_what_numpy_has(of: Case, data: st.DataObject, dtype: str, keep: bool) -> None:
-    """From any element on, any number of them; also where matrices are too large to be kept."""
+def test_property_any_range_of_any_view_matches_numpy(of: Case, data: st.DataObject, dtype: str, keep: bool) -> None:
+    """Ranges begin at any element and have any length, also if matrices are too large to be kept."""
     size = of.expected.size
     start = data.draw(st.integers(0, size - 1))
     count = data.draw(st.integers(1, size - start))
@@ -165,7 +169,7 @@ FUSED = held("fused", 4, 12, 6)
 
 
 def experts(kept_bytes: int, monkeypatch: pytest.MonkeyPatch) -> Case:
-    """Transposed experts, every other row of each, as of a fused gate and up."""
+    """Transposed experts of every other row, as in a fused gate and up."""
     monkeypatch.setattr(views, "KEPT_BYTES", kept_bytes)
     return case([segment(FUSED, 12 * expert + 1, 2, 6) for expert in range(4)], range(6), True, 4)
 
@@ -183,7 +187,7 @@ def test_every_range_of_transposed_matrices(kept_bytes: int, dtype: str, monkeyp
 
 @pytest.mark.parametrize("dtype", ["BF16", "F32"])
 def test_every_range_of_stacked_rows(dtype: str) -> None:
-    """The two halves of a fused weight in turn, and a part of its columns."""
+    """Rows of two tensors in turn, and different columns of them."""
     for columns in (range(6), range(2, 6), range(0, 6, 2), range(5, -1, -1), range(4, 5), range(5, 0, -2)):
         of = case([segment(FUSED, 0, 1, 5), segment(held("other", 3, 8), 2, 1, 1), segment(FUSED, 3, 4, 3)], columns)
         for start in range(of.expected.size):
@@ -191,7 +195,7 @@ def test_every_range_of_stacked_rows(dtype: str) -> None:
                 assert_reads(of, start, count, dtype)
 
 
-def test_a_kept_matrix_is_read_once_for_all_threads() -> None:
+def test_kept_matrix_is_read_once_for_all_threads() -> None:
     source = held("kept", 8, 5)
     of = case([segment(source, 0, 1, 8)], range(5), True)
     for start in range(0, 40, 8):
@@ -205,8 +209,8 @@ def test_a_kept_matrix_is_read_once_for_all_threads() -> None:
     assert source.reads == [(0, 40)] * 2
 
 
-def test_a_matrix_too_large_to_keep_is_read_in_strips(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each row only what is asked for, where that is less than half of it."""
+def test_matrix_too_large_to_keep_is_read_in_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the requested part of each row is read if that is less than half of the row."""
     monkeypatch.setattr(views, "KEPT_BYTES", 0)
     source = held("large", 8, 50)
     of = case([segment(source, 0, 1, 8)], range(50), True)
@@ -214,8 +218,8 @@ def test_a_matrix_too_large_to_keep_is_read_in_strips(monkeypatch: pytest.Monkey
     assert source.reads == [(50 * row + 2, 3) for row in range(8)]
 
 
-def test_a_view_that_is_gone_leaves_nothing_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python may give a new object the address of one that is gone; here it always does."""
+def test_cache_does_not_confuse_tensors_at_the_same_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python may reuse the address of a deleted object for a new one; here it always does."""
     monkeypatch.setattr(views, "id", lambda _: 1, raising=False)
     shared = MatrixCache()
     for number in range(2):
@@ -224,14 +228,13 @@ def test_a_view_that_is_gone_leaves_nothing_to_the_next_one(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_nothing_can_be_read(transposed: bool) -> None:
-    """As it can of every other tensor."""
+def test_reading_no_elements(transposed: bool) -> None:
     of = case([segment(FUSED, 0, 1, 5)], range(6), transposed)
     for start in (0, 3, 30):
         assert_reads(of, start, 0, "BF16")
 
 
-def test_rows_that_lie_together_are_read_at_once_into_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consecutive_rows_are_read_straight_into_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     source = held("whole", 9, 4)
     of = case([segment(source, 2, 1, 3), segment(source, 7, 1, 2)], range(4))
     out = np.zeros(3 * 4 * 2 + 8, np.uint8)
@@ -244,7 +247,7 @@ def test_rows_that_lie_together_are_read_at_once_into_place(monkeypatch: pytest.
     assert source.reads[1:] == [(12, 8), (28, 8)]
 
 
-def test_sources_and_parts_come_once_in_the_order_of_the_segments() -> None:
+def test_sources_and_parts_are_unique_and_in_the_order_of_the_segments() -> None:
     a, b = held("a", 4, 3), held("b", 2, 3)
     of = case([segment(b, 0, 1, 1), segment(a, 0, 1, 4), segment(b, 1, 1, 1)], range(3))
     assert of.tensor.sources == (b, a)
@@ -252,7 +255,7 @@ def test_sources_and_parts_come_once_in_the_order_of_the_segments() -> None:
     assert (of.tensor.dtype, of.tensor.plain_dtype) == ("BF16", "BF16")
 
 
-def test_a_vector_is_one_row() -> None:
+def test_vector_is_one_row() -> None:
     norm = held("norm", 10)
     of = Case(moved((10,), [segment(norm, 0, 1, 1)], range(10)), norm.values)
     for start, count in ((0, 10), (3, 4), (9, 1)):

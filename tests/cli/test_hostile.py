@@ -1,4 +1,4 @@
-"""Every hostile case through the command line: one clear line, no traceback, nothing changed. And full disks."""
+"""Hostile inputs through the command line give one clear line, no traceback and no changed file; and full disks."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ PAIRS = [pytest.param(case, line, id=f"{case.name}-{line.split()[0]}") for case 
 
 
 def run(line: str) -> Result:
-    """A command line, run in this process."""
+    """Run a command line in this process."""
     return CliRunner().invoke(app, line.split())
 
 
 def run_in_own_process(line: str) -> Result:
-    """The same in a process of its own, for inputs that could end this one."""
+    """Run a command line in a process of its own, for inputs that could crash this one."""
     command = [sys.executable, "-m", "pqweights_cli.main", *line.split()]
     done = subprocess.run(command, capture_output=True, timeout=120)
     ended = SystemExit(1) if done.returncode == 1 and b"Traceback" not in done.stderr else None
@@ -59,7 +59,7 @@ def run_in_own_process(line: str) -> Result:
 
 
 def assert_one_line(result: Result) -> str:
-    """The only line of an expected failure."""
+    """Check that a failure is one line on stderr, and return it."""
     assert isinstance(result.exception, SystemExit), repr(result.exception)
     assert result.exit_code == 1
     assert result.stdout == ""
@@ -71,7 +71,7 @@ def assert_one_line(result: Result) -> str:
 
 
 @pytest.mark.parametrize(("case", "line"), PAIRS)
-def test_a_bad_input_gets_one_clear_line_and_changes_nothing(
+def test_bad_input_gives_one_clear_line_and_changes_nothing(
     case: Case, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "case"
@@ -103,13 +103,13 @@ def test_a_bad_input_gets_one_clear_line_and_changes_nothing(
     assert folder_bytes(tmp_path) == before
 
 
-def test_the_cases_have_names_of_their_own_and_say_what_they_expect() -> None:
+def test_cases_have_unique_names_and_commands() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
     assert all(case.commands for case in CASES)
 
 
-def test_the_undamaged_cases_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the cases are made from is sound: each error comes from the damage alone."""
+def test_undamaged_inputs_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inputs that the cases damage are sound, so each error comes from the damage."""
     monkeypatch.chdir(tmp_path)
     generate.write(tmp_path, generate.GOOD_SRC)
     generate.make_master(tmp_path / "a")
@@ -133,7 +133,7 @@ def test_the_undamaged_cases_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert result.exit_code == 0, (line, result.stderr, result.exception)
 
 
-def test_the_script_writes_every_case(tmp_path: Path) -> None:
+def test_script_writes_every_case(tmp_path: Path) -> None:
     generate.main(tmp_path / "cases")
     listed = json.loads((tmp_path / "cases" / "cases.json").read_text())
     assert [entry["folder"] for entry in listed] == [case.name for case in CASES]
@@ -141,7 +141,7 @@ def test_the_script_writes_every_case(tmp_path: Path) -> None:
     assert not (tmp_path / "cases" / "pickle-malicious" / PAYLOAD).exists()
 
 
-def test_non_finite_values_in_kept_tensors_pass(tmp_path: Path) -> None:
+def test_non_finite_values_in_kept_tensors_are_copied(tmp_path: Path) -> None:
     mask = np.array([-np.inf, np.nan, np.inf, 0], dtype=np.float32)
     tensors = {UP: bf16(gaussian(4, 128)), "model.attn_bias": f32(mask), "model.norm.weight": bf16(mask)}
     write_checkpoint(tmp_path / "src", tensors)
@@ -152,8 +152,8 @@ def test_non_finite_values_in_kept_tensors_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored", ["x_codes", "x_norms", "x.weight_codes", "x_awq_scale"])
-def test_a_name_like_ours_is_refused_or_survives(stored: str, tmp_path: Path) -> None:
-    """A kept tensor called X_codes, with no X beside it, must not make a master that nobody can read."""
+def test_tensor_with_a_name_like_ours_is_refused_or_survives(stored: str, tmp_path: Path) -> None:
+    """A kept tensor called X_codes, without an X beside it, must not give a master that cannot be read."""
     write_checkpoint(tmp_path / "src", {UP: bf16(gaussian(4, 128)), stored: ("U8", np.arange(7, dtype=np.uint8))})
     result = run(f"quantize {tmp_path / 'src'} {tmp_path / 'out'}")
     if result.exit_code:
@@ -175,7 +175,7 @@ def test_overwriting_removes_nothing_outside_the_folder(tmp_path: Path) -> None:
     assert (tmp_path / "master/notes.txt").read_text() == "mine"
 
 
-def test_a_journal_that_points_outside_removes_nothing_there(tmp_path: Path) -> None:
+def test_journal_that_points_outside_removes_nothing_there(tmp_path: Path) -> None:
     names = ["../x", str(tmp_path / "x")]
     journal = {"work": "", "source": {}, "outputs": names, "replaces": names}
     generate.write(
@@ -187,13 +187,13 @@ def test_a_journal_that_points_outside_removes_nothing_there(tmp_path: Path) -> 
     assert (tmp_path / "x").read_text() == "mine"
 
 
-# -------------------------------------------------------------------------------------------------------- full disks
+# --- full disks ---
 
 COMMAND = "quantize {0}/src {0}/out --max-shard-size 12000 --threads 2"
 
 
 def undisturbed(folder: Path) -> dict[str, bytes]:
-    """What the command gives where nothing goes wrong."""
+    """The files that the command writes if nothing goes wrong."""
     small_checkpoint(folder / "src")
     result = run(COMMAND.format(folder))
     assert result.exit_code == 0, result.stderr
@@ -203,7 +203,7 @@ def undisturbed(folder: Path) -> dict[str, bytes]:
 
 
 def failing(real: Callable[..., Any], calls_that_pass: int, code: int = errno.ENOSPC) -> Callable[..., Any]:
-    """A system call that works so many times and then finds no space."""
+    """A system call that succeeds `calls_that_pass` times and then fails."""
     calls = 0
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -217,7 +217,7 @@ def failing(real: Callable[..., Any], calls_that_pass: int, code: int = errno.EN
 
 
 def assert_only_whole_files(out: Path, whole: dict[str, bytes]) -> None:
-    """Every file under a final name is the finished one, and the manifest, which says that all is there, is not."""
+    """Check that every file under a final name is complete, and that there is no manifest."""
     present = {name: data for name, data in folder_bytes(out).items() if not name.startswith(".pqweights")}
     assert "pqweights.json" not in present
     for name, data in present.items():
@@ -235,7 +235,7 @@ def assert_only_whole_files(out: Path, whole: dict[str, bytes]) -> None:
     ],
 )
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT], ids=["ENOSPC", "EDQUOT"])
-def test_a_full_disk_is_one_line_and_the_same_command_finishes_later(
+def test_full_disk_gives_one_line_and_the_same_command_finishes_later(
     call: str, passing: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = undisturbed(tmp_path)
@@ -249,8 +249,8 @@ def test_a_full_disk_is_one_line_and_the_same_command_finishes_later(
 
 
 @pytest.mark.parametrize("limit", [4096, 24_000, 32_768], ids=str)
-def test_a_real_limit_on_the_size_of_files(limit: int, tmp_path: Path) -> None:
-    """RLIMIT_FSIZE makes the kernel itself refuse: in a shard, or in the companion of 64 kB."""
+def test_limit_on_file_size_gives_one_line(limit: int, tmp_path: Path) -> None:
+    """With RLIMIT_FSIZE the kernel itself refuses to write, in a shard or in the companion of 64 kB."""
     small_checkpoint(tmp_path / "src")
     (tmp_path / "src/merges.txt").write_bytes(b"m" * 64_000)
     assert run(COMMAND.format(tmp_path)).exit_code == 0
@@ -268,7 +268,9 @@ def test_a_real_limit_on_the_size_of_files(limit: int, tmp_path: Path) -> None:
     assert folder_bytes(tmp_path / "out") == whole
 
 
-def test_too_little_space_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = undisturbed(tmp_path)
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patched:
@@ -280,8 +282,8 @@ def test_too_little_space_is_told_before_anything_is_written(tmp_path: Path, mon
     assert folder_bytes(tmp_path / "out") == whole
 
 
-def test_a_journal_line_that_the_disk_cut_short_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """write(2) may store a part and say so; what follows must not be glued to that part."""
+def test_journal_line_that_was_written_in_part_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """write(2) may write a part only; the next line must not be appended to that part."""
     whole = undisturbed(tmp_path)
     real, calls = os.write, 0
 
@@ -299,15 +301,15 @@ def test_a_journal_line_that_the_disk_cut_short_does_no_harm(tmp_path: Path, mon
     assert folder_bytes(tmp_path / "out") == whole
 
 
-def test_a_read_only_folder_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_only_folder_gives_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_checkpoint(tmp_path / "src")
     monkeypatch.setattr(os, "mkdir", failing(os.mkdir, 0, errno.EROFS))
     assert "out" in assert_one_line(run(COMMAND.format(tmp_path)))
     assert not (tmp_path / "out").exists()
 
 
-def test_the_sound_master_uses_what_the_damages_change(tmp_path: Path) -> None:
-    """Its weights take the default rotation and one of them an override, so that edits of both have a meaning."""
+def test_undamaged_master_uses_what_the_cases_change(tmp_path: Path) -> None:
+    """Its weights use the default rotation, and one has an override, so that edits of both matter."""
     generate.make_master(tmp_path)
     settings = json.loads((tmp_path / "master/config.json").read_text())["quantization_config"]
     assert settings["rotation"] == "hadamard"

@@ -34,7 +34,7 @@ from helpers import (
 )
 
 from pqweights.errors import ExportError, MasterError, OutputError, PqweightsError, SourceChangedError, SourceError
-from pqweights.exports import integers
+from pqweights.exports import integer_export
 from pqweights.exports.vllm_int4 import patterns
 from pqweights.kernels.groups import GroupRule, rotate
 from pqweights.results.verify import verify
@@ -627,7 +627,7 @@ def test_neither_shows_in_the_last_digit_of_an_error(
     kind: str, driven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The manifest rounds to seven digits, which would hide sums in another order on most days."""
-    monkeypatch.setattr(integers, "rounded", lambda value: value)
+    monkeypatch.setattr(integer_export, "rounded", lambda value: value)
     found = set()
     for threads, chunk_weights in ((1, 1 << 20), (3, 1000)):
         monkeypatch.setattr(jobs, "CHUNK_WEIGHTS", chunk_weights)

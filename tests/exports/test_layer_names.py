@@ -75,7 +75,16 @@ def test_the_runtime_expects_integers_where_there_are_some(model_type: str) -> N
         encode = dtype == "BF16" and classify(name, dtype, shape).keep is None
         tensors.append(encoded(name, shape) if encode else Kept(name, shape, dtype))
     nothing: Any = None
-    checkpoint = Checkpoint(nothing, {"model_type": model_type}, (), tuple(tensors), (), (), {}, True)
+    checkpoint = Checkpoint(
+        storage=nothing,
+        config={"model_type": model_type},
+        stored=(),
+        tensors=tuple(tensors),
+        weight_files=(),
+        companions=(),
+        left_out={},
+        is_master=True,
+    )
     outline = read_options(ExportOptions()).outline(checkpoint)
     rounded = {name.removesuffix(".weight") for name, found in outline.decisions.items() if isinstance(found, Rounding)}
     ignored = outline.config["quantization_config"]["ignore"]

@@ -481,7 +481,7 @@ def test_options_that_mlx_does_not_have(options: tuple[str, ...], message: str, 
         ({"model_type": "no_such_model"}, ("no_such_model",)),
         ({}, ("model_type",)),
         ({"model_type": None}, ()),
-        ({"model_type": "llama"}, ("mlx-lm does not take this model ('llama')",)),  # and nothing else
+        ({"model_type": "llama"}, ("mlx-lm does not support this model ('llama')",)),  # and nothing else
         (None, ("model_type",)),
     ],
     ids=["unknown", "without", "null", "incomplete", "no-config"],
@@ -515,7 +515,7 @@ def test_weights_that_mlx_lm_does_not_take(change: str, base: Path, tmp_path: Pa
     (source / "model.safetensors").write_bytes(safetensors_bytes(tensors))
     run_command({"quantize": str(source), "overwrite": True}, master)
     line = refused("export", master, tmp_path / "out", "-t", "mlx-q4")
-    assert "mlx-lm does not take this model ('llama')" in line
+    assert "mlx-lm does not support this model ('llama')" in line
     assert ("rotary" if change == "a tensor more" else "k_proj") in line
     assert not (tmp_path / "out").exists()
 

@@ -1,8 +1,8 @@
-"""Hostile and broken inputs, one folder per case: how to build it, the commands it is given to, and what each must say.
+"""Hostile and broken inputs, one folder per case: how to build it, which commands get it, and what each must print.
 
-`python tests/hostile/generate.py FOLDER` writes all of them, with cases.json beside them; tests/cli/test_hostile.py runs
-each command inside the case's own folder. Whatever the case, the answer is one line that names the culprit, and nothing
-in the folder changes.
+`python tests/hostile/generate.py FOLDER` writes all of them, with cases.json beside them. tests/cli/test_hostile.py
+runs each command inside the folder of its case: the answer must be one line that names the culprit, and nothing in the
+folder may change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import sys
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,18 @@ VERIFY, INSPECT, EXPORT = "verify master", "inspect master", "export master out 
 class Case:
     """One bad input.
 
-    commands: each with the fragments that its error must contain; None where the command need not notice, but may not
-    crash either. files: what the folder holds. prepare: builds what cannot be written down as files. own_process: it can
-    bring the interpreter down with it.
+    name: the name of its folder
+    commands: each with the fragments that its error must contain; None if the command need not notice, but may not
+        crash
+    files: what the folder holds
+    prepare: builds what cannot be written down as files
+    own_process: whether the input could crash the interpreter
     """
 
     name: str
     commands: Mapping[str, tuple[str, ...] | None]
     files: Mapping[str, Content] = field(default_factory=dict)
+    _: KW_ONLY
     prepare: Prepare | None = None
     own_process: bool = False
 
@@ -60,7 +64,7 @@ def write(folder: Path, files: Mapping[str, Content]) -> None:
         (folder / name).write_bytes(data.encode() if isinstance(data, str) else data)
 
 
-# ---------------------------------------------------------------------------------------------- safetensors, by hand
+# --- safetensors files, written by hand ---
 
 UP = "model.layers.0.mlp.up_proj.weight"
 DOWN = "model.layers.0.mlp.down_proj.weight"
@@ -116,7 +120,7 @@ GOOD_SRC: dict[str, Content] = {FILE: GOOD, CONFIG: {"model_type": "llama"}}
 
 
 def one_file(name: str, data: bytes, *fragments: str) -> Case:
-    """A source whose only file is this one."""
+    """A source with a single file."""
     return Case(name, {QUANTIZE: ("model.safetensors", *fragments)}, {FILE: data})
 
 
@@ -127,7 +131,7 @@ def two_shards(
     files: Mapping[str, Content] | None = None,
     index: Content | None = None,
 ) -> Case:
-    """A source of two shards under this weight_map (or whole index)."""
+    """A source of two shards with this weight_map, or with this index."""
     shards = {SHARD_1: stored({UP: WEIGHT}), SHARD_2: stored({DOWN: WEIGHT})}
     content = index if index is not None else {"metadata": {}, "weight_map": weight_map}
     return Case(name, {QUANTIZE: fragments}, {**shards, INDEX: content, **(files or {})})
@@ -135,7 +139,7 @@ def two_shards(
 
 GOOD_MAP = {UP: Path(SHARD_1).name, DOWN: Path(SHARD_2).name}
 
-# ------------------------------------------------------------------------------------------------------------ headers
+# --- headers ---
 
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -318,7 +322,7 @@ SOURCE_CASES = [
     Case("inspect-of-nothing", {"inspect src": ("src",), "verify src": ("src",), "export src out -t bf16": ("src",)}),
 ]
 
-# ---------------------------------------------------------------------------------------- sources quantized by others
+# --- sources quantized by others ---
 
 
 def named_by_config(name: str, config: dict[str, Any], *fragments: str) -> Case:
@@ -564,10 +568,10 @@ PACKED_CASES = [
     ),
 ]
 
-# ------------------------------------------------------------------------------------------------------------ pickles
+# --- pickles ---
 
 BIN = "src/pytorch_model.bin"
-PAYLOAD = "payload-ran"  # a malicious pickle that gets its way writes this file
+PAYLOAD = "payload-ran"  # a malicious pickle writes this file if it is executed
 
 
 class Malicious:
@@ -576,7 +580,7 @@ class Malicious:
 
 
 def saved(value: Any, **options: Any) -> bytes:
-    """What torch.save writes."""
+    """Return the bytes that torch.save writes."""
     import torch
 
     stream = io.BytesIO()
@@ -683,7 +687,7 @@ PICKLE_CASES = [
     ),
 ]
 
-# ------------------------------------------------------------------------------------------------------------ recipes
+# --- recipes ---
 
 
 def recipe(name: str, text: Content, *fragments: str) -> Case:
@@ -735,11 +739,11 @@ RECIPE_CASES = [
     ),
 ]
 
-# ------------------------------------------------------------------------------------------------------------- output
+# --- output ---
 
 
 def finished_out(folder: Path) -> None:
-    """A source, and a finished result of another recipe in OUT."""
+    """A source, and the finished result of another recipe in OUT."""
     write(folder, GOOD_SRC)
     run_quantize(folder / "src", folder / "out", bits=3)
 
@@ -750,7 +754,7 @@ def symlinked_out(folder: Path) -> None:
 
 
 def foreign_name(folder: Path) -> None:
-    """A companion whose name is no Unicode text, which no JSON manifest can hold."""
+    """A companion whose name is not Unicode text, so that no JSON manifest can hold it."""
     write(folder, GOOD_SRC)
     (folder / "src" / b"caf\xe9.txt".decode("utf-8", "surrogateescape")).write_bytes(b"")
 
@@ -799,7 +803,7 @@ OUTPUT_CASES = [
     Case("target-unknown", {"export src out --target bf61": ("bf61",)}, GOOD_SRC),
 ]
 
-# ------------------------------------------------------------------------------------------------------------ masters
+# --- masters ---
 
 SHARD = "model-00001-of-00002.safetensors"
 LAST_SHARD = "model-00002-of-00002.safetensors"
@@ -821,17 +825,17 @@ def run_quantize(source: Path, out: Path, bits: int = 5) -> None:
 
 
 def make_master(folder: Path) -> None:
-    """A sound master of two shards: two weights (one of them with a shape override), a kept vector, a tokenizer."""
+    """An undamaged master of two shards: two weights, one with a shape override, a kept vector, a tokenizer."""
     write(folder, MASTER_SRC)
     run_quantize(folder / "src", folder / "master")
     shutil.rmtree(folder / "src")
 
 
-Damage = Callable[[Path], None]  # of the master's folder
+Damage = Callable[[Path], None]  # damages the folder of a master
 
 
 def damaged(name: str, damage: Damage, **expected: tuple[str, ...] | None) -> Case:
-    """A master that was changed after it was finished. expected: by command; a command left out need not notice."""
+    """A master that was changed after it was finished. expected: fragments by command; others need not notice."""
 
     def prepare(folder: Path) -> None:
         make_master(folder)
@@ -842,7 +846,7 @@ def damaged(name: str, damage: Damage, **expected: tuple[str, ...] | None) -> Ca
 
 
 def flip(file: str, tensor: str | None) -> Damage:
-    """Turn one bit of a tensor (or of the header) over."""
+    """Flip one bit of a tensor, or of the header."""
 
     def damage(master: Path) -> None:
         data = bytearray((master / file).read_bytes())
@@ -892,7 +896,7 @@ def delete(file: str) -> Damage:
 
 
 def consistently(file: str, damage: Damage) -> Damage:
-    """Damage a file and make the manifest agree with it."""
+    """Damage a file, and make the manifest agree with it."""
     import hashlib
 
     def both(master: Path) -> None:
@@ -910,19 +914,19 @@ MANIFEST = "pqweights.json"
 
 
 def settings(name: str, *path: str | int, to: Any, export: tuple[str, ...]) -> Case:
-    """A changed quantization_config: verify sees another file, export a contradiction."""
+    """A changed quantization_config: verify finds another file, and export finds a contradiction."""
     damage = set_json("config.json", "quantization_config", *path, to=to)
     return damaged(name, damage, verify=("config.json",), export=("config.json", *export))
 
 
 def settings_in_manifest(name: str, *path: str | int, to: Any, verify: tuple[str, ...]) -> Case:
-    """A changed quantization_config whose hash was changed along."""
+    """A changed quantization_config whose hash in the manifest was changed, too."""
     damage = consistently("config.json", set_json("config.json", "quantization_config", *path, to=to))
     return damaged(name, damage, verify=("config.json", *verify))
 
 
 def manifest(name: str, *path: str | int, to: Any) -> Case:
-    """A manifest that is JSON and makes no sense."""
+    """A manifest that is JSON but makes no sense."""
     return damaged(name, set_json(MANIFEST, *path, to=to), verify=(MANIFEST,), inspect=(MANIFEST,))
 
 
@@ -1046,7 +1050,7 @@ MASTER_CASES = [
         "master-override-missing",
         remove_key("config.json", "quantization_config", "overrides", GATE),
         verify=("config.json",),
-        export=None,  # the flattened blocks are read as rows of 128; verify tells
+        export=None,  # the flattened blocks are read as rows of 128; only verify notices
     ),
     settings_in_manifest(
         "master-levels-edited", "levels", CODEC, "5", to=lambda o: [*o[:-1], o[-1] + 0.1], verify=("levels",)
@@ -1114,7 +1118,7 @@ MASTER_CASES = [
     ),
 ]
 
-# ------------------------------------------------------------------------------------------------------------ exports
+# --- exports ---
 
 DOWN_192: Stored = ("F32", [8, 192], np.random.default_rng(1).standard_normal(8 * 192).astype(np.float32).tobytes())
 EXPORT_SRC: dict[str, Content] = {
@@ -1132,7 +1136,7 @@ def exporting(
     files: Mapping[str, Content] | None = None,
     own_process: bool = False,
 ) -> Case:
-    """A source and its master, of another configuration, or damaged. damage: gets the folder of both."""
+    """A source and its master, with another configuration, or damaged. damage: gets the folder of both."""
 
     def prepare(folder: Path) -> None:
         write(folder, {**EXPORT_SRC, **({CONFIG: config} if config is not None else {})})
@@ -1147,7 +1151,7 @@ def of_master(damage: Damage) -> Damage:
 
 
 def nan_norms(master: Path) -> None:
-    """Norms that are no numbers, in the codes' own shard, for which only verify looks."""
+    """Change a norm to NaN; of the commands, only verify looks for that."""
     for path in sorted(master.glob("*.safetensors")):
         data = bytearray(path.read_bytes())
         length = int.from_bytes(data[:8], "little")
@@ -1159,7 +1163,7 @@ def nan_norms(master: Path) -> None:
 
 
 def other_source(tensors: Mapping[str, Stored], manifest: bool = True) -> Damage:
-    """Another original beside the master; without its manifest, the master knows its fingerprint no longer."""
+    """Another original beside the master; without the manifest, there is no fingerprint to compare."""
 
     def damage(folder: Path) -> None:
         write(folder, {"other/model.safetensors": stored(tensors)})
@@ -1300,25 +1304,35 @@ EXPORT_CASES = [
     exporting("export-of-half-a-configuration-to-mlx", {MLX: ("mlx-lm", "'llama'", "--target bf16")}),
 ]
 
-# --------------------------------------------------------------------------------------------------------------- eval
+# --- eval ---
 
 MODEL, TEXT = "model/model.safetensors", "text.txt"
 TOKENIZER: dict[str, Any] = {
-    "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-    "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "WhitespaceSplit"},
+    "post_processor": None,
+    "decoder": None,
     "model": {"type": "WordLevel", "vocab": {f"w{number}": number for number in range(16)}, "unk_token": "w0"},
-}  # fmt: skip
+}
 
 
 def language_model(vocabulary: int = 16, value: float | None = None) -> dict[str, Stored]:
-    """The tensors of a Llama of one layer. value: of all weights of one matrix, otherwise random."""
+    """The tensors of a Llama of one layer. value: of all weights of lm_head; by default they are random."""
     shapes = {
-        "model.embed_tokens": (vocabulary, 32), "lm_head": (vocabulary, 32), "model.norm": (32,),
-        "model.layers.0.input_layernorm": (32,), "model.layers.0.post_attention_layernorm": (32,),
+        "model.embed_tokens": (vocabulary, 32),
+        "lm_head": (vocabulary, 32),
+        "model.norm": (32,),
+        "model.layers.0.input_layernorm": (32,),
+        "model.layers.0.post_attention_layernorm": (32,),
         **{f"model.layers.0.self_attn.{name}_proj": (32, 32) for name in "qkvo"},
-        "model.layers.0.mlp.gate_proj": (64, 32), "model.layers.0.mlp.up_proj": (64, 32),
+        "model.layers.0.mlp.gate_proj": (64, 32),
+        "model.layers.0.mlp.up_proj": (64, 32),
         "model.layers.0.mlp.down_proj": (32, 64),
-    }  # fmt: skip
+    }
     random = np.random.default_rng(2)
     tensors: dict[str, Stored] = {}
     for name, shape in shapes.items():
@@ -1331,39 +1345,54 @@ def language_model(vocabulary: int = 16, value: float | None = None) -> dict[str
 
 def language_model_config(vocabulary: int = 16) -> dict[str, Any]:
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
-        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": vocabulary,
-        "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 1, "dtype": "float32",
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 16,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "dtype": "float32",
+    }
 
 
 GOOD_MODEL: dict[str, Content] = {
-    MODEL: stored(language_model()), "model/config.json": language_model_config(), "model/tokenizer.json": TOKENIZER,
+    MODEL: stored(language_model()),
+    "model/config.json": language_model_config(),
+    "model/tokenizer.json": TOKENIZER,
     "model/tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"},
     TEXT: " ".join(f"w{number * 7 % 16}" for number in range(40)),
-}  # fmt: skip
+}
 EVAL = "eval model --text text.txt"
 
 
 def evaluating(
     name: str, *fragments: str, command: str = EVAL, without: tuple[str, ...] = (), **changed: Content
 ) -> Case:
-    """A sound model and text, of which some files (by key: text, config, ...) are others."""
+    """An undamaged model and text, except for some files by key: text, config, tokenizer, weights."""
     places = {
-        "text": TEXT, "config": "model/config.json", "tokenizer": "model/tokenizer.json", "weights": MODEL,
-    }  # fmt: skip
+        "text": TEXT,
+        "config": "model/config.json",
+        "tokenizer": "model/tokenizer.json",
+        "weights": MODEL,
+    }
     files = {file: content for file, content in GOOD_MODEL.items() if file not in without}
     return Case(name, {command: fragments}, files | {places[key]: content for key, content in changed.items()})
 
 
 def beside(name: str, *fragments: str, vocabulary: int = 16, words: dict[str, int] | None = None) -> Case:
-    """A reference of another vocabulary or with another tokenizer."""
+    """A model and a reference with another vocabulary or another tokenizer."""
     tokenizer = TOKENIZER | {"model": TOKENIZER["model"] | {"vocab": words}} if words else TOKENIZER
     files = GOOD_MODEL | {
-        "other/model.safetensors": stored(language_model(vocabulary)), "other/tokenizer.json": tokenizer,
+        "other/model.safetensors": stored(language_model(vocabulary)),
+        "other/tokenizer.json": tokenizer,
         "other/config.json": language_model_config(vocabulary),
         "other/tokenizer_config.json": GOOD_MODEL["model/tokenizer_config.json"],
-    }  # fmt: skip
+    }
     return Case(name, {EVAL + " --reference other": fragments}, files)
 
 
@@ -1372,9 +1401,15 @@ def without_tensor(name: str) -> bytes:
 
 
 BERT: dict[str, Any] = {
-    "architectures": ["BertModel"], "model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 16, "max_position_embeddings": 16,
-}  # fmt: skip
+    "architectures": ["BertModel"],
+    "model_type": "bert",
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 16,
+    "max_position_embeddings": 16,
+}
 
 EVAL_CASES = [
     evaluating("eval-text-missing", "nowhere.txt", "No such file", command="eval model --text nowhere.txt"),
@@ -1387,45 +1422,66 @@ EVAL_CASES = [
     evaluating("eval-stride-beyond-the-window", "--stride 17", "16 tokens", command=EVAL + " --stride 17"),
     evaluating("eval-model-missing", "nowhere", "config.json", command="eval nowhere --text text.txt"),
     evaluating("eval-config-damaged", "config.json", "JSON", config=b"{"),
-    evaluating("eval-model-unknown", "model", "no_such_model", config={"model_type": "no_such_model", "max_position_embeddings": 16}),
+    evaluating(
+        "eval-model-unknown",
+        "model",
+        "no_such_model",
+        config={"model_type": "no_such_model", "max_position_embeddings": 16},
+    ),
     evaluating("eval-model-an-encoder", "BertModel", "no causal language model", config=BERT),
     evaluating(
-        "eval-tokenizer-missing", "model", "--tokenizer DIR", without=("model/tokenizer.json", "model/tokenizer_config.json")
+        "eval-tokenizer-missing",
+        "model",
+        "--tokenizer DIR",
+        without=("model/tokenizer.json", "model/tokenizer_config.json"),
     ),
     evaluating("eval-tokenizer-damaged", "model", "tokenizer", tokenizer={"added_tokens": [], "model": 3}),
     evaluating("eval-tokenizer-elsewhere", "nowhere", "--tokenizer DIR", command=EVAL + " --tokenizer nowhere"),
     evaluating(
-        "eval-tokens-unknown-to-the-model", "the token 15", "knows 8", config=language_model_config(8),
+        "eval-tokens-unknown-to-the-model",
+        "the token 15",
+        "knows 8",
+        config=language_model_config(8),
         weights=stored(language_model(8)),
     ),
     evaluating("eval-weights-cut-off", "model", "not fully covered", weights=stored(language_model())[:-400]),
     evaluating("eval-weights-missing", "model", without=(MODEL,)),
     evaluating("eval-weight-missing", "missing", "lm_head.weight", weights=without_tensor("lm_head.weight")),
-    evaluating("eval-weight-too-many", "unexpected", UP + ".x", weights=stored({**language_model(), UP + ".x": VECTOR})),
+    evaluating(
+        "eval-weight-too-many", "unexpected", UP + ".x", weights=stored({**language_model(), UP + ".x": VECTOR})
+    ),
     evaluating("eval-logits-nan", "logits are NaN", weights=stored(language_model(value=float("nan")))),
     evaluating("eval-packed-without-a-master", "--packed", "expected a master", command=EVAL + " --packed"),
     evaluating("eval-plot-of-another-kind", "plot.doc", ".png or .svg", command=EVAL + " --plot plot.doc"),
     evaluating("eval-reference-missing", "nowhere", "config.json", command=EVAL + " --reference nowhere"),
     beside("eval-reference-of-another-vocabulary", "16 tokens", "18", vocabulary=18),
     beside(
-        "eval-reference-of-another-tokenizer", "model", "other tokens", "other",
+        "eval-reference-of-another-tokenizer",
+        "model",
+        "other tokens",
+        "other",
         words={f"w{number}": (number + 1) % 16 for number in range(16)},
     ),
-]  # fmt: skip
+]
 
-# ---------------------------------------------------------------------------------------------------- calibrate, ablate
+# --- calibrate, ablate ---
 
 CALIBRATE = "calibrate model scales.safetensors --text text.txt"
 LONG_TEXT = " ".join(f"w{number * 7 % 16}" for number in range(300))
 
 
 def there(name: str, command: str, *fragments: str, content: bytes) -> Case:
-    """Something lies where the scales are to be written, or are looked for."""
+    """A file at the path where scales are written or read."""
     return Case(name, {command: fragments}, GOOD_MODEL | {"scales.safetensors": content})
 
 
 CALIBRATE_CASES = [
-    evaluating("calibrate-text-missing", "nowhere.txt", "No such file", command="calibrate model s.safetensors --text nowhere.txt"),
+    evaluating(
+        "calibrate-text-missing",
+        "nowhere.txt",
+        "No such file",
+        command="calibrate model s.safetensors --text nowhere.txt",
+    ),
     evaluating("calibrate-text-empty", TEXT, "an empty file", command=CALIBRATE, text=b""),
     evaluating("calibrate-text-not-utf8", TEXT, "UTF-8", "0xff at 3", command=CALIBRATE, text=b"abc\xff"),
     evaluating("calibrate-text-short", "at least 256 tokens, 16 windows of 16", "found 40", command=CALIBRATE),
@@ -1433,53 +1489,110 @@ CALIBRATE_CASES = [
     evaluating("calibrate-model-missing", "nowhere", command="calibrate nowhere s.safetensors --text text.txt"),
     evaluating("calibrate-config-damaged", "config.json", "JSON", command=CALIBRATE, config=b"{"),
     evaluating(
-        "calibrate-model-unknown", "transformers cannot run", "no_such_model", command=CALIBRATE, text=LONG_TEXT,
+        "calibrate-model-unknown",
+        "transformers cannot run",
+        "no_such_model",
+        command=CALIBRATE,
+        text=LONG_TEXT,
         config={"model_type": "no_such_model", "max_position_embeddings": 16},
     ),
     evaluating(
-        "calibrate-tokenizer-missing", "model", "--tokenizer DIR", command=CALIBRATE,
+        "calibrate-tokenizer-missing",
+        "model",
+        "--tokenizer DIR",
+        command=CALIBRATE,
         without=("model/tokenizer.json", "model/tokenizer_config.json"),
     ),
     evaluating(
-        "calibrate-tokens-unknown-to-the-model", "the token 15", "knows 8", command=CALIBRATE, text=LONG_TEXT,
-        config=language_model_config(8), weights=stored(language_model(8)),
+        "calibrate-tokens-unknown-to-the-model",
+        "the token 15",
+        "knows 8",
+        command=CALIBRATE,
+        text=LONG_TEXT,
+        config=language_model_config(8),
+        weights=stored(language_model(8)),
     ),
-    evaluating("calibrate-weight-missing", "missing", "lm_head.weight", command=CALIBRATE, text=LONG_TEXT, weights=without_tensor("lm_head.weight")),
+    evaluating(
+        "calibrate-weight-missing",
+        "missing",
+        "lm_head.weight",
+        command=CALIBRATE,
+        text=LONG_TEXT,
+        weights=without_tensor("lm_head.weight"),
+    ),
     evaluating("calibrate-recipe-unknown", "'q55'", "'q5'", command=CALIBRATE + " --recipe q55"),
-    evaluating("calibrate-output-in-no-folder", "nowhere", "make it first", command="calibrate model nowhere/s.safetensors --text text.txt"),
+    evaluating(
+        "calibrate-output-in-no-folder",
+        "nowhere",
+        "make it first",
+        command="calibrate model nowhere/s.safetensors --text text.txt",
+    ),
     there("calibrate-output-there", CALIBRATE, "scales.safetensors", "--overwrite", content=b"x"),
-    there("calibrate-output-foreign", CALIBRATE + " --overwrite", "scales.safetensors", "move it away", content=stored(language_model())),
-    there("awq-of-something-else", "quantize model out --awq scales.safetensors", "scales.safetensors", "calibrate", content=stored(language_model())),
-    there("awq-truncated", "quantize model out --awq scales.safetensors", "scales.safetensors", content=stored(language_model())[:100]),
+    there(
+        "calibrate-output-foreign",
+        CALIBRATE + " --overwrite",
+        "scales.safetensors",
+        "move it away",
+        content=stored(language_model()),
+    ),
+    there(
+        "awq-of-something-else",
+        "quantize model out --awq scales.safetensors",
+        "scales.safetensors",
+        "calibrate",
+        content=stored(language_model()),
+    ),
+    there(
+        "awq-truncated",
+        "quantize model out --awq scales.safetensors",
+        "scales.safetensors",
+        content=stored(language_model())[:100],
+    ),
     evaluating("awq-missing", "nowhere", "no such file", command="quantize model out --awq nowhere"),
     evaluating("awq-a-folder", "model", "no such file", command="quantize model out --awq model"),
     evaluating("ablate-text-empty", TEXT, "an empty file", command="ablate model --text text.txt", text=b""),
-    evaluating("ablate-text-too-short-for-awq", "at least 256 tokens", "--no-awq", command="ablate model --text text.txt"),
-    evaluating("ablate-text-shorter-than-a-window", "at least 16 tokens", "found 3", command="ablate model --text text.txt --no-awq", text="w1 w2 w3"),
+    evaluating(
+        "ablate-text-too-short-for-awq", "at least 256 tokens", "--no-awq", command="ablate model --text text.txt"
+    ),
+    evaluating(
+        "ablate-text-shorter-than-a-window",
+        "at least 16 tokens",
+        "found 3",
+        command="ablate model --text text.txt --no-awq",
+        text="w1 w2 w3",
+    ),
     evaluating("ablate-model-missing", "nowhere", "config.json", command="ablate nowhere --text text.txt --no-awq"),
-    evaluating("ablate-an-encoder", "BertModel", "no causal language model", command="ablate model --text text.txt --no-awq", config=BERT),
-]  # fmt: skip
+    evaluating(
+        "ablate-an-encoder",
+        "BertModel",
+        "no causal language model",
+        command="ablate model --text text.txt --no-awq",
+        config=BERT,
+    ),
+]
 
-# ------------------------------------------------------------------------------------------------ target sizes, sensitivity
+# --- target sizes, sensitivity ---
 
 FIT = "plan model --target-size 15kB"
 BY_FILE = FIT + " --sensitivity s.json"
 MEASURE = "sensitivity model s.json --tokens 16"
 SENSITIVITIES: dict[str, Any] = {
-    "pqweights_sensitivity": 1, "checkpoint": "0" * 64, "method": {"kind": "random tokens", "tokens": 16},
+    "pqweights_sensitivity": 1,
+    "checkpoint": "0" * 64,
+    "method": {"kind": "random tokens", "tokens": 16},
     "groups": [{"name": "lm_head", "alpha": 0.5, "points": [[0.01, 0.005]], "weights": ["lm_head.weight"]}],
-}  # fmt: skip
+}
 
 
 def fitting(name: str, options: str, *fragments: str, recipe: str | None = None) -> Case:
-    """A sound model and what is asked of it, in a recipe or by options; of plan and of quantize."""
+    """An undamaged model with a target, in a recipe or by options, for plan and quantize."""
     files: dict[str, Content] = GOOD_MODEL if recipe is None else GOOD_MODEL | {"recipe.yaml": recipe}
     by = options if recipe is None else f"--recipe recipe.yaml {options}".rstrip()
     return Case(name, {f"plan model {by}": fragments, f"quantize model out {by}": fragments}, files)
 
 
 def by_file(name: str, *fragments: str, content: Content | None = None, **changed: Any) -> Case:
-    """Damaged sensitivities. changed: keys of the file, or of its only group."""
+    """A damaged file of sensitivities. changed: keys of the file, or of its only group."""
     group = SENSITIVITIES["groups"][0] | {key: value for key, value in changed.items() if key not in SENSITIVITIES}
     whole = SENSITIVITIES | {"groups": [group]} | {key: value for key, value in changed.items() if key in SENSITIVITIES}
     return Case(name, {BY_FILE: ("s.json", *fragments)}, GOOD_MODEL | {"s.json": whole if content is None else content})
@@ -1506,56 +1619,103 @@ FIT_CASES = [
     fitting("fit-recipe-bits-beyond-numbers", "", "recipe.yaml", "target", recipe="target_bpw: " + "9" * 400),
     fitting("fit-recipe-sensitivity-alone", "", "recipe.yaml", "sensitivity", recipe="sensitivity: heuristic"),
     fitting("fit-recipe-with-bits", "--bits 4", "leave --bits out", recipe="target_bpw: 4.5"),
-    fitting(
-        "fit-recipe-nothing-free", "", "width is free", recipe="{target_bpw: 4.5, rules: [{name: '*', bits: 4}]}"
-    ),
+    fitting("fit-recipe-nothing-free", "", "width is free", recipe="{target_bpw: 4.5, rules: [{name: '*', bits: 4}]}"),
     by_file("fit-sensitivity-of-another-model", "sensitivities of this checkpoint", "pqweights sensitivity"),
-    fitting("fit-sensitivity-missing", "--target-bpw 4.5 --sensitivity nowhere", "nowhere", "No such file", "'heuristic'"),
+    fitting(
+        "fit-sensitivity-missing", "--target-bpw 4.5 --sensitivity nowhere", "nowhere", "No such file", "'heuristic'"
+    ),
     fitting("fit-sensitivity-a-folder", "--target-bpw 4.5 --sensitivity model", "model", "Is a directory"),
     by_file("fit-sensitivity-not-json", "expected JSON", content=b"{"),
-    by_file("fit-sensitivity-deep", "expected JSON", content=b"[" * 200_000),
+    by_file("fit-sensitivity-deep", "levels of nesting", content=b"[" * 200_000),
     by_file("fit-sensitivity-something-else", "a file that pqweights sensitivity wrote", content={"groups": []}),
     by_file("fit-sensitivity-newer", "pqweights_sensitivity 1", pqweights_sensitivity=2),
-    by_file("fit-sensitivity-without-groups", "expected a list of groups", groups=[]),
-    by_file("fit-sensitivity-a-group-of-nothing", "which is none", groups=[5]),
-    by_file("fit-sensitivity-method-unknown", "a checkpoint and a method", method={"kind": "\ud800"}),
-    by_file("fit-sensitivity-weights-a-text", "expected weights", weights="lm"),
-    by_file("fit-sensitivity-weight-twice", "stands there twice", weights=["lm_head.weight"] * 2),
-    by_file("fit-sensitivity-alpha-nan", "an alpha from 0 on, found nan", alpha=float("nan")),
-    by_file("fit-sensitivity-alpha-negative", "an alpha from 0 on, found -1.0", alpha=-1),
-    by_file("fit-sensitivity-alpha-beyond-numbers", "which is none", alpha=10**400),
+    by_file("fit-sensitivity-without-groups", "groups: expected at least one group", groups=[]),
+    by_file("fit-sensitivity-a-group-of-nothing", "groups: group: expected keys and values", groups=[5]),
+    by_file("fit-sensitivity-method-unknown", "half of a surrogate pair", method={"kind": "\ud800"}),
+    by_file("fit-sensitivity-weights-a-text", "weights: expected a list of texts", weights="lm"),
+    by_file("fit-sensitivity-weight-twice", "is there twice", weights=["lm_head.weight"] * 2),
+    by_file("fit-sensitivity-alpha-nan", "alpha: expected a number, found 'nan'", alpha=float("nan")),
+    by_file("fit-sensitivity-alpha-negative", "alpha: expected a number from 0 to 1e+30, found '-1.0'", alpha=-1),
+    by_file("fit-sensitivity-alpha-beyond-numbers", "alpha: expected a number", alpha=10**400),
     evaluating("sensitivity-model-missing", "nowhere", command="sensitivity nowhere s.json"),
-    evaluating("sensitivity-output-in-no-folder", "nowhere", "make it first", command="sensitivity model nowhere/s.json"),
+    evaluating(
+        "sensitivity-output-in-no-folder", "nowhere", "make it first", command="sensitivity model nowhere/s.json"
+    ),
     evaluating("sensitivity-output-there", TEXT, "--overwrite", command="sensitivity model text.txt"),
-    evaluating("sensitivity-output-a-folder", "model", "is there already", command="sensitivity model model --overwrite"),
+    evaluating(
+        "sensitivity-output-a-folder", "model", "is there already", command="sensitivity model model --overwrite"
+    ),
     evaluating("sensitivity-window-beyond-the-model", "16 tokens", "found 17", command=MEASURE + " --window 17"),
-    evaluating("sensitivity-too-few-tokens", "--tokens 15", "one window of 16", command="sensitivity model s.json --tokens 15 --window 16"),
+    evaluating(
+        "sensitivity-too-few-tokens",
+        "--tokens 15",
+        "one window of 16",
+        command="sensitivity model s.json --tokens 15 --window 16",
+    ),
     evaluating("sensitivity-recipe-unknown", "'q55'", "'q5'", command=MEASURE + " --recipe q55"),
     evaluating("sensitivity-config-damaged", "config.json", "JSON", command=MEASURE, config=b"{"),
     evaluating(
-        "sensitivity-model-unknown", "transformers cannot run", "no_such_model", command=MEASURE,
+        "sensitivity-model-unknown",
+        "transformers cannot run",
+        "no_such_model",
+        command=MEASURE,
         config={"model_type": "no_such_model", "max_position_embeddings": 16, "vocab_size": 16},
     ),
-    evaluating("sensitivity-vocabulary-unknown", "vocab_size", "--text FILE", command=MEASURE + " --window 16", config={"model_type": "llama"}),
-    evaluating("sensitivity-an-encoder", "BertModel", command=MEASURE, config=BERT),
-    evaluating("sensitivity-weight-missing", "missing", "lm_head.weight", command=MEASURE, weights=without_tensor("lm_head.weight")),
-    evaluating("sensitivity-logits-nan", "logits are NaN", command=MEASURE, weights=stored(language_model(value=float("nan")))),
-    evaluating("sensitivity-text-missing", "nowhere.txt", "No such file", command=MEASURE + " --text nowhere.txt"),
-    evaluating("sensitivity-text-short", "one window of 16", "found 3", command=MEASURE + " --text text.txt", text="w1 w2 w3"),
     evaluating(
-        "sensitivity-tokens-unknown-to-the-model", "the token 15", "knows 8", command=MEASURE + " --text text.txt",
-        config=language_model_config(8), weights=stored(language_model(8)),
+        "sensitivity-vocabulary-unknown",
+        "vocab_size",
+        "--text FILE",
+        command=MEASURE + " --window 16",
+        config={"model_type": "llama"},
+    ),
+    evaluating("sensitivity-an-encoder", "BertModel", command=MEASURE, config=BERT),
+    evaluating(
+        "sensitivity-weight-missing",
+        "missing",
+        "lm_head.weight",
+        command=MEASURE,
+        weights=without_tensor("lm_head.weight"),
     ),
     evaluating(
-        "sensitivity-tokenizer-missing", "model", "--tokenizer DIR", command=MEASURE + " --text text.txt",
+        "sensitivity-logits-nan", "logits are NaN", command=MEASURE, weights=stored(language_model(value=float("nan")))
+    ),
+    evaluating("sensitivity-text-missing", "nowhere.txt", "No such file", command=MEASURE + " --text nowhere.txt"),
+    evaluating(
+        "sensitivity-text-short", "one window of 16", "found 3", command=MEASURE + " --text text.txt", text="w1 w2 w3"
+    ),
+    evaluating(
+        "sensitivity-tokens-unknown-to-the-model",
+        "the token 15",
+        "knows 8",
+        command=MEASURE + " --text text.txt",
+        config=language_model_config(8),
+        weights=stored(language_model(8)),
+    ),
+    evaluating(
+        "sensitivity-tokenizer-missing",
+        "model",
+        "--tokenizer DIR",
+        command=MEASURE + " --text text.txt",
         without=("model/tokenizer.json", "model/tokenizer_config.json"),
     ),
-]  # fmt: skip
+]
 
 CASES = [
-    *WEIGHT_CASES, *HEADER_CASES, *INDEX_CASES, *SOURCE_CASES, *FOREIGN_CASES, *PACKED_CASES, *PICKLE_CASES,
-    *RECIPE_CASES, *OUTPUT_CASES, *MASTER_CASES, *EXPORT_CASES, *EVAL_CASES, *CALIBRATE_CASES, *FIT_CASES,
-]  # fmt: skip
+    *WEIGHT_CASES,
+    *HEADER_CASES,
+    *INDEX_CASES,
+    *SOURCE_CASES,
+    *FOREIGN_CASES,
+    *PACKED_CASES,
+    *PICKLE_CASES,
+    *RECIPE_CASES,
+    *OUTPUT_CASES,
+    *MASTER_CASES,
+    *EXPORT_CASES,
+    *EVAL_CASES,
+    *CALIBRATE_CASES,
+    *FIT_CASES,
+]
 
 
 def main(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Print what every bad input got, as a Markdown table: python tests/hostile/table.py > docs/bad-inputs.md"""
+"""Print the answer to every bad input as a Markdown table: python tests/hostile/table.py > docs/bad-inputs.md"""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def answer_of_process(command: str) -> tuple[int, str]:
 
 
 def first_line(text: str) -> str:
-    """The first line that says something; a usage error stands in a box."""
+    """The first line with a message; a usage error is printed in a box."""
     bare = (line.strip("│╭╮╰╯─ ") for line in text.splitlines())
     return next((line for line in bare if line and line != "Error" and not line.startswith(("Usage:", "Try "))), "")
 

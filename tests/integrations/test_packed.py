@@ -140,7 +140,9 @@ def test_every_kind_of_weight(on_torch: bool, weights: dict[str, Any], monkeypat
     """By the CPU's kernels, and by the operations of torch that other devices use."""
     if on_torch:
         rows = module.PackedRows
-        monkeypatch.setattr(rows, "_decode_numpy", lambda self, row, *rest: rows._decode_torch(self, *rest))
+        monkeypatch.setattr(
+            rows, "_decode_numpy", lambda self, row, *args, **keywords: rows._decode_torch(self, *args, **keywords)
+        )
     for name, (packed, exact) in weights.items():
         assert (packed is None) == (name == "model.experts.never"), name
         if packed is None:

@@ -41,13 +41,26 @@ from pqweights.planning.sensitivity_file import (
 from pqweights.planning.sensitivity_rule import heuristic_alphas
 
 FOUND = Sensitivity(
-    "0" * 64,
-    {"kind": "random tokens", "tokens": 64, "levels": [0.01, 0.02]},
-    (
-        Measured("model.layers.0.mlp.gate_up", ("a.gate_proj.weight", "a.up_proj.weight"), 0.5, ((0.01, 0.005), (0.02, 0.01))),
-        Measured("lm_head", ("lm_head.weight",), 0.0, ((0.01, 0.0), (0.02, -1e-9))),
+    checkpoint="0" * 64,
+    method={"kind": "random tokens", "tokens": 64, "levels": [0.01, 0.02]},
+    groups=(
+        Measured(
+            name="model.layers.0.mlp.gate_up",
+            weights=("a.gate_proj.weight", "a.up_proj.weight"),
+            alpha=0.5,
+            points=((0.01, 0.005), (0.02, 0.01)),
+        ),
+        Measured(name="lm_head", weights=("lm_head.weight",), alpha=0.0, points=((0.01, 0.0), (0.02, -1e-9))),
     ),
-)  # fmt: skip
+)
+
+
+def group(name: str, *weights: str, alpha: float) -> Measured:
+    return Measured(name=name, weights=weights, alpha=alpha, points=())
+
+
+def of_groups(*groups: Measured) -> Sensitivity:
+    return Sensitivity(checkpoint="", method={}, groups=groups)
 
 
 # ------------------------------------------------------------------------------------------------------------ rule of thumb
@@ -55,7 +68,7 @@ FOUND = Sensitivity(
 
 def rule(*names: str, tied: bool = False) -> dict[str, float]:
     roles = {name: classify(name, "BF16", (64, 128)).name for name in names}
-    return heuristic_alphas(grouped(roles.items(), tied), roles, dict.fromkeys(names, 64 * 128))
+    return heuristic_alphas(grouped(roles.items(), tied), roles)
 
 
 MODULES = (
@@ -109,7 +122,7 @@ def test_tied_embeddings_matter_more_than_either() -> None:
      "layers.1.layers.2.x", f"model.layers.{'9' * 5000}.x", "x" * 10_000, "layers." * 2000 + "1.x"],
 )  # fmt: skip
 def test_odd_names_get_a_number_too(name: str) -> None:
-    alphas = heuristic_alphas({name: [name]}, {name: "linear"}, {name: 1})
+    alphas = heuristic_alphas({name: [name]}, {name: "linear"})
     assert 0 < alphas[name] < math.inf
 
 
@@ -123,28 +136,26 @@ def test_stacks_of_layers_are_counted_apart() -> None:
 def test_what_a_file_lacks_is_scaled_by_what_both_know() -> None:
     names = llama(3)
     roles = {name: classify(name, "BF16", (64, 128)).name for name in names}
-    groups, sizes = grouped(roles.items(), False), dict.fromkeys(names, 1)
-    by_rule, missing = alphas_for(groups, roles, sizes, None)
+    groups = grouped(roles.items(), False)
+    by_rule, missing = alphas_for(groups, roles=roles, known=None)
     assert missing == []
-    measured = [Measured(name, tuple(groups[name]), 7 * by_rule[name], ()) for name in list(groups)[2:]]
-    alphas, missing = alphas_for(groups, roles, sizes, Sensitivity("", {}, tuple(measured)))
+    measured = [group(name, *groups[name], alpha=7 * by_rule[name]) for name in list(groups)[2:]]
+    alphas, missing = alphas_for(groups, roles=roles, known=of_groups(*measured))
     assert missing == list(groups)[:2]
     assert alphas == {name: pytest.approx(7 * alpha) for name, alpha in by_rule.items()}
     assert list(alphas) == list(groups)
     # one that says nothing of any
-    other = Sensitivity("", {}, (Measured("x", ("x.weight",), 9.0, ()),))
-    assert alphas_for(groups, roles, sizes, other) == (by_rule, list(groups))
+    other = of_groups(group("x", "x.weight", alpha=9.0))
+    assert alphas_for(groups, roles=roles, known=other) == (by_rule, list(groups))
 
 
 def test_groups_that_were_cut_finer_add_up() -> None:
-    measured = Sensitivity(
-        "",
-        {},
-        (Measured("q", ("a.q_proj.weight",), 1.0, ()), Measured("kv", ("a.k_proj.weight", "a.v_proj.weight"), 2.5, ())),
+    measured = of_groups(
+        group("q", "a.q_proj.weight", alpha=1.0), group("kv", "a.k_proj.weight", "a.v_proj.weight", alpha=2.5)
     )
     names = [f"a.{each}_proj.weight" for each in "qkv"]
-    roles, sizes = dict.fromkeys(names, "attention"), dict.fromkeys(names, 1)
-    assert alphas_for({"a.qkv": names}, roles, sizes, measured) == ({"a.qkv": 3.5}, [])
+    roles = dict.fromkeys(names, "attention")
+    assert alphas_for({"a.qkv": names}, roles=roles, known=measured) == ({"a.qkv": 3.5}, [])
 
 
 @pytest.mark.parametrize(
@@ -198,27 +209,31 @@ DAMAGED: list[tuple[str, Any, str]] = [
     ("empty", b"", "expected JSON"),
     ("cut", json.dumps(FOUND.to_json())[:-30].encode(), "expected JSON"),
     ("not UTF-8", b"\xff{}", "expected JSON"),
-    ("deep", b"[" * 200_000, "expected JSON"),
+    ("deep", b"[" * 200_000, "levels of nesting"),
     ("digits", b"1" * 5000, "expected JSON"),
     ("a list", [], "pqweights_sensitivity 1"),
     ("null", None, "pqweights_sensitivity 1"),
     ("another document", json.dumps({"groups": []}).encode(), "pqweights_sensitivity 1"),
     ("another version", {"pqweights_sensitivity": 2}, "pqweights_sensitivity 1"),
-    ("no groups", {"groups": []}, "groups: expected a list"),
+    ("no groups", {"groups": []}, "groups: expected at least one group"),
     ("groups null", {"groups": None}, "groups: expected a list"),
     ("groups a mapping", {"groups": {"a": GROUP}}, "groups: expected a list"),
-    ("a group of another kind", {"groups": [GROUP, 5]}, "which is none"),
-    ("a group that is a list", {"groups": [[]]}, "which is none"),
-    ("checkpoint a number", {"checkpoint": 5}, "a checkpoint and a method"),
-    ("checkpoint null", {"checkpoint": None}, "a checkpoint and a method"),
-    ("method a text", {"method": "random"}, "a checkpoint and a method"),
-    ("method empty", {"method": {}}, "a checkpoint and a method"),
-    ("method of an unknown kind", {"method": {"kind": "guess", "tokens": 5}}, "a checkpoint and a method"),
-    ("method of a kind that is a list", {"method": {"kind": ["text"], "tokens": 5}}, "a checkpoint and a method"),
-    ("method without tokens", {"method": {"kind": "text"}}, "a checkpoint and a method"),
-    ("a group twice", {"groups": [GROUP, {**GROUP, "weights": ["b.weight"]}]}, "stands there twice"),
-    ("a weight twice", {"groups": [GROUP, {**GROUP, "name": "b"}]}, "stands there twice"),
-    ("a weight twice in a group", {"groups": [{**GROUP, "weights": ["a", "a"]}]}, "stands there twice"),
+    ("a group of another kind", {"groups": [GROUP, 5]}, "groups: group: expected keys and values"),
+    ("a group that is a list", {"groups": [[]]}, "groups: group: expected keys and values"),
+    ("checkpoint a number", {"checkpoint": 5}, "checkpoint: expected a text"),
+    ("checkpoint null", {"checkpoint": None}, "checkpoint: expected a text"),
+    ("method a text", {"method": "random"}, "method: expected keys and values"),
+    ("method empty", {"method": {}}, "kind: expected a text"),
+    (
+        "method of an unknown kind",
+        {"method": {"kind": "guess", "tokens": 5}},
+        "kind: expected 'random tokens' or 'text'",
+    ),
+    ("method of a kind that is a list", {"method": {"kind": ["text"], "tokens": 5}}, "kind: expected a text"),
+    ("method without tokens", {"method": {"kind": "text"}}, "tokens: expected a whole number"),
+    ("a group twice", {"groups": [GROUP, {**GROUP, "weights": ["b.weight"]}]}, "is there twice"),
+    ("a weight twice", {"groups": [GROUP, {**GROUP, "name": "b"}]}, "is there twice"),
+    ("a weight twice in a group", {"groups": [{**GROUP, "weights": ["a", "a"]}]}, "is there twice"),
 ]
 for _key, _value in (
     ("name", 5), ("name", None), ("weights", []), ("weights", "lm"), ("weights", [5]), ("weights", [["a"]]), ("weights", None),
@@ -229,7 +244,7 @@ for _key, _value in (
     DAMAGED.append((f"{_key} {str(_value)[:12]}", {"groups": [{**GROUP, _key: _value}]}, "group"))
 for _key in ("name", "alpha", "weights", "points"):
     _without = {key: value for key, value in GROUP.items() if key != _key}
-    DAMAGED.append((f"without {_key}", {"groups": [_without]}, "which is none"))
+    DAMAGED.append((f"without {_key}", {"groups": [_without]}, f"{_key}: expected"))
 
 
 @pytest.mark.parametrize(("content", "expected"), [pytest.param(c, e, id=name) for name, c, e in DAMAGED])

@@ -1,4 +1,4 @@
-"""Scales of input channels: the file, the master that carries them, and the search that finds them."""
+"""Activation-aware scales of input channels: the file, the master that holds them, and the search for them."""
 
 from __future__ import annotations
 
@@ -69,12 +69,19 @@ def some_scales(*shape: int, seed: int) -> Floats:
 
 
 SCALES = {
-    MATRIX: some_scales(256, seed=1), STACK: some_scales(3, 128, seed=2), ODD: some_scales(130, seed=3),
-}  # fmt: skip
+    MATRIX: some_scales(256, seed=1),
+    STACK: some_scales(3, 128, seed=2),
+    ODD: some_scales(130, seed=3),
+}
 
 
 def searched(codec: str = "hadamard-lloyd-max", bits: int = 5, names: Any = SCALES) -> dict[str, dict[str, Any]]:
     return {name: {"codec": codec, "bits": bits, "scaled": True} for name in names}
+
+
+def write_scales(path: Path, source: Path, weights: Any, scales: dict[str, Floats], about: Any = None) -> None:
+    fingerprint = open_local(source).fingerprint()
+    write_awq(path, checkpoint=fingerprint, about=about or {}, weights=weights, scales=scales)
 
 
 @pytest.fixture
@@ -85,12 +92,12 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def awq(source: Path, tmp_path: Path) -> Path:
     path = tmp_path / "scales.safetensors"
-    write_awq(path, open_local(source).fingerprint(), {"window": 8}, searched(), SCALES)
+    write_scales(path, source, searched(), SCALES, about={"window": 8})
     return path
 
 
 def per_element(name: str) -> Floats:
-    """The scale of every element of a weight."""
+    """The scale of each element of a weight."""
     shape = TENSORS[name][1].shape
     return np.broadcast_to(SCALES[name][..., None, :], shape)
 
@@ -104,7 +111,7 @@ def read(tensor: Any, start: int, count: int, dtype: str = "F32") -> npt.NDArray
 # --- the master ---
 
 
-def test_codes_are_of_the_scaled_weight_and_the_decoded_one_is_divided(source: Path, awq: Path, tmp_path: Path) -> None:
+def test_scaled_weight_is_encoded_and_decoding_divides(source: Path, awq: Path, tmp_path: Path) -> None:
     run_command({"quantize": str(source), "awq": str(awq)}, tmp_path / "out")
     tensors = {tensor.name: tensor for tensor in open_local(tmp_path / "out").tensors}
     stored = read_all(tmp_path / "out")
@@ -120,7 +127,7 @@ def test_codes_are_of_the_scaled_weight_and_the_decoded_one_is_divided(source: P
         assert np.array_equal(kept.astype(np.float32), values)
         expected = encoded.decode().view(np.float32).reshape(weight.shape) / per_element(name)
         assert read(tensors[name], 0, weight.size).tobytes() == expected.tobytes()
-        # any range, any dtype
+        # in any range and any dtype
         assert read(tensors[name], 77, 500).tobytes() == expected.reshape(-1)[77:577].tobytes()
         assert read(tensors[name], 77, 500, "F64").view(np.float64).astype(np.float32).tobytes() == (
             expected.reshape(-1)[77:577].tobytes()
@@ -130,7 +137,7 @@ def test_codes_are_of_the_scaled_weight_and_the_decoded_one_is_divided(source: P
     assert SINGLE + "_awq_scale" not in stored
 
 
-def test_a_reader_written_from_the_format_page_agrees(source: Path, awq: Path, tmp_path: Path) -> None:
+def test_independent_reader_decodes_the_same_weights(source: Path, awq: Path, tmp_path: Path) -> None:
     run_command({"quantize": str(source), "awq": str(awq)}, tmp_path / "out")
     run_command({"export": str(tmp_path / "out"), "target": "bf16", "dtype": "source"}, tmp_path / "plain")
     plain = read_all(tmp_path / "plain")
@@ -140,7 +147,7 @@ def test_a_reader_written_from_the_format_page_agrees(source: Path, awq: Path, t
         assert tensor.data == plain[name][1].tobytes(), name
 
 
-def test_everything_is_counted_and_verified(source: Path, awq: Path, tmp_path: Path) -> None:
+def test_scales_count_in_bits_per_weight_and_are_verified(source: Path, awq: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     report = run_command({"quantize": str(source), "awq": str(awq)}, out)
     assert verify(out, threads=1).problems == ()
@@ -153,12 +160,12 @@ def test_everything_is_counted_and_verified(source: Path, awq: Path, tmp_path: P
     bits = [found.plan.totals()["bits_per_weight"] for found in (plain, report)]
     assert bits[1] - bits[0] == pytest.approx(added)
     assert inspect(out).totals["bits_per_weight"] == pytest.approx(bits[1])
-    # the error is that of what is coded
+    # the error is that of the scaled weight
     for tensor, record in zip(report.plan.tensors, report.records, strict=True):
         assert tensor.name == KEPT or (record.relative_mse or 1) < 0.004
 
 
-def test_a_damaged_master_is_found(source: Path, awq: Path, tmp_path: Path) -> None:
+def test_damaged_scales_of_a_master_are_found(source: Path, awq: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run_command({"quantize": str(source), "awq": str(awq)}, out)
     file = out / "model-00001-of-00001.safetensors"
@@ -174,7 +181,7 @@ def test_a_damaged_master_is_found(source: Path, awq: Path, tmp_path: Path) -> N
     assert any("q_proj" in problem for problem in verify(out, threads=1).problems)
 
 
-def test_killed_and_continued_the_bytes_are_the_same(source: Path, awq: Path, tmp_path: Path) -> None:
+def test_killed_and_resumed_run_gives_the_same_bytes(source: Path, awq: Path, tmp_path: Path) -> None:
     command = {"quantize": str(source), "awq": str(awq)}
     (counts,) = killed_runs(command, [{"out": str(tmp_path / "whole")}])
     whole = folder_bytes(tmp_path / "whole")
@@ -196,7 +203,7 @@ def test_killed_and_continued_the_bytes_are_the_same(source: Path, awq: Path, tm
 def test_exports_decode_scaled_weights(
     target: str, options: dict[str, str], source: Path, awq: Path, tmp_path: Path
 ) -> None:
-    """Whose codes do not lie in the rotated basis of the weight itself."""
+    """The codes of a scaled weight are not in the rotated basis of the weight itself."""
     run_command({"quantize": str(source), "awq": str(awq)}, tmp_path / "master")
     run_command({"export": str(tmp_path / "master"), "target": target, **options}, tmp_path / "out")
     weight = master_weight(tmp_path / "master")(MATRIX)
@@ -207,13 +214,13 @@ def test_exports_decode_scaled_weights(
     assert all(r.total_mse is None for r in read_manifest(tmp_path / "out").records if r.name == MATRIX)
 
 
-def test_what_leaves_a_dtype_is_clamped(tmp_path: Path) -> None:
-    """Scales that are small enough make decoded weights large: they become the largest finite value, as the format says."""
+def test_decoded_weights_beyond_a_dtype_are_clamped(tmp_path: Path) -> None:
+    """Small scales make decoded weights large; beyond the dtype they become its largest value, as the format says."""
     name = "a.q_proj.weight"
     source = write_checkpoint(tmp_path / "src", {name: f32(gaussian(8, 128, seed=1, scale=20000))}, config={})
     path, tiny = tmp_path / "s.safetensors", np.full(128, 2.0**-14, dtype=np.float32)
-    tiny[:64] = 2.0**14  # the block's norm is theirs: the others are coded with large errors
-    write_awq(path, open_local(source).fingerprint(), {}, searched(names=[name]), {name: tiny})
+    tiny[:64] = 2.0**14  # these dominate the norm of the block, so that the others get large errors
+    write_scales(path, source, searched(names=[name]), {name: tiny})
     run_command({"quantize": str(source), "awq": str(path)}, tmp_path / "out")
     (tensor,) = open_local(tmp_path / "out").tensors
     wide = read(tensor, 0, 1024).view(np.float32)
@@ -224,12 +231,12 @@ def test_what_leaves_a_dtype_is_clamped(tmp_path: Path) -> None:
     assert np.array_equal(half, np.clip(wide, -65504, 65504).astype(np.float16))
 
 
-def test_a_product_that_leaves_float32_is_refused(tmp_path: Path) -> None:
+def test_scaled_weight_beyond_float32_is_refused(tmp_path: Path) -> None:
     name = "a.q_proj.weight"
     source = write_checkpoint(tmp_path / "src", {name: f32(gaussian(8, 128, seed=1, scale=1e35))}, config={})
     path = tmp_path / "s.safetensors"
     wide = np.full(128, 2.0**15, dtype=np.float32)
-    write_awq(path, open_local(source).fingerprint(), {}, searched(names=[name]), {name: wide})
+    write_scales(path, source, searched(names=[name]), {name: wide})
     with pytest.raises(SourceError, match="leaves the range of float32"):
         run_command({"quantize": str(source), "awq": str(path)}, tmp_path / "out")
 
@@ -274,7 +281,7 @@ def wrong_files(source: Path, awq: Path) -> dict[str, Callable[[Path], None]]:
     }
 
 
-def test_scales_for_something_else_are_refused(source: Path, awq: Path, tmp_path: Path) -> None:
+def test_scales_that_do_not_fit_are_refused(source: Path, awq: Path, tmp_path: Path) -> None:
     for number, (kind, write) in enumerate(wrong_files(source, awq).items()):
         path = tmp_path / f"wrong-{number}.safetensors"
         write(path)
@@ -284,9 +291,9 @@ def test_scales_for_something_else_are_refused(source: Path, awq: Path, tmp_path
         assert not list((tmp_path / "out").glob("*.safetensors")), kind
 
 
-def test_another_width_or_codec_when_told(source: Path, awq: Path, tmp_path: Path) -> None:
+def test_scales_of_another_codec_need_the_option(source: Path, awq: Path, tmp_path: Path) -> None:
     path = tmp_path / "wide.safetensors"
-    write_awq(path, open_local(source).fingerprint(), {}, searched("absmax", 3), SCALES)
+    write_scales(path, source, searched("absmax", 3), SCALES)
     line = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "out"), "--awq", str(path)])
     assert line.exit_code == 1
     assert "--awq-any-codec" in line.stderr
@@ -299,7 +306,7 @@ def test_another_width_or_codec_when_told(source: Path, awq: Path, tmp_path: Pat
     assert MATRIX + "_awq_scale" in read_all(tmp_path / "out")
 
 
-def test_a_weight_that_the_recipe_keeps_is_no_scaled_one(source: Path, awq: Path, tmp_path: Path) -> None:
+def test_weight_that_the_recipe_keeps_is_not_scaled(source: Path, awq: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "keep.yaml"
     recipe.write_text(f"codec: hadamard-lloyd-max\nbits: 5\nrules:\n  - name: {MATRIX}\n    keep: true\n")
     command = {"quantize": str(source), "awq": str(awq), "recipe": str(recipe)}
@@ -309,15 +316,15 @@ def test_a_weight_that_the_recipe_keeps_is_no_scaled_one(source: Path, awq: Path
     assert MATRIX + "_awq_scale" not in read_all(tmp_path / "out")
 
 
-def test_a_file_without_scales(source: Path, tmp_path: Path) -> None:
+def test_file_without_scales_changes_nothing(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "none.safetensors"
-    write_awq(path, open_local(source).fingerprint(), {}, {MATRIX: {"scaled": False}}, {})
+    write_scales(path, source, {MATRIX: {"scaled": False}}, {})
     assert open_awq(path).searched == {}
     run_command({"quantize": str(source), "awq": str(path)}, tmp_path / "out")
     assert not any(name.endswith("_awq_scale") or NO_SCALES in name for name in read_all(tmp_path / "out"))
 
 
-def test_nothing_foreign_is_replaced(source: Path, awq: Path, tmp_path: Path) -> None:
+def test_only_a_file_of_scales_is_replaced(source: Path, awq: Path, tmp_path: Path) -> None:
     from pqweights.planning.awq_file import check_free
 
     check_free(tmp_path / "new.safetensors", False)
@@ -342,7 +349,7 @@ def test_nothing_foreign_is_replaced(source: Path, awq: Path, tmp_path: Path) ->
     begin=st.floats(0, 1),
     end=st.floats(0, 1),
 )
-def test_any_range_of_a_weight_is_scaled_as_the_whole(
+def test_range_of_a_weight_is_scaled_like_the_whole(
     rows: int, columns: int, matrices: int, begin: float, end: float
 ) -> None:
     shape = (matrices, rows, columns)
@@ -352,9 +359,9 @@ def test_any_range_of_a_weight_is_scaled_as_the_whole(
     assert scales.scale_shape(shape) == factors.shape
     start, stop = sorted(round(share * weight.size) for share in (begin, end))
     part = weight.reshape(-1)[start:stop].copy()
-    scales.multiply(part, start, shape, factors)
+    scales.multiply(part, factors, start=start, shape=shape)
     assert np.array_equal(part, (weight * factors[:, None, :]).reshape(-1)[start:stop])
-    scales.divide(part, start, shape, factors)
+    scales.divide(part, factors, start=start, shape=shape)
     again = (weight * factors[:, None, :]) / factors[:, None, :]
     assert np.array_equal(part, again.reshape(-1)[start:stop])
 
@@ -381,7 +388,7 @@ def output_error(*arguments: Any) -> float:
     return float(output_errors(*arguments).sum())
 
 
-def test_the_output_error_is_what_it_says() -> None:
+def test_output_error_is_the_mean_over_rows() -> None:
     weight, rows, factors = gaussian(40, 256, seed=1), gaussian(16, 256, seed=2, scale=1), some_scales(256, seed=3)
     encoded, _ = encode_scalar((weight * factors).view(np.uint8).reshape(-1), "F32", weight.shape, CODEC, 4)
     decoded = encoded.decode().view(np.float32).reshape(weight.shape).astype(np.float64) / factors
@@ -389,8 +396,8 @@ def test_the_output_error_is_what_it_says() -> None:
     assert output_errors(CODEC.coder(4), weight, factors, rows).sum() / 16 == pytest.approx(expected, rel=1e-4)
 
 
-def test_outlier_channels_gain_what_theory_says(tmp_path: Path) -> None:
-    """Inputs whose channels differ by s, and weights whose channels differ by 1 / s: what training with outliers leaves."""
+def test_gain_for_outlier_channels_matches_theory(tmp_path: Path) -> None:
+    """The channels of inputs differ by s, and those of weights by 1 / s, as after training with outliers."""
     random = np.random.default_rng(5)
     sizes = np.exp(1.2 * random.standard_normal(512)).astype(np.float32)
     weight = gaussian(256, 512, seed=6) / sizes
@@ -398,26 +405,26 @@ def test_outlier_channels_gain_what_theory_says(tmp_path: Path) -> None:
     found, best = search(CODEC.coder(5), a_layer(tmp_path, weight), inputs(rows, held_back))
     assert found.scaled
     assert best is not None
-    # the sizes of inputs and weights are one another's inverse: only the sum tells
+    # the sizes of inputs and weights are inverse to each other: only the sum of the exponents is determined
     assert found.input_exponent + found.weight_exponent == pytest.approx(1, abs=0.15)
-    # Within a block, scaling turns mean(w^2) mean(x^2) into mean(w x)^2, all w x being alike here.
+    # Within a block, scaling turns mean(w^2) mean(x^2) into mean(w x)^2, because all w x are alike here.
     blocks = sizes.reshape(-1, 128).astype(np.float64)
     theory = 1 - 128 * len(blocks) / ((blocks**2).mean(axis=1) * (blocks**-2).sum(axis=1)).sum()
     assert found.held_back_gain == pytest.approx(theory, abs=0.02)
-    # and the whole matrix errs by that much less, on inputs that nobody has seen
+    # and the error of the whole matrix falls by that much on inputs that the search has not seen
     fresh = gaussian(300, 512, seed=9, scale=1) * sizes
     plain = output_error(CODEC.coder(5), weight, np.ones(512, dtype=np.float32), fresh)
     assert output_error(CODEC.coder(5), weight, best, fresh) / plain == pytest.approx(1 - theory, rel=0.15)
 
 
-def test_where_channels_are_alike_the_scale_stays_1(tmp_path: Path) -> None:
+def test_scale_stays_1_if_channels_are_alike(tmp_path: Path) -> None:
     rows, held_back = gaussian(400, 256, seed=1, scale=1), gaussian(200, 256, seed=2, scale=1)
     found, best = search(CODEC.coder(5), a_layer(tmp_path, gaussian(200, 256, seed=3)), inputs(rows, held_back))
     assert (found.scaled, best) == (False, None)
     assert "1%" in found.reason
 
 
-def test_what_does_not_help_on_the_text_held_back_is_dropped(tmp_path: Path) -> None:
+def test_scales_without_gain_on_the_held_back_text_are_dropped(tmp_path: Path) -> None:
     sizes = np.exp(1.2 * np.random.default_rng(5).standard_normal(256)).astype(np.float32)
     weight = gaussian(128, 256, seed=6)
     rows, held_back = gaussian(400, 256, seed=1, scale=1) * sizes, gaussian(200, 256, seed=2, scale=1) / sizes
@@ -433,7 +440,7 @@ def test_what_does_not_help_on_the_text_held_back_is_dropped(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("rows", "held_back", "windows"), [(255, 200, 8), (300, 127, 8), (300, 200, 3), (300, 0, 8), (0, 0, 8)]
 )
-def test_too_few_tokens_fall_back(rows: int, held_back: int, windows: int, tmp_path: Path) -> None:
+def test_too_few_tokens_leave_the_scale_at_1(rows: int, held_back: int, windows: int, tmp_path: Path) -> None:
     sizes = np.exp(1.2 * np.random.default_rng(5).standard_normal(128)).astype(np.float32)
     seen = inputs(gaussian(max(rows, 1), 128, seed=1) * sizes, gaussian(held_back, 128, seed=2) * sizes, windows)
     if not rows:
@@ -444,7 +451,7 @@ def test_too_few_tokens_fall_back(rows: int, held_back: int, windows: int, tmp_p
     assert f"; {rows} entered it, and {held_back} from {min(windows, held_back)}" in found.reason
 
 
-def test_a_gain_that_one_window_makes_is_chance() -> None:
+def test_gain_from_a_single_window_is_not_significant() -> None:
     windows = np.arange(400) % 8
     steady = np.random.default_rng(1).standard_normal(400) + 1
     assert scale_search.is_clear(steady, windows)
@@ -455,7 +462,7 @@ def test_a_gain_that_one_window_makes_is_chance() -> None:
     assert not scale_search.is_clear(steady, np.zeros(400, dtype=np.int64))
 
 
-def test_what_is_no_matrix_of_whole_blocks_keeps_scale_1(tmp_path: Path) -> None:
+def test_matrix_that_shares_blocks_keeps_scale_1(tmp_path: Path) -> None:
     """Experts of 5 x 100 weights share blocks; scales of one would change the codes of the next."""
     weight = gaussian(3, 5, 100, seed=1)
     folder = write_checkpoint(tmp_path / "stack", {"w": f32(weight)}, config={})
@@ -468,7 +475,7 @@ def test_what_is_no_matrix_of_whole_blocks_keeps_scale_1(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_activations_that_are_not_finite_are_named(value: float, tmp_path: Path) -> None:
+def test_non_finite_activations_are_named(value: float, tmp_path: Path) -> None:
     seen = inputs(gaussian(300, 128, seed=1), gaussian(200, 128, seed=2))
     for broken in (replace(seen, rms=seen.rms * np.float32(value)), replace(seen, held_back=seen.held_back + value)):
         found, best = search(CODEC.coder(5), a_layer(tmp_path, gaussian(64, 128, seed=3)), broken)
@@ -476,7 +483,7 @@ def test_activations_that_are_not_finite_are_named(value: float, tmp_path: Path)
         assert "--dtype float32" in found.reason
 
 
-def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
+def test_non_finite_weights_are_named(tmp_path: Path) -> None:
     weight = gaussian(64, 128, seed=3)
     weight[40, 3] = np.nan
     seen = inputs(gaussian(300, 128, seed=1), gaussian(200, 128, seed=2))
@@ -484,7 +491,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
         search(CODEC.coder(5), a_layer(tmp_path, weight), seen)
 
 
-def test_silent_channels_get_a_finite_scale(tmp_path: Path) -> None:
+def test_channels_of_zeros_get_a_finite_scale(tmp_path: Path) -> None:
     rows, held_back = gaussian(400, 256, seed=1, scale=1), gaussian(200, 256, seed=2, scale=1)
     rows[:, ::2] = held_back[:, ::2] = 0
     weight = gaussian(128, 256, seed=3)
@@ -498,17 +505,27 @@ def test_silent_channels_get_a_finite_scale(tmp_path: Path) -> None:
 
 def plan_of(shapes: dict[str, tuple[int, ...]]) -> list[Any]:
     return [
-        TensorPlan(name, shape, "BF16", "attention", QUANTIZE, "hadamard-lloyd-max", 5, "", ())
+        TensorPlan(
+            name=name,
+            shape=shape,
+            dtype="BF16",
+            role="attention",
+            action=QUANTIZE,
+            codec="hadamard-lloyd-max",
+            bits=5,
+            reason="",
+            stored=(),
+        )
         for name, shape in shapes.items()
     ]
 
 
-def test_the_samples_of_a_large_model_fit_the_disk() -> None:
+def test_samples_of_a_large_model_stay_within_the_limit_on_disk() -> None:
     small = plan_of({f"w{i}": (1024, 1024) for i in range(10)})
     where = {tensor.name: WeightPlace((tensor.name, None), False) for tensor in small}
     assert calibrate._rows(small, where) == calibrate.MOST_ROWS
     assert calibrate._rounds(small, where, calibrate.MOST_ROWS) == [small]
-    # four thousand experts of two matrices each: as many rows as the search needs, and so the model is run several times
+    # 4000 experts of two matrices each: the search needs that many rows, so the model is run several times
     shapes = {f"e{i}.{name}": (768, 2048) for i in range(4000) for name in ("gate", "up")}
     large = plan_of(shapes)
     where = {name: WeightPlace((f"experts.{name.partition('.')[0]}", None), False) for name in shapes}

@@ -1,4 +1,4 @@
-"""Fitting to a size: exact bytes, never above, as close as the groups allow; groups, rules, recipes, manifests, resuming."""
+"""Fitting to a size: exact bytes, never above the target; groups, rules, recipes, manifests, resuming."""
 
 from __future__ import annotations
 
@@ -24,13 +24,18 @@ from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, Plan
 from pqweights.planning.recipe import Recipe, load_recipe, make_target, parse_recipe
 from pqweights.planning.sensitivity_file import Measured, Sensitivity, write_sensitivity
 from pqweights.results.verify import verify
-from pqweights.rewrite.driver import RewriteReport
+from pqweights.rewrite.task import RewriteReport
 
 LAYERS = 3
 MATRICES = {
-    "self_attn.q_proj": (128, 128), "self_attn.k_proj": (64, 128), "self_attn.v_proj": (64, 128),
-    "self_attn.o_proj": (128, 128), "mlp.gate_proj": (192, 128), "mlp.up_proj": (192, 128), "mlp.down_proj": (128, 190),
-}  # fmt: skip
+    "self_attn.q_proj": (128, 128),
+    "self_attn.k_proj": (64, 128),
+    "self_attn.v_proj": (64, 128),
+    "self_attn.o_proj": (128, 128),
+    "mlp.gate_proj": (192, 128),
+    "mlp.up_proj": (192, 128),
+    "mlp.down_proj": (128, 190),
+}
 SHARDS = (DEFAULT_MAX_SHARD_BYTES, 100_000, 30_000)
 
 
@@ -71,7 +76,7 @@ def refused(source: Path, recipe: Recipe, shard: int = DEFAULT_MAX_SHARD_BYTES) 
 
 @functools.cache
 def ends(source: Path, shard: int) -> tuple[int, int]:
-    """The smallest and the largest size that there is, as the errors say."""
+    """The smallest and the largest size that can be a target, as the errors state them."""
     below = re.search(r"smallest possible, (\d+) bytes", refused(source, targeted(1), shard))
     above = re.search(r"above the (\d+) bytes of the source", refused(source, targeted(10**12), shard))
     assert below is not None
@@ -93,22 +98,22 @@ def sensitivity(
     """A file of random sensitivities for the groups of the checkpoint that a fit finds."""
     rng = np.random.default_rng(seed)
     fit, _ = fitted(source, targeted(bits=5))
-    found = [
-        Measured(group.name, group.weights, (alphas or {}).get(group.name, math.exp(rng.normal(0, 2))), ((0.01, 0.02),))
-        for group in fit.groups
-    ]
+    found = []
+    for group in fit.groups:
+        alpha = (alphas or {}).get(group.name, math.exp(rng.normal(0, 2)))
+        found.append(Measured(name=group.name, weights=group.weights, alpha=alpha, points=((0.01, 0.02),)))
     method = {"kind": "random tokens", "tokens": 64}
     kept = tuple(each for each in found if each.name not in without)
-    write_sensitivity(path, Sensitivity(open_local(source).fingerprint(), method, kept))
+    write_sensitivity(path, Sensitivity(checkpoint=open_local(source).fingerprint(), method=method, groups=kept))
     return path
 
 
-# ------------------------------------------------------------------------------------------------------------------- sizes
+# --- sizes ---
 
 
 @pytest.mark.parametrize("shard", SHARDS)
-def test_it_is_never_above_and_nothing_more_would_fit(source: Path, shard: int) -> None:
-    """A sweep of targets: whatever group were one width wider, or kept, the files would be too large."""
+def test_files_are_within_the_target_and_no_group_could_be_wider(source: Path, shard: int) -> None:
+    """For a sweep of targets, one more bit for any group, or keeping it, would make the files too large."""
     least, most = ends(source, shard)
     for size in np.linspace(least, most, 23).astype(int).tolist():
         fit, plan = fitted(source, targeted(size), shard)
@@ -120,17 +125,17 @@ def test_it_is_never_above_and_nothing_more_would_fit(source: Path, shard: int) 
             for group in fit.groups
             if group.bits is not None
         ]
-        # The headers of what is kept are shorter, by no more than this.
+        # The headers of kept tensors are shorter, by at most this much.
         assert not wider or left < min(wider) + 16 * len(plan.tensors), (size, left, min(wider))
 
 
 def fitted_bytes(parameters: int, bits: int | None) -> int:
-    """Of whole blocks."""
+    """The size of a weight of whole blocks."""
     return parameters * 2 if bits is None else -(-parameters // 128) * (16 * bits + 2)
 
 
 @pytest.mark.parametrize("shard", SHARDS)
-def test_the_ends_are_hit_exactly(source: Path, shard: int) -> None:
+def test_smallest_and_largest_targets_are_met_exactly(source: Path, shard: int) -> None:
     least, most = ends(source, shard)
     smallest, _ = fitted(source, targeted(least), shard)
     assert smallest.output_bytes == smallest.smallest_bytes == least
@@ -144,7 +149,7 @@ def test_the_ends_are_hit_exactly(source: Path, shard: int) -> None:
     assert "no quantization is needed" in refused(source, targeted(most + 1), shard)
 
 
-def test_the_ends_in_bits_per_weight(source: Path) -> None:
+def test_smallest_and_largest_bits_per_weight(source: Path) -> None:
     fit, _ = fitted(source, targeted(bits=16))
     assert fit.bits_per_weight == 16
     assert {group.bits for group in fit.groups} == {None}
@@ -158,7 +163,7 @@ def test_the_ends_in_bits_per_weight(source: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", [2.2, 2.9, 3.3, 4.0, 4.5, 5.125, 6.0, 7.7, 8.1, 12.0, 15.5])
-def test_bits_per_weight_are_those_of_the_plan(source: Path, bits: float) -> None:
+def test_bits_per_weight_match_the_plan(source: Path, bits: float) -> None:
     fit, plan = fitted(source, targeted(bits=bits))
     named = {name for group in fit.groups for name in group.weights}
     assert named == {tensor.name for tensor in plan.tensors if len(tensor.shape) == 2}
@@ -169,7 +174,7 @@ def test_bits_per_weight_are_those_of_the_plan(source: Path, bits: float) -> Non
     assert sum(group.bytes for group in fit.groups) == sum(tensor.bytes for tensor in counted)
 
 
-def test_where_groups_are_small_enough_it_is_within_half_a_percent(tmp_path: Path) -> None:
+def test_size_is_within_half_a_percent_if_groups_are_small(tmp_path: Path) -> None:
     deep = write_checkpoint(tmp_path / "deep", tensors(40), config={"model_type": "llama"})
     least, most = ends(deep, 10**6)
     for share in (0.02, 0.2, 0.5, 0.9):
@@ -181,7 +186,7 @@ def test_where_groups_are_small_enough_it_is_within_half_a_percent(tmp_path: Pat
         assert 0.995 * bits <= fitted(deep, targeted(bits=bits))[0].bits_per_weight <= bits
 
 
-def test_more_bytes_never_predict_more_loss(source: Path, tmp_path: Path) -> None:
+def test_predicted_loss_falls_with_size(source: Path, tmp_path: Path) -> None:
     file = str(sensitivity(source, tmp_path / "s.json"))
     for by in (None, file):
         fits = [fitted(source, targeted(bits=bits, sensitivity=by))[0] for bits in np.linspace(2.2, 16, 15).tolist()]
@@ -190,8 +195,8 @@ def test_more_bytes_never_predict_more_loss(source: Path, tmp_path: Path) -> Non
         assert rises[0] > rises[-1] == 0
 
 
-def test_the_plan_is_what_is_written(source: Path, tmp_path: Path) -> None:
-    """One set of numbers from plan to folder, with a limit on files that cuts them."""
+def test_written_files_have_the_planned_size(source: Path, tmp_path: Path) -> None:
+    """Plan, fit and folder agree, also if a limit divides the result into several files."""
     recipe = targeted("250kB")
     for shard in SHARDS[1:]:
         fit, plan = fitted(source, recipe, shard)
@@ -202,11 +207,11 @@ def test_the_plan_is_what_is_written(source: Path, tmp_path: Path) -> None:
         assert verify(out, threads=2).problems == ()
 
 
-# ------------------------------------------------------------------------------------------------------------------ groups
+# --- groups ---
 
 
 @pytest.mark.parametrize("bits", [2.5, 3.1, 4.5, 6.6, 9.0])
-def test_a_group_has_one_width(source: Path, tmp_path: Path, bits: float) -> None:
+def test_weights_of_a_group_share_a_bit_width(source: Path, tmp_path: Path, bits: float) -> None:
     fit, plan = fitted(source, targeted(bits=bits, sensitivity=str(sensitivity(source, tmp_path / "s.json"))))
     widths = bits_of(plan)
     for layer in range(LAYERS):
@@ -217,7 +222,7 @@ def test_a_group_has_one_width(source: Path, tmp_path: Path, bits: float) -> Non
     assert {name: widths[name] for name in fit.rates} == fit.rates
 
 
-def test_what_matters_most_gets_most(source: Path, tmp_path: Path) -> None:
+def test_most_sensitive_group_gets_most_bits(source: Path, tmp_path: Path) -> None:
     alphas = {"model.layers.1.mlp.down_proj": 1e4, "model.layers.2.mlp.down_proj": 0.0}
     file = sensitivity(source, tmp_path / "s.json", alphas)
     fit, _ = fitted(source, targeted(bits=4.5, sensitivity=str(file)))
@@ -227,8 +232,8 @@ def test_what_matters_most_gets_most(source: Path, tmp_path: Path) -> None:
     assert fit.rise == pytest.approx(math.fsum(group.rise for group in fit.groups))
 
 
-def test_no_other_choice_of_widths_is_better(tmp_path: Path) -> None:
-    """Two layers of one matrix and an embedding: every combination is tried."""
+def test_no_other_choice_of_bit_widths_is_better(tmp_path: Path) -> None:
+    """For two layers of one matrix and an embedding, every combination is tried."""
     import itertools
 
     small = write_checkpoint(
@@ -266,19 +271,22 @@ def predicted(alpha: float, bits: int | None) -> float:
     return 0.0 if bits is None else alpha * get_codec("hadamard-lloyd-max").distortion(bits)
 
 
-def test_a_weight_that_no_width_makes_smaller_is_told_as_kept(tmp_path: Path) -> None:
+def test_weight_that_no_bit_width_makes_smaller_is_kept(tmp_path: Path) -> None:
     """64 weights are 128 bytes in BF16, and a block of 130 at 8 bits."""
     tiny = write_checkpoint(
         tmp_path / "tiny",
-        {"model.layers.0.mlp.up_proj.weight": bf16(gaussian(8, 8)), "model.layers.1.mlp.up_proj.weight": bf16(gaussian(64, 128))},
-    )  # fmt: skip
+        {
+            "model.layers.0.mlp.up_proj.weight": bf16(gaussian(8, 8)),
+            "model.layers.1.mlp.up_proj.weight": bf16(gaussian(64, 128)),
+        },
+    )
     fit, plan = fitted(tiny, targeted(bits=8.2))
     assert {(t.action, t.bits) for t in plan.tensors} == {("keep", None), ("quantize", 8)}
     assert plan.totals()["quantized_tensors"] == 1
     assert [group.bits for group in fit.groups] == [None, 8]
 
 
-def test_experts_and_tied_embeddings_are_one_group(tmp_path: Path) -> None:
+def test_experts_and_tied_embeddings_are_groups(tmp_path: Path) -> None:
     experts = {
         f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight": bf16(gaussian(32, 128))
         for layer in (0, 1)
@@ -291,13 +299,15 @@ def test_experts_and_tied_embeddings_are_one_group(tmp_path: Path) -> None:
         folder = write_checkpoint(tmp_path / name, experts | both, config={"model_type": "x", **config})
         fit, _ = fitted(folder, targeted(bits=4.5))
         assert {group.name: len(group.weights) for group in fit.groups} == {
-            "embeddings": 2, "model.layers.0.mlp.experts": 12, "model.layers.1.mlp.experts": 12,
-        }  # fmt: skip
+            "embeddings": 2,
+            "model.layers.0.mlp.experts": 12,
+            "model.layers.1.mlp.experts": 12,
+        }
     untied = write_checkpoint(tmp_path / "untied", experts | both, config={"tie_word_embeddings": False})
     assert len(fitted(untied, targeted(bits=4.5))[0].groups) == 4
 
 
-# ------------------------------------------------------------------------------------------------------------------- rules
+# --- rules ---
 
 RULES = """
 name: mine
@@ -309,7 +319,7 @@ rules:
 """
 
 
-def test_rules_that_give_bits_or_keep_are_obeyed(source: Path) -> None:
+def test_rules_with_bits_or_keep_are_obeyed(source: Path) -> None:
     for bits in (3.5, 5.0, 8.0):
         fit, plan = fitted(source, parse_recipe(RULES.format(bits=bits), "mine.yaml"))
         widths = bits_of(plan)
@@ -325,7 +335,7 @@ def test_rules_that_give_bits_or_keep_are_obeyed(source: Path) -> None:
         assert fit.bits_per_weight == pytest.approx(8 * sum(t.bytes for t in counted) / sum(t.weights for t in counted))
 
 
-def test_what_rules_fix_is_in_the_smallest_size(source: Path) -> None:
+def test_smallest_size_includes_weights_fixed_by_rules(source: Path) -> None:
     rules = "rules: [{name: 'model.layers.*', keep: true}]"
     least, most = (
         int(re.findall(r"(\d+) bytes", refused(source, parse_recipe(f"{{target_size: {size}, {rules}}}", "r")))[-1])
@@ -339,14 +349,14 @@ def test_what_rules_fix_is_in_the_smallest_size(source: Path) -> None:
 
 
 @pytest.mark.parametrize("rule", ["keep: true", "bits: 4"])
-def test_a_recipe_that_leaves_nothing_free_is_refused(source: Path, rule: str) -> None:
+def test_recipe_without_free_weights_is_refused(source: Path, rule: str) -> None:
     assert "width is free" in refused(source, parse_recipe(f"{{target_bpw: 4.5, rules: [{{name: '*', {rule}}}]}}", "r"))
 
 
-# --------------------------------------------------------------------------------------------- sensitivities and manifests
+# --- sensitivities and manifests ---
 
 
-def test_one_file_serves_every_target(source: Path, tmp_path: Path) -> None:
+def test_one_sensitivity_file_serves_every_target(source: Path, tmp_path: Path) -> None:
     file = str(sensitivity(source, tmp_path / "s.json"))
     small, large = (fitted(source, targeted(bits=bits, sensitivity=file))[0] for bits in (3.0, 6.0))
     assert small.sensitivity == large.sensitivity is not None
@@ -359,7 +369,7 @@ def test_one_file_serves_every_target(source: Path, tmp_path: Path) -> None:
     assert explicit == by_rule
 
 
-def test_groups_that_the_file_lacks_get_the_rule_of_thumb(source: Path, tmp_path: Path) -> None:
+def test_groups_missing_from_the_file_get_the_rule_of_thumb(source: Path, tmp_path: Path) -> None:
     lacking = ["lm_head", "model.layers.1.mlp.gate_up"]
     rule = {group.name: group.alpha for group in fitted(source, targeted(bits=5))[0].groups}
     tenfold = {name: 10 * alpha for name, alpha in rule.items()}
@@ -371,14 +381,14 @@ def test_groups_that_the_file_lacks_get_the_rule_of_thumb(source: Path, tmp_path
     assert "2 group(s) are not in the sensitivity file" in text
 
 
-def test_a_file_of_another_checkpoint_is_refused(source: Path, tmp_path: Path) -> None:
+def test_sensitivities_of_another_checkpoint_are_refused(source: Path, tmp_path: Path) -> None:
     file = sensitivity(source, tmp_path / "s.json")
     other = write_checkpoint(tmp_path / "other", tensors() | {"lm_head.weight": bf16(gaussian(96, 128, seed=99))})
     with pytest.raises(SourceError, match=r"sensitivities of this checkpoint.*of another.*pqweights sensitivity"):
         fitted(other, targeted(bits=4.5, sensitivity=str(file)))
 
 
-def test_the_manifest_tells_how_widths_were_chosen(source: Path, tmp_path: Path) -> None:
+def test_manifest_states_how_bit_widths_were_chosen(source: Path, tmp_path: Path) -> None:
     file = sensitivity(source, tmp_path / "s.json")
     recipe = targeted("250kB", sensitivity=str(file))
     done = quantize(source, tmp_path / "out", recipe, threads=2)
@@ -386,10 +396,14 @@ def test_the_manifest_tells_how_widths_were_chosen(source: Path, tmp_path: Path)
     fit, _ = fitted(source, recipe)
     import hashlib
 
-    assert manifest["fit"] == fit.describe() == {
-        "sensitivity": {"kind": "random tokens", "sha256": hashlib.sha256(file.read_bytes()).hexdigest()},
-        "predicted_rise": manifest["fit"]["predicted_rise"],
-    }  # fmt: skip
+    assert (
+        manifest["fit"]
+        == fit.describe()
+        == {
+            "sensitivity": {"kind": "random tokens", "sha256": hashlib.sha256(file.read_bytes()).hexdigest()},
+            "predicted_rise": manifest["fit"]["predicted_rise"],
+        }
+    )
     assert manifest["fit"]["predicted_rise"] == pytest.approx(fit.rise, rel=1e-5)
     assert manifest["recipe"]["target_size"] == 250_000
     assert str(tmp_path) not in json.dumps(manifest)
@@ -403,13 +417,13 @@ def test_the_manifest_tells_how_widths_were_chosen(source: Path, tmp_path: Path)
     assert isinstance(plain, RewriteReport)
 
 
-def test_the_same_bytes_from_any_number_of_threads(source: Path, tmp_path: Path) -> None:
+def test_output_is_identical_across_thread_counts(source: Path, tmp_path: Path) -> None:
     for threads in (1, 3):
         quantize(source, tmp_path / str(threads), targeted(bits=4.5), threads=threads, max_shard_bytes=60_000)
     assert folder_bytes(tmp_path / "1") == folder_bytes(tmp_path / "3")
 
 
-def test_the_same_target_is_done_already_and_another_is_refused(source: Path, tmp_path: Path) -> None:
+def test_finished_result_is_recognised_and_another_target_refused(source: Path, tmp_path: Path) -> None:
     first, second = (sensitivity(source, tmp_path / f"{seed}.json", seed=seed) for seed in (0, 1))
     out = tmp_path / "out"
     done = quantize(source, out, targeted(bits=4.5, sensitivity=str(first)), threads=2)
@@ -419,9 +433,12 @@ def test_the_same_target_is_done_already_and_another_is_refused(source: Path, tm
     copy = shutil.copy(first, tmp_path / "copy.json")
     assert quantize(source, out, targeted(bits=4.5, sensitivity=str(copy)), threads=2).already_done
     for other in (
-        targeted(bits=4.5, sensitivity=str(second)), targeted(bits=4.5), targeted(bits=4.6, sensitivity=str(first)),
-        targeted(done.plan.output_bytes, sensitivity=str(first)), load_recipe("q5"),
-    ):  # fmt: skip
+        targeted(bits=4.5, sensitivity=str(second)),
+        targeted(bits=4.5),
+        targeted(bits=4.6, sensitivity=str(first)),
+        targeted(done.plan.output_bytes, sensitivity=str(first)),
+        load_recipe("q5"),
+    ):
         result = _quantize_refused(source, out, other)
         assert "--overwrite" in result
     assert folder_bytes(out) == before
@@ -438,7 +455,7 @@ def _quantize_refused(source: Path, out: Path, recipe: Recipe) -> str:
     return str(caught.value)
 
 
-def test_an_interrupted_run_continues_to_the_same_bytes(source: Path, tmp_path: Path) -> None:
+def test_interrupted_run_resumes_to_the_same_bytes(source: Path, tmp_path: Path) -> None:
     class Interrupted(Exception):
         pass
 
@@ -456,11 +473,11 @@ def test_an_interrupted_run_continues_to_the_same_bytes(source: Path, tmp_path: 
     assert folder_bytes(out) == folder_bytes(tmp_path / "whole")
 
 
-# ------------------------------------------------------------------------------------------------------------------- curve
+# --- curve ---
 
 
 @pytest.mark.parametrize("bits", [2.2, 4.5, 6.0, 12.0])
-def test_the_curve_begins_at_the_smallest_and_goes_through_the_target(source: Path, bits: float) -> None:
+def test_curve_starts_at_the_smallest_size_and_includes_the_target(source: Path, bits: float) -> None:
     fit, _ = fitted(source, targeted(bits=bits))
     sizes, rises = [p.output_bytes for p in fit.curve], [p.rise for p in fit.curve]
     assert sizes == sorted(set(sizes))
@@ -471,10 +488,10 @@ def test_the_curve_begins_at_the_smallest_and_goes_through_the_target(source: Pa
     assert rises[sizes.index(fit.output_bytes)] >= 0.5 * fit.rise
 
 
-# ------------------------------------------------------------------------------------------------------------ command line
+# --- command line ---
 
 
-def test_plan_prints_and_writes_nothing(source: Path, tmp_path: Path) -> None:
+def test_plan_prints_the_fit_and_writes_nothing(source: Path, tmp_path: Path) -> None:
     before = folder_bytes(source)
     done = invoke("plan", source, "--target-size", "250kB")
     assert done.exit_code == 0, done.stderr
@@ -503,13 +520,13 @@ def test_plan_prints_and_writes_nothing(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_few_bits_come_with_a_warning(source: Path) -> None:
+def test_few_bits_give_a_warning(source: Path) -> None:
     assert "less than 3 bits, where the loss rises more" in invoke("plan", source, "--target-bpw", 2.5).stdout
     assert "less than 3 bits" not in invoke("plan", source, "--target-bpw", 4.5).stdout
 
 
-def test_what_rules_fix_counts_in_the_prediction(source: Path) -> None:
-    """And in groups: k and v get what fits, beside a q that a rule fixes, and the group's error is that of all three."""
+def test_weights_fixed_by_rules_count_in_the_prediction(source: Path) -> None:
+    """They count in groups, too: a rule fixes q, k and v get free bits, and the error is that of all three."""
     free, _ = fitted(source, targeted(bits=4.0))
     text = "target_bpw: 4.0\nrules:\n  - role: mlp\n    bits: 2\n  - name: '*.q_proj.weight'\n    bits: 8\n"
     fixed, plan = fitted(source, parse_recipe(text, "mine.yaml"))
@@ -523,7 +540,7 @@ def test_what_rules_fix_counts_in_the_prediction(source: Path) -> None:
         assert widths[f"{attention}.k_proj.weight"] == widths[f"{attention}.v_proj.weight"] == group.bits
 
 
-def test_json_has_all_of_it(source: Path, tmp_path: Path) -> None:
+def test_json_holds_the_whole_fit(source: Path, tmp_path: Path) -> None:
     file = sensitivity(source, tmp_path / "s.json", without=["lm_head"])
     arguments = ("--target-bpw", "4.5", "--sensitivity", file, "--json")
     planned = invoke("plan", source, *arguments)
@@ -543,7 +560,7 @@ def test_json_has_all_of_it(source: Path, tmp_path: Path) -> None:
     assert again["fit"] == fit
 
 
-def test_quantize_says_what_was_chosen(source: Path, tmp_path: Path) -> None:
+def test_quantize_prints_the_chosen_bit_widths(source: Path, tmp_path: Path) -> None:
     done = invoke("quantize", source, tmp_path / "out", "--target-size", "250kB")
     assert done.exit_code == 0, done.stderr
     assert "target: 250000 bytes: " in done.stdout
@@ -552,7 +569,7 @@ def test_quantize_says_what_was_chosen(source: Path, tmp_path: Path) -> None:
     assert files_bytes(tmp_path / "out") <= 250_000
 
 
-def test_a_recipe_file_with_a_target(source: Path, tmp_path: Path) -> None:
+def test_recipe_file_with_a_target(source: Path, tmp_path: Path) -> None:
     sensitivity(source, tmp_path / "s.json")
     mine = tmp_path / "mine.yaml"
     mine.write_text(f"target_size: 0.25MB\nsensitivity: {tmp_path / 's.json'}\n")
@@ -561,7 +578,7 @@ def test_a_recipe_file_with_a_target(source: Path, tmp_path: Path) -> None:
         invoke("plan", source, "--target-size", 250_000, "--sensitivity", tmp_path / "s.json", "--json").stdout
     )
     assert by_recipe == by_options
-    # an option is worth more than the recipe
+    # an option overrides the recipe
     smaller = json.loads(invoke("plan", source, "--recipe", mine, "--target-bpw", 3, "--json").stdout)["fit"]
     assert smaller["target"] == {"target_bpw": 3.0}
     assert smaller["sensitivity"]["kind"] == "random tokens"
@@ -581,7 +598,9 @@ USAGE: list[tuple[list[Any], str]] = [
 
 @pytest.mark.parametrize("command", ["plan", "quantize"])
 @pytest.mark.parametrize(("options", "expected"), USAGE)
-def test_wrong_usage(source: Path, tmp_path: Path, command: str, options: list[Any], expected: str) -> None:
+def test_wrong_usage_exits_with_2(
+    source: Path, tmp_path: Path, command: str, options: list[Any], expected: str
+) -> None:
     done = invoke(command, source, *([tmp_path / "out"] if command == "quantize" else []), *options)
     assert done.exit_code == 2
     assert expected in " ".join(done.stderr.replace("│", " ").split())

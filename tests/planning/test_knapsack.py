@@ -1,4 +1,4 @@
-"""The knapsack against every combination tried, and its promises where there are too many to try."""
+"""The knapsack against exhaustive search, and its guarantees for problems that are too large for that."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ Groups = list[list[Choice]]
 
 COSTS = st.integers(0, 60)
 LOSSES = st.one_of(st.integers(0, 4).map(float), st.floats(0, 10, allow_subnormal=False))
-GROUPS = st.lists(
-    st.lists(st.builds(Choice, COSTS, LOSSES), min_size=1, max_size=5), min_size=1, max_size=5
-)  # fmt: skip
+GROUPS = st.lists(st.lists(st.builds(Choice, COSTS, LOSSES), min_size=1, max_size=5), min_size=1, max_size=5)
 
 
-def tried(groups: Groups, budget: int) -> list[tuple[float, int]]:
-    """Loss and cost of every combination that the budget allows."""
+def combinations(groups: Groups, budget: int) -> list[tuple[float, int]]:
+    """Loss and cost of every combination within the budget."""
     return [
         (math.fsum(choice.loss for choice in chosen), sum(choice.cost for choice in chosen))
         for chosen in itertools.product(*groups)
@@ -33,7 +31,7 @@ def tried(groups: Groups, budget: int) -> list[tuple[float, int]]:
 
 
 def checked(groups: Groups, solution: Solution | None, budget: int) -> Solution:
-    """A solution that is what it says."""
+    """Check that a solution states its own cost and loss, and return it."""
     assert solution is not None
     chosen = [group[number] for group, number in zip(groups, solution.choices, strict=True)]
     assert solution.cost == sum(choice.cost for choice in chosen) <= budget
@@ -44,7 +42,7 @@ def checked(groups: Groups, solution: Solution | None, budget: int) -> Solution:
 
 
 def layers(count: int, sizes: Sequence[int], seed: int, decay: float = 4.0) -> Groups:
-    """Groups as a model has them: eight widths, errors that fall by four with each bit, and none when kept."""
+    """Groups like those of a model: seven bit widths, errors that fall by `decay` with each bit, and none if kept."""
     rng = random.Random(seed)
     groups = []
     for number in range(count):
@@ -54,13 +52,13 @@ def layers(count: int, sizes: Sequence[int], seed: int, decay: float = 4.0) -> G
     return groups
 
 
-# ------------------------------------------------------------------------------------------------- every combination tried
+# --- exhaustive search ---
 
 
 @settings(max_examples=300, deadline=None)
 @given(GROUPS, st.integers(0, 320))
-def test_it_is_the_best_of_all_combinations(groups: Groups, budget: int) -> None:
-    allowed = tried(groups, budget)
+def test_solution_is_the_best_of_all_combinations(groups: Groups, budget: int) -> None:
+    allowed = combinations(groups, budget)
     solution = solve(groups, budget)
     if not allowed:
         assert solution is None
@@ -73,11 +71,11 @@ def test_it_is_the_best_of_all_combinations(groups: Groups, budget: int) -> None
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_it_is_the_best_at_every_budget(seed: int) -> None:
-    """Of groups like a model's, with budgets a byte apart around the corners."""
+def test_solution_is_the_best_at_every_budget(seed: int) -> None:
+    """The groups are like those of a model, and the budgets are a byte apart around possible costs."""
     rng = random.Random(seed)
     groups = [rng.sample(group, 5) for group in layers(6, [1, 2, 3, 7], seed)]
-    everything = sorted(tried(groups, 10**9), key=lambda each: (each[1], each[0]))
+    everything = sorted(combinations(groups, 10**9), key=lambda each: (each[1], each[0]))
     costs = sorted({cost for _, cost in everything})
     budgets = sorted({cost + step for cost in rng.sample(costs, 25) for step in (-1, 0, 1)})
     best = math.inf
@@ -93,15 +91,15 @@ def test_it_is_the_best_at_every_budget(seed: int) -> None:
             assert checked(groups, solution, budget).loss <= best * (1 + 1e-6)
 
 
-def test_below_the_cheapest_there_is_nothing() -> None:
+def test_budget_below_the_cheapest_has_no_solution() -> None:
     groups = [[Choice(5, 1.0), Choice(3, 2.0)], [Choice(7, 0.0)]]
     assert cheapest(groups) == 10
     assert solve(groups, 9) is None
-    assert solve(groups, 10) == Solution((1, 0), 10, 2.0, 2.0)
-    assert solve(groups, 12) == Solution((0, 0), 12, 1.0, 1.0)
+    assert solve(groups, 10) == Solution(choices=(1, 0), cost=10, loss=2.0, bound=2.0)
+    assert solve(groups, 12) == Solution(choices=(0, 0), cost=12, loss=1.0, bound=1.0)
 
 
-def test_all_that_there_is_money_for() -> None:
+def test_large_budget_buys_everything() -> None:
     groups = layers(30, [1, 5, 9], 1)
     solution = checked(groups, solve(groups, 10**12), 10**12)
     assert solution.loss == 0
@@ -109,24 +107,30 @@ def test_all_that_there_is_money_for() -> None:
     assert solution.choices == (7,) * 30
 
 
-def test_one_group() -> None:
+def test_single_group() -> None:
     group = [Choice(9, 0.5), Choice(1, 8.0), Choice(4, 2.0), Choice(4, 3.0), Choice(20, 0.5)]
     found = {budget: solve([group], budget) for budget in (0, 1, 3, 4, 8, 9, 100)}
     assert {budget: solution and solution.choices for budget, solution in found.items()} == {
-        0: None, 1: (1,), 3: (1,), 4: (2,), 8: (2,), 9: (0,), 100: (0,),
-    }  # fmt: skip
+        0: None,
+        1: (1,),
+        3: (1,),
+        4: (2,),
+        8: (2,),
+        9: (0,),
+        100: (0,),
+    }
     assert all(solution is None or solution.gap <= 2 * knapsack.TOLERANCE for solution in found.values())
 
 
-def test_without_losses_the_cheapest_is_chosen() -> None:
+def test_cheapest_is_chosen_without_losses() -> None:
     groups = [[Choice(8, 0.0), Choice(3, 0.0), Choice(3, 0.0)] for _ in range(20)]
-    assert solve(groups, 60) == Solution((1,) * 20, 60, 0.0, 0.0)
-    assert solve(groups, 10**6) == Solution((1,) * 20, 60, 0.0, 0.0)
+    assert solve(groups, 60) == Solution(choices=(1,) * 20, cost=60, loss=0.0, bound=0.0)
+    assert solve(groups, 10**6) == Solution(choices=(1,) * 20, cost=60, loss=0.0, bound=0.0)
     assert solve(groups, 59) is None
 
 
-def test_what_no_hull_shows_is_found() -> None:
-    """The best of 10 is a pair of choices above the convex envelope, which a greedy descent never looks at."""
+def test_solution_above_the_convex_envelope_is_found() -> None:
+    """At a cost of 10 the best pair of choices lies above the convex envelope, where a greedy descent never looks."""
     group = [Choice(0, 10.0), Choice(5, 5.5), Choice(10, 0.0)]
     solution = checked([group, group], solve([group, group], 10), 10)
     assert solution.loss == 10.0
@@ -134,11 +138,11 @@ def test_what_no_hull_shows_is_found() -> None:
     assert checked([other, other], solve([other, other], 12), 12).choices == (1, 1)
 
 
-# ------------------------------------------------------------------------------------------------------------------ order
+# --- order ---
 
 
-def test_the_same_groups_get_the_same_answer() -> None:
-    """Equal groups tie in many ways: a thousand calls would still have to agree."""
+def test_solution_is_deterministic() -> None:
+    """Equal groups tie in many ways."""
     groups = [[Choice(1, 4.0), Choice(3, 1.0)] for _ in range(9)]
     first = solve(groups, 17)
     assert first is not None
@@ -147,12 +151,12 @@ def test_the_same_groups_get_the_same_answer() -> None:
     assert all(solve([list(group) for group in groups], 17) == first for _ in range(5))
 
 
-def test_of_equal_choices_in_a_group_the_first_is_taken() -> None:
+def test_first_of_equal_choices_is_taken() -> None:
     groups = [[Choice(9, 1.0), Choice(4, 1.0), Choice(4, 1.0)], [Choice(2, 0.0), Choice(2, 0.0)]]
-    assert solve(groups, 100) == Solution((1, 0), 6, 1.0, 1.0)
+    assert solve(groups, 100) == Solution(choices=(1, 0), cost=6, loss=1.0, bound=1.0)
 
 
-def test_the_order_of_choices_and_groups_changes_neither_cost_nor_loss() -> None:
+def test_loss_does_not_depend_on_the_order_of_choices_and_groups() -> None:
     groups = layers(40, [3, 8, 8, 1], 5)
     budget = cheapest(groups) * 2
     first = checked(groups, solve(groups, budget), budget)
@@ -165,7 +169,7 @@ def test_the_order_of_choices_and_groups_changes_neither_cost_nor_loss() -> None
     assert backwards.loss == pytest.approx(first.loss, rel=2e-6)
 
 
-# -------------------------------------------------------------------------------------------------------------- many groups
+# --- many groups ---
 
 
 KINDS = {
@@ -201,11 +205,11 @@ def test_a_thousand_groups_are_solved_to_within_a_thousandth(kind: str, share: f
     assert solution.bound >= envelope - abs(envelope) * 1e-9 - 1e-12
 
 
-def test_with_too_many_states_the_bound_still_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search gives up exactness, step by step, and says so; the answer stays within the budget."""
+def test_bound_holds_with_too_many_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search gives up exactness step by step, and states the gap; the answer stays within the budget."""
     groups = layers(6, [1, 2, 3, 7], 11)
     budget = cheapest(groups) * 2 + 1
-    best = min(loss for loss, _ in tried([group[:8] for group in groups], budget))
+    best = min(loss for loss, _ in combinations([group[:8] for group in groups], budget))
     for most in (200_000, 20, 3, 1):
         monkeypatch.setattr(knapsack, "MOST_STATES", most)
         solution = checked(groups, solve(groups, budget), budget)
@@ -215,12 +219,12 @@ def test_with_too_many_states_the_bound_still_holds(monkeypatch: pytest.MonkeyPa
     assert checked(groups, solve(groups, budget), budget).loss == pytest.approx(best, rel=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------------------------- curve
+# --- curve ---
 
 
 @settings(max_examples=100, deadline=None)
 @given(GROUPS)
-def test_the_curve_is_a_lower_bound_that_falls_and_is_convex(groups: Groups) -> None:
+def test_curve_is_a_falling_convex_lower_bound(groups: Groups) -> None:
     least = cheapest(groups)
     most = sum(max(choice.cost for choice in group) for group in groups)
     budgets = range(least, most + 3)
@@ -229,13 +233,13 @@ def test_the_curve_is_a_lower_bound_that_falls_and_is_convex(groups: Groups) -> 
     found = [loss for loss in losses[1:] if loss is not None]
     assert len(found) == len(budgets)
     for budget in list(budgets)[:: max(1, len(budgets) // 10)]:
-        assert found[budget - least] <= min(loss for loss, _ in tried(groups, budget)) + 1e-9
+        assert found[budget - least] <= min(loss for loss, _ in combinations(groups, budget)) + 1e-9
     steps = [before - after for before, after in itertools.pairwise(found)]
     assert all(step >= -1e-9 for step in steps)
     assert all(later <= earlier + 1e-9 for earlier, later in itertools.pairwise(steps))
 
 
-def test_the_ends_of_the_curve_are_answers() -> None:
+def test_ends_of_the_curve_are_solutions() -> None:
     groups = layers(12, [1, 4], 9)
     least, most = cheapest(groups), sum(group[-1].cost for group in groups)
     first, last, beyond = curve(groups, [least, most, most + 10**6])

@@ -1,4 +1,4 @@
-"""The plan: what a dry run says is what a run writes, byte for byte, and it is known before a weight is read."""
+"""The plan: a run writes what a dry run prints, byte for byte, and no weight is read for it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def planned(source: Path, max_shard_bytes: int = SHARD_BYTES, recipe: str = "q5"
 
 @pytest.mark.parametrize("recipe", ["q2", "q3", "q4", "q5", "q6", "q8"])
 @pytest.mark.parametrize("max_shard_bytes", [1, SHARD_BYTES, 10**9])
-def test_the_result_is_the_plan(recipe: str, max_shard_bytes: int, source: Path, tmp_path: Path) -> None:
+def test_result_has_the_planned_files_and_tensors(
+    recipe: str, max_shard_bytes: int, source: Path, tmp_path: Path
+) -> None:
     plan = planned(source, max_shard_bytes, recipe)
     run_command({"quantize": str(source), "recipe": recipe, "max_shard_bytes": max_shard_bytes}, tmp_path / "out")
     files = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.safetensors")}
@@ -58,7 +60,7 @@ def test_the_result_is_the_plan(recipe: str, max_shard_bytes: int, source: Path,
             assert (spec.dtype, spec.shape) == (stored[spec.name][0], stored[spec.name][1].shape)
 
 
-def test_every_tensor_of_the_source_is_in_the_plan(source: Path) -> None:
+def test_plan_has_every_tensor_of_the_source(source: Path) -> None:
     plan = planned(source)
     tensors = read_all(source)
     assert {t.name: (t.dtype, t.shape) for t in plan.tensors} == {n: (d, v.shape) for n, (d, v) in tensors.items()}
@@ -68,7 +70,7 @@ def test_every_tensor_of_the_source_is_in_the_plan(source: Path) -> None:
         assert tensor.reason
 
 
-def test_the_index_is_complete(source: Path, tmp_path: Path) -> None:
+def test_index_lists_every_tensor(source: Path, tmp_path: Path) -> None:
     run_command({"quantize": str(source), "max_shard_bytes": SHARD_BYTES}, tmp_path / "out")
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_bytes())
     found = {name: path.name for path in (tmp_path / "out").glob("*.safetensors") for name in read_safetensors(path)}
@@ -80,8 +82,8 @@ def test_the_index_is_complete(source: Path, tmp_path: Path) -> None:
             assert found[name] == found[name.removesuffix("_codes") + "_norms"]
 
 
-def test_the_safetensors_library_reads_the_shards(source: Path, tmp_path: Path) -> None:
-    """Names, shapes and bytes; BF16 by way of torch, as numpy has none."""
+def test_safetensors_library_reads_the_shards(source: Path, tmp_path: Path) -> None:
+    """Names, shapes and bytes are compared through torch, because numpy has no BF16."""
     import torch
     from safetensors.torch import load_file
 
@@ -98,7 +100,7 @@ def test_the_safetensors_library_reads_the_shards(source: Path, tmp_path: Path) 
     assert seen == stored.keys()
 
 
-def test_a_plan_reads_no_weight(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_reads_no_weight(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[tuple[str, int, int]] = []
     read_into = LocalStorage.read_into
 
@@ -134,15 +136,14 @@ def test_bits_per_weight_count_norms_and_padding(tmp_path: Path) -> None:
         assert planned(tmp_path / "even", recipe=recipe).totals()["bits_per_weight"] == bits + 16 / 128
 
 
-def test_sources_without_anything_to_quantize(tmp_path: Path) -> None:
+def test_totals_of_a_source_without_weights_to_quantize(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "model", {"norm.weight": bf16(gaussian(256))})
     totals = planned(source).totals()
     assert (totals["bits_per_weight"], totals["quantized_weights"]) == (None, 0)
     assert totals["source_bytes"] == (source / "model.safetensors").stat().st_size
 
 
-def test_a_rewrite_of_empty_and_scalar_tensors(tmp_path: Path) -> None:
-    """Shapes with a zero, and without any dimension, are tensors too."""
+def test_empty_and_scalar_tensors_are_copied(tmp_path: Path) -> None:
     tensors = {
         "empty": f32(np.zeros((0, 128))),
         "mlp.up_proj.weight": bf16(gaussian(64, 128)),
@@ -164,8 +165,8 @@ NAMES = st.lists(st.text(st.characters(exclude_categories=("Cs",)), max_size=8),
 
 @settings(max_examples=150, deadline=None)
 @given(NAMES, st.data())
-def test_a_header_is_the_json_that_python_writes(names: list[str], data: st.DataObject) -> None:
-    """Entries with a dtype and shape in common are written alike, whatever the names hold."""
+def test_header_is_the_json_that_python_writes(names: list[str], data: st.DataObject) -> None:
+    """Tensors that share dtype and shape share encoded text, whatever characters their names hold."""
     kinds = st.sampled_from([("BF16", (2, 3)), ("U8", (2, 3)), ("F32", ()), ("F64", (0, 7)), ("F4", (1, 2))])
     specs = [TensorSpec(name, *data.draw(kinds)) for name in names]
     metadata = {"format": "pt", 'a"b': "\\é\n"}
@@ -181,6 +182,21 @@ def test_a_header_is_the_json_that_python_writes(names: list[str], data: st.Data
     assert sorted(tensor.name for tensor in stored) == sorted(names)
 
 
+def tensor_plan(name: str, dtype: str, shape: list[int], stored: tuple[TensorSpec, ...]) -> TensorPlan:
+    quantized = len(stored) > 1
+    return TensorPlan(
+        name=name,
+        shape=tuple(shape),
+        dtype=dtype,
+        role="",
+        action=QUANTIZE if quantized else KEEP,
+        codec="c" if quantized else None,
+        bits=5 if quantized else None,
+        reason="",
+        stored=stored,
+    )
+
+
 STORED_DTYPES = [name for name in DTYPE_BITS if not name.startswith("F6")]
 SPECS = st.lists(
     st.tuples(st.sampled_from(STORED_DTYPES), st.lists(st.integers(0, 9).map(lambda n: 2 * n), min_size=1, max_size=3)),
@@ -191,7 +207,7 @@ SPECS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(SPECS, st.integers(1, 20_000))
-def test_shards_are_aligned_filled_in_order_and_not_too_large(
+def test_shards_are_aligned_in_order_and_within_the_limit(
     specs: list[tuple[str, list[int]]], max_shard_bytes: int
 ) -> None:
     tensors = []
@@ -202,10 +218,10 @@ def test_shards_are_aligned_filled_in_order_and_not_too_large(
                 TensorSpec(name + "_codes", "U8", tuple(shape)),
                 TensorSpec(name + "_norms", "F16", tuple(shape)),
             )
-            tensors.append(TensorPlan(name, tuple(shape), dtype, "", QUANTIZE, "c", 5, "", pair))
+            tensors.append(tensor_plan(name, dtype, shape, pair))
         else:
             kept = (TensorSpec(name, dtype, tuple(shape)),)
-            tensors.append(TensorPlan(name, tuple(shape), dtype, "", KEEP, None, None, "", kept))
+            tensors.append(tensor_plan(name, dtype, shape, kept))
     shards = plan_shards(tensors, max_shard_bytes, DEFAULT_METADATA)
     assert [place for shard in shards for place in shard.tensors] == list(range(len(tensors)))
     for number, shard in enumerate(shards, start=1):

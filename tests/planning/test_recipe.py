@@ -1,4 +1,4 @@
-"""Recipes: what YAML may say, which rule decides, what rules cannot reach, and the messages that help."""
+"""Recipes: what the YAML may hold, which rule decides, what rules cannot change, and the error messages."""
 
 from __future__ import annotations
 
@@ -41,17 +41,24 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 
 
-def decisions(text: str, **dtypes: str) -> dict[str, Decision]:
-    tensors = [
-        PlainTensor(None, StoredTensor(n, "I64" if "ids" in n else "BF16", shape, "f", 0, 0))  # type: ignore[arg-type]
-        for n, shape in SHAPES.items()
-    ]
+def tensor(name: str, shape: tuple[int, ...]) -> PlainTensor:
+    dtype = "I64" if "ids" in name else "BF16"
+    stored = StoredTensor(name=name, dtype=dtype, shape=shape, file="f", offset=0, byte_count=0)
+    return PlainTensor(None, stored)  # type: ignore[arg-type]
+
+
+def decisions(text: str) -> dict[str, Decision]:
+    tensors = [tensor(name, shape) for name, shape in SHAPES.items()]
     return dict(zip(SHAPES, decide(parse_recipe(text, "test"), tensors), strict=True))
 
 
 def bits(text: str) -> dict[str, int | None]:
-    """The width of each tensor, None where it is kept."""
+    """The bit width of each tensor; None if it is kept."""
     return {name: decision.bits for name, decision in decisions(text).items()}
+
+
+def kept(role: str, reason: str) -> Decision:
+    return Decision(role=role, codec=None, bits=None, reason=reason)
 
 
 DEFAULT = {
@@ -68,17 +75,17 @@ DEFAULT = {
 }
 
 
-# ---------------------------------------------------------------------------------------------- the recipes that come along
+# --- the recipes of the package ---
 
 
-def test_the_folder_holds_the_recipes_that_the_package_finds() -> None:
+def test_recipe_names_are_the_files_in_the_folder() -> None:
     assert recipe_names() == sorted(path.stem for path in RECIPES.glob("*.yaml"))
     assert "q5" in recipe_names()
     assert {f.name for f in recipe_folder().iterdir()} >= {path.name for path in RECIPES.glob("*.yaml")}
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_recipe_that_comes_along_is_sound(path: Path) -> None:
+def test_packaged_recipe_loads_by_name_and_by_path(path: Path) -> None:
     recipe = load_recipe(path.stem)
     assert recipe == load_recipe(str(path))
     assert recipe.name == path.stem
@@ -87,12 +94,12 @@ def test_a_recipe_that_comes_along_is_sound(path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [2, 3, 4, 5, 6, 8])
-def test_the_recipes_named_after_a_width_have_it(width: int) -> None:
+def test_packaged_recipe_has_the_bit_width_in_its_name(width: int) -> None:
     recipe = load_recipe(f"q{width}")
     assert (recipe.bits, recipe.rules) == (width, ())
 
 
-# ------------------------------------------------------------------------------------------------------------- parsing
+# --- parsing ---
 
 
 def test_every_key_is_read() -> None:
@@ -117,24 +124,32 @@ def test_every_key_is_read() -> None:
     """
     recipe = parse_recipe(text, "file.yaml")
     assert recipe == Recipe(
-        "mine",
-        "Two words.",
-        CODEC,
-        4,
-        (
-            Rule(("*.mlp.*", "lm_head.weight"), ("mlp", "lm_head"), 10, 1_000_000, 2, False, None, 3, "large"),
+        name="mine",
+        description="Two words.",
+        codec=CODEC,
+        bits=4,
+        rules=(
+            Rule(
+                names=("*.mlp.*", "lm_head.weight"),
+                roles=("mlp", "lm_head"),
+                min_weights=10,
+                max_weights=1_000_000,
+                dims=2,
+                bits=3,
+                reason="large",
+            ),
             Rule(roles=("attention",), codec=CODEC),
             Rule(names=("model.norm.weight",), keep=True),
         ),
     )
 
 
-def test_what_is_not_said_has_a_default() -> None:
-    assert parse_recipe("{}", "folder/file.yaml") == Recipe("file", "", CODEC, 5, ())
+def test_missing_keys_have_defaults() -> None:
+    assert parse_recipe("{}", "folder/file.yaml") == Recipe(name="file", description="", codec=CODEC, bits=5)
     assert parse_recipe("rules:\n", "a.yaml").rules == ()
 
 
-def test_a_recipe_in_a_manifest_reads_back() -> None:
+def test_recipe_of_a_manifest_parses_back() -> None:
     text = "{name: a, bits: 3, rules: [{name: '*.q_proj.*', bits: 8, reason: r}, {role: norm, dims: 1, keep: true}]}"
     recipe = parse_recipe(text, "a.yaml")
     assert parse_recipe(yaml.safe_dump(recipe.to_json()), "b.yaml") == recipe
@@ -186,14 +201,14 @@ def test_a_recipe_in_a_manifest_reads_back() -> None:
         ("target_bwp: 4", ["'target_bwp'", "'target_bpw'"]),
     ],
 )
-def test_what_is_wrong_is_said(text: str, fragments: list[str]) -> None:
+def test_invalid_recipe_is_refused_with_the_cause(text: str, fragments: list[str]) -> None:
     with pytest.raises(RecipeError) as caught:
         parse_recipe(text, "test.yaml")
     for fragment in fragments:
         assert fragment in str(caught.value)
 
 
-def test_the_file_is_named_in_errors(tmp_path: Path) -> None:
+def test_errors_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("bits: 9")
     with pytest.raises(RecipeError, match=r"mine\.yaml: bits"):
         load_recipe(str(tmp_path / "mine.yaml"))
@@ -202,21 +217,21 @@ def test_the_file_is_named_in_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "nearest"), [("q55", "q5"), ("Q4", "q4"), ("q2.yml.", "q2")])
-def test_an_unknown_recipe_is_answered_with_the_nearest(name: str, nearest: str) -> None:
+def test_unknown_recipe_error_names_the_nearest(name: str, nearest: str) -> None:
     with pytest.raises(RecipeError, match=f"'{nearest}'") as caught:
         load_recipe(name)
     assert repr(name) in str(caught.value)
 
 
-# --------------------------------------------------------------------------------------------------------- which rule decides
+# --- which rule decides ---
 
 
-def test_without_rules_the_policy_decides() -> None:
+def test_default_policy_decides_without_rules() -> None:
     assert bits("{}") == DEFAULT
     assert all(decision.reason for decision in decisions("{}").values())
 
 
-def test_the_first_rule_that_matches_decides() -> None:
+def test_first_matching_rule_decides() -> None:
     narrow = "{name: 'model.layers.0.mlp.up_proj.weight', bits: 8, reason: first layer}"
     wide = "{role: mlp, bits: 3}"
     assert bits(f"rules: [{narrow}, {wide}]") == DEFAULT | {
@@ -232,10 +247,10 @@ def test_the_first_rule_that_matches_decides() -> None:
     assert made["model.layers.1.mlp.up_proj.weight"].reason == "rule 2 of the recipe"
 
 
-def test_a_rule_that_keeps_comes_with_a_reason() -> None:
+def test_keep_rule_gives_a_reason() -> None:
     made = decisions("rules: [{role: embedding, keep: true}, {role: lm_head, keep: true, reason: tied}]")
-    assert made["model.embed_tokens.weight"] == Decision("embedding", None, None, "rule 1 of the recipe")
-    assert made["lm_head.weight"] == Decision("lm_head", None, None, "tied")
+    assert made["model.embed_tokens.weight"] == kept("embedding", "rule 1 of the recipe")
+    assert made["lm_head.weight"] == kept("lm_head", "tied")
 
 
 def test_all_conditions_of_a_rule_must_hold() -> None:
@@ -252,7 +267,7 @@ def test_all_conditions_of_a_rule_must_hold() -> None:
     }
 
 
-def test_names_are_whole_names_and_case_matters() -> None:
+def test_name_patterns_match_whole_names_and_case() -> None:
     assert bits("rules: [{name: 'model.layers.[01].mlp.up_proj.weight', bits: 8}]") == DEFAULT | {
         "model.layers.0.mlp.up_proj.weight": 8,
         "model.layers.1.mlp.up_proj.weight": 8,
@@ -262,7 +277,7 @@ def test_names_are_whole_names_and_case_matters() -> None:
             decisions(f"rules: [{{name: '{pattern}', bits: 8}}]")
 
 
-def test_a_pattern_that_matches_nothing_is_answered_with_the_nearest() -> None:
+def test_error_for_a_pattern_without_match_names_the_nearest_tensor() -> None:
     with pytest.raises(
         RecipeError,
         match=r"rule 2.*'model\.\*\.self_attn\.q_porj\.weight'.*'model\.layers\.0\.self_attn\.q_proj\.weight'",
@@ -270,11 +285,11 @@ def test_a_pattern_that_matches_nothing_is_answered_with_the_nearest() -> None:
         decisions("rules: [{role: mlp, bits: 4}, {name: [lm_head.weight, 'model.*.self_attn.q_porj.weight'], bits: 4}]")
 
 
-# ----------------------------------------------------------------------------------------------------- what rules cannot reach
+# --- structural roles ---
 
 
-def test_no_pattern_quantizes_a_structural_tensor() -> None:
-    """A rule for everything reaches routers, which are ordinary matrices, but neither norms nor convolutions."""
+def test_pattern_does_not_quantize_a_structural_tensor() -> None:
+    """A rule for all names quantizes routers, which are ordinary matrices, but not norms or convolutions."""
     assert bits("rules: [{name: '*', bits: 4}]") == {
         name: None
         if name in ("model.norm.weight", "model.layers.0.linear_attn.conv1d.weight", "model.position_ids")
@@ -284,79 +299,79 @@ def test_no_pattern_quantizes_a_structural_tensor() -> None:
     assert decisions("rules: [{name: '*', bits: 4}]")["model.norm.weight"].reason == ROLES["norm"].keep
 
 
-def test_a_structural_tensor_is_reached_by_its_role() -> None:
+def test_rule_with_its_role_quantizes_a_structural_tensor() -> None:
     assert bits("rules: [{role: norm, bits: 8}]") == DEFAULT | {"model.norm.weight": 8}
     assert bits("rules: [{role: [conv, mlp], name: '*conv1d*', bits: 8}]") == DEFAULT | {
         "model.layers.0.linear_attn.conv1d.weight": 8
     }
 
 
-def test_a_structural_tensor_falls_through_to_the_rule_that_names_its_role() -> None:
+def test_structural_tensor_falls_through_to_the_rule_with_its_role() -> None:
     assert bits("rules: [{name: '*', bits: 4}, {role: norm, bits: 8}]")["model.norm.weight"] == 8
 
 
-def test_a_rule_may_keep_anything() -> None:
+def test_rule_may_keep_any_tensor() -> None:
     assert set(bits("rules: [{name: '*', keep: true}]").values()) == {None}
     made = decisions("rules: [{name: '*', keep: true, reason: all}]")
     assert made["model.norm.weight"].reason == made["lm_head.weight"].reason == "all"
 
 
-def test_a_buffer_of_integers_is_never_quantized() -> None:
+def test_buffer_of_integers_is_never_quantized() -> None:
     made = decisions("rules: [{role: buffer, bits: 8}]")["model.position_ids"]
-    assert made == Decision("buffer", None, None, str(ROLES["buffer"].keep))
+    assert made == kept("buffer", str(ROLES["buffer"].keep))
 
 
-def test_a_router_is_reached_by_name() -> None:
+def test_rule_quantizes_a_router_by_name() -> None:
     assert bits("rules: [{name: '*.mlp.gate.weight', bits: 8}]") == DEFAULT | {"model.layers.0.mlp.gate.weight": 8}
 
 
-def test_a_name_with_a_number_reaches_that_one_alone() -> None:
-    """Tensors that differ only in a number share a decision, but for the rules that tell them apart by name."""
+def test_pattern_with_a_number_matches_that_layer_or_expert_only() -> None:
+    """Tensors whose names differ only in a number share a decision, unless a rule distinguishes them by name."""
     numbered = [
         f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight" for layer in range(3) for expert in range(12)
     ]
-    tensors = [PlainTensor(None, StoredTensor(n, "BF16", (64, 128), "f", 0, 0)) for n in numbered]  # type: ignore[arg-type]
+    tensors = [tensor(name, (64, 128)) for name in numbered]
     recipe = parse_recipe(
-        "rules: [{name: '*.layers.1.*', bits: 8, min_weights: 1}, {name: ['*.experts.1.*', '*.experts.11.*'], keep: true},"
-        "{role: expert, bits: 3}]",
+        "rules: [{name: '*.layers.1.*', bits: 8, min_weights: 1}, "
+        "{name: ['*.experts.1.*', '*.experts.11.*'], keep: true}, {role: expert, bits: 3}]",
         "test",
     )
     found = dict(zip(numbered, decide(recipe, tensors), strict=True))
     for name, decision in found.items():
-        kept = ".experts.1." in name or ".experts.11." in name
-        assert decision.bits == (8 if ".layers.1." in name else None if kept else 3), name
+        is_kept = ".experts.1." in name or ".experts.11." in name
+        assert decision.bits == (8 if ".layers.1." in name else None if is_kept else 3), name
 
 
-# --------------------------------------------------------------------------------------------------------------- --bits
+# --- --bits ---
 
 
-def test_another_width_replaces_the_default_alone() -> None:
+def test_with_bits_replaces_only_the_default() -> None:
     recipe = parse_recipe(
         "{bits: 5, rules: [{role: mlp, bits: 8}, {role: attention, codec: hadamard-lloyd-max}]}", "a.yaml"
     )
     changed = recipe.with_bits(3)
     assert (changed.bits, changed.rules, changed.name) == (3, recipe.rules, recipe.name)
     expected = {"mlp": 8, "attention": 3, "embedding": 3, "expert": 3, "lm_head": 3}
-    tensors = [PlainTensor(None, StoredTensor(n, "BF16", s, "f", 0, 0)) for n, s in SHAPES.items()]  # type: ignore[arg-type]
+    tensors = [tensor(name, shape) for name, shape in SHAPES.items()]
     for decision in decide(changed, tensors):
         if decision.bits is not None:
             assert decision.bits == expected[decision.role]
 
 
 @pytest.mark.parametrize("width", [-1, 0, 1, 9, 16])
-def test_a_width_that_the_codec_lacks_is_refused(width: int) -> None:
+def test_bit_width_that_the_codec_lacks_is_refused(width: int) -> None:
     with pytest.raises(OptionError, match=rf"--bits.*2 to 8.*found {width}"):
         load_recipe("q5").with_bits(width)
 
 
 @pytest.mark.parametrize("kind", ["name", "role"])
-def test_a_single_string_is_a_list_of_one(kind: str) -> None:
+def test_single_string_is_a_list_of_one(kind: str) -> None:
     value: dict[str, Any] = {"name": "lm_head.weight", "role": "lm_head"}
     one = parse_recipe(f"rules: [{{{kind}: {value[kind]}, bits: 4}}]", "a")
     assert one == parse_recipe(f"rules: [{{{kind}: [{value[kind]}], bits: 4}}]", "a")
 
 
-# ------------------------------------------------------------------------------------------------------------------- targets
+# --- targets ---
 
 
 @pytest.mark.parametrize(
@@ -370,20 +385,20 @@ def test_a_single_string_is_a_list_of_one(kind: str) -> None:
         ("{}", None),
     ],
 )
-def test_a_target_in_a_recipe(text: str, target: SizeTarget | None) -> None:
+def test_target_of_a_recipe_parses_and_round_trips(text: str, target: SizeTarget | None) -> None:
     recipe = parse_recipe(text, "a.yaml")
     assert recipe.target == target
     again = parse_recipe(yaml.safe_dump(recipe.to_json()), "a.yaml")
     assert again == recipe
 
 
-def test_a_manifest_does_not_name_the_file_of_sensitivities() -> None:
+def test_manifest_does_not_hold_the_path_of_the_sensitivity_file() -> None:
     recipe = parse_recipe("{target_bpw: 4.5, sensitivity: /home/me/s.json}", "a.yaml")
     assert recipe.sensitivity == "/home/me/s.json"
     assert "/home/me" not in yaml.safe_dump(recipe.to_json())
 
 
-def test_what_is_asked_for_is_worth_more_than_the_recipe() -> None:
+def test_options_override_the_target_of_the_recipe() -> None:
     recipe = parse_recipe("{target_size: 9GB, sensitivity: s.json}", "a.yaml")
     assert recipe.with_target(None, None) == recipe
     changed = recipe.with_target(make_target("x", None, 3), None)
@@ -395,15 +410,18 @@ def test_what_is_asked_for_is_worth_more_than_the_recipe() -> None:
         load_recipe("q5").with_target(None, "heuristic")
 
 
-def test_only_widths_that_no_rule_gives_are_free() -> None:
+def test_only_bit_widths_without_a_rule_are_free() -> None:
     made = decisions(
-        "{target_bpw: 4.5, rules: [{role: mlp, bits: 8}, {role: attention, codec: lloyd-max}, {role: lm_head, keep: true}]}"
+        "{target_bpw: 4.5, rules: [{role: mlp, bits: 8}, {role: attention, codec: lloyd-max}, "
+        "{role: lm_head, keep: true}]}"
     )
     assert {name for name, decision in made.items() if decision.free} == {
-        "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.down_proj",
-    }  # fmt: skip
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.mlp.experts.down_proj",
+    }
 
 
-def test_a_target_is_named_in_its_unit() -> None:
+def test_target_is_printed_with_its_unit() -> None:
     assert str(SizeTarget(output_bytes=9 * 10**9)) == "9000000000 bytes"
     assert str(SizeTarget(bits_per_weight=4.5)) == "4.5 bits per weight"

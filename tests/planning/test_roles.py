@@ -14,9 +14,11 @@ from pqweights.planning.roles import ROLES, classify, without_numbers
 
 Shape = tuple[int, ...]
 
+RECIPE = Recipe(name="r", description="", codec="hadamard-lloyd-max", bits=5)
+
 # Parameters as transformers 5.23 names them, with shapes of small or real configurations.
 QUANTIZED: list[tuple[str, Shape, str]] = [
-    # llama and its kin
+    # llama and similar models
     ("model.embed_tokens.weight", (32000, 4096), "embedding"),
     ("model.layers.0.self_attn.q_proj.weight", (4096, 4096), "attention"),
     ("model.layers.0.self_attn.k_proj.weight", (1024, 4096), "attention"),
@@ -28,7 +30,7 @@ QUANTIZED: list[tuple[str, Shape, str]] = [
     ("model.layers.0.mlp.gate_up_proj.weight", (22016, 4096), "mlp"),
     ("model.layers.0.self_attn.qkv_proj.weight", (9216, 3072), "attention"),
     ("lm_head.weight", (32000, 4096), "lm_head"),
-    # a last dimension that 128 does not divide is no reason to keep
+    # a last dimension that 128 does not divide
     ("model.layers.0.mlp.down_proj.weight", (896, 4864 + 32), "mlp"),
     # mixtures of experts: per expert, fused, shared
     ("model.layers.0.block_sparse_moe.experts.7.w1.weight", (14336, 4096), "expert"),
@@ -142,13 +144,14 @@ KEPT: list[tuple[str, Shape, str]] = [
 
 
 def tensor(name: str, shape: Shape, dtype: str = "BF16") -> PlainTensor:
-    return PlainTensor(None, StoredTensor(name, dtype, shape, "model.safetensors", 0, 0))  # type: ignore[arg-type]
+    stored = StoredTensor(name=name, dtype=dtype, shape=shape, file="model.safetensors", offset=0, byte_count=0)
+    return PlainTensor(None, stored)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "shape", "role"), QUANTIZED)
 def test_default_policy_quantizes(name: str, shape: Shape, role: str) -> None:
     assert classify(name, "BF16", shape).name == role
-    (decision,) = decide(Recipe("r", "", "hadamard-lloyd-max", 5), [tensor(name, shape)])
+    (decision,) = decide(RECIPE, [tensor(name, shape)])
     assert (decision.codec, decision.bits, decision.role) == ("hadamard-lloyd-max", 5, role)
     assert role in decision.reason
 
@@ -156,38 +159,38 @@ def test_default_policy_quantizes(name: str, shape: Shape, role: str) -> None:
 @pytest.mark.parametrize(("name", "shape", "role"), KEPT)
 def test_default_policy_keeps_and_says_why(name: str, shape: Shape, role: str) -> None:
     assert classify(name, "BF16", shape).name == role
-    (decision,) = decide(Recipe("r", "", "hadamard-lloyd-max", 5), [tensor(name, shape)])
+    (decision,) = decide(RECIPE, [tensor(name, shape)])
     assert (decision.codec, decision.bits, decision.role) == (None, None, role)
     assert decision.reason == ROLES[role].keep
     assert len(decision.reason) >= 4
 
 
 @pytest.mark.parametrize("dtype", ["I64", "I32", "U8", "BOOL", "C64", "F8_E8M0", "F4", "F6_E2M3"])
-def test_what_is_no_floating_weight_is_a_buffer(dtype: str) -> None:
+def test_tensor_without_floating_dtype_is_a_buffer(dtype: str) -> None:
     assert classify("model.layers.0.mlp.up_proj.weight", dtype, (64, 128)).name == "buffer"
 
 
 @pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "MXFP4"])
-def test_every_floating_dtype_is_a_weight(dtype: str) -> None:
+def test_tensor_with_floating_dtype_is_a_weight(dtype: str) -> None:
     assert classify("model.layers.0.mlp.up_proj.weight", dtype, (64, 128)).name == "mlp"
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 128), (64, 0)])
-def test_what_holds_nothing_is_a_buffer(shape: Shape) -> None:
+def test_empty_tensor_is_a_buffer(shape: Shape) -> None:
     assert classify("model.layers.0.mlp.up_proj.weight", "BF16", shape).name == "buffer"
 
 
-def test_a_weight_that_would_not_get_smaller_is_kept() -> None:
+def test_weight_that_encoding_does_not_make_smaller_is_kept() -> None:
     """One block of padding costs more than three numbers."""
     small, large = tensor("mlp.up_proj.weight", (1, 41)), tensor("mlp.down_proj.weight", (1, 42))  # 5 bits: 82 bytes
-    kept, quantized = decide(Recipe("r", "", "hadamard-lloyd-max", 5), [small, large])
+    kept, quantized = decide(RECIPE, [small, large])
     assert kept.codec is None
     assert "82 against 82 bytes" in kept.reason
     assert quantized.bits == 5
 
 
-def test_which_layer_or_expert_it_is_does_not_matter() -> None:
-    """No pattern matches a component that is a number, so decisions are shared by all that differ in nothing else."""
+def test_role_does_not_depend_on_numbers_in_the_name() -> None:
+    """No pattern matches a component that is a number, so tensors that differ only in numbers share a decision."""
     patterns = [value for value in vars(roles).values() if isinstance(value, re.Pattern)]
     patterns += [pattern for _, pattern in roles._PATH_PATTERNS]
     assert len(patterns) > 10
@@ -202,17 +205,16 @@ def test_which_layer_or_expert_it_is_does_not_matter() -> None:
 
 
 def test_decisions_are_the_same_together_and_alone() -> None:
-    recipe = Recipe("r", "", "hadamard-lloyd-max", 5)
     tensors = [
         tensor(name, other, dtype)
         for name, shape, _ in QUANTIZED + KEPT
         for other in (shape, (1, 41), (64, 128), (128,))
         for dtype in ("BF16", "F32", "I64")
     ]
-    assert decide(recipe, tensors) == [decide(recipe, [one])[0] for one in tensors]
+    assert decide(RECIPE, tensors) == [decide(RECIPE, [one])[0] for one in tensors]
 
 
-def test_every_role_is_met_above_and_structural_roles_are_kept() -> None:
+def test_every_role_is_tested_and_structural_roles_are_kept() -> None:
     met = {role for _, _, role in QUANTIZED + KEPT} | {"buffer"}
     assert met == set(ROLES)
     assert all(role.name == key for key, role in ROLES.items())

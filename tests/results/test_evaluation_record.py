@@ -1,4 +1,4 @@
-"""pqweights-eval.json: what `eval` leaves beside a result, what it takes for damage, and whose figures it passes over."""
+"""pqweights-eval.json: what `eval` records beside a result, and how damaged and outdated records are treated."""
 
 from __future__ import annotations
 
@@ -31,10 +31,19 @@ pytest.importorskip("torch")
 FILE = "pqweights-eval.json"
 TEXT = " ".join(f"w{number}" for number in np.random.default_rng(8).integers(0, 500, 300))
 LLAMA = {
-    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 128, "bos_token_id": 500, "eos_token_id": 501,
-    "pad_token_id": None, "initializer_range": 0.2,
-}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 128,
+    "bos_token_id": 500,
+    "eos_token_id": 501,
+    "pad_token_id": None,
+    "initializer_range": 0.2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +71,7 @@ def recorded(copy: Callable[[str], Path], work: Path) -> Path:
 
 
 def notes(result: Any) -> list[str]:
-    """What it says on stderr, but for the progress of slow machines."""
+    """The lines on stderr, without the progress that slow machines print."""
     return [line for line in result.stderr.splitlines() if not line.startswith("evaluating ")]
 
 
@@ -74,7 +83,7 @@ def records(folder: Path) -> Any:
     return read_records(folder, sha256(folder / "pqweights.json"))
 
 
-def test_what_is_recorded(work: Path, copy: Callable[[str], Path]) -> None:
+def test_record_holds_protocol_and_figures(work: Path, copy: Callable[[str], Path]) -> None:
     master, exported = copy("q3"), copy("bf16")
     before = {path.name: path.read_bytes() for path in (work / "source").iterdir()}
     result = invoke(
@@ -89,11 +98,23 @@ def test_what_is_recorded(work: Path, copy: Callable[[str], Path]) -> None:
     (entry,) = data["evaluations"]
     said = {name: entry[name] for name in list(entry)[: list(entry).index("perplexity")]}
     assert said == {
-        "text": "text.txt", "text_sha256": sha256(work / "text.txt"), "tokenizer": None, "tokens": 300, "windows": 6,
-        "window": 128, "stride": 32, "masked": 96, "score_first": False, "scored_tokens": 192,
-        "runtime": "transformers, weights decoded by pqweights", "dtype": "float32", "device": "cpu", "packed": False,
-        "reference": "source", "reference_fingerprint": open_local(work / "source").fingerprint(),
-    }  # fmt: skip
+        "text": "text.txt",
+        "text_sha256": sha256(work / "text.txt"),
+        "tokenizer": None,
+        "tokens": 300,
+        "windows": 6,
+        "window": 128,
+        "stride": 32,
+        "masked": 96,
+        "score_first": False,
+        "scored_tokens": 192,
+        "runtime": "transformers, weights decoded by pqweights",
+        "dtype": "float32",
+        "device": "cpu",
+        "packed": False,
+        "reference": "source",
+        "reference_fingerprint": open_local(work / "source").fingerprint(),
+    }
     for name in ("perplexity", "log_perplexity", "perplexity_change", "log_perplexity_change", "top1_agreement"):
         assert entry[name] == {key: rounded(value) for key, value in rows[0][name].items()}
     assert entry["kl"]["mean"] == {key: rounded(value) for key, value in rows[0]["kl"]["mean"].items()}
@@ -105,14 +126,14 @@ def test_what_is_recorded(work: Path, copy: Callable[[str], Path]) -> None:
         assert verify(folder, threads=1).ok
 
 
-def test_no_record(copy: Callable[[str], Path], work: Path) -> None:
+def test_no_record_option_writes_nothing(copy: Callable[[str], Path], work: Path) -> None:
     folder = copy("q3")
     result = invoke("eval", folder, "--text", work / "text.txt", "--no-record")
     assert (result.exit_code, notes(result)) == (0, [])
     assert not (folder / FILE).exists()
 
 
-def test_the_same_protocol_replaces_and_another_is_added(recorded: Path, work: Path) -> None:
+def test_same_protocol_replaces_a_record_and_another_adds_one(recorded: Path, work: Path) -> None:
     first = (recorded / FILE).read_bytes()
     shutil.copy(work / "text.txt", recorded.parent / "other-name.txt")
     assert invoke("eval", recorded, "--text", recorded.parent / "other-name.txt", "--window", 64).exit_code == 0
@@ -122,17 +143,20 @@ def test_the_same_protocol_replaces_and_another_is_added(recorded: Path, work: P
     for more in (("--window", 32), ("--window", 64, "--packed"), ("--window", 64, "--reference", work / "source")):
         assert invoke("eval", recorded, "--text", work / "text.txt", *more).exit_code == 0
     assert [(r.window, r.packed, r.reference) for r in records(recorded)] == [
-        (64, False, None), (32, False, None), (64, True, None), (64, False, "source"),
-    ]  # fmt: skip
+        (64, False, None),
+        (32, False, None),
+        (64, True, None),
+        (64, False, "source"),
+    ]
 
 
-def test_another_tokenizer_is_named(copy: Callable[[str], Path], work: Path) -> None:
+def test_tokenizer_of_another_model_is_recorded(copy: Callable[[str], Path], work: Path) -> None:
     folder = copy("q3")
     assert invoke("eval", folder, "--text", work / "text.txt", "--tokenizer", work / "source").exit_code == 0
     assert records(folder)[0].tokenizer == "source"
 
 
-def test_records_of_another_result_are_passed_over_and_dropped(recorded: Path, work: Path) -> None:
+def test_records_of_another_result_are_ignored_and_dropped(recorded: Path, work: Path) -> None:
     manifest = recorded / "pqweights.json"
     manifest.write_bytes(manifest.read_bytes() + b"\n")
     assert records(recorded) == ()
@@ -140,7 +164,7 @@ def test_records_of_another_result_are_passed_over_and_dropped(recorded: Path, w
     assert [r.window for r in records(recorded)] == [32]
 
 
-def test_a_result_that_changed_meanwhile(copy: Callable[[str], Path]) -> None:
+def test_result_that_changed_during_evaluation_is_not_recorded(copy: Callable[[str], Path]) -> None:
     folder = copy("q3")
     place = find_place(folder)
     assert place is not None
@@ -151,8 +175,8 @@ def test_a_result_that_changed_meanwhile(copy: Callable[[str], Path]) -> None:
     assert not (folder / FILE).exists()
 
 
-def test_no_place(work: Path, copy: Callable[[str], Path]) -> None:
-    """A checkpoint of others, and what lies in the Hub's cache, as links to blobs."""
+def test_foreign_checkpoints_and_links_get_no_record(work: Path, copy: Callable[[str], Path]) -> None:
+    """A folder in the cache of the Hub consists of links to blobs."""
     assert find_place(work / "source") is None
     folder = copy("q3")
     (folder / "pqweights.json").rename(folder.parent / "blob")
@@ -161,7 +185,7 @@ def test_no_place(work: Path, copy: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written_really(recorded: Path, work: Path) -> None:
+def test_read_only_folder_is_noted(recorded: Path, work: Path) -> None:
     recorded.chmod(0o555)
     try:
         result = invoke("eval", recorded, "--text", work / "text.txt")
@@ -171,7 +195,7 @@ def test_a_folder_that_cannot_be_written_really(recorded: Path, work: Path) -> N
     assert "not recorded: " in result.stderr
 
 
-def test_a_folder_that_cannot_be_written(recorded: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_is_noted(recorded: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pqweights.results import evaluation_record as record
 
     def refuse(*arguments: object) -> None:
@@ -185,13 +209,13 @@ def test_a_folder_that_cannot_be_written(recorded: Path, work: Path, monkeypatch
     json.loads(result.stdout)
 
 
-def test_the_name_of_a_repository_may_be_given(work: Path) -> None:
+def test_reference_may_be_named_by_its_repository(work: Path) -> None:
     report = evaluate([work / "q3"], TEXT, reference=work / "source", name="/some/where/words.txt")
     record = make_record(report, report.rows[0], TEXT, reference="ORG/NAME")
     assert (record.reference, record.text) == ("ORG/NAME", "words.txt")
 
 
-def test_what_is_not_finite(work: Path, copy: Callable[[str], Path]) -> None:
+def test_figures_that_are_not_finite_are_recorded_as_null(work: Path, copy: Callable[[str], Path]) -> None:
     from dataclasses import replace
 
     folder = copy("q3")
@@ -214,18 +238,31 @@ def with_value(name: str, value: Any) -> Callable[[dict[str, Any]], Any]:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda data: data.update(evaluation_version=2), lambda data: data.update(evaluation_version=True),
-        lambda data: data.pop("evaluations"), lambda data: data.update(evaluations={}),
-        lambda data: data.update(evaluations=[3]), lambda data: data.pop("manifest_sha256"), without("tokens"),
-        with_value("more", 1), with_value("tokens", -1), with_value("tokens", True), with_value("tokens", 1.5),
-        with_value("text", None), with_value("packed", 1), with_value("perplexity", None), with_value("perplexity", 3.0),
-        with_value("perplexity", {"value": "3", "standard_error": None}), with_value("perplexity", {"value": 1}),
+        lambda data: data.update(evaluation_version=2),
+        lambda data: data.update(evaluation_version=True),
+        lambda data: data.pop("evaluations"),
+        lambda data: data.update(evaluations={}),
+        lambda data: data.update(evaluations=[3]),
+        lambda data: data.pop("manifest_sha256"),
+        without("tokens"),
+        with_value("more", 1),
+        with_value("tokens", -1),
+        with_value("tokens", True),
+        with_value("tokens", 1.5),
+        with_value("text", None),
+        with_value("packed", 1),
+        with_value("perplexity", None),
+        with_value("perplexity", 3.0),
+        with_value("perplexity", {"value": "3", "standard_error": None}),
+        with_value("perplexity", {"value": 1}),
         with_value("perplexity", {"value": float("nan"), "standard_error": None}),
         with_value("perplexity", {"value": 10**400, "standard_error": None}),
-        with_value("kl", {}), with_value("kl", []), with_value("text", "\ud800"),
+        with_value("kl", {}),
+        with_value("kl", []),
+        with_value("text", "\ud800"),
     ],
-)  # fmt: skip
-def test_damage_is_named(damage: Callable[[dict[str, Any]], Any], recorded: Path, work: Path) -> None:
+)
+def test_damaged_record_is_refused(damage: Callable[[dict[str, Any]], Any], recorded: Path, work: Path) -> None:
     data = json.loads((recorded / FILE).read_text())
     damage(data)
     (recorded / FILE).write_text(json.dumps(data))
@@ -233,7 +270,7 @@ def test_damage_is_named(damage: Callable[[dict[str, Any]], Any], recorded: Path
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000])
-def test_what_is_no_such_file(content: bytes, recorded: Path, work: Path) -> None:
+def test_file_that_is_not_a_record_is_refused(content: bytes, recorded: Path, work: Path) -> None:
     (recorded / FILE).write_bytes(content)
     check_damage(recorded, work)
 
@@ -247,7 +284,7 @@ def check_damage(folder: Path, work: Path) -> None:
     assert (folder / FILE).read_bytes() == damaged
 
 
-def test_damage_costs_no_evaluation(recorded: Path, work: Path) -> None:
+def test_damaged_record_does_not_fail_the_evaluation(recorded: Path, work: Path) -> None:
     (recorded / FILE).write_text("{")
     result = invoke("eval", recorded, "--text", work / "text.txt", "--json")
     assert result.exit_code == 0 and json.loads(result.stdout)["models"]
@@ -256,7 +293,7 @@ def test_damage_costs_no_evaluation(recorded: Path, work: Path) -> None:
     assert (recorded / FILE).read_text() == "{"
 
 
-def test_stale_figures_are_no_problem_of_verify(recorded: Path) -> None:
+def test_verify_accepts_records_of_another_result(recorded: Path) -> None:
     data = json.loads((recorded / FILE).read_text()) | {"manifest_sha256": "0" * 64}
     (recorded / FILE).write_text(json.dumps(data))
     assert verify(recorded, threads=1).ok

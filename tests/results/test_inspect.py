@@ -1,4 +1,4 @@
-"""Inspect: the manifest's figures, which a decoded copy of the weights confirms."""
+"""Inspect: the figures of the manifest agree with decoded weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEPT = {"model.norm.weight": gaussian(128, seed=4), "model.layers.0.mamba.A_log"
 
 
 def squares(exact: np.ndarray, decoded: np.ndarray) -> tuple[float, float]:
-    """Summed squared error and summed squares, in float64."""
+    """The sums of squared errors and of squares, in float64."""
     return (
         float(((decoded.astype(np.float64) - exact.astype(np.float64)) ** 2).sum()),
         float((exact.astype(np.float64) ** 2).sum()),
@@ -35,8 +35,8 @@ def squares(exact: np.ndarray, decoded: np.ndarray) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("recipe", ["q2", "q5", "q8"])
-def test_the_errors_are_those_of_the_decoded_weights(recipe: str, tmp_path: Path) -> None:
-    """From float32 weights, decoded to float32: nothing is rounded on the way but in the decoder's own arithmetic."""
+def test_errors_match_the_decoded_weights(recipe: str, tmp_path: Path) -> None:
+    """Float32 weights are decoded to float32, so nothing is rounded except in the arithmetic of the decoder."""
     tensors: dict[str, Tensor] = {name: f32(values) for name, values in (WEIGHTS | KEPT).items()}
     source = write_checkpoint(tmp_path / "model", tensors)
     run_command({"quantize": str(source), "recipe": recipe}, tmp_path / "out")
@@ -56,8 +56,8 @@ def test_the_errors_are_those_of_the_decoded_weights(recipe: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("make", [bf16, f16])
-def test_the_errors_of_half_precision_sources(make: object, tmp_path: Path) -> None:
-    """Decoding rounds once more here, at 5 bits a small part of the error."""
+def test_errors_of_half_precision_sources(make: object, tmp_path: Path) -> None:
+    """Decoding rounds once more, which at 5 bits is a small part of the error."""
     weights = {name: values for name, values in WEIGHTS.items() if name != "model.layers.0.mlp.down_proj.weight"}
     tensors = {name: make(values) for name, values in weights.items()}  # type: ignore[operator]
     source = write_checkpoint(tmp_path / "model", tensors)
@@ -71,7 +71,7 @@ def test_the_errors_of_half_precision_sources(make: object, tmp_path: Path) -> N
         assert tensor["relative_mse"] == pytest.approx(error / energy, rel=0.01), name
 
 
-def test_totals_fit_the_files(tmp_path: Path) -> None:
+def test_totals_match_the_files(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "model", {n: bf16(v) for n, v in (WEIGHTS | KEPT).items()})
     report = run_command({"quantize": str(source), "max_shard_bytes": 15_000}, tmp_path / "out")
     totals = inspect(tmp_path / "out").totals
@@ -85,7 +85,7 @@ def test_totals_fit_the_files(tmp_path: Path) -> None:
     assert totals["bits_per_weight"] == 8 * sum(stored) / totals["quantized_weights"]
 
 
-def test_the_total_is_weighted_by_energy_and_not_nan(tmp_path: Path) -> None:
+def test_total_error_without_energy_or_weights(tmp_path: Path) -> None:
     zeros = {"layers.0.mlp.up_proj.weight": bf16(np.zeros((64, 128)))}
     source = write_checkpoint(tmp_path / "zeros", zeros)
     run_command({"quantize": str(source)}, tmp_path / "out")
@@ -95,10 +95,10 @@ def test_the_total_is_weighted_by_energy_and_not_nan(tmp_path: Path) -> None:
     assert inspect(tmp_path / "kept-out").totals["relative_mse"] is None
 
 
-def test_the_total_does_not_depend_on_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python 3.12's sum() compensates rounding errors and 3.11's does not: the manifest must not show which one ran."""
-    # Just below the middle of two seven-digit numbers: additions one by one lose the 4096 small terms, a compensated sum
-    # carries the total over the middle.
+def test_total_error_does_not_depend_on_the_python_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum() of Python 3.12 compensates rounding errors, and that of 3.11 does not."""
+    # The first value is just below the middle of two seven-digit numbers: plain additions lose the 4096 small terms,
+    # and a compensated sum carries the total over the middle.
     records = [TensorRecord(name="x", sha256={}, relative_mse=math.nextafter(1.0000005, 0.0), energy=1.0)]
     records += [TensorRecord(name="x", sha256={}, relative_mse=2.0**10, energy=2.0**-64)] * 4096
 
@@ -116,7 +116,7 @@ def test_the_total_does_not_depend_on_the_interpreter(monkeypatch: pytest.Monkey
     assert len(found) == 1
 
 
-def test_an_unfinished_or_foreign_folder_is_refused(tmp_path: Path) -> None:
+def test_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "model", {"mlp.up_proj.weight": bf16(gaussian(64, 128))})
     for folder in (source, tmp_path / "absent"):
         with pytest.raises(MasterError, match=r"pqweights\.json"):

@@ -1,4 +1,4 @@
-"""Verify: a clean folder is ok, and no damage to any file passes."""
+"""Verify: an intact folder passes, and damage to any file is found."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def damaged(master: Path, tmp_path: Path) -> Path:
 
 
 def problems(folder: Path) -> tuple[str, ...]:
-    """What verify says, an expected error included: that exits with 1 too."""
+    """The problems that verify finds, or the error that it raises: both exit with 1."""
     try:
         return verify(folder, threads=2).problems
     except PqweightsError as error:
@@ -52,7 +52,7 @@ def check(folder: Path) -> Verification:
 
 
 @pytest.mark.parametrize("kind", ["master", "exported"])
-def test_a_clean_folder_is_ok(kind: str, request: pytest.FixtureRequest) -> None:
+def test_intact_folder_verifies(kind: str, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(kind)
     before = folder_bytes(folder)
     result = check(folder)
@@ -65,7 +65,7 @@ def test_a_clean_folder_is_ok(kind: str, request: pytest.FixtureRequest) -> None
 
 
 def positions(name: str, data: bytes) -> list[int]:
-    """The ends, the middle, and in a shard the length, the header and every tensor's first and last byte."""
+    """Both ends and the middle; in a shard also the length, the header and the first and last byte of each tensor."""
     chosen = {0, len(data) // 2, len(data) - 1}
     if name.endswith(".safetensors"):
         start = 8 + int.from_bytes(data[:8], "little")
@@ -80,7 +80,7 @@ def positions(name: str, data: bytes) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["master", "exported"])
-def test_any_flipped_byte_is_found(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_flipped_byte_in_any_file_is_found(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     folder = shutil.copytree(request.getfixturevalue(kind), tmp_path / "damaged")
     missed, flips = [], 0
     for name, data in folder_bytes(folder).items():
@@ -100,8 +100,8 @@ def test_any_flipped_byte_is_found(kind: str, request: pytest.FixtureRequest, tm
     assert not problems(folder)
 
 
-def test_no_flipped_byte_of_the_manifest_is_a_bug(damaged: Path) -> None:
-    """Whatever a damaged manifest says, verify answers; its own text has no hash, so what nothing else tells may pass."""
+def test_flipped_byte_of_the_manifest_never_crashes(damaged: Path) -> None:
+    """The manifest has no hash of its own, so a change that nothing contradicts may pass."""
     path = damaged / "pqweights.json"
     data = path.read_bytes()
     crashes = []
@@ -115,7 +115,7 @@ def test_no_flipped_byte_of_the_manifest_is_a_bug(damaged: Path) -> None:
 
 
 def edited(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    """The damage of changing the parsed manifest."""
+    """Damage that changes the parsed manifest and writes it back."""
 
     def damage(folder: Path) -> None:
         path = folder / "pqweights.json"
@@ -135,7 +135,7 @@ def stored_of(manifest: dict[str, Any]) -> dict[str, Any]:
     return first
 
 
-def test_the_edit_itself_is_no_damage(damaged: Path) -> None:
+def test_rewriting_the_manifest_unchanged_verifies(damaged: Path) -> None:
     edited(lambda manifest: None)(damaged)
     assert not problems(damaged)
 
@@ -182,7 +182,7 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_manifest_that_lies_is_found(lie: str, damaged: Path) -> None:
+def test_false_statement_of_the_manifest_is_found(lie: str, damaged: Path) -> None:
     edited(LIES[lie])(damaged)
     assert problems(damaged)
 
@@ -208,7 +208,7 @@ def test_longer_and_shorter_files_are_found(damaged: Path) -> None:
         (damaged / name).write_bytes(data)
 
 
-def test_all_damage_is_named_at_once(damaged: Path) -> None:
+def test_all_damaged_files_are_named(damaged: Path) -> None:
     (damaged / "tokenizer.json").unlink()
     (damaged / "model-00001-of-00004.safetensors").unlink()
     (damaged / "extra.bin").write_bytes(b"?")
@@ -227,13 +227,13 @@ def test_foreign_files_are_found_but_cards_and_hidden_files_may_be_added(damaged
     assert any("model-00005" in problem for problem in problems(damaged))
 
 
-def test_an_unfinished_run_is_no_clean_folder(damaged: Path) -> None:
+def test_unfinished_run_is_found(damaged: Path) -> None:
     (damaged / ".pqweights").mkdir()
     assert any("unfinished" in problem for problem in problems(damaged))
 
 
-def test_a_configuration_that_belongs_to_other_weights_is_found(damaged: Path) -> None:
-    """Even where its hash in the manifest was made to fit."""
+def test_configuration_of_other_weights_is_found(damaged: Path) -> None:
+    """It is found even if its hash in the manifest was changed to match."""
     path = damaged / "config.json"
     changes: dict[str, Callable[[dict[str, Any]], Any]] = {
         "rotation": lambda q: q.update(rotation="signed-hadamard"),
@@ -257,7 +257,7 @@ def test_a_configuration_that_belongs_to_other_weights_is_found(damaged: Path) -
     assert not problems(damaged)
 
 
-def test_a_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
+def test_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "plain", {"mlp.up_proj.weight": bf16(gaussian(64, 128))})
     for folder in (source, tmp_path / "absent"):
         with pytest.raises(MasterError, match=r"pqweights\.json"):
@@ -268,7 +268,7 @@ def test_a_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
             check(source)
 
 
-def test_threads_find_the_same(damaged: Path) -> None:
+def test_problems_are_identical_across_thread_counts(damaged: Path) -> None:
     data = bytearray((damaged / "model-00001-of-00004.safetensors").read_bytes())
     data[-1] ^= 1
     (damaged / "model-00001-of-00004.safetensors").write_bytes(data)

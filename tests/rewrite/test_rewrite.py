@@ -1,4 +1,4 @@
-"""The driver: resuming after every kind of kill, atomicity, refusals, locking, determinism, rescue and strictness."""
+"""The driver: resuming after kills, atomic results, refusals, locking, determinism, rescue and strictness."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from pqweights.errors import OutputError, PqweightsError, SourceChangedError, So
 from pqweights.kernels import SIGNS
 from pqweights.quantize import Quantize
 from pqweights.rewrite import encode_job, jobs, stream
-from pqweights.rewrite.driver import RewriteReport
+from pqweights.rewrite.task import RewriteReport
 from pqweights.rewrite.workspace import Workspace
 
 SHARD_BYTES = 20_000  # four output shards of the small checkpoint
@@ -51,7 +51,7 @@ TENSORS = 10
 
 
 class Killed(BaseException):
-    """Stands for a kill that a test makes in its own process."""
+    """Stands for a kill inside the process of the test."""
 
 
 def command(source: Path, **options: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def command(source: Path, **options: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _several_chunks() -> Iterator[None]:
-    """Tiny tensors have several chunks, as in the killed runs."""
+    """Give tiny tensors several chunks, as in the killed runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs, "CHUNK_WEIGHTS", 4096)
         yield
@@ -85,7 +85,7 @@ def own_source(tmp_path: Path) -> Path:
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, work: dict[str, Any], out: Path, tensors: int = 4) -> None:
-    """Leave what a run leaves that is killed when so many tensors are journaled."""
+    """Leave what a run leaves that is killed when `tensors` tensors are in the journal."""
     done = iter(range(tensors))
     record = Workspace.record
 
@@ -122,7 +122,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, work: dict[str, Any], out: Path) ->
 
 
 def check_final_names(out: Path, undisturbed: dict[str, bytes]) -> None:
-    """Whatever has its final name is complete: loads, and is what an undisturbed run writes."""
+    """Check that every file under a final name loads, and is what an undisturbed run writes."""
     for path in out.rglob("*"):
         name = path.relative_to(out).as_posix()
         if path.is_dir() or name.startswith(".pqweights/"):
@@ -140,7 +140,7 @@ def check_final_names(out: Path, undisturbed: dict[str, bytes]) -> None:
 
 @pytest.fixture(scope="module")
 def kill_points(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """By function of os: every point of a run at which it was killed, each with the folder that it left."""
+    """For each function of os, all points at which a run was killed, each with the folder that it left."""
     folder = tmp_path_factory.mktemp("kills")
     (counts,) = killed_runs(command(source), [{"out": str(folder / "counted")}])
     points: dict[str, list[dict[str, Any]]] = {name: [] for name in KILL_FUNCTIONS}
@@ -156,7 +156,7 @@ def kill_points(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 @pytest.mark.parametrize("function", KILL_FUNCTIONS)
-def test_killed_at_any_call_the_same_command_gives_the_same_folder(
+def test_run_killed_at_any_call_resumes_to_the_same_folder(
     function: str,
     source: Path,
     undisturbed: dict[str, bytes],
@@ -181,8 +181,8 @@ def test_killed_at_any_call_the_same_command_gives_the_same_folder(
     assert not failures, "\n".join(failures)
 
 
-def test_kills_leave_every_state(undisturbed: dict[str, bytes], kill_points: dict[str, list[dict[str, Any]]]) -> None:
-    """The sweep above meets each of the states that matter; it would pass emptily if the driver changed its calls."""
+def test_kills_cover_every_state(undisturbed: dict[str, bytes], kill_points: dict[str, list[dict[str, Any]]]) -> None:
+    """The sweep above reaches each state that matters; it would test nothing if the driver changed its calls."""
     states = [Path(point["out"]) for group in kill_points.values() for point in group]
     assert len(states) > 100
     assert len(kill_points["write"]) == 3 * TENSORS
@@ -191,8 +191,8 @@ def test_kills_leave_every_state(undisturbed: dict[str, bytes], kill_points: dic
     assert len(kill_points["replace"]) == 2 * renames
 
 
-def test_killed_again_and_again(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
-    """One run, killed at its third journal entry each time."""
+def test_run_killed_repeatedly_resumes(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
+    """Each run is killed at its third journal entry."""
     out = tmp_path / "out"
     for round_ in range(3):
         killed_runs(command(source), [{"out": str(out), "function": "write", "number": 3, "when": "after"}])
@@ -203,7 +203,9 @@ def test_killed_again_and_again(source: Path, undisturbed: dict[str, bytes], tmp
     assert folder_bytes(out) == undisturbed
 
 
-def test_resuming_reads_only_what_was_missing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_reads_only_unfinished_tensors(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = run_command(command(source), tmp_path / "whole").source_bytes_read
     out = tmp_path / "out"
     interrupt(monkeypatch, command(source), out, tensors=8)
@@ -213,13 +215,13 @@ def test_resuming_reads_only_what_was_missing(source: Path, tmp_path: Path, monk
     read = {
         tensor.name: tensor.weights * {"BF16": 2, "F32": 4, "I64": 8}[tensor.dtype] for tensor in report.plan.tensors
     }
-    # The constant tensor is read in two passes, the tiny one too; both were finished.
+    # The constant tensor and the tiny one are read in two passes; both were finished.
     passes = {"model.layers.0.mlp.up_proj.weight": 2, "model.layers.0.mlp.down_proj.weight": 2}
     assert passes.keys() <= finished
     assert whole - report.source_bytes_read == sum(read[name] * passes.get(name, 1) for name in finished)
 
 
-def test_a_torn_journal_line_is_dropped(
+def test_cut_journal_line_is_dropped(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt(monkeypatch, command(source), tmp_path / "cut", tensors=5)
@@ -234,10 +236,10 @@ def test_a_torn_journal_line_is_dropped(
         assert folder_bytes(out) == undisturbed
 
 
-def test_a_journal_line_after_a_torn_one_is_whole(
+def test_journal_line_after_a_cut_one_is_whole(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is appended after a torn line was dropped must not be glued to its rest."""
+    """A line that is appended after a cut line was dropped must not be joined to its rest."""
     out = tmp_path / "out"
     interrupt(monkeypatch, command(source), out, tensors=4)
     journal = out / ".pqweights/journal.jsonl"
@@ -249,7 +251,7 @@ def test_a_journal_line_after_a_torn_one_is_whole(
 
 
 @pytest.mark.parametrize("damage", ["flip", "zeros", "short", "missing"])
-def test_a_journaled_tensor_that_the_disk_lost_is_redone(
+def test_journaled_tensor_that_the_disk_lost_is_redone(
     damage: str, source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A power loss may keep the journal and lose pages of the partial shard."""
@@ -261,7 +263,7 @@ def test_a_journaled_tensor_that_the_disk_lost_is_redone(
     partial = out / ".pqweights/model-00003-of-00004.safetensors.partial"
     data = bytearray(partial.read_bytes())
     if damage == "flip":
-        data[-1] ^= 1  # of the codes, which stand last
+        data[-1] ^= 1  # in the codes, which come last
     elif damage == "zeros":
         data = bytearray(len(data))
     elif damage == "short":
@@ -271,11 +273,11 @@ def test_a_journaled_tensor_that_the_disk_lost_is_redone(
         partial.unlink()
     _, begun = watched(monkeypatch, command(source), out)
     assert folder_bytes(out) == undisturbed
-    # Nothing of the shards that have their final names; and of this one only what was damaged.
+    # Nothing is redone of complete shards, and of this one only what was damaged.
     assert begun & finished == ({"model.layers.0.mlp.down_proj.weight"} if damage == "flip" else in_partial)
 
 
-def test_a_finished_shard_that_the_disk_lost_is_redone(
+def test_finished_shard_that_the_disk_lost_is_redone(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -285,7 +287,7 @@ def test_a_finished_shard_that_the_disk_lost_is_redone(
     assert folder_bytes(out) == undisturbed
 
 
-def test_resumes_with_other_threads(
+def test_run_resumes_with_another_thread_count(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -295,10 +297,10 @@ def test_resumes_with_other_threads(
     assert folder_bytes(out) == undisturbed
 
 
-def test_a_run_killed_after_its_shards_have_their_names_continues_on_a_full_disk(
+def test_run_killed_after_publishing_its_shards_resumes_on_a_full_disk(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is there already needs no more room, wherever it lies."""
+    """Bytes that are already on the disk need no more room, staged or published."""
     out = tmp_path / "out"
 
     def killed(*arguments: Any) -> str:
@@ -315,7 +317,7 @@ def test_a_run_killed_after_its_shards_have_their_names_continues_on_a_full_disk
     assert folder_bytes(out) == undisturbed
 
 
-# --- what may not be continued ---
+# --- runs that cannot be resumed ---
 
 
 def change_size(path: Path) -> None:
@@ -338,7 +340,7 @@ def change_time(path: Path) -> None:
         ("code/modeling.py", change_size),
     ],
 )
-def test_a_source_that_changed_is_refused(
+def test_changed_source_is_refused(
     file: str, change: Any, own_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -354,10 +356,10 @@ def test_a_source_that_changed_is_refused(
     assert folder_bytes(out) == folder_bytes(tmp_path / "fresh")
 
 
-def test_a_weight_file_of_another_size_is_refused(
+def test_weight_file_of_another_size_is_refused(
     own_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same tensors, so the same plan, in a file whose header is longer."""
+    """The tensors and so the plan are the same, but the header of the file is longer."""
     out = tmp_path / "out"
     interrupt(monkeypatch, command(own_source), out)
     file = own_source / "model-00001-of-00002.safetensors"
@@ -369,7 +371,7 @@ def test_a_weight_file_of_another_size_is_refused(
         run_command(command(own_source), out)
 
 
-def test_a_new_companion_is_refused(own_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_companion_is_refused(own_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     interrupt(monkeypatch, command(own_source), out)
     (own_source / "vocab.txt").write_text("a")
@@ -378,7 +380,7 @@ def test_a_new_companion_is_refused(own_source: Path, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("other", [{"recipe": "q4"}, {"max_shard_bytes": 2 * SHARD_BYTES}])
-def test_an_interrupted_run_of_another_command_is_refused(
+def test_interrupted_run_of_another_command_is_refused(
     other: dict[str, Any], source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -391,7 +393,7 @@ def test_an_interrupted_run_of_another_command_is_refused(
     assert folder_bytes(out) == undisturbed
 
 
-def test_overwrite_continues_its_own_interrupted_run(
+def test_overwrite_resumes_its_own_interrupted_run(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -403,7 +405,7 @@ def test_overwrite_continues_its_own_interrupted_run(
 # --- finished folders ---
 
 
-def test_a_finished_folder_is_left_alone(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
+def test_finished_folder_is_left_alone(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
     out = tmp_path / "out"
     run_command(command(source), out)
     stamps = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in out.rglob("*")}
@@ -414,18 +416,18 @@ def test_a_finished_folder_is_left_alone(source: Path, undisturbed: dict[str, by
     assert folder_bytes(out) == undisturbed
 
 
-def test_a_finished_folder_is_known_though_the_source_was_copied(
+def test_finished_folder_is_recognised_for_a_copied_source(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:
-    """A copy that keeps its times is the same source, wherever it lies."""
+    """A copy that keeps the times of its files is the same source."""
     run_command(command(source), tmp_path / "out")
     copied = shutil.copytree(source, tmp_path / "copy")
     assert run_command(command(copied), tmp_path / "out").already_done
     assert folder_bytes(tmp_path / "out") == undisturbed
 
 
-def test_a_source_that_is_newer_than_the_result_is_not_called_done(own_source: Path, tmp_path: Path) -> None:
-    """The fingerprint sees only the ends of a tensor; a changed middle shows in the time of the file."""
+def test_result_older_than_its_source_is_not_recognised(own_source: Path, tmp_path: Path) -> None:
+    """The fingerprint covers only the ends of a tensor; a changed middle shows in the time of the file."""
     out = tmp_path / "out"
     run_command(command(own_source), out)
     weights = next(own_source.glob("*.safetensors"))
@@ -436,7 +438,7 @@ def test_a_source_that_is_newer_than_the_result_is_not_called_done(own_source: P
         run_command(command(own_source), out)
 
 
-def test_a_failing_run_leaves_the_result_that_it_was_to_replace(source: Path, tmp_path: Path) -> None:
+def test_failing_run_leaves_the_result_that_it_would_replace(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run_command(command(source, recipe="q4"), out)
     before = folder_bytes(out)
@@ -450,8 +452,8 @@ def test_a_failing_run_leaves_the_result_that_it_was_to_replace(source: Path, tm
     assert folder_bytes(out) == before
 
 
-def test_a_file_of_the_user_is_not_replaced(source: Path, tmp_path: Path) -> None:
-    """A companion of the new source is called like a file that the user put beside the old result."""
+def test_file_of_the_user_is_not_replaced(source: Path, tmp_path: Path) -> None:
+    """A companion of the new source has the name of a file that the user put beside the old result."""
     out = tmp_path / "out"
     run_command(command(source, recipe="q4"), out)
     own = shutil.copytree(source, tmp_path / "own")
@@ -464,8 +466,8 @@ def test_a_file_of_the_user_is_not_replaced(source: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "config.json"])
-def test_a_finished_folder_of_other_small_files_is_not_called_done(file: str, own_source: Path, tmp_path: Path) -> None:
-    """The weights are the same, the result of the command is not."""
+def test_result_with_other_small_files_is_not_recognised(file: str, own_source: Path, tmp_path: Path) -> None:
+    """The weights are the same, but the result of the command is not."""
     out = tmp_path / "out"
     run_command(command(own_source), out)
     (own_source / file).write_text(json.dumps({"torch_dtype": "bfloat16", "changed": True}))
@@ -475,7 +477,7 @@ def test_a_finished_folder_of_other_small_files_is_not_called_done(file: str, ow
     assert b"changed" in (out / file).read_bytes()
 
 
-def test_a_finished_folder_that_lost_a_shard_is_not_called_done(source: Path, tmp_path: Path) -> None:
+def test_result_that_lost_a_shard_is_not_recognised(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run_command(command(source), out)
     (out / "model-00002-of-00004.safetensors").unlink()
@@ -487,7 +489,7 @@ def test_a_finished_folder_that_lost_a_shard_is_not_called_done(source: Path, tm
 
 
 @pytest.mark.parametrize("other", [{"recipe": "q4"}, {"max_shard_bytes": 2 * SHARD_BYTES}])
-def test_a_finished_folder_of_another_command(
+def test_finished_folder_of_another_command_is_only_replaced_on_request(
     other: dict[str, Any], source: Path, undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -505,10 +507,10 @@ def test_a_finished_folder_of_another_command(
 
 
 @pytest.mark.parametrize("function", ["unlink", "rmdir", "replace", "mkdir"])
-def test_overwriting_killed_at_any_call(
+def test_overwriting_run_killed_at_any_call_resumes(
     function: str, source: Path, undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:
-    """The folder of another result, with a foreign file, is replaced; the kill comes while the old one is removed, too."""
+    """A result with a foreign file beside it is replaced; kills also come while the old files are removed."""
     foreign = {"README.md": b"our card", "notes.txt": b"foreign"}
     old = tmp_path / "old"
     run_command(command(source, recipe="q4"), old)
@@ -537,7 +539,7 @@ def test_overwriting_killed_at_any_call(
     assert not failures, "\n".join(failures)
 
 
-def test_a_foreign_folder_is_refused(source: Path, tmp_path: Path) -> None:
+def test_foreign_folder_is_refused(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.tex").write_text("years of work")
@@ -547,7 +549,7 @@ def test_a_foreign_folder_is_refused(source: Path, tmp_path: Path) -> None:
         assert folder_bytes(out) == {"thesis.tex": b"years of work"}
 
 
-def test_a_manifest_cannot_make_overwrite_remove_files_elsewhere(source: Path, tmp_path: Path) -> None:
+def test_manifest_cannot_make_overwrite_remove_files_elsewhere(source: Path, tmp_path: Path) -> None:
     out, victim = tmp_path / "out", tmp_path / "victim.txt"
     victim.write_text("keep me")
     run_command(command(source, recipe="q4"), out)
@@ -559,7 +561,7 @@ def test_a_manifest_cannot_make_overwrite_remove_files_elsewhere(source: Path, t
     assert victim.read_text() == "keep me"
 
 
-def test_the_output_must_lie_outside_the_source(own_source: Path) -> None:
+def test_output_must_lie_outside_the_source(own_source: Path) -> None:
     before = folder_bytes(own_source)
     for out in (own_source, own_source / "out", own_source / ".." / own_source.name, own_source.parent):
         with pytest.raises(OutputError, match="outside the source"):
@@ -572,7 +574,7 @@ def test_the_output_must_lie_outside_the_source(own_source: Path) -> None:
 
 @pytest.fixture
 def holder(source: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A run in another process that has finished two tensors into tmp_path/out and stands still."""
+    """A run in another process that has finished two tensors into tmp_path/out and waits."""
     code = """
         import sys
         sys.path.insert(0, sys.argv[1])
@@ -604,7 +606,7 @@ def holder(source: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def settled(folder: Path) -> dict[str, bytes]:
-    """The files of a standing run, once its threads have done the chunks that they had been given."""
+    """The files of a waiting run, once its threads have finished the chunks that they were given."""
     before: dict[str, bytes] = {}
     while (now := folder_bytes(folder)) != before:
         before = now
@@ -613,7 +615,7 @@ def settled(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_second_run_is_refused_while_the_first_works(
+def test_second_run_is_refused_while_the_first_works(
     overwrite: bool, holder: subprocess.Popen[str], source: Path, undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:
     before = settled(tmp_path / "out")
@@ -621,12 +623,12 @@ def test_a_second_run_is_refused_while_the_first_works(
         with pytest.raises(OutputError, match="another run"):
             run_command(work, tmp_path / "out")
         assert folder_bytes(tmp_path / "out") == before
-    holder.communicate()  # closes its stdin: it goes on
+    holder.communicate()  # closes its stdin, so that it continues
     assert holder.returncode == 0
     assert folder_bytes(tmp_path / "out") == undisturbed
 
 
-def test_the_lock_of_a_killed_run_does_not_block(
+def test_lock_of_a_killed_run_does_not_block(
     holder: subprocess.Popen[str], source: Path, undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:
     holder.kill()
@@ -640,13 +642,15 @@ def test_the_lock_of_a_killed_run_does_not_block(
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_threads_do_not_show(threads: int, source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
+def test_output_is_identical_across_thread_counts(
+    threads: int, source: Path, undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
     run_command(command(source), tmp_path / "out", threads=threads)
     assert folder_bytes(tmp_path / "out") == undisturbed
 
 
 @pytest.mark.parametrize("chunk_weights", [128, 1280, 1 << 20])
-def test_chunks_do_not_show(
+def test_output_is_identical_across_chunk_sizes(
     chunk_weights: int,
     source: Path,
     undisturbed: dict[str, bytes],
@@ -658,10 +662,10 @@ def test_chunks_do_not_show(
     assert folder_bytes(tmp_path / "out") == undisturbed
 
 
-def test_neither_shows_in_the_last_digit_of_an_error(
+def test_errors_are_identical_to_the_last_digit_across_threads_and_chunks(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The manifest rounds to seven digits, which would hide sums in another order on most days."""
+    """The manifest rounds to seven digits, which would mostly hide sums in another order."""
     monkeypatch.setattr(encode_job, "rounded", lambda value: value)
     found = set()
     for chunk_weights, threads in ((128, 2), (1280, 5), (1 << 20, 1)):
@@ -671,7 +675,9 @@ def test_neither_shows_in_the_last_digit_of_an_error(
     assert len(found) == 1
 
 
-def test_place_and_time_do_not_show(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
+def test_output_does_not_depend_on_place_and_time_of_the_source(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
     moved = shutil.copytree(source, tmp_path / "elsewhere/of/another/name")
     for number, path in enumerate(sorted(moved.rglob("*"))):
         os.utime(path, (10**9 + number, 10**9 + number))
@@ -679,7 +685,7 @@ def test_place_and_time_do_not_show(source: Path, undisturbed: dict[str, bytes],
     assert folder_bytes(tmp_path / "out") == undisturbed
 
 
-def test_no_file_tells_where_it_was_made(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
+def test_no_file_holds_a_path_host_or_time(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
     host = socket.gethostname().encode()
     for name, data in undisturbed.items():
         if name.endswith(".json"):
@@ -704,10 +710,10 @@ def walk(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("missing", ["posix_fallocate", "sched_getaffinity"])
-def test_runs_where_linux_calls_are_missing(
+def test_run_without_linux_calls(
     missing: str, source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """macOS has neither."""
+    """macOS does not have them."""
     monkeypatch.delattr(os, missing)
     arguments = ["quantize", str(source), str(tmp_path / "out"), "--max-shard-size", str(SHARD_BYTES)]
     result = CliRunner().invoke(app, arguments)
@@ -715,10 +721,10 @@ def test_runs_where_linux_calls_are_missing(
     assert folder_bytes(tmp_path / "out") == undisturbed
 
 
-# --- failures on the way ---
+# --- failures ---
 
 
-def test_a_non_finite_weight_leaves_nothing(tmp_path: Path) -> None:
+def test_non_finite_weight_leaves_nothing(tmp_path: Path) -> None:
     values = gaussian(64, 128, seed=1)
     values[63, 127] = np.inf
     tensors = {f"layers.{n}.mlp.up_proj.weight": bf16(gaussian(64, 128, seed=n)) for n in range(6)}
@@ -728,7 +734,7 @@ def test_a_non_finite_weight_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_full_disk_is_one_line_and_the_run_continues(
+def test_run_resumes_after_a_full_disk(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -751,7 +757,7 @@ def test_a_full_disk_is_one_line_and_the_run_continues(
 def test_short_writes_are_completed(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The operating system may write less than it was given."""
+    """The operating system may write less than it was asked to."""
     pwrite, preadv = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda to, data, at: pwrite(to, data[: max(1, len(data) // 3)], at))
     monkeypatch.setattr(os, "preadv", lambda of, views, at: preadv(of, [views[0][: max(1, len(views[0]) // 3)]], at))
@@ -759,10 +765,10 @@ def test_short_writes_are_completed(
     assert folder_bytes(tmp_path / "out") == undisturbed
 
 
-def test_a_journal_that_could_only_be_written_in_part(
+def test_journal_line_that_was_written_in_part_is_dropped(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that fills up cuts a journal entry; with room again, the entries after it must still be read."""
+    """A disk that fills up cuts a journal entry; entries that are added later must still be read."""
     out = tmp_path / "out"
     write, calls = os.write, iter(range(1, 100))
 
@@ -784,7 +790,7 @@ def test_a_journal_that_could_only_be_written_in_part(
 
 
 def walsh_rows(rows: int, seed: int, signed: bool) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Rows of the Walsh-Hadamard matrix, times the rescue's signs if asked: the worst blocks of that rotation."""
+    """Rows of the Walsh-Hadamard matrix, or times the signs of the rescue: the worst blocks of that rotation."""
     matrix = np.array([[1.0]])
     while len(matrix) < 128:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
@@ -793,7 +799,7 @@ def walsh_rows(rows: int, seed: int, signed: bool) -> np.ndarray[Any, np.dtype[n
 
 
 def hostile_checkpoint(folder: Path) -> Path:
-    """One weight that no rotation can help between two ordinary ones."""
+    """A weight for which both rotations are bad, between two ordinary ones."""
     hostile = np.concatenate([walsh_rows(32, 1, False), walsh_rows(32, 2, True)])
     return write_checkpoint(
         folder,
@@ -807,7 +813,7 @@ def hostile_checkpoint(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("bits", [2, 5])
-def test_a_weight_that_no_rotation_helps_is_named(bits: int, tmp_path: Path) -> None:
+def test_weight_that_exceeds_its_promise_is_named(bits: int, tmp_path: Path) -> None:
     source, out = hostile_checkpoint(tmp_path / "model"), tmp_path / "out"
     result = CliRunner().invoke(app, ["quantize", str(source), str(out), "--bits", str(bits), "--json"])
     assert result.exit_code == 0, result.output
@@ -821,8 +827,8 @@ def test_a_weight_that_no_rotation_helps_is_named(bits: int, tmp_path: Path) -> 
     assert [line for line in summary.stdout.splitlines() if "WARNING" in line and name in line]
 
 
-def test_the_better_rotation_stands_when_none_is_good(tmp_path: Path) -> None:
-    """Three quarters of the blocks suit the default rotation worst, or the rescue's: the other one is taken."""
+def test_better_rotation_is_kept_if_neither_is_good(tmp_path: Path) -> None:
+    """Three quarters of the blocks are worst for one rotation, so the other is taken."""
     for signed, best in ((False, "signed-hadamard"), (True, "hadamard")):
         hostile = np.concatenate([walsh_rows(48, 1, signed), walsh_rows(16, 2, not signed)])
         source = write_checkpoint(tmp_path / f"model-{signed}", {"layers.1.mlp.up_proj.weight": f32(hostile)})
@@ -846,7 +852,7 @@ def test_strict_refuses_and_leaves_nothing(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_strict_refuses_a_finished_or_interrupted_result_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strict_refuses_finished_and_interrupted_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = hostile_checkpoint(tmp_path / "model")
     run_command(command(source), tmp_path / "finished")
     with pytest.raises(SourceError, match="strict"):
@@ -856,13 +862,13 @@ def test_strict_refuses_a_finished_or_interrupted_result_too(tmp_path: Path, mon
         run_command(command(source, strict=True), tmp_path / "interrupted")
 
 
-def test_strict_passes_what_a_rescue_mended(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
+def test_strict_accepts_rescued_weights(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
     run_command(command(source, strict=True), tmp_path / "out")
     assert folder_bytes(tmp_path / "out") == undisturbed
 
 
 @pytest.mark.parametrize("bits", [2, 5, 8])
-def test_a_constant_weight_is_rescued_at_the_same_size(
+def test_constant_weight_is_rescued_at_the_same_size(
     bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_checkpoint(tmp_path / "model", {"mlp.up_proj.weight": bf16(np.full((64, 256), 0.0125))})
@@ -875,7 +881,7 @@ def test_a_constant_weight_is_rescued_at_the_same_size(
     assert plain.records[0].state == {"rotation": "hadamard", "norm_exponent": 0}
     assert rescued.plan.output_bytes == plain.plan.output_bytes
     assert rescued.records[0].relative_mse is not None and plain.records[0].relative_mse is not None
-    assert rescued.records[0].relative_mse < 1.5 * DISTORTION[bits]  # one and the same block everywhere
+    assert rescued.records[0].relative_mse < 1.5 * DISTORTION[bits]  # all blocks are the same
     assert plain.records[0].relative_mse > 5 * rescued.records[0].relative_mse
 
 
@@ -896,7 +902,7 @@ WIDE = gaussian(64, 128, seed=3) * np.exp2(np.linspace(-60, 60, 64))[:, None].as
         (WIDE, bf16),
     ],
 )
-def test_norms_outside_float16(values: Any, make: Any, tmp_path: Path) -> None:
+def test_norms_outside_float16_get_an_exponent(values: Any, make: Any, tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "model", {"mlp.up_proj.weight": make(values)})
     (record,) = run_command(command(source), tmp_path / "out").records
     assert record.state is not None and record.state["norm_exponent"] != 0
@@ -911,8 +917,8 @@ def test_norms_outside_float16(values: Any, make: Any, tmp_path: Path) -> None:
     assert record.relative_mse == pytest.approx(error, rel=0.02)
 
 
-def test_blocks_far_below_the_largest_keep_what_float16_can(tmp_path: Path) -> None:
-    """Subnormal norms lose digits; none becomes infinite, none becomes 0 that was not negligible beside the largest."""
+def test_small_norms_beside_large_ones_stay_positive(tmp_path: Path) -> None:
+    """Subnormal norms lose digits, but no norm becomes 0 unless it is negligible beside the largest."""
     source = write_checkpoint(tmp_path / "model", {"mlp.up_proj.weight": f32(WIDE)})
     run_command(command(source), tmp_path / "out")
     norms = read_all(tmp_path / "out")["mlp.up_proj.weight_norms"][1].reshape(-1).astype(np.float64)
@@ -921,7 +927,7 @@ def test_blocks_far_below_the_largest_keep_what_float16_can(tmp_path: Path) -> N
     assert (norms[true > true.max() * 2.0**-24] >= 2.0**-10).all()
 
 
-def test_zeros_are_exact(tmp_path: Path) -> None:
+def test_zeros_are_decoded_exactly(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "model", {"mlp.up_proj.weight": bf16(np.zeros((64, 128)))})
     (record,) = run_command(command(source), tmp_path / "out").records
     assert record.relative_mse == 0.0
@@ -930,7 +936,7 @@ def test_zeros_are_exact(tmp_path: Path) -> None:
     assert not as_float32(read_all(tmp_path / "decoded")["mlp.up_proj.weight"]).any()
 
 
-def test_progress_reaches_the_end_and_never_goes_back(source: Path, tmp_path: Path) -> None:
+def test_progress_is_monotonic_and_reaches_the_total(source: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     run_command(command(source, progress=lambda done, total, name: seen.append((done, total))), tmp_path / "out")
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
@@ -938,8 +944,8 @@ def test_progress_reaches_the_end_and_never_goes_back(source: Path, tmp_path: Pa
     assert {total for _, total in seen} == {sum(v.nbytes for _, v in read_all(source).values())}
 
 
-def test_a_random_kill_in_a_random_order(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
-    """Kills of different kinds in one run, seeded."""
+def test_run_with_random_kills_resumes(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
+    """Kills of different kinds, with a fixed seed."""
     chance = random.Random(5)
     out = tmp_path / "out"
     for _ in range(6):
@@ -951,9 +957,7 @@ def test_a_random_kill_in_a_random_order(source: Path, undisturbed: dict[str, by
     assert folder_bytes(out) == undisturbed
 
 
-def test_shards_that_wait_for_a_slow_disk_hold_few_files_open(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_files_are_open_on_a_slow_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[int] = []
     sync = os.fsync
 
@@ -970,12 +974,12 @@ def test_shards_that_wait_for_a_slow_disk_hold_few_files_open(
 
 
 @pytest.mark.parametrize(
-    ("number", "message"), [(errno.EIO, "cannot be brought to the disk"), (errno.ENOSPC, "the disk is full")]
+    ("number", "message"), [(errno.EIO, "cannot be flushed to the disk"), (errno.ENOSPC, "the disk is full")]
 )
-def test_a_file_that_the_disk_refused_is_not_continued(
+def test_file_that_could_not_be_flushed_is_not_resumed(
     number: int, message: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a failed fsync nobody knows what the disk holds, whatever the page cache shows."""
+    """After a failed fsync the content of the disk is unknown, whatever the page cache shows."""
 
     def fail(descriptor: int) -> None:
         raise OSError(number, os.strerror(number))

@@ -15,7 +15,7 @@ from pqweights.exports.options import ExportOptions
 from pqweights.hub.sources import Access
 from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import Recipe
-from pqweights.rewrite.driver import RewriteReport, RunOptions
+from pqweights.rewrite.task import RewriteReport, RunOptions
 
 
 def options_of(kind: Any, keywords: dict[str, Any]) -> Any:

@@ -29,7 +29,7 @@ from pqweights.exports.options import ExportOptions
 from pqweights.kernels.groups import GroupRule, pack_bits, pack_tiles, rotate
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite import jobs
-from pqweights.rewrite.driver import RewriteReport
+from pqweights.rewrite.task import RewriteReport
 
 Array = npt.NDArray[Any]
 Tensor = tuple[str, Array]  # safetensors dtype, and values whose bytes are stored (BF16 as uint16)

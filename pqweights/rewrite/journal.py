@@ -1,0 +1,155 @@
+"""The journal of a rewrite under way: which run it belongs to, what that run replaces, and the tensors it has finished.
+
+The first line is written before anything in the output folder is changed; each further line records one finished
+tensor. A run continues another only if the first line states its own inputs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pqweights.checkpoint.names import WORK_FOLDER
+from pqweights.checkpoint.storage import Origin, Storage
+from pqweights.checkpoint.writer import disk_errors
+from pqweights.errors import OutputError, SourceChangedError
+from pqweights.rewrite.identity import RunIdentity
+from pqweights.rewrite.manifest import TensorRecord
+
+JOURNAL_FILE = "journal.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInputs:
+    """What a run must have in common with the run that it continues, as the journal states it.
+
+    work: the digest of its identity
+    source: size and stamp of every file that is read, by name
+    outputs: every file to which the run gives its final name
+    origin: the repository and commit that is read; None for a local folder
+    """
+
+    work: str
+    source: dict[str, tuple[int, int]]
+    outputs: list[str]
+    origin: Origin | None
+
+    @staticmethod
+    def of(identity: RunIdentity, files: Mapping[str, tuple[Storage, Sequence[str]]], outputs: list[str]) -> RunInputs:
+        """Return the inputs of a run.
+
+        files: what it reads, by the option that names the checkpoint; "" for the source
+        """
+        source = {}
+        for option, (storage, names) in files.items():
+            states = storage.files()
+            for name in names:
+                source[f"{option} {name}".lstrip()] = (states[name].byte_count, states[name].stamp)
+        return RunInputs(work=identity.digest(), source=source, outputs=outputs, origin=identity.origin)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the first line of the journal."""
+        source = {name: list(state) for name, state in self.source.items()}
+        origin = {} if self.origin is None else {"origin": list(self.origin)}
+        return {"work": self.work, **origin, "source": source, "outputs": self.outputs}
+
+
+def begin_journal(work: Path, inputs: RunInputs, replaces: list[str]) -> None:
+    """Write the first line. It is written before anything is removed, so the list of files survives a kill."""
+    with disk_errors(work):
+        new = work / (JOURNAL_FILE + ".new")
+        new.write_text(json.dumps(inputs.to_json() | {"replaces": replaces}) + "\n", encoding="utf-8")
+        os.replace(new, work / JOURNAL_FILE)
+
+
+def read_journal(path: Path, inputs: RunInputs, *, out: Path, overwrite: bool) -> dict[str, TensorRecord] | None:
+    """Return the tensors that the run to be continued has finished, by name; None if there is no run to continue.
+
+    Raises OutputError or SourceChangedError for a run that cannot be continued, unless it may be overwritten.
+    """
+    if not path.exists():
+        return None
+    first = read_first_line(path)
+    if first is None:
+        if overwrite:
+            return None
+        raise OutputError(
+            f"{out}: {WORK_FOLDER}/{JOURNAL_FILE} is damaged, so the interrupted run cannot be continued; pass "
+            "--overwrite to start again"
+        )
+    if any(first.get(key) != value for key, value in inputs.to_json().items()):
+        if overwrite:
+            return None
+        raise _different_run(first, inputs, out)
+    return _read_records(path)
+
+
+def _read_records(path: Path) -> dict[str, TensorRecord]:
+    """Read the tensors of a journal, and cut off a line that is not whole with everything behind it."""
+    records: dict[str, TensorRecord] = {}
+    data = path.read_bytes()
+    valid = data.index(b"\n") + 1
+    for line in data[valid:].splitlines(keepends=True):
+        record = _parse_record(line)
+        if record is None:  # cut by a kill or a power failure: the tensors from here on are done again
+            os.truncate(path, valid)
+            break
+        records[record.name] = record
+        valid += len(line)
+    return records
+
+
+def _different_run(first: dict[str, Any], inputs: RunInputs, out: Path) -> OutputError | SourceChangedError:
+    """Say how the interrupted run differs from the one that is asked for; `first` is the first line of its journal."""
+    if inputs.origin is not None and first.get("origin") not in (None, list(inputs.origin)):
+        return _other_commit(out, first["origin"], inputs.origin)
+    found = first["source"]
+    for name, state in inputs.source.items():
+        if found.get(name) != list(state) and (name in found or not name.startswith("--")):
+            return SourceChangedError(
+                f"{name}: the source changed since the interrupted run in {out} (size and time were {found.get(name)}, "
+                f"are {list(state)}); pass --overwrite to start again"
+            )
+    return OutputError(
+        f"{out}: holds an interrupted run with another recipe or other options; repeat that command to continue it, or "
+        "pass --overwrite to start again"
+    )
+
+
+def _other_commit(out: Path, found: Any, origin: Origin) -> SourceChangedError:
+    was = "@".join(str(part) for part in found) if isinstance(found, list) else "another source"
+    again = (
+        f"pass --revision {found[1]} to continue it, or " if isinstance(found, list) and found[0] == origin.id else ""
+    )
+    return SourceChangedError(
+        f"{origin.id}: expected {was}, which the interrupted run in {out} was reading, found commit {origin.revision}: "
+        f"{again}pass --overwrite to start again"
+    )
+
+
+def _parse_record(line: bytes) -> TensorRecord | None:
+    """Read a journal line; None if it is not whole. Its hashes are compared with the bytes on the disk later."""
+    try:
+        record = TensorRecord(**json.loads(line)) if line.endswith(b"\n") else None
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return record if record is not None and isinstance(record.name, str) and isinstance(record.sha256, dict) else None
+
+
+def read_first_line(journal: Path) -> dict[str, Any] | None:
+    """Read which run a journal belongs to; None if that cannot be read."""
+    with open(journal, "rb") as stream:
+        line = stream.readline()
+    try:
+        value = json.loads(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("source"), dict):
+        return None
+    lists = (value.get("outputs"), value.get("replaces"))
+    names = all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in lists)
+    return value if names else None

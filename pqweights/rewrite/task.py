@@ -1,0 +1,114 @@
+"""A rewrite from the outside: the task, in which every byte is decided, how it is carried out, and the report."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.planning.plan import Plan
+from pqweights.rewrite.identity import RunIdentity
+from pqweights.rewrite.manifest import TensorRecord
+from pqweights.rewrite.transform import Transform
+
+Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in all, name of the tensor
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """What a result descends from: the fields `model` and `master` of its RunIdentity."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    master: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RewriteTask:
+    """What to rewrite, and into what.
+
+    checkpoint: the opened checkpoint whose tensors are read
+    source: the path of the checkpoint; None for a repository on the Hub
+    transform: what happens to each tensor
+    plan: what the transform makes of the checkpoint, see driver.make_plan
+    out: the output folder
+    lineage: what the result descends from
+    """
+
+    checkpoint: Checkpoint
+    source: Path | None
+    transform: Transform
+    plan: Plan
+    out: Path
+    lineage: Lineage
+
+    @functools.cached_property
+    def identity(self) -> RunIdentity:
+        """What makes another run the same as this one."""
+        plan = self.plan
+        return RunIdentity(
+            kind=self.transform.kind,
+            made_by=self.transform.describe(),
+            source_bytes=plan.source_bytes,
+            max_shard_bytes=plan.max_shard_bytes,
+            tensors=plan.tensors,
+            origin=self.checkpoint.storage.origin,
+            metadata=plan.metadata,
+            left_out=plan.left_out_tensors,
+            model=self.lineage.model,
+            master=self.lineage.master,
+        )
+
+    @property
+    def checkpoints(self) -> tuple[Checkpoint, ...]:
+        """Everything that is read: the checkpoint, then what the transform reads besides."""
+        return (self.checkpoint, *self.transform.also_reads.values())
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read so far from all checkpoints."""
+        return sum(each.storage.bytes_read for each in self.checkpoints)
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    # macOS has no affinity.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a task is carried out. None of it changes a byte of the result.
+
+    threads: how many threads compute; by default one for each core
+    device: "cpu", "cuda", or "auto" for cuda where there is a GPU
+    overwrite: replace another result of pqweights in the output folder
+    progress: called with the source bytes done, the source bytes in all, and the name of a tensor
+    """
+
+    threads: int = field(default_factory=usable_cores)
+    device: str = "cpu"
+    overwrite: bool = False
+    progress: Progress = lambda done, total, name: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewriteReport:
+    """What a rewrite did.
+
+    transform, plan: those of the task
+    records: what was measured of each tensor, in the order of the plan
+    already_done: whether the output folder held the finished result before the run
+    resumed: how many tensors an earlier run had finished
+    source_bytes_read: bytes read from all checkpoints
+    """
+
+    transform: Transform
+    plan: Plan
+    records: tuple[TensorRecord, ...]
+    already_done: bool
+    resumed: int
+    source_bytes_read: int
