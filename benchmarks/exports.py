@@ -49,7 +49,7 @@ from pqweights.runtimes.models import continuation, open_model
 from pqweights.runtimes.texts import Ids, tokenize
 
 SOURCE = "original"
-WINDOWS = Windows(256, 128, score_first=True, count=40)
+WINDOWS = Windows(size=256, stride=128, score_first=True, count=40)
 WIDTHS = (6, 5, 4)
 # target, basis, name of the row
 TARGETS = (
@@ -224,7 +224,7 @@ class Evaluation:
         seconds = time.monotonic() - start
         self.reference[:] = self.reference or losses
         mean, error = change(losses, self.reference)
-        sample = continuation(made.folder, loaded, self.prompt, self.generate) if self.generate else None
+        sample = continuation(made.folder, loaded, prompt=self.prompt, tokens=self.generate) if self.generate else None
         return {
             "model": self.model.name,
             "what": made.name,
@@ -257,7 +257,7 @@ def language_model(model: Path, options: Any, absent: set[str]) -> Iterator[dict
     evaluation = Evaluation(
         model=model,
         ids=tokenize(model, text),
-        windows=Windows(options.window, options.stride, True, options.windows),
+        windows=Windows(size=options.window, stride=options.stride, score_first=True, count=options.windows),
         prompt=text[:100],
         generate=options.generate,
     )

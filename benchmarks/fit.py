@@ -24,16 +24,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from harness import Cell, Document, argument_parser, machine, now, publish, table
 
-from pqweights.evaluate.evaluation import choose_windows
+from pqweights.evaluate.evaluation import TextOptions, choose_windows
 from pqweights.evaluate.protocol import Windows, compare, perplexity
-from pqweights.measure.sensitivity import measure_sensitivity
+from pqweights.measure.sensitivity import SensitivityOptions, measure_sensitivity
 from pqweights.planning.plan import QUANTIZE, TensorPlan
 from pqweights.planning.recipe import Recipe, Rule, SizeTarget, load_recipe
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of, write_sensitivity
 from pqweights.quantize import plan_quantize, quantize
 from pqweights.results.inspect import inspect
-from pqweights.rewrite.driver import RunOptions
 from pqweights.rewrite.manifest import coder_of
+from pqweights.rewrite.task import RunOptions
 from pqweights.runtimes.folders import read_folder
 from pqweights.runtimes.models import Model, open_model
 from pqweights.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
@@ -60,7 +60,7 @@ HAND_MADE = Recipe(
 
 def measured_sensitivity(model: Path, text: str | None, tokens: int) -> Sensitivity:
     """Sensitivities measured on the first tokens of a text, or on random tokens without one."""
-    return measure_sensitivity(model, load_recipe("q5"), text=text, tokens=tokens)
+    return measure_sensitivity(model, load_recipe("q5"), SensitivityOptions(text=text, tokens=tokens))
 
 
 class Groups(NamedTuple):
@@ -98,7 +98,7 @@ class Bench:
         self.model, self.work = model, work
         text = read_text(model / "eval.txt")
         self.ids: Ids = tokenize(model, text, max_tokens)
-        self.windows: Windows = choose_windows([read_folder(model)], None, 128, False)
+        self.windows: Windows = choose_windows([read_folder(model)], TextOptions(stride=128))
         self.base: Model = remembering(open_model(model))
         self.perplexity = 0.0
         self.measured: dict[tuple[tuple[str, float | None], ...], dict[str, Any]] = {}
@@ -130,7 +130,7 @@ class Bench:
     def _measure(self, recipe: Recipe) -> dict[str, Any]:
         out = self.work / "master"
         quantize(self.model, out, recipe, run=RunOptions(overwrite=True))
-        scores = compare(open_model(out), self.base, self.ids, self.windows)
+        scores = compare(open_model(out), self.base, ids=self.ids, windows=self.windows)
         assert scores.change is not None and scores.divergence is not None
         assert scores.reference_losses is not None
         self.perplexity = perplexity(scores.reference_losses)
@@ -150,8 +150,7 @@ class Bench:
         planned = {tensor.name: tensor for tensor in plan.tensors if tensor.action == QUANTIZE}
         roles = {name: tensor.role for name, tensor in planned.items()}
         names = groups_of(checkpoint, list(roles.items()))
-        weights = {name: tensor.weights for name, tensor in planned.items()}
-        alphas, _ = alphas_for(names, roles, weights, self.found[kind])
+        alphas, _ = alphas_for(names, roles=roles, known=self.found[kind])
         return Groups(alphas, names, planned)
 
     def rows(self) -> list[dict[str, Any]]:

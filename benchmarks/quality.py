@@ -25,16 +25,16 @@ from harness import Cell, Document, argument_parser, machine, now, publish, tabl
 from safetensors.numpy import save_file
 
 from pqweights.checkpoint.source import Checkpoint, open_local
-from pqweights.evaluate.evaluation import choose_windows
+from pqweights.evaluate.evaluation import TextOptions, choose_windows
 from pqweights.evaluate.protocol import Scores, Windows, compare
 from pqweights.evaluate.weight_errors import relative_mse
-from pqweights.measure.ablation import MOST_CALIBRATION_TOKENS, ablate
-from pqweights.measure.calibrate import WINDOW, calibrate
+from pqweights.measure.ablation import MOST_CALIBRATION_TOKENS, AblationOptions, ablate
+from pqweights.measure.calibrate import WINDOW, CalibrationOptions, calibrate
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import Recipe, load_recipe
 from pqweights.quantize import Quantize, QuantizeOptions, quantize
 from pqweights.results.inspect import inspect
-from pqweights.rewrite.driver import RunOptions
+from pqweights.rewrite.task import RunOptions
 from pqweights.runtimes.decoders import values_of
 from pqweights.runtimes.folders import read_folder
 from pqweights.runtimes.models import Model, open_model
@@ -90,7 +90,7 @@ class Bench:
     def measures(self, folder: Path | None = None) -> dict[str, Any]:
         """The measured fields of the row of a folder; without one, of the original."""
         model, reference = (self.base, None) if folder is None else (open_model(folder), self.base)
-        return measures(compare(model, reference, self.ids, self.windows))
+        return measures(compare(model, reference, ids=self.ids, windows=self.windows))
 
     def settings(self) -> dict[str, Any]:
         """The text and the windows, for the document."""
@@ -127,11 +127,13 @@ def searched_scales(bench: Bench, recipe: Recipe) -> Path:
         bench.model,
         path,
         bench.calibration,
-        recipe,
-        max_tokens=MOST_CALIBRATION_TOKENS,
-        window=min(WINDOW, bench.windows.size),
-        threads=usable_cores(),
-        overwrite=True,
+        recipe=recipe,
+        options=CalibrationOptions(
+            max_tokens=MOST_CALIBRATION_TOKENS,
+            window=min(WINDOW, bench.windows.size),
+            threads=usable_cores(),
+            overwrite=True,
+        ),
     )
     return path
 
@@ -193,13 +195,13 @@ def ablation(bench: Bench) -> Iterator[dict[str, Any]]:
     done = ablate(
         bench.model,
         bench.text,
-        ABLATED,
-        load_recipe("q5"),
-        calibration=bench.calibration,
-        max_tokens=len(bench.ids),
-        window=bench.windows.size,
-        stride=bench.windows.stride,
-        threads=usable_cores(),
+        recipe=load_recipe("q5"),
+        options=AblationOptions(
+            widths=ABLATED,
+            reading=TextOptions(window=bench.windows.size, stride=bench.windows.stride, max_tokens=len(bench.ids)),
+            calibration=bench.calibration,
+            threads=usable_cores(),
+        ),
     )
     for line in done.absent:
         bench.absent["INT4"] = line
@@ -227,7 +229,7 @@ def open_bench(model: Path, options: Any, work: Path) -> Bench:
         text=text,
         ids=ids[: options.max_tokens],
         rest=ids[options.max_tokens :][:MOST_CALIBRATION_TOKENS],
-        windows=choose_windows([read_folder(model)], options.window, options.stride, False),
+        windows=choose_windows([read_folder(model)], TextOptions(window=options.window, stride=options.stride)),
         work=work,
     )
 

@@ -12,9 +12,21 @@ from . import options, output
 if TYPE_CHECKING:
     from pqweights.measure.ablation import Ablation, AblationRow
 
+COLUMNS = [
+    ("bits", True),
+    ("configuration", False),
+    ("bits/weight", True),
+    ("relative MSE", True),
+    ("perplexity", True),
+    ("change", True),
+    ("KL mean", True),
+    ("top-1", True),
+    ("share of the gain", True),
+]
+
 
 def parse_widths(text: str) -> list[float]:
-    """Bits from "3,4,5"; the codecs say which of them they have."""
+    """Return the widths in a list such as "3,4,5", in bits; the codecs refuse those that they do not have."""
     try:
         widths = [float(part) for part in text.split(",")]
     except ValueError:
@@ -27,7 +39,7 @@ def parse_widths(text: str) -> list[float]:
 def command(
     source: options.SourceArgument,
     text: Annotated[Path, typer.Option("--text", metavar="FILE", help="UTF-8 text to evaluate on.")],
-    bits: Annotated[str, typer.Option("--bits", "-b", metavar="N,N,...", help="Widths.")] = "5",
+    bits: Annotated[str, typer.Option("--bits", "-b", metavar="N,N,...", help="Bits per code to measure at.")] = "5",
     calibration: Annotated[
         Path | None,
         typer.Option("--calibration", metavar="FILE", help="Text for AWQ.", show_default="the last third of --text"),
@@ -42,33 +54,40 @@ def command(
     tokenizer: options.TokenizerOption = None,
     work: Annotated[
         Path | None,
-        typer.Option("--work", metavar="DIR", help="Where masters are made for a while.", exists=True, file_okay=False),
+        typer.Option("--work", metavar="DIR", help="Folder for temporary masters.", exists=True, file_okay=False),
     ] = None,
     threads: options.ThreadsOption = None,
     revision: options.RevisionOption = None,
     token: options.TokenOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """What each part of the method is worth on a model: absmax, rotation, levels, norms, AWQ, and INT4 on top.
+    """Measure what each part of the method is worth on a model: absmax, rotation, levels, norms, AWQ, and INT4 on top.
 
-    The ablation of arXiv:2603.29078 v1. Each row is quantized, loaded and evaluated in full; disk for one master and one
-    export at a time.
+    This is the ablation of arXiv:2603.29078 v1. Each row is quantized, loaded and evaluated in full. It needs disk
+    space for one master and one export at a time.
     """
     widths = parse_widths(bits)
     with output.errors():
-        from pqweights.measure.ablation import ablate
+        from pqweights.evaluate.evaluation import TextOptions
+        from pqweights.measure.ablation import AblationOptions, ablate
         from pqweights.planning.recipe import load_recipe
         from pqweights.runtimes.texts import read_text
 
         chosen = load_recipe(recipe)
         found = options.fetched(source, options.access(revision, token))
+        asked = AblationOptions(
+            widths=widths,
+            reading=TextOptions(
+                window=window, stride=stride, score_first=score_first, max_tokens=max_tokens, tokenizer=tokenizer
+            ),
+            calibration=None if calibration is None else read_text(calibration),
+            awq=not no_awq,
+            int4=not no_int4,
+            work=work,
+            threads=options.thread_count(threads),
+        )
         with output.progress("ablating", unit="rows") as progress:
-            done = ablate(
-                found.path, read_text(text), widths, chosen, calibration=None if calibration is None else read_text(calibration),
-                awq=not no_awq, int4=not no_int4, window=window, stride=stride, score_first=score_first,
-                max_tokens=max_tokens, tokenizer=tokenizer, work=work, threads=options.thread_count(threads),
-                progress=progress,
-            )  # fmt: skip
+            done = ablate(found.path, read_text(text), recipe=chosen, options=asked, progress=progress)
         if json:
             output.print_json({"text": str(text)} | done.to_json())
         else:
@@ -77,28 +96,31 @@ def command(
 
 def _text(done: Ablation, text: str) -> str:
     windows = done.windows
-    lines = [
-        f"{text}: {done.tokens} tokens, windows of {windows.size}, stride {windows.stride}: {done.scored_tokens} tokens scored"
-        + (f"; AWQ on {done.calibration_tokens} others" if done.calibration_tokens else "")
-    ]
-    columns = [
-        ("bits", True), ("configuration", False), ("bits/weight", True), ("relative MSE", True), ("perplexity", True),
-        ("change", True), ("KL mean", True), ("top-1", True), ("share of the gain", True),
-    ]  # fmt: skip
-    lines += ["", output.table(columns, [_cells(row) for row in done.rows]), ""]
-    lines.append(
-        "change: of the perplexity, +- its paired standard error over windows; share: of what rotation and levels together gain "
-        "over absmax, at the same width; empty where that gain is not above twice its standard error"
+    calibrated = f"; AWQ calibrated on {done.calibration_tokens} other tokens" if done.calibration_tokens else ""
+    return "\n".join(
+        [
+            f"{text}: {done.tokens} tokens, windows of {windows.size}, stride {windows.stride}: "
+            f"{done.scored_tokens} tokens scored{calibrated}",
+            "",
+            output.table(COLUMNS, [_cells(row) for row in done.rows]),
+            "",
+            "change: of the perplexity, +- its paired standard error over windows; share: of the gain of rotation and "
+            "levels together over absmax at the same width, empty if that gain is not above twice its standard error",
+            *(f"not measured: {reason}" for reason in done.absent),
+        ]
     )
-    return "\n".join([*lines, *(f"not measured: {reason}" for reason in done.absent)])
 
 
 def _cells(row: AblationRow) -> list[str]:
-    change, found = row.scores.perplexity_change, row.scores.divergence
+    divergence = row.scores.divergence
     return [
-        str(row.bits or ""), row.name, "" if row.bits_per_weight is None else f"{row.bits_per_weight:.4f}",
-        "" if row.relative_mse is None else f"{row.relative_mse:.6f}", f"{row.scores.perplexity.value:.3f}",
-        output.estimate(change, "+.3f"),
-        "" if found is None else f"{found.mean.value:.5f}", "" if found is None else f"{found.top1.value:.2%}",
+        "" if row.bits is None else f"{row.bits:g}",
+        row.name,
+        "" if row.bits_per_weight is None else f"{row.bits_per_weight:.4f}",
+        "" if row.relative_mse is None else f"{row.relative_mse:.6f}",
+        f"{row.scores.perplexity.value:.3f}",
+        output.estimate(row.scores.perplexity_change, "+.3f"),
+        "" if divergence is None else f"{divergence.mean.value:.5f}",
+        "" if divergence is None else f"{divergence.top1.value:.2%}",
         "" if row.share is None else f"{row.share:.1%}",
-    ]  # fmt: skip
+    ]

@@ -10,7 +10,19 @@ import typer
 from . import options, output
 
 if TYPE_CHECKING:
-    from pqweights.measure.calibrate import LayerReport
+    from pqweights.measure.calibrate import Calibration, LayerReport
+
+COLUMNS = [
+    ("weight", False),
+    ("codec", False),
+    ("bits", True),
+    ("tokens", True),
+    ("exponents", False),
+    ("gain", True),
+    ("gain held back", True),
+    ("why scale 1", False),
+]
+REASONS_SHOWN = 2
 
 
 def command(
@@ -19,9 +31,7 @@ def command(
     text: Annotated[Path, typer.Option("--text", metavar="FILE", help="UTF-8 text for the model to read.")],
     recipe: options.RecipeOption = "q5",
     bits: options.BitsOption = None,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=2, help="Read at most so many tokens of the text.")
-    ] = 16384,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Tokens of the text to read at most.")] = 16384,
     window: Annotated[
         int | None,
         typer.Option(
@@ -30,68 +40,70 @@ def command(
     ] = None,
     tokenizer: options.TokenizerOption = None,
     dtype: Annotated[
-        options.ModelDtype, typer.Option("--dtype", help="Run the model in this dtype; auto: its own.")
+        options.ModelDtype, typer.Option("--dtype", help="Dtype to run the model in; auto is its own.")
     ] = options.ModelDtype.AUTO,
-    device_map: Annotated[
-        str | None,
-        typer.Option("--device-map", help="As in transformers: auto spreads a large model (needs accelerate)."),
-    ] = None,
+    device_map: options.DeviceMapOption = None,
     threads: options.ThreadsOption = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file of scales.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier file of scales.")] = False,
     revision: options.RevisionOption = None,
     token: options.TokenOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Search activation-aware scales (AWQ) for quantize --awq: run the checkpoint over a text, keep what helps.
+    """Search activation-aware scales (AWQ) for quantize --awq, on the activations of a text.
 
-    For each matrix, scales of its input channels are searched against the codec that the recipe gives it, by the error of
-    the layer's output. Every fourth window of the text is held back; what does not clearly help there keeps scale 1.
+    Scales of the input channels of each matrix are searched for the codec that the recipe gives it, by the error of the
+    layer's output. Every fourth window of the text is held back; a matrix that does not clearly gain there keeps scale
+    1.
     """
     with output.errors():
-        from pqweights.measure.calibrate import calibrate
+        from pqweights.measure.calibrate import CalibrationOptions, calibrate
         from pqweights.runtimes.texts import read_text
 
         chosen = options.chosen_recipe(recipe, bits)
         found = options.fetched(source, options.access(revision, token))
+        asked = CalibrationOptions(
+            max_tokens=max_tokens,
+            window=window,
+            tokenizer=tokenizer,
+            dtype=dtype.value,
+            device_map=device_map,
+            threads=options.thread_count(threads),
+            overwrite=overwrite,
+        )
         with output.progress("calibrating", unit=None) as progress:
-            done = calibrate(
-                found.path, out, read_text(text), chosen, max_tokens=max_tokens, window=window, tokenizer=tokenizer,
-                dtype=dtype.value, device_map=device_map, threads=options.thread_count(threads), overwrite=overwrite,
-                progress=progress,
-            )  # fmt: skip
+            done = calibrate(found.path, out, read_text(text), recipe=chosen, options=asked, progress=progress)
         if json:
             output.print_json({"output": str(out)} | done.to_json())
-            return
-        columns = [
-            ("weight", False), ("codec", False), ("bits", True), ("tokens", True), ("exponents", False),
-            ("gain", True), ("gain held back", True), ("why scale 1", False),
-        ]  # fmt: skip
-        lines = [output.table(columns, [_row(layer) for layer in done.layers]), ""]
-        scaled = sum(layer.scaled for layer in done.layers)
-        lines.append(
-            f"{source} -> {out}: {scaled} of {len(done.layers)} weights are scaled, which adds {done.bits_per_weight:.4f} bits "
-            f"per weight; searched on {done.tokens} tokens, checked on {done.held_back_tokens}"
-        )
-        lines.append(
-            f"gain: by how much the error of the layer's output falls. Now: pqweights quantize {source} OUT --awq {out}"
-        )
-        typer.echo("\n".join(lines))
+        else:
+            typer.echo(_text(done, source, out))
+
+
+def _text(done: Calibration, source: str, out: Path) -> str:
+    scaled = sum(layer.scaled for layer in done.layers)
+    return "\n".join(
+        [
+            output.table(COLUMNS, [_row(layer) for layer in done.layers]),
+            "",
+            f"{source} -> {out}: {scaled} of {len(done.layers)} weights are scaled, which adds "
+            f"{done.bits_per_weight:.4f} bits per weight; searched on {done.tokens} tokens, checked on "
+            f"{done.held_back_tokens}",
+            f"gain: the share by which the error of the layer's output falls. Next: pqweights quantize {source} OUT "
+            f"--awq {out}",
+        ]
+    )
 
 
 def _row(layer: LayerReport) -> list[str]:
-    """One line; of a stack of experts the mean, and how many of them are scaled."""
+    """Return the cells of one weight; for a stack of experts, means, and how many of them are scaled."""
     scaled = [found for found in layer.matrices if found.scaled]
-    few = min(found.tokens for found in layer.matrices)
-    row = [layer.name, layer.codec, str(layer.bits), str(few) if len(layer.matrices) == 1 else f"{few}+"]
+    few, count = min(found.tokens for found in layer.matrices), len(layer.matrices)
+    row = [layer.name, layer.codec, str(layer.bits), str(few) if count == 1 else f"{few}+", "", "", ""]
     if scaled:
         first = scaled[0]
-        exponents = f"{first.input_exponent:g}, {first.weight_exponent:g}" if len(layer.matrices) == 1 else ""
-        gains = [[getattr(found, of) for found in scaled] for of in ("gain", "held_back_gain")]
-        row += [exponents, *(f"{sum(values) / len(values):.1%}" for values in gains)]
-    else:
-        row += ["", "", ""]
+        if count == 1:
+            row[4] = f"{first.input_exponent:g}, {first.weight_exponent:g}"
+        row[5] = f"{sum(found.gain or 0.0 for found in scaled) / len(scaled):.1%}"
+        row[6] = f"{sum(found.held_back_gain or 0.0 for found in scaled) / len(scaled):.1%}"
     reasons = sorted({found.reason for found in layer.matrices if not found.scaled})
-    several = (
-        f"{len(layer.matrices) - len(scaled)} of {len(layer.matrices)}: " if len(layer.matrices) > 1 and reasons else ""
-    )
-    return [*row, several + "; ".join(reasons[:2])]
+    unscaled = f"{count - len(scaled)} of {count}: " if count > 1 and reasons else ""
+    return [*row, unscaled + "; ".join(reasons[:REASONS_SHOWN])]

@@ -44,7 +44,8 @@ def command(
     with output.errors():
         from pqweights.quantize import QuantizeOptions
 
-        chosen = options.chosen_recipe(recipe, bits, options.Fitting(target_size, target_bpw, sensitivity))
+        fitting = options.Fitting(target_size=target_size, target_bpw=target_bpw, sensitivity=sensitivity)
+        chosen = options.chosen_recipe(recipe, bits, fitting)
         asked = QuantizeOptions(
             access=options.access(revision, token),
             allow_pickle=allow_pickle,

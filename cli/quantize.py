@@ -55,7 +55,8 @@ def command(
         from pqweights.quantize import QuantizeOptions, quantize
         from pqweights.rewrite.task import RunOptions
 
-        chosen = options.chosen_recipe(recipe, bits, options.Fitting(target_size, target_bpw, sensitivity))
+        fitting = options.Fitting(target_size=target_size, target_bpw=target_bpw, sensitivity=sensitivity)
+        chosen = options.chosen_recipe(recipe, bits, fitting)
         asked = QuantizeOptions(
             access=options.access(revision, token),
             low_disk=low_disk,

@@ -489,7 +489,7 @@ def test_keys_of_the_front_matter_are_kept_like_notes(hub: LoopbackHub, client: 
 def test_a_card_of_others_on_the_hub_beside_ours_here(hub: LoopbackHub, client: Client, master: Path) -> None:
     hub.commit(TARGET, {"README.md": b"# By hand\n"})
     client.well("card", master)
-    assert "README.md on the Hub: is there and not written by pqweights card" in refused(hub, client, master)
+    assert "README.md on the Hub: the file exists, and pqweights card did not write it" in refused(hub, client, master)
     note_here(master, "Mine.\n")
     assert "its notes on the Hub and here differ" in refused(hub, client, master, "--adopt")
     (master / "README.md").unlink()

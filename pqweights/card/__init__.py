@@ -1,46 +1,53 @@
-"""The model card: README.md of a master or an export, generated from its manifest, configuration and evaluation records.
+"""The model card: README.md of a master or an export, generated from its manifest, configuration and evaluations.
 
-docs/card.md says what stands where. Same inputs, same bytes: no time, host or path is in it.
+The same inputs give the same bytes: a card holds no time, host or path. Its parts are described in docs/card.md.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pqweights.card import loading, sections
-from pqweights.card.front_matter import known_base_model, make_facts, to_yaml
+from pqweights.card import loading, provenance
+from pqweights.card.evaluation import evaluation
+from pqweights.card.front_matter import FrontMatter, known_base_model, make_front_matter, to_yaml
 from pqweights.card.merge import merge
 from pqweights.card.old_card import NOTES_BEGIN, NOTES_END, OldCard, generated_comment, is_branch, read_old_card
+from pqweights.card.recipe import recipe
+from pqweights.card.values import main_bits
+from pqweights.card.weights import weights
 from pqweights.checkpoint.model_card import MAX_CARD_BYTES
 from pqweights.checkpoint.names import CARD_FILE, MANIFEST_FILE
 from pqweights.checkpoint.source import read_config
 from pqweights.checkpoint.writer import write_whole
 from pqweights.errors import MasterError, OutputError
 from pqweights.exports import EXPORTS, get_target
-from pqweights.exports.loading import read_model
+from pqweights.exports.loading import LoadableModel, read_model
 from pqweights.exports.target import ExportTarget
 from pqweights.hub.ids import is_repository_id
 from pqweights.markdown import words
-from pqweights.results.evaluation_record import read_records
-from pqweights.results.inspect import inspect
+from pqweights.results.evaluation_record import EvaluationRecord, read_records
+from pqweights.results.inspect import Inspection, inspect
 from pqweights.rewrite.manifest import Manifest
 
 __all__ = ["Card", "CardOptions", "check_names", "make_card", "read_card", "save_card", "write_card"]
 
-# In the commands, where no repository is known.
+# Stands for the folder in commands if no repository is known.
 HERE = "DIR"
 MAIN = "main"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """A card. repository, base_model: what it names, None where that is not known. evaluations: how many it reports.
+    """A generated card.
 
-    changed: whether it differs from the one that was there.
+    text: all of README.md.
+    repository, base_model: the repositories that it names; None if they are not known.
+    evaluations: how many evaluations it reports.
+    changed: whether it differs from the card that was there.
     """
 
     text: str
@@ -54,9 +61,11 @@ class Card:
 class CardOptions:
     """What is asked of a card.
 
-    repository: where the folder lies on the Hub (or a folder, for the commands), by default that of the old card. revision: the
-    branch that it lies on, by default that of the old card, if it was for the same repository, else main. base_model: a
-    repository, for a manifest that names none. adopt: keep all of a card that pqweights did not write.
+    repository: the repository of the folder on the Hub (or a folder, for the commands); by default that of the old
+        card.
+    revision: the branch; by default that of the old card if it was for the same repository, else main.
+    base_model: the original on the Hub, for a manifest that does not name it.
+    adopt: keep all text of a card that pqweights did not write.
     """
 
     repository: str | None = None
@@ -65,62 +74,97 @@ class CardOptions:
     adopt: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Names:
+    """The names that a card uses.
+
+    repository: the repository or folder that its commands name.
+    on_hub: the same if it is a repository.
+    branch: the branch of the repository; None for main.
+    base_model: the original on the Hub.
+    """
+
+    repository: str | None
+    on_hub: str | None
+    branch: str | None
+    base_model: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Subject:
+    """Everything that a card is generated from.
+
+    found: the manifest, with totals.
+    manifest_sha256: the sha256 of the manifest's file.
+    records: the evaluations of this very result.
+    target: the target of an export; None for a master.
+    names: the names that the card uses.
+    model: what the commands depend on.
+    before: what is kept of the old card.
+    """
+
+    found: Inspection
+    manifest_sha256: str
+    records: tuple[EvaluationRecord, ...]
+    target: ExportTarget[Any] | None
+    names: _Names
+    model: LoadableModel
+    before: OldCard
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest of the folder."""
+        return self.found.manifest
+
+
 def make_card(
     folder: Path, options: CardOptions = CardOptions(), *, old: str | None = None, pushed: str | None = None
 ) -> Card:
-    """The card of a finished folder.
+    """Generate the card of a finished folder.
 
-    old: the card that is there; its notes are kept, and what the user put into its front matter. pushed: the card on the Hub;
-    see merge.merge.
+    old: the card that is there, whose notes and own front matter are kept.
+    pushed: the card on the Hub; see merge.merge.
 
-    Raises MasterError for a folder that is not finished or not ours, SourceError for its configuration, OutputError where
-    something of the old cards would be lost, or where what was asked for makes no sense or contradicts the manifest.
+    Raises MasterError if pqweights did not write or finish the folder, SourceError for its configuration, OutputError
+    if something of the old cards would be lost, or if the options are wrong or contradict the manifest.
     """
     check_names(options.base_model, options.revision)
-    found = inspect(folder)
-    manifest, target = found.manifest, _target(found.manifest)
-    sha256 = hashlib.sha256((folder / MANIFEST_FILE).read_bytes()).hexdigest()
-    records = read_records(folder, sha256)
-    before = _kept(old, pushed, options.adopt)
-    named = _named(manifest, options, before)
-    model = read_model(
-        named.repository or HERE, branch=named.branch, config=read_config(folder) or {}, files=manifest.files
-    )
-    facts, carried, own = make_facts(
-        manifest.identity.model,
-        named.base_model,
-        loading.library(target, model),
-        loading.tags(target, sections.main_bits(manifest)),
-        before,
-    )
-    loads = loading.load_section(target, manifest.made_by, model)
-    if named.repository is None:
-        loads = [f"{HERE} stands for this folder.", *loads]
-    text = _text(
-        front_matter=to_yaml(facts) + generated_comment(named.on_hub, named.branch, carried, before.notes, own),
-        title=words(_title(named, target, manifest.made_by)),
-        opening=sections.opening(found, named.base_model),
-        bodies={
-            "Load": loads,
-            "Recipe": sections.recipe(manifest),
-            "What became of the weights": sections.weights(found),
-            "Evaluation": sections.evaluation(records, manifest),
-            "Method": sections.method(manifest),
-            "Files and hashes": sections.files(manifest, sha256, bool(records)),
-        },
-        notes=before.notes,
-    )
+    subject = _read_subject(folder, options, old=old, pushed=pushed)
+    text = _text(subject)
     return Card(
         text=text,
-        repository=named.on_hub,
-        base_model=named.base_model,
-        evaluations=len(records),
+        repository=subject.names.on_hub,
+        base_model=subject.names.base_model,
+        evaluations=len(subject.records),
         changed=text != old,
     )
 
 
+def _read_subject(folder: Path, options: CardOptions, *, old: str | None, pushed: str | None) -> _Subject:
+    found = inspect(folder)
+    target = _target(found.manifest)
+    sha256 = hashlib.sha256((folder / MANIFEST_FILE).read_bytes()).hexdigest()
+    records = read_records(folder, sha256)
+    before = _kept(old, pushed, options.adopt)
+    names = _choose_names(found.manifest, options, before)
+    return _Subject(
+        found=found,
+        manifest_sha256=sha256,
+        records=records,
+        target=target,
+        names=names,
+        model=read_model(
+            names.repository or HERE,
+            branch=names.branch,
+            config=read_config(folder) or {},
+            files=found.manifest.files,
+        ),
+        before=before,
+    )
+
+
 def _target(manifest: Manifest) -> ExportTarget[Any] | None:
-    """None for a master."""
+    """Return the target of an export, or None for a master."""
     if manifest.kind == "master":
         return None
     name = manifest.made_by["target"]
@@ -129,18 +173,8 @@ def _target(manifest: Manifest) -> ExportTarget[Any] | None:
     return get_target(name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Names:
-    """What a card calls things. on_hub: the repository where it is one; branch: None for main."""
-
-    repository: str | None
-    on_hub: str | None
-    branch: str | None
-    base_model: str | None
-
-
-def _named(manifest: Manifest, options: CardOptions, before: OldCard) -> _Names:
-    """By what is asked for, the manifest, and the old card."""
+def _choose_names(manifest: Manifest, options: CardOptions, before: OldCard) -> _Names:
+    """Return the names of a card, from what is asked for, the manifest and the old card."""
     base_model, named = options.base_model, manifest.identity.model.get("id")
     if None not in (base_model, named) and base_model != named:
         raise OutputError(f"base model {base_model}: {MANIFEST_FILE} says that it was made from {words(named)}")
@@ -149,7 +183,7 @@ def _named(manifest: Manifest, options: CardOptions, before: OldCard) -> _Names:
         revision = before.branch
     repository = repository or before.repository
     if repository is not None and not repository.isprintable():
-        raise OutputError(f"repository {repository!r}: expected a name that can be printed")
+        raise OutputError(f"repository {repository!r}: expected a name of printable characters")
     on_hub = repository if repository is not None and is_repository_id(repository) else None
     return _Names(
         repository=repository,
@@ -159,18 +193,54 @@ def _named(manifest: Manifest, options: CardOptions, before: OldCard) -> _Names:
     )
 
 
-def _text(
-    *, front_matter: str, title: str, opening: Sequence[str], bodies: Mapping[str, Sequence[str]], notes: str
-) -> str:
-    """All of a card; sections without a body are left out."""
-    parts = [front_matter, f"# {title}", *opening]
-    for heading, body in bodies.items():
+def _text(subject: _Subject) -> str:
+    """Return all of a card; sections without a body are left out."""
+    found, manifest, before = subject.found, subject.manifest, subject.before
+    sections = {
+        "Load": _loading(subject),
+        "Recipe": recipe(manifest),
+        "Weights": weights(found),
+        "Evaluation": evaluation(subject.records, manifest),
+        "Method": provenance.method(manifest),
+        "Files and hashes": provenance.files(manifest, subject.manifest_sha256, bool(subject.records)),
+    }
+    title = words(_title(subject.names, subject.target, manifest.made_by))
+    parts = [_head(subject), f"# {title}", *provenance.opening(found, subject.names.base_model)]
+    for heading, body in sections.items():
         parts += [f"## {heading}", *body] if body else []
-    return "\n\n".join(parts) + f"\n\n{NOTES_BEGIN}{notes}{NOTES_END}\n"
+    return "\n\n".join(parts) + f"\n\n{NOTES_BEGIN}{before.notes}{NOTES_END}\n"
+
+
+def _head(subject: _Subject) -> str:
+    """Return the front matter, and the comment that marks the card as generated."""
+    front = _front_matter(subject)
+    names = subject.names
+    return to_yaml(front.facts) + generated_comment(
+        repository=names.on_hub,
+        branch=names.branch,
+        written=front.carried,
+        notes=subject.before.notes,
+        keys=front.own,
+    )
+
+
+def _front_matter(subject: _Subject) -> FrontMatter:
+    return make_front_matter(
+        subject.manifest.identity.model,
+        subject.before,
+        base_model=subject.names.base_model,
+        library=loading.library(subject.target, subject.model),
+        tags=loading.tags(subject.target, main_bits(subject.manifest)),
+    )
+
+
+def _loading(subject: _Subject) -> list[str]:
+    lines = loading.load_section(subject.target, subject.manifest.made_by, subject.model)
+    return [f"{HERE} stands for this folder.", *lines] if subject.names.repository is None else lines
 
 
 def check_names(base_model: str | None, revision: str | None) -> None:
-    """Refuse names that a card cannot carry. Raises OutputError."""
+    """Raise OutputError for a base model or branch that a card cannot name."""
     if base_model is not None and not is_repository_id(base_model, namespace=False):
         raise OutputError(f"base model {base_model[:100]!a}: expected ORG/NAME, a repository on the Hub")
     if revision is not None and not is_branch(revision):
@@ -178,6 +248,7 @@ def check_names(base_model: str | None, revision: str | None) -> None:
 
 
 def _kept(old: str | None, pushed: str | None, adopt: bool) -> OldCard:
+    """Return what is kept of the card in the folder and of the one on the Hub."""
     return merge(
         None if old is None else read_old_card(old, adopt),
         None if pushed is None else read_old_card(pushed, adopt, f"{CARD_FILE} on the Hub"),
@@ -185,27 +256,30 @@ def _kept(old: str | None, pushed: str | None, adopt: bool) -> OldCard:
 
 
 def read_card(folder: Path) -> str | None:
-    """The card that a folder has.
+    """Return the card in a folder, or None if there is none.
 
-    Raises OutputError for one that is no text.
+    Raises OutputError if it is not UTF-8 text, or too large for a card.
     """
     path = folder / CARD_FILE
     if not path.is_file():
         return None
     if path.stat().st_size > MAX_CARD_BYTES:
-        raise OutputError(f"{path}: expected a card, found {path.stat().st_size} bytes; move it away")
+        raise OutputError(
+            f"{path}: expected a card of at most {MAX_CARD_BYTES} bytes, found {path.stat().st_size} bytes; move it "
+            "away"
+        )
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise OutputError(
-            f"{path}: expected UTF-8 text, found another byte at {error.start}; correct it, or move it away"
+            f"{path}: expected UTF-8 text, found another byte at offset {error.start}; correct it, or move it away"
         ) from None
 
 
 def save_card(folder: Path, card: Card) -> bool:
-    """Write a card into its folder; whether it was another one that was there.
+    """Write a card into its folder, and return whether it differs from the one that was there.
 
-    Raises OutputError where the folder cannot be written.
+    Raises OutputError if the folder cannot be written.
     """
     path, data = folder / CARD_FILE, card.text.encode("utf-8")
     if path.is_file() and path.read_bytes() == data:
@@ -215,7 +289,10 @@ def save_card(folder: Path, card: Card) -> bool:
 
 
 def write_card(folder: Path, options: CardOptions = CardOptions()) -> Card:
-    """Write the card of a folder, or refresh it. Raises as make_card and save_card."""
+    """Write or refresh the card of a folder.
+
+    Raises what make_card and save_card raise.
+    """
     card = make_card(folder, options, old=read_card(folder))
     save_card(folder, card)
     return card
@@ -224,9 +301,9 @@ def write_card(folder: Path, options: CardOptions = CardOptions()) -> Card:
 def _title(names: _Names, target: ExportTarget[Any] | None, made_by: Mapping[str, object]) -> str:
     if names.on_hub is not None:
         return names.on_hub.rpartition("/")[2]
-    of = f" of {names.base_model}" if names.base_model else ""
+    base = f" of {names.base_model}" if names.base_model else ""
     if target is not None:
-        return f"pqweights export {target.name}{of}"
+        return f"pqweights export {target.name}{base}"
     recipe = made_by.get("recipe")
     name = recipe.get("name") if isinstance(recipe, dict) else None
-    return f"pqweights master {name or ''}".rstrip() + of
+    return f"pqweights master {name or ''}".rstrip() + base

@@ -1,9 +1,13 @@
-"""The YAML at the top of a card: what the Hub reads (https://huggingface.co/docs/hub/model-cards#model-card-metadata)."""
+"""The YAML at the top of a card, which the Hub reads.
+
+The format is that of https://huggingface.co/docs/hub/model-cards#model-card-metadata.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -12,39 +16,56 @@ from pqweights.card.old_card import OldCard
 from pqweights.hub.ids import is_repository_id
 
 LICENSE_KEYS = ("license", "license_name", "license_link")
-# Of the original model: carried over from the manifest. Where it has none of a row, what the user wrote there stands.
+# Keys of the original model, which the manifest carries on. A group that the manifest lacks is left to the user.
 CARRIED = (LICENSE_KEYS, ("language",), ("pipeline_tag",))
-# Ours alone.
+# Keys that only pqweights writes.
 OURS = ("base_model", "base_model_relation", "library_name", "tags")
-_OUR_TAG = re.compile(r"pqweights|quantized|mlx|vllm|compressed-tensors|torchao|bf16|[1-9]-bit")
+# The tags that pqweights writes; a bit width may be fractional.
+_OUR_TAG = re.compile(r"pqweights|quantized|mlx|vllm|compressed-tensors|torchao|bf16|[0-9]+(?:\.[0-9]+)?-bit")
 
 
-def make_facts(
-    model: Mapping[str, Any], base_model: str | None, library: str | None, tags: Sequence[str], old: OldCard
-) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
-    """The front matter, the keys in it that the manifest gave, and what in it is the user's own.
+@dataclass(frozen=True)
+class FrontMatter:
+    """The front matter of a card.
 
-    model: Manifest.model. tags: ours; those that the user added stay.
+    facts: all keys with their values.
+    carried: the keys that came from the manifest.
+    own: the keys and tags that the user added.
     """
-    facts: dict[str, Any] = {}
-    for row in CARRIED:
-        facts |= {key: model[key] for key in row if key in model}
-    carried = list(facts)
+
+    facts: dict[str, Any]
+    carried: list[str]
+    own: dict[str, Any]
+
+
+def make_front_matter(
+    model: Mapping[str, Any], old: OldCard, *, base_model: str | None, library: str | None, tags: Sequence[str]
+) -> FrontMatter:
+    """Make the front matter of a card.
+
+    model: what the manifest says of the original model.
+    old: the card that was there, whose own keys and tags are kept.
+    base_model: the id of the original on the Hub, if it is known.
+    library: library_name, if there is one.
+    tags: the tags that pqweights writes.
+    """
+    carried = {key: model[key] for group in CARRIED for key in group if key in model}
     foreign = own_keys(old)
     own_tags = foreign.pop("tags", [])
-    for row in CARRIED:
-        if any(key in facts for key in row):
-            foreign = {key: value for key, value in foreign.items() if key not in row}
+    for group in CARRIED:
+        if any(key in carried for key in group):
+            foreign = {key: value for key, value in foreign.items() if key not in group}
+    facts = dict(carried)
     if base_model is not None:
         facts |= {"base_model": base_model, "base_model_relation": "quantized"}
     if library is not None:
         facts["library_name"] = library
     facts["tags"] = [*tags, *own_tags]
-    return facts | foreign, carried, foreign | ({"tags": own_tags} if own_tags else {})
+    return FrontMatter(facts | foreign, list(carried), foreign | ({"tags": own_tags} if own_tags else {}))
 
 
 def own_keys(card: OldCard) -> dict[str, Any]:
-    """What the user put into the front matter; of the tags those that are not ours."""
+    """Return the keys that the user added to the front matter, with only those tags that pqweights does not write."""
     own = {key: value for key, value in card.facts.items() if key not in (*OURS, *card.written)}
     tags = card.facts.get("tags")
     tags = [tag for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else []
@@ -53,7 +74,7 @@ def own_keys(card: OldCard) -> dict[str, Any]:
 
 
 def known_base_model(model: Mapping[str, Any], asked: str | None, old: OldCard) -> str | None:
-    """The manifest's, else the one that was asked for, else that of the old card."""
+    """Return the base model that the manifest names, else the one that was asked for, else that of the old card."""
     former = old.facts.get("base_model")
     former = former[0] if isinstance(former, list) and len(former) == 1 else former
     for each in (model.get("id"), asked, former):
@@ -63,8 +84,8 @@ def known_base_model(model: Mapping[str, Any], asked: str | None, old: OldCard) 
 
 
 def to_yaml(facts: Mapping[str, Any]) -> str:
-    """Between its two lines of dashes."""
+    """Return the front matter as YAML between two lines of dashes."""
     text = yaml.safe_dump(dict(facts), sort_keys=False, allow_unicode=True, width=1000)
-    if len(text.splitlines()) != text.count("\n"):  # separators of lines that only Unicode has
+    if len(text.splitlines()) != text.count("\n"):  # it contains line separators of Unicode, which YAML must escape
         text = yaml.safe_dump(dict(facts), sort_keys=False, width=1000)
     return f"---\n{text}---\n"

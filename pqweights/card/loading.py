@@ -1,4 +1,4 @@
-"""How a result is loaded: what a card says of it, by its target, or of a master."""
+"""What a card says of loading a result, and the keys of its front matter that depend on the target."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRANSFORMERS, PQWEIGHTS = "transformers", "pqweights"
 
 
 def library(target: ExportTarget[Any] | None, model: LoadableModel) -> str | None:
-    """library_name of the front matter. target: None for a master."""
+    """Return library_name of the front matter, if there is one; target is None for a master."""
     if target is not None and target.library is not None:
         return target.library
     if model.opens:
@@ -23,36 +23,40 @@ def library(target: ExportTarget[Any] | None, model: LoadableModel) -> str | Non
 
 
 def tags(target: ExportTarget[Any] | None, bits: float | None) -> list[str]:
-    """Those that pqweights writes. bits: of most of the weights, None where none is quantized."""
-    width = [] if bits is None else [f"{bits}-bit"]
+    """Return the tags that pqweights writes.
+
+    target: None for a master. bits: the bit width of most weights, or None if none is quantized.
+    """
+    width = [] if bits is None else [f"{bits:g}-bit"]
     return ["pqweights", "quantized", *(() if target is None else target.tags), *width]
 
 
 def load_section(target: ExportTarget[Any] | None, made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
-    """Paragraphs and blocks. target: None for a master."""
-    where = [] if model.branch is None else [f"It lies on the branch {code(model.branch)}, which the commands name."]
-    return where + (_master(model) if target is None else target.load_section(made_by, model))
+    """Return the paragraphs and code blocks of the section on loading; target is None for a master."""
+    branch = [] if model.branch is None else [f"It is on the branch {code(model.branch)}, which the commands name."]
+    return branch + (_master(model) if target is None else target.load_section(made_by, model))
 
 
 def _master(model: LoadableModel) -> list[str]:
-    parts = ["Its config.json names no kind of model, so that only pqweights reads it."]
+    parts = ["config.json names no model type, so only pqweights can read this folder."]
     if model.opens:
         parts = [
-            "With pqweights, the weights are decoded while they are loaded:",
+            "With pqweights, which decodes the weights while it loads them:",
             shell("pip install 'pqweights[transformers]'"),
-            by_pqweights(model, comment="packed=True: they stay packed in memory (inference alone)"),
+            by_pqweights(model, comment="packed=True keeps them packed in memory (inference only)"),
         ]
         if model.auto_class:
             parts += [
-                "Or by transformers, once pqweights is imported:",
-                fenced("python", ["import pqweights  # teaches transformers the format", *from_pretrained(model)]),
+                "With transformers, once pqweights is imported:",
+                fenced("python", ["import pqweights  # registers the format", *from_pretrained(model)]),
             ]
         parts.append(
-            "Without `import pqweights` transformers stops with an error that says so; other programs cannot read the format."
+            "Without `import pqweights`, transformers stops with an error that says so. Other programs cannot read the "
+            "format."
         )
     targets = ", ".join(f"`{name}`" for name in EXPORTS if name != "bf16")
     return [
         *parts,
-        f"As an ordinary checkpoint, or with another `--target` for a runtime ({targets}):",
+        f"To export it as an ordinary checkpoint, or with another `--target` ({targets}) for a runtime:",
         shell("pip install pqweights", f"pqweights export {model.quoted} OUT --target bf16{model.revision_option}"),
     ]

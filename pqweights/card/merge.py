@@ -1,6 +1,6 @@
-"""Two cards, the one here and the one on the Hub, before one is made of them: whose notes and whose keys stand.
+"""The merge of two cards, the one in the folder and the one on the Hub: whose notes and front matter are kept.
 
-By the marks in the card on the Hub it is known what it was pushed with, and so on which side it was edited since.
+The marks in the card on the Hub tell with which notes and keys it was pushed, and so which side was edited since.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Value = TypeVar("Value", str, dict[str, Any])
 
 
 def merge(here: OldCard | None, there: OldCard | None) -> OldCard:
-    """What is kept of both.
+    """Return what is kept of the card in the folder and of the one on the Hub.
 
-    Raises OutputError where both were edited, each in its own way.
+    Raises OutputError if both were edited differently.
     """
     if here is None or there is None:
         return here or there or OldCard()
@@ -30,18 +30,24 @@ def merge(here: OldCard | None, there: OldCard | None) -> OldCard:
     def pushed_keys(keys: dict[str, Any]) -> bool:
         return not keys if there.keys_mark is None else mark(keys) == there.keys_mark
 
-    notes = _decide("notes", here.notes, there.notes, pushed_notes)
-    keys = _decide("front matter", own_keys(here), own_keys(there), pushed_keys)
+    notes = _choose("notes", here.notes, there.notes, was_pushed=pushed_notes)
+    keys = _choose("front matter", own_keys(here), own_keys(there), was_pushed=pushed_keys)
     ours = {key: value for card in (there, here) for key, value in card.facts.items() if key in OURS and key != "tags"}
-    return OldCard(notes, ours | keys, (), here.repository or there.repository, here.branch or there.branch)
+    return OldCard(
+        notes=notes,
+        facts=ours | keys,
+        repository=here.repository or there.repository,
+        branch=here.branch or there.branch,
+    )
 
 
-def _decide(what: str, here: Value, there: Value, was_pushed: Callable[[Value], bool]) -> Value:
+def _choose(part: str, here: Value, there: Value, *, was_pushed: Callable[[Value], bool]) -> Value:
+    """Return the side that was edited since the last push, or this one if neither was."""
     if here == there or was_pushed(there):
         return here
     if was_pushed(here):
         return there
     raise OutputError(
-        f"{CARD_FILE}: its {what} on the Hub and here differ, and neither are those of the last push: make them the same, in the "
-        f"{CARD_FILE} of the folder or on the Hub; nothing was pushed"
+        f"{CARD_FILE}: its {part} on the Hub and here differ, and both were edited since the last push: make them the "
+        f"same, in the {CARD_FILE} of the folder or on the Hub; nothing was pushed"
     )

@@ -1,7 +1,7 @@
-"""What a card that is there already hands on to the next: the notes, word for word, and what we do not write ourselves.
+"""Reading an existing card, for what the next one keeps: the notes, word for word, and the user's own front matter.
 
-A generated card has a comment that says so and a pair of markers around the notes. Whatever is outside of the markers is
-written anew, so a card without them is not touched unless it is to be adopted: it then becomes the notes.
+A generated card has a comment that says so, and a pair of markers around the notes. Everything outside of the markers
+is written anew. So a card without markers is left alone, unless it is adopted: then its text becomes the notes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ _GENERATED = re.compile(
 _BRANCH = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+@-]{0,199}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OldCard:
-    """notes: what stood between the markers. facts: its front matter. written: the keys there that we wrote ourselves.
+    """What is kept of an existing card.
 
-    repository, branch: those that it was written for, None for no branch but main. notes_mark, keys_mark: of the notes and of
-    the user's own keys that it was written with, see `mark`; None where it does not say, as where there were none.
+    notes: the text between the markers.
+    facts: the front matter.
+    written: the keys of the front matter that pqweights wrote.
+    repository: the repository that the card was written for, if it names one.
+    branch: the branch that the card was written for; None for main.
+    notes_mark, keys_mark: the marks of the notes and of the user's own keys at that time; None if it has none.
     """
 
     notes: str = "\n"
@@ -47,43 +51,66 @@ class OldCard:
 
 
 def read_old_card(text: str, adopt: bool, where: str = CARD_FILE) -> OldCard:
-    """What is kept of a card.
+    """Read what is kept of a card.
 
-    adopt: keep all of one that we did not write. where: its name, for messages. Raises OutputError for a card that would lose
-    something.
+    text: the card.
+    adopt: keep all text of a card that pqweights did not write.
+    where: the name of the card, for messages.
+
+    Raises OutputError if something of the card would be lost.
     """
     facts, body = front_matter(text)
-    _check_front_matter(text, facts, body, where)
+    if text.removeprefix("\ufeff").partition("\n")[0].rstrip() == FENCE and not facts:
+        found = (
+            "front matter that is not a YAML mapping"
+            if body != text
+            else "a line of dashes at its top, but no second one"
+        )
+        raise OutputError(f"{where}: found {found}; correct it, or move the file away")
     generated = _GENERATED.search(body.partition(NOTES_BEGIN)[0])
     begins, ends = body.count(NOTES_BEGIN), body.count(NOTES_END)
     if not begins and not ends and not generated:
         if not adopt:
             raise OutputError(
-                f"{where}: is there and not written by pqweights card; --adopt keeps its text as the notes of the new "
-                "card, or move it away"
+                f"{where}: the file exists, and pqweights card did not write it; pass --adopt to keep its text as the "
+                "notes of the new card, or move it away"
             )
-        return OldCard("\n" + body + ("" if body.endswith("\n") else "\n"), facts)
+        return OldCard(notes="\n" + body + ("" if body.endswith("\n") else "\n"), facts=facts)
     if (begins, ends) != (1, 1) or body.index(NOTES_BEGIN) > body.index(NOTES_END):
         raise OutputError(
-            f"{where}: expected the lines {NOTES_BEGIN!r} and {NOTES_END!r}, once each and in this order, found {begins} "
-            f"and {ends}: what is to be kept cannot be told; put them right, or move the file away"
+            f"{where}: expected the lines {NOTES_BEGIN!r} and {NOTES_END!r}, once each and in this order, found "
+            f"{begins} and {ends} of them, so the notes to keep are unclear; restore the lines, or move the file away"
         )
     notes = body.partition(NOTES_BEGIN)[2].partition(NOTES_END)[0]
-    if generated is None:
-        return OldCard(notes, facts)
+    return OldCard(notes=notes, facts=facts) if generated is None else _generated_card(generated, notes, facts)
+
+
+def _generated_card(generated: re.Match[str], notes: str, facts: dict[str, Any]) -> OldCard:
+    """Return what is kept of a card that pqweights wrote, from the comment that says so."""
     repository, branch, written, notes_mark, keys_mark = generated.groups()
     repository = repository if repository and is_repository_id(repository) else None
-    branch = branch if repository and branch and is_branch(branch) else None
-    return OldCard(notes, facts, tuple((written or "").split()), repository, branch, notes_mark, keys_mark)
+    return OldCard(
+        notes=notes,
+        facts=facts,
+        written=tuple((written or "").split()),
+        repository=repository,
+        branch=branch if repository and branch and is_branch(branch) else None,
+        notes_mark=notes_mark,
+        keys_mark=keys_mark,
+    )
 
 
 def generated_comment(
-    repository: str | None, branch: str | None, written: list[str], notes: str, keys: Mapping[str, Any]
+    *, repository: str | None, branch: str | None, written: list[str], notes: str, keys: Mapping[str, Any]
 ) -> str:
-    """The line that says what a card is.
+    """Return the comment that marks a card as generated.
 
-    written: keys of its front matter that the next run shall not keep. keys: the user's own there. By the marks of those and
-    of the notes a push tells whether they were edited on the Hub since.
+    repository, branch: what the card is for, if known.
+    written: the keys of the front matter that pqweights wrote, which the next card does not keep.
+    notes: the notes, of which a mark is stored.
+    keys: the user's own keys, of which a mark is stored.
+
+    By the marks, a push finds out whether the notes and keys were edited on the Hub.
     """
     parts = ["generated by pqweights card"]
     parts += [f"repository: {repository}"] if repository else []
@@ -95,22 +122,11 @@ def generated_comment(
 
 
 def mark(value: str | Mapping[str, Any]) -> str:
-    """The start of a sha256, of a text or of keys with their values."""
+    """Return the mark of a text, or of keys with their values: the start of a sha256."""
     text = value if isinstance(value, str) else yaml.safe_dump(dict(value))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def is_branch(name: str) -> bool:
-    """Whether it may name a branch, in a comment and in commands; git permits more."""
+    """Return whether a branch's name is safe in a comment and in commands; git permits more names."""
     return _BRANCH.fullmatch(name) is not None and ".." not in name
-
-
-def _check_front_matter(text: str, facts: dict[str, Any], body: str, where: str) -> None:
-    first = text.removeprefix("\ufeff").partition("\n")[0].rstrip()
-    if first == FENCE and not facts:
-        what = (
-            "no YAML between two lines of dashes at its top"
-            if body != text
-            else "dashes at its top, and no second line"
-        )
-        raise OutputError(f"{where}: found {what}; correct it, or move the file away")

@@ -1,1 +1,1 @@
-"""Models on a text: perplexity, how far they are from a reference, and how fast they write."""
+"""Evaluation of models on a text: perplexity, distance from a reference, and speed."""

@@ -1,131 +1,243 @@
-"""Evaluate: perplexity of models on a text, how far they are from a reference, and how fast they write.
-
-`evaluate` does what `pqweights eval` does; `compare` scores one opened model, beside a reference or alone.
-"""
+"""Evaluation of models on a text: perplexity, distance from a reference, and speed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from pqweights.errors import DeviceError, EvaluationError
-from pqweights.evaluate.protocol import (
-    Scores,
-    Windows,
-    compare,
-)
+from pqweights.evaluate.protocol import Scores, Windows, compare
 from pqweights.evaluate.report import EvaluationReport, EvaluationSettings, ModelScores
 from pqweights.evaluate.speed import Speed, measure_speed
 from pqweights.exports.target import MLX
-from pqweights.runtimes.folders import Folder, read_folder, size
+from pqweights.runtimes.folders import Folder, Size, read_folder, size
 from pqweights.runtimes.models import AUTO, DTYPES, Model, check_options, open_model
 from pqweights.runtimes.packages import package
-from pqweights.runtimes.texts import Ids, tokenize
+from pqweights.runtimes.texts import Ids, check_vocabulary, tokenize
 
 DEFAULT_WINDOW, DEFAULT_STRIDE = 2048, 512
 
-Progress = Callable[
-    [int, int, str], None
-]  # steps done, in all (windows of all models, runs for speed), and what is done
+# Called with the steps done, the steps in all (windows of all models, runs for speed), and what is being done.
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """How a text is turned into tokens and cut into windows.
+
+    window: tokens of a window; by default 2048, or the limit of the model that takes the fewest.
+    stride: tokens between the starts of two windows; by default a quarter of the window, at most 512.
+    score_first: whether the first window scores all its predictions, not only its last ones.
+    max_tokens: how many tokens of the text to use, from its start; by default all.
+    tokenizer: the folder of the tokenizer; by default the model's own.
+    """
+
+    window: int | None = None
+    stride: int | None = None
+    score_first: bool = False
+    max_tokens: int | None = None
+    tokenizer: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions:
+    """What is measured, and how models are computed.
+
+    text_name: the name of the text in the report.
+    reading: how the text is read.
+    reference: the model that the others are compared with, if any.
+    dtype: one of DTYPES; by default float32, and the model's own for speed.
+    device: cpu, cuda or auto.
+    packed: whether masters compute with packed weights; the reference never does.
+    speed: whether tokens per second and peak memory are measured, too.
+    """
+
+    text_name: str = "the text"
+    reading: TextOptions = TextOptions()
+    reference: Path | None = None
+    dtype: str | None = None
+    device: str = "cpu"
+    packed: bool = False
+    speed: bool = False
+
+
+class _Computed(NamedTuple):
+    """What a loaded model says: its runtime, its dtype, and its scores."""
+
+    runtime: str
+    dtype: str
+    scores: Scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """An evaluation of which everything but the models themselves has been read and checked.
+
+    folders: the folders of all models; the reference is the first if there is one.
+    sizes: the sizes of those folders, in the same order.
+    ids: the tokens of the text, [tokens].
+    windows: how the tokens are cut.
+    starts: the first token of each window.
+    device: cpu or cuda.
+    options: what was asked for.
+    progress: the callback of the caller.
+    """
+
+    folders: tuple[Folder, ...]
+    sizes: tuple[Size, ...]
+    ids: Ids
+    windows: Windows
+    starts: range
+    device: str
+    options: EvaluationOptions
+    progress: Progress
+
+    @property
+    def base(self) -> Folder | None:
+        """The folder of the reference."""
+        return self.folders[0] if self.options.reference is not None else None
+
+    @property
+    def compared(self) -> tuple[Folder, ...]:
+        """The folders of the models that are not the reference."""
+        return self.folders if self.base is None else self.folders[1:]
+
+    @property
+    def scoring_steps(self) -> int:
+        """How many windows all models compute together."""
+        return len(self.starts) * len(self.compared)
+
+    def report(self, done: int, what: str) -> None:
+        """Report progress after `done` steps."""
+        self.progress(done, self.scoring_steps + (len(self.folders) if self.options.speed else 0), what)
+
+    def is_packed(self, folder: Folder) -> bool:
+        """Whether a folder is computed with packed weights."""
+        return self.options.packed and folder is not self.base
+
+    def open(self, folder: Folder, done: int) -> Model:
+        """Load a model."""
+        self.report(done, f"loading {folder.path}")
+        dtype = self.options.dtype or "float32"
+        return open_model(folder.path, device=self.device, dtype=dtype, packed=self.is_packed(folder))
 
 
 def evaluate(
     models: Sequence[Path],
     text: str,
+    options: EvaluationOptions = EvaluationOptions(),
     *,
-    name: str = "the text",
-    reference: Path | None = None,
-    window: int | None = None,
-    stride: int | None = None,
-    score_first: bool = False,
-    max_tokens: int | None = None,
-    tokenizer: Path | None = None,
-    dtype: str | None = None,
-    device: str = "cpu",
-    packed: bool = False,
-    speed: bool = False,
     progress: Progress = lambda done, total, what: None,
 ) -> EvaluationReport:
-    """Score models on a text, one after the other; with a reference each beside it, two in memory at most.
+    """Score models on a text, one after the other, each beside the reference if there is one.
 
-    name: of the text, for the report. window: by default 2048 tokens, or what the model of the shortest context takes.
-    stride: by default a quarter of the window, 512 at most. tokenizer: a folder, instead of each model's own. dtype:
-    one of DTYPES, by default float32; speed is measured in the model's own by default. packed: masters are computed with as
-    they are, the reference excepted.
+    At most two models are in memory at a time. Everything that can be checked without loading a model is checked before
+    the first one is loaded.
 
-    Raises SourceError for a folder that is no causal language model or is incomplete, EvaluationError where models cannot
-    be compared or not on this text, DeviceError, MasterError, MissingDependencyError. All but what loading finds is found
-    before the first model is loaded.
+    Raises SourceError for a folder that is not a causal language model or is incomplete, EvaluationError if the models
+    cannot be compared, or not on this text, DeviceError, MasterError, MissingDependencyError.
     """
-    if dtype not in (None, *DTYPES):
-        raise EvaluationError(f"dtype {dtype!r}: expected {', '.join(DTYPES)}")
-    if not models:
-        raise EvaluationError("expected at least one model")
-    folders = [read_folder(path) for path in models]
-    base = None if reference is None else read_folder(reference)
-    everything = [*([base] if base else []), *folders]
-    device = _device(device, everything)
-    for folder in everything:
-        check_options(folder, device, packed and folder is not base)
-    windows = choose_windows(everything, window, stride, score_first)
-    for folder in folders if base else []:
-        assert base is not None
-        if None not in (folder.vocabulary, base.vocabulary) and folder.vocabulary != base.vocabulary:
-            raise EvaluationError(
-                f"{folder.path}: its config.json has {folder.vocabulary} tokens, that of the reference {base.vocabulary}: "
-                "expected models of one vocabulary"
-            )
-    ids = _ids(everything, text, tokenizer, max_tokens)
-    sizes = [size(folder.path) for folder in everything]
-    count = len(windows.starts(len(ids)))
-    settings = EvaluationSettings(
-        name, len(ids), count, windows.size, windows.stride, score_first,
-        sum(windows.scored(start) for start in windows.starts(len(ids))), dtype or "float32", device, packed,
-        None if reference is None else str(reference),
-    )  # fmt: skip
-
-    steps = count * len(folders) + (len(everything) if speed else 0)
-
-    def opened(folder: Folder, done: int) -> Model:
-        progress(done, steps, f"loading {folder.path}")
-        return open_model(folder.path, device, settings.dtype, packed and folder is not base)
-
-    loaded_base = None if base is None else opened(base, 0)
-    found: list[tuple[str, str, Scores]] = []
-    for number, folder in enumerate(folders):
-        model = opened(folder, number * count)
-
-        def show(done: int, total: int, before: int = number * count, what: str = str(folder.path)) -> None:
-            progress(before + done, steps, what)
-
-        try:
-            scores = compare(model, loaded_base, ids, windows, show)
-        except EvaluationError as error:
-            raise EvaluationError(f"{folder.path}: {error}") from None
-        found.append((model.runtime, model.dtype, scores))
-        del model  # before the next one is loaded
-    if loaded_base is not None:
-        losses = found[0][2].reference_losses
-        assert losses is not None
-        found.insert(0, (loaded_base.runtime, loaded_base.dtype, Scores(losses)))
-        del loaded_base
-    speeds: list[Speed | None] = [None] * len(everything)
-    for number, folder in enumerate(everything if speed else ()):
-        progress(steps - len(everything) + number, steps, f"tokens per second of {folder.path}")
-        speeds[number] = measure_speed(
-            folder.path, ids, device=device, dtype=dtype or AUTO, packed=packed and folder is not base
-        )
+    job = _prepare(models, text, options, progress=progress)
+    computed = _score_all(job)
+    speeds = _measure_speeds(job) if options.speed else [None] * len(job.folders)
     rows = [
-        ModelScores(str(folder.path), runtime, computed_in, own, scores, fast)
-        for folder, own, (runtime, computed_in, scores), fast in zip(everything, sizes, found, speeds, strict=True)
+        ModelScores(
+            model=str(folder.path), runtime=found.runtime, dtype=found.dtype, size=own, scores=found.scores, speed=speed
+        )
+        for folder, own, found, speed in zip(job.folders, job.sizes, computed, speeds, strict=True)
     ]
-    return EvaluationReport(settings, rows.pop(0) if base else None, tuple(rows))
+    return EvaluationReport(_settings(job), rows.pop(0) if job.base else None, tuple(rows))
+
+
+def _prepare(models: Sequence[Path], text: str, options: EvaluationOptions, *, progress: Progress) -> _Job:
+    """Read and check everything that needs no model in memory."""
+    if options.dtype not in (None, *DTYPES):
+        raise EvaluationError(f"dtype {options.dtype!r}: expected {', '.join(DTYPES)}")
+    if not models:
+        raise EvaluationError("expected at least one model, found none")
+    compared = [read_folder(path) for path in models]
+    base = [] if options.reference is None else [read_folder(options.reference)]
+    folders = [*base, *compared]
+    device = _device(options.device, folders)
+    for folder in base:
+        check_options(folder, device, packed=False)
+    for folder in compared:
+        check_options(folder, device, options.packed)
+    windows = choose_windows(folders, options.reading)
+    if base:
+        _check_same_vocabulary(base[0], compared)
+    ids = _ids(folders, text, options.reading)
+    return _Job(
+        folders=tuple(folders),
+        sizes=tuple(size(folder.path) for folder in folders),
+        ids=ids,
+        windows=windows,
+        starts=windows.starts(len(ids)),
+        device=device,
+        options=options,
+        progress=progress,
+    )
+
+
+def _score_all(job: _Job) -> list[_Computed]:
+    """Score all models; the reference comes first if there is one. Only the figures stay in memory."""
+    base = None if job.base is None else job.open(job.base, 0)
+    result = [_score(job, number, base) for number in range(len(job.compared))]
+    if base is not None:
+        losses = result[0].scores.reference_losses
+        assert losses is not None
+        result.insert(0, _Computed(base.runtime, base.dtype, Scores(losses)))
+    return result
+
+
+def _score(job: _Job, number: int, base: Model | None) -> _Computed:
+    """Load one of the compared models and score it. It is freed on return, before the next one is loaded."""
+    folder, before = job.compared[number], number * len(job.starts)
+    model = job.open(folder, before)
+
+    def show(done: int, total: int) -> None:
+        job.report(before + done, str(folder.path))
+
+    try:
+        scores = compare(model, base, ids=job.ids, windows=job.windows, progress=show)
+    except EvaluationError as error:
+        raise EvaluationError(f"{folder.path}: {error}") from None
+    return _Computed(model.runtime, model.dtype, scores)
+
+
+def _measure_speeds(job: _Job) -> list[Speed | None]:
+    """Measure the speed of all models, one after the other."""
+    result: list[Speed | None] = []
+    for number, folder in enumerate(job.folders):
+        job.report(job.scoring_steps + number, f"tokens per second of {folder.path}")
+        dtype, packed = job.options.dtype or AUTO, job.is_packed(folder)
+        result.append(measure_speed(folder.path, job.ids, device=job.device, dtype=dtype, packed=packed))
+    return result
+
+
+def _settings(job: _Job) -> EvaluationSettings:
+    windows, options = job.windows, job.options
+    return EvaluationSettings(
+        text=options.text_name,
+        tokens=len(job.ids),
+        windows=len(job.starts),
+        window=windows.size,
+        stride=windows.stride,
+        score_first=windows.score_first,
+        scored_tokens=sum(windows.scored(start) for start in job.starts),
+        dtype=options.dtype or "float32",
+        device=job.device,
+        packed=options.packed,
+        reference=None if options.reference is None else str(options.reference),
+    )
 
 
 def _device(asked: str, folders: Sequence[Folder]) -> str:
-    """cpu or cuda. auto is cuda where there is one, unless a folder is for mlx-lm, which chooses by itself.
+    """Return cpu or cuda. auto is cuda if there is a GPU, unless a folder is for mlx-lm, which chooses by itself.
 
     Raises DeviceError, MissingDependencyError.
     """
@@ -139,39 +251,59 @@ def _device(asked: str, folders: Sequence[Folder]) -> str:
     return "cpu"
 
 
-def choose_windows(folders: Sequence[Folder], window: int | None, stride: int | None, score_first: bool) -> Windows:
-    """Of the size that was asked for, or that all models can take; None: the defaults of `evaluate`.
+def choose_windows(folders: Sequence[Folder], options: TextOptions) -> Windows:
+    """Return windows of the size that was asked for, or of the default size if all models can take it.
 
-    Raises EvaluationError.
+    Raises EvaluationError if a model takes fewer tokens than was asked for.
     """
     limits = [(folder.context, folder.path) for folder in folders if folder.context is not None]
     shortest, path = min(limits, default=(None, None))
+    window = options.window
     if window is None:
         window = min(DEFAULT_WINDOW, shortest or DEFAULT_WINDOW)
     elif shortest is not None and window > shortest:
         raise EvaluationError(f"--window {window}: {path} takes at most {shortest} tokens (by its config.json)")
-    return Windows(window, stride or min(DEFAULT_STRIDE, max(1, window // 4)), score_first)
+    stride = options.stride or min(DEFAULT_STRIDE, max(1, window // 4))
+    return Windows(size=window, stride=stride, score_first=options.score_first)
 
 
-def _ids(folders: Sequence[Folder], text: str, tokenizer: Path | None, max_tokens: int | None) -> Ids:
-    """The same tokens for all.
-
-    Raises EvaluationError where models have other tokens, or more than they know.
-    """
-    first = tokenize(tokenizer or folders[0].path, text, max_tokens)
-    for folder in folders:
-        if tokenizer is None and folder is not folders[0]:
-            ids = tokenize(folder.path, text, max_tokens)
-            if not np.array_equal(ids, first):
-                both = min(len(ids), len(first))
-                place = int((ids[:both] != first[:both]).argmax()) if (ids[:both] != first[:both]).any() else both
-                raise EvaluationError(
-                    f"{folder.path}: its tokenizer makes other tokens of the text than that of {folders[0].path} ({len(ids)}, "
-                    f"not {len(first)}; number {place} differs): per token, they cannot be compared; evaluate them apart"
-                )
-        if folder.vocabulary is not None and len(first) and int(first.max()) >= folder.vocabulary:
+def _check_same_vocabulary(base: Folder, others: Sequence[Folder]) -> None:
+    """Raise EvaluationError if a model's vocabulary differs in size from the reference's, where both are known."""
+    for folder in others:
+        if None not in (folder.vocabulary, base.vocabulary) and folder.vocabulary != base.vocabulary:
             raise EvaluationError(
-                f"{folder.path}: the text has the token {int(first.max())}, the model knows {folder.vocabulary} tokens; "
-                "the tokenizer is of another model"
+                f"{folder.path}: its config.json has {folder.vocabulary} tokens, that of the reference "
+                f"{base.vocabulary}: expected models with the same vocabulary"
             )
+
+
+def _ids(folders: Sequence[Folder], text: str, options: TextOptions) -> Ids:
+    """Return the tokens of a text, which must be the same for all models.
+
+    Raises EvaluationError if tokenizers differ, or if a model does not know one of the tokens.
+    """
+    first = tokenize(options.tokenizer or folders[0].path, text, options.max_tokens)
+    for folder in folders:
+        if options.tokenizer is None and folder is not folders[0]:
+            found = tokenize(folder.path, text, options.max_tokens)
+            _check_same_tokens(folder, found, other=folders[0], expected=first)
+        check_vocabulary(folder, first)
     return first
+
+
+def _check_same_tokens(folder: Folder, ids: Ids, *, other: Folder, expected: Ids) -> None:
+    """Raise EvaluationError if a model's tokenizer makes other tokens than that of another model.
+
+    ids, expected: what both make of the text, [tokens].
+    other: the folder of the other model.
+    """
+    if np.array_equal(ids, expected):
+        return
+    shared = min(len(ids), len(expected))
+    differing = np.flatnonzero(ids[:shared] != expected[:shared])
+    place = int(differing[0]) if len(differing) else shared
+    raise EvaluationError(
+        f"{folder.path}: its tokenizer makes other tokens of the text than that of {other.path} ({len(ids)}, not "
+        f"{len(expected)}; number {place} differs), so losses per token cannot be compared; evaluate the models "
+        "separately"
+    )

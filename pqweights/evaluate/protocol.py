@@ -1,8 +1,8 @@
-"""Sliding windows over a text, and what two models say of the same tokens: perplexity, KL divergence, agreement.
+"""Sliding windows over a text, and the comparison of two models on them: perplexity, KL divergence, agreement.
 
-The protocol is that of arXiv:2603.29078 v1, "sliding window of 2048 with stride 512, the first 1536 tokens of every window
-masked". Standard errors are over windows and never over tokens, whose losses depend on each other. docs/evaluation.md has
-the formulas.
+The protocol is that of arXiv:2603.29078 v1: "sliding window of 2048 with stride 512, the first 1536 tokens of every
+window masked". Standard errors are over windows, never over tokens, whose losses depend on each other. The formulas are
+in docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -24,16 +24,20 @@ from pqweights.runtimes.texts import Ids
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
-# Logits that a thread turns into probabilities at once: 16 MB of float64.
+# How many logits a thread turns into probabilities at once: 16 MB of float64.
 LOGITS_AT_ONCE = 1 << 21
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Windows:
-    """Windows of `size` tokens that start every `stride` tokens; each scores its last `stride` tokens, the others are masked.
+    """Overlapping windows over a text; each scores its last `stride` tokens and masks the others.
 
-    A token without one before it has no prediction, so that windows without overlap score one token less. score_first:
-    the first window scores all its predictions. count: the first so many; by default all that fit wholly into the text.
+    A window has no prediction for its first token, so windows without overlap score one token less than their size.
+
+    size: tokens of a window.
+    stride: tokens between the starts of two windows.
+    score_first: whether the first window scores all its predictions.
+    count: how many windows to use, from the start of the text; None for all that fit.
     """
 
     size: int = 2048
@@ -42,48 +46,49 @@ class Windows:
     count: int | None = None
 
     def starts(self, tokens: int) -> range:
-        """Where the windows begin in a text of so many tokens.
+        """Return the first token of each window in a text of `tokens` tokens.
 
-        Raises EvaluationError where they are none, or too long for the text.
+        Raises EvaluationError if the stride does not fit the window, or if the text is too short.
         """
         if not 1 <= self.stride <= self.size or self.size < 2:
             raise EvaluationError(
-                f"--stride {self.stride}: expected at least 1 and at most the window, here {self.size} tokens (at least 2)"
+                f"--stride {self.stride}: expected at least 1 and at most the window, "
+                f"which has {self.size} tokens (at least 2)"
             )
         needed = self.size + ((self.count or 1) - 1) * self.stride
         if tokens < needed:
             raise EvaluationError(
-                f"the text: expected at least {needed} tokens for {self.count or 1} window(s) of {self.size}, found {tokens}; "
-                "give a longer text or smaller windows"
+                f"the text: expected at least {needed} tokens for {self.count or 1} window(s) of {self.size}, "
+                f"found {tokens}; give a longer text or smaller windows"
             )
         fitting = (tokens - self.size) // self.stride + 1
         return range(0, (self.count or fitting) * self.stride, self.stride)
 
     def scored(self, start: int) -> int:
-        """How many tokens the window that begins there scores: its last ones."""
+        """Return how many of its last tokens the window at `start` scores."""
         return self.size - 1 if self.score_first and start == 0 else min(self.stride, self.size - 1)
 
 
 class Loss(NamedTuple):
-    """Of a window: the summed negative log-likelihood, in nats, of so many predicted tokens."""
+    """The loss of one window: the sum of the negative log-likelihoods (nats), and how many tokens were predicted."""
 
     total: float
     predictions: int
 
 
 class Estimate(NamedTuple):
-    """A measure, and its standard error over windows; None for a single one."""
+    """A measured value and its standard error over windows, which is None for a single window."""
 
     value: float
     standard_error: float | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """KL(reference || model) of the distributions of the next token, in nats, over all scored tokens.
+    """KL(reference || model) of the next token's distribution, in nats, over all scored tokens.
 
-    Percentiles are values of single tokens, not interpolated. top1: the share of tokens at which both models hold the same
-    one for the likeliest.
+    Percentiles are values of single tokens, not interpolated. top1 is the share of tokens for which both models rank
+    the same next token first.
     """
 
     mean: Estimate
@@ -96,9 +101,11 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Scores:
-    """One model on one text. losses: of each window, so that any two models can be paired by perplexity_change.
+    """The result of one model on one text.
 
-    reference_losses and what follows: None without a reference.
+    losses: the loss of each window, so that any two models can be paired by perplexity_change.
+    reference_losses: the reference's loss of each window; None without a reference.
+    divergence: how far the model is from the reference; None without a reference.
     """
 
     losses: tuple[Loss, ...]
@@ -107,37 +114,44 @@ class Scores:
 
     @property
     def perplexity(self) -> Estimate:
-        """e to the log-perplexity."""
+        """The perplexity: e to the power of the log-perplexity."""
         value, error = self.log_perplexity
         return Estimate(_exp(value), None if error is None else _exp(value) * error)
 
     @property
     def log_perplexity(self) -> Estimate:
-        """Nats per scored token."""
+        """The mean loss in nats per scored token."""
         return Estimate(_log_perplexity(self.losses), _standard_error(_per_window(self.losses)))
 
     @property
     def change(self) -> Estimate | None:
-        """Of the log-perplexity, against the reference."""
+        """The change of the log-perplexity against the reference; None without a reference."""
         return None if self.reference_losses is None else change(self.losses, self.reference_losses)
 
     @property
     def perplexity_change(self) -> Estimate | None:
-        """Of the perplexity, against the reference."""
+        """The change of the perplexity against the reference; None without a reference."""
         return None if self.reference_losses is None else perplexity_change(self.losses, self.reference_losses)
 
 
 def compare(
     model: Model,
     reference: Model | None,
+    *,
     ids: Ids,
     windows: Windows,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Scores:
-    """Run a model, and the reference beside it, over the windows of a text. Only what comes out of a window is kept.
+    """Run a model, and a reference beside it, over the windows of a text; keep only the figures of each window.
 
-    progress: windows done, windows in all. Raises EvaluationError where the text is too short for a window, the
-    vocabularies are not equally large, or logits are no numbers.
+    model: the model to score.
+    reference: the model to compare it with, or None.
+    ids: the tokens of the text, [tokens].
+    windows: how the text is cut.
+    progress: called with the windows done and the windows in all.
+
+    Raises EvaluationError if the text is too short for a window, if the vocabularies differ in size, or if logits are
+    NaN.
     """
     starts = windows.starts(len(ids))
     of_windows = []
@@ -156,38 +170,38 @@ def compare(
 
 
 def window_losses(model: Model, ids: Ids, windows: Windows) -> tuple[Loss, ...]:
-    """The loss of each window, on the same tokens for every model, so that models can be compared window by window.
+    """Return the loss of each window, on the same tokens for every model, so that windows can be paired.
 
-    Raises as compare.
+    Raises what compare raises.
     """
-    return compare(model, None, ids, windows).losses
+    return compare(model, None, ids=ids, windows=windows).losses
 
 
 def perplexity(losses: Sequence[Loss]) -> float:
-    """Of all windows together: e to the loss per predicted token."""
+    """Return the perplexity over all windows: e to the power of the loss per predicted token."""
     return _exp(_log_perplexity(losses))
 
 
 def change(losses: Sequence[Loss], reference: Sequence[Loss]) -> Estimate:
-    """By how much the loss per token differs from that of another model on the same windows, as the mean over windows.
+    """Return the difference of two models' loss per token on the same windows, as the mean over windows.
 
-    Where all windows score as many tokens, that is the difference of the log-perplexities.
+    It is the difference of the log-perplexities if all windows score the same number of tokens.
     """
     differences = _per_window(losses) - _per_window(reference)
     return Estimate(float(differences.mean()), _standard_error(differences))
 
 
 def perplexity_change(losses: Sequence[Loss], reference: Sequence[Loss]) -> Estimate:
-    """By how much the perplexity differs from that of another model on the same windows, with its paired standard error.
+    """Return the difference of two models' perplexities on the same windows, with its paired standard error.
 
-    That error is of PPL_model * loss_model - PPL_reference * loss_reference, the change to first order.
+    The error is that of PPL_model * loss_model - PPL_reference * loss_reference, which is the change to first order.
     """
     ours, theirs = perplexity(losses), perplexity(reference)
     return Estimate(ours - theirs, _standard_error(ours * _per_window(losses) - theirs * _per_window(reference)))
 
 
 def _per_window(losses: Sequence[Loss]) -> Doubles:
-    """Nats per token."""
+    """The loss of each window in nats per predicted token, [windows]."""
     return np.array([loss.total / loss.predictions for loss in losses])
 
 
@@ -198,19 +212,21 @@ def _log_perplexity(losses: Sequence[Loss]) -> float:
 def _standard_error(of_windows: Sequence[float] | Doubles) -> float | None:
     if len(of_windows) < 2:
         return None
-    with np.errstate(invalid="ignore"):  # of infinite losses there is none: NaN
+    with np.errstate(invalid="ignore"):  # the error of infinite losses is NaN
         return float(np.std(of_windows, ddof=1)) / math.sqrt(len(of_windows))
 
 
 def _exp(value: float) -> float:
-    """Infinity beyond the range of a float, which a model of huge logits may reach."""
+    """Return e to the power of a value, or infinity beyond the range of a float, which huge logits may reach."""
     return math.exp(value) if value < 700 else math.inf
 
 
 class _Tokens(NamedTuple):
-    """Of the tokens that a window scores. losses: [1 or 2, tokens], the model's and the reference's.
+    """The figures of the tokens that one window scores; the last two are meaningless without a reference.
 
-    divergences and agreements, [tokens], mean nothing without a reference.
+    losses: [1 or 2, tokens], the model's and the reference's.
+    divergences: KL of each token, [tokens].
+    agreements: whether both models rank the same token first, [tokens].
     """
 
     losses: Doubles
@@ -219,29 +235,31 @@ class _Tokens(NamedTuple):
 
 
 def _score(logits: Sequence[Floats], chosen: Ids, start: int) -> _Tokens:
-    """logits: [tokens, vocabulary] of the model and perhaps of the reference. chosen: the tokens that came."""
-    widths = [each.shape[1] for each in logits]
-    if len(set(widths)) > 1:
+    """Score one window.
+
+    logits: [tokens, vocabulary] of the model, then of the reference if there is one.
+    chosen: the tokens that the text has there, [tokens].
+    start: the first token of the window, for messages.
+    """
+    sizes = [each.shape[1] for each in logits]
+    if len(set(sizes)) > 1:
         raise EvaluationError(
-            f"the model has {widths[0]} logits, the reference {widths[1]}: expected models of one vocabulary"
+            f"the model has {sizes[0]} logits, the reference {sizes[1]}: expected models with the same vocabulary"
         )
-    tokens, step = len(chosen), max(1, LOGITS_AT_ONCE // widths[0])
+    tokens, step = len(chosen), max(1, LOGITS_AT_ONCE // sizes[0])
     result = _Tokens(np.empty((len(logits), tokens)), np.zeros(tokens), np.ones(tokens, dtype=np.bool_))
 
     def rows(first: int) -> None:
         place = slice(first, min(first + step, tokens))
         probabilities = [
-            _log_softmax(each[place], f"the window from token {start} on: the {whose}'s")
-            for each, whose in zip(logits, ("model", "reference"), strict=False)
+            _log_softmax(each[place], f"the window from token {start} on: the {name}'s")
+            for each, name in zip(logits, ("model", "reference"), strict=False)
         ]
         for row, each in enumerate(probabilities):
             result.losses[row, place] = -each[np.arange(len(each)), chosen[place]]
         if len(probabilities) == 2:
-            ours, theirs = probabilities
-            result.agreements[place] = ours.argmax(axis=1) == theirs.argmax(axis=1)
-            likely = np.exp(theirs)
-            with np.errstate(invalid="ignore"):  # a token that the reference rules out: 0 * (-inf - ...)
-                result.divergences[place] = np.where(likely > 0, likely * (theirs - ours), 0.0).sum(axis=1)
+            result.agreements[place] = probabilities[0].argmax(axis=1) == probabilities[1].argmax(axis=1)
+            result.divergences[place] = _kl(*probabilities)
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         for _ in pool.map(rows, range(0, tokens, step)):
@@ -249,15 +267,23 @@ def _score(logits: Sequence[Floats], chosen: Ids, start: int) -> _Tokens:
     return result
 
 
-def _log_softmax(logits: Floats, whose: str) -> Doubles:
-    """In float64 throughout: what KL is made of differs by less than float32 has digits."""
+def _kl(model: Doubles, reference: Doubles) -> Doubles:
+    """KL(reference || model) of each row of log-probabilities, [tokens]."""
+    likely = np.exp(reference)
+    with np.errstate(invalid="ignore"):  # 0 * (-inf - ...) for a token that the reference rules out
+        values: Doubles = np.where(likely > 0, likely * (reference - model), 0.0).sum(axis=1)
+    return values
+
+
+def _log_softmax(logits: Floats, name: str) -> Doubles:
+    """Return log-probabilities in float64, because KL sums differences that are below the precision of float32."""
     values = logits.astype(np.float64)
     with np.errstate(invalid="ignore"):
         values -= values.max(axis=1, keepdims=True)
     totals = np.log(np.exp(values).sum(axis=1, keepdims=True))
     if np.isnan(totals).any():
         raise EvaluationError(
-            f"{whose} logits are NaN or infinite; the weights are broken, or --dtype float32 is needed"
+            f"{name} logits are NaN or infinite; the weights are broken, or --dtype float32 is needed"
         )
     values -= totals
     return values
@@ -266,12 +292,13 @@ def _log_softmax(logits: Floats, whose: str) -> Doubles:
 def _divergence(of_windows: Sequence[_Tokens]) -> Divergence:
     divergences = np.concatenate([each.divergences for each in of_windows])
     agreements = np.concatenate([each.agreements for each in of_windows])
-    median, high, higher = np.quantile(divergences, (0.5, 0.99, 0.999), method="inverted_cdf")  # no inf - inf
+    # Without interpolation, which would compute inf - inf.
+    median, high, higher = np.quantile(divergences, (0.5, 0.99, 0.999), method="inverted_cdf")
     return Divergence(
-        Estimate(float(divergences.mean()), _standard_error([each.divergences.mean() for each in of_windows])),
-        float(median),
-        float(high),
-        float(higher),
-        float(divergences.max()),
-        Estimate(float(agreements.mean()), _standard_error([each.agreements.mean() for each in of_windows])),
+        mean=Estimate(float(divergences.mean()), _standard_error([each.divergences.mean() for each in of_windows])),
+        median=float(median),
+        percentile_99=float(high),
+        percentile_99_9=float(higher),
+        maximum=float(divergences.max()),
+        top1=Estimate(float(agreements.mean()), _standard_error([each.agreements.mean() for each in of_windows])),
     )

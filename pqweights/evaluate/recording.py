@@ -1,4 +1,7 @@
-"""From a row of an evaluation to the record that is kept beside the result (results/evaluation_record.py)."""
+"""The record of an evaluation that is kept beside its model, made from a row of a report.
+
+The format of the file is in results/evaluation_record.py.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,11 @@ from pqweights.evaluate.report import EvaluationReport, ModelScores
 from pqweights.results.evaluation_record import EvaluationRecord, Figure, RecordedDivergence
 from pqweights.strict_json import rounded
 
-# mlx-lm chooses its device itself.
+# How the name of mlx-lm's runtime begins; it chooses its device itself.
 CHOOSES_ITS_DEVICE = "mlx"
+# Fields of a record that are those of the settings, and fields that hold an estimate.
+SETTINGS = ("tokens", "windows", "window", "stride", "masked", "score_first", "scored_tokens", "packed")
+FIGURES = ("perplexity", "log_perplexity", "perplexity_change", "log_perplexity_change", "top1_agreement")
 
 
 def make_record(
@@ -25,21 +31,18 @@ def make_record(
     tokenizer: Path | None = None,
     reference: str | None = None,
 ) -> EvaluationRecord:
-    """Of one row of a report. text: what was evaluated on. reference: its name, if not that of its folder."""
+    """Make the record of one row of a report.
+
+    text: the text that was evaluated.
+    tokenizer: the folder of the tokenizer, if it was not the model's own.
+    reference: the name of the reference, if it is not that of its folder.
+    """
     settings, found = report.settings, row.to_json()
     fingerprint = None
     if settings.reference is not None:
         reference = reference or _base_name(settings.reference)
         fingerprint = _fingerprint(Path(settings.reference))
-    shared = ("tokens", "windows", "window", "stride", "masked", "score_first", "scored_tokens", "packed")
-    measures = (
-        "perplexity",
-        "log_perplexity",
-        "perplexity_change",
-        "log_perplexity_change",
-        "top1_agreement",
-    )
-    figures = {name: None if found[name] is None else _figure(found[name]) for name in measures}
+    figures = {name: None if found[name] is None else _figure(found[name]) for name in FIGURES}
     return EvaluationRecord(
         text=_base_name(settings.text),
         text_sha256=hashlib.sha256(text.encode()).hexdigest(),
@@ -50,7 +53,7 @@ def make_record(
         reference=reference,
         reference_fingerprint=fingerprint,
         kl=_divergence(found["kl"]),
-        **{name: getattr(settings, name) for name in shared},
+        **{name: getattr(settings, name) for name in SETTINGS},
         **figures,  # type: ignore[arg-type]  # perplexities are never None
     )
 
@@ -71,12 +74,12 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _base_name(path: str | Path) -> str:
-    """The last component, of "." too."""
+    """Return the last component of a path, which may be relative."""
     return os.path.basename(os.path.abspath(path))
 
 
 def _fingerprint(reference: Path) -> str | None:
     try:
         return open_local(reference).fingerprint()
-    except (SourceError, MasterError, OSError):  # of a kind that only its runtime reads
+    except (SourceError, MasterError, OSError):  # its format is one that only its runtime reads
         return None

@@ -1,4 +1,4 @@
-"""What an evaluation found: the settings that all models share, a row for each, and both as JSON."""
+"""The report of an evaluation: the settings that all models share, a row for each model, and both as JSON."""
 
 from __future__ import annotations
 
@@ -7,14 +7,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pqweights.evaluate.protocol import Estimate, Scores
+from pqweights.evaluate.protocol import Divergence, Estimate, Scores
 from pqweights.evaluate.speed import Speed
+from pqweights.results.evaluation_record import EvaluationRecord
 from pqweights.runtimes.folders import Size
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """What all models of a run have in common. tokens: of the text, those that were left out not counted."""
+    """The settings that all models of a run share.
+
+    text: the name of the text.
+    tokens: how many tokens of the text were used.
+    windows, window, stride: the number of windows, their size and the distance of their starts (tokens).
+    score_first: whether the first window scores all its predictions.
+    scored_tokens: how many tokens the windows score together.
+    dtype, device: what the models were asked to compute in and on.
+    packed: whether masters were computed with packed weights.
+    reference: the name of the reference; None without one.
+    """
 
     text: str
     tokens: int
@@ -30,13 +41,21 @@ class EvaluationSettings:
 
     @property
     def masked(self) -> int:
-        """Tokens that a window reads without being scored on them."""
+        """How many tokens a window reads but does not score."""
         return self.window - self.stride
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelScores:
-    """One model. runtime: how it was computed, in words; dtype: in what. speed: where that was asked for."""
+    """The results of one model.
+
+    model: its name.
+    runtime: which library computed it, in words.
+    dtype: the dtype of the arithmetic.
+    size: the size of its files.
+    scores: its losses, and its divergence from the reference.
+    speed: its speed; None if it was not measured.
+    """
 
     model: str
     runtime: str
@@ -46,8 +65,8 @@ class ModelScores:
     speed: Speed | None
 
     def to_json(self) -> dict[str, Any]:
-        """As in eval --json."""
-        scores, found = self.scores, self.scores.divergence
+        """Return the entry of the model in eval --json."""
+        scores, divergence = self.scores, self.scores.divergence
         return {
             "model": self.model,
             "runtime": self.runtime,
@@ -60,37 +79,33 @@ class ModelScores:
             "log_perplexity": to_json(scores.log_perplexity),
             "perplexity_change": to_json(scores.perplexity_change),
             "log_perplexity_change": to_json(scores.change),
-            "kl": None if found is None else {
-                "mean": to_json(found.mean), "median": _finite(found.median), "percentile_99": _finite(found.percentile_99),
-                "percentile_99_9": _finite(found.percentile_99_9), "maximum": _finite(found.maximum),
-            },
-            "top1_agreement": None if found is None else to_json(found.top1),
+            "kl": None if divergence is None else _kl_json(divergence),
+            "top1_agreement": None if divergence is None else to_json(divergence.top1),
             "speed": None if self.speed is None else self.speed.to_json(),
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """All models, in the order that was asked for, and the reference, which is compared with nothing."""
+    """An evaluation: its settings, the reference if there is one, and a row for each model, in the order given."""
 
     settings: EvaluationSettings
     reference: ModelScores | None
     rows: tuple[ModelScores, ...]
 
     def renamed(self, names: Mapping[str, str]) -> EvaluationReport:
-        """With other names for models, by those that they have."""
+        """Return the report with models renamed; `names` maps old names to new ones."""
 
         def row(old: ModelScores) -> ModelScores:
             return replace(old, model=names.get(old.model, old.model))
 
         reference = self.settings.reference
         settings = replace(self.settings, reference=None if reference is None else names.get(reference, reference))
-        return EvaluationReport(
-            settings, None if self.reference is None else row(self.reference), tuple(map(row, self.rows))
-        )
+        base = None if self.reference is None else row(self.reference)
+        return EvaluationReport(settings, base, tuple(map(row, self.rows)))
 
     def to_json(self) -> dict[str, Any]:
-        """eval --json."""
+        """Return the document of eval --json."""
         return {
             "settings": vars(self.settings) | {"masked": self.settings.masked},
             "reference": None if self.reference is None else self.reference.to_json(),
@@ -98,13 +113,32 @@ class EvaluationReport:
         }
 
 
+def masked_tokens(settings: EvaluationSettings | EvaluationRecord) -> str:
+    """Return in words which tokens of the windows are read but not scored."""
+    if not settings.masked:
+        return "none masked"
+    if settings.score_first:
+        return f"the first {settings.masked} tokens of each but the first masked"
+    return f"the first {settings.masked} tokens of each masked"
+
+
 def to_json(estimate: Estimate | None) -> dict[str, float | None] | None:
-    """A measure as JSON holds it; None for what is not finite."""
+    """Return an estimate as JSON, with null for values that are not finite."""
     if estimate is None:
         return None
     return {"value": _finite(estimate.value), "standard_error": _finite(estimate.standard_error)}
 
 
+def _kl_json(divergence: Divergence) -> dict[str, Any]:
+    return {
+        "mean": to_json(divergence.mean),
+        "median": _finite(divergence.median),
+        "percentile_99": _finite(divergence.percentile_99),
+        "percentile_99_9": _finite(divergence.percentile_99_9),
+        "maximum": _finite(divergence.maximum),
+    }
+
+
 def _finite(value: float | None) -> float | None:
-    """JSON has no infinity."""
+    """Return a value, or None if JSON has no number for it."""
     return value if value is not None and math.isfinite(value) else None

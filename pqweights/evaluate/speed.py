@@ -1,7 +1,7 @@
-"""How fast a model writes, and in how much memory: each in a process of its own, so that no other model is in its peak.
+"""The speed and peak memory of a model that generates text.
 
-As the tables of arXiv:2603.29078 v1 have it: 100 tokens, three runs after one to warm up; greedy, one sequence, with a
-cache of keys and values.
+Each model runs in a process of its own, so that its peak holds no other model. The settings are those of the tables in
+arXiv:2603.29078 v1: 100 tokens, three runs after one to warm up, greedy, one sequence, with a key-value cache.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ CHILD = "from pqweights.evaluate.speed import main; main()"
 
 @dataclass(frozen=True)
 class Speed:
-    """tokens_per_second: of each run, reading the prompt included. dtype: of the arithmetic.
+    """The speed of one model.
 
-    peak_bytes: of the process, loading included; on cuda, of what torch allocated on the GPU.
+    tokens_per_second: the rate of each run, reading the prompt included.
+    peak_bytes: the peak memory of the process, loading included; on cuda, what torch allocated on the GPU.
+    dtype: the dtype of the arithmetic.
     """
 
     tokens_per_second: tuple[float, ...]
@@ -43,36 +45,42 @@ class Speed:
 
     @property
     def mean(self) -> float:
-        """Tokens per second."""
+        """The mean rate of all runs, in tokens per second."""
         return statistics.fmean(self.tokens_per_second)
 
     def to_json(self) -> dict[str, Any]:
-        """As in eval --json."""
+        """Return the entry of the speed in eval --json."""
         return {
-            "tokens_per_second": self.mean, "runs": list(self.tokens_per_second), "peak_bytes": self.peak_bytes,
+            "tokens_per_second": self.mean,
+            "runs": list(self.tokens_per_second),
+            "peak_bytes": self.peak_bytes,
             "dtype": self.dtype,
-        }  # fmt: skip
+        }
 
 
 def measure_speed(path: Path, ids: Ids, *, device: str, dtype: str, packed: bool) -> Speed:
     """Load a model in a new process and let it continue the first tokens of a text.
 
-    Raises what open_model raises, EvaluationError where the process ends otherwise.
+    device, dtype, packed: see open_model. Raises what open_model raises, and EvaluationError if the process fails.
     """
     with tempfile.TemporaryDirectory() as temporary:
         answer = Path(temporary) / "answer.json"
         request = {
-            "path": str(path.absolute()), "ids": ids[:PROMPT_TOKENS].tolist(), "device": device, "dtype": dtype,
-            "packed": packed, "answer": str(answer),
-        }  # fmt: skip
+            "path": str(path.absolute()),
+            "ids": ids[:PROMPT_TOKENS].tolist(),
+            "device": device,
+            "dtype": dtype,
+            "packed": packed,
+            "answer": str(answer),
+        }
         command = [sys.executable, "-c", CHILD, json.dumps(request)]
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
         )
         if not answer.is_file():
-            said = (done.stderr.strip().splitlines() or ["nothing was printed"])[-1]
+            last_line = (done.stderr.strip().splitlines() or ["nothing was printed"])[-1]
             how = f"signal {-done.returncode} (9: out of memory?)" if done.returncode < 0 else f"code {done.returncode}"
-            raise EvaluationError(f"{path}: the process that was to measure its speed ended with {how}: {said[:300]}")
+            raise EvaluationError(f"{path}: the process that measures its speed ended with {how}: {last_line[:300]}")
         found = json.loads(answer.read_text())
     if "error" in found:
         raise getattr(errors, found["error"])(found["message"])
@@ -80,7 +88,7 @@ def measure_speed(path: Path, ids: Ids, *, device: str, dtype: str, packed: bool
 
 
 def main() -> None:
-    """The process."""
+    """Run in the new process: measure what the JSON argument asks for and write the answer to its file."""
     request = json.loads(sys.argv[1])
     try:
         found = _measured(request)
@@ -90,7 +98,8 @@ def main() -> None:
 
 
 def _measured(request: dict[str, Any]) -> dict[str, Any]:
-    model = open_model(Path(request["path"]), request["device"], request["dtype"], request["packed"])
+    how = {name: request[name] for name in ("device", "dtype", "packed")}
+    model = open_model(Path(request["path"]), **how)
     ids, rates = np.array(request["ids"], dtype=np.int64), []
     for _ in range(RUNS + 1):
         start = time.perf_counter()
@@ -104,7 +113,7 @@ def _peak_bytes(device: str) -> int:
         return int(package("torch", "transformers").cuda.max_memory_allocated())
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # On Linux ru_maxrss begins with the memory of the process that started this one.
+    # On Linux, ru_maxrss starts at the memory of the process that started this one.
     status = Path("/proc/self/status").read_text()
     (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024

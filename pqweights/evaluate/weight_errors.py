@@ -1,4 +1,4 @@
-"""The error of the weights of a master or an export against the original's, measured by decoding both."""
+"""The error of the weights of a master or an export against those of the original, measured by decoding both."""
 
 from __future__ import annotations
 
@@ -20,30 +20,36 @@ from pqweights.runtimes.packages import package, quiet
 
 
 class RelativeError(NamedTuple):
-    """||W - W'||^2 / ||W||^2 over all weights of a set together, and how many there are. None for an empty set."""
+    """||W - W'||^2 / ||W||^2 over a set of weights, and how many weights it has; the error of an empty set is None."""
 
     relative_mse: float | None
     weights: int
 
 
 class Errors(NamedTuple):
-    """integers: over what the export stores as integers. master: over all that the master quantized, or would have."""
+    """The errors of a folder.
+
+    integers: over the weights that an export stores as integers.
+    master: over all weights that the master quantizes.
+    """
 
     integers: RelativeError
     master: RelativeError
 
 
 def relative_mse(original: Path, folder: Path) -> Errors:
-    """The error of every weight of a master or an export that is not as in the original, measured by decoding all of them.
+    """Measure the error of all weights of a master or an export that differ from the original, by decoding them.
 
-    A weight that config.json declares as rotated is turned back first; mlx-lm says what becomes of the original's for an
-    export to it. Raises SourceError, also for a weight that the original does not have under the same name and shape,
-    MasterError for a folder without manifest, MissingDependencyError.
+    A weight that config.json declares as rotated is rotated back first. For an export to MLX, mlx-lm renames and
+    reshapes the original's weights first.
+
+    Raises SourceError, also for a weight that the original does not have under the same name and shape, MasterError for
+    a folder without a manifest, MissingDependencyError.
     """
     manifest = read_manifest(folder)
     target = str(manifest.made_by.get("target"))
     if target in EXPORTS and get_target(target).runtime == MLX:
-        originals = _as_mlx_holds(original, read_config(folder) or {})
+        originals = _mlx_weights(original, read_config(folder) or {})
     else:
         originals = {tensor.name: functools.partial(values_of, tensor) for tensor in open_local(original).tensors}
     decode = master_weight(folder) if manifest.kind == "master" else export_weight(folder)
@@ -72,10 +78,10 @@ def _squares(values: Floats) -> float:
     return float(np.einsum("ij,ij->", *[values.reshape(-1, values.shape[-1])] * 2, dtype=np.float64))
 
 
-def _as_mlx_holds(folder: Path, config: Mapping[str, Any]) -> dict[str, Callable[[], Floats]]:
-    """mlx-lm renames, stacks and splits weights as it loads them: the original's, after that, by name.
+def _mlx_weights(folder: Path, config: Mapping[str, Any]) -> dict[str, Callable[[], Floats]]:
+    """Return the weights of an original, by the names that mlx-lm gives them when it renames, stacks and splits them.
 
-    config: the export's, in the terms that mlx-lm knows.
+    config: the configuration of the export, which mlx-lm understands.
     """
     mx, utils = package("mlx.core", "mlx"), package("mlx_lm.utils", "mlx")
     with quiet():

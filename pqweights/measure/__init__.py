@@ -1,1 +1,1 @@
-"""Measurements that need the model itself: calibration, sensitivity, the ablation; and how Gaussian its weights are."""
+"""Measurements: calibration, sensitivity and the ablation, which run the model, and the distribution of its weights."""

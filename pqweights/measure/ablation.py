@@ -1,8 +1,8 @@
 """The ablation: what each part of the method is worth on a model, by perplexity, with everything else the same.
 
-The table of arXiv:2603.29078 v1 (absmax, rotation alone, levels alone, both), then what is ours (the least-squares norm),
-activation-aware scales, and INT4 made from the master or straight from the original. Each row is a master, or an export of
-one, made by the same calls as anywhere else, in a folder that is removed after it was measured.
+The rows are those of the table in arXiv:2603.29078 v1 (absmax, rotation alone, levels alone, both), the least-squares
+norm, activation-aware scales, and INT4 made from the master or straight from the original. Each row is a master or an
+export, made by the same calls as anywhere else, in a folder that is removed after it was measured.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pqweights.errors import EvaluationError, ExportError, MissingDependencyError, RecipeError
-from pqweights.evaluate.evaluation import choose_windows
+from pqweights.evaluate.evaluation import TextOptions, choose_windows
 from pqweights.evaluate.protocol import Estimate, Scores, Windows, compare, perplexity_change
 from pqweights.evaluate.report import to_json
 from pqweights.evaluate.weight_errors import relative_mse
 from pqweights.export import MasterFolder, export
 from pqweights.exports.options import ExportOptions
-from pqweights.measure.calibrate import WINDOW, calibrate, fewest_tokens
+from pqweights.measure.calibrate import WINDOW, CalibrationOptions, calibrate, fewest_tokens
 from pqweights.planning.recipe import Recipe
 from pqweights.quantize import QuantizeOptions, quantize
 from pqweights.results.inspect import inspect
@@ -29,35 +29,52 @@ from pqweights.rewrite.task import RunOptions
 from pqweights.runtimes.folders import read_folder
 from pqweights.runtimes.models import open_model
 from pqweights.runtimes.packages import package
-from pqweights.runtimes.texts import load_tokenizer, tokenize
+from pqweights.runtimes.texts import Ids, load_tokenizer, tokenize
 
-ABSMAX, ROTATED, LEVELS, BOTH, LEAST_SQUARES, AWQ = (
-    "absmax", "+ Hadamard only", "+ Lloyd-Max only", "+ both", "+ least-squares norm", "+ AWQ",
-)  # fmt: skip
-# What is measured at each width: name of the row, codec, whether input channels are scaled.
+ABSMAX = "absmax"
+ROTATED = "+ Hadamard only"
+LEVELS = "+ Lloyd-Max only"
+BOTH = "+ both"
+LEAST_SQUARES = "+ least-squares norm"
+AWQ = "+ AWQ"
+
+
+class _Configuration(NamedTuple):
+    """A master that is measured at each width: name of the row, codec, and whether input channels are scaled."""
+
+    name: str
+    codec: str
+    scaled: bool = False
+
+
 MASTERS = (
-    (ABSMAX, "absmax", False),
-    (ROTATED, "hadamard-absmax", False),
-    (LEVELS, "lloyd-max", False),
-    (BOTH, "hadamard-lloyd-max-l2", False),
-    (LEAST_SQUARES, "hadamard-lloyd-max", False),
-    (AWQ, "hadamard-lloyd-max", True),
+    _Configuration(ABSMAX, "absmax"),
+    _Configuration(ROTATED, "hadamard-absmax"),
+    _Configuration(LEVELS, "lloyd-max"),
+    _Configuration(BOTH, "hadamard-lloyd-max-l2"),
+    _Configuration(LEAST_SQUARES, "hadamard-lloyd-max"),
+    _Configuration(AWQ, "hadamard-lloyd-max", scaled=True),
 )
-# INT4 in groups of 128, by rule: as the row calls it.
+# How INT4 in groups of 128 is rounded: --qparams, and its name in a row.
 RULES = {"minmax": "torchao's min-max", "best": "least squares"}
-# The share of a text's tokens that are for calibration where no other text is given.
+# Without a text for calibration, one part in this many of the text's tokens is used for it.
 CALIBRATION_SHARE = 3
 MOST_CALIBRATION_TOKENS = 16384
 
-Progress = Callable[[int, int, str], None]  # rows done, rows in all, what is under way
+Progress = Callable[[int, int, str], None]  # called with the rows done, the rows in all, and the row being made
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AblationRow:
-    """One configuration. bits: of the master; None for the original, and for INT4 made straight from it.
+    """One configuration.
 
-    relative_mse: against the original, over all weights that the master quantizes. share: how much of what rotation and
-    levels together gain over absmax this row gains; None where that gain is not above twice its standard error.
+    name: the configuration.
+    bits: the width of the master; None for the original, and for INT4 made straight from it.
+    bits_per_weight: over the quantized weights; None for the original.
+    relative_mse: against the original, over all weights that the master quantizes; None for the original.
+    scores: its losses, and its divergence from the original.
+    share: the share of the gain of rotation and levels over absmax that this row gains; None if that gain is not above
+        twice its standard error.
     """
 
     name: str
@@ -68,20 +85,32 @@ class AblationRow:
     share: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """As in ablate --json."""
-        change, found = self.scores.perplexity_change, self.scores.divergence
+        """Return the entry of the row in ablate --json."""
+        divergence = self.scores.divergence
         return {
-            "name": self.name, "bits": self.bits, "bits_per_weight": self.bits_per_weight,
-            "relative_mse": self.relative_mse, "perplexity": to_json(self.scores.perplexity),
-            "perplexity_change": to_json(change),
-            "kl_mean": None if found is None else to_json(found.mean),
-            "top1_agreement": None if found is None else to_json(found.top1), "share": self.share,
-        }  # fmt: skip
+            "name": self.name,
+            "bits": self.bits,
+            "bits_per_weight": self.bits_per_weight,
+            "relative_mse": self.relative_mse,
+            "perplexity": to_json(self.scores.perplexity),
+            "perplexity_change": to_json(self.scores.perplexity_change),
+            "kl_mean": None if divergence is None else to_json(divergence.mean),
+            "top1_agreement": None if divergence is None else to_json(divergence.top1),
+            "share": self.share,
+        }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ablation:
-    """All rows, the original first. absent: what could not be measured, with the reason."""
+    """The result of an ablation.
+
+    tokens: how many tokens of the text were evaluated on.
+    windows: how they were cut.
+    scored_tokens: how many tokens the windows score together.
+    calibration_tokens: how many tokens AWQ was calibrated on.
+    rows: the configurations; the original is the first.
+    absent: what could not be measured, with the reason.
+    """
 
     tokens: int
     windows: Windows
@@ -91,163 +120,225 @@ class Ablation:
     absent: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """ablate --json."""
+        """Return the document of ablate --json."""
         return {
             "settings": {
-                "tokens": self.tokens, **vars(self.windows), "scored_tokens": self.scored_tokens,
+                "tokens": self.tokens,
+                **vars(self.windows),
+                "scored_tokens": self.scored_tokens,
                 "calibration_tokens": self.calibration_tokens,
             },
             "rows": [row.to_json() for row in self.rows],
             "absent": list(self.absent),
-        }  # fmt: skip
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblationOptions:
+    """What an ablation measures, and how.
+
+    widths: the widths of the masters, in bits.
+    reading: how the text is read.
+    calibration: a text for AWQ; by default the last third of the tokens, which are not evaluated on then.
+    awq, int4: whether the rows with activation-aware scales and with INT4 are measured.
+    work: where folders are made, one master and one export at a time; by default the folder for temporary files.
+    threads: how many threads quantize, calibrate and export.
+    """
+
+    widths: Sequence[float] = (5.0,)
+    reading: TextOptions = TextOptions()
+    calibration: str | None = None
+    awq: bool = True
+    int4: bool = True
+    work: Path | None = None
+    threads: int = 1
 
 
 @dataclass(frozen=True)
 class _Made:
-    """A folder to be measured."""
+    """A folder to be measured: the name of its row, the width of the master, and where it is."""
 
     name: str
     bits: float | None
     folder: Path
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Text:
+    """The tokens to evaluate on, the windows over them, the text to calibrate on if any, and how many tokens it has."""
+
+    ids: Ids
+    windows: Windows
+    calibration: str | None
+    calibration_tokens: int
+
+
 def ablate(
     source: Path,
     text: str,
-    widths: Sequence[float],
-    recipe: Recipe,
     *,
-    calibration: str | None = None,
-    awq: bool = True,
-    int4: bool = True,
-    window: int | None = None,
-    stride: int | None = None,
-    score_first: bool = False,
-    max_tokens: int | None = None,
-    tokenizer: Path | None = None,
-    work: Path | None = None,
-    threads: int,
+    recipe: Recipe,
+    options: AblationOptions = AblationOptions(),
     progress: Progress = lambda done, total, what: None,
 ) -> Ablation:
     """Measure every configuration at every width on a text, in float32 on the CPU.
 
-    recipe: which tensors are quantized; its codec and width are replaced. calibration: text for AWQ; by default the last
-    third of the tokens of `text`, which are not evaluated on then. work: where folders are made, one master and one export
-    at a time; by default the folder for temporary files. Other parameters: see evaluate. Raises what quantize, calibrate
-    and evaluate raise.
+    recipe: which tensors are quantized; its codec and width are replaced. Raises what quantize, calibrate and evaluate
+    raise.
     """
-    for bits in widths:
-        recipe.with_bits(bits)
-    if not widths:
+    if not options.widths:
         raise RecipeError("--bits: expected at least one width, found none")
-    windows = choose_windows([read_folder(source)], window, stride, score_first)
-    ids = tokenize(tokenizer or source, text, max_tokens)
-    calibrated = 0
-    if awq:
-        if calibration is None:
-            kept = len(ids) - len(ids) // CALIBRATION_SHARE
-            rest, ids = ids[kept:], ids[:kept]
-            calibration = str(load_tokenizer(tokenizer or source).decode(rest.tolist()))
-        calibrated = len(tokenize(tokenizer or source, calibration, MOST_CALIBRATION_TOKENS))
-        needed = fewest_tokens(min(WINDOW, windows.size))
-        if calibrated < needed:
-            raise EvaluationError(
-                f"calibration for AWQ: expected at least {needed} tokens, found {calibrated}; give a longer text, one of its "
-                "own (--calibration FILE), or --no-awq"
-            )
-    starts = windows.starts(len(ids))
-    absent: list[str] = []
-    if int4:
-        try:
-            package("torchao", "torchao", "INT4")
-        except MissingDependencyError as error:
-            absent.append(str(error))
-            int4 = False
-    total = 1 + len(widths) * (len(MASTERS) - (not awq) + (len(RULES) if int4 else 0)) + (len(RULES) if int4 else 0)
+    for bits in options.widths:
+        recipe.with_bits(bits)
+    read = _read_text(source, text, options)
+    starts = read.windows.starts(len(read.ids))
+    absent = _missing_packages() if options.int4 else []
+    options = replace(options, int4=options.int4 and not absent)
+    total = _row_count(options)
     progress(0, total, "original")
     reference = open_model(source)
     rows: list[AblationRow] = []
-    with tempfile.TemporaryDirectory(prefix="pqweights-ablate-", dir=work) as folder:
-        plan = _folders(
-            source,
-            Path(folder),
-            widths,
-            recipe,
-            calibration if awq else None,
-            min(WINDOW, windows.size),
-            int4,
-            tokenizer,
-            threads,
-            absent,
-        )
-        for made in plan:
-            progress(len(rows) + 1, total, made.name if made.bits is None else f"{made.bits} bits: {made.name}")
-            scores = compare(open_model(made.folder), reference, ids, windows)
-            rows.append(
-                AblationRow(
-                    made.name, made.bits, inspect(made.folder).totals["bits_per_weight"],
-                    relative_mse(source, made.folder).master.relative_mse, scores, None,
-                )
-            )  # fmt: skip
-    assert rows[0].scores.reference_losses is not None
-    original = AblationRow("original", None, None, None, Scores(rows[0].scores.reference_losses), None)
+    with tempfile.TemporaryDirectory(prefix="pqweights-ablate-", dir=options.work) as folder:
+        maker = _Maker(source, Path(folder), recipe=recipe, text=read, options=options, absent=absent)
+        for made in maker.folders():
+            progress(len(rows) + 1, total, made.name if made.bits is None else f"{made.bits:g} bits: {made.name}")
+            scores = compare(open_model(made.folder), reference, ids=read.ids, windows=read.windows)
+            rows.append(_row(source, made, scores))
     return Ablation(
-        len(ids), windows, sum(windows.scored(start) for start in starts), calibrated,
-        (original, *_with_shares(rows)), tuple(dict.fromkeys(absent)),
-    )  # fmt: skip
+        tokens=len(read.ids),
+        windows=read.windows,
+        scored_tokens=sum(read.windows.scored(start) for start in starts),
+        calibration_tokens=read.calibration_tokens,
+        rows=(_original(rows[0]), *_with_shares(rows)),
+        absent=tuple(dict.fromkeys(absent)),
+    )
 
 
-def _folders(
-    source: Path, work: Path, widths: Sequence[float], recipe: Recipe, calibration: str | None, window: int, int4: bool,
-    tokenizer: Path | None, threads: int, absent: list[str],
-) -> Iterator[_Made]:  # fmt: skip
-    """Each folder in turn, there until the next is asked for. absent: gets the reasons for rows that there are not."""
-    for number, bits in enumerate(widths):
-        master = work / "master"
-        for name, codec, scaled in MASTERS:
-            if scaled and calibration is None:
-                continue
-            chosen = replace(recipe, codec=codec).with_bits(bits)
-            scales = work / "scales.safetensors"
-            if scaled:
-                calibrate(
-                    source, scales, calibration or "", chosen, tokenizer=tokenizer, threads=threads, overwrite=True,
-                    max_tokens=MOST_CALIBRATION_TOKENS, window=window,
-                )  # fmt: skip
-            options = QuantizeOptions(awq=scales if scaled else None)
-            quantize(source, master, chosen, options=options, run=RunOptions(threads=threads, overwrite=True))
-            yield _Made(name, bits, master)
-            if name == LEAST_SQUARES and int4:
-                straight = source if number == len(widths) - 1 else None
-                yield from _integers(master, work / "int4", bits, straight, threads, absent)
-    shutil.rmtree(work / "master", ignore_errors=True)
+def _read_text(source: Path, text: str, options: AblationOptions) -> _Text:
+    """Tokenize the text, and take the part for calibration from it where none was given.
+
+    Raises EvaluationError if a part is too short.
+    """
+    windows = choose_windows([read_folder(source)], options.reading)
+    tokenizer = options.reading.tokenizer or source
+    ids, calibration = tokenize(tokenizer, text, options.reading.max_tokens), options.calibration
+    if not options.awq:
+        return _Text(ids=ids, windows=windows, calibration=None, calibration_tokens=0)
+    if calibration is None:
+        kept = len(ids) - len(ids) // CALIBRATION_SHARE
+        calibration = str(load_tokenizer(tokenizer).decode(ids[kept:].tolist()))
+        ids = ids[:kept]
+    found, needed = len(tokenize(tokenizer, calibration, MOST_CALIBRATION_TOKENS)), fewest_tokens(_window(windows))
+    if found < needed:
+        raise EvaluationError(
+            f"calibration for AWQ: expected at least {needed} tokens, found {found}; give a longer text, another text "
+            "for it (--calibration FILE), or --no-awq"
+        )
+    return _Text(ids=ids, windows=windows, calibration=calibration, calibration_tokens=found)
 
 
-def _integers(
-    master: Path, out: Path, bits: float, source: Path | None, threads: int, absent: list[str]
-) -> Iterator[_Made]:
-    """torchao INT4 of a master, by each rule; and straight from the source, where it is given."""
-    for original in (None, source) if source is not None else (None,):
-        for rule, called in RULES.items():
+def _window(windows: Windows) -> int:
+    """Return the window for calibration, in tokens."""
+    return min(WINDOW, windows.size)
+
+
+def _missing_packages() -> list[str]:
+    """Return why INT4 cannot be measured, if a package is missing."""
+    try:
+        package("torchao", "torchao", "INT4")
+    except MissingDependencyError as error:
+        return [str(error)]
+    return []
+
+
+def _row_count(options: AblationOptions) -> int:
+    """Return how many rows there will be, the original included."""
+    masters, integers = len(MASTERS) - (not options.awq), len(RULES) if options.int4 else 0
+    return 1 + len(options.widths) * (masters + integers) + integers
+
+
+class _Maker:
+    """Makes the folders of all rows, one after the other.
+
+    source: the original.
+    work: where masters and exports are made.
+    recipe: which tensors are quantized.
+    text: the texts that are read.
+    options: what is measured.
+    absent: a list that receives the reasons for rows that cannot be made.
+    """
+
+    def __init__(
+        self, source: Path, work: Path, *, recipe: Recipe, text: _Text, options: AblationOptions, absent: list[str]
+    ) -> None:
+        self._source, self._recipe, self._text, self._options, self._absent = source, recipe, text, options, absent
+        self._master, self._int4, self._scales = work / "master", work / "int4", work / "scales.safetensors"
+        self._run = RunOptions(threads=options.threads, overwrite=True)
+
+    def folders(self) -> Iterator[_Made]:
+        """Yield each folder, which exists until the next one is asked for."""
+        for number, bits in enumerate(self._options.widths):
+            is_last = number == len(self._options.widths) - 1
+            for configuration in MASTERS:
+                if configuration.scaled and self._text.calibration is None:
+                    continue
+                self._quantize(configuration, bits)
+                yield _Made(configuration.name, bits, self._master)
+                if configuration.name == LEAST_SQUARES and self._options.int4:
+                    yield from self._integers(bits, None)
+                    if is_last:
+                        yield from self._integers(None, self._source)
+        shutil.rmtree(self._master, ignore_errors=True)
+
+    def _quantize(self, configuration: _Configuration, bits: float) -> None:
+        """Make a master, and the scales for it if it has any."""
+        recipe = replace(self._recipe, codec=configuration.codec).with_bits(bits)
+        if configuration.scaled:
+            options = CalibrationOptions(
+                max_tokens=MOST_CALIBRATION_TOKENS,
+                window=_window(self._text.windows),
+                tokenizer=self._options.reading.tokenizer,
+                threads=self._options.threads,
+                overwrite=True,
+            )
+            calibrate(self._source, self._scales, self._text.calibration or "", recipe=recipe, options=options)
+        scaled = QuantizeOptions(awq=self._scales if configuration.scaled else None)
+        quantize(self._source, self._master, recipe, options=scaled, run=self._run)
+
+    def _integers(self, bits: float | None, original: Path | None) -> Iterator[_Made]:
+        """Yield torchao INT4 by each rule: of the master, or of the original if it is given."""
+        for rule, name in RULES.items():
+            options = ExportOptions(group_size=128, qparams=rule)
             try:
-                options = ExportOptions(group_size=128, qparams=rule)
-                export(
-                    MasterFolder(master, original=original),
-                    out,
-                    "torchao-int4",
-                    options=options,
-                    run=RunOptions(threads=threads, overwrite=True),
-                )
-                yield _Made(
-                    f"+ INT4 on top, {called}" if original is None else f"INT4 from the original, {called}",
-                    bits if original is None else None, out,
-                )  # fmt: skip
+                master = MasterFolder(self._master, original=original)
+                export(master, self._int4, "torchao-int4", options=options, run=self._run)
             except ExportError as error:
-                absent.append(f"INT4: {error}")
+                self._absent.append(f"INT4: {error}")
+                continue
+            row = f"+ INT4 on top, {name}" if original is None else f"INT4 from the original, {name}"
+            yield _Made(row, bits, self._int4)
+
+
+def _row(source: Path, made: _Made, scores: Scores) -> AblationRow:
+    return AblationRow(
+        name=made.name,
+        bits=made.bits,
+        bits_per_weight=inspect(made.folder).totals["bits_per_weight"],
+        relative_mse=relative_mse(source, made.folder).master.relative_mse,
+        scores=scores,
+        share=None,
+    )
+
+
+def _original(row: AblationRow) -> AblationRow:
+    """Return the row of the original, from one that was compared with it."""
+    assert row.scores.reference_losses is not None
+    scores = Scores(row.scores.reference_losses)
+    return AblationRow(name="original", bits=None, bits_per_weight=None, relative_mse=None, scores=scores, share=None)
 
 
 def _with_shares(rows: Sequence[AblationRow]) -> list[AblationRow]:
-    """Each row with its share of the gain, at its width."""
+    """Return each row with its share of the gain at its width."""
     by_name = {(row.bits, row.name): row for row in rows}
     result = []
     for row in rows:
@@ -262,5 +353,5 @@ def _with_shares(rows: Sequence[AblationRow]) -> list[AblationRow]:
 
 
 def is_clear(change: Estimate) -> bool:
-    """Whether a change is above twice its standard error, and a gain."""
+    """Return whether a change is a gain above twice its standard error."""
     return change.standard_error is not None and change.value > 2 * change.standard_error

@@ -1,7 +1,8 @@
-"""What enters each matrix of a model while it reads text: for weights of linear layers and of experts alike.
+"""The inputs of each matrix of a model while it reads a text, for linear layers and experts alike.
 
-A model is run by transformers; products of activations with a parameter, or with matrices of a stack of experts, are seen where
-torch computes them (see _PRODUCTS), so that no architecture needs a rule of its own. Rows of inputs are sampled into a file.
+transformers runs the model. Products of activations with a parameter, or with matrices of a stack of experts, are
+recorded where torch computes them (see _PRODUCTS), so no architecture needs a rule of its own. Rows of the inputs are
+sampled into a file.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +24,10 @@ from pqweights.errors import SourceError
 from pqweights.measure.scale_search import Inputs
 
 Floats = npt.NDArray[np.float32]
-Place = tuple[str, int | None]  # a parameter of the model, and which matrix of a stack
+Place = tuple[str, int | None]  # a parameter of the model, and the number of a matrix if it is a stack
 
-# Functions that multiply: the names of their arguments up to the two that are multiplied, and which axis of the second is
-# summed over.
+# Functions that multiply: the names of their arguments up to the two that are multiplied, and the axis of the second
+# one that is summed over.
 _PRODUCTS: dict[Any, tuple[tuple[str, ...], int]] = {
     torch.nn.functional.linear: (("input", "weight"), -1),
     torch.matmul: (("input", "other"), -2),
@@ -38,17 +40,42 @@ _PRODUCTS: dict[Any, tuple[tuple[str, ...], int]] = {
     torch.addmm: (("input", "mat1", "mat2"), -2),
 }
 
+_SAMPLES = Path("temporary file beside OUT")  # the name of the file in messages
 
-_SAMPLES = Path("temporary file beside OUT")  # as errors call it
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """What `watch` keeps of the activations.
+
+    wanted: the matrices whose inputs are kept.
+    rows: how many rows are kept of each matrix, to search on and held back.
+    descriptor: the open file that they are written to.
+    """
+
+    wanted: Collection[Place]
+    rows: tuple[int, int]
+    descriptor: int
+
+
+@dataclass(frozen=True)
+class TextWindow:
+    """A window of token ids, [tokens], and whether it is held back for checking."""
+
+    ids: npt.NDArray[np.int64]
+    held_back: bool
 
 
 class _Sample:
-    """Rows of one kind, each row that was seen with the same chance (reservoir sampling), in a file.
+    """A random sample of rows in a file; every row that was offered is kept with the same chance (reservoir sampling).
 
-    windows: of each row that is kept, the number of its window.
+    descriptor: the open file.
+    offset: where the sample begins in it (bytes).
+    capacity: how many rows are kept.
+    columns: the length of a row.
+    seed: the seed of the choice.
     """
 
-    def __init__(self, descriptor: int, offset: int, capacity: int, columns: int, seed: int) -> None:
+    def __init__(self, descriptor: int, *, offset: int, capacity: int, columns: int, seed: int) -> None:
         self._descriptor, self._offset, self._capacity, self._columns = descriptor, offset, capacity, columns
         self._random = np.random.default_rng(seed)
         self._windows = np.zeros(capacity, dtype=np.int64)
@@ -56,11 +83,11 @@ class _Sample:
 
     @property
     def windows(self) -> npt.NDArray[np.int64]:
-        """By row."""
+        """The number of the window that each kept row comes from, [rows]."""
         return self._windows[: self.seen]
 
     def add(self, rows: Floats, window: int) -> None:
-        """Offer rows [n, K]."""
+        """Offer rows [n, K] of a window."""
         numbers = np.arange(self.seen, self.seen + len(rows))
         places = np.where(numbers < self._capacity, numbers, self._random.integers(0, numbers + 1))
         self.seen += len(rows)
@@ -75,7 +102,7 @@ class _Sample:
                     view, at = view[count:], at + count
 
     def read(self) -> Floats:
-        """The sample: [rows, K]."""
+        """Return the kept rows, [rows, K]."""
         result = np.empty((min(self.seen, self._capacity), self._columns), dtype=np.float32)
         view, at = result.reshape(-1).data.cast("B"), self._offset
         while view:
@@ -85,62 +112,77 @@ class _Sample:
         return result
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Record:
-    """Of one matrix."""
+    """The inputs of one matrix.
 
-    def __init__(
-        self, along_rows: bool, descriptor: int, offset: int, rows: tuple[int, int], columns: int, seed: int
-    ) -> None:
-        self.along_rows = along_rows
-        self.squares = np.zeros(columns, dtype=np.float64)
-        self.rows = _Sample(descriptor, offset, rows[0], columns, seed)
-        self.held_back = _Sample(descriptor, offset + rows[0] * columns * 4, rows[1], columns, seed)
+    along_rows: whether the model stores the matrix as [N, K].
+    squares: the sum of the squares of each channel, [K] f64.
+    rows, held_back: the samples of both kinds.
+    """
+
+    along_rows: bool
+    squares: npt.NDArray[np.float64]
+    rows: _Sample
+    held_back: _Sample
 
 
 class Activations:
-    """What entered the wanted places, as `watch` saw it. descriptor: of the file where samples lie. rows: as in `watch`."""
+    """The inputs of the wanted matrices that `watch` recorded."""
 
-    def __init__(self, descriptor: int, rows: tuple[int, int], wanted: Collection[Place]) -> None:
-        self._descriptor, self._rows, self._wanted = descriptor, rows, wanted
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
         self._records: dict[Place, _Record] = {}
         self._end = 0
 
-    def add(self, place: Place, values: torch.Tensor, along_rows: bool, window: int, held_back: bool) -> None:
-        """Rows [..., K] that entered the matrix at `place`."""
-        if place not in self._wanted:
+    def add(self, place: Place, values: torch.Tensor, *, along_rows: bool, window: int, held_back: bool) -> None:
+        """Record the inputs [..., K] of the matrix at `place`."""
+        if place not in self._sampling.wanted:
             return
         rows = values.detach().reshape(-1, values.shape[-1]).float().cpu().numpy()
         if place not in self._records:
-            columns = rows.shape[1]
-            seed = len(self._records)
-            self._records[place] = _Record(along_rows, self._descriptor, self._end, self._rows, columns, seed)
-            self._end += sum(self._rows) * columns * 4
+            self._records[place] = self._new_record(along_rows, rows.shape[1])
         record = self._records[place]
         if held_back:
             record.held_back.add(rows, window)
         else:
             record.rows.add(rows, window)
             with np.errstate(over="ignore", invalid="ignore"):
-                record.squares += np.einsum("ij,ij->j", rows, rows, dtype=np.float64)
+                np.add(record.squares, np.einsum("ij,ij->j", rows, rows, dtype=np.float64), out=record.squares)
+
+    def _new_record(self, along_rows: bool, columns: int) -> _Record:
+        samples = []
+        for capacity in self._sampling.rows:
+            samples.append(
+                _Sample(
+                    self._sampling.descriptor,
+                    offset=self._end,
+                    capacity=capacity,
+                    columns=columns,
+                    seed=len(self._records),
+                )
+            )
+            self._end += capacity * columns * 4
+        squares = np.zeros(columns, dtype=np.float64)
+        return _Record(along_rows=along_rows, squares=squares, rows=samples[0], held_back=samples[1])
 
     def inputs(self, place: Place) -> Inputs | None:
-        """Of one matrix; None where nothing entered it."""
+        """Return the inputs of one matrix, or None if it had none."""
         record = self._records.get(place)
         if record is None:
             return None
-        rms = np.sqrt(record.squares / max(record.rows.seen, 1)).astype(np.float32)
         return Inputs(
-            record.along_rows,
-            record.rows.seen,
-            rms,
-            record.rows.read(),
-            record.held_back.read(),
-            record.held_back.windows,
+            along_rows=record.along_rows,
+            tokens=record.rows.seen,
+            rms=np.sqrt(record.squares / max(record.rows.seen, 1)).astype(np.float32),
+            rows=record.rows.read(),
+            held_back=record.held_back.read(),
+            windows=record.held_back.windows,
         )
 
 
 class _Watch(TorchFunctionMode):
-    """Notes the activations of every product with a parameter of the module that computes it."""
+    """Records the activations in every product with a parameter of the module that computes it."""
 
     def __init__(self, names: Mapping[int, str], activations: Activations) -> None:
         super().__init__()
@@ -149,78 +191,87 @@ class _Watch(TorchFunctionMode):
         self.window, self.held_back = 0, False
 
     def enter(self, module: torch.nn.Module, args: Any) -> None:
-        """A module begins to compute."""
+        """Note that a module begins to compute."""
         self._modules.append(module)
 
     def leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """It is done."""
+        """Note that a module is done."""
         self._modules.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Every function of torch passes here."""
+        """Look at a call of any function of torch, and pass it on."""
         kwargs = kwargs or {}
-        of_product = _PRODUCTS.get(func)
-        if of_product is not None:
-            names, axis = of_product
+        product = _PRODUCTS.get(func)
+        if product is not None:
+            names, axis = product
             given = dict(zip(names, args, strict=False)) | kwargs
             values, weight = (given.get(name) for name in names[-2:])
             if isinstance(values, torch.Tensor) and isinstance(weight, torch.Tensor) and weight.dim() in (2, 3):
-                self._note(values, weight, axis)
+                self._record(values, weight, axis)
         return func(*args, **kwargs)
 
-    def _note(self, values: torch.Tensor, weight: torch.Tensor, axis: int) -> None:
-        """values times a matrix, or values [E, ...] times a stack of them, whose `axis` is summed over."""
+    def _record(self, values: torch.Tensor, weight: torch.Tensor, axis: int) -> None:
+        """Record the product of values and weight, `axis` of which is summed over, if the weight is a parameter's."""
+        # The strides tell, because transposed views have the address of their parameter.
+        along_rows = (axis == -1) == (weight.stride(-1) == 1)
         for module in reversed(self._modules[-2:]):
             for own, parameter in module._parameters.items():
-                if parameter is None or parameter.dim() not in (2, 3) or parameter.device != weight.device:
-                    continue
-                matrix = parameter.shape[-1] * parameter.shape[-2]
-                stack = parameter.numel() // matrix if matrix else 0
-                number, rest = divmod(
-                    weight.data_ptr() - parameter.data_ptr(), max(1, matrix * parameter.element_size())
-                )
-                name = f"{self._names[id(module)]}.{own}".lstrip(".")
-                # Transposed views of a parameter have its address, too.
-                along_rows = (axis == -1) == (weight.stride(-1) == 1)
-                if rest or not 0 <= number < stack:
-                    continue
-                if weight.numel() == matrix and weight.dim() == 2:
-                    place = (name, int(number) if parameter.dim() == 3 else None)
-                    self._activations.add(place, values, along_rows, self.window, self.held_back)
+                inputs = [] if parameter is None else _inputs_of_matrices(values, weight, parameter)
+                for number, rows in inputs:
+                    place = (f"{self._names[id(module)]}.{own}".lstrip("."), number)
+                    self._activations.add(
+                        place, rows, along_rows=along_rows, window=self.window, held_back=self.held_back
+                    )
+                if inputs:
                     return
-                if (
-                    weight.numel() == parameter.numel()
-                    and weight.dim() == 3
-                    and values.dim() == 3
-                    and len(values) == stack
-                ):
-                    for expert in range(stack):
-                        self._activations.add((name, expert), values[expert], along_rows, self.window, self.held_back)
-                    return
+
+
+def _inputs_of_matrices(
+    values: torch.Tensor, weight: torch.Tensor, parameter: torch.Tensor
+) -> list[tuple[int | None, torch.Tensor]]:
+    """Return which matrices of a parameter a weight is, by number, each with its part of the values.
+
+    The weight may be the whole parameter or one matrix of a stack; the number is None for a parameter that is no stack,
+    and the list is empty for a weight that is not in the parameter.
+    """
+    if parameter.dim() not in (2, 3) or parameter.device != weight.device:
+        return []
+    matrix = parameter.shape[-1] * parameter.shape[-2]
+    stack = parameter.numel() // matrix if matrix else 0
+    offset = weight.data_ptr() - parameter.data_ptr()
+    number, rest = divmod(offset, max(1, matrix * parameter.element_size()))
+    if rest or not 0 <= number < stack:
+        return []
+    if weight.numel() == matrix and weight.dim() == 2:
+        return [(int(number) if parameter.dim() == 3 else None, values)]
+    is_whole_stack = weight.numel() == parameter.numel() and weight.dim() == 3
+    if is_whole_stack and values.dim() == 3 and len(values) == stack:
+        return [(expert, values[expert]) for expert in range(stack)]
+    return []
 
 
 def watch(
-    model: Any, windows: Sequence[npt.NDArray[np.int64]], held_back: Sequence[bool], rows: tuple[int, int],
-    wanted: Collection[Place], descriptor: int, progress: Callable[[int, int], None],
-) -> Activations:  # fmt: skip
-    """Run the model over windows of token ids, and keep samples of what enters the wanted matrices.
+    model: Any, windows: Sequence[TextWindow], sampling: Sampling, *, progress: Callable[[int, int], None]
+) -> Activations:
+    """Run the model over windows of token ids, and keep samples of the inputs of the wanted matrices.
 
-    held_back: which windows are for checking. rows: how many rows are kept of either kind. descriptor: of the file where they
-    are written. progress: windows done, windows in all. Raises SourceError for a model that takes no text.
+    progress: called with the windows done and the windows in all. Raises SourceError if the model does not take text.
     """
     embeddings = model.get_input_embeddings()
     if not isinstance(embeddings, torch.nn.Embedding):
-        raise SourceError(f"{type(model).__name__}: expected a model of text, found one that looks up no tokens")
-    activations = Activations(descriptor, rows, wanted)
+        raise SourceError(
+            f"{type(model).__name__}: expected a model that reads text, found one without an embedding of tokens"
+        )
+    activations = Activations(sampling)
     mode = _Watch({id(module): name for name, module in model.named_modules()}, activations)
     before = torch.nn.modules.module.register_module_forward_pre_hook(mode.enter)
     after = torch.nn.modules.module.register_module_forward_hook(mode.leave, always_call=True)
     try:
         device = embeddings.weight.device
-        for number, (window, is_held_back) in enumerate(zip(windows, held_back, strict=True)):
-            mode.window, mode.held_back = number, is_held_back
+        for number, window in enumerate(windows):
+            mode.window, mode.held_back = number, window.held_back
             with torch.inference_mode(), mode:
-                model(torch.from_numpy(window)[None].to(device), **_without_cache(model))
+                model(torch.from_numpy(window.ids)[None].to(device), **_without_cache(model))
             progress(number + 1, len(windows))
     finally:
         before.remove()
@@ -229,19 +280,19 @@ def watch(
 
 
 def _without_cache(model: Any) -> dict[str, bool]:
-    """Encoders know no cache."""
+    """Return the argument that switches off the key-value cache; encoders do not take it."""
     return {"use_cache": False} if hasattr(model.config, "use_cache") and model.can_generate() else {}
 
 
 class WeightPlace(NamedTuple):
-    """Where a tensor of a checkpoint is in the model. place: of its one matrix, or of the stack. transposed: there."""
+    """The matrix or stack of the model that holds a tensor of a checkpoint, and whether it is transposed there."""
 
     place: Place
     transposed: bool
 
 
 def places(model: Any, names: Sequence[str]) -> dict[str, WeightPlace]:
-    """Where the tensors of a checkpoint are, by transformers' own rules, which rename them and stack experts."""
+    """Return where tensors of a checkpoint are in the model, by transformers' own rules for renaming and stacking."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming, rename_source_key
 
@@ -249,7 +300,7 @@ def places(model: Any, names: Sequence[str]) -> dict[str, WeightPlace]:
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    # A tied parameter is found under the name of the module that multiplies with it, too.
+    # A tied parameter is recorded under the name of the module that multiplies by it.
     own = {id(parameter): name for name, parameter in parameters.items()}
     multiplied = {name: own[id(parameter)] for name, parameter in parameters.items()}
     result = {}

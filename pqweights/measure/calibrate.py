@@ -1,7 +1,8 @@
-"""Calibrate: run a checkpoint over a text, search scales for every weight that a recipe quantizes, write those that help.
+"""Calibration: run a checkpoint over a text, and search scales for every weight that a recipe quantizes.
 
-The model is run by integrations/activations.py, the search is scale_search.py. Rows of inputs lie on the disk between the
-two; where those of all weights would take too much of it, the model is run again for the next ones. docs/awq.md.
+activations.py records the inputs of the weights, scale_search.py searches. The rows of inputs lie on the disk in
+between; if those of all weights would take too much space, the model runs several times, each time for a part of the
+weights. The method is in docs/awq.md.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,38 +21,45 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.scales import scale_shape
-from pqweights.checkpoint.source import open_local
+from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import disk_errors
-from pqweights.errors import EvaluationError, RecipeError, SourceError
+from pqweights.errors import RecipeError
+from pqweights.measure.preparation import plan_original, text_windows, window_size
 from pqweights.measure.scale_search import FEWEST_ROWS, FEWEST_WINDOWS, Matrix, SearchResult, search
-from pqweights.planning.awq_file import check_free, write_awq
-from pqweights.planning.plan import QUANTIZE, TensorPlan
+from pqweights.planning.awq_file import open_awq, write_awq
+from pqweights.planning.plan import TensorPlan
 from pqweights.planning.recipe import Recipe
-from pqweights.quantize import Quantize
+from pqweights.planning.result_file import check_free
 from pqweights.rewrite.manifest import coder_of
 from pqweights.runtimes.folders import read_folder
 from pqweights.runtimes.packages import Refused, package, quiet
-from pqweights.runtimes.texts import Ids, tokenize
+from pqweights.runtimes.texts import Ids
 
 if TYPE_CHECKING:
     from pqweights.measure.activations import Activations, Place, WeightPlace
 
 Floats = npt.NDArray[np.float32]
-Progress = Callable[[int, int, str], None]  # done, in all, what
+Progress = Callable[[int, int, str], None]  # called with the steps done, the steps in all, and what is being done
 
-# Tokens that are read together, unless the model takes fewer.
+# Tokens that the model reads together, unless it takes fewer.
 WINDOW = 512
-# One window of so many is held back from the search, for checking it.
+DEFAULT_TOKENS = 16384
+# One window in this many is held back from the search, to check its result.
 HELD_BACK_OF = 4
-# Rows of inputs that are kept for each matrix, to search on and held back, where the disk has room for as many.
+# The most rows of inputs that are kept of each matrix, to search on and held back; fewer if the disk space is short.
 MOST_ROWS = (768, 384)
-# What all rows of a run may take on the disk; those of a single weight may take more.
+# The most disk space for the rows of one run, in bytes; those of a single weight may take more.
 SAMPLE_BYTES = 8_000_000_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerReport:
-    """One weight of the plan. matrices: one entry, or one for each expert."""
+    """The result for one weight of the plan.
+
+    name: the weight.
+    codec, bits: what the scales were searched for.
+    matrices: one result, or one for each expert.
+    """
 
     name: str
     codec: str
@@ -60,19 +68,27 @@ class LayerReport:
 
     @property
     def scaled(self) -> bool:
-        """Whether any of it is."""
+        """Whether any of its matrices gets scales."""
         return any(found.scaled for found in self.matrices)
 
     def to_json(self) -> dict[str, Any]:
-        """As in the metadata of the file."""
+        """Return the entry of the weight in the metadata of the file."""
         return {
-            "codec": self.codec, "bits": self.bits, "scaled": self.scaled, "matrices": [vars(m) for m in self.matrices],
-        }  # fmt: skip
+            "codec": self.codec,
+            "bits": self.bits,
+            "scaled": self.scaled,
+            "matrices": [vars(matrix) for matrix in self.matrices],
+        }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """The whole run. tokens, held_back_tokens: of the text. bits_per_weight: what all scales add to the quantized weights."""
+    """The result of a calibration.
+
+    tokens, held_back_tokens: how many tokens of the text were searched on, and held back.
+    layers: one report for each weight.
+    bits_per_weight: what all scales add, over the quantized weights.
+    """
 
     tokens: int
     held_back_tokens: int
@@ -80,7 +96,7 @@ class Calibration:
     bits_per_weight: float
 
     def to_json(self) -> dict[str, Any]:
-        """calibrate --json."""
+        """Return the document of calibrate --json."""
         return {
             "tokens": self.tokens,
             "held_back_tokens": self.held_back_tokens,
@@ -89,8 +105,50 @@ class Calibration:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class CalibrationOptions:
+    """How a checkpoint is calibrated.
+
+    max_tokens: how many tokens of the text are read at most.
+    window: tokens that are read together; by default 512, or the model's limit if that is smaller.
+    tokenizer: the folder of the tokenizer; by default the model's own.
+    dtype: the dtype that the model runs in; auto for its own.
+    device_map: as in transformers.
+    threads: how many threads search.
+    overwrite: whether an existing file of scales may be replaced.
+    """
+
+    max_tokens: int = DEFAULT_TOKENS
+    window: int | None = None
+    tokenizer: Path | None = None
+    dtype: str = "auto"
+    device_map: str | None = None
+    threads: int = 1
+    overwrite: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """A calibration of which everything but the model has been read and checked.
+
+    planned: the weights that the recipe quantizes.
+    windows: the text, cut into windows of token ids, [tokens].
+    """
+
+    source: Path
+    checkpoint: Checkpoint
+    planned: list[TensorPlan]
+    windows: list[Ids]
+    options: CalibrationOptions
+    progress: Progress
+
+    def is_held_back(self, window: int) -> bool:
+        """Whether a window is held back from the search."""
+        return window % HELD_BACK_OF == HELD_BACK_OF - 1
+
+
 def fewest_tokens(window: int) -> int:
-    """Without which a text is too short, in windows of that size."""
+    """Return how many tokens a text needs at least, in windows of `window` tokens."""
     return FEWEST_WINDOWS * HELD_BACK_OF * window
 
 
@@ -98,104 +156,113 @@ def calibrate(
     source: Path,
     out: Path,
     text: str,
-    recipe: Recipe,
     *,
-    max_tokens: int = 16384,
-    window: int | None = None,
-    tokenizer: Path | None = None,
-    dtype: str = "auto",
-    device_map: str | None = None,
-    threads: int,
-    overwrite: bool = False,
+    recipe: Recipe,
+    options: CalibrationOptions = CalibrationOptions(),
     progress: Progress = lambda done, total, what: None,
 ) -> Calibration:
-    """Run a checkpoint over a text, search scales for every weight that the recipe quantizes, and write them to a file.
+    """Run a checkpoint over a text, search scales for the weights that the recipe quantizes, and write those that help.
 
-    window: tokens that are read together, by default the smaller of 512 and what the model can take. Raises SourceError,
-    RecipeError, OutputError, EvaluationError, MissingDependencyError.
+    source: the folder of the original checkpoint.
+    out: the file for the scales.
+    text: what the model reads.
+    recipe: which weights are quantized, and how.
+
+    Raises SourceError, RecipeError, OutputError, EvaluationError, MissingDependencyError.
     """
-    checkpoint = open_local(source)
-    if checkpoint.is_master:
-        raise SourceError(f"{source}: expected an original checkpoint, found a master; calibrate what it was made from")
-    if recipe.target is not None:
-        raise RecipeError(
-            f"recipe {recipe.name!r}: scales are searched for given widths, and this one chooses them by a target"
-        )
-    planned = [t for t in Quantize(recipe=recipe).plan(checkpoint) if t.action == QUANTIZE]
-    if not planned:
-        raise RecipeError(f"recipe {recipe.name!r}: expected a recipe that quantizes something here, found none")
-    check_free(out, overwrite)
-    windows = _windows(source, text, tokenizer, max_tokens, window)
-    held_back = [number % HELD_BACK_OF == HELD_BACK_OF - 1 for number in range(len(windows))]
-    package("transformers", "transformers", "running the model")
-    from pqweights.measure.activations import places, watch
-
-    tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
-    found: list[tuple[LayerReport, Floats | None]] = []
+    job = _prepare(source, out, text, recipe=recipe, options=options, progress=progress)
     with disk_errors(out), tempfile.TemporaryFile(dir=out.absolute().parent) as file:
-        with Refused(f"{source}: transformers cannot run this model"), quiet():
-            model = _load(source, dtype, device_map)
-            where = places(model, [tensor.name for tensor in planned])
-        rows = _rows(planned, where)
-        rounds = _rounds(planned, where, rows)
-        for number, of_round in enumerate(rounds):
-            wanted = {place for tensor in of_round for place in _places(tensor, where.get(tensor.name))}
-            with Refused(f"{source}: transformers cannot run this model"):
-                activations = watch(
-                    model, windows, held_back, rows, wanted, file.fileno(), lambda done, total: progress(done, total, "running")
-                )  # fmt: skip
-            if number == len(rounds) - 1:
-                del model  # a large one need not stay while the search goes on
-            found += _search_all(of_round, tensors, where, activations, threads, progress)
-    layers = tuple(layer for layer, _ in found)
+        found = list(_layers(job, file.fileno()))
     scales = {layer.name: values for layer, values in found if values is not None}
-    tokens, back = (len(windows[0]) * held_back.count(kind) for kind in (False, True))
+    held_back = sum(job.is_held_back(number) for number in range(len(job.windows)))
+    window = len(job.windows[0])
+    result = Calibration(
+        tokens=window * (len(job.windows) - held_back),
+        held_back_tokens=window * held_back,
+        layers=tuple(layer for layer, _ in found),
+        bits_per_weight=16 * sum(values.size for values in scales.values()) / sum(t.weights for t in job.planned),
+    )
     about = {
         "recipe": recipe.to_json(),
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "tokens": tokens,
-        "held_back_tokens": back,
-        "window": len(windows[0]),
+        "tokens": result.tokens,
+        "held_back_tokens": result.held_back_tokens,
+        "window": window,
     }
-    searched = {layer.name: layer.to_json() for layer in layers}
-    write_awq(out, checkpoint=checkpoint.fingerprint(), about=about, weights=searched, scales=scales)
-    weights = sum(tensor.weights for tensor in planned)
-    return Calibration(tokens, back, layers, 16 * sum(values.size for values in scales.values()) / weights)
+    write_awq(
+        out,
+        checkpoint=job.checkpoint.fingerprint(),
+        about=about,
+        weights=result.to_json()["weights"],
+        scales=scales,
+    )
+    return result
 
 
-def _windows(source: Path, text: str, tokenizer: Path | None, max_tokens: int, window: int | None) -> list[Ids]:
-    """The ids that are read, in windows.
-
-    Raises EvaluationError where they are too few, or not of this model.
-    """
+def _prepare(
+    source: Path, out: Path, text: str, *, recipe: Recipe, options: CalibrationOptions, progress: Progress
+) -> _Job:
+    """Read and check everything that needs no model in memory."""
+    if recipe.target is not None:
+        raise RecipeError(
+            f"recipe {recipe.name!r}: expected given widths, because scales are searched for them; found a target, "
+            "which chooses the widths"
+        )
+    checkpoint, planned = plan_original(source, recipe)
+    check_free(out, options.overwrite, kind="scales", read=open_awq)
     folder = read_folder(source)
-    size = window or min(WINDOW, folder.context or WINDOW)
-    if folder.context is not None and size > folder.context:
-        raise EvaluationError(
-            f"--window: expected at most the {folder.context} tokens that the model takes, found {size}"
-        )
-    ids = tokenize(tokenizer or source, text, max_tokens)
-    if len(ids) < fewest_tokens(size):
-        raise EvaluationError(
-            f"the text: expected at least {fewest_tokens(size)} tokens, {fewest_tokens(size) // size} windows of {size}, found "
-            f"{len(ids)}; give a longer text, more --max-tokens, or a smaller --window"
-        )
-    if folder.vocabulary is not None and int(ids.max()) >= folder.vocabulary:
-        raise EvaluationError(
-            f"{tokenizer or source}: its tokenizer makes the token {int(ids.max())}, the model knows {folder.vocabulary}; give "
-            "the tokenizer of this model"
-        )
-    return [ids[at : at + size] for at in range(0, len(ids) - size + 1, size)]
+    size = window_size(folder, options.window, WINDOW)
+    windows = text_windows(
+        folder,
+        text,
+        size=size,
+        fewest=fewest_tokens(size) // size,
+        tokenizer=options.tokenizer,
+        max_tokens=options.max_tokens,
+    )
+    package("transformers", "transformers", "running the model")
+    return _Job(
+        source=source, checkpoint=checkpoint, planned=planned, windows=windows, options=options, progress=progress
+    )
 
 
-def _load(source: Path, dtype: str, device_map: str | None) -> Any:
+def _layers(job: _Job, descriptor: int) -> Iterator[tuple[LayerReport, Floats | None]]:
+    """Yield the report of each weight, and its scales [..., K] or None.
+
+    descriptor: the open file for rows of inputs.
+    """
+    from pqweights.measure.activations import Sampling, TextWindow, places, watch
+
+    cannot_run = f"{job.source}: transformers cannot run this model"
+    with Refused(cannot_run), quiet():
+        model = _load(job.source, job.options)
+        where = places(model, [tensor.name for tensor in job.planned])
+    rows = _rows(job.planned, where)
+    rounds = _rounds(job.planned, where, rows)
+    windows = [TextWindow(ids, job.is_held_back(number)) for number, ids in enumerate(job.windows)]
+    for number, tensors in enumerate(rounds):
+        wanted = {place for tensor in tensors for place in _places(tensor, where.get(tensor.name))}
+        sampling = Sampling(wanted=wanted, rows=rows, descriptor=descriptor)
+        with Refused(cannot_run):
+            activations = watch(
+                model, windows, sampling, progress=lambda done, total: job.progress(done, total, "running")
+            )
+        if number == len(rounds) - 1:
+            del model  # frees the memory of a large model for the search
+        yield from _search_all(job, tensors, where=where, activations=activations)
+
+
+def _load(source: Path, options: CalibrationOptions) -> Any:
     from pqweights.integrations.transformers import load_model
 
-    return load_model(source, dtype=dtype, device_map=device_map, experts_implementation="eager")
+    return load_model(source, dtype=options.dtype, device_map=options.device_map, experts_implementation="eager")
 
 
 def _places(planned: TensorPlan, where: WeightPlace | None) -> list[Place]:
-    """Of the matrices of a weight, in order: a stack in the file is one in the model, an expert of its own a part of one."""
+    """Return the places of the matrices of a weight, in order.
+
+    A stack in the file is a stack in the model; an expert that is a tensor of its own is a part of a stack there.
+    """
     if where is None or len(planned.shape) not in (2, 3):
         return []
     name, expert = where.place
@@ -203,13 +270,13 @@ def _places(planned: TensorPlan, where: WeightPlace | None) -> list[Place]:
 
 
 def _channels(tensors: Sequence[TensorPlan], where: Mapping[str, WeightPlace]) -> int:
-    """Input channels of all matrices; those with the same inputs count once."""
+    """Return the number of input channels of all matrices; matrices with the same inputs count once."""
     by_place = {place: t.shape[-1] for t in tensors for place in _places(t, where.get(t.name))}
     return sum(by_place.values())
 
 
 def _rows(planned: Sequence[TensorPlan], where: Mapping[str, WeightPlace]) -> tuple[int, int]:
-    """How many rows are kept for each matrix: fewer where there are many matrices."""
+    """Return how many rows are kept of each matrix, to search on and held back: fewer if there are many matrices."""
     share = min(1.0, SAMPLE_BYTES / (4 * max(_channels(planned, where), 1) * sum(MOST_ROWS)))
     rows = [max(fewest, int(most * share)) for most, fewest in zip(MOST_ROWS, FEWEST_ROWS, strict=True)]
     return rows[0], rows[1]
@@ -218,7 +285,7 @@ def _rows(planned: Sequence[TensorPlan], where: Mapping[str, WeightPlace]) -> tu
 def _rounds(
     planned: Sequence[TensorPlan], where: Mapping[str, WeightPlace], rows: tuple[int, int]
 ) -> list[list[TensorPlan]]:
-    """The weights, cut so that the rows of each part fit into SAMPLE_BYTES."""
+    """Return the weights in parts, such that the rows of each part fit into SAMPLE_BYTES."""
     rounds: list[list[TensorPlan]] = [[]]
     for tensor in planned:
         if rounds[-1] and 4 * sum(rows) * _channels([*rounds[-1], tensor], where) > SAMPLE_BYTES:
@@ -228,39 +295,43 @@ def _rounds(
 
 
 def _search_all(
-    planned: Sequence[TensorPlan], tensors: Mapping[str, LogicalTensor], where: Mapping[str, WeightPlace],
-    activations: Activations, threads: int, progress: Progress,
-) -> list[tuple[LayerReport, Floats | None]]:  # fmt: skip
-    """In threads, in order; the first that fails ends it."""
-    found = []
-    pool = ThreadPoolExecutor(threads)
+    job: _Job, planned: Sequence[TensorPlan], *, where: Mapping[str, WeightPlace], activations: Activations
+) -> Iterator[tuple[LayerReport, Floats | None]]:
+    """Search all weights in threads and yield the results in order; the first error stops the search."""
+    tensors = {tensor.name: tensor for tensor in job.checkpoint.tensors}
+    pool = ThreadPoolExecutor(job.options.threads)
     try:
-        jobs = [pool.submit(_search_layer, t, tensors[t.name], where.get(t.name), activations) for t in planned]
-        for number, job in enumerate(jobs):
-            found.append(job.result())
-            progress(number + 1, len(jobs), planned[number].name)
+        results = [
+            pool.submit(_search_layer, plan, tensors[plan.name], where=where.get(plan.name), activations=activations)
+            for plan in planned
+        ]
+        for number, result in enumerate(results):
+            yield result.result()
+            job.progress(number + 1, len(results), planned[number].name)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-    return found
 
 
 def _search_layer(
-    planned: TensorPlan, tensor: LogicalTensor, where: WeightPlace | None, activations: Activations
+    planned: TensorPlan, tensor: LogicalTensor, *, where: WeightPlace | None, activations: Activations
 ) -> tuple[LayerReport, Floats | None]:
-    """The report, and the scales [..., K] where there are any."""
+    """Search one weight; return its report, and its scales [..., K] or None."""
     coder, shape = coder_of(planned), planned.shape
+
+    def report(*results: SearchResult) -> LayerReport:
+        return LayerReport(name=planned.name, codec=coder.codec, bits=coder.bits, matrices=results)
+
     if len(shape) not in (2, 3) or not planned.weights:
-        reports = [SearchResult(False, f"expected a matrix or a stack of them, found shape {list(shape)}", 0)]
-        return LayerReport(planned.name, coder.codec, coder.bits, tuple(reports)), None
+        reason = f"expected a matrix or a stack of them, found shape {list(shape)}"
+        return report(SearchResult(scaled=False, reason=reason, tokens=0)), None
     if where is None:
-        reports = [SearchResult(False, "transformers does not load it", 0)]
-        return LayerReport(planned.name, coder.codec, coder.bits, tuple(reports)), None
-    reports, scales = [], np.ones((math.prod(shape[:-2]), shape[-1]), dtype=np.float32)
+        return report(SearchResult(scaled=False, reason="transformers does not load it", tokens=0)), None
+    results, scales = [], np.ones((math.prod(shape[:-2]), shape[-1]), dtype=np.float32)
     for number, place in enumerate(_places(planned, where)):
         weight = Matrix(tensor=tensor, number=number, rows=shape[-2], columns=shape[-1], block_size=coder.block_size)
-        report, best = search(coder, weight, activations.inputs(place), where.transposed)
-        reports.append(report)
+        result, best = search(coder, weight, activations.inputs(place), transposed=where.transposed)
+        results.append(result)
         if best is not None:
             scales[number] = best
-    layer = LayerReport(planned.name, coder.codec, coder.bits, tuple(reports))
+    layer = report(*results)
     return layer, scales.reshape(scale_shape(shape)) if layer.scaled else None

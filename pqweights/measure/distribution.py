@@ -1,7 +1,7 @@
-"""How Gaussian the coordinates of a checkpoint's blocks are, before and after the rotation: what the levels stand on.
+"""The distribution of a checkpoint's weights within their blocks, before and after the rotation, compared with N(0,1).
 
-A codec with Lloyd-Max levels is as good as its coordinates are normal. Here they are measured on the weights that the
-recipe q5 would quantize, without quantizing them: the Kolmogorov-Smirnov distance to N(0,1) and the kurtosis.
+A codec with Lloyd-Max levels is optimal for coordinates that are normal. This measures the Kolmogorov-Smirnov distance
+to N(0,1) and the kurtosis, on the weights that the recipe q5 would quantize, without quantizing them.
 """
 
 from __future__ import annotations
@@ -26,39 +26,41 @@ from pqweights.kernels import HADAMARD_SIZE
 from pqweights.kernels.groups import rotate
 from pqweights.planning.recipe import decide, load_recipe
 
-# Of a tensor with more weights than this, a sample is taken: so many blocks, in chunks that lie evenly in it.
+# At most this many weights of a tensor are read, in chunks of blocks that are spread evenly over it.
 MAX_WEIGHTS = 1 << 22
 CHUNK_BLOCKS = 1 << 11
 CHUNKS = MAX_WEIGHTS // HADAMARD_SIZE // CHUNK_BLOCKS
-# Cells of equal probability, at whose ends distribution functions are compared: what is found is too small by 1 / CELLS at most.
+# Distribution functions are compared at the ends of cells of equal probability, so a distance is at most 1 / CELLS low.
 CELLS = 1 << 16
-# Bins of the histogram: no coordinate of a block is beyond sqrt(128).
+# The bins of the histogram; no coordinate of a block exceeds sqrt(128).
 HISTOGRAM_EDGES: npt.NDArray[np.float64] = np.arange(-1140, 1141) / 100
 
-Progress = Callable[[int, int, str], None]  # source bytes done, in all, name of the tensor
+Progress = Callable[[int, int, str], None]  # called with the source bytes done, the bytes in all, and the tensor's name
 
 
 @dataclass(frozen=True)
 class Normality:
-    """Coordinates against N(0,1).
+    """The distance of coordinates from N(0,1).
 
-    ks: the largest difference of the two distribution functions. kurtosis: the mean fourth power over the squared mean
-    square, both about zero; 3 for N(0,1).
+    ks: the largest difference of the two distribution functions.
+    kurtosis: the mean fourth power divided by the squared mean square, both about zero; 3 for N(0,1).
     """
 
     ks: float
     kurtosis: float
 
     def to_json(self) -> dict[str, float]:
-        """The figures by name."""
+        """Return both figures by name."""
         return dict(vars(self))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TensorDistribution:
-    """One tensor, or a whole checkpoint. before, after: the rotation; None where all of the sample is zero.
+    """The distribution of one tensor.
 
-    sampled_weights: those in the whole blocks that were read and are not zero.
+    name, role, shape, dtype, weights: what the tensor is.
+    sampled_weights: how many weights were measured: those of the blocks that were read and are not zero.
+    before, after: the figures before and after the rotation; None if all blocks that were read are zero.
     """
 
     name: str
@@ -71,14 +73,20 @@ class TensorDistribution:
     after: Normality | None
 
     def to_json(self) -> dict[str, Any]:
-        """The entry of inspect --distribution --json."""
+        """Return the entry of the tensor in inspect --distribution --json."""
         fits = {"before": self.before, "after": self.after}
         return {**vars(self), "shape": list(self.shape), **{k: fit and fit.to_json() for k, fit in fits.items()}}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Distribution:
-    """Of a checkpoint. before, after: all tensors together, and their histograms over HISTOGRAM_EDGES, [bins] i64."""
+    """The distribution of a whole checkpoint.
+
+    recipe: the recipe that chose the tensors.
+    tensors: the distribution of each one.
+    before, after: the figures of all tensors together, before and after the rotation.
+    histogram_before, histogram_after: how many coordinates are in each bin of HISTOGRAM_EDGES, [bins] i64.
+    """
 
     recipe: str
     tensors: tuple[TensorDistribution, ...]
@@ -89,16 +97,16 @@ class Distribution:
 
     @property
     def weights(self) -> int:
-        """Of all tensors."""
+        """The weights of all tensors."""
         return sum(tensor.weights for tensor in self.tensors)
 
     @property
     def sampled_weights(self) -> int:
-        """Of all tensors."""
+        """The measured weights of all tensors."""
         return sum(tensor.sampled_weights for tensor in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
-        """inspect --distribution --json."""
+        """Return the document of inspect --distribution --json."""
         return {
             "recipe": self.recipe,
             "max_weights_per_tensor": MAX_WEIGHTS,
@@ -117,15 +125,15 @@ def measure_distribution(
     allow_pickle: bool = False,
     progress: Progress = lambda done, total, name: None,
 ) -> Distribution:
-    """Measure the tensors of a checkpoint that the recipe q5 quantizes.
+    """Measure the distribution of the tensors that the recipe q5 quantizes.
 
     Raises SourceError for a master, and for a weight that is not finite.
     """
     checkpoint = open_local(source, allow_pickle)
     if checkpoint.is_master:
         raise SourceError(
-            f"{source}: expected a checkpoint of weights, found a master, which holds codes; give the checkpoint that it was "
-            "made from"
+            f"{source}: expected a checkpoint of weights, found a master, which holds codes; give the checkpoint that "
+            "it was made from"
         )
     recipe = load_recipe("q5")
     decisions = decide(recipe, checkpoint.tensors)
@@ -135,22 +143,37 @@ def measure_distribution(
     measured = []
     for (tensor, role), pair in _in_order(chosen, threads):
         everything.add(pair)
-        measured.append(
-            TensorDistribution(
-                tensor.name, role, tensor.shape, tensor.dtype, element_count(tensor), pair.before.count,
-                pair.before.fit(), pair.after.fit(),
-            )
-        )  # fmt: skip
+        measured.append(_tensor_distribution(tensor, role, pair))
         done += _sampled_bytes(tensor)
         progress(done, total, tensor.name)
     before, after = everything.before, everything.after
-    return Distribution(recipe.name, tuple(measured), before.fit(), after.fit(), before.histogram, after.histogram)
+    return Distribution(
+        recipe=recipe.name,
+        tensors=tuple(measured),
+        before=before.fit(),
+        after=after.fit(),
+        histogram_before=before.histogram,
+        histogram_after=after.histogram,
+    )
+
+
+def _tensor_distribution(tensor: LogicalTensor, role: str, pair: _Pair) -> TensorDistribution:
+    return TensorDistribution(
+        name=tensor.name,
+        role=role,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        weights=element_count(tensor),
+        sampled_weights=pair.before.count,
+        before=pair.before.fit(),
+        after=pair.after.fit(),
+    )
 
 
 def _in_order(
     chosen: Sequence[tuple[LogicalTensor, str]], threads: int
 ) -> Iterator[tuple[tuple[LogicalTensor, str], _Pair]]:
-    """What was counted of each tensor; at most two results per thread wait for their turn."""
+    """Yield the counts of each tensor, in order; at most two results per thread wait for their turn."""
     waiting: deque[tuple[tuple[LogicalTensor, str], Future[_Pair]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         try:
@@ -167,7 +190,7 @@ def _in_order(
 
 
 def sampled_blocks(weights: int) -> list[range]:
-    """Which whole blocks of a tensor are read: all of them, or CHUNKS runs that lie evenly in it."""
+    """Return which whole blocks of a tensor are read: all of them, or CHUNKS runs that are spread evenly over it."""
     blocks = weights // HADAMARD_SIZE
     if blocks <= CHUNKS * CHUNK_BLOCKS:
         return [range(first, min(first + CHUNK_BLOCKS, blocks)) for first in range(0, blocks, CHUNK_BLOCKS)]
@@ -176,13 +199,17 @@ def sampled_blocks(weights: int) -> list[range]:
 
 
 def _sampled_bytes(tensor: LogicalTensor) -> int:
-    """Bytes of the source that are read of a tensor, about."""
+    """Return about how many bytes of the source are read for a tensor."""
     weights = element_count(tensor)
     stored = sum(part.byte_count for part in tensor.parts)
     return stored * min(weights, MAX_WEIGHTS) // max(weights, 1)
 
 
 def _count(tensor: LogicalTensor) -> _Pair:
+    """Count the coordinates of the blocks of a tensor that are read.
+
+    Raises SourceError for a weight that is not finite.
+    """
     pair = _Pair()
     for blocks in sampled_blocks(element_count(tensor)):
         count = len(blocks) * HADAMARD_SIZE
@@ -194,7 +221,8 @@ def _count(tensor: LogicalTensor) -> _Pair:
             at = find_non_finite(tensor, blocks.start * HADAMARD_SIZE, count)
             place = [int(i) for i in np.unravel_index(at, tensor.shape)]
             raise SourceError(
-                f"{tensor.parts[0].file}: tensor {tensor.name!r}: expected finite weights, found a NaN or an infinity at {place}"
+                f"{tensor.parts[0].file}: tensor {tensor.name!r}: expected finite weights, "
+                f"found a NaN or an infinity at {place}"
             )
         values = values[norms > 0]
         values *= (math.sqrt(HADAMARD_SIZE) / norms[norms > 0])[:, None]
@@ -206,19 +234,19 @@ def _count(tensor: LogicalTensor) -> _Pair:
 
 
 class _Pair:
-    """Tallies before and after the rotation."""
+    """The tallies before and after the rotation."""
 
     def __init__(self) -> None:
         self.before, self.after = Tally(), Tally()
 
     def add(self, other: _Pair) -> None:
-        """Count what another one counted."""
+        """Add the counts of another pair."""
         self.before.merge(other.before)
         self.after.merge(other.after)
 
 
 class Tally:
-    """Counts coordinates. histogram: [bins] i64, over HISTOGRAM_EDGES."""
+    """A count of coordinates, with their histogram over HISTOGRAM_EDGES: [bins] i64."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -238,7 +266,7 @@ class Tally:
         self.histogram += np.diff(below)
 
     def merge(self, other: Tally) -> None:
-        """Count what another one counted."""
+        """Add the counts of another tally."""
         self.count += other.count
         self.histogram += other.histogram
         self._not_above += other._not_above
@@ -246,7 +274,7 @@ class Tally:
         self._fourths += other._fourths
 
     def fit(self) -> Normality | None:
-        """Against N(0,1); None without coordinates."""
+        """Return the distance from N(0,1), or None without coordinates."""
         if self.count == 0:
             return None
         normal = np.arange(1, CELLS) / CELLS
@@ -256,7 +284,7 @@ class Tally:
 
 @functools.cache
 def normal_edges() -> npt.NDArray[np.float32]:
-    """The CELLS - 1 inner ends of the cells to which N(0,1) gives equal probability, ascending."""
+    """Return the CELLS - 1 inner ends of the cells to which N(0,1) gives equal probability, ascending."""
     inverse = NormalDist().inv_cdf
     lower = [inverse(i / CELLS) for i in range(1, CELLS // 2)]
     return np.array([*lower, 0.0, *(-edge for edge in reversed(lower))], dtype=np.float32)

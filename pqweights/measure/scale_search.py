@@ -1,10 +1,10 @@
-"""Which scale of each input channel makes the output of a matrix err least, with the codec in use.
+"""Search for the scales of input channels that give the output of a matrix the least error with the codec in use.
 
-Lin et al., arXiv:2306.00978 (AWQ), scale the channels of a weight by s = mean|x|^a before it is quantized and divide by s
-afterwards. The codecs here spread a block's error evenly over the block, so that channel k of a block errs by
-D mean_j(w_j^2 s_j^2) / s_k^2, and an output by the sum of that times x_k^2: least at s_k = sqrt(rms(x_k) / rms(w_k)), by the
-inequality of Cauchy and Schwarz. So both are searched: s = rms(x)^a / rms(w)^b, a = b = 1/2 being the answer of theory.
-What is found is checked on inputs that the search has not seen. docs/awq.md.
+Lin et al., arXiv:2306.00978 (AWQ), scale the channels of a weight by s = mean|x|^a before it is quantized and divide by
+s afterwards. The codecs here spread a block's error evenly over the block, so channel k of a block has the error
+D mean_j(w_j^2 s_j^2) / s_k^2, and an output the sum of that times x_k^2. By the inequality of Cauchy and Schwarz it is
+least at s_k = sqrt(rms(x_k) / rms(w_k)). So two exponents are searched, s = rms(x)^a / rms(w)^b, and theory says
+a = b = 1/2. The result is checked on inputs that the search has not seen. See docs/awq.md.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,26 +26,29 @@ from pqweights.errors import SourceError
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
-# Rows of inputs without which nothing is searched: of those to search on, and of those held back.
+# The fewest rows of inputs for a search: rows to search on, and rows held back.
 FEWEST_ROWS = (256, 128)
-# Windows of the text that those held back must come from: rows of one window depend on each other.
+# The fewest windows that held-back rows must come from, because rows of one window depend on each other.
 FEWEST_WINDOWS = 4
-# A gain on them counts if it is above so many of its standard errors over windows.
+# A gain on held-back rows counts if it is above this many of its standard errors over windows.
 CLEAR = 3.0
-# A smaller share of the error is not worth the bytes of the scales.
+# The smallest gain, as a share of the error, that is worth the bytes of the scales.
 SMALLEST_GAIN = 0.01
-# Rows of a weight that the search looks at; the check looks at all, so many weights at a time.
+# The search looks at this many rows of a weight. The check looks at all rows, this many weights at a time.
 SEARCHED_ROWS = 512
 CHECKED_WEIGHTS = 1 << 22
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Inputs:
-    """What entered one matrix of K input channels.
+    """The inputs of one matrix with K input channels.
 
-    along_rows: whether channels run along the rows of the matrix as the model stores it, [N, K]; some store [K, N].
-    tokens: how many rows there were in all, held-back ones not counted. rms: [K] f32, root mean square of each channel over
-    them. rows, held_back: samples [rows, K] f32 of each kind; windows: of each row held back, the number of its window.
+    along_rows: whether the model stores the matrix as [N, K], with channels along its rows; some models store [K, N].
+    tokens: how many rows there were in all, not counting those held back.
+    rms: the root mean square of each channel over those rows, [K] f32.
+    rows: a sample of those rows, [rows, K] f32.
+    held_back: a sample of the rows held back, [rows, K] f32.
+    windows: the number of the window of each row in held_back, [rows].
     """
 
     along_rows: bool
@@ -55,12 +59,15 @@ class Inputs:
     windows: npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What the search says of one matrix.
+    """The result of the search for one matrix.
 
-    scaled: whether it gets scales; reason: why not. tokens: that it saw. input_exponent, weight_exponent: a and b.
-    gain, held_back_gain: by what share of itself the output error falls, on the text searched and on the text held back.
+    scaled: whether the matrix gets scales.
+    reason: why it does not; empty if it does.
+    tokens: how many rows of inputs the matrix had.
+    input_exponent, weight_exponent: the exponents a and b.
+    gain, held_back_gain: the share by which the output error falls, on the searched and on the held-back rows.
     """
 
     scaled: bool
@@ -74,7 +81,13 @@ class SearchResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """[N, K], the number-th of a tensor. block_size: of what is to encode it."""
+    """One matrix [N, K] of a tensor, which may be a stack of matrices.
+
+    tensor: the tensor.
+    number: which matrix of the stack it is, from 0 on.
+    rows, columns: N and K.
+    block_size: the block size of the codec that will encode it.
+    """
 
     tensor: LogicalTensor
     number: int
@@ -84,18 +97,18 @@ class Matrix:
 
     @property
     def step(self) -> int:
-        """Rows that whole blocks fill."""
+        """The smallest number of rows that whole blocks fill."""
         return self.block_size // math.gcd(self.columns, self.block_size)
 
     @property
     def begins_with_a_block(self) -> bool:
-        """Whether no block holds weights of this matrix and of another one of the stack."""
+        """Whether no block holds weights of this matrix together with weights of another one of the stack."""
         return len(self.tensor.shape) == 2 or self.rows * self.columns % self.block_size == 0
 
     def read(self, first: int, count: int) -> Floats:
-        """Rows [first, first + count).
+        """Return the rows [first, first + count), f32.
 
-        Raises SourceError where a weight is NaN or infinite.
+        Raises SourceError if a weight is NaN or infinite.
         """
         raw = np.empty(count * self.columns * 4, dtype=np.uint8)
         start = (self.number * self.rows + first) * self.columns
@@ -103,92 +116,121 @@ class Matrix:
         values = raw.view(np.float32).reshape(count, self.columns)
         if not np.isfinite(values).all():
             raise SourceError(
-                f"{self.tensor.parts[0].file}: tensor {self.tensor.name!r}: expected finite weights, found a NaN or an infinity; "
-                "keep the tensor with a rule of the recipe, or repair the checkpoint"
+                f"{self.tensor.parts[0].file}: tensor {self.tensor.name!r}: expected finite weights, found a NaN or an "
+                "infinity; keep the tensor with a rule of the recipe, or repair the checkpoint"
             )
         return values
 
     def sample(self) -> Floats:
-        """About SEARCHED_ROWS rows, in runs of whole blocks that are spread over the matrix."""
+        """Return about SEARCHED_ROWS rows, in runs of whole blocks that are spread over the matrix."""
         runs = -(-self.rows // self.step)
         wanted = max(1, min(runs, SEARCHED_ROWS // self.step))
         firsts = [int(place * runs / wanted) * self.step for place in range(wanted)]
         return np.concatenate([self.read(first, min(self.step, self.rows - first)) for first in firsts])
 
     def pieces(self) -> Iterator[Floats]:
-        """All of it, CHECKED_WEIGHTS at a time."""
+        """Yield all rows, about CHECKED_WEIGHTS weights at a time."""
         step = max(1, CHECKED_WEIGHTS // self.columns // self.step) * self.step
         for first in range(0, self.rows, step):
             yield self.read(first, min(step, self.rows - first))
 
 
 def search(
-    coder: Coder, weight: Matrix, inputs: Inputs | None, transposed: bool = False
+    coder: Coder, weight: Matrix, inputs: Inputs | None, *, transposed: bool = False
 ) -> tuple[SearchResult, Floats | None]:
-    """The scales of one matrix, [K] float16 values as f32; None where it keeps scale 1.
+    """Search the scales of one matrix: [K] float16 values as f32, or None if it keeps scale 1.
 
-    transposed: whether the model stores the matrix the other way round. Raises SourceError for weights that are not finite.
+    coder: what will encode the matrix.
+    weight: the matrix.
+    inputs: its inputs; None if it had none.
+    transposed: whether the model stores the matrix transposed.
+
+    Raises SourceError for weights that are not finite.
     """
-    why_not = _why_not(weight, inputs, transposed)
+    tokens, why_not = 0 if inputs is None else inputs.tokens, _why_not(weight, inputs, transposed)
     if inputs is None or why_not:
-        return SearchResult(False, why_not, 0 if inputs is None else inputs.tokens), None
+        return SearchResult(scaled=False, reason=why_not, tokens=tokens), None
     sample = weight.sample()
-    of_inputs, of_weights = (
-        _logarithms(inputs.rms),
-        _logarithms(np.sqrt(np.square(sample, dtype=np.float64).mean(axis=0))),
-    )
-
-    def scales(a: float, b: float) -> Floats:
-        return _as_stored(a * of_inputs - b * of_weights)
+    channels = _Channels(_logarithms(inputs.rms), _logarithms(_rms(sample)))
 
     def error(a: float, b: float) -> float:
-        return float(output_errors(coder, sample, scales(a, b), inputs.rows).sum())
+        return float(output_errors(coder, sample, channels.scales(a, b), inputs.rows).sum())
 
     plain = error(0.0, 0.0)
     if plain == 0.0:
-        return SearchResult(False, "its outputs have no error", inputs.tokens), None
+        return SearchResult(scaled=False, reason="its outputs have no error", tokens=tokens), None
     (a, b), least = _least(error, plain)
     gain = 1 - least / plain
     if not gain >= SMALLEST_GAIN:
-        return SearchResult(False, f"no scale gains {SMALLEST_GAIN:.0%}", inputs.tokens, gain=gain), None
-    best = scales(a, b)
-    ones = np.ones_like(best)
-    before, after = (
-        sum(output_errors(coder, piece, of_piece, inputs.held_back) for piece in weight.pieces())
-        for of_piece in (ones, best)
+        reason = f"no scale gains {SMALLEST_GAIN:.0%}"
+        return SearchResult(scaled=False, reason=reason, tokens=tokens, gain=gain), None
+    best = channels.scales(a, b)
+    held_back_gain, reason = _check(coder, weight, scales=best, inputs=inputs)
+    result = SearchResult(
+        scaled=not reason,
+        reason=reason,
+        tokens=tokens,
+        input_exponent=a,
+        weight_exponent=b,
+        gain=gain,
+        held_back_gain=held_back_gain,
     )
-    held_back_gain = float(1 - np.sum(after) / np.sum(before)) if np.sum(before) else 0.0
-    reason = ""
-    if not held_back_gain >= SMALLEST_GAIN:
-        reason = f"gains less than {SMALLEST_GAIN:.0%} on the text held back"
-    elif not is_clear(np.asarray(before - after), inputs.windows):
-        reason = "what it gains on the text held back may be chance"
-    return SearchResult(not reason, reason, inputs.tokens, a, b, gain, held_back_gain), None if reason else best
+    return result, best if result.scaled else None
+
+
+class _Channels(NamedTuple):
+    """The logarithms of the sizes of each channel, around 0: of the inputs and of the weights, [K] f32."""
+
+    inputs: Floats
+    weights: Floats
+
+    def scales(self, a: float, b: float) -> Floats:
+        """Return rms(x)^a / rms(w)^b, [K], as float16 holds it."""
+        return _as_stored(a * self.inputs - b * self.weights)
+
+
+def _check(coder: Coder, weight: Matrix, *, scales: Floats, inputs: Inputs) -> tuple[float, str]:
+    """Return the gain of scales on held-back rows, and why they are not taken (empty if they are)."""
+    ones = np.ones_like(scales)
+    before, after = (
+        sum(output_errors(coder, piece, factors, inputs.held_back) for piece in weight.pieces())
+        for factors in (ones, scales)
+    )
+    gain = float(1 - np.sum(after) / np.sum(before)) if np.sum(before) else 0.0
+    if not gain >= SMALLEST_GAIN:
+        return gain, f"gains less than {SMALLEST_GAIN:.0%} on the text held back"
+    if not is_clear(np.asarray(before - after), inputs.windows):
+        return gain, "its gain on the text held back may be chance"
+    return gain, ""
 
 
 def _why_not(weight: Matrix, inputs: Inputs | None, transposed: bool) -> str:
-    """Why a matrix keeps scale 1 without a search; empty for one that is searched."""
+    """Return why a matrix keeps scale 1 without a search; empty if it is searched."""
     if inputs is None:
         return "no product of activations with it was seen"
     seen, held_back, windows = len(inputs.rows), len(inputs.held_back), len(np.unique(inputs.windows))
     if seen < FEWEST_ROWS[0] or held_back < FEWEST_ROWS[1] or windows < FEWEST_WINDOWS:
         return (
             f"expected at least {FEWEST_ROWS[0]} tokens, and {FEWEST_ROWS[1]} held back from {FEWEST_WINDOWS} windows; "
-            f"{seen} entered it, and {held_back} from {windows}"
+            f"found {seen}, and {held_back} from {windows}"
         )
     if inputs.along_rows == transposed:
-        return "its blocks run along the outputs, and take up whatever scale an input has"
+        return "its blocks run along the outputs, so scales of inputs change nothing"
     if len(inputs.rms) != weight.columns:
-        return f"{len(inputs.rms)} channels entered it, it has {weight.columns}"
+        return f"expected {weight.columns} input channels, found {len(inputs.rms)}"
     if not weight.begins_with_a_block:
         return "it shares blocks with the next matrix of the stack"
     if not all(np.isfinite(values).all() for values in (inputs.rms, inputs.rows, inputs.held_back)):
-        return "what enters it is not finite; try --dtype float32"
+        return "its inputs are not finite; try --dtype float32"
     return ""
 
 
 def is_clear(gains: Doubles, windows: npt.NDArray[np.int64]) -> bool:
-    """Whether gains of rows, added up by the window that they come from, are above 0 by CLEAR standard errors."""
+    """Return whether the gains of rows, added up by window, are above 0 by CLEAR standard errors.
+
+    gains: the gain of each row, [rows].
+    windows: the number of each row's window, [rows].
+    """
     by_window = np.array([gains[windows == window].sum() for window in np.unique(windows)])
     if len(by_window) < 2:
         return False
@@ -196,7 +238,10 @@ def is_clear(gains: Doubles, windows: npt.NDArray[np.int64]) -> bool:
 
 
 def _least(error: Callable[[float, float], float], plain: float) -> tuple[tuple[float, float], float]:
-    """Exponents with the least error: a grid over [0, 1] x [0, 1], then twice the neighbours of the best at half the step."""
+    """Return the exponents with the least error, and that error.
+
+    It searches a grid over [0, 1] x [0, 1], then twice the neighbours of the best point at half the step.
+    """
     known = {(0.0, 0.0): plain}
     step = 0.25
     best = (0.0, 0.0)
@@ -213,9 +258,15 @@ def _least(error: Callable[[float, float], float], plain: float) -> tuple[tuple[
 
 
 def output_errors(coder: Coder, weight: Floats, scales: Floats, inputs: Floats) -> Doubles:
-    """||(W' - W) x||^2 for each row x of inputs [rows, K], W' being what W * scales [N, K] is decoded to, over scales.
+    """Return ||(W' - W) x||^2 for each row x of the inputs, [rows].
 
-    Infinite where a scaled weight leaves float32.
+    W' is what W * scales is decoded to, divided by scales. All errors are infinite if a scaled weight overflows
+    float32.
+
+    coder: what encodes the weight.
+    weight: W, [N, K].
+    scales: one of each input channel, [K].
+    inputs: rows of inputs, [rows, K].
     """
     with np.errstate(over="ignore"):
         scaled = np.ascontiguousarray(weight * scales)
@@ -228,8 +279,14 @@ def output_errors(coder: Coder, weight: Floats, scales: Floats, inputs: Floats) 
     return errors
 
 
+def _rms(sample: Floats) -> Doubles:
+    """The root mean square of each column, [K]."""
+    values: Doubles = np.sqrt(np.square(sample, dtype=np.float64).mean(axis=0))
+    return values
+
+
 def _logarithms(rms: npt.NDArray[np.float32] | Doubles) -> Floats:
-    """Of each channel's size, around 0; channels that are all but silent count as a ten-thousandth of the mean."""
+    """Return the logarithm of each channel's size, around 0; channels near 0 count as a ten-thousandth of the mean."""
     floor = max(1e-4 * float(rms.mean()), 1e-30)
     logarithms = np.log(np.maximum(rms, floor))
     centred: Floats = (logarithms - logarithms.mean()).astype(np.float32)
@@ -237,6 +294,6 @@ def _logarithms(rms: npt.NDArray[np.float32] | Doubles) -> Floats:
 
 
 def _as_stored(logarithms: Floats) -> Floats:
-    """e to their power, as float16 holds it."""
+    """Return e to the power of each logarithm, as float16 holds it."""
     exact = np.clip(np.exp(logarithms), SMALLEST_SCALE, LARGEST_SCALE)
     return exact.astype(np.float16).astype(np.float32)

@@ -27,7 +27,7 @@ from pqweights.checkpoint.source import Checkpoint, open_local, read_header
 from pqweights.checkpoint.writer import sha256_of_file, write_whole
 from pqweights.codecs.protocol import exact_rate
 from pqweights.dtypes import to_float32
-from pqweights.errors import OutputError, PqweightsError, SourceError
+from pqweights.errors import PqweightsError, SourceError
 from pqweights.planning.plan import QUANTIZE, TensorPlan
 from pqweights.strict_json import Fields, parse_json
 
@@ -155,23 +155,6 @@ def _searched(about: Fields) -> dict[str, tuple[str, float]]:
         if entry.flag("scaled"):
             found[name] = (entry.text("codec"), exact_rate(entry.number("bits")))
     return found
-
-
-def check_free(path: Path, overwrite: bool) -> None:
-    """Raises OutputError where a file of scales must not be written."""
-    if not path.absolute().parent.is_dir():
-        raise OutputError(f"{path}: its folder is not there; make it first")
-    if path.is_dir():
-        raise OutputError(f"{path}: expected the name of a file, found a folder")
-    if path.exists():
-        if not overwrite:
-            raise OutputError(f"{path}: there already; choose another name, or pass --overwrite")
-        try:
-            open_awq(path)
-        except SourceError as error:
-            raise OutputError(
-                f"{error}: --overwrite replaces only a file of scales; move it away, or choose another name"
-            ) from None
 
 
 def write_awq(

@@ -17,7 +17,7 @@ from typing import Any
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import write_whole
-from pqweights.errors import OutputError, PqweightsError, SourceError
+from pqweights.errors import PqweightsError, SourceError
 from pqweights.planning.groups import grouped
 from pqweights.planning.sensitivity_rule import heuristic_alphas
 from pqweights.strict_json import Fields, Wrong, is_number, json_bytes, parse_json, rounded
@@ -136,19 +136,6 @@ def write_sensitivity(path: Path, found: Sensitivity) -> None:
     Raises OutputError.
     """
     write_whole(path.absolute().parent, path, [json_bytes(found.to_json())])
-
-
-def check_free(path: Path, overwrite: bool) -> None:
-    """Refuse a path where something else lies, or whose folder is not there."""
-    if path.is_dir() or (path.exists() and not overwrite):
-        raise OutputError(f"{path}: is there already; pass --overwrite to replace it, or choose another file")
-    if path.exists():
-        try:
-            read_sensitivity(path)
-        except SourceError as error:
-            raise OutputError(f"--overwrite replaces a file of sensitivities alone: {error}") from None
-    if not path.absolute().parent.is_dir():
-        raise OutputError(f"{path}: its folder is not there; make it first")
 
 
 def read_sensitivity(path: Path) -> Sensitivity:

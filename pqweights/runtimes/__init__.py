@@ -1,1 +1,1 @@
-"""Models as the libraries compute them that their folders are meant for."""
+"""Models, each loaded and computed by the library that its folder is meant for."""

@@ -1,6 +1,6 @@
-"""What the tensors of an export stand for: each format decoded once, from its document, in numpy.
+"""Decoders of the export formats, in numpy: each written from the format's own document.
 
-No code is shared with exports/, so that a mistake there is not made here again.
+They share no code with exports/, so that a mistake there is not repeated here.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ Codes = npt.NDArray[np.uint8]
 
 
 def export_weight(folder: Path) -> Callable[[str], Floats]:
-    """What an export's weights stand for in the basis of the original, by the names of the runtime: f32, in its shape.
+    """Return a function that decodes a weight of an export, given the name that its runtime uses.
 
-    Raises SourceError for a folder that is not as exports of its kind are.
+    The function returns the weight in the basis of the original: f32, in the weight's shape. Raises SourceError if the
+    folder does not have the form of an export of its kind.
     """
     storage = LocalStorage(folder)
     config = json.loads(read_file(storage, CONFIG_FILE)) if CONFIG_FILE in storage.files() else {}
@@ -47,7 +48,7 @@ def export_weight(folder: Path) -> Callable[[str], Floats]:
 
 
 def _torchao_weight(stored: Stored, name: str) -> Floats:
-    """torchao 0.18, Int4Tensor and Int4TilePackedTo4dTensor: (code - 8) * scale + zero, codes from 0 to 15."""
+    """Decode Int4Tensor or Int4TilePackedTo4dTensor of torchao 0.18: (code - 8) * scale + zero, codes from 0 to 15."""
     if name not in stored.metadata:
         return stored.floats(name)
     about = json.loads(stored.metadata[name])
@@ -67,13 +68,16 @@ def _torchao_weight(stored: Stored, name: str) -> Floats:
 
 
 def stored_parts(stored: Stored, name: str) -> list[str]:
-    """The stored names of what torchao holds a weight as: qdata, then its scales."""
+    """The names of the stored tensors that make up a weight in torchao: qdata, then its scales."""
     module, _, parameter = name.rpartition(".")
     return [f"{module}._{parameter}_{part}" for part in json.loads(stored.metadata[name])["_tensor_data_names"]]
 
 
 def _compressed_weight(stored: Stored, settings: Mapping[str, Any], name: str) -> Floats:
-    """compressed-tensors pack-quantized, symmetric: (code - 2**(bits - 1)) * scale; then the rotation that it declares."""
+    """Decode a symmetric pack-quantized weight of compressed-tensors, and undo the rotation that config.json declares.
+
+    The value is (code - 2**(bits - 1)) * scale.
+    """
     if f"{name}_packed" not in stored.tensors:
         return stored.floats(name)
     (group,) = settings["config_groups"].values()
@@ -85,7 +89,7 @@ def _compressed_weight(stored: Stored, settings: Mapping[str, Any], name: str) -
     weight: Floats = (centred * scales[..., None]).reshape(rows, columns)
     for scheme in settings.get("transform_config", {}).get("config_groups", {}).values():
         if any(_matches(name.removesuffix(".weight"), apply["targets"]) for apply in scheme["apply"]):
-            weight = turned(weight, scheme["head_dim"])
+            weight = rotated(weight, scheme["head_dim"])
     return weight
 
 
@@ -94,7 +98,7 @@ def _matches(module: str, targets: Sequence[str]) -> bool:
 
 
 def _mlx_weight(stored: Stored, settings: Mapping[str, Any], name: str) -> Floats:
-    """mlx.core.quantize: code * scale + bias, or a value of a small float times a scale."""
+    """Decode a weight of mlx.core.quantize: code * scale + bias, or the value of a 4- or 8-bit float times a scale."""
     module = name.removesuffix(".weight")
     if f"{module}.scales" not in stored.tensors:
         return stored.floats(name)
@@ -113,7 +117,7 @@ def _mlx_weight(stored: Stored, settings: Mapping[str, Any], name: str) -> Float
 
 
 def master_weight(folder: Path) -> Callable[[str], Floats]:
-    """What a master's weights are decoded to, by name.
+    """Return a function that decodes a weight of a master, given its name.
 
     Raises SourceError, MasterError.
     """
@@ -122,14 +126,14 @@ def master_weight(folder: Path) -> Callable[[str], Floats]:
 
 
 def values_of(tensor: LogicalTensor) -> Floats:
-    """A tensor of a checkpoint, as float32 in its shape."""
+    """The values of a tensor of a checkpoint: f32, in its shape."""
     raw = np.empty(element_count(tensor) * 4, dtype=np.uint8)
     tensor.read(0, element_count(tensor), "F32", raw)
     return raw.view(np.float32).reshape(tensor.shape)
 
 
 class Stored:
-    """The tensors and metadata of all safetensors files of a folder, however they are named."""
+    """The tensors and metadata of all safetensors files in a folder, whatever the files are called."""
 
     def __init__(self, folder: Path) -> None:
         self._storage = LocalStorage(folder)
@@ -143,7 +147,7 @@ class Stored:
                 self.metadata |= metadata
 
     def bytes(self, name: str) -> Codes:
-        """As stored, flat."""
+        """The bytes of a tensor as stored, flat."""
         if name not in self.tensors:
             raise SourceError(f"{self._storage.root}: expected the tensor {name!r}, found none; export it again")
         tensor = self.tensors[name]
@@ -152,12 +156,12 @@ class Stored:
         return raw
 
     def rows(self, name: str) -> Codes:
-        """[..., bytes]."""
+        """The bytes of a tensor as stored, the bytes of a row on the last axis."""
         raw = self.bytes(name)
         return raw.reshape(*self.tensors[name].shape[:-1], -1)
 
     def floats(self, name: str) -> Floats:
-        """A plain tensor."""
+        """The values of a plain tensor: f32, in its shape."""
         raw = self.bytes(name)
         return to_float32(raw, self.tensors[name].dtype).reshape(self.tensors[name].shape)
 
@@ -167,21 +171,22 @@ FLOAT4: Floats = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2,
 
 
 def unpack_nibbles(packed: Codes) -> Codes:
-    """[rows, columns / 2] bytes, the even column low -> codes [rows, columns]."""
+    """Unpack bytes [rows, columns / 2] to codes [rows, columns]; the even column is the low nibble."""
     return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
 
 
 def unpack_stream(packed: Codes, bits: int) -> Codes:
-    """[..., bytes] of codes end to end, the lowest bit first -> codes [..., 8 * bytes / bits]."""
+    """Unpack bytes [..., bytes] to codes [..., 8 * bytes / bits], which follow each other with the lowest bit first."""
     digits = np.unpackbits(packed, axis=-1, bitorder="little").reshape(*packed.shape[:-1], -1, bits)
     return np.packbits(digits, axis=-1, bitorder="little")[..., 0]
 
 
 def unpack_tiles(words: npt.NDArray[np.int32]) -> Codes:
-    """[rows / 8, columns / 128, 32, 4] words of PyTorch's tinygemm -> codes [rows, columns].
+    """Unpack words [rows / 8, columns / 128, 32, 4] of PyTorch's tinygemm to codes [rows, columns].
 
-    aten/src/ATen/native/cuda/int4mm.cu, matrix_to_m16n8k16_Bint4_layout: lane t holds row t / 4, and of each 16 columns the
-    pairs 2 (t % 4) and 2 (t % 4) + 8; a word has two such sixteens, as nibbles 0 2 4 6 1 3 5 7.
+    The layout is matrix_to_m16n8k16_Bint4_layout in aten/src/ATen/native/cuda/int4mm.cu: lane t holds row t / 4, and of
+    each 16 columns the pairs that start at 2 (t % 4) and 2 (t % 4) + 8. A word holds two such runs of 16 columns, as
+    nibbles 0 2 4 6 1 3 5 7.
     """
     tiles, blocks = words.shape[:2]
     result = np.empty((tiles, 8, blocks, 128), dtype=np.uint8)
@@ -192,8 +197,11 @@ def unpack_tiles(words: npt.NDArray[np.int32]) -> Codes:
     return result.reshape(tiles * 8, blocks * 128)
 
 
-def turned(weight: Floats, size: int) -> Floats:
-    """Each run of `size` weights of a row times H / sqrt(size), H being Sylvester's matrix: its own inverse."""
+def rotated(weight: Floats, size: int) -> Floats:
+    """Multiply each run of `size` weights of a row by H / sqrt(size), where H is Sylvester's matrix.
+
+    The rotation is its own inverse.
+    """
     index = np.arange(size)
     signs = np.where(np.bitwise_count(index[:, None] & index[None, :]) % 2, -1.0, 1.0)
     blocks = weight.reshape(-1, size).astype(np.float64) @ (signs / math.sqrt(size))

@@ -1,4 +1,4 @@
-"""What a model's folder says before anything is loaded: configuration, limits, bytes, parameters."""
+"""The facts about a model's folder that need no loading: configuration, limits, bytes, parameters."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ MASTER = "master"
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")  # the last is MPT's
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Folder:
-    """A model's folder. kind: master, or the runtime that it is for (exports/target.py); transformers for whatever that takes by itself.
+    """A model's folder, as its config.json describes it.
 
-    context: the most tokens that the model takes at once; vocabulary: how many ids it knows; None where it does not say.
+    kind: MASTER, or the runtime that loads it (exports/target.py); TRANSFORMERS for everything else.
+    config: the content of config.json.
+    context: the most tokens that the model takes at once; None if config.json does not say.
+    vocabulary: how many token ids the model knows; None if config.json does not say.
     """
 
     path: Path
@@ -34,9 +37,11 @@ class Folder:
 
 @dataclass(frozen=True)
 class Size:
-    """Of the files that hold the weights. None where the weights are in a format whose parameters we cannot count.
+    """The size of a model's weight files.
 
-    bits_per_parameter: over everything in the files; bits_per_weight: over the weights that a manifest has as quantized.
+    bytes: of all files that hold weights.
+    parameters: all parameters; None if the format is one whose parameters pqweights cannot count.
+    bits_per_weight: over the weights that the manifest lists as quantized; None without a manifest.
     """
 
     bytes: int
@@ -45,14 +50,14 @@ class Size:
 
     @property
     def bits_per_parameter(self) -> float | None:
-        """All bytes over all parameters."""
+        """The bits of all files divided by the number of all parameters."""
         return 8 * self.bytes / self.parameters if self.parameters else None
 
 
 def read_folder(path: Path) -> Folder:
-    """Configuration, and what follows from it.
+    """Read the configuration of a model's folder.
 
-    Raises SourceError for a folder that is no model.
+    Raises SourceError if the folder does not hold a model.
     """
     config = read_config(path)
     if config is None:
@@ -65,26 +70,32 @@ def read_folder(path: Path) -> Folder:
         kind = MLX
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
-    limits = [_count(text, key) for key in CONTEXT_KEYS]
-    return Folder(path, kind, config, next((n for n in limits if n), None), _count(text, "vocab_size"))
+    limits = (_positive(text, key) for key in CONTEXT_KEYS)
+    return Folder(
+        path=path,
+        kind=kind,
+        config=config,
+        context=next((limit for limit in limits if limit), None),
+        vocabulary=_positive(text, "vocab_size"),
+    )
 
 
-def _count(config: dict[str, Any], key: str) -> int | None:
+def _positive(config: dict[str, Any], key: str) -> int | None:
     value = config.get(key)
     return value if isinstance(value, int) and value > 0 else None
 
 
 def size(path: Path) -> Size:
-    """Bytes and parameters, from the headers.
+    """Read the bytes and parameters of a folder from its headers.
 
-    Raises MasterError for a damaged manifest.
+    Raises MasterError if the manifest is damaged.
     """
     if (path / MANIFEST_FILE).is_file():
         totals = inspect(path).totals
         return Size(totals["output_bytes"], totals["weights"], totals["bits_per_weight"])
     try:
         checkpoint = open_local(path)
-    except SourceError:  # pickled, or quantized by others: the runtime will tell whether it takes that
+    except SourceError:  # pickled, or quantized by another tool: the runtime decides whether it loads that
         files = list(path.glob("*.safetensors")) or list(path.glob("*.bin"))
         return Size(sum(file.stat().st_size for file in files), None, None)
     return Size(checkpoint.weight_file_bytes, sum(element_count(tensor) for tensor in checkpoint.tensors), None)

@@ -1,8 +1,8 @@
-"""Models as the libraries compute them that their folders are meant for: each runtime once.
+"""Models, each loaded and computed by the library that its folder is meant for.
 
-In float32 on a CPU if nothing else is asked for, so that what differs between two models is their weights. Where a runtime
-has no CPU kernel for its own layout (torchao's tiles), the integers that it loaded are read through PyTorch's CPU kernel for
-the same arithmetic.
+By default they run in float32 on a CPU, so that two models differ in nothing but their weights. Where a runtime has no
+CPU kernel for its own layout (torchao's tiles), the integers that it loaded go through PyTorch's CPU kernel for the
+same arithmetic.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ Floats = npt.NDArray[np.float32]
 
 DTYPES = ("float32", "bfloat16", "float16")
 AUTO = "auto"  # as a dtype: the model's own
-# Their configurations say that they are no decoders, and they are.
-DECODERS_ALL_THE_SAME = ("gpt_neox", "gpt_neox_japanese")
+# Decoders whose configurations have is_decoder = False.
+MISLABELLED_DECODERS = ("gpt_neox", "gpt_neox_japanese")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Model:
-    """A loaded model. runtime: what computes, in words. dtype: of its arithmetic.
+    """A loaded model.
 
-    logits: ids [tokens], last -> [last, vocabulary] f32, what it expects after each of the last so many tokens.
-    generate: ids [tokens], count -> [count] ids, the likeliest continuation, an end of text notwithstanding.
+    runtime: which library computes, in words.
+    dtype: the dtype of the arithmetic.
+    logits: takes ids [tokens] and n; returns f32 [n, vocabulary], the predictions after each of the last n tokens.
+    generate: takes ids [tokens] and n; returns the n likeliest next ids, greedily, and does not stop at an end of text.
     """
 
     runtime: str
@@ -46,17 +48,20 @@ class Model:
     generate: Callable[[Ids, int], Ids]
 
 
-def open_model(path: Path, device: str = "cpu", dtype: str = "float32", packed: bool = False) -> Model:
-    """Load a checkpoint, a master, or an export for any runtime, with the library that is meant to load it.
+def open_model(path: Path, *, device: str = "cpu", dtype: str = "float32", packed: bool = False) -> Model:
+    """Load a checkpoint, a master or an export with the library that is meant to load it.
 
-    device: cpu, or cuda (torch's runtimes; there torchao's tensors run their own kernel, in BF16). dtype: one of DTYPES, or
-    auto. packed: a master's weights stay packed. Raises SourceError for a folder that is no causal language model, that
-    lacks tensors of the model or has others; EvaluationError for what cannot be had together; MissingDependencyError.
+    device: cpu, or cuda for runtimes of torch (torchao's tensors run their own kernel there, in BF16).
+    dtype: one of DTYPES, or auto for the model's own.
+    packed: keep the weights of a master packed.
+
+    Raises SourceError if the folder is not a causal language model, lacks tensors of the model or has others,
+    EvaluationError for options that do not fit the folder, MissingDependencyError.
     """
     folder = read_folder(path)
     check_options(folder, device, packed)
     loaders: dict[str, Callable[[], Model]] = {
-        MASTER: lambda: _open_master(folder, device, dtype, packed),
+        MASTER: lambda: _open_master(folder, device=device, dtype=dtype, packed=packed),
         TORCHAO: lambda: _open_torchao(folder, device, dtype),
         COMPRESSED_TENSORS: lambda: _open_compressed_tensors(folder, device, dtype),
         MLX: lambda: _open_mlx(folder, dtype),
@@ -67,30 +72,30 @@ def open_model(path: Path, device: str = "cpu", dtype: str = "float32", packed: 
 
 
 def check_options(folder: Folder, device: str, packed: bool) -> None:
-    """Raises EvaluationError where a folder of this kind cannot be evaluated in this way."""
+    """Raise EvaluationError if a folder of this kind cannot run on this device or with packed weights."""
     if packed and folder.kind != MASTER:
-        raise EvaluationError(f"{folder.path}: --packed: expected a master, found none of pqweights")
+        raise EvaluationError(f"{folder.path}: --packed: expected a pqweights master, found another checkpoint")
     if folder.kind == MLX and device != "cpu":
         raise EvaluationError(f"{folder.path}: mlx-lm chooses its device itself; leave out --device {device}")
 
 
-def continuation(path: Path, model: Model, prompt: str, tokens: int) -> str:
-    """What the model continues a prompt with. path: where the tokenizer lies.
+def continuation(path: Path, model: Model, *, prompt: str, tokens: int) -> str:
+    """Return the model's continuation of a prompt, as text.
 
-    Raises as load_tokenizer.
+    path: the folder of the tokenizer. Raises what load_tokenizer raises.
     """
     tokenizer = load_tokenizer(path)
     ids = np.array(tokenizer(prompt)["input_ids"], dtype=np.int64)
     return str(tokenizer.decode(model.generate(ids, tokens).tolist()))
 
 
-# transformers, and what builds on it.
+# transformers, and the runtimes that build on it.
 
 
 def _from_pretrained(folder: Folder, dtype: str) -> Any:
-    """The model, on the CPU.
+    """Load a model onto the CPU with transformers.
 
-    Raises SourceError for tensors that are missing, or that the model does not have.
+    Raises SourceError if tensors are missing, or if the model does not have them.
     """
     transformers = package("transformers", "transformers")
     loader = _loader(folder)
@@ -104,32 +109,33 @@ def _from_pretrained(folder: Folder, dtype: str) -> Any:
 
 
 def _loader(folder: Folder) -> Any:
-    """The class of transformers that loads this model with a head for the next token.
+    """Return the class of transformers that loads this model with a head for the next token.
 
-    Raises SourceError where there is none.
+    Raises SourceError if there is no such class.
     """
     transformers = package("transformers", "transformers")
     mappings = package("transformers.models.auto.modeling_auto", "transformers")
     with Refused(f"{folder.path}: transformers does not take this configuration"), quiet():
         config = transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False)
     named = folder.config.get("architectures") or [config.model_type]
-    looks_both_ways = (
-        getattr(config, "is_decoder", None) is False and config.model_type not in DECODERS_ALL_THE_SAME
-    ) or getattr(config, "is_encoder_decoder", False)
-    if not looks_both_ways:
+    is_encoder = getattr(config, "is_decoder", None) is False and config.model_type not in MISLABELLED_DECODERS
+    if not (is_encoder or getattr(config, "is_encoder_decoder", False)):
         if type(config) in mappings.MODEL_FOR_CAUSAL_LM_MAPPING:
             return transformers.AutoModelForCausalLM
         if type(config) in mappings.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
             return transformers.AutoModelForImageTextToText
-    raise SourceError(f"{folder.path}: architecture {named[0]}: no causal language model, so it has no perplexity")
+    raise SourceError(
+        f"{folder.path}: architecture {named[0]}: it is not a causal language model, so it has no perplexity"
+    )
 
 
 def _refuse(folder: Folder, runtime: str, **names: Any) -> None:
     for kind, found in names.items():
         if found:
             raise SourceError(
-                f"{folder.path}: {runtime} finds {len(found)} {kind} tensors, {sorted(found)[0]!r} first; the folder is "
-                "incomplete or not meant for this runtime: `pqweights verify` tells which, export it again"
+                f"{folder.path}: {runtime} finds {len(found)} {kind} tensor(s), the first is {sorted(found)[0]!r}; the "
+                "folder is incomplete or meant for another runtime: check it with `pqweights verify`, or export it "
+                "again"
             )
 
 
@@ -149,24 +155,30 @@ def _in_torch(runtime: str, model: Any) -> Model:
 
     def generate(ids: Ids, count: int) -> Ids:
         given = tensor(ids)
-        # Everything that a model's own generation_config.json could bring in otherwise is named.
+        # Names every setting that the model's own generation_config.json could change.
         how = transformers.GenerationConfig(
-            max_new_tokens=count, do_sample=False, num_beams=1, repetition_penalty=1.0, use_cache=True, eos_token_id=-1,
+            max_new_tokens=count,
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            use_cache=True,
+            eos_token_id=-1,
             pad_token_id=0,
-        )  # fmt: skip
+        )
         with torch.inference_mode(), quiet():
             result = model.generate(given, attention_mask=torch.ones_like(given), generation_config=how)
         found: Ids = result[0, len(ids) :].cpu().numpy()
         return found
 
-    return Model(runtime, str(model.dtype).removeprefix("torch."), logits, generate)
+    dtype = str(model.dtype).removeprefix("torch.")
+    return Model(runtime=runtime, dtype=dtype, logits=logits, generate=generate)
 
 
-def _open_master(folder: Folder, device: str, dtype: str, packed: bool) -> Model:
-    """Through our own integration: the weights are decoded as they are loaded, or stay packed."""
+def _open_master(folder: Folder, *, device: str, dtype: str, packed: bool) -> Model:
+    """Load a master through the integration with transformers: weights are decoded while they load, or stay packed."""
     from pqweights.integrations.transformers import load_model
 
-    _loader(folder)  # refuses what is no language model
+    _loader(folder)  # raises SourceError for what is not a language model
     with Refused(f"{folder.path}: transformers does not take this model"), quiet():
         model = load_model(folder.path, packed=packed, dtype=dtype, device_map=None)
     if model.get_output_embeddings() is None:
@@ -176,7 +188,7 @@ def _open_master(folder: Folder, device: str, dtype: str, packed: bool) -> Model
 
 
 def _open_compressed_tensors(folder: Folder, device: str, dtype: str) -> Model:
-    """transformers drops transform_config; the library that vLLM uses applies it."""
+    """Load an export for vLLM; compressed-tensors applies the transform_config that transformers drops."""
     package("compressed_tensors", "vllm")
     torch = package("torch", "transformers")
     model = _from_pretrained(folder, dtype).to(device)
@@ -184,50 +196,62 @@ def _open_compressed_tensors(folder: Folder, device: str, dtype: str) -> Model:
     runtime = "transformers, compressed-tensors"
     transform = package("compressed_tensors.transform", "vllm")
     settings: Mapping[str, Any] = folder.config["quantization_config"]
-    with quiet(), Refused(f"{folder.path}: compressed-tensors does not take it"):
+    with quiet(), Refused(f"{folder.path}: compressed-tensors does not take this model"):
         if "transform_config" in settings:
             transform.apply_transform_config(model, transform.TransformConfig(**settings["transform_config"]))
             runtime += " with its transforms"
         with torch.inference_mode():
             model(torch.zeros(1, 1, dtype=torch.int64, device=device))  # the first call decompresses
-    # Stacked experts come in BF16, whatever was asked for; transformers refuses model.to(dtype).
+    # Stacked experts are BF16 whatever dtype was asked for, and transformers refuses model.to(dtype).
     torch.nn.Module.to(model, own_dtype)
     return _in_torch(runtime, model)
 
 
 def _open_torchao(folder: Folder, device: str, dtype: str) -> Model:
-    """On the CPU, where torchao's tensors cannot be computed with, each is read through PyTorch's CPU kernel for INT4."""
+    """Load an export for torchao.
+
+    torchao's tensors cannot compute on the CPU, so each one is decoded there by PyTorch's CPU kernel for INT4.
+    """
     package("torchao", "torchao")
     torch = package("torch", "torchao")
     stored = Stored(folder.path)
     names = json.loads(stored.metadata.get("tensor_names", "[]"))
     parts = {part for name in names for part in stored_parts(stored, name)}
-    _refuse(folder, "torchao", missing=parts - stored.tensors.keys())  # which transformers answers with a RuntimeError
-    model = _from_pretrained(folder, dtype if device == "cpu" else "bfloat16")  # all that its kernel takes
-    rounded = 0
+    _refuse(folder, "torchao", missing=parts - stored.tensors.keys())  # transformers would raise a RuntimeError
+    model = _from_pretrained(folder, dtype if device == "cpu" else "bfloat16")  # the GPU kernel takes nothing else
+    integers = _torchao_modules(folder, model)
+    if device != "cpu":
+        return _in_torch("torchao, its INT4 kernel", model.to(device))
+    for module in integers:
+        decoded = _through_cpu_kernel(torch, module.weight).to(model.dtype)
+        module.weight = torch.nn.Parameter(decoded, requires_grad=False)
+    return _in_torch("torchao's tensors, the CPU's INT4 kernel", model.to(device))
+
+
+def _torchao_modules(folder: Folder, model: Any) -> list[Any]:
+    """The modules whose weights are INT4 tensors of torchao.
+
+    Raises SourceError if there are none, or if one has another shape than its module.
+    """
+    result = []
     for name, module in model.named_modules():
         weight: Any = getattr(module, "weight", None)
         if type(weight).__name__ not in ("Int4TilePackedTo4dTensor", "Int4Tensor"):
             continue
-        rounded += 1
-        expected = (module.out_features, module.in_features)
-        if tuple(weight.shape) != expected:
-            raise SourceError(
-                f"{folder.path}: {name}.weight: expected a tensor {list(expected)}, found {list(weight.shape)}"
-            )
-        if device == "cpu":
-            decoded = _through_cpu_kernel(torch, weight).to(model.dtype)
-            module.weight = torch.nn.Parameter(decoded, requires_grad=False)
-    if not rounded:
+        expected, found = [module.out_features, module.in_features], list(weight.shape)
+        if found != expected:
+            raise SourceError(f"{folder.path}: {name}.weight: expected shape {expected}, found {found}")
+        result.append(module)
+    if not result:
         raise SourceError(f"{folder.path}: expected INT4 tensors, torchao loaded none; export it again")
-    runtime = "torchao's tensors, the CPU's INT4 kernel" if device == "cpu" else "torchao, its INT4 kernel"
-    return _in_torch(runtime, model.to(device))
+    return result
 
 
 def _through_cpu_kernel(torch: Any, weight: Any) -> Any:
-    """What aten's CPU kernel for (code - 8) * scale + zero makes of the integers: the identity times the weight, [N, K] f32.
+    """Decode a weight with aten's CPU kernel for (code - 8) * scale + zero: [N, K] f32.
 
-    The kernel is slow in float32 (0.6 G multiply-adds a second), so it is asked once; in BF16 it would round.
+    The kernel multiplies the identity by the weight. It is slow in float32 (0.6 G multiply-adds a second), so it runs
+    once for each weight; in BF16 it would round.
     """
     rows, columns = weight.shape
     group_size = weight.block_size[-1]
@@ -237,7 +261,7 @@ def _through_cpu_kernel(torch: Any, weight: Any) -> Any:
     else:
         codes = unpack_tiles(weight.qdata.numpy())
         scales = weight.scale_and_zero
-    padded = -(-rows // 16) * 16  # the kernel takes whole sixteens of rows
+    padded = -(-rows // 16) * 16  # the kernel takes a multiple of 16 rows
     whole = np.zeros((padded, columns), dtype=np.int32)
     whole[:rows] = codes[:rows, :columns]
     pairs = torch.zeros(columns // group_size, padded, 2)
@@ -264,7 +288,7 @@ def _open_mlx(folder: Folder, dtype: str) -> Model:
         model, _ = utils.load_model(folder.path)
         if dtype != AUTO:
             model.set_dtype(getattr(mx, dtype))
-        computed = model(mx.array([[0]]))  # some modes are for Apple's GPUs alone
+        computed = model(mx.array([[0]]))  # raises where a mode runs on Apple GPUs only
         mx.eval(computed)
 
     def logits(ids: Ids, last: int) -> Floats:
@@ -274,4 +298,5 @@ def _open_mlx(folder: Folder, dtype: str) -> Model:
         found = steps.generate_step(mx.array(ids), model, max_tokens=count)
         return np.array([int(token) for token, _ in found], dtype=np.int64)
 
-    return Model("mlx-lm", str(computed.dtype).removeprefix("mlx.core."), logits, generate)
+    computed_in = str(computed.dtype).removeprefix("mlx.core.")
+    return Model(runtime="mlx-lm", dtype=computed_in, logits=logits, generate=generate)

@@ -1,4 +1,4 @@
-"""The packages that compute: imported when a folder needs them, kept quiet, and their refusals as one line."""
+"""Optional packages: imported when a folder needs them, kept quiet, their errors turned into one line."""
 
 from __future__ import annotations
 
@@ -15,16 +15,28 @@ from typing import Any
 
 from pqweights.errors import MissingDependencyError, SourceError
 
-# Loggers that speak at import, or while something is loaded.
+# Loggers that log at import, or while something is loaded.
 NOISY = ("torchao", "torch.utils._pytree", "transformers", "datasets", "huggingface_hub")
-# What these packages raise, in their own code, for configurations, tokenizers and weights that they do not take.
+# What these packages raise in their own code for configurations, tokenizers and weights that they do not take.
 REFUSALS = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError,
-)  # fmt: skip
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def package(name: str, extra: str, why: str = "evaluating this folder") -> Any:
-    """An optional package; untyped, because the types of these would be checked with ours.
+    """Import an optional package, untyped: with its types, mypy would check the package together with pqweights.
+
+    name: the module to import.
+    extra: the extra of pqweights that installs it.
+    why: what needs it, for the message of the error.
 
     Raises MissingDependencyError.
     """
@@ -38,7 +50,7 @@ def package(name: str, extra: str, why: str = "evaluating this folder") -> Any:
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Hold back warnings and remarks."""
+    """Suppress warnings and log messages."""
     loggers = [logging.getLogger(name) for name in NOISY]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -54,19 +66,25 @@ def silent() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """And progress bars. Not for imports: what they import may keep the stream that it finds as standard error."""
+    """Suppress warnings, log messages and progress bars.
+
+    Do not import inside it: an imported module may keep the stream that it finds as standard error.
+    """
     with silent(), contextlib.redirect_stderr(io.StringIO()):
         yield
 
 
-def _is_ours(error: BaseException) -> bool:
-    """Whether it was raised in a line of pqweights, not in a package that it calls."""
+def _is_bug(error: BaseException) -> bool:
+    """Whether an error was raised in a line of pqweights, not in a package that it calls."""
     frames = list(traceback.walk_tb(error.__traceback__))
     return bool(frames) and Path(frames[-1][0].f_code.co_filename).is_relative_to(Path(__file__).parents[1])
 
 
 class Refused(contextlib.AbstractContextManager["Refused"]):
-    """Around calls of a package alone: what it raises for an input becomes a SourceError. what: the input, and the package."""
+    """A context in which the errors of a package become SourceError; it may hold nothing but calls of that package.
+
+    what: the input and the package, for the message.
+    """
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -74,13 +92,11 @@ class Refused(contextlib.AbstractContextManager["Refused"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not isinstance(error, OSError) and _is_ours(error):
+        if kind is None or error is None:
+            return
+        if not isinstance(error, OSError) and _is_bug(error):
             return  # a bug keeps its traceback
-        # safetensors and tokenizers raise bare children of Exception, and Exception itself, for files that they cannot parse.
-        if (
-            isinstance(error, REFUSALS)
-            or kind is Exception
-            or (kind is not None and kind.__name__ == "SafetensorError")
-        ):
-            assert kind is not None
+        # For files that they cannot parse, safetensors raises its own child of Exception, and tokenizers Exception
+        # itself.
+        if isinstance(error, REFUSALS) or kind is Exception or kind.__name__ == "SafetensorError":
             raise SourceError(f"{self._what}: {kind.__name__}: {' '.join(str(error).split())[:300]}") from error

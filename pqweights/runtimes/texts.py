@@ -1,4 +1,4 @@
-"""The text that models are compared on, and its tokens."""
+"""Texts that models read, and their tokens."""
 
 from __future__ import annotations
 
@@ -10,54 +10,54 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.names import TOKENIZER_FILES
 from pqweights.errors import EvaluationError, SourceError
+from pqweights.runtimes.folders import Folder
 from pqweights.runtimes.packages import Refused, package, quiet
 
 Ids = npt.NDArray[np.int64]  # [tokens]
 
 WIKITEXT = ("Salesforce/wikitext", "wikitext-2-raw-v1")
-# A first guess of how much text so many tokens are.
+# A first guess at how many characters of a text are needed for one token.
 CHARACTERS_PER_TOKEN = 8
 
 
 def read_text(path: Path) -> str:
-    """A file of UTF-8.
+    """Read a UTF-8 file.
 
-    Raises EvaluationError where it is empty or something else, OSError.
+    Raises EvaluationError if it is empty or not UTF-8, OSError.
     """
     data = path.read_bytes()
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise EvaluationError(
-            f"{path}: expected UTF-8 text, found the byte 0x{data[error.start]:02x} at {error.start}; convert the file"
+            f"{path}: expected UTF-8 text, found the byte 0x{data[error.start]:02x} at offset {error.start}; "
+            "convert the file"
         ) from None
     if not text.strip():
-        raise EvaluationError(f"{path}: expected a text, found {'white space alone' if text else 'an empty file'}")
+        raise EvaluationError(f"{path}: expected a text, found {'only white space' if text else 'an empty file'}")
     return text
 
 
 def wikitext() -> str:
-    """The test split of WikiText-2 (raw), its lines joined by empty ones, as perplexities on it are usually computed.
+    """Return the test split of WikiText-2 (raw), its lines joined by blank lines, as is usual for perplexity.
 
-    Raises EvaluationError where it cannot be had, MissingDependencyError.
+    Raises EvaluationError if it cannot be loaded, MissingDependencyError.
     """
     datasets = package("datasets", "eval", "--dataset wikitext")
     try:
         with quiet():
             lines = datasets.load_dataset(*WIKITEXT, split="test")["text"]
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # no network, no such data set, or one in a form that this version cannot read
+    except (OSError, ValueError) as error:
+        # There is no network, no such data set, or this version of datasets cannot read it.
         said = " ".join(str(error).split())[:200]
         raise EvaluationError(f"--dataset wikitext: {said}; give a file: --text FILE") from None
     return "\n\n".join(lines)
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """As transformers loads it.
+    """Load a folder's tokenizer with transformers.
 
-    Raises SourceError where there is none, or a broken one, MissingDependencyError.
+    Raises SourceError if there is none or it is broken, MissingDependencyError.
     """
     transformers = package("transformers", "transformers")
     if not any(found for pattern in TOKENIZER_FILES for found in folder.glob(pattern)):
@@ -67,16 +67,26 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def tokenize(folder: Path, text: str, max_tokens: int | None = None) -> Ids:
-    """The ids of a text, without special tokens; of the first so many, only as much of the text is read as they need.
+    """Return the token ids of a text, without special tokens, and at most `max_tokens` of them.
 
-    Raises as load_tokenizer.
+    With max_tokens, only as much of the text is tokenized as they need. Raises what load_tokenizer raises.
     """
     tokenizer = load_tokenizer(folder)
     characters = len(text) if max_tokens is None else CHARACTERS_PER_TOKEN * max_tokens
     while True:
-        with quiet():  # it warns of texts that are longer than the model takes
+        with quiet():  # the tokenizer warns of texts that are longer than the model takes
             ids = tokenizer(text[:characters], add_special_tokens=False)["input_ids"]
-        # What stands at the cut may be other tokens than in the whole text.
+        # Tokens near the cut may differ from those of the whole text, so a third more than needed is tokenized.
         if characters >= len(text) or (max_tokens is not None and len(ids) - len(ids) // 4 > max_tokens):
             return np.array(ids[:max_tokens], dtype=np.int64)
         characters *= 2
+
+
+def check_vocabulary(folder: Folder, ids: Ids) -> None:
+    """Raise EvaluationError if a text has a token id that the model does not know."""
+    largest = int(ids.max(initial=0))
+    if folder.vocabulary is not None and largest >= folder.vocabulary:
+        raise EvaluationError(
+            f"{folder.path}: the text has the token {largest}, the model knows {folder.vocabulary} tokens: the "
+            "tokenizer belongs to another model; name this model's with --tokenizer DIR"
+        )

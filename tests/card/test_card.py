@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from calls import make_card, write_card
+from calls import evaluate, make_card, write_card
 from commands import invoke
 from families import exported, model
 from families import master as master_of
@@ -107,18 +107,21 @@ def test_the_front_matter(master: Path) -> None:
 def test_what_is_not_known_is_not_said(master: Path) -> None:
     text = make_card(master).text
     assert facts(text) == {"library_name": "transformers", "tags": ["pqweights", "quantized", "5-bit"]}
-    assert "Made from a local checkpoint (fingerprint `" in text
+    assert "It was made from a local checkpoint (fingerprint `" in text
     assert "base model" not in text and "Evaluation" not in text and "DIR stands for this folder" in text
     named = make_card(master, base_model="org/base").text
     assert facts(named)["base_model"] == "org/base"
-    assert "as the author of this card states: the manifest names none" in named
+    assert (
+        "The author of this card names [org/base](https://huggingface.co/org/base) as the base model; the manifest names"
+        in named
+    )
 
 
 def test_every_figure_is_the_manifests(master: Path) -> None:
     found = inspect(master)
     manifest, totals = found.manifest, found.totals
     text = make_card(master, "a/b").text
-    assert sections(text) == ["Load", "Recipe", "What became of the weights", "Method", "Files and hashes"]
+    assert sections(text) == ["Load", "Recipe", "Weights", "Method", "Files and hashes"]
     assert f"**{totals['bits_per_weight']:.4f} bits per weight**" in text
     assert f"{8 * totals['output_bytes'] / totals['weights']:.4f} over all of them" in text
     assert f"{totals['coverage']:.4%} of {totals['weights']} weights" in text
@@ -135,7 +138,7 @@ def test_every_figure_is_the_manifests(master: Path) -> None:
         assert f"| {' | '.join(map(str, cells))} |" in lines
     assert f"{mean_error(manifest.records, 'relative_mse'):.4g}" in next(li for li in lines if li.startswith("| all |"))
     rescued = "model.layers.0.mlp.up_proj.weight"
-    assert any(line.startswith("Rescued, 1 tensor(s)") and line.endswith(f": `{rescued}`") for line in lines)
+    assert any(line.startswith("Rescued: 1 tensor(s).") and line.endswith(f": `{rescued}`") for line in lines)
     assert "| `norm` | 2 | 256 | BF16 | kept | normalisation |" in lines
     assert hashlib.sha256((master / "pqweights.json").read_bytes()).hexdigest() in text
     assert manifest.source_fingerprint in text
@@ -149,7 +152,7 @@ def test_tensors_that_exceed_are_named(master: Path) -> None:
 
     change_manifest(master, worsen)
     assert (
-        "**1 tensor(s) have an error above 1.25 times what the codec promises**, with every rotation: `lm_head.weight`"
+        "**1 tensor(s) have an error above 1.25 times what the codec promises**, in every way that it can encode them: `lm_head.weight`"
         in make_card(master).text
     )
 
@@ -225,8 +228,8 @@ def test_what_the_master_of_an_export_was(base: Path, tmp_path: Path) -> None:
     about = {"recipe": recipe, "bits_per_weight": 6.125, "relative_mse": 0.000642}
     change_manifest(folder, lambda data: data.update(master=about))
     text = make_card(folder).text
-    assert f"The master's: `q6`: {words(recipe['description'])}" in text
-    assert "The master itself: 6.1250 bits per weight, relative MSE 0.000642 against the original." in text
+    assert f"The master's recipe is `q6`: {words(recipe['description'])}" in text
+    assert "The master itself has 6.1250 bits per weight and a relative MSE of 0.000642 against the original." in text
     change_manifest(
         folder, lambda data: data.update(master={"recipe": 3, "bits_per_weight": 10**400, "relative_mse": "x"})
     )
@@ -253,7 +256,7 @@ def test_a_master_on_the_hub_of_an_unknown_model_is_named(base: Path, tmp_path: 
     change_manifest(folder, lambda data: (data.pop("model", None), data["source"].update(id="o/m", revision=revision)))
     text = make_card(folder).text
     assert (
-        f"Made from the master [o/m](https://huggingface.co/o/m) at commit `{revision}` (fingerprint `" in text
+        f"It was made from the master [o/m](https://huggingface.co/o/m) at commit `{revision}` (fingerprint `" in text
         and "local" not in text
     )
 
@@ -273,16 +276,22 @@ def test_an_export_of_a_scaled_master(by_source: bool, base: Path, tmp_path: Pat
     if by_source:
         change_manifest(folder, lambda data: data.update(original_fingerprint="cd" * 32))
     text = make_card(folder).text
-    assert "The master itself: 6.1250 bits per weight." in text and "0.000642" not in text
+    assert "The master itself has 6.1250 bits per weight." in text and "0.000642" not in text
     if by_source:
-        assert "scaled" not in text and "2306.00978" not in text
-        assert f"The master's activation-aware scales (file of scales: sha256 `{'ab' * 32}`) have no part" in text
+        assert "were scaled" not in text and "2306.00978" not in text
+        assert (
+            f"The master has activation-aware scales (file with sha256 `{'ab' * 32}`), which this export does not use."
+            in text
+        )
     else:
-        assert "The master's activation-aware scales: the input channels of 7 weights were scaled before" in text
+        assert (
+            "In the master, the input channels of 7 weights were scaled before quantization, by activation-aware scales"
+            in text
+        )
     about.pop("awq")
     change_manifest(folder, lambda data: data.update(master=about))
     text = make_card(folder).text
-    assert "The master's quantization used no calibration data." in text and "relative MSE 0.000642 against" in text
+    assert "The master was made without calibration data." in text and "relative MSE of 0.000642 against" in text
 
 
 @pytest.mark.parametrize(
@@ -290,14 +299,14 @@ def test_an_export_of_a_scaled_master(by_source: bool, base: Path, tmp_path: Pat
     [
         (
             {"target_size": 9_000_000_000}, {"kind": "heuristic"},
-            "by a rule of thumb for sensitivities, so that the target of 9000000000 bytes is kept",
+            "by a rule of thumb for sensitivities, to meet the target of 9000000000 bytes with",
         ),
         (
             {"target_bpw": 4.25}, {"kind": "text", "sha256": "ab" * 32},
-            f"by sensitivities measured on a text (file: sha256 `{'ab' * 32}`), so that the target of 4.25 bits per weight is kept",
+            f"by sensitivities measured on a text (file with sha256 `{'ab' * 32}`), to meet the target of 4.25 bits per weight with",
         ),
-        ({"target_bpw": 4}, {"kind": "random tokens", "sha256": "cd" * 32}, "by sensitivities measured on random tokens (file"),
-        ({"target_size": "x"}, {"kind": ["<b>"]}, "so that the target of the recipe is kept"),
+        ({"target_bpw": 4}, {"kind": "random tokens", "sha256": "cd" * 32}, "by sensitivities measured on random tokens (file with"),
+        ({"target_size": "x"}, {"kind": ["<b>"]}, "to meet the target of the recipe with"),
     ],
 )  # fmt: skip
 def test_widths_that_were_chosen(
@@ -307,26 +316,24 @@ def test_widths_that_were_chosen(
     fit = {"sensitivity": by, "predicted_rise": 0.0123456}
     change_manifest(master, lambda data: (data["recipe"].update(target), data.update(fit=fit)))
     text = make_card(master).text
-    assert "Default: `hadamard-lloyd-max`, the width chosen for each group." in text
-    assert "\nThe widths that no rule gives were chosen for each group of weights, by " in text
+    assert "Default: `hadamard-lloyd-max`, a width chosen for each group." in text
+    assert "\nThe widths that no rule sets were chosen for each group of weights by " in text
     assert says in text and "<b>" not in text
     # That of the rule of thumb says nothing by itself.
-    assert ("by 0.01235 nats per token, as predicted" in text) == (by["kind"] != "heuristic")
+    assert (", predicted as 0.01235 nats per token" in text) == (by["kind"] != "heuristic")
     assert text.count("arXiv:2411.17525](https://arxiv.org/abs/2411.17525)") == 2
     about = {"recipe": read_manifest(master).made_by["recipe"], "fit": fit | {"predicted_rise": None}}
     folder = Path(shutil.copytree(exported(base, "llama", "bf16"), tmp_path / "export"))
     change_manifest(folder, lambda data: data.update(master=about))
     text = make_card(folder).text
-    assert (
-        "\nThe master's widths that no rule gives were chosen" in text and says in text and "as predicted" not in text
-    )
+    assert "\nThe master's widths that no rule sets were chosen" in text and says in text and "predicted as" not in text
 
 
 def test_left_out_tensors_and_a_target_of_later(base: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = Path(shutil.copytree(exported(base, "llama", "bf16"), tmp_path / "export"))
     change_manifest(folder, lambda data: data.update(left_out={"mtp.a": "no head | there", "mtp.b": "no head | there"}))
-    assert "Left out, 2 tensor(s) of the master: no head &#124; there: `mtp.a`, `mtp.b`" in make_card(folder).text
+    assert "Left out: 2 tensor(s) of the master (no head &#124; there): `mtp.a`, `mtp.b`" in make_card(folder).text
     change_manifest(folder, lambda data: data.update(target="gguf"))
     with pytest.raises(MasterError, match=r"target: expected bf16, .*, found 'gguf'"):
         make_card(folder)
@@ -378,7 +385,7 @@ def test_the_commands_of_a_branch(kind: str, commands: list[str], base: Path) ->
     pytest.importorskip("transformers")
     folder = master_of(base, "llama") if kind == "master" else exported(base, "llama", kind)
     text = make_card(folder, "a/b", revision="x/y").text
-    assert "It lies on the branch `x/y`, which the commands name." in text
+    assert "It is on the branch `x/y`, which the commands name." in text
     assert all(each in text for each in commands)
     for block in blocks(text, "python"):
         compile(block, kind, "exec")
@@ -479,7 +486,6 @@ def test_commands_without_tokenizer_or_model_and_with_code(master: Path) -> None
 
 def test_evaluations(base: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from pqweights.evaluate.evaluation import evaluate
     from pqweights.evaluate.recording import make_record
     from pqweights.results.evaluation_record import find_place, write_record
 
@@ -507,7 +513,7 @@ def test_evaluations(base: Path, tmp_path: Path) -> None:
         "stride 8, the first 24 tokens of each but the first masked, "
     ) in card.text
     assert (
-        "float32 on cpu; computed by transformers, weights decoded by pqweights; reference `llama`, by its fingerprint the very checkpoint that was quantized."
+        "float32 on cpu; computed by transformers, weights decoded by pqweights; reference `llama`, which has the fingerprint of the checkpoint that was quantized."
         in card.text
     )
     change_manifest(folder, lambda data: data.update(model=BASE))
@@ -593,7 +599,9 @@ def test_the_repository_is_remembered(master: Path) -> None:
 def test_a_card_of_another_origin(master: Path) -> None:
     foreign = "---\nlicense: mit\nbase_model: org/base\ndatasets: [x]\n---\n\n# Mine\r\n\nText"
     (master / "README.md").write_bytes(foreign.encode())
-    with pytest.raises(OutputError, match=r"README\.md: is there and not written by pqweights card; --adopt keeps"):
+    with pytest.raises(
+        OutputError, match=r"README\.md: the file exists, and pqweights card did not write it; pass --adopt to keep"
+    ):
         write_card(master)
     assert (master / "README.md").read_bytes() == foreign.encode()
     card = write_card(master, adopt=True)
@@ -729,7 +737,9 @@ def test_refusals(master: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert invoke("card", tmp_path / "empty").exit_code == 1
     (master / "README.md").write_text("mine")
-    assert invoke("card", master).stderr.startswith("error: README.md: is there and not written by pqweights card")
+    assert invoke("card", master).stderr.startswith(
+        "error: README.md: the file exists, and pqweights card did not write it"
+    )
     assert invoke("card", master, "--adopt").exit_code == 0
 
 

@@ -248,7 +248,9 @@ def test_a_packed_weight_on_another_device_asks_its_codec(folder: Path, monkeypa
 
     rows = module.PackedRows
     loaded = pqweights.load_model(folder / "master", packed=True, dtype="float32")
-    monkeypatch.setattr(rows, "_decode_numpy", lambda self, row, *rest: rows._decode_torch(self, *rest))
+    monkeypatch.setattr(
+        rows, "_decode_numpy", lambda self, row, *args, **keywords: rows._decode_torch(self, *args, **keywords)
+    )
     exact = master_weights(folder / "master")
     seen = 0
     for name, parameter in loaded.named_parameters():

@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from calls import export, quantize
+from calls import evaluate, export, quantize
 from commands import invoke
 from families import ATTENTION, Family, build
 
 from pqweights.errors import DeviceError, EvaluationError, MasterError, MissingDependencyError, SourceError
 from pqweights.evaluate import speed
-from pqweights.evaluate.evaluation import evaluate
 from pqweights.evaluate.protocol import Windows, compare
 from pqweights.evaluate.report import EvaluationReport
 from pqweights.planning.recipe import load_recipe
@@ -78,15 +77,15 @@ def test_a_report(work: Path) -> None:
     assert (settings.text, settings.reference) == ("words", str(work / "source"))
     assert [row.model for row in report.rows] == [str(work / "q3"), str(work / "bf16")]
     ids = tokenize(work / "source", TEXT)[:290]
-    windows = Windows(128, 32)
-    expected = compare(open_model(work / "bf16"), open_model(work / "source"), ids, windows)
+    windows = Windows(size=128, stride=32)
+    expected = compare(open_model(work / "bf16"), open_model(work / "source"), ids=ids, windows=windows)
     assert report.rows[1].scores == expected
     # BF16 rounds what the master is decoded to: the same to the eye, not to the bit.
     master = report.rows[0].scores
     assert master.log_perplexity.value == pytest.approx(expected.log_perplexity.value, rel=1e-2)
     assert master.log_perplexity != expected.log_perplexity
     assert report.reference is not None
-    assert report.reference.scores.losses == compare(open_model(work / "source"), None, ids, windows).losses
+    assert report.reference.scores.losses == compare(open_model(work / "source"), None, ids=ids, windows=windows).losses
     assert report.reference.scores.divergence is None
     assert report.rows[0].runtime == "transformers, weights decoded by pqweights"
     assert {row.dtype for row in (*report.rows, report.reference)} == {"float32"}
@@ -142,7 +141,7 @@ def test_packed_masters_give_the_same(work: Path) -> None:
 )
 def test_windows_are_chosen(asked: dict[str, Any], expected: tuple[int, int, bool] | None, work: Path) -> None:
     if expected is None:
-        with pytest.raises(EvaluationError, match=r"--stride 65: .* at most the window, here 64 tokens"):
+        with pytest.raises(EvaluationError, match=r"--stride 65: .* at most the window, which has 64 tokens"):
             evaluate([work / "source"], TEXT, **asked)
         return
     settings = evaluate([work / "source"], TEXT, **asked).settings
@@ -190,9 +189,9 @@ def test_only_two_models_are_in_memory(work: Path, monkeypatch: pytest.MonkeyPat
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     most = 0
 
-    def counting(*arguments: Any) -> Any:
+    def counting(*arguments: Any, **options: Any) -> Any:
         nonlocal most
-        model = open_model(*arguments)
+        model = open_model(*arguments, **options)
         alive.add(model)
         most = max(most, len(alive))
         return model
@@ -241,7 +240,7 @@ def test_another_vocabulary(work: Path, tmp_path: Path) -> None:
         evaluate([larger], TEXT, reference=work / "source")
     models = [open_model(folder) for folder in (larger, work / "source")]
     with pytest.raises(EvaluationError, match="the model has 520 logits, the reference 512"):
-        compare(models[0], models[1], tokenize(work / "source", TEXT), Windows(32, 16))
+        compare(models[0], models[1], ids=tokenize(work / "source", TEXT), windows=Windows(size=32, stride=16))
 
 
 def test_a_vocabulary_that_lacks_tokens(work: Path, tmp_path: Path) -> None:
@@ -265,15 +264,15 @@ def test_encoders_are_refused(architecture: str, tmp_path: Path) -> None:
     else:
         settings |= {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 64}
     folder = build(Family(*ENCODERS[architecture], settings, (), ()), tmp_path / "model")
-    with pytest.raises(SourceError, match=f"architecture {architecture}: no causal language model"):
+    with pytest.raises(SourceError, match=f"architecture {architecture}: it is not a causal language model"):
         evaluate([folder], TEXT, window=64, stride=16)
     quantize(folder, tmp_path / "master", load_recipe("q5"), threads=2)
-    with pytest.raises(SourceError, match=f"architecture {architecture}: no causal language model"):
+    with pytest.raises(SourceError, match=f"architecture {architecture}: it is not a causal language model"):
         evaluate([tmp_path / "master"], TEXT, window=64, stride=16)
 
 
 def test_packed_needs_masters(work: Path) -> None:
-    with pytest.raises(EvaluationError, match="bf16: --packed: expected a master"):
+    with pytest.raises(EvaluationError, match="bf16: --packed: expected a pqweights master"):
         evaluate([work / "q3", work / "bf16"], TEXT, packed=True)
 
 
@@ -335,7 +334,11 @@ def test_no_models_and_unknown_dtypes(work: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [(b"", "found an empty file"), (b" \n\t", "found white space alone"), (b"abc\xff", "found the byte 0xff at 3")],
+    [
+        (b"", "found an empty file"),
+        (b" \n\t", "found only white space"),
+        (b"abc\xff", "found the byte 0xff at offset 3"),
+    ],
 )
 def test_what_is_no_text(content: bytes, expected: str, tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(content)
@@ -405,7 +408,7 @@ def test_speed_in_the_dtype_asked_for(work: Path) -> None:
 def test_what_the_process_refuses_is_raised_here(work: Path, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"no config\.json"):
         speed.measure_speed(tmp_path, np.arange(5), device="cpu", dtype="auto", packed=False)
-    with pytest.raises(EvaluationError, match="--packed: expected a master"):
+    with pytest.raises(EvaluationError, match="--packed: expected a pqweights master"):
         speed.measure_speed(work / "source", np.arange(5), device="cpu", dtype="auto", packed=True)
 
 
@@ -608,4 +611,4 @@ def test_a_bug_of_ours_keeps_its_traceback() -> None:
     with pytest.raises(SourceError, match="json"), Refused("json does not take it"):
         json.loads("{")
     with pytest.raises(AttributeError), Refused("never"):
-        folders._count(None, "x")  # type: ignore[arg-type]
+        folders._positive(None, "x")  # type: ignore[arg-type]

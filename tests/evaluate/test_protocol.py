@@ -37,7 +37,7 @@ def table_model(seed: int, noise: float = 0.0, vocabulary: int = VOCABULARY) -> 
     def logits(ids: Any, last: int) -> Any:
         return (tokens[ids] + places[: len(ids)])[-last:].astype(np.float32)
 
-    return Model("a table", "float32", logits, lambda ids, count: ids)
+    return Model(runtime="a table", dtype="float32", logits=logits, generate=lambda ids, count: ids)
 
 
 def naively(models: Sequence[Model], ids: Any, size: int, stride: int, score_first: bool) -> tuple[Any, Any, Any]:
@@ -72,7 +72,7 @@ def error_of_mean(values: Sequence[float]) -> float:
 @pytest.mark.parametrize(("size", "stride"), [(64, 16), (64, 64), (20, 7), (160, 16), (2, 1)])
 def test_against_the_protocol_written_naively(size: int, stride: int, score_first: bool) -> None:
     model, reference = table_model(1, noise=0.3), table_model(1)
-    scores = compare(model, reference, IDS, Windows(size, stride, score_first))
+    scores = compare(model, reference, ids=IDS, windows=Windows(size=size, stride=stride, score_first=score_first))
     losses, divergences, agreements = naively([model, reference], IDS, size, stride, score_first)
     assert [loss.predictions for loss in scores.losses] == [len(each[0]) for each in losses]
     assert [loss.total for loss in scores.losses] == pytest.approx([sum(each[0]) for each in losses], rel=1e-12)
@@ -117,7 +117,7 @@ def test_the_paper() -> None:
 
 @given(st.integers(2, 50), st.integers(1, 50), st.integers(0, 300), st.booleans())
 def test_windows_are_whole_and_score_no_token_twice(size: int, stride: int, tokens: int, score_first: bool) -> None:
-    windows = Windows(size, stride, score_first)
+    windows = Windows(size=size, stride=stride, score_first=score_first)
     if stride > size or tokens < size:
         with pytest.raises(EvaluationError, match="expected at"):
             windows.starts(tokens)
@@ -136,26 +136,26 @@ def test_windows_are_whole_and_score_no_token_twice(size: int, stride: int, toke
 
 
 def test_so_many_windows() -> None:
-    losses = window_losses(table_model(1), IDS, Windows(64, 32, score_first=True, count=4))
+    losses = window_losses(table_model(1), IDS, Windows(size=64, stride=32, score_first=True, count=4))
     assert [loss.predictions for loss in losses] == [63, 32, 32, 32]
     with pytest.raises(EvaluationError, match=r"expected at least 192 tokens for 5 window\(s\) of 64, found 160"):
-        window_losses(table_model(1), IDS, Windows(64, 32, score_first=True, count=5))
+        window_losses(table_model(1), IDS, Windows(size=64, stride=32, score_first=True, count=5))
 
 
 @pytest.mark.parametrize("size", [161, 2048])
 def test_a_short_text_is_refused_with_both_counts(size: int) -> None:
     with pytest.raises(EvaluationError, match=rf"at least {size} tokens for 1 window\(s\) of {size}, found 160"):
-        window_losses(table_model(1), IDS, Windows(size, 16))
+        window_losses(table_model(1), IDS, Windows(size=size, stride=16))
 
 
 @pytest.mark.parametrize(("size", "stride"), [(64, 65), (64, 0), (1, 1)])
 def test_a_stride_beyond_the_window_is_refused(size: int, stride: int) -> None:
     with pytest.raises(EvaluationError, match=rf"--stride {stride}: .* {size} tokens"):
-        window_losses(table_model(1), IDS, Windows(size, stride))
+        window_losses(table_model(1), IDS, Windows(size=size, stride=stride))
 
 
 def test_a_model_beside_itself() -> None:
-    scores = compare(table_model(1), table_model(1), IDS, Windows(64, 16))
+    scores = compare(table_model(1), table_model(1), ids=IDS, windows=Windows(size=64, stride=16))
     found = scores.divergence
     assert found is not None
     assert abs(found.mean.value) <= 1e-6 and abs(found.maximum) <= 1e-6
@@ -164,8 +164,8 @@ def test_a_model_beside_itself() -> None:
 
 
 def test_a_model_alone() -> None:
-    scores = compare(table_model(1), None, IDS, Windows(64, 16))
-    assert scores.losses == compare(table_model(1), table_model(2), IDS, Windows(64, 16)).losses
+    scores = compare(table_model(1), None, ids=IDS, windows=Windows(size=64, stride=16))
+    assert scores.losses == compare(table_model(1), table_model(2), ids=IDS, windows=Windows(size=64, stride=16)).losses
     assert scores.reference_losses is scores.divergence is scores.change is scores.perplexity_change is None
 
 
@@ -175,10 +175,15 @@ def test_small_divergences_are_exact() -> None:
     other = base.copy()
     other[7] += np.float32(1e-4)
     models = [
-        Model("", "", lambda ids, last, values=values: np.tile(values, (last, 1)), lambda i, n: i)
+        Model(
+            runtime="",
+            dtype="",
+            logits=lambda ids, last, values=values: np.tile(values, (last, 1)),
+            generate=lambda i, n: i,
+        )
         for values in (other, base)
     ]
-    found = compare(models[0], models[1], IDS, Windows(32, 8)).divergence
+    found = compare(models[0], models[1], ids=IDS, windows=Windows(size=32, stride=8)).divergence
     share = np.exp(base[7].astype(np.float64)) / np.exp(base.astype(np.float64)).sum()
     step = float(other[7]) - float(base[7])
     assert found is not None
@@ -192,7 +197,9 @@ def test_a_large_vocabulary_goes_in_pieces() -> None:
     def logits(ids: Any, last: int) -> Any:
         return values[None, :] * np.arange(1, last + 1, dtype=np.float32)[:, None] / last
 
-    (loss,) = window_losses(Model("", "", logits, lambda i, n: i), IDS[:12], Windows(12, 8))
+    (loss,) = window_losses(
+        Model(runtime="", dtype="", logits=logits, generate=lambda i, n: i), IDS[:12], Windows(size=12, stride=8)
+    )
     expected = 0.0
     for row, token in zip(logits(IDS[:12], 9)[:-1].astype(np.float64), IDS[4:12], strict=True):
         expected += math.log(np.exp(row).sum()) - row[token]
@@ -208,12 +215,12 @@ def test_logits_may_rule_tokens_out() -> None:
             values[:, list(tokens)] = -np.inf
             return values
 
-        return Model("", "", logits, lambda i, n: i)
+        return Model(runtime="", dtype="", logits=logits, generate=lambda i, n: i)
 
     ids = IDS % 30
-    both = compare(ruling_out(33, 34), ruling_out(33, 34), ids, Windows(64, 16)).divergence
-    fewer = compare(ruling_out(33), ruling_out(33, 34), ids, Windows(64, 16)).divergence
-    more = compare(ruling_out(33, 34), ruling_out(33), ids, Windows(64, 16)).divergence
+    both = compare(ruling_out(33, 34), ruling_out(33, 34), ids=ids, windows=Windows(size=64, stride=16)).divergence
+    fewer = compare(ruling_out(33), ruling_out(33, 34), ids=ids, windows=Windows(size=64, stride=16)).divergence
+    more = compare(ruling_out(33, 34), ruling_out(33), ids=ids, windows=Windows(size=64, stride=16)).divergence
     assert both is not None and fewer is not None and more is not None
     assert both.maximum == 0.0
     assert 0 < fewer.mean.value < math.inf
@@ -227,22 +234,22 @@ def test_logits_that_are_no_numbers_are_refused(bad: float) -> None:
         values[-3, 4] = bad
         return values
 
-    broken = Model("", "", logits, lambda i, n: i)
+    broken = Model(runtime="", dtype="", logits=logits, generate=lambda i, n: i)
     with pytest.raises(EvaluationError, match="the window from token 0 on: the model's logits are NaN or infinite"):
-        window_losses(broken, IDS, Windows(64, 16))
+        window_losses(broken, IDS, Windows(size=64, stride=16))
     with pytest.raises(EvaluationError, match="the window from token 0 on: the reference's logits are NaN or infinite"):
-        compare(table_model(1), broken, IDS, Windows(64, 16))
+        compare(table_model(1), broken, ids=IDS, windows=Windows(size=64, stride=16))
 
 
 def test_another_vocabulary_is_refused_with_both_sizes() -> None:
     with pytest.raises(EvaluationError, match="the model has 40 logits, the reference 37"):
-        compare(table_model(1, vocabulary=40), table_model(1), IDS, Windows(64, 16))
+        compare(table_model(1, vocabulary=40), table_model(1), ids=IDS, windows=Windows(size=64, stride=16))
 
 
 def test_a_hopeless_model_has_an_infinite_perplexity() -> None:
     scores = compare(
-        Model("", "", lambda ids, last: np.tile(np.float32([0, 3e6]), (last, 1)), lambda i, n: i), None,
-        np.zeros(64, dtype=np.int64), Windows(16, 8),
+        Model(runtime="", dtype="", logits=lambda ids, last: np.tile(np.float32([0, 3e6]), (last, 1)), generate=lambda i, n: i), None,
+        ids=np.zeros(64, dtype=np.int64), windows=Windows(size=16, stride=8),
     )  # fmt: skip
     assert scores.perplexity.value == math.inf
     assert scores.log_perplexity.value == pytest.approx(3e6)
@@ -256,9 +263,13 @@ def test_windows_need_not_see_what_follows() -> None:
         logits[np.arange(len(ids)), (ids + 1) % 7] = 100
         return logits[-last:]
 
-    ids, windows = np.arange(100) % 7, Windows(20, 10)
-    assert perplexity(window_losses(Model("", "", knowing, lambda i, n: i), ids, windows)) == pytest.approx(1)
-    ignorant = Model("", "", lambda ids, last: np.zeros((last, 7), dtype=np.float32), lambda i, n: i)
+    ids, windows = np.arange(100) % 7, Windows(size=20, stride=10)
+    assert perplexity(
+        window_losses(Model(runtime="", dtype="", logits=knowing, generate=lambda i, n: i), ids, windows)
+    ) == pytest.approx(1)
+    ignorant = Model(
+        runtime="", dtype="", logits=lambda ids, last: np.zeros((last, 7), dtype=np.float32), generate=lambda i, n: i
+    )
     assert perplexity(window_losses(ignorant, ids, windows)) == pytest.approx(7)
 
 
@@ -288,5 +299,11 @@ def test_windows_that_move_together_have_no_error_in_their_difference() -> None:
 
 def test_progress_counts_windows() -> None:
     seen: list[tuple[int, int]] = []
-    compare(table_model(1), table_model(2), IDS, Windows(64, 32), lambda done, total: seen.append((done, total)))
+    compare(
+        table_model(1),
+        table_model(2),
+        ids=IDS,
+        windows=Windows(size=64, stride=32),
+        progress=lambda done, total: seen.append((done, total)),
+    )
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]

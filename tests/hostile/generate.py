@@ -1414,8 +1414,8 @@ BERT: dict[str, Any] = {
 EVAL_CASES = [
     evaluating("eval-text-missing", "nowhere.txt", "No such file", command="eval model --text nowhere.txt"),
     evaluating("eval-text-empty", TEXT, "an empty file", text=b""),
-    evaluating("eval-text-blank", TEXT, "white space alone", text=b" \n \n"),
-    evaluating("eval-text-not-utf8", TEXT, "UTF-8", "0xff at 3", text=b"abc\xff"),
+    evaluating("eval-text-blank", TEXT, "only white space", text=b" \n \n"),
+    evaluating("eval-text-not-utf8", TEXT, "UTF-8", "0xff at offset 3", text=b"abc\xff"),
     evaluating("eval-text-short", "at least 16 tokens", "found 3", text="w1 w2 w3"),
     evaluating("eval-text-twice", "either --text FILE or --dataset", command=EVAL + " --dataset wikitext"),
     evaluating("eval-window-beyond-the-model", "--window 17", "model", "16 tokens", command=EVAL + " --window 17"),
@@ -1428,7 +1428,7 @@ EVAL_CASES = [
         "no_such_model",
         config={"model_type": "no_such_model", "max_position_embeddings": 16},
     ),
-    evaluating("eval-model-an-encoder", "BertModel", "no causal language model", config=BERT),
+    evaluating("eval-model-an-encoder", "BertModel", "not a causal language model", config=BERT),
     evaluating(
         "eval-tokenizer-missing",
         "model",
@@ -1451,7 +1451,7 @@ EVAL_CASES = [
         "eval-weight-too-many", "unexpected", UP + ".x", weights=stored({**language_model(), UP + ".x": VECTOR})
     ),
     evaluating("eval-logits-nan", "logits are NaN", weights=stored(language_model(value=float("nan")))),
-    evaluating("eval-packed-without-a-master", "--packed", "expected a master", command=EVAL + " --packed"),
+    evaluating("eval-packed-without-a-master", "--packed", "expected a pqweights master", command=EVAL + " --packed"),
     evaluating("eval-plot-of-another-kind", "plot.doc", ".png or .svg", command=EVAL + " --plot plot.doc"),
     evaluating("eval-reference-missing", "nowhere", "config.json", command=EVAL + " --reference nowhere"),
     beside("eval-reference-of-another-vocabulary", "16 tokens", "18", vocabulary=18),
@@ -1483,8 +1483,8 @@ CALIBRATE_CASES = [
         command="calibrate model s.safetensors --text nowhere.txt",
     ),
     evaluating("calibrate-text-empty", TEXT, "an empty file", command=CALIBRATE, text=b""),
-    evaluating("calibrate-text-not-utf8", TEXT, "UTF-8", "0xff at 3", command=CALIBRATE, text=b"abc\xff"),
-    evaluating("calibrate-text-short", "at least 256 tokens, 16 windows of 16", "found 40", command=CALIBRATE),
+    evaluating("calibrate-text-not-utf8", TEXT, "UTF-8", "0xff at offset 3", command=CALIBRATE, text=b"abc\xff"),
+    evaluating("calibrate-text-short", "at least 256 tokens, 16 window(s) of 16", "found 40", command=CALIBRATE),
     evaluating("calibrate-window-beyond-the-model", "16 tokens", "found 17", command=CALIBRATE + " --window 17"),
     evaluating("calibrate-model-missing", "nowhere", command="calibrate nowhere s.safetensors --text text.txt"),
     evaluating("calibrate-config-damaged", "config.json", "JSON", command=CALIBRATE, config=b"{"),
@@ -1565,7 +1565,7 @@ CALIBRATE_CASES = [
     evaluating(
         "ablate-an-encoder",
         "BertModel",
-        "no causal language model",
+        "not a causal language model",
         command="ablate model --text text.txt --no-awq",
         config=BERT,
     ),
@@ -1642,9 +1642,7 @@ FIT_CASES = [
         "sensitivity-output-in-no-folder", "nowhere", "make it first", command="sensitivity model nowhere/s.json"
     ),
     evaluating("sensitivity-output-there", TEXT, "--overwrite", command="sensitivity model text.txt"),
-    evaluating(
-        "sensitivity-output-a-folder", "model", "is there already", command="sensitivity model model --overwrite"
-    ),
+    evaluating("sensitivity-output-a-folder", "model", "found a folder", command="sensitivity model model --overwrite"),
     evaluating("sensitivity-window-beyond-the-model", "16 tokens", "found 17", command=MEASURE + " --window 17"),
     evaluating(
         "sensitivity-too-few-tokens",
@@ -1681,7 +1679,7 @@ FIT_CASES = [
     ),
     evaluating("sensitivity-text-missing", "nowhere.txt", "No such file", command=MEASURE + " --text nowhere.txt"),
     evaluating(
-        "sensitivity-text-short", "one window of 16", "found 3", command=MEASURE + " --text text.txt", text="w1 w2 w3"
+        "sensitivity-text-short", "1 window(s) of 16", "found 3", command=MEASURE + " --text text.txt", text="w1 w2 w3"
     ),
     evaluating(
         "sensitivity-tokens-unknown-to-the-model",

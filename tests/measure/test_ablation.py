@@ -68,7 +68,7 @@ def test_there_is_a_row_for_each_configuration(report: dict[str, Any]) -> None:
 def test_a_row_is_what_the_commands_give(source: Path, report: dict[str, Any], tmp_path: Path) -> None:
     quantize(source, tmp_path / "m", replace(load_recipe("q5"), codec="lloyd-max").with_bits(3), threads=2)
     ids = tokenize(source, (source / "text").read_text())[:2000]
-    scores = compare(open_model(tmp_path / "m"), open_model(source), ids, Windows(48, 24))
+    scores = compare(open_model(tmp_path / "m"), open_model(source), ids=ids, windows=Windows(size=48, stride=24))
     (row,) = [r for r in report["rows"] if (r["bits"], r["name"]) == (3, "+ Lloyd-Max only")]
     assert scores.divergence is not None
     assert row["perplexity"]["value"] == pytest.approx(scores.perplexity.value, rel=1e-6)
@@ -92,7 +92,9 @@ def scores(*losses: float) -> Scores:
 
 
 def row(name: str, *losses: float, bits: int | None = 5) -> AblationRow:
-    return AblationRow(name, bits, None, None, scores(*losses), None)
+    return AblationRow(
+        name=name, bits=bits, bits_per_weight=None, relative_mse=None, scores=scores(*losses), share=None
+    )
 
 
 def test_shares_are_of_the_gain_of_both() -> None:

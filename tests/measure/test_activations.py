@@ -16,19 +16,24 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from pqweights.checkpoint.source import open_local
-from pqweights.measure.activations import WeightPlace, places, watch
+from pqweights.measure.activations import Activations, Place, Sampling, TextWindow, WeightPlace, places, watch
 from pqweights.measure.scale_search import Inputs
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import load_recipe
 from pqweights.quantize import Quantize
 
-Seen = dict[tuple[str, int | None], Inputs]
+Seen = dict[Place, Inputs]
 IDS = np.random.default_rng(3).integers(0, 490, (3, 24))
-HELD_BACK = [False, True, False]
+WINDOWS = [TextWindow(ids, held_back) for ids, held_back in zip(IDS, (False, True, False), strict=True)]
 TOKENS, TOKENS_HELD_BACK = 48, 24
 ALL = (TOKENS, TOKENS_HELD_BACK)  # rows that are kept: all there are, so in their order
 # Stored [in, out], in the checkpoint as in the model.
 TRANSPOSED = {"gpt2": ("c_attn.weight", "c_proj.weight", "c_fc.weight"), "gpt_oss": ("gate_up_proj", "down_proj")}
+
+
+def watched(model: Any, wanted: set[Place], descriptor: int) -> Activations:
+    sampling = Sampling(wanted=wanted, rows=ALL, descriptor=descriptor)
+    return watch(model, WINDOWS, sampling, progress=lambda done, total: None)
 
 
 def run(
@@ -43,7 +48,7 @@ def run(
     where = places(model, list(weights))
     wanted = {(found.place[0], number) for found in where.values() for number in (None, *range(4))}
     with tempfile.TemporaryFile(dir=tmp_path) as file:
-        activations = watch(model, list(IDS), HELD_BACK, ALL, wanted, file.fileno(), lambda done, total: None)
+        activations = watched(model, wanted, file.fileno())
         seen = {place: found for place in wanted if (found := activations.inputs(place)) is not None}
         assert activations._records.keys() <= wanted
     return model, weights, where, seen
@@ -137,7 +142,7 @@ def test_samples_are_fair(tmp_path: Path) -> None:
     kept = np.zeros(1000)
     with tempfile.TemporaryFile(dir=tmp_path) as file:
         for seed in range(200):
-            sample = _Sample(file.fileno(), 40, 50, 3, seed)
+            sample = _Sample(file.fileno(), offset=40, capacity=50, columns=3, seed=seed)
             rows = np.repeat(np.arange(1000, dtype=np.float32)[:, None], 3, axis=1)
             for at in range(0, 1000, 170):
                 sample.add(rows[at : at + 170], at)
@@ -184,7 +189,7 @@ def test_products_of_every_kind_are_seen(tmp_path: Path) -> None:
     model = Layer()
     wanted = {(name, None) for name in "abcde"} | {(name, n) for name in ("stack", "single") for n in range(3)}
     with tempfile.TemporaryFile(dir=tmp_path) as file:
-        seen = watch(model, list(IDS), HELD_BACK, ALL, wanted, file.fileno(), lambda done, total: None)
+        seen = watched(model, wanted, file.fileno())
         found = {place: seen.inputs(place) for place in wanted}
     entered = model.embed(torch.from_numpy(IDS[[0, 2]].reshape(-1))).detach().numpy()
     for place, inputs in found.items():

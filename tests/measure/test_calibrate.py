@@ -108,7 +108,9 @@ def test_the_master_errs_less_where_it_counts(source: Path, calibrated: tuple[Pa
     unseen = np.random.default_rng(12).integers(0, 500, 600)
     reference = open_model(source)
     found = {
-        name: compare(open_model(tmp_path / name), reference, unseen, Windows(128, 64)).divergence
+        name: compare(
+            open_model(tmp_path / name), reference, ids=unseen, windows=Windows(size=128, stride=64)
+        ).divergence
         for name in ("plain", "scaled")
     }
     assert found["plain"] is not None
@@ -127,12 +129,11 @@ def test_no_layer_errs_more_on_text_that_nobody_has_seen(
     assert invoke("quantize", source, tmp_path / "scaled", "--bits", 3, "--awq", scales).exit_code == 0
     model = load_model(source, dtype="float32")
     where = activations.places(model, sorted(scaled))
-    windows = list(np.random.default_rng(13).integers(0, 500, (20, 128)))
+    windows = [activations.TextWindow(ids, False) for ids in np.random.default_rng(13).integers(0, 500, (20, 128))]
     with tempfile.TemporaryFile(dir=tmp_path) as file:
         wanted = {found.place for found in where.values()}
-        seen = activations.watch(
-            model, windows, [False] * 20, (2560, 1), wanted, file.fileno(), lambda done, total: None
-        )
+        sampling = activations.Sampling(wanted=wanted, rows=(2560, 1), descriptor=file.fileno())
+        seen = activations.watch(model, windows, sampling, progress=lambda done, total: None)
         original, plain, changed = (
             master_weight(folder) for folder in (source, tmp_path / "plain", tmp_path / "scaled")
         )
@@ -187,7 +188,7 @@ def test_experts_that_saw_little_are_named(
     assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
     experts = [m for name, w in report["weights"].items() if ".experts." in name for m in w["matrices"]]
-    few = [m for m in experts if "entered it, and" in m["reason"]]
+    few = [m for m in experts if "held back from" in m["reason"]]
     assert experts
     assert few
     assert not any(m["scaled"] for m in few)
@@ -217,17 +218,20 @@ def test_a_model_without_a_head(texts: Path, tmp_path: Path) -> None:
     ("arguments", "expected"),
     [
         (["--text", "{texts}/empty.txt"], "an empty file"),
-        (["--text", "{texts}/blank.txt"], "white space alone"),
+        (["--text", "{texts}/blank.txt"], "only white space"),
         (["--text", "{texts}/latin.txt"], "UTF-8"),
         (["--text", "{texts}/none.txt"], "No such file"),
-        (["--text", "{texts}/short.txt"], "expected at least 8192 tokens, 16 windows of 512, found 100"),
+        (
+            ["--text", "{texts}/short.txt"],
+            "expected at least 8192 tokens, 16 window(s) of 512, found 100; give a longer text",
+        ),
         (["--text", "{texts}/short.txt", "--window", "64"], "expected at least 1024 tokens"),
         (["--text", "{texts}/long.txt", "--window", "600"], "the 512 tokens that the model takes"),
         (["--text", "{texts}/long.txt", "--recipe", "q99"], "no recipe is called"),
         (["--text", "{texts}/long.txt", "--tokenizer", "{texts}"], "expected a tokenizer"),
         (
             ["--text", "{texts}/long.txt", "--tokenizer", "{texts}/wide", "--window", "64"],
-            "makes the token 1999, the model knows 512",
+            "the text has the token 1999, the model knows 512 tokens",
         ),
         (
             ["--text", "{texts}/long.txt", "--window", "64", "--device-map", "bogus"],
@@ -256,7 +260,7 @@ def test_the_output_is_checked_before_the_model_is_run(
         (calibrated[0], [], "pass --overwrite"),
         (foreign, ["--overwrite"], "replaces only a file of scales"),
         (tmp_path, [], "a folder"),
-        (tmp_path / "none" / "s.safetensors", [], "its folder is not there"),
+        (tmp_path / "none" / "s.safetensors", [], "its folder does not exist"),
     ):
         done = invoke("calibrate", source, out, "--text", texts / "long.txt", *options)
         assert done.exit_code == 1
@@ -267,7 +271,7 @@ def test_a_master_is_not_calibrated(source: Path, texts: Path, tmp_path: Path) -
     assert invoke("quantize", source, tmp_path / "master").exit_code == 0
     done = invoke("calibrate", tmp_path / "master", tmp_path / "s.safetensors", "--text", texts / "long.txt")
     assert done.exit_code == 1
-    assert "what it was made from" in done.stderr
+    assert "give the checkpoint that it was made from" in done.stderr
 
 
 def test_a_full_disk_is_named(source: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

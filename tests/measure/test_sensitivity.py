@@ -11,6 +11,7 @@ from typing import Any
 import families
 import numpy as np
 import pytest
+from calls import measure_sensitivity
 from commands import invoke
 from helpers import bf16, folder_bytes, gaussian, write_checkpoint
 from typer.testing import Result
@@ -24,15 +25,15 @@ from pqweights import load_model
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import EvaluationError, OutputError, RecipeError, SourceError
 from pqweights.measure import sensitivity as perturb
-from pqweights.measure.sensitivity import LEVELS, measure_sensitivity
+from pqweights.measure.sensitivity import LEVELS, SensitivityOptions
 from pqweights.planning.groups import TIED, grouped
 from pqweights.planning.recipe import load_recipe, parse_recipe
+from pqweights.planning.result_file import check_free
 from pqweights.planning.roles import classify
 from pqweights.planning.sensitivity_file import (
     Measured,
     Sensitivity,
     alphas_for,
-    check_free,
     fitted_alpha,
     is_tied,
     read_sensitivity,
@@ -195,13 +196,17 @@ def test_the_file_reads_back(tmp_path: Path) -> None:
 
 def test_a_file_in_the_way_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "s.json").write_text("mine")
-    for path, overwrite in ((tmp_path / "s.json", False), (tmp_path, False), (tmp_path, True)):
-        with pytest.raises(OutputError, match="is there already"):
-            check_free(path, overwrite)
-    with pytest.raises(OutputError, match="replaces a file of sensitivities alone"):
-        check_free(tmp_path / "s.json", True)
+    for path, overwrite, expected in (
+        (tmp_path / "s.json", False, "the file exists"),
+        (tmp_path, False, "found a folder"),
+        (tmp_path, True, "found a folder"),
+    ):
+        with pytest.raises(OutputError, match=expected):
+            check_free(path, overwrite, kind="sensitivities", read=read_sensitivity)
+    with pytest.raises(OutputError, match="replaces only a file of sensitivities"):
+        check_free(tmp_path / "s.json", True, kind="sensitivities", read=read_sensitivity)
     assert (tmp_path / "s.json").read_text() == "mine"
-    check_free(tmp_path / "new.json", False)
+    check_free(tmp_path / "new.json", False, kind="sensitivities", read=read_sensitivity)
 
 
 GROUP = FOUND.to_json()["groups"][0]
@@ -378,7 +383,7 @@ def test_it_is_a_divergence_from_the_clean_model(source: Path, tmp_path: Path) -
     """The first group and level once more, with torch's own formula and numpy's noise replaced by what was drawn."""
     found = measured(source, tokens=32, window=16)
     model = load_model(source, dtype="float32").eval()
-    windows = perturb._windows(source, None, 32, 16, None)
+    windows = perturb._windows(source, SensitivityOptions(tokens=32, window=16))
     group, (t2, kl) = found.groups[0], found.groups[0].points[2]
     assert group.weights == ("lm_head.weight",) or len(group.weights) >= 1
     parameters = dict(model.named_parameters())
@@ -388,7 +393,9 @@ def test_it_is_a_divergence_from_the_clean_model(source: Path, tmp_path: Path) -
         generator = torch.Generator().manual_seed(perturb._seed(group.name, 2))
         for name in group.weights:
             values = parameters[name].data
-            parameters[name].data = perturb._noisy(torch, values, math.sqrt(t2), False, 128, generator)
+            parameters[name].data = perturb._noisy(
+                torch, values, math.sqrt(t2), how=perturb._Noise(False, 128), generator=generator
+            )
         now = torch.log_softmax(model(ids).logits.double(), -1)
     expected = (clean.exp() * (clean - now)).sum(-1).mean()
     assert kl == pytest.approx(float(expected), rel=1e-3)
@@ -404,10 +411,10 @@ def test_each_group_is_measured_alone_and_put_back(source: Path, monkeypatch: py
     def changed(model: Any) -> set[str]:
         return {name for name, p in model.named_parameters() if not torch.equal(p, original[name])}
 
-    def divergence(torch: Any, model: Any, windows: Any, clean: Any) -> float:
+    def divergence(torch: Any, model: Any, windows: Any, *, clean: Any) -> float:
         models.append(model)
         seen.append(changed(model))
-        return real(torch, model, windows, clean)
+        return real(torch, model, windows, clean=clean)
 
     monkeypatch.setattr(perturb, "_divergence", divergence)
     found = measured(source)
@@ -424,7 +431,13 @@ def test_the_noise_of_every_block_is_in_proportion_to_it(transposed: bool, t2: f
     before = given.clone()
     total = torch.zeros(193)
     for seed in range(40):
-        noisy = perturb._noisy(torch, given, math.sqrt(t2), transposed, 128, torch.Generator().manual_seed(seed))
+        noisy = perturb._noisy(
+            torch,
+            given,
+            math.sqrt(t2),
+            how=perturb._Noise(transposed, 128),
+            generator=torch.Generator().manual_seed(seed),
+        )
         assert noisy.shape == given.shape
         error = ((noisy.T if transposed else noisy) - rows).reshape(-1)
         blocks, errors = (torch.nn.functional.pad(v, (0, 4)).view(-1, 128) for v in (rows.reshape(-1), error))
@@ -440,7 +453,12 @@ def test_a_block_that_is_short_errs_as_the_codec_does_in_it() -> None:
     values = torch.tensor(gaussian(1, 32, seed=3))
     errors = [
         float(
-            (perturb._noisy(torch, values, 0.1, False, 128, torch.Generator().manual_seed(seed)) - values)
+            (
+                perturb._noisy(
+                    torch, values, 0.1, how=perturb._Noise(False, 128), generator=torch.Generator().manual_seed(seed)
+                )
+                - values
+            )
             .square()
             .sum()
         )
@@ -452,7 +470,9 @@ def test_a_block_that_is_short_errs_as_the_codec_does_in_it() -> None:
 def test_noise_keeps_dtype_and_zeros() -> None:
     values = torch.zeros(3, 128, dtype=torch.bfloat16)
     values[1] = 1
-    noisy = perturb._noisy(torch, values, 0.1, False, 128, torch.Generator().manual_seed(0))
+    noisy = perturb._noisy(
+        torch, values, 0.1, how=perturb._Noise(False, 128), generator=torch.Generator().manual_seed(0)
+    )
     assert noisy.dtype == torch.bfloat16
     assert torch.equal(noisy[::2], values[::2])
     assert not torch.equal(noisy[1], values[1])
@@ -522,10 +542,12 @@ def test_progress_counts_groups(source: Path) -> None:
 
 
 def test_windows_are_as_long_as_the_model_takes(base: Path, source: Path) -> None:
-    assert [len(ids) for ids in perturb._windows(source, None, 2048, None, None)] == [256] * 8
-    assert [len(ids) for ids in perturb._windows(source, None, 100, 32, None)] == [32] * 3
-    assert [len(ids) for ids in perturb._windows(families.model(base, "gpt2"), None, 300, None, None)] == [128] * 2
-    ids = np.concatenate(perturb._windows(source, None, 2048, None, None))
+    assert [len(ids) for ids in perturb._windows(source, SensitivityOptions(tokens=2048))] == [256] * 8
+    assert [len(ids) for ids in perturb._windows(source, SensitivityOptions(tokens=100, window=32))] == [32] * 3
+    assert [len(ids) for ids in perturb._windows(families.model(base, "gpt2"), SensitivityOptions(tokens=300))] == [
+        128
+    ] * 2
+    ids = np.concatenate(perturb._windows(source, SensitivityOptions(tokens=2048)))
     assert ids.min() >= 0
     assert 500 < ids.max() < families.VOCABULARY
     assert len(set(ids.tolist())) > 400
@@ -556,9 +578,12 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--text", "{texts}/none.txt"], "No such file"),
         (["--text", "{texts}/empty.txt"], "an empty file"),
         (["--text", "{texts}/latin.txt"], "UTF-8"),
-        (["--text", "{texts}/short.txt"], "the text: expected at least one window of 256 tokens, found 20 tokens"),
+        (["--text", "{texts}/short.txt"], "the text: expected at least 256 tokens, 1 window(s) of 256, found 20"),
         (["--text", "{texts}/long.txt", "--tokenizer", "{texts}"], "expected a tokenizer"),
-        (["--text", "{texts}/long.txt", "--tokenizer", "{texts}/wide"], "its tokenizer makes the token"),
+        (
+            ["--text", "{texts}/long.txt", "--tokenizer", "{texts}/wide"],
+            "the text has the token 1999, the model knows 512 tokens",
+        ),
         (["--recipe", "q99"], "no recipe is called"),
         (["--window", "16", "--device-map", "bogus"], "transformers cannot run this model"),
     ],
@@ -590,8 +615,8 @@ def test_the_output_is_checked_before_the_model_is_run(
     before = written[0].read_bytes()
     for out, expected in (
         (written[0], "pass --overwrite"),
-        (tmp_path, "is there already"),
-        (tmp_path / "none/s.json", "its folder is not there"),
+        (tmp_path, "expected the name of a file, found a folder"),
+        (tmp_path / "none/s.json", "its folder does not exist"),
     ):
         done = invoke("sensitivity", source, out, "--tokens", 16, "--window", 16)
         assert isinstance(done.exception, SystemExit), repr(done.exception)
@@ -613,7 +638,7 @@ def test_overwriting(source: Path, tmp_path: Path) -> None:
 def test_a_master_is_not_measured(base: Path, tmp_path: Path) -> None:
     done = invoke("sensitivity", families.master(base, "llama"), tmp_path / "s.json")
     assert done.exit_code == 1
-    assert "measure what it was made from" in done.stderr
+    assert "give the checkpoint that it was made from" in done.stderr
 
 
 def test_a_model_without_predictions_is_refused(base: Path, tmp_path: Path) -> None:
@@ -621,7 +646,7 @@ def test_a_model_without_predictions_is_refused(base: Path, tmp_path: Path) -> N
     done = invoke("sensitivity", families.model(base, "gpt2"), tmp_path / "s.json", "--tokens", 16, "--window", 16)
     assert isinstance(done.exception, SystemExit), repr(done.exception)
     assert done.exit_code == 1
-    assert "GPT2Model: no causal language model" in done.stderr
+    assert "GPT2Model: it is not a causal language model" in done.stderr
     assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -640,7 +665,7 @@ def test_weights_that_are_transposed_in_the_file(tmp_path: Path) -> None:
 
 
 def test_logits_that_are_no_numbers_are_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(perturb, "_divergence", lambda *_: math.nan)
+    monkeypatch.setattr(perturb, "_divergence", lambda *_, **__: math.nan)
     with pytest.raises(EvaluationError, match="with noise, logits are NaN or infinite; pass --dtype float32"):
         measured(source)
     monkeypatch.undo()

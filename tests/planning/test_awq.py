@@ -325,10 +325,10 @@ def test_file_without_scales_changes_nothing(source: Path, tmp_path: Path) -> No
 
 
 def test_only_a_file_of_scales_is_replaced(source: Path, awq: Path, tmp_path: Path) -> None:
-    from pqweights.planning.awq_file import check_free
+    from pqweights.planning.result_file import check_free
 
-    check_free(tmp_path / "new.safetensors", False)
-    check_free(awq, True)
+    check_free(tmp_path / "new.safetensors", False, kind="scales", read=open_awq)
+    check_free(awq, True, kind="scales", read=open_awq)
     for path, overwrite in (
         (awq, False),
         (source / "model.safetensors", True),
@@ -336,7 +336,7 @@ def test_only_a_file_of_scales_is_replaced(source: Path, awq: Path, tmp_path: Pa
         (tmp_path / "x" / "y", False),
     ):
         with pytest.raises(OutputError):
-            check_free(path, overwrite)
+            check_free(path, overwrite, kind="scales", read=open_awq)
 
 
 # --- scales of any range ---
@@ -378,7 +378,14 @@ def a_layer(tmp_path: Path, weight: Floats) -> Any:
 
 def inputs(rows: Floats, held_back: Floats, windows: int = 8) -> Inputs:
     rms = np.sqrt((rows.astype(np.float64) ** 2).mean(axis=0)).astype(np.float32)
-    return Inputs(True, len(rows), rms, rows, held_back, np.arange(len(held_back)) % windows)
+    return Inputs(
+        along_rows=True,
+        tokens=len(rows),
+        rms=rms,
+        rows=rows,
+        held_back=held_back,
+        windows=np.arange(len(held_back)) % windows,
+    )
 
 
 CODEC = get_codec("hadamard-lloyd-max")
@@ -448,7 +455,7 @@ def test_too_few_tokens_leave_the_scale_at_1(rows: int, held_back: int, windows:
     found, best = search(CODEC.coder(5), a_layer(tmp_path, gaussian(64, 128, seed=3)), seen)
     assert best is None
     assert "256 tokens, and 128 held back from 4 windows" in found.reason
-    assert f"; {rows} entered it, and {held_back} from {min(windows, held_back)}" in found.reason
+    assert f"; found {rows}, and {held_back} from {min(windows, held_back)}" in found.reason
 
 
 def test_gain_from_a_single_window_is_not_significant() -> None:

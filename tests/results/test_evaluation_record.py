@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from calls import export, quantize
+from calls import evaluate, export, quantize
 from commands import invoke
 from families import ATTENTION, Family, build
 
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import MasterError, OutputError
-from pqweights.evaluate.evaluation import evaluate
 from pqweights.evaluate.recording import make_record
 from pqweights.planning.recipe import load_recipe
 from pqweights.results.evaluation_record import Figure, find_place, read_records, write_record

@@ -1,7 +1,8 @@
-"""The library's functions with flat keywords, sorted here into the options that they take."""
+"""The library's functions, called with flat keywords that are sorted here into options."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,19 @@ from pqweights import export as exporting
 from pqweights import push as pushing
 from pqweights import quantize as quantizing
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.evaluate import evaluation
+from pqweights.evaluate.report import EvaluationReport
 from pqweights.exports.options import ExportOptions
 from pqweights.hub.sources import Access
+from pqweights.measure import sensitivity as measuring
 from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import Recipe
+from pqweights.planning.sensitivity_file import Sensitivity
 from pqweights.rewrite.task import RewriteReport, RunOptions
 
 
 def options_of(kind: Any, keywords: dict[str, Any]) -> Any:
-    """The options of a kind, taken out of the keywords."""
+    """Take the options of one kind out of the keywords."""
     return kind(**{field.name: keywords.pop(field.name) for field in fields(kind) if field.name in keywords})
 
 
@@ -59,3 +64,14 @@ def write_card(
 
 def push(folder: Path, repository: str, access: Access, **keywords: Any) -> pushing.PushReport:
     return pushing.push(folder, repository, access, pushing.PushOptions(**keywords))
+
+
+def evaluate(models: Sequence[Path], text: str, name: str = "the text", **keywords: Any) -> EvaluationReport:
+    reading = options_of(evaluation.TextOptions, keywords)
+    options = evaluation.EvaluationOptions(text_name=name, reading=reading, **keywords)
+    return evaluation.evaluate(models, text, options)
+
+
+def measure_sensitivity(source: Path, recipe: Recipe, **keywords: Any) -> Sensitivity:
+    options = options_of(measuring.SensitivityOptions, keywords)
+    return measuring.measure_sensitivity(source, recipe, options, **keywords)

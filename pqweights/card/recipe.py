@@ -1,0 +1,100 @@
+"""The section of a card that says by which recipe the weights were quantized, and what it was calibrated on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pqweights.card.values import as_number, as_text
+from pqweights.markdown import code, number, words
+from pqweights.rewrite.manifest import Manifest
+
+# What widths were chosen by for a target, by the kind of the sensitivities.
+SENSITIVITIES = {
+    "heuristic": "a rule of thumb for sensitivities",
+    "random tokens": "sensitivities measured on random tokens",
+    "text": "sensitivities measured on a text",
+}
+# How the conditions of a rule are named.
+CONDITIONS = {
+    "name": "name",
+    "role": "role",
+    "min_weights": "weights at least",
+    "max_weights": "weights at most",
+    "dims": "dimensions",
+}
+
+
+def recipe(manifest: Manifest) -> list[str]:
+    """Return the recipe of the master, its rules in order, and the calibration; nothing if the manifest holds none."""
+    is_master = manifest.kind == "master"
+    source = manifest.made_by if is_master else manifest.identity.master
+    found = source.get("recipe")
+    if not isinstance(found, dict):
+        return []
+    prefix = "" if is_master else "The master's recipe is "
+    lines = [f"{prefix}{code(as_text(found.get('name')))}: {words(as_text(found.get('description')))}".rstrip(": ")]
+    fit = source.get("fit")
+    width = "a width chosen for each group" if isinstance(fit, dict) else f"{words(as_text(found.get('bits')))} bits"
+    default = f"Default: {code(as_text(found.get('codec')))}, {width}."
+    rules = found.get("rules")
+    rules = [rule for rule in rules if isinstance(rule, dict)] if isinstance(rules, list) else []
+    if rules:
+        lines.append(f"{default} The first rule that matches a tensor applies:")
+        lines.append("\n".join(f"{place}. {_rule(rule)}" for place, rule in enumerate(rules, start=1)))
+    else:
+        lines.append(f"{default} There are no rules.")
+    if isinstance(fit, dict):
+        lines.append(_fit(fit, found, "The widths" if is_master else "The master's widths"))
+    return [*lines, _calibration(source.get("awq"), manifest)]
+
+
+def _rule(rule: Mapping[str, Any]) -> str:
+    conditions = [
+        f"{name} {' or '.join(code(as_text(each)) for each in (value if isinstance(value, list) else [value]))}"
+        for key, name in CONDITIONS.items()
+        if (value := rule.get(key)) is not None
+    ]
+    effects = ["kept"] if rule.get("keep") is True else []
+    effects += [code(as_text(rule["codec"]))] if "codec" in rule else []
+    effects += [f"{words(as_text(rule['bits']))} bits"] if "bits" in rule else []
+    reason = f" ({words(as_text(rule['reason']))})" if "reason" in rule else ""
+    return f"{', '.join(conditions)}: {', '.join(effects)}{reason}"
+
+
+def _fit(fit: Mapping[str, Any], recipe: Mapping[str, Any], subject: str) -> str:
+    """Return how widths were chosen for a target. subject: the widths, as the sentence begins."""
+    output_bytes, per_weight = as_number(recipe.get("target_size")), as_number(recipe.get("target_bpw"))
+    target = "the target of the recipe"
+    if output_bytes is not None:
+        target = f"the target of {output_bytes:.0f} bytes"
+    elif per_weight is not None:
+        target = f"the target of {per_weight:g} bits per weight"
+    by = fit.get("sensitivity")
+    by = by if isinstance(by, dict) else {}
+    kind, rise = as_text(by.get("kind")), as_number(fit.get("predicted_rise"))
+    sensitivities = SENSITIVITIES.get(kind, f"sensitivities of the kind {code(kind)}")
+    if by.get("sha256") is not None:
+        sensitivities += f" (file with sha256 {code(as_text(by['sha256']))})"
+    # The figure that a rule of thumb predicts has no meaning by itself.
+    predicted = "" if rise is None or kind == "heuristic" else f", predicted as {number(rise)} nats per token"
+    return (
+        f"{subject} that no rule sets were chosen for each group of weights by {sensitivities}, to meet {target} with "
+        f"the smallest rise of the loss{predicted} (Malinovskii et al., *HIGGS*, "
+        "[arXiv:2411.17525](https://arxiv.org/abs/2411.17525))."
+    )
+
+
+def _calibration(awq: Any, manifest: Manifest) -> str:
+    is_master = manifest.kind == "master"
+    if not isinstance(awq, dict):
+        return "No calibration data was used." if is_master else "The master was made without calibration data."
+    file = f"file with sha256 {code(as_text(awq.get('sha256')))}"
+    if "original_fingerprint" in manifest.made_by:
+        return f"The master has activation-aware scales ({file}), which this export does not use."
+    count = sum(tensor.is_scaled for tensor in manifest.tensors) if is_master else awq.get("weights")
+    subject = "The input channels" if is_master else "In the master, the input channels"
+    return (
+        f"{subject} of {words(as_text(count))} weights were scaled before quantization, by activation-aware scales "
+        f"that were searched on a calibration text ({file})."
+    )
