@@ -220,8 +220,8 @@ def sections(document: Document) -> dict[str, str]:
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
-        way, folder, tokens, runs = sys.argv[2:]
-        print(json.dumps(child(way, folder, int(tokens), int(runs))))
+        way, folder, count, runs = sys.argv[2:]
+        print(json.dumps(child(way, folder, int(count), int(runs))))
         return
     parser = argument_parser(__doc__)
     parser.add_argument("--folder", type=Path, help="where checkpoints are made; by default a temporary folder")

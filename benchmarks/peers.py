@@ -242,13 +242,17 @@ def mlx() -> list[Quantizer]:
             mx.eval(packed)
             return packed
 
+        def decode(packed: Any) -> np.ndarray:
+            codes, scales, biases = packed
+            return np.array(mx.dequantize(codes, scales, biases, group_size=64, bits=bits).astype(mx.float32))
+
         return Quantizer(
             name=f"MLX affine, {bits} bits",
             counted=f"{bits}-bit codes; BF16 scale and bias per 64",
             threading=FIXED,
             prepare=prepare,
             encode=encode,
-            decode=lambda packed: np.array(mx.dequantize(*packed, group_size=64, bits=bits).astype(mx.float32)),
+            decode=decode,
             stored_bits=lambda packed: 8 * sum(part.nbytes for part in packed),
         )
 
@@ -324,7 +328,8 @@ def torchao() -> list[Quantizer]:
         return torch.from_numpy(weight).bfloat16()
 
     def integer(weight: Any) -> Any:
-        return IntxUnpackedToInt8Tensor.from_hp(weight, (1, 128), torch.int4, mapping_type=MappingType.ASYMMETRIC)
+        dtype = torch.int4  # type: ignore[attr-defined]
+        return IntxUnpackedToInt8Tensor.from_hp(weight, (1, 128), dtype, mapping_type=MappingType.ASYMMETRIC)
 
     def multiplied(tensor: Any) -> np.ndarray:  # the kernel has no decoding: it multiplies by the identity
         identity = torch.eye(tensor.shape[1], dtype=torch.bfloat16)

@@ -321,7 +321,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=(MASTERS, ABLATION, OTHERS), default=(MASTERS, ABLATION, OTHERS))
     parser.add_argument("--folder", type=Path, help="where masters are made; by default a temporary folder")
     options = parser.parse_args()
-    start, settings, absent = now(), {}, {}
+    start = now()
+    settings: dict[str, Any] = {}
+    absent: dict[str, str] = {}
     rows = []
     for model in options.models:
         with tempfile.TemporaryDirectory(dir=options.folder) as work:

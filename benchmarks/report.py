@@ -14,7 +14,6 @@ import argparse
 import importlib.util
 import itertools
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,7 +191,7 @@ def draw(documents: dict[str, Document], out: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    settings = {"svg.hashsalt": "pqweights", "svg.fonttype": "none", "axes.grid": True, "axes.axisbelow": True}
+    settings: Any = {"svg.hashsalt": "pqweights", "svg.fonttype": "none", "axes.grid": True, "axes.axisbelow": True}
     matplotlib.rcParams.update(settings)
     from matplotlib import pyplot
 
@@ -223,8 +222,10 @@ def fill(page: Path, sections: dict[str, str]) -> None:
     """Replace the text between the markers."""
     text = page.read_text(encoding="utf-8")
     for name, content in sections.items():
-        pattern = rf"(<!-- begin {re.escape(name)} -->\n).*?(<!-- end {re.escape(name)} -->)"
-        text = re.sub(pattern, lambda match, content=content: f"{match[1]}{content}\n{match[2]}", text, flags=re.DOTALL)
+        begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+        if begin in text:
+            before, _, rest = text.partition(begin)
+            text = f"{before}{begin}{content}\n{end}{rest.partition(end)[2]}"
     page.write_text(text, encoding="utf-8")
 
 

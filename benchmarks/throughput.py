@@ -53,7 +53,7 @@ def operations(blocks: int, widths: list[int]) -> dict[str, Work]:
         )
 
         def encode(first: int, last: int, coding: BlockCoding = coding, out: EncodedArrays = out) -> None:
-            part = EncodedArrays(*(array[first:last] for array in out))
+            part = EncodedArrays._make(array[first:last] for array in out)
             backend.encode(values[first * VALUE_BYTES : last * VALUE_BYTES], "BF16", coding, part)
 
         def decode(first: int, last: int, coding: BlockCoding = coding, out: EncodedArrays = out) -> None:

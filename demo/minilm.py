@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 SENTENCES = (
     "The cat sat on the windowsill and watched the rain.",
@@ -63,8 +64,11 @@ def model_folder() -> Path:
     return Path(spec.origin).parent / "model"
 
 
-def embeddings(folder: Path):  # -> [sentences, 384] float32 tensor, unit length
-    """The mean of the last hidden states over the tokens of each sentence, normalised: the model's own pooling."""
+def embeddings(folder: Path) -> Any:
+    """The embeddings of the sentences, a float32 tensor [sentences, 384] of rows of length 1, by the model's own pooling.
+
+    It is the mean of the last hidden states over the tokens of a sentence, normalised.
+    """
     import torch
     from transformers import AutoModel, AutoTokenizer
 
