@@ -74,7 +74,7 @@ class _Computed(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
+class _EvaluationJob:
     """An evaluation of which everything but the models themselves has been read and checked.
 
     folders: the folders of all models; the reference is the first if there is one.
@@ -153,7 +153,7 @@ def evaluate(
     return EvaluationReport(_settings(job), rows.pop(0) if job.base else None, tuple(rows))
 
 
-def _prepare(models: Sequence[Path], text: str, options: EvaluationOptions, *, progress: Progress) -> _Job:
+def _prepare(models: Sequence[Path], text: str, options: EvaluationOptions, *, progress: Progress) -> _EvaluationJob:
     """Read and check everything that needs no model in memory."""
     if options.dtype not in (None, *DTYPES):
         raise EvaluationError(f"dtype {options.dtype!r}: expected {', '.join(DTYPES)}")
@@ -171,7 +171,7 @@ def _prepare(models: Sequence[Path], text: str, options: EvaluationOptions, *, p
     if base:
         _check_same_vocabulary(base[0], compared)
     ids = _ids(folders, text, options.reading)
-    return _Job(
+    return _EvaluationJob(
         folders=tuple(folders),
         sizes=tuple(size(folder.path) for folder in folders),
         ids=ids,
@@ -183,7 +183,7 @@ def _prepare(models: Sequence[Path], text: str, options: EvaluationOptions, *, p
     )
 
 
-def _score_all(job: _Job) -> list[_Computed]:
+def _score_all(job: _EvaluationJob) -> list[_Computed]:
     """Score all models; the reference comes first if there is one. Only the figures stay in memory."""
     base = None if job.base is None else job.open(job.base, 0)
     result = [_score(job, number, base) for number in range(len(job.compared))]
@@ -194,7 +194,7 @@ def _score_all(job: _Job) -> list[_Computed]:
     return result
 
 
-def _score(job: _Job, number: int, base: Model | None) -> _Computed:
+def _score(job: _EvaluationJob, number: int, base: Model | None) -> _Computed:
     """Load one of the compared models and score it. It is freed on return, before the next one is loaded."""
     folder, before = job.compared[number], number * len(job.starts)
     model = job.open(folder, before)
@@ -209,7 +209,7 @@ def _score(job: _Job, number: int, base: Model | None) -> _Computed:
     return _Computed(model.runtime, model.dtype, scores)
 
 
-def _measure_speeds(job: _Job) -> list[Speed | None]:
+def _measure_speeds(job: _EvaluationJob) -> list[Speed | None]:
     """Measure the speed of all models, one after the other."""
     result: list[Speed | None] = []
     for number, folder in enumerate(job.folders):
@@ -219,7 +219,7 @@ def _measure_speeds(job: _Job) -> list[Speed | None]:
     return result
 
 
-def _settings(job: _Job) -> EvaluationSettings:
+def _settings(job: _EvaluationJob) -> EvaluationSettings:
     windows, options = job.windows, job.options
     return EvaluationSettings(
         text=options.text_name,

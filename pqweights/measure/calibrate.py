@@ -128,7 +128,7 @@ class CalibrationOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
+class _CalibrationJob:
     """A calibration of which everything but the model has been read and checked.
 
     planned: the weights that the recipe quantizes.
@@ -201,7 +201,7 @@ def calibrate(
 
 def _prepare(
     source: Path, out: Path, text: str, *, recipe: Recipe, options: CalibrationOptions, progress: Progress
-) -> _Job:
+) -> _CalibrationJob:
     """Read and check everything that needs no model in memory."""
     if recipe.target is not None:
         raise RecipeError(
@@ -221,12 +221,12 @@ def _prepare(
         max_tokens=options.max_tokens,
     )
     package("transformers", "transformers", "running the model")
-    return _Job(
+    return _CalibrationJob(
         source=source, checkpoint=checkpoint, planned=planned, windows=windows, options=options, progress=progress
     )
 
 
-def _layers(job: _Job, descriptor: int) -> Iterator[tuple[LayerReport, Floats | None]]:
+def _layers(job: _CalibrationJob, descriptor: int) -> Iterator[tuple[LayerReport, Floats | None]]:
     """Yield the report of each weight, and its scales [..., K] or None.
 
     descriptor: the open file for rows of inputs.
@@ -295,7 +295,7 @@ def _rounds(
 
 
 def _search_all(
-    job: _Job, planned: Sequence[TensorPlan], *, where: Mapping[str, WeightPlace], activations: Activations
+    job: _CalibrationJob, planned: Sequence[TensorPlan], *, where: Mapping[str, WeightPlace], activations: Activations
 ) -> Iterator[tuple[LayerReport, Floats | None]]:
     """Search all weights in threads and yield the results in order; the first error stops the search."""
     tensors = {tensor.name: tensor for tensor in job.checkpoint.tensors}
