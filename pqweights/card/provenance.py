@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from pqweights.card.values import as_text
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
 from pqweights.checkpoint.storage import Origin
 from pqweights.codecs import CODECS
+from pqweights.exports.options import ExportOptions
 from pqweights.hub.ids import is_repository_id
 from pqweights.markdown import code, size, table
 from pqweights.planning.plan import INTEGER
@@ -16,7 +18,6 @@ from pqweights.rewrite.manifest import Manifest, shards_of
 
 HUB = "https://huggingface.co"
 PAPERS = "https://arxiv.org/abs"
-EXPORT_OPTIONS = ("dtype", "packing", "mode", "bits", "group_size", "basis", "qparams")
 # How integers were rounded, by --qparams.
 ROUNDING = {
     "best": ", with the scale and offset of each group that give the least squared error",
@@ -30,9 +31,9 @@ def opening(found: Inspection, base_model: str | None) -> list[str]:
     manifest = found.manifest
     what = "This is a *master*: weights that are quantized once and then exported to the formats that runtimes load."
     if manifest.kind != "master":
-        options = {key: manifest.made_by.get(key) for key in EXPORT_OPTIONS}
+        options = {field.name: manifest.made_by.get(field.name) for field in fields(ExportOptions)}
         shown = [
-            f", {key.replace('_', ' ')} {code(as_text(value))}" for key, value in options.items() if value is not None
+            f", {name.replace('_', ' ')} {code(as_text(value))}" for name, value in options.items() if value is not None
         ]
         what = f"This is an export for the target {code(manifest.made_by['target'])}{''.join(shown)}."
     return [f"{what} {_origin(manifest, base_model)}", _sizes(manifest, found.totals)]

@@ -19,19 +19,19 @@ class ExportOptions:
     """The options that a user may give for an export. None stands for the target's default.
 
     dtype: "bf16" or "source" (the bf16 target)
+    packing: how codes are packed (the torchao target)
+    mode: the integer or float format (the mlx target)
     bits: width of the integers, in bits
     group_size: weights that share a scale
-    mode: the integer or float format (the mlx target)
-    packing: how codes are packed (the torchao target)
     basis: "plain" or "rotated" (the vllm target)
     qparams: how scales are chosen, "best" or "minmax"
     """
 
     dtype: str | None = None
+    packing: str | None = None
+    mode: str | None = None
     bits: int | None = None
     group_size: int | None = None
-    mode: str | None = None
-    packing: str | None = None
     basis: str | None = None
     qparams: str | None = None
 

@@ -36,21 +36,24 @@ from pqweights.strict_json import Fields, json_bytes, parse_json, rounded
 MANIFEST_VERSION = 1
 # The key of a transform's account of itself (Transform.describe) that tells which kind of result it makes.
 KINDS = {"recipe": "master", "target": "export"}
-# Every key that such an account may have.
-MADE_BY_KEYS = (
-    "recipe",
-    "target",
-    "dtype",
-    "packing",
-    "mode",
-    "bits",
-    "group_size",
-    "basis",
-    "qparams",
-    "original_fingerprint",
-    "master_errors",
-    "awq",
-    "fit",
+# The manifest's own keys. Every other key belongs to the account.
+OWN_KEYS = frozenset(
+    {
+        "manifest_version",
+        "kind",
+        "source",
+        "model",
+        "master",
+        "max_shard_bytes",
+        "relative_mse",
+        "total_mse",
+        "master_mse",
+        "metadata",
+        "left_out",
+        "exceeding",
+        "tensors",
+        "files",
+    }
 )
 
 
@@ -259,7 +262,7 @@ def _parse(fields: Fields) -> Manifest:
     source = fields.fields("source")
     identity = RunIdentity(
         kind=_parse_kind(fields),
-        made_by={key: fields.raw(key) for key in MADE_BY_KEYS if key in fields},
+        made_by={key: fields.raw(key) for key in fields if key not in OWN_KEYS},
         source_bytes=source.count("bytes"),
         max_shard_bytes=_parse_shard_bytes(fields),
         tensors=tuple(tensor for tensor, _ in entries),
