@@ -13,32 +13,41 @@ if TYPE_CHECKING:
     from pqweights.push import PushReport
 
 
+FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Master or export that pqweights wrote.")]
+RepositoryArgument = Annotated[
+    str, typer.Argument(metavar="ORG/NAME", help="Repository on the Hub; created if it does not exist.")
+]
+PrivateOption = Annotated[
+    bool, typer.Option("--private", help="Create the repository as private; one that exists must be private.")
+]
+BranchOption = Annotated[
+    str | None,
+    typer.Option("--revision", metavar="BRANCH", help="Branch; created if it does not exist.", show_default="main"),
+]
+PullRequestOption = Annotated[
+    bool, typer.Option("--create-pr", help="Open a pull request against the branch, which must exist.")
+]
+MessageOption = Annotated[str | None, typer.Option("--message", "-m", help="Title of the commit.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be pushed, and change nothing.")]
+
+
 def command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Master or export that pqweights wrote.")],
-    repository: Annotated[
-        str, typer.Argument(metavar="ORG/NAME", help="Repository on the Hub; made if it is not there.")
-    ],
-    private: Annotated[
-        bool, typer.Option("--private", help="Make the repository private; one that is there must be.")
-    ] = False,
-    revision: Annotated[
-        str | None,
-        typer.Option("--revision", metavar="BRANCH", help="Branch; made if it is not there.", show_default="main"),
-    ] = None,
-    create_pr: Annotated[
-        bool, typer.Option("--create-pr", help="Open a pull request against the branch, which must be there.")
-    ] = False,
-    message: Annotated[str | None, typer.Option("--message", "-m", help="Title of the commit.")] = None,
+    folder: FolderArgument,
+    repository: RepositoryArgument,
+    private: PrivateOption = False,
+    revision: BranchOption = None,
+    create_pr: PullRequestOption = False,
+    message: MessageOption = None,
     base_model: options.BaseModelOption = None,
     adopt: options.AdoptOption = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be pushed, and change nothing.")] = False,
+    dry_run: DryRunOption = False,
     threads: options.ThreadsOption = None,
     token: options.TokenOption = None,
     json: options.JsonOption = False,
 ) -> None:
     """Bring a master or an export to the Hub, with a model card made from its manifest; a broken folder is refused.
 
-    What is there already is not sent again: interrupted, the same command continues.
+    What is there already is not sent again: after an interruption, the same command continues.
     """
     with output.errors(continues=True):
         from pqweights.push import PushOptions, push
@@ -55,7 +64,7 @@ def command(
                 verifying=verifying,
                 progress=pushing,
             )
-            done = push(folder, repository, options.access(revision, token), asked)
+            done = push(folder, repository, options.access(revision, token), options=asked)
         if json:
             output.print_json(done.to_json() | {"dry_run": dry_run})
         else:
@@ -69,11 +78,13 @@ def _lines(done: PushReport, dry_run: bool) -> list[str]:
     if same:
         lines.append(f"same: {same} file(s)")
     where = f"{done.repository}, branch {done.branch}"
-    made = " (made)" if done.created and not dry_run else " (would be made)" if done.created else ""
+    created = ""
+    if done.created:
+        created = " (would be created)" if dry_run else " (created)"
     if not shown:
         lines.append(f"{where}: holds all of this already; nothing was pushed")
     elif dry_run:
-        lines.append(f"{where}{made}: {output.size(done.sent_bytes)} would be pushed; nothing was")
+        lines.append(f"{where}{created}: {output.size(done.sent_bytes)} would be pushed; nothing was")
     else:
-        lines.append(f"{where}{made}: {output.size(done.sent_bytes)} pushed, commit {done.commit}: {done.url}")
+        lines.append(f"{where}{created}: {output.size(done.sent_bytes)} pushed, commit {done.commit}: {done.url}")
     return lines

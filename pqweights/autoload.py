@@ -1,8 +1,8 @@
-"""Registers our quantizer with transformers, whether transformers is imported before or after pqweights.
+"""Registering the quantizer with transformers, whether transformers is imported before or after pqweights.
 
 transformers keeps its quantizers in the module `transformers.quantizers.auto`, and has no entry points for others. A
-finder on `sys.meta_path` adds ours when that module has been executed; it stays there, so that a reload registers
-again. Neither transformers nor torch is imported here.
+finder on `sys.meta_path` registers the quantizer of pqweights when that module has been executed. It stays there, so
+that a reload registers again. Neither transformers nor torch is imported here.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def _register() -> None:
     # master then fails with the message of the guard in its config.json.
     with contextlib.suppress(ImportError):
         register = getattr(importlib.import_module(INTEGRATION), "register", None)
-        if register is not None:  # else the integration is just being imported, and its own imports led here
+        if register is not None:  # otherwise the integration is being imported, and its own imports led here
             register()
 
 
 class _Finder:
-    """Finds one module with the other finders, and gives it a loader that registers our quantizer afterwards."""
+    """Finds one module with the other finders, and gives it a loader that then registers the quantizer."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return the spec of the module, see importlib.abc.MetaPathFinder; None for any other module."""
@@ -54,7 +54,7 @@ class _Finder:
 
 
 class _RegisteringLoader:
-    """Wraps a loader, and registers our quantizer when it has executed a module."""
+    """Wraps a loader, and registers the quantizer after it has executed a module."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

@@ -1,4 +1,4 @@
-"""Buffers that pass from thread to thread and are used again."""
+"""Buffers that pass from thread to thread and are reused."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-# Bytes of a cache line: vector instructions are fastest on memory that begins at one.
+# The size of a cache line, in bytes: vector instructions are fastest on memory that begins at one.
 ALIGNMENT = 64
 
 Allocator = Callable[[int], npt.NDArray[np.uint8]]  # byte count -> memory, contents undefined
 
 
 def pageable(byte_count: int) -> npt.NDArray[np.uint8]:
-    """Ordinary memory; pages that are never used cost nothing."""
+    """Return ordinary memory; pages that are never used cost nothing."""
     memory = np.empty(byte_count + ALIGNMENT, dtype=np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + byte_count]
 
 
 class BufferPool:
-    """Buffers of one capacity that pass from thread to thread: the thread that uses one last gives it back."""
+    """Buffers of one capacity, shared by threads: the thread that uses a buffer last gives it back."""
 
     def __init__(self, capacity_bytes: int, allocate: Allocator = pageable) -> None:
         self._capacity_bytes = capacity_bytes
@@ -30,7 +30,7 @@ class BufferPool:
         self._free: deque[npt.NDArray[np.uint8]] = deque()
 
     def take(self) -> npt.NDArray[np.uint8]:
-        """A buffer of the full capacity, contents undefined."""
+        """Return a buffer of the full capacity, contents undefined."""
         try:
             return self._free.pop()
         except IndexError:

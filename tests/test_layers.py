@@ -61,7 +61,7 @@ OPTIONAL = {
         "pqweights.kernels.vector",
     },
     "yaml": {"pqweights.planning.recipe", "pqweights.checkpoint.model_card", "pqweights.card.front_matter", "pqweights.card.old_card"},
-    "huggingface_hub": set(),  # by name, in pqweights.hub.client
+    "huggingface_hub": set(),  # by name, in pqweights.hub.official
     "matplotlib": {"pqweights.plots.distribution", "pqweights.plots.figure", "pqweights.plots.layers"},
     "transformers": {
         "pqweights.measure.activations",

@@ -1,4 +1,4 @@
-"""Pushing to the Hub: what is sent, what is not, what of the repository stays, and what is refused before anything is sent."""
+"""Pushing to the Hub: what is sent, which files in the repository stay, and what is refused before anything is sent."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def client(hub: LoopbackHub, tmp_path: Path) -> Iterator[Client]:
     from huggingface_hub.utils import close_session
 
     with pytest.MonkeyPatch.context() as patch:
-        yield Client(hub.url, tmp_path / "home", hub.token, patch).set_up()
+        yield Client(url=hub.url, home=tmp_path / "home", token=hub.token, patch=patch).set_up()
         close_session()
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A master and its export, and one in three shards."""
+    """A folder with a master, its export, and a master in three shards."""
     folder = tmp_path_factory.mktemp("made")
     source = str(write_source(folder / "source"))
     run_command({"quantize": source}, folder / "master")
@@ -54,18 +54,18 @@ def master(made: Path, tmp_path: Path) -> Path:
 
 
 def writes(hub: LoopbackHub) -> list[str]:
-    """Requests that may have changed something."""
+    """Return the requests that may have changed something."""
     asking = ("/api/validate-yaml",)
     return [f"{r.method} {r.path}" for r in hub.requests if r.method not in ("GET", "HEAD") and r.path not in asking]
 
 
 def puts(hub: LoopbackHub) -> list[str]:
-    """The large files that were sent, by hash."""
+    """Return the hashes of the large files that were sent."""
     return [r.path.removeprefix("/uploads/") for r in hub.requests if r.method == "PUT"]
 
 
 def assert_holds(hub: LoopbackHub, folder: Path, revision: str = "main", also: tuple[str, ...] = ()) -> None:
-    """The repository holds the folder, and nothing else but what a new one has."""
+    """Check that the repository holds the folder and, besides `also`, only what a new repository has."""
     there = hub.repositories[TARGET]
     assert set(there.files(revision)) == {*files_of(folder), ".gitattributes", *also}
     for name, path in files_of(folder).items():
@@ -73,17 +73,15 @@ def assert_holds(hub: LoopbackHub, folder: Path, revision: str = "main", also: t
 
 
 @pytest.mark.parametrize("kind", ["master", "export", "sharded"])
-def test_a_pushed_folder_is_there_and_opens_by_id(
-    kind: str, hub: LoopbackHub, client: Client, made: Path, tmp_path: Path
-) -> None:
+def test_pushed_folder_opens_by_id(kind: str, hub: LoopbackHub, client: Client, made: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made / kind, tmp_path / kind))
     without_card = folder_bytes(folder)
     told = client.well("push", folder, TARGET).stdout
-    assert f"{TARGET}, branch main (made): " in told
+    assert f"{TARGET}, branch main (created): " in told
     assert f"commit {hub.repositories[TARGET].sha()}: {hub.url}/{TARGET}" in told
     assert_holds(hub, folder)
     assert not hub.repositories[TARGET].private
-    assert sum(path.startswith("POST") and "/commit/" in path for path in writes(hub)) == 1  # everything in one
+    assert sum(path.startswith("POST") and "/commit/" in path for path in writes(hub)) == 1  # one commit for everything
     card = folder_bytes(folder).pop("README.md")
     assert folder_bytes(folder) == {**without_card, "README.md": card}
     assert b"license: apache-2.0" in card
@@ -100,7 +98,7 @@ def test_a_pushed_folder_is_there_and_opens_by_id(
         assert kind == "sharded" or found == right
 
 
-def test_a_second_push_sends_nothing(hub: LoopbackHub, client: Client, master: Path) -> None:
+def test_second_push_sends_nothing(hub: LoopbackHub, client: Client, master: Path) -> None:
     client.well("push", master, TARGET)
     first, sent = hub.repositories[TARGET].sha(), len(writes(hub))
     assert "holds all of this already; nothing was pushed" in client.well("push", master, TARGET).stdout
@@ -125,7 +123,7 @@ def test_only_what_changed_is_sent(hub: LoopbackHub, client: Client, master: Pat
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_a_dry_run_changes_nothing(there: bool, hub: LoopbackHub, client: Client, master: Path) -> None:
+def test_dry_run_changes_nothing(there: bool, hub: LoopbackHub, client: Client, master: Path) -> None:
     if there:
         hub.commit(TARGET, {"README.md": b"# Mine, by hand\n", "notes.txt": b"x"})
         (master / "README.md").write_text("# Mine, by hand\n")
@@ -133,7 +131,7 @@ def test_a_dry_run_changes_nothing(there: bool, hub: LoopbackHub, client: Client
     options = ["--adopt"] if there else []
     told = client.well("push", master, TARGET, "--dry-run", *options).stdout
     assert "would be pushed; nothing was" in told
-    assert ("(would be made)" in told) != there
+    assert ("(would be created)" in told) != there
     report = json.loads(
         client.well("push", master, TARGET, "--dry-run", "--json", "--revision", "dev", *options).stdout
     )
@@ -163,16 +161,16 @@ BROKEN = {
     "a flipped byte": (flip_a_byte, "sha256"),
     "a shard that is missing": (lambda folder: (folder / SHARD).unlink(), SHARD),
     "a file that is missing": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
-    "a file that nobody lists": (lambda folder: (folder / "more.bin").write_bytes(b"x"), "more.bin"),
+    "a file that is not in the manifest": (lambda folder: (folder / "more.bin").write_bytes(b"x"), "more.bin"),
     "no manifest": (lambda folder: (folder / "pqweights.json").unlink(), "pqweights.json"),
     "a damaged manifest": (lambda folder: (folder / "pqweights.json").write_bytes(b"{"), "pqweights.json"),
     "no folder": (shutil.rmtree, "pqweights.json"),
-    "a card that others wrote": (lambda folder: (folder / "README.md").write_text("# Mine\n"), "--adopt"),
+    "a card that pqweights did not write": (lambda folder: (folder / "README.md").write_text("# Mine\n"), "--adopt"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_folder_is_refused_before_anything_is_sent(
+def test_broken_folder_is_refused_before_anything_is_sent(
     name: str, hub: LoopbackHub, client: Client, master: Path
 ) -> None:
     damage, says = BROKEN[name]
@@ -187,7 +185,7 @@ def test_a_broken_folder_is_refused_before_anything_is_sent(
 @pytest.mark.parametrize(
     "name", ["master", "me/", "/master", "me/a/b", "../master", "", "https://huggingface.co/me/master"]
 )
-def test_the_namespace_is_not_guessed(name: str, hub: LoopbackHub, client: Client, master: Path) -> None:
+def test_namespace_must_be_named(name: str, hub: LoopbackHub, client: Client, master: Path) -> None:
     assert "ORG/NAME" in client.line("push", master, name)
     assert hub.requests == []
 
@@ -200,13 +198,13 @@ def test_the_namespace_is_not_guessed(name: str, hub: LoopbackHub, client: Clien
         ("you/master", "right", "does not permit"),
     ],
 )
-def test_who_may_not_push(
+def test_push_without_write_access_is_refused(
     repository: str, token: str | None, says: str, hub: LoopbackHub, client: Client, master: Path
 ) -> None:
     client.token = hub.token if token == "right" else token
     for options in ([], ["--dry-run"]):
         if options and repository != TARGET:
-            continue  # only creating it shows that
+            continue  # shows only when the repository is created
         line = client.line("push", master, repository, *options)
         assert says in line
         assert LOG_IN in line
@@ -214,7 +212,7 @@ def test_who_may_not_push(
     assert puts(hub) == []
 
 
-def test_a_token_of_the_command_line(hub: LoopbackHub, client: Client, master: Path) -> None:
+def test_token_on_the_command_line(hub: LoopbackHub, client: Client, master: Path) -> None:
     client.token = None
     done = client.well("push", master, TARGET, "--token", hub.token)
     assert hub.token not in done.output
@@ -222,7 +220,7 @@ def test_a_token_of_the_command_line(hub: LoopbackHub, client: Client, master: P
     assert not any(hub.token.encode() in data for data in folder_bytes(master).values())
 
 
-def test_weights_of_others_are_not_mixed_with(hub: LoopbackHub, client: Client, master: Path) -> None:
+def test_repository_with_other_weights_is_refused(hub: LoopbackHub, client: Client, master: Path) -> None:
     for name in (
         "pytorch_model.bin",
         "model.gguf",
@@ -247,13 +245,13 @@ def test_weights_of_others_are_not_mixed_with(hub: LoopbackHub, client: Client, 
 # --- Where it goes ----------------------------------------------------------------------------------------------------
 
 
-def test_private(hub: LoopbackHub, client: Client, master: Path) -> None:
+def test_private_repository(hub: LoopbackHub, client: Client, master: Path) -> None:
     client.well("push", master, TARGET, "--private")
     assert hub.repositories[TARGET].private
     assert_holds(hub, master)
 
 
-def test_private_is_no_wish_for_what_is_public(hub: LoopbackHub, client: Client, master: Path) -> None:
+def test_private_is_refused_for_a_public_repository(hub: LoopbackHub, client: Client, master: Path) -> None:
     hub.commit(TARGET, {"notes.txt": b"x"})
     assert "public" in refused(hub, client, master, "--private")
     assert "public" in refused(hub, client, master, "--private", "--dry-run")
@@ -261,7 +259,9 @@ def test_private_is_no_wish_for_what_is_public(hub: LoopbackHub, client: Client,
     client.well("push", master, TARGET, "--private")
 
 
-def test_a_branch_is_expected(hub: LoopbackHub, client: Client, master: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commits_tags_and_invalid_branches_are_refused(
+    hub: LoopbackHub, client: Client, master: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.commit(TARGET, {"notes.txt": b"x"})
     commit = hub.repositories[TARGET].sha()
     for revision in (commit, commit.upper()):
@@ -283,21 +283,21 @@ def test_a_branch_is_expected(hub: LoopbackHub, client: Client, master: Path, mo
         assert "expected a branch, found a tag" in refused(hub, client, master, "--revision", revision)
 
 
-def test_a_pull_request_makes_no_branch(hub: LoopbackHub, client: Client, master: Path) -> None:
+def test_pull_request_needs_an_existing_branch(hub: LoopbackHub, client: Client, master: Path) -> None:
     assert "no branch" in refused(hub, client, master, "--create-pr", "--revision", "dev")
     hub.commit(TARGET, {"notes.txt": b"x"})
     assert "no branch" in refused(hub, client, master, "--create-pr", "--revision", "dev")
     hub.commit(TARGET, {"notes.txt": b"y"}, branch="dev")
     client.well("push", master, TARGET, "--create-pr", "--revision", "dev")
     assert hub.repositories[TARGET].read("notes.txt", "refs/pr/1") == b"y"
-    # A further commit to it.
+    # A further commit to the pull request.
     note_here(master, "More.\n")
     client.well("push", master, TARGET, "--revision", "refs/pr/1")
     assert b"More." in hub.repositories[TARGET].read("README.md", "refs/pr/1")
     assert b"revision" not in hub.repositories[TARGET].read("README.md", "refs/pr/1")
 
 
-def test_the_card_of_a_branch_loads_that_branch(hub: LoopbackHub, client: Client, master: Path) -> None:
+def test_card_on_a_branch_names_that_branch(hub: LoopbackHub, client: Client, master: Path) -> None:
     client.well("push", master, TARGET, "--revision", "refs/heads/dev")
     card = hub.repositories[TARGET].read("README.md", "dev").decode()
     assert f'load_model("{TARGET}", revision="dev")' in card
@@ -308,14 +308,14 @@ def test_the_card_of_a_branch_loads_that_branch(hub: LoopbackHub, client: Client
     assert b"revision" not in hub.repositories[TARGET].read("README.md")
 
 
-def test_a_base_model_that_is_none(hub: LoopbackHub, client: Client, master: Path) -> None:
+def test_invalid_base_model_is_refused(hub: LoopbackHub, client: Client, master: Path) -> None:
     assert "base model 'a b': expected ORG/NAME" in refused(hub, client, master, "--base-model", "a b")
     assert hub.requests == []
 
 
 @pytest.mark.parametrize("after", [0, 1])
-def test_a_card_that_the_hub_refuses(after: int, hub: LoopbackHub, client: Client, master: Path) -> None:
-    """Before anything is sent; and if it changes its mind, in one line, too."""
+def test_card_that_the_hub_refuses(after: int, hub: LoopbackHub, client: Client, master: Path) -> None:
+    """The Hub refuses it before anything is sent, or only with the commit."""
     body = b'{"errors": [{"message": "\\"license\\" must be one of [x]"}, {"message": "b"}], "warnings": []}'
     hub.inject(Fault(Status(400, body=body), "POST", "/api/validate-yaml", after=after, times=1000))
     line = client.line("push", master, TARGET)
@@ -327,12 +327,12 @@ def test_a_card_that_the_hub_refuses(after: int, hub: LoopbackHub, client: Clien
         assert not (master / "README.md").exists()
 
 
-def test_branches(hub: LoopbackHub, client: Client, master: Path, made: Path) -> None:
+def test_branch_is_created_and_main_stays_untouched(hub: LoopbackHub, client: Client, master: Path, made: Path) -> None:
     told = client.well("push", master, TARGET, "--revision", "five-bits").stdout
-    assert f"{TARGET}, branch five-bits (made)" in told
+    assert f"{TARGET}, branch five-bits (created)" in told
     assert_holds(hub, master, "five-bits")
     assert list(hub.repositories[TARGET].files()) == [".gitattributes"]
-    # The branch is there now, and main still is not touched.
+    # The branch exists now, and main stays untouched.
     shutil.copytree(made / "sharded", master.parent / "sharded")
     client.well("push", master.parent / "sharded", TARGET, "--revision", "five-bits")
     assert_holds(hub, master.parent / "sharded", "five-bits")
@@ -341,10 +341,10 @@ def test_branches(hub: LoopbackHub, client: Client, master: Path, made: Path) ->
     sent = len(puts(hub))
     client.well("push", master, TARGET)
     assert_holds(hub, master)
-    assert len(puts(hub)) == sent  # the repository has them from the first push to the branch
+    assert len(puts(hub)) == sent  # the first push to the branch sent them
 
 
-def test_a_pull_request(hub: LoopbackHub, client: Client, master: Path) -> None:
+def test_pull_request(hub: LoopbackHub, client: Client, master: Path) -> None:
     hub.commit(TARGET, {"notes.txt": b"x"})
     state = hub.repositories[TARGET].sha()
     told = client.well("push", master, TARGET, "--create-pr", "--message", "Five bits").stdout
@@ -356,14 +356,14 @@ def test_a_pull_request(hub: LoopbackHub, client: Client, master: Path) -> None:
     assert f"commit {pushed}" in told
 
 
-def test_a_pull_request_to_a_repository_of_others(hub: LoopbackHub, client: Client, master: Path) -> None:
+def test_pull_request_to_a_repository_of_another_user(hub: LoopbackHub, client: Client, master: Path) -> None:
     hub.commit("you/master", {"notes.txt": b"x"})
     client.well("push", master, "you/master", "--create-pr")
     assert SHARD in hub.repositories["you/master"].files("refs/pr/1")
     assert list(hub.repositories["you/master"].files()) == ["notes.txt"]
 
 
-def test_messages(hub: LoopbackHub, client: Client, master: Path) -> None:
+def test_title_of_the_commit(hub: LoopbackHub, client: Client, master: Path) -> None:
     client.well("push", master, TARGET, "-m", "Nearly lossless")
     there = hub.repositories[TARGET]
     assert there.commits[there.sha()].title == "Nearly lossless"
@@ -377,7 +377,7 @@ def test_messages(hub: LoopbackHub, client: Client, master: Path) -> None:
 
 
 @pytest.mark.parametrize("smaller_first", [True, False])
-def test_shards_that_are_no_longer_ours_are_deleted_and_the_files_of_others_stay(
+def test_old_shards_are_deleted_and_other_files_stay(
     smaller_first: bool, hub: LoopbackHub, client: Client, master: Path, made: Path, tmp_path: Path
 ) -> None:
     sharded = Path(shutil.copytree(made / "sharded", tmp_path / "sharded"))
@@ -389,7 +389,7 @@ def test_shards_that_are_no_longer_ours_are_deleted_and_the_files_of_others_stay
     shards = {path.name for path in first.glob("*.safetensors")}
     assert {each["name"] for each in report["files"] if each["change"] == "deleted"} == shards
     assert_holds(hub, second, also=("LICENSE", "images/plot.png"))
-    # Of its own folder the file of others is none: the manifest does not list it.
+    # verify reports the other files, because the manifest does not list them.
     refused = client("verify", TARGET)
     assert refused.stdout.splitlines() == [f"{name}: is not in the manifest" for name in ("LICENSE", "images/plot.png")]
 
@@ -401,12 +401,14 @@ def test_notes_on_the_hub_are_kept(hub: LoopbackHub, client: Client, master: Pat
     hub.commit(TARGET, {"README.md": card.replace("<!-- /notes -->", f"{notes}<!-- /notes -->").encode()})
     (master / "README.md").unlink()
     report = json.loads(client.well("push", master, TARGET, "--json").stdout)
-    assert {each["name"] for each in report["files"] if each["change"] != "same"} == {"README.md"}  # with their mark
+    assert {each["name"] for each in report["files"] if each["change"] != "same"} == {
+        "README.md"
+    }  # with a hash of the notes
     (master / "README.md").unlink()
     assert "nothing was pushed" in client.well("push", master, TARGET).stdout
     assert notes in (master / "README.md").read_text(encoding="utf-8")
     assert notes in hub.repositories[TARGET].read("README.md").decode()
-    # With other weights, too: the card is written anew, but for the notes.
+    # With other weights, the card is written anew except for the notes.
     run_command({"quantize": str(write_source(master.parent / "source")), "overwrite": True, "recipe": "q4"}, master)
     client.well("push", master, TARGET)
     found = hub.repositories[TARGET].read("README.md").decode()
@@ -429,7 +431,7 @@ def note_there(hub: LoopbackHub, text: str, at: str = NOTES) -> None:
 
 
 def refused(hub: LoopbackHub, client: Client, folder: Path, *options: str) -> str:
-    """The line of a push that changes nothing, there or here."""
+    """Return the line of a push that must fail, and check that it changed nothing on the Hub or in the folder."""
     before, sent = folder_bytes(folder), writes(hub)
     there = {name: (each.sha(), list(each.branches)) for name, each in hub.repositories.items()}
     line = client.line("push", folder, TARGET, *options)
@@ -439,9 +441,7 @@ def refused(hub: LoopbackHub, client: Client, folder: Path, *options: str) -> st
     return line
 
 
-def test_of_notes_here_and_on_the_hub_those_stand_that_were_edited(
-    hub: LoopbackHub, client: Client, master: Path
-) -> None:
+def test_edited_notes_win_and_conflicts_are_refused(hub: LoopbackHub, client: Client, master: Path) -> None:
     def pushed() -> str:
         client.well("push", master, TARGET)
         there = hub.repositories[TARGET].read("README.md")
@@ -454,7 +454,7 @@ def test_of_notes_here_and_on_the_hub_those_stand_that_were_edited(
     note_there(hub, "Again.\n")
     assert "\nWritten on the Hub.\nAgain.\n<!-- /notes -->" in pushed()
     note_here(master, "Written here.\n")
-    client.well("card", master)  # a refresh is no push
+    client.well("card", master)  # refreshing the card does not push it
     assert "\nWritten on the Hub.\nAgain.\nWritten here.\n<!-- /notes -->" in pushed()
     note_here(master, "The same.\n")
     note_there(hub, "The same.\n")
@@ -470,7 +470,7 @@ def test_of_notes_here_and_on_the_hub_those_stand_that_were_edited(
     assert "\nOf here.\nOf the Hub.\n<!-- /notes -->" in pushed()
 
 
-def test_keys_of_the_front_matter_are_kept_like_notes(hub: LoopbackHub, client: Client, master: Path) -> None:
+def test_front_matter_keys_are_kept_like_notes(hub: LoopbackHub, client: Client, master: Path) -> None:
     def pushed() -> str:
         client.well("push", master, TARGET)
         return hub.repositories[TARGET].read("README.md").decode()
@@ -480,13 +480,13 @@ def test_keys_of_the_front_matter_are_kept_like_notes(hub: LoopbackHub, client: 
     note_there(hub, "datasets:\n- a/b\n", at)
     assert "datasets:\n- a/b\n" in pushed()
     (master / "README.md").write_text((master / "README.md").read_text().replace("datasets:\n- a/b\n", ""))
-    assert "datasets" not in pushed()  # deleted here, and not edited there
+    assert "datasets" not in pushed()  # deleted here and not edited on the Hub
     note_there(hub, "thumbnail: x\n", at)
     note_here(master, "thumbnail: y\n", at)
     assert "its front matter on the Hub and here differ" in refused(hub, client, master)
 
 
-def test_a_card_of_others_on_the_hub_beside_ours_here(hub: LoopbackHub, client: Client, master: Path) -> None:
+def test_foreign_card_on_the_hub_and_own_card_here(hub: LoopbackHub, client: Client, master: Path) -> None:
     hub.commit(TARGET, {"README.md": b"# By hand\n"})
     client.well("card", master)
     assert "README.md on the Hub: the file exists, and pqweights card did not write it" in refused(hub, client, master)
@@ -509,7 +509,7 @@ def test_notes_are_pushed_byte_for_byte(newline: str, hub: LoopbackHub, client: 
 
 @pytest.mark.parametrize("where", ["here", "there"])
 @pytest.mark.parametrize(("content", "says"), [(b"# \xff\n", "UTF-8"), (b"# " + b"x" * 4_000_000, "4000002 bytes")])
-def test_a_card_that_is_no_text(
+def test_card_that_is_not_a_text_is_refused(
     where: str, content: bytes, says: str, hub: LoopbackHub, client: Client, master: Path
 ) -> None:
     if where == "here":
@@ -532,14 +532,16 @@ def deleted(client: Client, folder: Path) -> set[str]:
     return {each["name"] for each in report["files"] if each["change"] == "deleted"}
 
 
-def test_a_manifest_on_the_hub_is_not_trusted_with_files_of_others(
-    hub: LoopbackHub, client: Client, master: Path
-) -> None:
+def test_manifest_on_the_hub_cannot_delete_other_files(hub: LoopbackHub, client: Client, master: Path) -> None:
     client.well("push", master, TARGET)
     theirs = {
-        "notes.txt": b"1234", "vocab.bin.txt": b"12345", ".gitattributes": b"* text\n", ".cache/x": b"123", "big.zip": b"zip",
+        "notes.txt": b"1234",
+        "vocab.bin.txt": b"12345",
+        ".gitattributes": b"* text\n",
+        ".cache/x": b"123",
+        "big.zip": b"zip",
         "same.zip": b"own",
-    }  # fmt: skip
+    }
     hub.commit(TARGET, theirs)
     sha256 = {name: hashlib.sha256(content).hexdigest() for name, content in theirs.items()}
     listed = {name: {"bytes": len(content), "sha256": sha256[name]} for name, content in theirs.items()}
@@ -548,12 +550,12 @@ def test_a_manifest_on_the_hub_is_not_trusted_with_files_of_others(
     readme = hub.repositories[TARGET].read("README.md")
     listed["README.md"] = {"bytes": len(readme), "sha256": hashlib.sha256(readme).hexdigest()}
     remote_manifest(hub, lambda data: data["files"].update(listed))
-    # What is as it says was ours: of the small one no hash is known.
+    # Files that match their entry were pushed by us, as far as can be told: of small files the Hub lists no SHA-256.
     assert deleted(client, master) == {"vocab.bin.txt", "same.zip"}
     assert_holds(hub, master, also=("notes.txt", ".cache/x", "big.zip"))
 
 
-def test_a_shard_of_another_size_is_not_ours(hub: LoopbackHub, client: Client, master: Path, made: Path) -> None:
+def test_shard_of_another_size_counts_as_foreign(hub: LoopbackHub, client: Client, master: Path, made: Path) -> None:
     sharded = Path(shutil.copytree(made / "sharded", master.parent / "sharded"))
     client.well("push", sharded, TARGET)
     name = sorted(path.name for path in sharded.glob("*.safetensors"))[1]
@@ -561,7 +563,7 @@ def test_a_shard_of_another_size_is_not_ours(hub: LoopbackHub, client: Client, m
     assert name in refused(hub, client, master)
 
 
-# Odd, and no reason to pass over it.
+# Odd manifests that are read nevertheless.
 READABLE = ("two tensors of a name", "a shape that no float holds")
 HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "half surrogates": lambda data: data["files"].update({"\ud800": {"bytes": 1, "sha256": "x"}}),
@@ -576,10 +578,10 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("name", [*HOSTILE, "depth", "no text", "too large"])
-def test_a_hostile_manifest_on_the_hub(
+def test_hostile_manifest_on_the_hub(
     name: str, hub: LoopbackHub, client: Client, master: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be anybody's; that which cannot be read is replaced, and nothing is deleted on its word."""
+    """A manifest that cannot be read is replaced, and nothing that it lists is deleted."""
     client.well("push", master, TARGET)
     hub.commit(TARGET, {"gone.txt": b"x"})
     if name in HOSTILE:
@@ -588,14 +590,14 @@ def test_a_hostile_manifest_on_the_hub(
         )
     elif name == "too large":
         remote_manifest(hub, lambda data: data["files"].update({"gone.txt": {"bytes": 1, "sha256": "x"}}))
-        monkeypatch.setattr("pqweights.push.MAX_MANIFEST_BYTES", 1000)
+        monkeypatch.setattr("pqweights.push.destination.MAX_MANIFEST_BYTES", 1000)
     else:
         hub.commit(TARGET, {"pqweights.json": b"[" * 100_000 if name == "depth" else b"\xff\xfe\x00"})
     assert deleted(client, master) == ({"gone.txt"} if name in READABLE else set())
     assert hub.repositories[TARGET].read("pqweights.json") == (master / "pqweights.json").read_bytes()
 
 
-def test_evaluations_on_the_hub_go_with_their_manifest(
+def test_evaluations_on_the_hub_are_deleted_with_their_manifest(
     hub: LoopbackHub, client: Client, master: Path, made: Path
 ) -> None:
     client.well("push", master, TARGET)
@@ -605,7 +607,7 @@ def test_evaluations_on_the_hub_go_with_their_manifest(
     assert deleted(client, Path(shutil.copytree(made / "export", master.parent / "export"))) == {"pqweights-eval.json"}
 
 
-def test_the_manifest_there_is_read_once(hub: LoopbackHub, client: Client, master: Path) -> None:
+def test_manifest_on_the_hub_is_read_once(hub: LoopbackHub, client: Client, master: Path) -> None:
     client.well("push", master, TARGET)
     before = len(hub.requests)
     note_here(master, "Mine.\n")
@@ -614,7 +616,7 @@ def test_the_manifest_there_is_read_once(hub: LoopbackHub, client: Client, maste
     assert sorted(path.rpartition("/")[2] for path in read) == ["README.md", "pqweights.json"]
 
 
-def test_a_card_of_others_on_the_hub_is_refused_or_adopted(hub: LoopbackHub, client: Client, master: Path) -> None:
+def test_foreign_card_on_the_hub_is_refused_or_adopted(hub: LoopbackHub, client: Client, master: Path) -> None:
     hub.commit(TARGET, {"README.md": b"---\nlicense: mit\ntags: [mine]\n---\n# By hand\n"})
     assert "--adopt" in client.line("push", master, TARGET)
     assert writes(hub) == []
@@ -626,13 +628,15 @@ def test_a_card_of_others_on_the_hub_is_refused_or_adopted(hub: LoopbackHub, cli
 # --- Interrupted pushes -----------------------------------------------------------------------------------------------
 
 
-def test_what_was_sent_is_not_sent_again(hub: LoopbackHub, client: Client, made: Path, tmp_path: Path) -> None:
+def test_interrupted_push_does_not_send_files_again(
+    hub: LoopbackHub, client: Client, made: Path, tmp_path: Path
+) -> None:
     sharded = Path(shutil.copytree(made / "sharded", tmp_path / "sharded"))
     count = len(list(sharded.glob("*.safetensors")))
     hub.inject(Fault(Cut(1_000), "PUT", after=2, times=1000))
     assert "run the same command again" in client.line("push", sharded, TARGET)
     assert len(hub.objects) == 2
-    assert set(hub.repositories[TARGET].files()) == {".gitattributes"}  # no commit of a part
+    assert set(hub.repositories[TARGET].files()) == {".gitattributes"}  # no commit of some files only
     hub.clear_faults()
     stored, sent = set(hub.objects), len(puts(hub))
     client.well("push", sharded, TARGET)
@@ -642,7 +646,7 @@ def test_what_was_sent_is_not_sent_again(hub: LoopbackHub, client: Client, made:
     assert_holds(hub, sharded)
 
 
-def test_a_commit_that_failed_is_made_without_sending_again(hub: LoopbackHub, client: Client, master: Path) -> None:
+def test_failed_commit_is_repeated_without_sending_files_again(hub: LoopbackHub, client: Client, master: Path) -> None:
     hub.inject(Fault(Status(500), "POST", "/commit/", times=1000))
     client.line("push", master, TARGET)
     sent = len(puts(hub))
@@ -653,8 +657,8 @@ def test_a_commit_that_failed_is_made_without_sending_again(hub: LoopbackHub, cl
 
 
 @pytest.mark.parametrize("create_pr", [False, True])
-def test_a_reply_that_was_lost(create_pr: bool, hub: LoopbackHub, client: Client, master: Path) -> None:
-    """A commit is recognised; of pull requests none is opened twice by one command."""
+def test_lost_reply_to_a_commit(create_pr: bool, hub: LoopbackHub, client: Client, master: Path) -> None:
+    """A commit is recognised, and a pull request is not opened twice by one command."""
     hub.inject(Fault(Drop(applied=True), "POST", "/commit/"))
     if create_pr:
         client.line("push", master, TARGET, "--create-pr")
@@ -665,9 +669,7 @@ def test_a_reply_that_was_lost(create_pr: bool, hub: LoopbackHub, client: Client
         assert len(hub.repositories[TARGET].commits) == 2
 
 
-def test_the_source_in_the_card_is_the_repository_that_was_quantized(
-    hub: LoopbackHub, client: Client, tmp_path: Path
-) -> None:
+def test_card_names_the_repository_that_was_quantized(hub: LoopbackHub, client: Client, tmp_path: Path) -> None:
     hub.commit(SOURCE, files_of(write_source(tmp_path / "source")))
     client.well("quantize", SOURCE, tmp_path / "master", "--low-disk")
     client.well("push", tmp_path / "master", TARGET)
@@ -677,10 +679,10 @@ def test_the_source_in_the_card_is_the_repository_that_was_quantized(
         assert line in card
 
 
-def test_an_upload_that_xet_gives_up_is_one_line(
+def test_failed_xet_upload_is_reported_in_one_line(
     client: Client, hub: LoopbackHub, master: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its errors are bare RuntimeErrors, of which this one stands for all."""
+    """Errors of xet are plain RuntimeErrors."""
     from huggingface_hub import HfApi
 
     def refuse(*values: object, **options: object) -> None:

@@ -1,1 +1,4 @@
-"""The Hugging Face Hub: reading repositories (client.py, storage.py) in whole or as they are needed."""
+"""The Hugging Face Hub: what repositories hold, fetching and uploading their files, and reading models from them.
+
+A repository is read file by file as it is needed (storage.py), or fetched into the cache (sources.py).
+"""

@@ -10,7 +10,10 @@ MAX_LENGTH = 96
 
 
 def is_repository_id(text: str, namespace: bool = True) -> bool:
-    """Whether it may name a repository. namespace: ORG/NAME alone, not the NAME that some of the oldest models have."""
+    """Return whether a text can name a repository.
+
+    namespace: whether to accept only ORG/NAME, not the bare NAME that some of the oldest models have
+    """
     return (
         _ID.fullmatch(text) is not None
         and len(text) <= MAX_LENGTH

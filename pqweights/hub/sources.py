@@ -1,4 +1,4 @@
-"""What a user gives as SRC or DIR: a folder or file here, or a repository on the Hub."""
+"""What a user gives as SRC or DIR: a local folder or file, or a repository on the Hub."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.source import Checkpoint, needed_files, open_checkpoint, open_local
 from pqweights.checkpoint.storage import Origin
 from pqweights.errors import SourceError
+from pqweights.hub.cache import download_to_cache, remember, snapshot
 from pqweights.hub.client import Hub, Tell
 from pqweights.hub.ids import is_repository_id
 from pqweights.hub.storage import HubStorage
 
 PREFIX = "hf://"
 
-Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, name of the file
+Progress = Callable[[int, int, str], None]  # called with the bytes done, the bytes in all, and the name of the file
 
 
 @dataclass(frozen=True)
 class Access:
-    """How the Hub is used. token: None for the one that the user logged in with. revision: branch, tag or commit.
+    """How the Hub is used.
 
-    tell: hears of every wait.
+    revision: a branch, tag or commit; by default the branch main
+    token: by default the one that the user logged in with
+    tell: called with a line about every wait
     """
 
     revision: str | None = None
@@ -32,12 +35,17 @@ class Access:
     tell: Tell = field(default=lambda line: None, repr=False)
 
     def hub(self) -> Hub:
-        """The Hub, used so."""
+        """Return the Hub with this token."""
         return Hub(self.token, self.tell)
 
 
 class Fetched(NamedTuple):
-    """A folder on this machine. origin: of what was fetched from the Hub. not_fetched: what else the repository lists."""
+    """A local folder with a model.
+
+    path: the folder
+    origin: the repository that it was fetched from; None for a folder that the user named
+    not_fetched: the other files that the repository lists
+    """
 
     path: Path
     origin: Origin | None = None
@@ -45,7 +53,10 @@ class Fetched(NamedTuple):
 
 
 def repository_id(source: str | Path) -> str | None:
-    """The repository that is meant; None for what is, or could only be, a path here. hf://ORG/NAME always means one."""
+    """Return the repository that is meant, or None for what is, or could only be, a local path.
+
+    hf://ORG/NAME always means a repository.
+    """
     if isinstance(source, Path):
         return None
     if source.startswith(PREFIX):
@@ -56,7 +67,10 @@ def repository_id(source: str | Path) -> str | None:
 def open_source(
     source: str | Path, access: Access, *, low_disk: bool = False, allow_pickle: bool = False
 ) -> Checkpoint:
-    """A checkpoint here or on the Hub, from its headers. low_disk: see HubStorage.
+    """Open a local checkpoint or one on the Hub; only its headers are read.
+
+    low_disk: see HubStorage
+    allow_pickle: whether to open weights in PyTorch's pickle files
 
     Raises SourceError, HubError.
     """
@@ -76,9 +90,12 @@ def local_folder(
     ours: bool = False,
     progress: Progress = lambda done, total, name: None,
 ) -> Fetched:
-    """A folder with a model: here as it is, of the Hub fetched into the cache, as far as it is needed or named by `only`.
+    """Return a local folder with a model: the folder that is named, or a repository fetched into the cache.
 
-    ours: refuse what pqweights did not push before it is fetched. Raises SourceError, HubError.
+    only: the names of the files to fetch; by default all that are needed
+    ours: whether to refuse a repository that pqweights did not push, before anything is fetched
+
+    Raises SourceError, HubError.
     """
     repository = repository_id(source)
     if repository is None:
@@ -86,38 +103,45 @@ def local_folder(
         return Fetched(Path(source))
     hub = access.hub()
     if hub.is_offline:
-        folder = hub.snapshot(repository, access.revision)
+        folder = snapshot(hub, repository, access.revision)
         return Fetched(folder, Origin(repository, folder.name))
-    found = hub.repository(repository, access.revision)
-    storage = HubStorage(hub, found)
+    storage = HubStorage(hub, hub.repository(repository, access.revision))
     if ours and MANIFEST_FILE not in storage.files():
         raise SourceError(
-            f"{repository}: expected a master or an export that pqweights pushed, found no {MANIFEST_FILE} in the repository"
+            f"{repository}: expected a master or an export that pqweights pushed, found no {MANIFEST_FILE} in the "
+            "repository"
         )
     wanted = [name for name in only if name in storage.files()] if only else needed_files(storage)
     if not wanted:
         raise SourceError(f"{repository}: expected {', '.join(only)} in the repository, found none")
-    total = sum(found.files[name].byte_count for name in wanted)
+    folder = _fetch(storage, wanted, progress)
+    remember(hub, storage.repository, access.revision)
+    return Fetched(folder, storage.origin, tuple(name for name in storage.files() if name not in wanted))
+
+
+def _fetch(storage: HubStorage, names: Sequence[str], progress: Progress) -> Path:
+    """Fetch files into the cache, and return the folder in which they lie."""
+    repository = storage.repository
+    total = sum(repository.files[name].byte_count for name in names)
     done = 0
     folder = Path()
-    for name in wanted:
+    for name in names:
 
         def show(count: int, name: str = name) -> None:
             nonlocal done
             done += count
             progress(min(done, total), total, name)
 
-        path = hub.download_to_cache(found, found.files[name], show)
+        path = download_to_cache(storage.hub, repository, repository.files[name], show=show)
         folder = path.parents[name.count("/")]
-    hub.remember(found, access.revision)
-    return Fetched(folder, found.origin, tuple(name for name in storage.files() if name not in wanted))
+    return folder
 
 
 def check_local(source: str | Path, access: Access, low_disk: bool = False) -> None:
-    """Refuse options that mean something for the Hub alone."""
+    """Refuse options that mean something only for the Hub. Raises SourceError."""
     for option, given in (("--revision", access.revision is not None), ("--low-disk", low_disk)):
         if given:
             raise SourceError(
-                f"{option}: expected a repository on the Hub (ORG/NAME), found {source}, which is none: leave the option out, or "
-                f"write {PREFIX}ORG/NAME where a folder here has the same name"
+                f"{option}: expected a repository on the Hub (ORG/NAME), found {source}: leave the option out, or "
+                f"write {PREFIX}ORG/NAME if a local folder has the same name"
             )

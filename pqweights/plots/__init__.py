@@ -1,1 +1,1 @@
-"""Plots, as PNG or SVG. matplotlib is imported only when one is drawn."""
+"""Plots as PNG or SVG files. matplotlib is imported only when one is drawn."""

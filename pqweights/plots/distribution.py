@@ -1,4 +1,4 @@
-"""How Gaussian the weights of a checkpoint are: a histogram and a quantile-quantile plot."""
+"""The plot of a distribution of weights: a histogram and a quantile-quantile plot, which show how Gaussian it is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def plot_distribution(distribution: Distribution, file: Path) -> None:
-    """Histogram and quantiles of the block-normalised coordinates of all tensors, beside N(0,1).
+    """Draw the histogram and quantiles of the block-normalised coordinates of all tensors, beside those of N(0, 1).
 
     Raises OutputError, MissingDependencyError.
     """
@@ -36,12 +36,12 @@ def plot_distribution(distribution: Distribution, file: Path) -> None:
 
 
 def _draw_histogram(axes: Axes, series: Sequence[tuple[str, str, npt.NDArray[np.int64]]]) -> None:
-    """Densities in bins of 0.1, as far as 5."""
-    at_once = 10
-    edges = HISTOGRAM_EDGES[::at_once]
+    """Draw the densities between -5 and 5, in bins of 0.1."""
+    bins_together = 10
+    edges = HISTOGRAM_EDGES[::bins_together]
     shown = (edges[:-1] >= -5) & (edges[1:] <= 5)
     for label, colour, counts in series:
-        coarse = counts.reshape(-1, at_once).sum(axis=1)
+        coarse = counts.reshape(-1, bins_together).sum(axis=1)
         density = coarse / max(int(counts.sum()), 1) / (edges[1] - edges[0])
         inner = np.flatnonzero(shown)
         axes.stairs(density[inner], edges[inner[0] : inner[-1] + 2], label=label, color=colour, linewidth=1.5)
@@ -54,7 +54,7 @@ def _draw_histogram(axes: Axes, series: Sequence[tuple[str, str, npt.NDArray[np.
 
 
 def _draw_quantiles(axes: Axes, series: Sequence[tuple[str, str, npt.NDArray[np.int64]]]) -> None:
-    """The quantiles of the coordinates over those of N(0,1), as far out as there are coordinates."""
+    """Draw the quantiles of the coordinates over those of N(0, 1), as far out as there are coordinates."""
     normal = np.linspace(-5, 5, 201)
     probability = np.array([NormalDist().cdf(x) for x in normal])
     axes.plot(normal, normal, label="N(0, 1)", color=NORMAL, linestyle="--", linewidth=1)
@@ -64,7 +64,7 @@ def _draw_quantiles(axes: Axes, series: Sequence[tuple[str, str, npt.NDArray[np.
         if count:
             inside = (probability * count >= 1) & ((1 - probability) * count >= 1)
             wanted = probability[inside] * count
-            # Within the bin where the count is reached, as if its coordinates lay evenly in it.
+            # Within a bin, the coordinates are taken to lie evenly.
             first = np.searchsorted(below, wanted, side="left")
             share = (wanted - below[first - 1]) / (below[first] - below[first - 1])
             values = HISTOGRAM_EDGES[first - 1] + share * (HISTOGRAM_EDGES[first] - HISTOGRAM_EDGES[first - 1])

@@ -1,4 +1,4 @@
-"""Models compared: divergence or perplexity over bits per parameter."""
+"""The plot of an evaluation: divergence or perplexity of models over their bits per parameter."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pqweights.plots.figure import AFTER, check_plot_file, figure
 
 
 def plot_evaluation(report: EvaluationReport, file: Path) -> None:
-    """A point for each model over its bits per parameter: KL against the reference where there is one, else perplexity.
+    """Draw a point for each model: its KL divergence from the reference, or its perplexity if there is no reference.
 
-    Bars are standard errors over windows. Models whose parameters cannot be counted are left out. Raises OutputError,
-    MissingDependencyError.
+    The bars are standard errors over windows. Models whose parameters cannot be counted are left out.
+
+    Raises OutputError, MissingDependencyError.
     """
     check_plot_file(file)
     with figure(file, width=7.0, height=4.5) as drawn:
@@ -27,7 +28,7 @@ def plot_evaluation(report: EvaluationReport, file: Path) -> None:
                 axes.annotate(name, (bits, value), xytext=(6, 4), textcoords="offset points", fontsize="small")
         axes.margins(x=0.15)
         axes.set(
-            xlabel="bits per parameter, all files of weights counted",
+            xlabel="bits per parameter, all weight files counted",
             ylabel="perplexity" if report.reference is None else "KL(reference || model), nats per token",
             title=f"{report.settings.scored_tokens} tokens, windows of {report.settings.window}",
         )

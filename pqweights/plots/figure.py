@@ -1,7 +1,7 @@
-"""A figure to draw on, and whether its file can be written.
+"""Figures: whether a file for one can be written, and drawing on one with fixed settings.
 
-The one module that imports matplotlib, and only when a plot is drawn. It leaves matplotlib's settings as they were and uses
-none of the user's, so that the same figures give the same SVG.
+matplotlib is imported only when a plot is drawn. Its settings stay as they were, and those of the user are not used, so
+the same data gives the same SVG.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = {".png": "png", ".svg": "svg"}
-# Text stays text in an SVG; its ids come from its content alone.
+# Text in an SVG stays text, and its ids depend only on its content.
 SETTINGS: dict[str, Any] = {
     "svg.hashsalt": "pqweights",
     "svg.fonttype": "none",
@@ -32,14 +32,14 @@ BEFORE, AFTER, NORMAL = "#D55E00", "#0072B2", "#000000"
 
 
 def check_plot_file(file: Path) -> None:
-    """Whether a plot can be written there, before the work that leads to it.
+    """Check that a plot can be written to a file, before the work that leads to it.
 
     Raises OutputError, or MissingDependencyError without matplotlib.
     """
     if file.suffix.lower() not in FORMATS:
         raise OutputError(f"{file}: expected the name of a plot to end in {' or '.join(FORMATS)}")
     if not file.parent.is_dir():
-        raise OutputError(f"{file}: cannot be written: {file.parent} is no folder")
+        raise OutputError(f"{file}: cannot be written: {file.parent} is not a folder")
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise OutputError(f"{file}: cannot be written: choose another place for the plot")
     _import_matplotlib()
@@ -47,7 +47,12 @@ def check_plot_file(file: Path) -> None:
 
 @contextlib.contextmanager
 def figure(file: Path, width: float, height: float) -> Iterator[Figure]:
-    """A figure to draw on, in inches, that is written at the end, in one piece. No pyplot: it keeps figures, and a backend."""
+    """Open a figure to draw on, and write it to the file at the end.
+
+    width, height: its size in inches
+
+    pyplot is not used, because it keeps figures and chooses a backend. Raises OutputError, MissingDependencyError.
+    """
     _import_matplotlib()
     from matplotlib import style
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Errors and bits per weight by layer and role: of a result, or of a plan."""
+"""Plots by layer and role: the errors and bits per weight of a master or an export, the bits per weight of a plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Colour and marker of each role.
+# The colour and marker of each role.
 STYLES = {
     "attention": ("#0072B2", "o"),
     "mlp": ("#D55E00", "s"),
@@ -37,14 +37,16 @@ STYLES = {
 }
 OTHER_STYLE = ("#7F7F7F", ".")
 STRUCTURAL = {role.name for role in ROLES.values() if role.structural}
-# Where tensors outside of the layers stand, in layers before the first.
+# The place of tensors outside the layers on the axis of layers.
 NO_LAYER = -1.5
-# How far apart the series of a layer stand, so that none hides another.
+# The width over which the series of a layer are spread, so that none hides another.
 SERIES_WIDTH = 0.5
+# How a series looks, apart from its colour and marker.
+SERIES: dict[str, Any] = {"markersize": 4, "linewidth": 1, "elinewidth": 0.8, "capsize": 2, "alpha": 0.9}
 
 
 def plot_inspection(inspection: Inspection, file: Path) -> None:
-    """Errors and bits per weight of a master or an export, by layer and role.
+    """Draw the errors and bits per weight of a master or an export, by layer and role.
 
     Raises OutputError, MissingDependencyError.
     """
@@ -69,7 +71,7 @@ def plot_inspection(inspection: Inspection, file: Path) -> None:
 
 
 def plot_widths(tensors: Sequence[TensorPlan], file: Path) -> None:
-    """Bits per weight of a plan, by layer and role.
+    """Draw the bits per weight of a plan, by layer and role.
 
     Raises OutputError, MissingDependencyError.
     """
@@ -80,8 +82,10 @@ def plot_widths(tensors: Sequence[TensorPlan], file: Path) -> None:
 
 
 def _draw_bits(drawn: Figure, axes: Axes, tensors: Sequence[TensorPlan]) -> None:
-    """Bits per weight, with the legend of roles for the whole figure."""
-    sizes = [Point(layer_of(t.name), t.role, 8 * t.bytes / t.weights, t.weights) for t in tensors]
+    """Draw bits per weight, and the legend of roles for the whole figure."""
+    sizes = [
+        Point(layer=layer_of(t.name), role=t.role, value=8 * t.bytes / t.weights, weight=t.weights) for t in tensors
+    ]
     _draw_by_layer(axes, sizes)
     axes.set(ylabel="bits per weight", xlabel="layer", title="bits per weight, all overhead counted")
     axes.set_ylim(bottom=0)
@@ -91,13 +95,22 @@ def _draw_bits(drawn: Figure, axes: Axes, tensors: Sequence[TensorPlan]) -> None
 
 
 def layer_of(name: str) -> int | None:
-    """The first number among the components of a tensor's name; one of more than six digits counts no layers."""
+    """Return the first number among the components of a tensor's name, or None.
+
+    A number of more than six digits does not count layers.
+    """
     return next((int(part) for part in name.split(".") if re.fullmatch("[0-9]{1,6}", part)), None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Point:
-    """A value of one tensor, and what it weighs in the mean of its layer and role."""
+    """A value of one tensor.
+
+    layer: the layer that the tensor belongs to; None outside the layers
+    role: the role of the tensor
+    value: what is drawn
+    weight: the weight of the value in the mean of its layer and role
+    """
 
     layer: int | None
     role: str
@@ -106,7 +119,10 @@ class Point:
 
 
 def _errors(pairs: Sequence[tuple[TensorPlan, TensorRecord]]) -> tuple[str, list[Point]]:
-    """Against what, and the errors above 0, which a logarithm can show: where all are known, those against the original."""
+    """Return what the errors are against, and the errors above 0, which a logarithmic axis can show.
+
+    They are against the original if all of those are known.
+    """
     measured = [(tensor, record) for tensor, record in pairs if record.relative_mse is not None]
     against = ""
     if any(tensor.action == "integer" for tensor, _ in measured):
@@ -116,34 +132,31 @@ def _errors(pairs: Sequence[tuple[TensorPlan, TensorRecord]]) -> tuple[str, list
     for tensor, record in measured:
         error = record.total_mse if against == " against the original" else record.relative_mse
         if error:
-            points.append(Point(layer_of(tensor.name), tensor.role, error, record.energy or 0.0))
+            points.append(
+                Point(layer=layer_of(tensor.name), role=tensor.role, value=error, weight=record.energy or 0.0)
+            )
     return against, points
 
 
 def _draw_by_layer(axes: Axes, points: Sequence[Point]) -> None:
-    """A series for each role: the mean of each layer, and the range where several tensors share it."""
+    """Draw a series for each role: the mean of each layer, and the range if several tensors share it."""
     by_role: dict[str, dict[float, list[Point]]] = defaultdict(lambda: defaultdict(list))
     for point in points:
         by_role[point.role][NO_LAYER if point.layer is None else point.layer].append(point)
     roles = [*(role for role in ROLES if role in by_role), *sorted(by_role.keys() - ROLES)]
     for place, role in enumerate(roles):
-        colour, marker = STYLES.get(role, OTHER_STYLE)
         groups = sorted(by_role[role].items())
         x = [layer + SERIES_WIDTH * ((place + 0.5) / len(roles) - 0.5) for layer, _ in groups]
         means = [_mean(group) for _, group in groups]
         lows = [mean - min(p.value for p in group) for mean, (_, group) in zip(means, groups, strict=True)]
         highs = [max(p.value for p in group) - mean for mean, (_, group) in zip(means, groups, strict=True)]
-        ranges = np.maximum([lows, highs], 0)  # rounding may make them negative
-        if len(groups) > 1 and groups[0][0] == NO_LAYER:  # no line from there to the layers
-            x, means, ranges = (
-                [x[0], math.nan, *x[1:]],
-                [means[0], math.nan, *means[1:]],
-                np.insert(ranges, 1, 0, axis=1),
-            )
-        axes.errorbar(
-            x, means, ranges, label=role, color=colour, marker=marker, markersize=4, linewidth=1, elinewidth=0.8,
-            capsize=2, alpha=0.9,
-        )  # fmt: skip
+        ranges = np.maximum([lows, highs], 0)  # rounding may make one negative
+        if len(groups) > 1 and groups[0][0] == NO_LAYER:
+            # A gap, so that no line leads from there to the layers.
+            x, means = [x[0], math.nan, *x[1:]], [means[0], math.nan, *means[1:]]
+            ranges = np.insert(ranges, 1, 0, axis=1)
+        colour, marker = STYLES.get(role, OTHER_STYLE)
+        axes.errorbar(x, means, ranges, label=role, color=colour, marker=marker, **SERIES)
 
 
 def _mean(points: Sequence[Point]) -> float:
@@ -154,7 +167,7 @@ def _mean(points: Sequence[Point]) -> float:
 
 
 def _mark_layers(axes: Axes, points: Sequence[Point]) -> None:
-    """Whole numbers on the axis of layers, and a name for the place of the tensors without one."""
+    """Label the axis of layers with whole numbers, and with a name for the place of tensors outside the layers."""
     last = max((point.layer for point in points if point.layer is not None), default=0)
     step = next(m * 10**power for power in range(6) for m in (1, 2, 5) if last <= 16 * m * 10**power)
     ticks: list[float] = list(range(0, last + 1, step))

@@ -1,4 +1,4 @@
-"""Reading from the Hub: what is fetched, where it lies, what becomes of interrupted runs, and every refusal in one line."""
+"""Reading from the Hub: what is fetched and where it lies, interrupted runs, and refusals in one line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload ra
 
 LOG_IN = "hf auth login"
 SHARDS = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
-# Larger than what is read from the network at once, which a kill loses.
+# Larger than what is read from the network at once, which a killed process loses.
 LARGE_BYTES = 4 << 20
 STALL_AT = 3 << 20
 
@@ -49,20 +49,20 @@ def client(hub: LoopbackHub, tmp_path: Path) -> Iterator[Client]:
     from huggingface_hub.utils import close_session
 
     with pytest.MonkeyPatch.context() as patch:
-        yield Client(hub.url, tmp_path / "home", hub.token, patch).set_up()
+        yield Client(url=hub.url, home=tmp_path / "home", token=hub.token, patch=patch).set_up()
         close_session()
 
 
 @pytest.fixture
 def source(hub: LoopbackHub, tmp_path: Path) -> Path:
-    """The checkpoint of hub_cases, here and on the Hub."""
+    """The checkpoint of hub_cases, in a local folder and on the Hub."""
     folder = write_source(tmp_path / "source")
     hub.commit(SOURCE, files_of(folder))
     return folder
 
 
 def fetched(requests: list[Request]) -> list[str]:
-    """The files that were asked for, in order."""
+    """Return the names of the requested files, in order."""
     return [
         request.path.partition("/resolve/")[2].partition("/")[2] for request in requests if "/resolve/" in request.path
     ]
@@ -74,7 +74,7 @@ def model_of(folder: Path) -> dict[str, object]:
 
 
 def without_origin(folder: Path) -> tuple[dict[str, bytes], dict[str, object]]:
-    """A master's files, and its manifest apart, without what names the source's repository."""
+    """Return the files of a master and its manifest, without what names the repository of the source."""
     files = folder_bytes(folder)
     manifest = json.loads(files.pop("pqweights.json"))
     for part in ("source", "model"):
@@ -89,12 +89,12 @@ def without_origin(folder: Path) -> tuple[dict[str, bytes], dict[str, object]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.command}: {case.name}")
-def test_faults(case: Case, tmp_path: Path) -> None:
+def test_commands_survive_or_report_faults(case: Case, tmp_path: Path) -> None:
     from huggingface_hub.utils import close_session
 
     def run(hub: LoopbackHub, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         with pytest.MonkeyPatch.context() as patch:
-            done = Client(hub.url, home, hub.token, patch).set_up()(*arguments)
+            done = Client(url=hub.url, home=home, token=hub.token, patch=patch).set_up()(*arguments)
             close_session()
         return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
 
@@ -115,7 +115,7 @@ def test_a_plan_takes_one_request_for_each_header_and_counts_what_it_fetched(
     assert names[:2] == ["config.json", "model.safetensors.index.json"]
     of_the_cdn = [request for request in hub.requests if request.path.startswith("/cdn/")]
     assert len(of_the_cdn) == (3 if cdn else 0)
-    assert not any(request.authorized for request in of_the_cdn)  # a signed address is no business of the token
+    assert not any(request.authorized for request in of_the_cdn)  # the token must not be sent to a signed address
     assert len(hub.requests) == 1 + 2 + 3 + len(of_the_cdn)
     found = planned.pop("hub")
     sizes = [(source / name).stat().st_size for name in SHARDS]
@@ -131,7 +131,7 @@ def test_a_plan_takes_one_request_for_each_header_and_counts_what_it_fetched(
     assert not client.home.exists()
 
 
-def test_headers_longer_than_the_first_request(hub: LoopbackHub, client: Client, tmp_path: Path) -> None:
+def test_longer_headers_take_one_request_each_after_the_first(hub: LoopbackHub, client: Client, tmp_path: Path) -> None:
     shards = [
         {f"model.layers.{layer}.{'x' * 150}.{number}.weight": f32(gaussian(2)) for number in range(500)}
         for layer in range(3)
@@ -146,7 +146,7 @@ def test_headers_longer_than_the_first_request(hub: LoopbackHub, client: Client,
 
 
 @pytest.mark.parametrize("options", [[], ["--low-disk"]], ids=["cache", "low-disk"])
-def test_quantize_fetches_the_files_that_it_needs_and_gives_the_bytes_of_the_folder(
+def test_quantize_fetches_only_needed_files_and_gives_the_bytes_of_a_local_run(
     options: list[str], hub: LoopbackHub, client: Client, source: Path, tmp_path: Path
 ) -> None:
     run_command({"quantize": str(source)}, tmp_path / "expected")
@@ -154,8 +154,11 @@ def test_quantize_fetches_the_files_that_it_needs_and_gives_the_bytes_of_the_fol
     assert without_origin(tmp_path / "out") == without_origin(tmp_path / "expected")
     commit = hub.repositories[SOURCE].sha()
     assert model_of(tmp_path / "out") == {
-        "id": SOURCE, "revision": commit, "license": "apache-2.0", "language": ["en", "de"],
-    }  # fmt: skip
+        "id": SOURCE,
+        "revision": commit,
+        "license": "apache-2.0",
+        "language": ["en", "de"],
+    }
     assert model_of(tmp_path / "expected") == {"license": "apache-2.0", "language": ["en", "de"]}
     manifest = json.loads((tmp_path / "out/pqweights.json").read_bytes())
     assert {"id": SOURCE, "revision": commit}.items() <= manifest["source"].items()
@@ -168,7 +171,7 @@ def test_quantize_fetches_the_files_that_it_needs_and_gives_the_bytes_of_the_fol
     assert not any(name.endswith(".safetensors") and name != SHARDS[0] for name in fetched(hub.requests[before + 10 :]))
 
 
-def test_verify_inspect_and_export_fetch_the_files_that_they_need(
+def test_verify_inspect_and_export_fetch_only_needed_files(
     hub: LoopbackHub, client: Client, source: Path, tmp_path: Path
 ) -> None:
     run_command({"quantize": str(source)}, tmp_path / "master")
@@ -198,7 +201,7 @@ def test_verify_inspect_and_export_fetch_the_files_that_they_need(
     assert not set(fetched(hub.requests[sent:])) & {"model.gguf", "pytorch_model.bin"}
 
 
-def test_the_cache_is_used_again(hub: LoopbackHub, client: Client, source: Path, tmp_path: Path) -> None:
+def test_cached_files_are_not_fetched_again(hub: LoopbackHub, client: Client, source: Path, tmp_path: Path) -> None:
     client.well("quantize", SOURCE, tmp_path / "first")
     sent = len(hub.requests)
     client.well("quantize", SOURCE, tmp_path / "second", "--bits", "4")
@@ -217,11 +220,13 @@ def test_the_cache_is_used_again(hub: LoopbackHub, client: Client, source: Path,
 # --- Which source is meant --------------------------------------------------------------------------------------------
 
 
-def test_revisions(hub: LoopbackHub, client: Client, source: Path, tmp_path: Path) -> None:
+def test_revisions_are_branches_tags_pull_requests_and_commits(
+    hub: LoopbackHub, client: Client, source: Path, tmp_path: Path
+) -> None:
     old = hub.repositories[SOURCE].sha()
     hub.commit(SOURCE, {"NEWS": b"1"})
     dev = hub.commit(SOURCE, {"NEWS": b"2"}, branch="feature/x")
-    hub.repositories[SOURCE].branches["v1.0"] = old  # a tag is a name like a branch
+    hub.repositories[SOURCE].branches["v1.0"] = old  # the loopback Hub keeps a tag like a branch
     hub.repositories[SOURCE].branches["refs/pr/1"] = dev
     wanted = {"feature/x": dev, "v1.0": old, "refs/pr/1": dev, old: old, None: hub.repositories[SOURCE].sha()}
     for number, (revision, commit) in enumerate(wanted.items()):
@@ -233,7 +238,7 @@ def test_revisions(hub: LoopbackHub, client: Client, source: Path, tmp_path: Pat
             client.well("quantize", SOURCE, out, "--low-disk", *options)
             assert model_of(out)["revision"] == commit
             assert (out / "NEWS").exists() == (revision == "feature/x")
-    # Everything is asked for by commit, but the list itself.
+    # Files are always requested by commit.
     assert {
         request.path.split("/resolve/")[1].split("/")[0] for request in hub.requests if "/resolve/" in request.path
     } <= {*wanted.values()}
@@ -254,7 +259,7 @@ def test_options_of_the_hub_are_refused_for_folders(
     assert hub.requests == []
 
 
-def test_a_folder_of_that_name_comes_first(
+def test_local_folder_takes_precedence_over_repository(
     hub: LoopbackHub, client: Client, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -279,21 +284,23 @@ def test_a_folder_of_that_name_comes_first(
         ("source", "no such file or folder"),
         ("/me/source", "no such file or folder"),
         ("me/a/b", "no such file or folder"),
-        ("hf://me/a/b", "no name of a repository"),
-        ("hf://../../x", "no name of a repository"),
-        ("hf://", "no name of a repository"),
-        ("hf://me/a--b", "no name of a repository"),
-        ("hf://me/a..b", "no name of a repository"),
+        ("hf://me/a/b", "not the name of a repository"),
+        ("hf://../../x", "not the name of a repository"),
+        ("hf://", "not the name of a repository"),
+        ("hf://me/a--b", "not the name of a repository"),
+        ("hf://me/a..b", "not the name of a repository"),
     ],
 )
-def test_what_is_no_id(source: str, says: str, hub: LoopbackHub, client: Client, tmp_path: Path) -> None:
+def test_invalid_repository_names_are_refused(
+    source: str, says: str, hub: LoopbackHub, client: Client, tmp_path: Path
+) -> None:
     assert says in client.line("quantize", source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 # --- Refusals ---------------------------------------------------------------------------------------------------------
 
-# what is asked for, token (None, right or wrong), what the line must hold
+# Arguments, the token (none, right or wrong), and what the line must contain.
 REFUSED = [
     (["me/source", "--revision", "nope"], "right", ["me/source at revision nope", "no such branch"]),
     (["me/source", "--revision", "../../x"], "right", ["no such branch"]),
@@ -310,7 +317,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("command", ["plan", "quantize", "quantize --low-disk", "verify", "inspect", "export"])
 @pytest.mark.parametrize(("arguments", "token", "says"), REFUSED, ids=lambda value: str(value)[:40])
-def test_refusals_name_the_cure(
+def test_refusals_say_what_to_do(
     command: str,
     arguments: list[str],
     token: str | None,
@@ -334,10 +341,12 @@ def test_refusals_name_the_cure(
     for part in says:
         assert part in line
     assert not (tmp_path / "out").exists()
-    assert len(hub.requests) <= 4  # nothing of this is tried again
+    assert len(hub.requests) <= 4  # none of these requests is sent again
 
 
-def test_a_token_opens_what_is_private_or_gated(hub: LoopbackHub, client: Client, source: Path, tmp_path: Path) -> None:
+def test_token_gives_access_to_private_and_gated_repositories(
+    hub: LoopbackHub, client: Client, source: Path, tmp_path: Path
+) -> None:
     hub.create("me/private", private=True, gated="auto")
     hub.commit("me/private", files_of(source))
     client.well("plan", "me/private")
@@ -345,23 +354,26 @@ def test_a_token_opens_what_is_private_or_gated(hub: LoopbackHub, client: Client
     client.line("plan", "me/private")
     client.well("quantize", "me/private", tmp_path / "out", "--token", hub.token)
     client.well("quantize", "me/private", tmp_path / "low", "--token", hub.token, "--low-disk")
-    (client.home).mkdir(exist_ok=True)
+    client.home.mkdir(exist_ok=True)
     (client.home / "token").write_text(hub.token)  # as hf auth login leaves it
     client.well("plan", "me/private")
 
 
-def test_switched_off(hub: LoopbackHub, client: Client, source: Path, tmp_path: Path) -> None:
+def test_offline_mode_is_reported(hub: LoopbackHub, client: Client, source: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pqweights_cli.main", "quantize", SOURCE, str(tmp_path / "out")],
-        env=hub.environment(client.home) | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        env=hub.environment(client.home) | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.returncode, done.stdout, hub.requests) == (1, "", [])
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"error: {SOURCE}")
     assert "HF_HUB_OFFLINE" in done.stderr
 
 
-def test_nobody_listens(client: Client, tmp_path: Path) -> None:
+def test_unreachable_hub_is_reported(client: Client, tmp_path: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         client.url = f"http://127.0.0.1:{unused.getsockname()[1]}"
@@ -381,7 +393,7 @@ def test_nobody_listens(client: Client, tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def most_files(folder: Path) -> Iterator[list[int]]:
-    """How many files there were in a folder at most, whole or not, meanwhile; looked at all the time."""
+    """Watch a folder, and count how many files, whole or partial, it held at most."""
     found, stop = [0], threading.Event()
 
     def look() -> None:
@@ -408,13 +420,13 @@ def six_shards(hub: LoopbackHub, tmp_path: Path) -> Path:
     return folder
 
 
-def test_low_disk_keeps_two_files(
+def test_low_disk_holds_two_files_at_most(
     hub: LoopbackHub, client: Client, six_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = EncodeJob.run
 
     def slow(job: EncodeJob, chunk: int, sink: Sink) -> Any:
-        threading.Event().wait(0.05)  # so that there is time to fetch more than may lie there
+        threading.Event().wait(0.05)  # leaves time to fetch more files than are allowed
         return run(job, chunk, sink)
 
     monkeypatch.setattr(EncodeJob, "run", slow)
@@ -426,7 +438,7 @@ def test_low_disk_keeps_two_files(
     assert not list(client.home.rglob("*.safetensors"))
 
 
-def test_low_disk_keeps_two_files_where_releasing_takes_its_time(
+def test_low_disk_holds_two_files_at_most_if_releasing_is_slow(
     client: Client, six_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fingerprint = Checkpoint.file_fingerprint
@@ -445,7 +457,7 @@ FP8_NAMES = [f"model.layers.{n}.mlp.up_proj.weight" for n in range(4)]
 
 
 def write_fp8(folder: Path) -> Path:
-    """Four shards of weights whose scales lie in the last one, with a weight that lies in the first one's."""
+    """Write four shards of weights whose scales lie in the last shard, but one of whose scales lies in the first."""
     rng = np.random.default_rng(0)
     weights = {n: ("F8_E4M3", rng.integers(0, 120, (128, 256), dtype=np.uint8)) for n in FP8_NAMES}
     scales = {f"{n}_scale_inv": f32(np.exp2(gaussian(1, 2, seed=i, scale=1))) for i, n in enumerate(FP8_NAMES)}
@@ -464,11 +476,13 @@ def test_low_disk_with_scales_in_another_shard(hub: LoopbackHub, client: Client,
     with most_files(tmp_path / "out/.pqweights/fetched") as most:
         client.well("quantize", SOURCE, tmp_path / "out", "--low-disk")
     assert without_origin(tmp_path / "out") == without_origin(tmp_path / "expected")
-    # The first and the last one are needed to the end, beside the one that is being read and the one being fetched.
+    # The first and the last shard are needed until the end, besides the one being read and the one being fetched.
     assert most[0] <= 4
     assert not (tmp_path / "out/.pqweights").exists()
     names = fetched(hub.requests)
-    assert all(names.count(name) == 2 for name in names if name.endswith(".safetensors"))  # header, and whole
+    assert all(
+        names.count(name) == 2 for name in names if name.endswith(".safetensors")
+    )  # once for the header, once whole
 
 
 # --- Interrupted runs -------------------------------------------------------------------------------------------------
@@ -477,13 +491,13 @@ def test_low_disk_with_scales_in_another_shard(hub: LoopbackHub, client: Client,
 def until(condition: Callable[[], object], seconds: float = 30) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it never came to that"
+        assert time.monotonic() < end, "the condition never held"
         time.sleep(0.01)
 
 
 @pytest.fixture
 def large(hub: LoopbackHub, tmp_path: Path) -> Path:
-    """A small shard and two large ones."""
+    """A small shard and two large ones, in a local folder and on the Hub."""
     shapes = [(64, 256), (LARGE_BYTES // 1024, 512), (LARGE_BYTES // 1024, 512)]
     shards = [
         {f"model.layers.{n}.mlp.up_proj.weight": bf16(gaussian(*shape, seed=n))} for n, shape in enumerate(shapes)
@@ -497,7 +511,7 @@ def large(hub: LoopbackHub, tmp_path: Path) -> Path:
 def stalled(
     hub: LoopbackHub, home: Path, out: Path, *options: str, at: int = STALL_AT
 ) -> Iterator[subprocess.Popen[str]]:
-    """A quantize whose second shard does not come any further, the first one being done."""
+    """Run quantize until the first shard is done and the second one stalls after `at` bytes."""
     hub.inject(Fault(Stall(100, at=at), "GET", r"resolve/.*-00002-of", after=1))
     command = [sys.executable, str(RUN), "quantize", SOURCE, str(out), *options]
     process = subprocess.Popen(
@@ -508,7 +522,7 @@ def stalled(
         if "--low-disk" in options:
             until((out / ".pqweights/fingerprints.json").exists)
             partial = out / ".pqweights/fetched"
-            until(lambda: [p.name.endswith(".partial") and p.stat().st_size > 0 for p in partial.iterdir()] == [True])
+            until(lambda: [(p.suffix, p.stat().st_size) for p in partial.iterdir()] == [(".partial", at)])
         yield process
     finally:
         process.kill()
@@ -517,12 +531,14 @@ def stalled(
 
 
 def ranges(requests: list[Request], shard: str) -> list[int]:
-    """Where the requests for a shard began."""
+    """Return the offsets at which the requests for a shard began."""
     found = [request.range or "bytes=0-" for request in requests if request.path.endswith(shard)]
     return [int(each.removeprefix("bytes=").partition("-")[0]) for each in found]
 
 
-def test_killed_in_the_middle_of_a_shard(hub: LoopbackHub, client: Client, large: Path, tmp_path: Path) -> None:
+def test_killed_run_continues_in_the_middle_of_a_shard(
+    hub: LoopbackHub, client: Client, large: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     run_command({"quantize": str(large)}, tmp_path / "expected")
     with stalled(hub, client.home, out, "--low-disk") as process:
@@ -536,13 +552,21 @@ def test_killed_in_the_middle_of_a_shard(hub: LoopbackHub, client: Client, large
     assert "continued: 1 of 3" in continued.stderr
     assert without_origin(out) == without_origin(tmp_path / "expected")
     again = hub.requests[sent:]
-    assert ranges(again, SHARDS[0]) == [0]  # its header alone
+    assert ranges(again, SHARDS[0]) == [0]  # only its header
     assert next(request.bytes_sent for request in again if request.path.endswith(SHARDS[0])) <= 1 << 16
     header, begin = ranges(again, SHARDS[1])
-    assert (header, begin) == (0, STALL_AT)  # all that had come was on the disk
+    assert (header, begin) == (0, STALL_AT)  # everything that had come was on the disk
     assert ranges(again, SHARDS[2]) == [0, 0]
+    check_new_commit(hub, client, large, out=out, killed=killed)
 
-    # Its owner commits: what is there of the old commit is not mixed with the new one.
+
+def check_new_commit(hub: LoopbackHub, client: Client, large: Path, *, out: Path, killed: Path) -> None:
+    """Check that files of two commits are not mixed if the owner commits before a killed run continues.
+
+    large: the source
+    out: the result of the old commit
+    killed: what the killed run left
+    """
     old = hub.repositories[SOURCE].sha()
     changed = bytearray((large / SHARDS[0]).read_bytes())
     changed[-2] ^= 1
@@ -554,7 +578,7 @@ def test_killed_in_the_middle_of_a_shard(hub: LoopbackHub, client: Client, large
     assert f"--revision {old}" in line
     assert "--overwrite" in line
     assert folder_bytes(killed) == before
-    renewed = tmp_path / "renewed"
+    renewed = killed.with_name("renewed")
     shutil.copytree(killed, renewed)
 
     sent = len(hub.requests)
@@ -567,13 +591,12 @@ def test_killed_in_the_middle_of_a_shard(hub: LoopbackHub, client: Client, large
     assert (renewed / "notes.txt").read_bytes() == b"of the new one"
     (large / SHARDS[0]).write_bytes(changed)
     (large / "notes.txt").write_bytes(b"of the new one")
-    run_command({"quantize": str(large)}, tmp_path / "expected-new")
-    assert without_origin(renewed) == without_origin(tmp_path / "expected-new")
+    expected = killed.with_name("expected-new")
+    run_command({"quantize": str(large)}, expected)
+    assert without_origin(renewed) == without_origin(expected)
 
 
-def test_a_partial_file_that_was_damaged_is_fetched_again(
-    hub: LoopbackHub, client: Client, large: Path, tmp_path: Path
-) -> None:
+def test_damaged_partial_file_is_fetched_again(hub: LoopbackHub, client: Client, large: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run_command({"quantize": str(large)}, tmp_path / "expected")
     hub.inject(
@@ -593,7 +616,7 @@ def test_a_partial_file_that_was_damaged_is_fetched_again(
 
 
 @pytest.mark.parametrize("options", [["--low-disk"], []], ids=["low-disk", "cache"])
-def test_interrupted_while_nothing_comes(
+def test_interrupt_works_while_a_reply_stalls(
     options: list[str], hub: LoopbackHub, client: Client, large: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -601,7 +624,7 @@ def test_interrupted_while_nothing_comes(
     with stalled(hub, client.home, out, *options) as process:
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        printed, told = process.communicate(timeout=20)  # the reply stalls for longer
+        printed, told = process.communicate(timeout=20)  # less than the reply stalls
         assert (process.returncode, printed) == (1, "")
         assert told.count("\n") == 1
         assert told.startswith("error: interrupted; run the same command again")
@@ -609,7 +632,7 @@ def test_interrupted_while_nothing_comes(
     assert without_origin(out) == without_origin(tmp_path / "expected")
 
 
-def test_a_commit_while_it_runs_changes_nothing(hub: LoopbackHub, client: Client, source: Path, tmp_path: Path) -> None:
+def test_commit_during_a_run_changes_nothing(hub: LoopbackHub, client: Client, source: Path, tmp_path: Path) -> None:
     run_command({"quantize": str(source)}, tmp_path / "expected")
     old = hub.repositories[SOURCE].sha()
     hub.inject(Fault(Run(lambda: hub_cases.another_commit(hub)), "GET", r"resolve/.*config\.json"))

@@ -1,4 +1,4 @@
-"""Repositories of strangers: whatever they hold or claim, one line or a result, and nothing is run, or written elsewhere."""
+"""Hostile repositories: each command gives a result or one line; nothing is run, and nothing written elsewhere."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import bf16, folder_bytes, gaussian, run_command, safetensors_bytes, small_checkpoint
 from hub_cases import Client, files_of
-from loopback_hub import Blob, Content, Corrupt, Drop, Fault, LoopbackHub, Status
+from loopback_hub import Content, Corrupt, Drop, Fault, LoopbackHub, Status
 
 pytest.importorskip("huggingface_hub")
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
@@ -23,11 +24,16 @@ SOURCE, MASTER = "evil/source", "evil/master"
 INDEX, CONFIG, CARD = "model.safetensors.index.json", "config.json", "README.md"
 SHARD = "model-00001-of-00002.safetensors"
 OF_MASTER = "model-00001-of-00001.safetensors"
-# command, repository; {} is the output folder
+# Commands with a repository; {} stands for the output folder.
 COMMANDS = (
-    f"plan {SOURCE}", f"quantize {SOURCE} {{}}", f"quantize {SOURCE} {{}} --low-disk", f"inspect {SOURCE} --distribution",
-    f"verify {MASTER}", f"inspect {MASTER}", f"export {MASTER} {{}} --target bf16",
-)  # fmt: skip
+    f"plan {SOURCE}",
+    f"quantize {SOURCE} {{}}",
+    f"quantize {SOURCE} {{}} --low-disk",
+    f"inspect {SOURCE} --distribution",
+    f"verify {MASTER}",
+    f"inspect {MASTER}",
+    f"export {MASTER} {{}} --target bf16",
+)
 
 
 @pytest.fixture
@@ -38,7 +44,7 @@ def hub() -> Iterator[LoopbackHub]:
 
 @pytest.fixture
 def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Around everything that may be written: sandbox/a/b/work/out and sandbox/home."""
+    """A folder around everything that may be written, which is sandbox/a/b/work/out and sandbox/home."""
     work = tmp_path / "sandbox/a/b/work"
     work.mkdir(parents=True)
     (work / "mine.txt").write_text("mine")
@@ -51,13 +57,13 @@ def client(hub: LoopbackHub, sandbox: Path) -> Iterator[Client]:
     from huggingface_hub.utils import close_session
 
     with pytest.MonkeyPatch.context() as patch:
-        yield Client(hub.url, sandbox / "home", hub.token, patch).set_up()
+        yield Client(url=hub.url, home=sandbox / "home", token=hub.token, patch=patch).set_up()
         close_session()
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of two shards, and its master."""
+    """A folder with a checkpoint of two shards, and its master."""
     folder = tmp_path_factory.mktemp("made")
     small_checkpoint(folder / "source")
     run_command({"quantize": str(folder / "source")}, folder / "master")
@@ -65,7 +71,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def outside(sandbox: Path, out: Path) -> dict[str, bytes]:
-    """Everything but the output folder and the Hub's cache."""
+    """Return the content of all files but those in the output folder and the Hub's cache."""
     home = [sandbox / "home", out]
     files = {}
     for path in sandbox.rglob("*"):
@@ -75,7 +81,10 @@ def outside(sandbox: Path, out: Path) -> dict[str, bytes]:
 
 
 def expect_line_or_result(client: Client, sandbox: Path, command: str) -> str | None:
-    """Run a command; the line with which it was refused. Nothing but the output folder and the cache may change."""
+    """Run a command, and return the line with which it was refused, or None.
+
+    Nothing but the output folder and the cache may change.
+    """
     out = sandbox / "a/b/work/out"
     while out.exists():
         out = out.with_name(out.name + "-")
@@ -105,23 +114,17 @@ def commit(hub: LoopbackHub, id: str, folder: Path, changes: dict[str, Content |
 # --- Names ------------------------------------------------------------------------------------------------------------
 
 LEAVING = [
-    "../x", "/etc/x", "{sandbox}/absolute", "a/../../b", "a\\b", "..\\b", "a/./b", "a//b", "./x", "..", "a/..", "a/", "C:/x",
-    "nul\0byte", "new\nline", "carriage\rreturn", "escape\x1b[31m", "/../../../x", "../../../../home/hub/x",
-]  # fmt: skip
-ODD = [
-    "a b",
-    " ",
-    "übung.txt",
-    "-rf",
-    "$(touch x)",
-    "x" * 200,
-    "%2e%2e/x",
+    *("../x", "/etc/x", "{sandbox}/absolute", "a/../../b", "a\\b", "..\\b", "a/./b", "a//b", "./x", "..", "a/..", "a/"),
+    *("C:/x", "nul\0byte", "new\nline", "carriage\rreturn", "escape\x1b[31m", "/../../../x", "../../../../home/hub/x"),
 ]
+ODD = ["a b", " ", "übung.txt", "-rf", "$(touch x)", "x" * 200, "%2e%2e/x"]
 HIDDEN = [".git/config", ".git/hooks/post-checkout", ".gitmodules", ".pqweights/journal.jsonl", ".bashrc", "a/.ssh/id"]
 
 
 @pytest.mark.parametrize("name", LEAVING, ids=ascii)
-def test_names_that_lead_elsewhere(name: str, hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
+def test_names_that_lead_out_of_the_folder_are_refused(
+    name: str, hub: LoopbackHub, client: Client, sandbox: Path, made: Path
+) -> None:
     name = name.format(sandbox=sandbox)
     for id, folder in ((SOURCE, made / "source"), (MASTER, made / "master")):
         commit(hub, id, folder, {name: b"escaped"})
@@ -131,7 +134,7 @@ def test_names_that_lead_elsewhere(name: str, hub: LoopbackHub, client: Client, 
         assert "do not use this repository" in line
 
 
-def test_odd_names(hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
+def test_odd_names_are_kept(hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
     for id, folder in ((SOURCE, made / "source"), (MASTER, made / "master")):
         commit(hub, id, folder, dict.fromkeys(ODD, b"odd"))
     for command in COMMANDS:
@@ -141,14 +144,14 @@ def test_odd_names(hub: LoopbackHub, client: Client, sandbox: Path, made: Path) 
         assert {name: (sandbox / "a/b/work" / out / name).read_bytes() for name in ODD} == dict.fromkeys(ODD, b"odd")
 
 
-def test_names_too_long_for_the_disk(hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
+def test_names_too_long_for_the_disk_are_refused(hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
     for id, folder in ((SOURCE, made / "source"), (MASTER, made / "master")):
         commit(hub, id, folder, {"x" * 300: b"odd"})
     for command in COMMANDS[1:3]:
         assert expect_line_or_result(client, sandbox, command) is not None
 
 
-def test_hidden_names_are_left_alone(hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
+def test_hidden_files_are_not_fetched(hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
     for id, folder in ((SOURCE, made / "source"), (MASTER, made / "master")):
         commit(hub, id, folder, dict.fromkeys(HIDDEN, b"hidden"))
     for command in COMMANDS:
@@ -160,13 +163,13 @@ def test_hidden_names_are_left_alone(hub: LoopbackHub, client: Client, sandbox: 
 
 @pytest.mark.parametrize("both", [False, True], ids=["in the index", "in the index and the list"])
 @pytest.mark.parametrize("name", ["../x.safetensors", "{sandbox}/x.safetensors", "a/x.safetensors", "a\\x.safetensors"])
-def test_an_index_that_points_elsewhere(
+def test_index_that_points_out_of_the_folder_is_refused(
     name: str, both: bool, hub: LoopbackHub, client: Client, sandbox: Path, made: Path
 ) -> None:
     name = name.format(sandbox=sandbox)
     real = (made / "source" / SHARD).read_bytes()
     for path in (sandbox / "a/b/x.safetensors", sandbox / "x.safetensors"):
-        path.write_bytes(real)  # a file of the user's
+        path.write_bytes(real)  # a file of the user
     index = json.loads((made / "source" / INDEX).read_bytes())
     index["weight_map"] = {key: name if file == SHARD else file for key, file in index["weight_map"].items()}
     changes: dict[str, Content | None] = {INDEX: json.dumps(index).encode(), SHARD: None}
@@ -177,7 +180,9 @@ def test_an_index_that_points_elsewhere(
         assert "expected a file in the same folder" in line or "do not use this repository" in line
 
 
-def test_a_manifest_that_points_elsewhere(hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
+def test_manifest_that_points_out_of_the_folder_is_refused(
+    hub: LoopbackHub, client: Client, sandbox: Path, made: Path
+) -> None:
     manifest = json.loads((made / "master/pqweights.json").read_bytes())
     for name in ("../mine.txt", f"{sandbox}/a/b/work/mine.txt"):
         manifest["files"][name] = {"bytes": 4, "sha256": "0" * 64}
@@ -187,8 +192,8 @@ def test_a_manifest_that_points_elsewhere(hub: LoopbackHub, client: Client, sand
             assert line is not None or command == "inspect"
 
 
-def test_links_are_files_that_hold_a_path(hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
-    """As git stores them; the Hub lists them as small files."""
+def test_symbolic_links_are_not_followed(hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
+    """Git stores a link as its target, and the Hub lists that as a small file."""
     for name in ("/etc/passwd", str(sandbox / "a/b/work/mine.txt"), "../mine.txt"):
         commit(hub, SOURCE, made / "source", {"tokenizer.json": name.encode()})
         for command in COMMANDS[1:3]:
@@ -210,7 +215,7 @@ def header_of(length: int, text: bytes = b"", data: bytes = b"") -> bytes:
 
 
 def with_offsets(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
-    """A shard whose header says something else of the same data."""
+    """Return a function that changes the header of a shard, and not its data."""
 
     def make(shard: bytes) -> bytes:
         length = int.from_bytes(shard[:8], "little")
@@ -245,11 +250,11 @@ SHARDS: dict[str, Callable[[bytes], bytes]] = {
     "overlap": with_offsets(lambda h: [entry.update(data_offsets=[0, 8]) for entry in h.values() if "dtype" in entry]),
     "unknown dtype": with_offsets(lambda h: first(h).update(dtype="F8_E99")),
     "a name with a line break": with_offsets(lambda h: h.update({"a\nb": h.pop(max(h))})),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SHARDS)
-def test_shards_that_lie(name: str, hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
+def test_damaged_shards_are_refused(name: str, hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
     for id, kind, file in ((SOURCE, "source", SHARD), (MASTER, "master", OF_MASTER)):
         commit(hub, id, made / kind, {file: SHARDS[name]((made / kind / file).read_bytes())})
     for command in COMMANDS:
@@ -258,7 +263,7 @@ def test_shards_that_lie(name: str, hub: LoopbackHub, client: Client, sandbox: P
     assert not list(sandbox.rglob("out*/*.safetensors"))
 
 
-def test_a_header_of_200_megabytes(hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
+def test_header_of_200_megabytes_is_not_fetched(hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
     path = sandbox.parent / "sparse"
     with path.open("wb") as file:
         file.write(header_of(200_000_000, b"{" + b" " * 100))
@@ -273,31 +278,30 @@ def test_a_header_of_200_megabytes(hub: LoopbackHub, client: Client, sandbox: Pa
 
 @pytest.mark.parametrize("file", [SHARD, CONFIG, "tokenizer.json", CARD])
 @pytest.mark.parametrize("change", [-1, 1, 10**13, "empty"])
-def test_a_list_that_lies_about_sizes(
+def test_wrong_sizes_in_the_list_are_noticed(
     file: str, change: int | str, hub: LoopbackHub, client: Client, sandbox: Path, made: Path
 ) -> None:
-    """What is served is the content, whatever the list says."""
+    """The list names another size than the content that is served."""
     commit(hub, SOURCE, made / "source", {})
     there = hub.repositories[SOURCE]
     old = there.blobs()[file]
     size = 0 if change == "empty" else old.size + int(change)
-    lie = Blob(old.content, size, old.sha256, old.oid, old.lfs)
-    there.advance("main", {file: lie})
+    there.advance("main", {file: replace(old, size=size)})
     for command in COMMANDS[:3]:
         line = expect_line_or_result(client, sandbox, command)
         if command.startswith("plan") and file in ("tokenizer.json", CARD):
-            assert line is None  # it reads neither
+            assert line is None  # plan reads neither
         elif file == CARD and size > 4_000_000:
-            assert line is None  # such a card is passed over
+            assert line is None  # so large a card is ignored
         else:
             assert line is not None
 
 
 @pytest.mark.parametrize("options", ["", " --low-disk"])
-def test_a_header_that_the_way_damaged(
+def test_header_damaged_on_the_way_leaves_no_result(
     options: str, hub: LoopbackHub, client: Client, sandbox: Path, tmp_path: Path
 ) -> None:
-    """Never a result of what the repository does not hold."""
+    """There is no result that does not follow from the content of the repository."""
     data = safetensors_bytes({"model.layers.0.mlp.up_proj.weight": bf16(gaussian(64, 256))})
     hub.commit(SOURCE, {"model.safetensors": data})
     hub.inject(Fault(Corrupt(data.index(b"up_proj")), "GET", r"resolve/.*\.safetensors"))
@@ -326,7 +330,7 @@ CONFIGS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_configurations(name: str, hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
+def test_hostile_configurations(name: str, hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
     for id, kind in ((SOURCE, "source"), (MASTER, "master")):
         commit(hub, id, made / kind, {CONFIG: CONFIGS[name]})
     for command in COMMANDS:
@@ -338,7 +342,7 @@ def test_configurations(name: str, hub: LoopbackHub, client: Client, sandbox: Pa
 
 
 def merges(levels: int) -> bytes:
-    """10**levels pairs, by as many keys."""
+    """Return YAML of a few lines that merges into 10**levels pairs."""
     lines = ["a0: &a0 {k: v}"]
     for n in range(1, levels + 1):
         merged = ", ".join([f"*a{n - 1}"] * 10)
@@ -346,10 +350,17 @@ def merges(levels: int) -> bytes:
     return "\n".join(lines).encode()
 
 
+def aliases(levels: int) -> bytes:
+    """Return YAML of a few lines whose last list holds 10**levels items."""
+    lists = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, levels + 1)]
+    return "\n".join(["a0: &a0 [x]", *lists]).encode()
+
+
+# The front matter of a card, and the facts that a master keeps of it.
 CARDS: dict[str, tuple[bytes, dict[str, Any]]] = {
     "aliases": (
-        b"a0: &a0 [x]\n" + b"".join(b"a%d: &a%d [%s]\n" % (n, n, b", ".join([b"*a%d" % (n - 1)] * 10)) for n in range(1, 20))
-        + b"license: *a19\npipeline_tag: text-generation", {"pipeline_tag": "text-generation"},
+        aliases(19) + b"\nlicense: *a19\npipeline_tag: text-generation",
+        {"pipeline_tag": "text-generation"},
     ),
     "itself": (b"license: &a [*a]\nlicense_name: x", {"license_name": "x"}),
     "python": (b"license: !!python/object/apply:os.system ['touch RAN']", {}),
@@ -364,8 +375,8 @@ CARDS: dict[str, tuple[bytes, dict[str, Any]]] = {
     "no mapping": (b"- license: mit", {}),
     "norwegian": (b"language:\n- no\n- en", {"language": ["no", "en"]}),
     "no text": (b"license: \xff\xfe", {"license": "\ufffd\ufffd"}),
-    "a key that is none": (b"? [a]\n: b\nlicense: mit", {}),
-}  # fmt: skip
+    "a list as a key": (b"? [a]\n: b\nlicense: mit", {}),
+}
 CARDS_TOO_MUCH = {
     "merged": merges(7),
     "languages in a list": b"language:\n- [en]\n- de",
@@ -376,7 +387,9 @@ CARDS_TOO_MUCH = {
 
 
 @pytest.mark.parametrize("name", CARDS)
-def test_cards(name: str, hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
+def test_hostile_cards_give_only_valid_facts(
+    name: str, hub: LoopbackHub, client: Client, sandbox: Path, made: Path
+) -> None:
     front, facts = CARDS[name]
     commit(hub, SOURCE, made / "source", {CARD: b"---\n" + front + b"\n---\n# x\n"})
     for command in COMMANDS[:3]:
@@ -387,8 +400,8 @@ def test_cards(name: str, hub: LoopbackHub, client: Client, sandbox: Path, made:
 
 
 @pytest.mark.parametrize("name", CARDS_TOO_MUCH)
-def test_cards_that_take_too_long(name: str, tmp_path: Path) -> None:
-    """In a process of its own, with a second of time for what takes milliseconds, or minutes."""
+def test_hostile_cards_are_read_in_a_second(name: str, tmp_path: Path) -> None:
+    """Each is read in a process that may use little time; without care it would take minutes."""
     path = tmp_path / CARD
     path.write_bytes(b"---\n" + CARDS_TOO_MUCH[name] + b"\n---\n# x\n")
     code = (
@@ -401,7 +414,7 @@ def test_cards_that_take_too_long(name: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_a_card_of_5_megabytes(hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
+def test_card_of_5_megabytes_is_not_fetched(hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
     commit(hub, SOURCE, made / "source", {CARD: b"---\nlicense: mit\n---\n" + b"x" * 5_000_000})
     assert expect_line_or_result(client, sandbox, COMMANDS[1]) is None
     assert sum(request.bytes_sent for request in hub.requests) < 1_000_000
@@ -411,13 +424,14 @@ def test_a_card_of_5_megabytes(hub: LoopbackHub, client: Client, sandbox: Path, 
 
 
 def code(marker: Path) -> dict[str, bytes]:
-    """What runs where a program lets it."""
+    """Return files of code that leave a mark if they are run."""
     run = f"open({str(marker)!r}, 'a').write(__file__)\n".encode()
     model = run + b"class EvilModel: pass\nclass EvilConfig: pass\nclass EvilTokenizer: pass\n"
     names = [
-        "modeling_x.py", "configuration_x.py", "tokenization_x.py", "setup.py", "conftest.py", "__init__.py", "sitecustomize.py",
-        "usercustomize.py", "json.py", "numpy.py", "transformers/__init__.py", "handler.py", "chat_template.py",
-    ]  # fmt: skip
+        *("modeling_x.py", "configuration_x.py", "tokenization_x.py", "setup.py", "conftest.py", "__init__.py"),
+        *("sitecustomize.py", "usercustomize.py", "json.py", "numpy.py", "transformers/__init__.py", "handler.py"),
+        "chat_template.py",
+    ]
     tokenizer = {
         "auto_map": {"AutoTokenizer": ["tokenization_x.EvilTokenizer", None]},
         "tokenizer_class": "EvilTokenizer",
@@ -433,7 +447,7 @@ AUTO_MAP = {
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama, another class", "unknown"])
-def test_code_of_a_repository_is_never_run(
+def test_code_in_a_repository_is_never_run(
     kind: str, hub: LoopbackHub, client: Client, sandbox: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers")
@@ -443,9 +457,8 @@ def test_code_of_a_repository_is_never_run(
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=64,
-    )  # fmt: skip
+        vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, head_dim=64
+    )
     folder, marker = sandbox.parent / "model", sandbox.parent / "RAN"
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     written = json.loads((folder / CONFIG).read_bytes()) | {"auto_map": AUTO_MAP}
@@ -483,7 +496,7 @@ def test_code_of_a_repository_is_never_run(
     ("given", "token"),
     [("--token", "hf_" + "Secret" * 6), ("HF_TOKEN", "another+form/of=secret"), ("--token", "x" * 40)],
 )
-def test_the_token_stands_nowhere(
+def test_token_is_neither_printed_nor_written(
     given: str, token: str, hub: LoopbackHub, client: Client, sandbox: Path, made: Path
 ) -> None:
     hub.token = token
@@ -496,12 +509,14 @@ def test_the_token_stands_nowhere(
     hub.commit("me/gated", files_of(made / "source"))
     saying = {"X-Error-Message": f"no, {token}: see https://x.org/y?Signature={token}"}
     body = json.dumps({"error": f"{token}"}).encode()
+    elsewhere = {"Location": f"http://127.0.0.1:1/?token={token}"}
     faults = [
-        None, Fault(Status(400, saying, body), times=100), Fault(Status(403, saying, body), times=100),
-        Fault(Status(500, saying, body), times=100), Fault(Status(401, saying, body), times=100), Fault(Drop(), times=100),
+        None,
+        *(Fault(Status(code, saying, body), times=100) for code in (400, 403, 500, 401)),
+        Fault(Drop(), times=100),
         Fault(Status(200, {}, b"no JSON " + token.encode()), "GET", "/resolve/", times=100),
-        Fault(Status(302, {"Location": f"http://127.0.0.1:1/?token={token}"}, b""), "GET", "/resolve/", times=100),
-    ]  # fmt: skip
+        Fault(Status(302, elsewhere, b""), "GET", "/resolve/", times=100),
+    ]
     commands = [
         *COMMANDS,
         "plan me/private",

@@ -1,4 +1,4 @@
-"""The Hub that other tests use, against the client that it is made for."""
+"""The loopback Hub of other tests, tested with the official client."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WEIGHTS = bytes(range(256)) * 20
 
 @pytest.fixture(autouse=True)
 def plain_client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """The client reads its environment when it is imported."""
+    """Set up the client, which reads its environment when it is imported."""
     for name in list(os.environ):
         if name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
@@ -61,7 +61,7 @@ def stranger(hub: LoopbackHub) -> HfApi:
 
 
 def get(hub: LoopbackHub, path: str, method: str = "GET", **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
-    """One request without the client; the body as far as it came."""
+    """Send a request without the client, and return the reply and as much of the body as came."""
     connection = http.client.HTTPConnection("127.0.0.1", hub.port, timeout=10)
     try:
         connection.request(method, path, headers=headers)
@@ -85,7 +85,7 @@ def git_sha1(content: bytes) -> str:
 # --- What the client does ---------------------------------------------------------------------------------------------
 
 
-def test_who_am_i(hub: LoopbackHub, api: HfApi) -> None:
+def test_whoami(hub: LoopbackHub, api: HfApi) -> None:
     assert api.whoami()["name"] == "me"
     with pytest.raises(hub_errors.HfHubHTTPError, match="Invalid user token") as error:
         HfApi(endpoint=hub.url, token="hf_wrong").whoami()
@@ -109,7 +109,7 @@ def test_create_repo(hub: LoopbackHub, api: HfApi, stranger: HfApi) -> None:
     assert status_of(error) == 401
 
 
-def test_upload_folder_twice(hub: LoopbackHub, api: HfApi, tmp_path: Path) -> None:
+def test_second_upload_of_a_folder_sends_only_changes(hub: LoopbackHub, api: HfApi, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     (folder / "deep").mkdir(parents=True)
     files = {
@@ -128,7 +128,7 @@ def test_upload_folder_twice(hub: LoopbackHub, api: HfApi, tmp_path: Path) -> No
     assert isinstance(repository.files()["deep/w.safetensors"], Path)
     assert sum(request.method == "PUT" for request in hub.requests) == 1
 
-    # Nothing has changed: the client makes no commit. One file has: the other is not sent again.
+    # The client makes no commit if nothing has changed, and does not send the same content again.
     hub.requests.clear()
     assert api.upload_folder(repo_id="me/x", folder_path=folder).oid == commit.oid
     (folder / "more.safetensors").write_bytes(WEIGHTS)
@@ -259,7 +259,7 @@ def test_downloads(tmp_path: Path, cdn: bool) -> None:
         assert not any(request.authorized for request in moved)
 
 
-def test_files_of_the_system(hub: LoopbackHub) -> None:
+def test_hub_file_system_reads_ranges(hub: LoopbackHub) -> None:
     hub.commit("me/x", {"w.bin": WEIGHTS})
     system = hub_client.HfFileSystem(endpoint=hub.url, token=hub.token, skip_instance_cache=True)
     with system.open("me/x/w.bin", "rb", block_size=512, cache_type="none") as file:
@@ -269,7 +269,9 @@ def test_files_of_the_system(hub: LoopbackHub) -> None:
     assert hub.requests[-1].bytes_sent < len(WEIGHTS)
 
 
-def test_private_gated_and_missing(hub: LoopbackHub, api: HfApi, stranger: HfApi, tmp_path: Path) -> None:
+def test_errors_for_private_gated_and_missing_repositories(
+    hub: LoopbackHub, api: HfApi, stranger: HfApi, tmp_path: Path
+) -> None:
     hub.commit("me/x", {"config.json": b"{}"})
     repository = hub.repositories["me/x"]
     with pytest.raises(hub_errors.RemoteEntryNotFoundError):
@@ -306,7 +308,7 @@ def test_private_gated_and_missing(hub: LoopbackHub, api: HfApi, stranger: HfApi
     assert status_of(error) == 403
 
 
-def test_transformers_loads_from_it(hub: LoopbackHub, tmp_path: Path) -> None:
+def test_transformers_loads_a_model(hub: LoopbackHub, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     script = """
 import sys, torch
@@ -385,7 +387,7 @@ def test_hostile_names(hub: LoopbackHub, api: HfApi, name: str) -> None:
     assert hub.requests[-1].path == f"/me/x/resolve/main/{name}"
 
 
-def test_what_is_uploaded_must_be_what_was_announced(hub: LoopbackHub, api: HfApi) -> None:
+def test_uploads_are_checked_against_the_announced_hash(hub: LoopbackHub, api: HfApi) -> None:
     hub.create("me/x")
     connection = http.client.HTTPConnection("127.0.0.1", hub.port)
     good = hashlib.sha256(WEIGHTS).hexdigest()
@@ -399,18 +401,20 @@ def test_what_is_uploaded_must_be_what_was_announced(hub: LoopbackHub, api: HfAp
         connection.request("PUT", f"/uploads/{good}", body=sent, encode_chunked=chunked and len(body) > 7)
         response = connection.getresponse()
         response.read()
-        assert response.status == status  # and the connection lives on
+        assert response.status == status  # the connection stays open
     connection.close()
     operation = CommitOperationAdd("w.bin", WEIGHTS + b"1")
     api.preupload_lfs_files("me/x", additions=[operation])
     hub.objects.clear()
     with pytest.raises(hub_errors.BadRequestError, match=r"LFS pointer pointed to a file that does not exist.*w\.bin"):
-        # preupload_lfs_files has marked it as uploaded
+        # preupload_lfs_files marked the operation as uploaded
         api.create_commit("me/x", [operation], commit_message="lost")
     assert [path.name for path in hub.folder.iterdir() if path.suffix == ".part"] == []
 
 
-def test_environment(hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_drops_proxies_and_offline_mode(
+    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HTTPS_PROXY", "http_proxy", "HF_HUB_CACHE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("KEPT", "yes")
@@ -422,7 +426,7 @@ def test_environment(hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.Monke
     assert environment["HF_ENDPOINT"] == hub.url
 
 
-def test_it_closes_fast_and_in_silence(capfd: pytest.CaptureFixture[str]) -> None:
+def test_hub_closes_fast_and_silently(capfd: pytest.CaptureFixture[str]) -> None:
     with LoopbackHub() as hub:
         hub.commit("me/x", {"w.bin": b"x" * 50_000_000})
         hub.inject(Fault(Stall(60), path="config"))
@@ -469,7 +473,7 @@ def test_faults_are_used_up_in_order(hub: LoopbackHub) -> None:
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_faults_of_bodies(hub: LoopbackHub, tmp_path: Path, on_disk: bool) -> None:
+def test_faults_in_bodies(hub: LoopbackHub, tmp_path: Path, on_disk: bool) -> None:
     (tmp_path / "w.bin").write_bytes(WEIGHTS)
     hub.commit("me/x", {"w.bin": tmp_path / "w.bin" if on_disk else WEIGHTS})
     size = len(WEIGHTS)
@@ -505,7 +509,7 @@ def test_faults_of_bodies(hub: LoopbackHub, tmp_path: Path, on_disk: bool) -> No
         assert 0.2 <= time.monotonic() - started < 1
 
 
-def test_a_commit_in_between(hub: LoopbackHub, api: HfApi) -> None:
+def test_commit_between_two_requests(hub: LoopbackHub, api: HfApi) -> None:
     first = hub.commit("me/x", {"a": b"1"})
     hub.inject(Fault(Run(lambda: hub.commit("me/x", {"a": b"2"})), path="resolve"))
     assert api.model_info("me/x").sha == first
@@ -514,8 +518,8 @@ def test_a_commit_in_between(hub: LoopbackHub, api: HfApi) -> None:
         api.create_commit("me/x", [CommitOperationAdd("b", b"")], commit_message="late", parent_commit=first)
 
 
-def test_faults_of_uploads(hub: LoopbackHub, api: HfApi, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # the client's, between tries
+def test_faults_in_uploads(hub: LoopbackHub, api: HfApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # the client sleeps between attempts
     hub.create("me/x")
     hub.inject(Fault(Cut(1000), method="PUT", times=2))
     large = os.urandom(8_000_000)
@@ -527,7 +531,7 @@ def test_faults_of_uploads(hub: LoopbackHub, api: HfApi, monkeypatch: pytest.Mon
     ]
     assert hub.repositories["me/x"].read("w.bin") == large
 
-    # The reply is lost, the commit is there.
+    # The reply is lost, but the commit was made.
     hub.inject(Fault(Drop(applied=True), method="POST", path="/commit/"))
     with pytest.raises(Exception, match="disconnected"):
         api.upload_file(repo_id="me/x", path_or_fileobj=b"1", path_in_repo="a")

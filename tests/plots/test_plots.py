@@ -1,4 +1,4 @@
-"""The plots of inspect: files that can be read, with every series, always the same bytes, and no trace in matplotlib."""
+"""The plots of inspect: readable files with every series, always the same bytes, no change to matplotlib's settings."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
             f"{name}.input_layernorm.weight": helpers.bf16(np.ones(128)),
         }
     tensors["lm_head.weight"] = helpers.bf16(helpers.gaussian(100, 128))
-    tensors["score.weight"] = helpers.bf16(np.zeros((64, 128)))  # an error of 0, which a logarithm cannot show
+    tensors["score.weight"] = helpers.bf16(np.zeros((64, 128)))  # an error of 0, which a logarithmic axis cannot show
     return helpers.write_checkpoint(
         tmp_path_factory.mktemp("source") / "model", tensors, config={"model_type": "llama"}
     )
@@ -61,7 +61,7 @@ def master(source: Path) -> Path:
 
 
 def texts(file: Path) -> set[str]:
-    """What an SVG says."""
+    """Return the texts in an SVG."""
     root = ElementTree.fromstring(file.read_bytes())
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     return {"".join(node.itertext()).strip() for node in root.iter("{http://www.w3.org/2000/svg}text")}
@@ -71,7 +71,7 @@ def is_png(file: Path) -> bool:
     return file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_a_master(master: Path, tmp_path: Path) -> None:
+def test_plot_of_a_master(master: Path, tmp_path: Path) -> None:
     file = tmp_path / "plot.svg"
     plot_inspection(inspect(master), file)
     found = texts(file)
@@ -80,7 +80,7 @@ def test_a_master(master: Path, tmp_path: Path) -> None:
     assert {"relative MSE", "bits per weight", "layer", "none", "0", "1", "2"} <= found
 
 
-def test_an_error_of_zero_is_no_point(master: Path) -> None:
+def test_error_of_zero_is_not_drawn(master: Path) -> None:
     manifest = inspect(master).manifest
     pairs = list(zip(manifest.tensors, manifest.records, strict=True))
     assert {t.name for t, r in pairs if r.relative_mse == 0} == {"score.weight"}
@@ -89,15 +89,17 @@ def test_an_error_of_zero_is_no_point(master: Path) -> None:
     assert sorted(p.value for p in points) == sorted(r.relative_mse for _, r in pairs if r.relative_mse)
 
 
-def test_an_export_without_errors(master: Path, tmp_path: Path) -> None:
+def test_plot_of_an_export_without_errors(master: Path, tmp_path: Path) -> None:
     out, file = tmp_path / "plain", tmp_path / "plot.svg"
     assert invoke("export", master, out, "--target", "bf16").exit_code == 0
     plot_inspection(inspect(out), file)
     assert {"no errors are known of these tensors", "attention", "bits per weight"} <= texts(file)
 
 
-def test_an_export_to_integers(source: Path, master: Path, tmp_path: Path) -> None:
-    """The errors against the original, computed or measured."""
+def test_plot_of_an_integer_export_shows_errors_against_the_original(
+    source: Path, master: Path, tmp_path: Path
+) -> None:
+    """The errors are computed, or measured with --source."""
     for number, options in enumerate(([], ["--source", source])):
         out, file = tmp_path / f"integers{number}", tmp_path / f"plot{number}.svg"
         assert invoke("export", master, out, "--target", "torchao-int4", *options).exit_code == 0
@@ -105,7 +107,7 @@ def test_an_export_to_integers(source: Path, master: Path, tmp_path: Path) -> No
         assert {"relative MSE against the original", "mlp"} <= texts(file)
 
 
-def test_the_errors_of_integers_without_those_of_the_master(master: Path, tmp_path: Path) -> None:
+def test_plot_of_an_integer_export_falls_back_to_errors_against_the_master(master: Path, tmp_path: Path) -> None:
     out, file = tmp_path / "integers", tmp_path / "plot.svg"
     assert invoke("export", master, out, "--target", "torchao-int4").exit_code == 0
     manifest = json.loads((out / "pqweights.json").read_text())
@@ -117,7 +119,7 @@ def test_the_errors_of_integers_without_those_of_the_master(master: Path, tmp_pa
     assert "relative MSE against the master" in texts(file)
 
 
-def test_a_distribution(source: Path, tmp_path: Path) -> None:
+def test_plot_of_a_distribution(source: Path, tmp_path: Path) -> None:
     file = tmp_path / "plot.svg"
     found = measure_distribution(source)
     plot_distribution(found, file)
@@ -126,7 +128,7 @@ def test_a_distribution(source: Path, tmp_path: Path) -> None:
     assert any(str(found.sampled_weights) in text for text in shown)
 
 
-def test_nothing_to_show(tmp_path: Path) -> None:
+def test_plots_without_quantized_weights(tmp_path: Path) -> None:
     source = helpers.write_checkpoint(tmp_path / "model", {"model.norm.weight": helpers.bf16(np.ones(128))})
     plot_distribution(measure_distribution(source), tmp_path / "distribution.svg")
     assert invoke("quantize", source, tmp_path / "out").exit_code == 0
@@ -134,8 +136,9 @@ def test_nothing_to_show(tmp_path: Path) -> None:
     assert "no errors are known of these tensors" in texts(tmp_path / "inspection.svg")
 
 
-def test_the_same_bytes_and_no_trace(source: Path, master: Path, tmp_path: Path) -> None:
-    """Whatever the user's settings are, which stay."""
+def test_plots_do_not_depend_on_matplotlib_settings_and_do_not_change_them(
+    source: Path, master: Path, tmp_path: Path
+) -> None:
     inspection, distribution = inspect(master), measure_distribution(source)
     files = {}
     for number, grid in enumerate((False, True)):
@@ -156,7 +159,7 @@ def test_the_same_bytes_and_no_trace(source: Path, master: Path, tmp_path: Path)
     assert pyplot is None or pyplot.get_fignums() == []
 
 
-def test_the_commands_write_plots(source: Path, master: Path, tmp_path: Path) -> None:
+def test_commands_write_plots(source: Path, master: Path, tmp_path: Path) -> None:
     for name in ("a.png", "b.SVG"):
         shown = invoke("inspect", master, "--plot", tmp_path / name)
         assert (shown.exit_code, shown.stdout, shown.stderr) == (0, invoke("inspect", master).stdout, "")
@@ -169,7 +172,7 @@ def test_the_commands_write_plots(source: Path, master: Path, tmp_path: Path) ->
     assert json.loads(answered.stdout)["recipe"] == "q5" and "after rotation" in texts(tmp_path / "e.svg")
 
 
-def test_a_plot_that_exists_is_replaced(master: Path, tmp_path: Path) -> None:
+def test_existing_plot_is_replaced(master: Path, tmp_path: Path) -> None:
     file = tmp_path / "plot.svg"
     file.write_text("old")
     plot_inspection(inspect(master), file)
@@ -178,7 +181,7 @@ def test_a_plot_that_exists_is_replaced(master: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["plot.pdf", "plot", "svg", "absent/plot.svg", "folder.svg", "file/plot.png"])
-def test_places_where_no_plot_can_be(name: str, source: Path, master: Path, tmp_path: Path) -> None:
+def test_invalid_places_for_a_plot_are_refused(name: str, source: Path, master: Path, tmp_path: Path) -> None:
     (tmp_path / "folder.svg").mkdir()
     (tmp_path / "file").write_bytes(b"")
     for arguments in ([master], [source, "--distribution"]):
@@ -187,8 +190,8 @@ def test_places_where_no_plot_can_be(name: str, source: Path, master: Path, tmp_
         assert len(refused.stderr.splitlines()) == 1 and name in refused.stderr
 
 
-def test_a_folder_that_may_not_be_written(master: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where only writing shows it: root may write everywhere, a full disk takes nothing."""
+def test_plot_that_cannot_be_written_is_refused(master: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some errors show only when the plot is written, for example a full disk."""
     monkeypatch.setattr(os, "access", lambda *arguments: False)
     with pytest.raises(OutputError, match="cannot be written"):
         check_plot_file(tmp_path / "plot.svg")
@@ -202,7 +205,9 @@ def test_a_folder_that_may_not_be_written(master: Path, tmp_path: Path, monkeypa
         plot_inspection(inspect(master), tmp_path / "plot.svg")
 
 
-def test_without_matplotlib(master: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_is_reported(
+    master: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = builtins.__import__
 
     def without(name: str, *arguments: Any, **keywords: Any) -> Any:
@@ -219,7 +224,7 @@ def test_without_matplotlib(master: Path, source: Path, tmp_path: Path, monkeypa
     assert invoke("inspect", master).exit_code == 0
 
 
-def test_layers() -> None:
+def test_layer_of_a_tensor() -> None:
     names = {
         "model.layers.17.mlp.up_proj.weight": 17,
         "h.0.attn.c_attn.weight": 0,
@@ -233,15 +238,15 @@ def test_layers() -> None:
     assert {name: layer_of(name) for name in names} == names
 
 
-def test_every_role_that_is_quantized_by_default_has_its_style() -> None:
+def test_each_role_quantized_by_default_has_its_own_style() -> None:
     assert {role.name for role in ROLES.values() if not role.structural} == STYLES.keys()
     assert (
         len({colour for colour, _ in STYLES.values()}) == len({marker for _, marker in STYLES.values()}) == len(STYLES)
     )
 
 
-def test_unusual_manifests(master: Path, tmp_path: Path) -> None:
-    """A role that this version does not know, thousands of layers."""
+def test_plot_of_an_unusual_manifest(master: Path, tmp_path: Path) -> None:
+    """The manifest has a role that this version does not know, and a very large number of layers."""
     manifest = json.loads((master / "pqweights.json").read_text())
     quantized = next(t for t in manifest["tensors"] if t["action"] == "quantize")
     manifest["tensors"] = [

@@ -1,7 +1,7 @@
-"""Faults of a Hub, and what becomes of the command that meets them: run by test_hub.py, and by benchmarks/hub.py for its table.
+"""Commands that meet faults of the Hub: run by tests/hub/test_hub.py, and by benchmarks/hub.py for its table.
 
-Each case runs a command against the loopback Hub, with faults, as often as it says, and then once more without: both sides
-must end with the right bytes.
+Each case runs a command against the loopback Hub with faults, and then once more without. In the end, the folder and
+the Hub must hold the right bytes.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import helpers
+from loopback_faults import Action
 from loopback_hub import Corrupt, Cut, Drop, Fault, LoopbackHub, Run, Short, Status
 
 if TYPE_CHECKING:
@@ -24,40 +25,53 @@ if TYPE_CHECKING:
 
 RUN = Path(__file__).with_name("run_hub.py")
 SOURCE, TARGET = "me/source", "me/master"
-# The first request for it is for its header, and passes.
+# The first request for this shard, which is for its header, passes.
 SHARD = r"resolve/.*/model-00002-of-00003\.safetensors"
 CARD = b"---\nlicense: apache-2.0\nlanguage:\n- en\n- de\n---\n# A model\n"
 # Weights of other formats and hidden files, which are not fetched.
 NOT_NEEDED = {
-    "pytorch_model.bin": b"pickled", "model.gguf": b"GGUF", "onnx/model.onnx": b"onnx", ".gitattributes": b"*.bin",
-}  # fmt: skip
+    "pytorch_model.bin": b"pickled",
+    "model.gguf": b"GGUF",
+    "onnx/model.onnx": b"onnx",
+    ".gitattributes": b"*.bin",
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """name: what goes wrong. faults: made for a Hub. command: quantize or push. ends_well: whether the first run must succeed,
-    in spite of it. says: what its line must name where it fails.
+    """A command that meets faults.
+
+    name: what goes wrong
+    faults: makes the faults for a Hub
+    command: quantize or push
+    ends_well: whether the first run must succeed in spite of the faults
+    says: what the line of the first run must contain if it fails
+    options: further options of the command
     """
 
     name: str
     faults: Callable[[LoopbackHub], list[Fault]]
     command: str = "quantize"
+    _: KW_ONLY
     ends_well: bool = True
     says: str = ""
-    options: tuple[str, ...] = field(default=())
+    options: tuple[str, ...] = ()
 
 
 def write_source(folder: Path) -> Path:
-    """Three shards of 180 kB, 66 kB and 33 kB with a card, and files of other formats."""
+    """Write three shards of 180 kB, 66 kB and 33 kB with a card, and files of other formats."""
+    layers: list[dict[str, tuple[int, ...]]] = [
+        {"mlp.up_proj": (256, 256), "mlp.down_proj": (128, 192), "input_layernorm": (128,)},
+        {"mlp.up_proj": (128, 256)},
+        {"mlp.up_proj": (64, 256), "input_layernorm": (128,)},
+    ]
     shards = [
-        {f"model.layers.{layer}.{name}.weight": helpers.bf16(helpers.gaussian(*shape, seed=10 * layer + seed))
-         for seed, (name, shape) in enumerate(parts)}
-        for layer, parts in enumerate([
-            [("mlp.up_proj", (256, 256)), ("mlp.down_proj", (128, 192)), ("input_layernorm", (128,))],
-            [("mlp.up_proj", (128, 256))],
-            [("mlp.up_proj", (64, 256)), ("input_layernorm", (128,))],
-        ])
-    ]  # fmt: skip
+        {
+            f"model.layers.{layer}.{name}.weight": helpers.bf16(helpers.gaussian(*shape, seed=10 * layer + seed))
+            for seed, (name, shape) in enumerate(shapes.items())
+        }
+        for layer, shapes in enumerate(layers)
+    ]
     companions = {
         "README.md": CARD,
         "tokenizer.json": b'{"version": "1.0"}',
@@ -68,22 +82,27 @@ def write_source(folder: Path) -> Path:
 
 
 def files_of(folder: Path) -> dict[str, bytes | Path]:
-    """Everything in a folder, for a commit."""
+    """Return the paths of all files in a folder by name, for a commit."""
     return {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
 
 
 def run(hub: LoopbackHub, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command line against a Hub."""
+    """Run the command line in a process of its own, against a Hub."""
     return subprocess.run(
         [sys.executable, str(RUN), *arguments], env=hub.environment(home), capture_output=True, text=True, timeout=120
     )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Client:
-    """The command line in this process, against a Hub: a process of its own takes most of a second.
+    """The command line in this process, against a Hub. Starting a process would take most of a second.
 
-    token: of the environment. The official client reads its settings when it is imported: they are set in its module.
+    url: the address of the Hub
+    home: the folder of the cache and of the token that a login leaves
+    token: the token in the environment
+    patch: undoes the settings
+
+    The official client reads its settings when it is imported, so they are set in its module.
     """
 
     url: str
@@ -92,7 +111,7 @@ class Client:
     patch: pytest.MonkeyPatch
 
     def set_up(self) -> Client:
-        """As run_hub.py and LoopbackHub.environment do it, until `patch` is undone."""
+        """Make the settings of run_hub.py and LoopbackHub.environment, until `patch` is undone."""
         from huggingface_hub import constants
         from huggingface_hub.utils import _http, close_session
 
@@ -100,10 +119,14 @@ class Client:
 
         close_session()
         settings = {
-            "ENDPOINT": self.url, "HUGGINGFACE_CO_URL_TEMPLATE": self.url + "/{repo_id}/resolve/{revision}/{filename}",
-            "HF_HUB_CACHE": str(self.home / "hub"), "HF_TOKEN_PATH": str(self.home / "token"),
-            "HF_HUB_DISABLE_XET": True, "HF_HUB_DISABLE_TELEMETRY": True, "HF_HUB_OFFLINE": False,
-        }  # fmt: skip
+            "ENDPOINT": self.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": self.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(self.home / "hub"),
+            "HF_TOKEN_PATH": str(self.home / "token"),
+            "HF_HUB_DISABLE_XET": True,
+            "HF_HUB_DISABLE_TELEMETRY": True,
+            "HF_HUB_OFFLINE": False,
+        }
         for name, value in settings.items():
             self.patch.setattr(constants, name, value)
         self.patch.setattr(client, "FIRST_WAIT_SECONDS", 0.005)
@@ -116,7 +139,7 @@ class Client:
         return self
 
     def __call__(self, *arguments: str | Path) -> Result:
-        """Run it; an exception other than the end of the command is a bug, and raised."""
+        """Run a command. Exceptions other than the exit of the command are bugs, and raised."""
         from pqweights_cli.main import app
         from typer.testing import CliRunner
 
@@ -132,13 +155,13 @@ class Client:
         return result
 
     def well(self, *arguments: str | Path) -> Result:
-        """Run what must succeed."""
+        """Run a command that must succeed."""
         result = self(*arguments)
         assert result.exit_code == 0, result.output
         return result
 
     def line(self, *arguments: str | Path) -> str:
-        """Run what must fail with exit code 1 and one line; waits are told before it."""
+        """Run a command that must fail with exit code 1, and return its one line; waits are reported before it."""
         result = self(*arguments)
         assert result.exit_code == 1, result.output
         assert result.stdout == ""
@@ -150,7 +173,7 @@ class Client:
 
 
 def another_commit(hub: LoopbackHub) -> None:
-    """What its owner might do in between."""
+    """Commit a change to the source, as its owner might while it is read."""
     source = hub.repositories[SOURCE]
     data = bytearray(source.read("model-00003-of-00003.safetensors"))
     data[-1] ^= 1
@@ -176,71 +199,95 @@ TRANSIENT = {
     "wrong checksum of config.json, once": Fault(Corrupt(3), "GET", r"resolve/.*config\.json"),
 }
 
+ALWAYS = 1000  # more often than any command tries
+LOW_DISK = ("--low-disk",)
+INTO_CACHE = (
+    "connection cut in the middle of a shard",
+    "connection reset in the middle of a shard",
+    "503 on a shard",
+    "429 with Retry-After on a shard",
+    "wrong checksum, once",
+)
+
+
+def same(fault: Fault) -> Callable[[LoopbackHub], list[Fault]]:
+    """Return a function that makes this fault for any Hub."""
+    return lambda hub: [fault]
+
+
+def on_shard(action: Action) -> Callable[[LoopbackHub], list[Fault]]:
+    """Return a function that makes a fault which hits every request for the shard."""
+    return same(Fault(action, "GET", SHARD, after=1, times=ALWAYS))
+
+
 CASES = [
-    *(Case(name, lambda hub, fault=fault: [fault], options=("--low-disk",)) for name, fault in TRANSIENT.items()),  # type: ignore[misc]
-    *(
-        Case(f"{name} (into the cache)", lambda hub, fault=TRANSIENT[name]: [fault])  # type: ignore[misc]
-        for name in (
-            "connection cut in the middle of a shard", "connection reset in the middle of a shard", "503 on a shard",
-            "429 with Retry-After on a shard", "wrong checksum, once",
-        )
-    ),
-    Case(
-        "wrong checksum, always",
-        lambda hub: [Fault(Corrupt(50_000), "GET", SHARD, after=1, times=1000)],
-        ends_well=False, says="hash", options=("--low-disk",),
-    ),
-    Case(
-        "wrong checksum, always (into the cache)",
-        lambda hub: [Fault(Corrupt(50_000), "GET", SHARD, after=1, times=1000)],
-        ends_well=False, says="hash",
-    ),
+    *(Case(name, same(fault), options=LOW_DISK) for name, fault in TRANSIENT.items()),
+    *(Case(f"{name} (into the cache)", same(TRANSIENT[name])) for name in INTO_CACHE),
+    Case("wrong checksum, always", on_shard(Corrupt(50_000)), ends_well=False, says="hash", options=LOW_DISK),
+    Case("wrong checksum, always (into the cache)", on_shard(Corrupt(50_000)), ends_well=False, says="hash"),
     Case(
         "503 that does not end",
-        lambda hub: [Fault(Status(503), "GET", SHARD, after=1, times=1000)],
-        ends_well=False, says="failed 6 times (503)", options=("--low-disk",),
+        on_shard(Status(503)),
+        ends_well=False,
+        says="failed 6 times (503)",
+        options=LOW_DISK,
     ),
     Case(
         "429 that asks to wait an hour",
-        lambda hub: [Fault(Status(429, {"Retry-After": "3600"}), "GET", SHARD, after=1, times=1000)],
-        ends_well=False, says="wait for 3600 s", options=("--low-disk",),
+        on_shard(Status(429, {"Retry-After": "3600"})),
+        ends_well=False,
+        says="wait for 3600 s",
+        options=LOW_DISK,
     ),
     Case(
         "a commit between two requests",
         lambda hub: [Fault(Run(lambda: another_commit(hub)), "GET", SHARD, after=1)],
-        options=("--low-disk",),
+        options=LOW_DISK,
     ),
     Case(
         "a shard that is gone",
-        lambda hub: [Fault(Status(404, {"X-Error-Code": "EntryNotFound"}), "GET", SHARD, after=1, times=1000)],
-        ends_well=False, says="is not in the repository", options=("--low-disk",),
+        on_shard(Status(404, {"X-Error-Code": "EntryNotFound"})),
+        ends_well=False,
+        says="is not in the repository",
+        options=LOW_DISK,
     ),
-    Case("upload cut half-way, once", lambda hub: [Fault(Cut(5_000), "PUT")], "push"),
+    Case("upload cut half-way, once", same(Fault(Cut(5_000), "PUT")), "push"),
     Case(
         "upload that dies half-way, always",
-        lambda hub: [Fault(Cut(5_000), "PUT", times=1000)],
-        "push", ends_well=False, says="keeps breaking",
+        same(Fault(Cut(5_000), "PUT", times=ALWAYS)),
+        "push",
+        ends_well=False,
+        says="keeps breaking",
     ),
-    Case("503 on an upload", lambda hub: [Fault(Status(503), "PUT")], "push"),
-    Case("503 on the commit", lambda hub: [Fault(Status(503), "POST", r"/commit/")], "push"),
-    Case("429 on the commit", lambda hub: [Fault(Status(429, {"Retry-After": "1"}), "POST", r"/commit/")], "push"),
-    Case("reply to the commit lost", lambda hub: [Fault(Drop(applied=True), "POST", r"/commit/")], "push"),
+    Case("503 on an upload", same(Fault(Status(503), "PUT")), "push"),
+    Case("503 on the commit", same(Fault(Status(503), "POST", r"/commit/")), "push"),
+    Case("429 on the commit", same(Fault(Status(429, {"Retry-After": "1"}), "POST", r"/commit/")), "push"),
+    Case("reply to the commit lost", same(Fault(Drop(applied=True), "POST", r"/commit/")), "push"),
     Case(
         "token without write access",
-        lambda hub: [Fault(Status(403), "POST", r"/commit/", times=1000)],
-        "push", ends_well=False, says="does not permit",
+        same(Fault(Status(403), "POST", r"/commit/", times=ALWAYS)),
+        "push",
+        ends_well=False,
+        says="does not permit",
     ),
     Case(
         "somebody else commits while we push",
         lambda hub: [Fault(Run(lambda: hub.commit(TARGET, {"NOTES": b"x"})), "POST", r"/commit/")],
-        "push", ends_well=False, says="changed it in between",
+        "push",
+        ends_well=False,
+        says="changed it in between",
     ),
-]  # fmt: skip
+]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Exit code and line of the first run, and of the second one; requests of the first."""
+    """How the two runs of a case ended.
+
+    first, second: their exit codes
+    line: the line with which the first run failed
+    requests: how many requests the first run sent
+    """
 
     first: int
     line: str
@@ -249,7 +296,7 @@ class Outcome:
 
 
 def play(case: Case, folder: Path, run: Callable[..., subprocess.CompletedProcess[str]] = run) -> Outcome:
-    """Run a case, each command by `run`; raises AssertionError where its end is not the right one."""
+    """Run the commands of a case with `run`. Raises AssertionError if they do not end as they must."""
     source, out = write_source(folder / "source"), folder / "out"
     expected = folder / "expected"
     helpers.run_command({"quantize": str(source)}, expected)
@@ -266,7 +313,7 @@ def play(case: Case, folder: Path, run: Callable[..., subprocess.CompletedProces
         met = [request for request in hub.requests if request.fault]
         hub.clear_faults()
         if case.command == "quantize":
-            arguments += ["--revision", commit]  # of the source that the first run was reading
+            arguments += ["--revision", commit]  # the commit that the first run was reading
         second = run(hub, folder / "home", *arguments)
         line = first.stderr.strip().splitlines()[-1] if first.returncode else ""
         assert met, "the fault was never met"
@@ -279,7 +326,7 @@ def play(case: Case, folder: Path, run: Callable[..., subprocess.CompletedProces
             _check_pushed(hub, expected)
         else:
             _check_quantized(hub, expected, out, commit)
-    return Outcome(first.returncode, line, second.returncode, requests)
+    return Outcome(first=first.returncode, line=line, second=second.returncode, requests=requests)
 
 
 def _check_quantized(hub: LoopbackHub, expected: Path, out: Path, commit: str) -> None:
@@ -296,9 +343,7 @@ def _check_quantized(hub: LoopbackHub, expected: Path, out: Path, commit: str) -
 
 
 def _check_pushed(hub: LoopbackHub, folder: Path) -> None:
-    there = hub.repositories[TARGET].files()
     for path in folder.rglob("*"):
         if path.is_file():
             name = path.relative_to(folder).as_posix()
             assert hub.repositories[TARGET].read(name) == path.read_bytes(), name
-            assert name in there

@@ -11,8 +11,9 @@ from pqweights.hub import client
 
 client.FIRST_WAIT_SECONDS = 0.05
 sleep = time.sleep
-time.sleep = lambda seconds: sleep(min(seconds, 0.05))  # the official client's
+time.sleep = lambda seconds: sleep(min(seconds, 0.05))  # in the official client
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for what it runs in the background
+    # A shell ignores SIGINT for what it runs in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     main()

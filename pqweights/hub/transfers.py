@@ -1,0 +1,169 @@
+"""Transfers of files from and to the Hub: ranges, whole files that continue where they stopped, uploads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pqweights.checkpoint.writer import disk_errors, partial_path, sync_folder
+from pqweights.errors import HubError
+from pqweights.hub.client import TIMEOUT_SECONDS, Hub, Interrupted, Show, Stop
+from pqweights.hub.repository import RemoteFile, Repository, pieces_of
+
+WRONG_CONTENT_ATTEMPTS = 3  # of a file whose content does not have the hash that the Hub lists
+MOST_HTTP_BYTES = 50_000_000_000  # of a file; the Hub sends larger ones by xet only
+
+
+def read_range(hub: Hub, repository: Repository, file: str, *, start: int, count: int) -> bytes:
+    """Return `count` bytes of a file from `start` on, by one request for the range.
+
+    Raises HubError.
+    """
+    if count == 0:
+        return b""
+
+    def fetch() -> bytes:
+        data = bytearray()
+        for chunk in _stream(hub, repository, file, start=start, count=count):
+            data += chunk
+            if len(data) > count:
+                raise HubError(f"{repository.id}: {file}: expected {count} bytes, found more in the reply of the Hub")
+        _check_length(hub, count, len(data))
+        return bytes(data)
+
+    return hub.call(repository.id, fetch, about=f": {file}")
+
+
+def read_whole(hub: Hub, repository: Repository, file: RemoteFile) -> bytes:
+    """Return the content of a small file, checked against its hash. Raises HubError."""
+    for _ in range(WRONG_CONTENT_ATTEMPTS):
+        data = read_range(hub, repository, file.name, start=0, count=file.byte_count)
+        if file.has_content([data]):
+            return data
+    raise _wrong_content(repository, file)
+
+
+def download(
+    hub: Hub,
+    repository: Repository,
+    file: RemoteFile,
+    *,
+    target: Path,
+    show: Show = lambda count: None,
+    stop: Stop = lambda: False,
+) -> None:
+    """Fetch a file to `target`, from where an earlier attempt or process stopped, and check it against its hash.
+
+    show: called with the bytes of each chunk
+    stop: asked between chunks
+
+    Raises HubError, OutputError for the disk, Interrupted once `stop` returns True.
+    """
+    if file.byte_count > MOST_HTTP_BYTES:
+        raise HubError(
+            f"{repository.id}: {file.name}: {file.byte_count} bytes, more than the Hub sends by HTTP: fetch the "
+            f"repository with `hf download {repository.id}`, and pass the folder"
+        )
+    partial = partial_path(target)
+
+    def fetch() -> None:
+        _fetch_rest(hub, repository, file, target=target, show=show, stop=stop)
+
+    def how_far() -> int:
+        return partial.stat().st_size if partial.exists() else 0
+
+    with disk_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    for _ in range(WRONG_CONTENT_ATTEMPTS):
+        hub.call(repository.id, fetch, about=f": {file.name}", stop=stop, how_far=how_far)
+        if file.has_content(pieces_of(partial)):
+            with disk_errors(target):
+                os.replace(partial, target)
+                sync_folder(target.parent)
+            return
+        partial.unlink()
+    raise _wrong_content(repository, file)
+
+
+def _fetch_rest(hub: Hub, repository: Repository, file: RemoteFile, *, target: Path, show: Show, stop: Stop) -> None:
+    """Append to the partial file of `target` what it lacks."""
+    with disk_errors(target), open(partial_path(target), "ab") as stream:
+        if stream.tell() > file.byte_count:
+            stream.seek(stream.truncate(0))
+        missing = file.byte_count - stream.tell()
+        for chunk in _stream(hub, repository, file.name, start=stream.tell(), count=missing):
+            if stop():
+                raise Interrupted
+            stream.write(chunk)
+            stream.flush()  # a killed process loses nothing that came
+            show(len(chunk))
+        _check_length(hub, file.byte_count, stream.tell())
+        os.fsync(stream.fileno())
+
+
+def upload(hub: Hub, repository: Repository, name: str, *, content: str | bytes, branch: str, create_pr: bool) -> Any:
+    """Return the operation that adds a file to a commit. A large file is sent here, before the commit.
+
+    content: the path of the file, or its bytes
+
+    Raises HubError.
+    """
+    official = hub.official
+
+    def send() -> Any:
+        addition = official.library.CommitOperationAdd(path_in_repo=name, path_or_fileobj=content)
+        try:
+            hub.api.preupload_lfs_files(repository.id, additions=[addition], revision=branch, create_pr=create_pr)
+        except RuntimeError as error:  # the client raises it around the real error; xet raises nothing else
+            if isinstance(error.__cause__, official.http.HTTPError | OSError):
+                raise error.__cause__ from None
+            raise HubError(f"{repository.id}: {name}: the upload failed: {hub.clean(str(error))[:200]}") from None
+        return addition
+
+    # The official client makes six attempts of its own.
+    return hub.call(repository.id, send, about=f": {name}", attempts=1)
+
+
+def _stream(hub: Hub, repository: Repository, file: str, *, start: int, count: int) -> Iterator[bytes]:
+    """Yield `count` bytes from `start` on, as they come; fewer if the reply is short."""
+    if count == 0:
+        return
+    official = hub.official
+    url = official.library.hf_hub_url(repository.id, file, revision=repository.commit)
+    headers = official.utils.build_hf_headers(token=hub.token)
+    headers |= {"Range": f"bytes={start}-{start + count - 1}", "Accept-Encoding": "identity"}
+    with official.utils.get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_SECONDS) as response:
+        if response.status_code >= 400:
+            response.read()  # the message of the server, which the exception holds
+        official.utils.hf_raise_for_status(response)
+        skip = 0
+        if response.status_code != 206:
+            skip = start  # the server sends the whole file
+        elif not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
+            raise official.http.RemoteProtocolError("the reply is of another range")
+        left = count
+        for chunk in response.iter_raw():
+            passed = min(skip, len(chunk))
+            skip -= passed
+            part = chunk[passed : passed + left]
+            left -= len(part)
+            if part:
+                yield part
+            if not left:
+                return
+
+
+def _check_length(hub: Hub, expected: int, found: int) -> None:
+    """Raise an error after which the request is sent again, unless everything came."""
+    if found != expected:
+        raise hub.official.http.RemoteProtocolError(f"expected {expected} bytes, found {found}")
+
+
+def _wrong_content(repository: Repository, file: RemoteFile) -> HubError:
+    return HubError(
+        f"{repository.id}: {file.name}: fetched {WRONG_CONTENT_ATTEMPTS} times, and its content never had the hash "
+        f"that the Hub lists ({file.content_hash[:16]}...); run the same command again, and if that does not help, "
+        "tell the owner of the repository"
+    )
