@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv quantize fit int4 mlx vllm bf16 eval publish demo test lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-phases bench-peers bench-scaling bench-exports bench-loading bench-quality bench-hub bench-fit bench-report bench-kills bad-inputs docs docs-commands dist clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 eval publish demo test test-fast lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-phases bench-peers bench-scaling bench-exports bench-loading bench-quality bench-hub bench-fit bench-report bench-kills bad-inputs docs docs-commands dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -55,8 +55,15 @@ publish: $(READY) ## DIR=... REPO=ORG/NAME: verify, write the card, and push a m
 demo: $(READY) ## quantize a real trained model and show that the result still works
 	$(BIN)/python demo/minilm.py $(ARGS)
 
-test: $(READY) ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+# A worker for each core; one that runs out of tests takes some of another's. Bytecode is kept whatever the environment says:
+# without it every worker, and every process that a test starts, compiles all modules again.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal
+
+test: $(READY) ## run all tests
+	$(PYTEST) $(ARGS)
+
+test-fast: $(READY) ## run the tests that take a minute together, without those that tests/support/slow.py lists
+	$(PYTEST) -m "not slow" $(ARGS)
 
 lint: $(READY) ## check format and style
 	$(BIN)/ruff format --check .

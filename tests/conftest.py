@@ -1,10 +1,66 @@
-"""Where no GPU can be used, the GPU kernels run all the same: interpreted, on the CPU. Triton looks when it is imported."""
+"""The environment of every run: compiled kernels in one folder, one torch thread in each process, GPU kernels anywhere."""
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer.main
+import typer.testing
+from httpx2._transports import default as transports
+from shared import skip_flushes
+from slow import is_slow
 
 from pqweights.kernels.devices import INTERPRETER, _why_no_gpu
 
+TESTS = Path(__file__).parent
+FAST = "not slow"  # as make test-fast asks
+BYTES_PER_WORKER = 2 << 30  # torch, transformers and their models; most workers need less
+
+# Workers, and the processes that tests start, share the cores; on tiny products, more threads only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Without a GPU, Triton interprets the GPU kernels on the CPU. It reads this when it is imported.
 if _why_no_gpu() is not None:
     os.environ.setdefault(INTERPRETER, "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep compiled kernels in one folder, for all workers, the processes that they start, and later runs."""
+    os.environ.setdefault("PQWEIGHTS_CACHE", str(config.cache.mkdir("kernels")))
+    skip_flushes()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import modules of which `-m "not slow"` would leave out every test: they import the largest packages."""
+    slow = collection_path.is_relative_to(TESTS) and is_slow(collection_path.relative_to(TESTS).as_posix())
+    return True if slow and config.option.markexpr == FAST else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that slow.py lists, one by one or as a module."""
+    for item in items:
+        if is_slow(item.nodeid.removeprefix("tests/")):
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """The number of workers for `-n auto`: one for each core that this process may use, as far as the memory goes."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(len(os.sched_getaffinity(0)), memory // BYTES_PER_WORKER))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def made_once_in_a_process() -> Iterator[None]:
+    """Build what libraries build for every call once: it takes longer than most tests.
+
+    Typer's runner builds the tree of commands; an HTTP client reads all root certificates, also for http.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.testing, "_get_command", functools.cache(typer.main.get_command), raising=False)
+        patch.setattr(transports, "create_ssl_context", functools.cache(transports.create_ssl_context), raising=False)
+        yield

@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +20,7 @@ from commands import invoke
 from families import exported, model
 from families import master as master_of
 from helpers import run_command, small_checkpoint
+from snippets import run_snippet
 
 from pqweights.card import read_card, save_card
 from pqweights.card.old_card import NOTES_BEGIN, NOTES_END
@@ -343,8 +343,8 @@ def test_left_out_tensors_and_a_target_of_later(base: Path, tmp_path: Path) -> N
 
 
 def run(python: str, cwd: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", python], capture_output=True, text=True, check=False, cwd=cwd)
-    assert done.returncode == 0, done.stderr
+    log = cwd / "log"
+    assert run_snippet(python, cwd, log) == 0, log.read_text()
 
 
 @pytest.mark.parametrize("kind", ["master", "bf16", "vllm-int4", "mlx-q4"])

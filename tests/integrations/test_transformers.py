@@ -16,6 +16,7 @@ import pytest
 from families import FAMILIES
 from helpers import bf16, f32, gaussian, read_all, run_command, safetensors_bytes, write_checkpoint
 from independent_reader import read_master
+from snippets import run_snippet
 
 import pqweights
 from pqweights.checkpoint.config import GUARD, GUARD_KEY
@@ -188,12 +189,11 @@ def test_the_order_of_imports(order: str, base: Path) -> None:
     assert float(done.stdout) == load(folder).lm_head.weight.sum().item()
 
 
-def test_without_pqweights_nothing_loads(base: Path) -> None:
+def test_without_pqweights_nothing_loads(base: Path, tmp_path: Path) -> None:
     """Each way of loading ends in an error that says what to do; what loads no weights works."""
     code = """
 import sys
 import transformers
-text, both = sys.argv[1:]
 assert transformers.AutoConfig.from_pretrained(text).hidden_size == 256
 assert len(transformers.AutoTokenizer.from_pretrained(text)) > 100
 ways = [
@@ -213,9 +213,10 @@ for way, folder in ways:
 assert "pqweights" not in sys.modules
 transformers.AutoModelForCausalLM.from_pretrained(text)
 """
-    done = run_python(code, str(families.master(base, "llama")), str(families.master(base, "qwen3_5")))
-    assert done.returncode == 1, done.stderr
-    assert done.stderr.strip().splitlines()[-1].endswith(GUARD)
+    text, both = (str(families.master(base, name)) for name in ("llama", "qwen3_5"))
+    log = tmp_path / "log"
+    assert run_snippet(f"text, both = {text!r}, {both!r}\n{code}", tmp_path, log) == 1, log.read_text()
+    assert log.read_text().strip().splitlines()[-1].endswith(GUARD)
 
 
 def test_the_guard_of_a_source_is_gone_from_every_output(tmp_path: Path) -> None:

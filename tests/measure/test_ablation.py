@@ -31,12 +31,15 @@ from pqweights.runtimes.models import open_model
 from pqweights.runtimes.texts import tokenize
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
-WINDOWS = ("--window", "48", "--stride", "24")
+WINDOWS = ("--window", "60", "--stride", "50")
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = families.build(families.FAMILIES["llama"], tmp_path_factory.mktemp("ablated") / "model", with_outliers)
+    llama = families.FAMILIES["llama"]
+    sizes = {"num_hidden_layers": 1, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 256}
+    small = replace(llama, settings={**llama.settings, **sizes})
+    folder = families.build(small, tmp_path_factory.mktemp("ablated") / "model", with_outliers)
     (folder / "text").write_text(text(3000))
     return folder
 
@@ -62,13 +65,13 @@ def test_there_is_a_row_for_each_configuration(report: dict[str, Any]) -> None:
     # the last third calibrates
     assert report["settings"]["tokens"] == 2000
     assert report["settings"]["calibration_tokens"] == 1000
-    assert report["settings"]["scored_tokens"] == 82 * 24
+    assert report["settings"]["scored_tokens"] == 39 * 50
 
 
 def test_a_row_is_what_the_commands_give(source: Path, report: dict[str, Any], tmp_path: Path) -> None:
     quantize(source, tmp_path / "m", replace(load_recipe("q5"), codec="lloyd-max").with_bits(3), threads=2)
     ids = tokenize(source, (source / "text").read_text())[:2000]
-    scores = compare(open_model(tmp_path / "m"), open_model(source), ids=ids, windows=Windows(size=48, stride=24))
+    scores = compare(open_model(tmp_path / "m"), open_model(source), ids=ids, windows=Windows(size=60, stride=50))
     (row,) = [r for r in report["rows"] if (r["bits"], r["name"]) == (3, "+ Lloyd-Max only")]
     assert scores.divergence is not None
     assert row["perplexity"]["value"] == pytest.approx(scores.perplexity.value, rel=1e-6)

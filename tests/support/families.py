@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers import run_command
+from shared import made_once, run_folder
 
 VOCABULARY = 512
 IDS = [[5, 77, 3, 9, 100, 42, 7, 7, 250, 33, 12, 8]]
@@ -104,24 +105,23 @@ FAMILIES = {
 
 @functools.cache
 def model(base: Path, name: str) -> Path:
-    """The checkpoint of a family, made once per session. base: the folder of all, tmp_path_factory.getbasetemp()."""
-    return build(FAMILIES[name], base / "families" / name)
+    """Return the checkpoint of a family, made once for all workers. base: tmp_path_factory.getbasetemp()."""
+    return made_once(run_folder(base) / "families" / name, lambda folder: build(FAMILIES[name], folder))
 
 
 @functools.cache
 def master(base: Path, name: str) -> Path:
-    """A master of it, at 6 bits."""
-    out = base / "masters" / name
-    run_command({"quantize": str(model(base, name)), "recipe": "q6"}, out)
-    return out
+    """Return a master of that checkpoint, at 6 bits."""
+    command = {"quantize": str(model(base, name)), "recipe": "q6"}
+    return made_once(run_folder(base) / "masters" / name, lambda out: run_command(command, out))
 
 
 @functools.cache
 def exported(base: Path, name: str, target: str, **options: Any) -> Path:
-    """An export of that master."""
-    out = base / "exports" / "-".join([name, target, *(str(value) for value in options.values())])
-    run_command({"export": str(master(base, name)), "target": target, **options}, out)
-    return out
+    """Return an export of that master."""
+    command = {"export": str(master(base, name)), "target": target, **options}
+    folder = "-".join([name, target, *(str(value) for value in options.values())])
+    return made_once(run_folder(base) / "exports" / folder, lambda out: run_command(command, out))
 
 
 def build(family: Family, folder: Path, change: Callable[[Any], None] = lambda model: None) -> Path:

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -20,13 +21,11 @@ from typing import Any
 import added_codecs
 import numpy as np
 import numpy.typing as npt
+from shared import skip_flushes
 
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
-from pqweights.codecs import get_codec
-from pqweights.codecs.weight import encode_weight
 from pqweights.exports.options import ExportOptions
-from pqweights.kernels.groups import GroupRule, pack_bits, pack_tiles, rotate
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite import jobs
 from pqweights.rewrite.task import RewriteReport
@@ -276,22 +275,11 @@ def _child(command: dict[str, Any], point: dict[str, Any], answer: int) -> None:
 
 def _drive(command: dict[str, Any], points: list[dict[str, Any]]) -> None:
     small_chunks()
+    skip_flushes()
     if command.pop("added_codecs", False):
         added_codecs.add()
-    values = np.zeros(256, dtype=np.uint8)
-    weight, _ = encode_weight(values, "BF16", (128,), get_codec("hadamard-lloyd-max").coder(5))
-    weight.decode()
-    if "export" in command and command["target"] != "bf16":
-        rotate(np.zeros(128, dtype=np.float32))
-        for symmetric in (True, False):
-            codes = (
-                GroupRule(bits=4, group_size=128, symmetric=symmetric, middle=True, rule="best")
-                .quantize(np.zeros(1024, dtype=np.float32))
-                .codes
-            )
-        pack_bits(codes, 4)
-        pack_tiles(codes)
-    # All kernels are compiled before the forks.
+    with tempfile.TemporaryDirectory() as folder:
+        run_command(command, Path(folder) / "out")  # imports and compiles before the forks what every child needs
     answers = []
     for point in points:
         read, write = os.pipe()

@@ -1,0 +1,64 @@
+"""The tests that `make test-fast` leaves out, with the reason; `make test` runs them all."""
+
+from __future__ import annotations
+
+MODELS = "runs models in transformers, torchao or MLX"
+PROCESSES = "starts processes that import large packages"
+KILLS = "kills runs at hundreds of points"
+HUB = "waits for a server on the loopback, and for retries"
+COMPILES = "compiles kernels for other processors, or interprets those for GPUs"
+EXHAUSTIVE = "tries many values or cases; others of its module try some"
+
+# Modules, and test functions: MODULE::FUNCTION. Paths are relative to tests/.
+SLOW = {
+    "card/test_card.py::test_the_command_of_another_architecture_runs": PROCESSES,
+    "card/test_card.py::test_the_commands_run": PROCESSES,
+    "cli/test_cli.py::test_a_fresh_process_works": PROCESSES,
+    "cli/test_cli.py::test_help_is_quick": PROCESSES,
+    "cli/test_hostile.py::test_bad_input_gives_one_clear_line_and_changes_nothing": EXHAUSTIVE,
+    "cli/test_hostile.py::test_script_writes_every_case": EXHAUSTIVE,
+    "codecs/test_scalar.py::test_the_independent_writer_gives_the_same_weight": EXHAUSTIVE,
+    "codecs/test_seam.py::test_a_killed_run_continues_to_the_same_bytes": KILLS,
+    "codecs/test_seam.py::test_awq_scales_are_searched_and_applied_for_any_codec": MODELS,
+    "evaluate/test_eval_command.py": MODELS,
+    "evaluate/test_evaluate.py": MODELS,
+    "exports/test_bf16_export.py::test_an_export_resumes": KILLS,
+    "exports/test_integer_exports.py": MODELS,
+    "exports/test_layer_names.py": MODELS,
+    "exports/test_mlx_export.py": MODELS,
+    "hub/test_hub.py": HUB,
+    "hub/test_hub_hostile.py": HUB,
+    "hub/test_loopback_hub.py::test_transformers_loads_from_it": PROCESSES,
+    "integrations/test_packed.py": MODELS,
+    "integrations/test_transformers.py": MODELS,
+    "kernels/test_devices.py": PROCESSES,
+    "kernels/test_gpu.py": COMPILES,
+    "kernels/test_groups.py::test_the_kernel_returns_the_bits_of_the_reference": EXHAUSTIVE,
+    "kernels/test_kernels.py::test_a_special_block_does_not_change_the_others_of_its_group": EXHAUSTIVE,
+    "kernels/test_kernels.py::test_every_finite_norm_decodes_alike": EXHAUSTIVE,
+    "kernels/test_kernels.py::test_every_threshold_is_exact_to_within_an_ulp": EXHAUSTIVE,
+    "kernels/test_kernels.py::test_property_any_cut_into_calls_gives_the_same_bytes": COMPILES,
+    "kernels/test_kernels.py::test_property_backends_agree_on_any_block": COMPILES,
+    "kernels/test_kernels.py::test_the_first_block_that_is_not_finite_is_reported": COMPILES,
+    "kernels/test_machine_code.py": COMPILES,
+    "measure/test_ablation.py": MODELS,
+    "measure/test_activations.py": MODELS,
+    "measure/test_calibrate.py": MODELS,
+    "planning/test_awq.py::test_killed_and_resumed_run_gives_the_same_bytes": KILLS,
+    "planning/test_awq.py::test_samples_of_a_large_model_stay_within_the_limit_on_disk": EXHAUSTIVE,
+    "planning/test_knapsack.py::test_a_thousand_groups_are_solved_to_within_a_thousandth": EXHAUSTIVE,
+    "plots/test_plots.py": PROCESSES,
+    "results/test_verify.py::test_flipped_byte_in_any_file_is_found": EXHAUSTIVE,
+    "results/test_verify.py::test_flipped_byte_of_the_manifest_never_crashes": EXHAUSTIVE,
+    "rewrite/test_rewrite.py::test_overwriting_run_killed_at_any_call_resumes": KILLS,
+    "rewrite/test_rewrite.py::test_run_killed_at_any_call_resumes_to_the_same_folder": KILLS,
+    "rewrite/test_rewrite.py::test_kills_cover_every_state": KILLS,
+    "rewrite/test_rewrite.py::test_run_killed_repeatedly_resumes": KILLS,
+    "rewrite/test_rewrite.py::test_run_with_random_kills_resumes": KILLS,
+}
+
+
+def is_slow(test: str) -> bool:
+    """Return whether a module, or a test by its node id, is listed. test: relative to tests/."""
+    module, _, function = test.partition("::")
+    return module in SLOW or f"{module}::{function.partition('[')[0]}" in SLOW
