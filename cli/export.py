@@ -109,7 +109,7 @@ def command(
         asked = ExportOptions(
             dtype=dtype, bits=bits, group_size=group_size, mode=mode, packing=packing, basis=basis, qparams=qparams
         )
-        get_target(target).read_options(asked)  # refused before anything is fetched
+        get_target(target).settings(asked)  # refused before anything is fetched
         found = options.fetched(folder, options.access(revision, token), ours=True)
         original = None if source is None else options.fetched(source, options.access(None, token)).path
         with output.progress("exporting") as progress:

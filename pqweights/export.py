@@ -51,7 +51,7 @@ def export(
     DeviceError or MissingDependencyError.
     """
     to = get_target(target)
-    settings = to.read_options(options)
+    settings = to.settings(options)
     for path in (master.folder, *([master.original] if master.original else [])):
         check_paths(path, out)
     checkpoint = open_local(master.folder, origin=master.origin)

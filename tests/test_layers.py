@@ -1,4 +1,4 @@
-"""Imports go one way, nothing happens at import, and only the command line prints or exits."""
+"""Imports go down the layers, importing is light, and only the command line prints or exits."""
 
 from __future__ import annotations
 
@@ -43,33 +43,54 @@ LAYERS = (
     ("pqweights.card", "pqweights.plots", "pqweights.push"),
     ("pqweights_cli",),
 )
-NOTHING_OF_OURS = ("pqweights.autoload", "pqweights.errors")
+# Modules that import no other module of the library.
+LEAVES = ("pqweights.autoload", "pqweights.errors")
 OPTIONAL = {
     "torch": {
-        "pqweights.codecs.protocol", "pqweights.codecs.scalar", "pqweights.measure.activations",
-        "pqweights.kernels.reference", "pqweights.kernels.gpu", "pqweights.kernels.devices", "pqweights.checkpoint.pickled",
-        "pqweights.integrations.conversion", "pqweights.integrations.packed",
+        "pqweights.codecs.protocol",
+        "pqweights.codecs.scalar",
+        "pqweights.measure.activations",
+        "pqweights.kernels.reference",
+        "pqweights.kernels.gpu",
+        "pqweights.kernels.devices",
+        "pqweights.checkpoint.pickled",
+        "pqweights.integrations.conversion",
+        "pqweights.integrations.packed",
     },
     "triton": {"pqweights.kernels.gpu"},
     "numba": {
-        "pqweights.kernels.compiler", "pqweights.kernels.cpu_groups", "pqweights.kernels.cpu_kernels",
-        "pqweights.kernels.emit", "pqweights.kernels.jit", "pqweights.kernels.lanes", "pqweights.kernels.packing",
+        "pqweights.kernels.compiler",
+        "pqweights.kernels.cpu_groups",
+        "pqweights.kernels.cpu_kernels",
+        "pqweights.kernels.emit",
+        "pqweights.kernels.jit",
+        "pqweights.kernels.lanes",
+        "pqweights.kernels.packing",
         "pqweights.kernels.vector",
     },
     "llvmlite": {
-        "pqweights.kernels.cpu", "pqweights.kernels.compiler", "pqweights.kernels.emit", "pqweights.kernels.packing",
+        "pqweights.kernels.cpu",
+        "pqweights.kernels.compiler",
+        "pqweights.kernels.emit",
+        "pqweights.kernels.packing",
         "pqweights.kernels.vector",
     },
-    "yaml": {"pqweights.planning.recipe", "pqweights.checkpoint.model_card", "pqweights.card.front_matter", "pqweights.card.old_card"},
+    "yaml": {
+        "pqweights.planning.recipe",
+        "pqweights.checkpoint.model_card",
+        "pqweights.card.front_matter",
+        "pqweights.card.old_card",
+    },
     "huggingface_hub": set(),  # by name, in pqweights.hub.official
     "matplotlib": {"pqweights.plots.distribution", "pqweights.plots.figure", "pqweights.plots.layers"},
     "transformers": {
         "pqweights.measure.activations",
-        "pqweights.integrations.conversion", "pqweights.integrations.quantizer",
+        "pqweights.integrations.conversion",
+        "pqweights.integrations.quantizer",
         "pqweights.integrations.transformers",
     },
     "safetensors": set(),
-}  # fmt: skip
+}
 HEAVY = {*OPTIONAL, "numpy", "rich"} - {"yaml"}
 
 
@@ -120,7 +141,7 @@ def exact_layer(name: str) -> int:
     return 0 if name == "pqweights" else layer(name)
 
 
-def test_there_is_something_to_check() -> None:
+def test_imports_are_found_by_the_parser() -> None:
     assert {
         "pqweights.rewrite.driver",
         "pqweights.checkpoint.header",
@@ -135,19 +156,18 @@ def test_there_is_something_to_check() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
-def test_imports_go_one_way(name: str) -> None:
-    # A checkpoint of ours is read through codec and weight, so `checkpoint` stands above them.
+def test_imports_go_down_the_layers(name: str) -> None:
+    # Masters are read through the codecs, so `checkpoint` is a layer above them.
     for imported in imports(name, MODULES[name]):
         if imported in MODULES:
             assert exact_layer(imported) <= exact_layer(name), f"{name} imports {imported}, of a later layer"
-            if name in NOTHING_OF_OURS:
-                raise AssertionError(f"{name} imports {imported}")
+            assert name not in LEAVES, f"{name} imports {imported}"
 
 
-def test_there_are_no_circles() -> None:
-    """Within a layer, too."""
+def test_there_are_no_import_cycles() -> None:
+    """Cycles within a layer are found, too."""
     edges = {name: imports(name, module) & MODULES.keys() for name, module in MODULES.items()}
-    # A package's __init__ may import its own modules: these do not import the package itself.
+    # The __init__ of a package may import its modules, because these do not import the package itself.
     finished: set[str] = set()
 
     def visit(name: str, above: tuple[str, ...]) -> None:
@@ -163,7 +183,7 @@ def test_there_are_no_circles() -> None:
 
 @pytest.mark.parametrize("name", sorted(name for name in MODULES if name.startswith("pqweights_cli")))
 def test_commands_import_the_library_only_when_they_run(name: str) -> None:
-    """`pqweights --help` answers at once."""
+    """Otherwise `pqweights --help` would be slow."""
     for node in MODULES[name].body:
         at_import = imports(name, ast.Module([node], []))
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -173,7 +193,7 @@ def test_commands_import_the_library_only_when_they_run(name: str) -> None:
 
 
 @pytest.mark.parametrize("package", OPTIONAL)
-def test_heavy_packages_are_imported_in_one_place(package: str) -> None:
+def test_optional_packages_are_imported_only_in_the_listed_modules(package: str) -> None:
     found = {
         name
         for name, module in MODULES.items()
@@ -192,7 +212,7 @@ def test_heavy_packages_are_imported_in_one_place(package: str) -> None:
         ("pqweights.kernels.cpu", "pqweights.kernels.compiler"),  # which imports numba
     ],
 )
-def test_some_imports_wait_until_they_are_needed(name: str, package: str) -> None:
+def test_heavy_imports_are_deferred_to_first_use(name: str, package: str) -> None:
     module = MODULES[name]
     at_import = [node for node in module.body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert package not in imports(name, ast.Module(list(at_import), []))
@@ -228,7 +248,7 @@ def loaded_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_importing_pqweights_is_light() -> None:
+def test_importing_pqweights_loads_no_heavy_package() -> None:
     assert not loaded_after("import pqweights") & {
         "torch",
         "triton",

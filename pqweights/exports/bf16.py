@@ -96,7 +96,6 @@ def read_options(options: ExportOptions) -> str:
 
     Raises OptionError for an option that the target does not have.
     """
-    options.only(NAME, "dtype")
     return one_of(NAME, "dtype", options.dtype, allowed=("bf16", "source"))
 
 
@@ -114,6 +113,7 @@ TARGET = ExportTarget(
     name=NAME,
     runtime=TRANSFORMERS,
     tags=("bf16",),
+    options=("dtype",),
     read_options=read_options,
     prepare=_prepare,
     load_section=_load_section,

@@ -327,7 +327,6 @@ def read_options(options: ExportOptions) -> MlxQ4:
 
     Raises OptionError for an option that the target does not have.
     """
-    options.only(NAME, "mode", "bits", "group_size", "qparams")
     mode = one_of(NAME, "mode", options.mode, allowed=tuple(BITS))
     with_mode = NAME if mode == "affine" else f"{NAME} in mode {mode}"
     rules = (BEST, MINMAX) if mode == "affine" else (MINMAX,)  # the floating modes have no rule but mlx's
@@ -361,6 +360,7 @@ TARGET = ExportTarget(
     name=NAME,
     runtime=MLX,
     tags=("mlx",),
+    options=("mode", "bits", "group_size", "qparams"),
     read_options=read_options,
     prepare=integer_export,
     load_section=_load_section,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
@@ -35,7 +35,7 @@ class ExportOptions:
     basis: str | None = None
     qparams: str | None = None
 
-    def only(self, target: str, *known: str) -> None:
+    def only(self, target: str, known: Collection[str]) -> None:
         """Raise OptionError if an option was given that is not in `known`."""
         for field in fields(self):
             if getattr(self, field.name) is not None and field.name not in known:

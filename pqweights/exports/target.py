@@ -42,8 +42,9 @@ class ExportTarget(Generic[Settings]):
     name: its key in EXPORTS
     runtime: what loads it, one of the runtimes above
     tags: the tags of its card
-    read_options: checks the user's options, and returns what `prepare` takes;
-        raises OptionError for an option that the target does not have
+    options: the fields of ExportOptions that it takes; the manifest of an export states them under the same names
+    read_options: checks the values of those options, and returns what `prepare` takes;
+        raises OptionError for a value that the target does not have
     prepare: returns the checkpoint to be rewritten, and the transform that does it;
         raises ExportError for a model that the target cannot store
     load_section: returns the paragraphs and code blocks of a card that say how to load the result,
@@ -54,7 +55,16 @@ class ExportTarget(Generic[Settings]):
     name: str
     runtime: str
     tags: tuple[str, ...]
+    options: tuple[str, ...]
     read_options: Callable[[ExportOptions], Settings]
     prepare: Callable[[ExportSource, Settings], tuple[Checkpoint, Transform]]
     load_section: Callable[[Mapping[str, Any], LoadableModel], list[str]]
     library: str | None = None
+
+    def settings(self, asked: ExportOptions) -> Settings:
+        """Return what `prepare` takes for the options that a user gave.
+
+        Raises OptionError for an option, or a value, that the target does not have.
+        """
+        asked.only(self.name, self.options)
+        return self.read_options(asked)

@@ -219,7 +219,6 @@ def read_options(options: ExportOptions) -> TorchaoInt4:
 
     Raises OptionError for an option that the target does not have.
     """
-    options.only(NAME, "bits", "group_size", "packing", "qparams")
     one_of(NAME, "bits", options.bits, allowed=(4,))
     return TorchaoInt4(
         packing=one_of(NAME, "packing", options.packing, allowed=(TILE, UNTILED)),
@@ -241,6 +240,7 @@ TARGET = ExportTarget(
     name=NAME,
     runtime=TORCHAO,
     tags=("torchao",),
+    options=("packing", "bits", "group_size", "qparams"),
     read_options=read_options,
     prepare=integer_export,
     load_section=_load_section,

@@ -284,7 +284,6 @@ def read_options(options: ExportOptions) -> VllmInt4:
 
     Raises OptionError for an option that the target does not have.
     """
-    options.only(NAME, "bits", "group_size", "basis", "qparams")
     return VllmInt4(
         bits=one_of(NAME, "bits", options.bits, allowed=(4, 8)),
         groups=GroupSize.of(NAME, GROUP_SIZES, options.group_size),
@@ -310,6 +309,7 @@ TARGET = ExportTarget(
     name=NAME,
     runtime=COMPRESSED_TENSORS,
     tags=("vllm", "compressed-tensors"),
+    options=("bits", "group_size", "basis", "qparams"),
     read_options=read_options,
     prepare=integer_export,
     load_section=_load_section,

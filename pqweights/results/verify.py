@@ -23,11 +23,18 @@ from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.writer import sha256_of_file
 from pqweights.errors import MasterError, PqweightsError
+from pqweights.exports import EXPORTS, get_target
 from pqweights.planning.plan import QUANTIZE, ShardPlan, index_json
 from pqweights.quantize import encodings
 from pqweights.results.evaluation_record import read_records
 from pqweights.rewrite.manifest import Manifest, read_manifest, shards_of
 from pqweights.strict_json import json_bytes
+
+# The keys under which a manifest says how a result was made; an export's also has the options of its target.
+ACCOUNT_KEYS = {
+    "master": {"recipe", "awq", "fit"},
+    "export": {"target", "original_fingerprint", "master_errors"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +101,23 @@ def _check_state(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Check that the manifest is as pqweights writes it, and that no run is unfinished."""
     if (folder / MANIFEST_FILE).read_bytes() != manifest.to_bytes():
         yield f"{MANIFEST_FILE}: is not what pqweights writes for these tensors: its sums or sizes were changed"
+    yield from _check_account(manifest)
     if (folder / WORK_FOLDER).exists():
         yield f"{WORK_FOLDER}: an unfinished run; repeat its command to finish it"
+
+
+def _check_account(manifest: Manifest) -> Iterator[str]:
+    """Check that what the manifest says about how it was made has the keys of its kind, and of its target."""
+    known = ACCOUNT_KEYS[manifest.kind]
+    if manifest.kind == "export":
+        target = manifest.made_by["target"]
+        if not isinstance(target, str) or target not in EXPORTS:
+            yield f"{MANIFEST_FILE}: target: expected one of {', '.join(EXPORTS)}, found {str(target)[:80]!r}"
+            return
+        known = {*known, *get_target(target).options}
+    for key in manifest.made_by:
+        if key not in known:
+            yield f"{MANIFEST_FILE}: expected {', '.join(sorted(known))}, found {key[:80]!r}"
 
 
 def _check_shard(folder: Path, shard: ShardPlan) -> str | None:

@@ -17,8 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import bf16, f32, folder_bytes, gaussian, read_all, small_checkpoint, write_checkpoint
-from hostile import generate
-from hostile.generate import CASES, DOWN, PAYLOAD, UP, Case
+from hostile import case as parts
+from hostile import evaluation, generate, masters, pickles
+from hostile.case import DOWN, UP, Case
+from hostile.generate import CASES
+from hostile.pickles import PAYLOAD
 from pqweights_cli.main import app
 from typer.testing import CliRunner, Result
 
@@ -75,7 +78,7 @@ def test_bad_input_gives_one_clear_line_and_changes_nothing(
     case: Case, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "case"
-    generate.build(case, folder)
+    parts.build(case, folder)
     before = folder_bytes(tmp_path)
     monkeypatch.chdir(folder)
     result = run_in_own_process(line) if case.own_process else run(line)
@@ -111,15 +114,15 @@ def test_cases_have_unique_names_and_commands() -> None:
 def test_undamaged_inputs_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The inputs that the cases damage are sound, so each error comes from the damage."""
     monkeypatch.chdir(tmp_path)
-    generate.write(tmp_path, generate.GOOD_SRC)
-    generate.make_master(tmp_path / "a")
-    generate.write(tmp_path / "b", {"src/pytorch_model.bin": generate.saved(generate.weights())})
+    parts.write(tmp_path, parts.GOOD_SRC)
+    masters.make_master(tmp_path / "a")
+    parts.write(tmp_path / "b", {"src/pytorch_model.bin": pickles.saved(pickles.weights())})
     shards = {
-        generate.SHARD_1: generate.stored({UP: generate.WEIGHT}),
-        generate.SHARD_2: generate.stored({DOWN: generate.WEIGHT}),
+        parts.SHARD_1: parts.stored({UP: parts.WEIGHT}),
+        parts.SHARD_2: parts.stored({DOWN: parts.WEIGHT}),
     }
-    generate.write(tmp_path, generate.GOOD_MODEL)
-    generate.write(tmp_path / "c", {**shards, generate.INDEX: {"weight_map": generate.GOOD_MAP}})
+    parts.write(tmp_path, evaluation.GOOD_MODEL)
+    parts.write(tmp_path / "c", {**shards, parts.INDEX: {"weight_map": parts.GOOD_MAP}})
     for line in (
         "quantize src out",
         "verify a/master",
@@ -127,7 +130,7 @@ def test_undamaged_inputs_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "export a/master exported --target bf16",
         "quantize b/src b/out --allow-pickle",
         "quantize c/src c/out",
-        generate.EVAL,
+        evaluation.EVAL,
     ):
         result = run(line)
         assert result.exit_code == 0, (line, result.stderr, result.exception)
@@ -165,10 +168,10 @@ def test_tensor_with_a_name_like_ours_is_refused_or_survives(stored: str, tmp_pa
 
 
 def test_overwriting_removes_nothing_outside_the_folder(tmp_path: Path) -> None:
-    generate.make_master(tmp_path)
-    generate.write(tmp_path, {**generate.GOOD_SRC, "x": "mine", "master/notes.txt": "mine"})
+    masters.make_master(tmp_path)
+    parts.write(tmp_path, {**parts.GOOD_SRC, "x": "mine", "master/notes.txt": "mine"})
     for name in ("../x", str(tmp_path / "x")):
-        generate.set_json("pqweights.json", "files", name, to={"bytes": 4, "sha256": "0" * 64})(tmp_path / "master")
+        masters.set_json("pqweights.json", "files", name, to={"bytes": 4, "sha256": "0" * 64})(tmp_path / "master")
     result = run(f"quantize {tmp_path / 'src'} {tmp_path / 'master'} --overwrite")
     assert result.exit_code == 0, result.stderr
     assert (tmp_path / "x").read_text() == "mine"
@@ -178,9 +181,9 @@ def test_overwriting_removes_nothing_outside_the_folder(tmp_path: Path) -> None:
 def test_journal_that_points_outside_removes_nothing_there(tmp_path: Path) -> None:
     names = ["../x", str(tmp_path / "x")]
     journal = {"work": "", "source": {}, "outputs": names, "replaces": names}
-    generate.write(
+    parts.write(
         tmp_path,
-        {**generate.GOOD_SRC, "x": "mine", "out/.pqweights/journal.jsonl": json.dumps(journal) + "\n"},
+        {**parts.GOOD_SRC, "x": "mine", "out/.pqweights/journal.jsonl": json.dumps(journal) + "\n"},
     )
     result = run(f"quantize {tmp_path / 'src'} {tmp_path / 'out'} --overwrite")
     assert result.exit_code == 0, result.stderr
@@ -310,9 +313,9 @@ def test_read_only_folder_gives_one_line(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_undamaged_master_uses_what_the_cases_change(tmp_path: Path) -> None:
     """Its weights use the default rotation, and one has an override, so that edits of both matter."""
-    generate.make_master(tmp_path)
+    masters.make_master(tmp_path)
     settings = json.loads((tmp_path / "master/config.json").read_text())["quantization_config"]
     assert settings["rotation"] == "hadamard"
-    assert settings["overrides"] == {generate.GATE: {"shape": [4, 65]}}
-    assert settings["kept"] == [generate.NORM]
-    assert {path.name for path in (tmp_path / "master").glob("*.safetensors")} == {generate.SHARD, generate.LAST_SHARD}
+    assert settings["overrides"] == {masters.GATE: {"shape": [4, 65]}}
+    assert settings["kept"] == [parts.NORM]
+    assert {path.name for path in (tmp_path / "master").glob("*.safetensors")} == {masters.SHARD, masters.LAST_SHARD}

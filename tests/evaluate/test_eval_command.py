@@ -1,4 +1,4 @@
-"""pqweights eval: settings, reports and refusals, on tiny random models; speed in processes of its own; the command itself."""
+"""pqweights eval on tiny random models: settings, reports, refusals, texts, speed, and the command."""
 
 from __future__ import annotations
 
@@ -31,10 +31,19 @@ pytest.importorskip("torch")
 
 CONTEXT, VOCABULARY = 128, 512
 LLAMA = {
-    "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": CONTEXT,
-    "bos_token_id": 500, "eos_token_id": 501, "pad_token_id": None, "initializer_range": 0.2,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 500,
+    "eos_token_id": 501,
+    "pad_token_id": None,
+    "initializer_range": 0.2,
+}
 TEXT = " ".join(f"w{number}" for number in np.random.default_rng(8).integers(0, 500, 300))
 
 
@@ -44,7 +53,7 @@ def model_folder(folder: Path, **settings: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """source, its master q3 and the master's BF16 export bf16; text.txt."""
+    """A folder with source, its master q3, the BF16 export bf16 of that, and text.txt."""
     folder = tmp_path_factory.mktemp("eval")
     model_folder(folder / "source")
     quantize(folder / "source", folder / "q3", load_recipe("q3"), threads=2)
@@ -55,17 +64,17 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(work: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """A copy to be damaged."""
+    """A function that copies a folder, so that the test may damage it."""
     return lambda name: Path(shutil.copytree(work / name, tmp_path / name))
 
 
-# --- what is reported ---
+# --- reports ---
 
 
-def test_a_report(work: Path) -> None:
+def test_report_holds_settings_and_scores(work: Path) -> None:
     report = evaluate([work / "q3", work / "bf16"], TEXT, name="words", reference=work / "source", max_tokens=290)
     settings = report.settings
-    # The model takes 128 tokens: windows of 128, a quarter of them apart. (290 - 128) // 32 + 1 windows.
+    # The context is 128 tokens, so there are (290 - 128) // 32 + 1 windows of 128, a quarter of a window apart.
     assert (settings.tokens, settings.windows, settings.window, settings.stride, settings.masked) == (
         290,
         6,
@@ -80,7 +89,7 @@ def test_a_report(work: Path) -> None:
     windows = Windows(size=128, stride=32)
     expected = compare(open_model(work / "bf16"), open_model(work / "source"), ids=ids, windows=windows)
     assert report.rows[1].scores == expected
-    # BF16 rounds what the master is decoded to: the same to the eye, not to the bit.
+    # The export holds the decoded weights rounded to BF16, so its scores are close but not equal.
     master = report.rows[0].scores
     assert master.log_perplexity.value == pytest.approx(expected.log_perplexity.value, rel=1e-2)
     assert master.log_perplexity != expected.log_perplexity
@@ -91,7 +100,7 @@ def test_a_report(work: Path) -> None:
     assert {row.dtype for row in (*report.rows, report.reference)} == {"float32"}
 
 
-def test_sizes(work: Path) -> None:
+def test_sizes_count_bytes_and_parameters(work: Path) -> None:
     report = evaluate([work / "source", work / "q3", work / "bf16"], TEXT)
     plain, master, exported = (row.size for row in report.rows)
     for size, name in ((plain, "source"), (master, "q3"), (exported, "bf16")):
@@ -107,7 +116,7 @@ def test_sizes(work: Path) -> None:
     assert report.settings.reference is None
 
 
-def test_a_reference_beside_itself(work: Path) -> None:
+def test_divergence_of_the_reference_from_itself_is_zero(work: Path) -> None:
     (row,) = evaluate([work / "source"], TEXT, reference=work / "source").rows
     found = row.scores.divergence
     assert found is not None
@@ -116,12 +125,12 @@ def test_a_reference_beside_itself(work: Path) -> None:
     assert row.scores.change == row.scores.perplexity_change == (0, 0)
 
 
-def test_packed_masters_give_the_same(work: Path) -> None:
+def test_packed_master_gives_the_same_scores(work: Path) -> None:
     (packed,) = evaluate([work / "q3"], TEXT, reference=work / "source", packed=True).rows
     (decoded,) = evaluate([work / "q3"], TEXT, reference=work / "source").rows
     assert packed.runtime == "transformers, pqweights' packed weights"
     assert packed.scores.log_perplexity.value == pytest.approx(decoded.scores.log_perplexity.value, rel=1e-4)
-    # A reference is decoded: the same master may be both.
+    # A reference is always decoded, so the same master may be model and reference.
     (both,) = evaluate([work / "q3"], TEXT, reference=work / "q3", packed=True).rows
     assert both.scores.divergence is not None
     assert both.scores.divergence.mean.value == pytest.approx(0, abs=1e-5)
@@ -139,7 +148,9 @@ def test_packed_masters_give_the_same(work: Path) -> None:
         ({"window": 32, "stride": 8, "score_first": True}, (32, 8, True)),
     ],
 )
-def test_windows_are_chosen(asked: dict[str, Any], expected: tuple[int, int, bool] | None, work: Path) -> None:
+def test_window_and_stride_have_defaults(
+    asked: dict[str, Any], expected: tuple[int, int, bool] | None, work: Path
+) -> None:
     if expected is None:
         with pytest.raises(EvaluationError, match=r"--stride 65: .* at most the window, which has 64 tokens"):
             evaluate([work / "source"], TEXT, **asked)
@@ -150,20 +161,20 @@ def test_windows_are_chosen(asked: dict[str, Any], expected: tuple[int, int, boo
     assert settings.scored_tokens >= first + (settings.windows - 1) * (settings.window - settings.masked) - 4
 
 
-def test_the_shortest_context_counts(work: Path, tmp_path: Path) -> None:
+def test_window_is_the_shortest_context_of_all_models(work: Path, tmp_path: Path) -> None:
     short = model_folder(tmp_path / "short", max_position_embeddings=40)
     settings = evaluate([work / "source"], TEXT, reference=short).settings
     assert (settings.window, settings.stride) == (40, 10)
 
 
-def test_a_context_that_is_not_named_is_none(copy: Callable[[str], Path]) -> None:
+def test_model_without_a_context_length_gets_windows_of_2048(copy: Callable[[str], Path]) -> None:
     folder = copy("source")
     change_config(folder, max_position_embeddings=None)
     settings = evaluate([folder], TEXT * 10).settings
     assert (settings.window, settings.stride) == (2048, 512)
 
 
-def test_another_tokenizer_folder(work: Path, copy: Callable[[str], Path]) -> None:
+def test_tokenizer_may_be_read_from_another_folder(work: Path, copy: Callable[[str], Path]) -> None:
     bare = copy("bf16")
     for path in bare.glob("tokenizer*"):
         path.unlink()
@@ -173,7 +184,7 @@ def test_another_tokenizer_folder(work: Path, copy: Callable[[str], Path]) -> No
     assert found.rows[0].scores == expected.rows[0].scores
 
 
-def test_models_of_images_and_text_are_read_as_text(tmp_path: Path) -> None:
+def test_image_text_model_is_evaluated_on_text(tmp_path: Path) -> None:
     from families import FAMILIES
 
     folder = build(FAMILIES["qwen3_vl"], tmp_path / "model")
@@ -181,7 +192,7 @@ def test_models_of_images_and_text_are_read_as_text(tmp_path: Path) -> None:
     assert 100 < row.scores.perplexity.value < 2000
 
 
-def test_only_two_models_are_in_memory(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_two_models_are_in_memory(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import weakref
 
     from pqweights.evaluate import evaluation as package
@@ -210,18 +221,18 @@ def change_config(folder: Path, **values: Any) -> None:
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
-def test_a_window_beyond_the_limit(work: Path) -> None:
+def test_window_longer_than_the_context_is_refused(work: Path) -> None:
     with pytest.raises(EvaluationError, match=r"--window 129: .*bf16 takes at most 128 tokens"):
         evaluate([work / "bf16"], TEXT, reference=work / "source", window=129)
 
 
-def test_a_text_shorter_than_a_window(work: Path) -> None:
+def test_text_shorter_than_a_window_is_refused(work: Path) -> None:
     with pytest.raises(EvaluationError, match=r"at least 128 tokens for 1 window\(s\) of 128, found 100;"):
         evaluate([work / "source"], TEXT, max_tokens=100)
 
 
 @pytest.mark.parametrize("beside", ["reference", "model"])
-def test_another_tokenizer(beside: str, work: Path, copy: Callable[[str], Path]) -> None:
+def test_model_with_another_tokenizer_is_refused(beside: str, work: Path, copy: Callable[[str], Path]) -> None:
     other = copy("source")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     words = tokenizer["model"]["vocab"]
@@ -234,7 +245,7 @@ def test_another_tokenizer(beside: str, work: Path, copy: Callable[[str], Path])
     evaluate([other], TEXT, reference=work / "source", max_tokens=5, window=4, stride=2)
 
 
-def test_another_vocabulary(work: Path, tmp_path: Path) -> None:
+def test_model_with_another_vocabulary_size_is_refused(work: Path, tmp_path: Path) -> None:
     larger = model_folder(tmp_path / "larger", vocab_size=520)
     with pytest.raises(EvaluationError, match=r"larger: its config\.json has 520 tokens, that of the reference 512"):
         evaluate([larger], TEXT, reference=work / "source")
@@ -243,7 +254,7 @@ def test_another_vocabulary(work: Path, tmp_path: Path) -> None:
         compare(models[0], models[1], ids=tokenize(work / "source", TEXT), windows=Windows(size=32, stride=16))
 
 
-def test_a_vocabulary_that_lacks_tokens(work: Path, tmp_path: Path) -> None:
+def test_token_outside_the_vocabulary_is_refused(work: Path, tmp_path: Path) -> None:
     smaller = model_folder(tmp_path / "smaller", vocab_size=400, bos_token_id=0, eos_token_id=1)
     most = max(int(word[1:]) for word in TEXT.split())
     with pytest.raises(EvaluationError, match=f"has the token {most}, the model knows 400 tokens"):
@@ -251,9 +262,10 @@ def test_a_vocabulary_that_lacks_tokens(work: Path, tmp_path: Path) -> None:
 
 
 ENCODERS = {
-    "BertModel": ("BertModel", "BertConfig"), "BertForMaskedLM": ("BertForMaskedLM", "BertConfig"),
+    "BertModel": ("BertModel", "BertConfig"),
+    "BertForMaskedLM": ("BertForMaskedLM", "BertConfig"),
     "T5ForConditionalGeneration": ("T5ForConditionalGeneration", "T5Config"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("architecture", ENCODERS)
@@ -271,22 +283,22 @@ def test_encoders_are_refused(architecture: str, tmp_path: Path) -> None:
         evaluate([tmp_path / "master"], TEXT, window=64, stride=16)
 
 
-def test_packed_needs_masters(work: Path) -> None:
+def test_packed_is_refused_for_an_export(work: Path) -> None:
     with pytest.raises(EvaluationError, match="bf16: --packed: expected a pqweights master"):
         evaluate([work / "q3", work / "bf16"], TEXT, packed=True)
 
 
-def test_cuda_without_a_gpu(work: Path) -> None:
+def test_cuda_without_a_gpu_is_refused(work: Path) -> None:
     import torch
 
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("there is a GPU")
     with pytest.raises(DeviceError, match="finds no GPU"):
         evaluate([work / "source"], TEXT, device="cuda")
     assert evaluate([work / "source"], TEXT, device="auto").settings.device == "cpu"
 
 
-def test_mlx_chooses_its_device(copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_option_is_refused_for_mlx(copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -314,7 +326,9 @@ def test_mlx_chooses_its_device(copy: Callable[[str], Path], monkeypatch: pytest
     ],
     ids=["no-config", "half-a-config", "unknown", "unnamed", "tokenizer", "tokenizer-2", "cut", "no-weights"],
 )
-def test_broken_folders(name: str, damage: Callable[[Path], None], expected: str, copy: Callable[[str], Path]) -> None:
+def test_broken_folder_is_one_line(
+    name: str, damage: Callable[[Path], None], expected: str, copy: Callable[[str], Path]
+) -> None:
     folder = copy(name)
     damage(folder)
     with pytest.raises((SourceError, MasterError), match=expected) as caught:
@@ -322,7 +336,7 @@ def test_broken_folders(name: str, damage: Callable[[Path], None], expected: str
     assert "\n" not in str(caught.value)
 
 
-def test_no_models_and_unknown_dtypes(work: Path) -> None:
+def test_no_models_or_an_unknown_dtype_is_refused(work: Path) -> None:
     with pytest.raises(EvaluationError, match="at least one model"):
         evaluate([], TEXT)
     with pytest.raises(EvaluationError, match="dtype 'int8': expected float32, bfloat16, float16"):
@@ -340,7 +354,7 @@ def test_no_models_and_unknown_dtypes(work: Path) -> None:
         (b"abc\xff", "found the byte 0xff at offset 3"),
     ],
 )
-def test_what_is_no_text(content: bytes, expected: str, tmp_path: Path) -> None:
+def test_file_that_is_not_a_text_is_refused(content: bytes, expected: str, tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(content)
     with pytest.raises(EvaluationError, match=expected):
         read_text(tmp_path / "text")
@@ -352,7 +366,7 @@ def fake_datasets(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> 
     monkeypatch.setitem(sys.modules, "datasets", module)
 
 
-def test_wikitext(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wikitext_is_joined_as_in_the_literature(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
     def load(*arguments: Any, **options: Any) -> Any:
@@ -365,7 +379,9 @@ def test_wikitext(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [(("Salesforce/wikitext", "wikitext-2-raw-v1"), {"split": "test"})]
 
 
-def test_wikitext_without_a_hub(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_wikitext_without_network_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     def load(*arguments: Any, **options: Any) -> Any:
         raise ConnectionError("Couldn't reach 'Salesforce/wikitext'\non the Hub")
 
@@ -375,7 +391,7 @@ def test_wikitext_without_a_hub(monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
     assert capfd.readouterr() == ("", "")
 
 
-def test_wikitext_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wikitext_without_datasets_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(
         MissingDependencyError, match=r"--dataset wikitext needs datasets: pip install 'pqweights\[eval\]'"
@@ -386,8 +402,8 @@ def test_wikitext_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- speed ---
 
 
-def test_speed(work: Path) -> None:
-    """In a new process, and in the model's own dtype if none was asked for."""
+def test_speed_is_measured_in_the_dtype_of_the_model(work: Path) -> None:
+    """It is measured in a new process."""
     (row,) = evaluate([work / "q3"], TEXT, speed=True, packed=True).rows
     found = row.speed
     assert found is not None
@@ -398,14 +414,14 @@ def test_speed(work: Path) -> None:
     assert (found.dtype, row.dtype) == ("bfloat16", "float32")
 
 
-def test_speed_in_the_dtype_asked_for(work: Path) -> None:
+def test_speed_is_measured_in_the_requested_dtype(work: Path) -> None:
     found = speed.measure_speed(
         work / "source", tokenize(work / "source", TEXT), device="cpu", dtype="float32", packed=False
     )
     assert found.dtype == "float32"
 
 
-def test_what_the_process_refuses_is_raised_here(work: Path, tmp_path: Path) -> None:
+def test_error_in_the_speed_process_is_raised_in_this_one(work: Path, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"no config\.json"):
         speed.measure_speed(tmp_path, np.arange(5), device="cpu", dtype="auto", packed=False)
     with pytest.raises(EvaluationError, match="--packed: expected a pqweights master"):
@@ -422,14 +438,16 @@ def test_what_the_process_refuses_is_raised_here(work: Path, tmp_path: Path) -> 
         ("raise ValueError('our own mistake')", "ended with code 1: ValueError: our own mistake"),
     ],
 )
-def test_a_process_that_dies(child: str, expected: str, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_death_of_the_speed_process_is_reported(
+    child: str, expected: str, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(speed, "CHILD", child)
     with pytest.raises(EvaluationError, match=expected):
         speed.measure_speed(work / "source", np.arange(5), device="cpu", dtype="auto", packed=False)
 
 
-def test_the_tokens_are_the_likeliest_ones(copy: Callable[[str], Path]) -> None:
-    """Whatever the model's own settings for writing are: an end of text everywhere, no repetitions, chance."""
+def test_generation_is_greedy_whatever_the_generation_config_says(copy: Callable[[str], Path]) -> None:
+    """The generation config asks for sampling, a repetition penalty, and an end of text at every token."""
     folder = copy("source")
     (folder / "generation_config.json").write_text(
         json.dumps({"do_sample": True, "temperature": 5.0, "repetition_penalty": 3.0, "eos_token_id": list(range(512))})
@@ -444,7 +462,7 @@ def test_the_tokens_are_the_likeliest_ones(copy: Callable[[str], Path]) -> None:
 # --- the command ---
 
 
-def test_the_table(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_shows_scores_and_settings(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(work)
     result = invoke("eval", "q3", "bf16", "--text", "text.txt", "--reference", "source")
     assert result.exit_code == 0, result.stderr
@@ -482,7 +500,7 @@ def test_the_table(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "+-" not in single
 
 
-def test_json(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_holds_the_whole_report(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pqweights.evaluate import evaluation as package
 
     runs = speed.Speed((90.0, 100.0, 110.0), 2 * 10**9, "bfloat16")
@@ -502,10 +520,19 @@ def test_json(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = json.loads(result.stdout)
     assert found.keys() == {"settings", "reference", "models"}
     assert found["settings"] == {
-        "text": str(work / "text.txt"), "tokens": 300, "windows": 6, "window": 128, "stride": 32, "masked": 96,
-        "score_first": False, "scored_tokens": 192, "dtype": "bfloat16", "device": "cpu", "packed": False,
+        "text": str(work / "text.txt"),
+        "tokens": 300,
+        "windows": 6,
+        "window": 128,
+        "stride": 32,
+        "masked": 96,
+        "score_first": False,
+        "scored_tokens": 192,
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "packed": False,
         "reference": str(work / "source"),
-    }  # fmt: skip
+    }
     (row,) = found["models"]
     assert found["reference"].keys() == row.keys()
     assert found["reference"]["kl"] is found["reference"]["perplexity_change"] is None
@@ -516,14 +543,17 @@ def test_json(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["bits_per_weight"] == pytest.approx(3.125)
     assert row["dtype"] == "bfloat16"
     assert row["speed"] == {
-        "tokens_per_second": 100.0, "runs": [90.0, 100.0, 110.0], "peak_bytes": 2 * 10**9, "dtype": "bfloat16",
-    }  # fmt: skip
+        "tokens_per_second": 100.0,
+        "runs": [90.0, 100.0, 110.0],
+        "peak_bytes": 2 * 10**9,
+        "dtype": "bfloat16",
+    }
     table = invoke("eval", *arguments).stdout
     assert "tok/s" in table and " 100.0  2.00 GB " in table
     assert "mean of 3 runs of 100 tokens, greedy, batch 1; memory: peak of that process; computed in bfloat16" in table
 
 
-def test_usage(work: Path) -> None:
+def test_wrong_usage_exits_with_2(work: Path) -> None:
     for arguments in ((), ("--text", work / "text.txt", "--dataset", "wikitext"), ("--dataset", "pile")):
         assert invoke("eval", work / "source", *arguments).exit_code == 2
     for option, value in (
@@ -537,7 +567,7 @@ def test_usage(work: Path) -> None:
     assert invoke("eval", "--text", work / "text.txt").exit_code == 2
 
 
-def test_progress(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_names_model_and_time_left(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pqweights_cli import output
 
     seconds = iter(range(10_000))
@@ -552,7 +582,7 @@ def test_progress(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["plot.png", "plot.svg"])
-def test_a_plot(name: str, work: Path, tmp_path: Path) -> None:
+def test_plot_shows_every_model(name: str, work: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for reference in ((), ("--reference", work / "source")):
         result = invoke(
@@ -568,14 +598,14 @@ def test_a_plot(name: str, work: Path, tmp_path: Path) -> None:
             assert drawn.startswith(b"\x89PNG")
 
 
-def test_a_plot_is_checked_first(work: Path, tmp_path: Path) -> None:
+def test_plot_path_is_checked_before_the_models(work: Path, tmp_path: Path) -> None:
     result = invoke("eval", work / "nowhere", "--text", work / "text.txt", "--plot", tmp_path / "plot.txt")
     assert result.exit_code == 1
     assert "plot.txt" in result.stderr
 
 
-def test_a_fresh_process_says_nothing_more(work: Path) -> None:
-    """The packages speak at import and while loading; the command does not pass that on."""
+def test_fresh_process_prints_only_progress_to_stderr(work: Path) -> None:
+    """Packages print while they are imported and while they load; the command suppresses that."""
     main = "from pqweights_cli.main import main; main()"
     command = [
         sys.executable,
@@ -595,7 +625,7 @@ def test_a_fresh_process_says_nothing_more(work: Path) -> None:
     assert report["models"][0]["runtime"].startswith("transformers")
 
 
-def test_reports_are_data(work: Path) -> None:
+def test_report_is_frozen_and_converts_to_json(work: Path) -> None:
     report = evaluate([work / "source"], TEXT)
     assert isinstance(report, EvaluationReport)
     with pytest.raises(AttributeError):
@@ -603,8 +633,8 @@ def test_reports_are_data(work: Path) -> None:
     json.dumps(report.to_json(), allow_nan=False)
 
 
-def test_a_bug_of_ours_keeps_its_traceback() -> None:
-    """What a package raises for an input is one line; what we raise is not."""
+def test_programming_error_keeps_its_traceback() -> None:
+    """An error of a package about its input becomes one line; an error in this library does not."""
     from pqweights.runtimes import folders
     from pqweights.runtimes.packages import Refused
 

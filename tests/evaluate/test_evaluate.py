@@ -1,4 +1,4 @@
-"""Evaluation: every runtime computes with the weights that decoding its export gives, and the measures are what they say."""
+"""Evaluation: every runtime computes with the decoded weights of its export, and weight errors match the manifests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pqweights.runtimes.models import continuation, open_model
 from pqweights.runtimes.texts import tokenize
 
 VOCABULARY = 512
-# name -> target, what is asked of it, the packages that evaluate it, and how far logits may be from the plain model's
+# name -> target, its options, the packages that evaluate it, and the largest relative error of logits
 EXPORTS: dict[str, tuple[str, dict[str, str], tuple[str, ...], float]] = {
     "bf16": ("bf16", {}, ("transformers",), 0.0),
     "torchao tiles": ("torchao-int4", {}, ("transformers", "torchao"), 1e-5),
@@ -61,7 +61,7 @@ def needed(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random llama in BF16 with a tokenizer that splits at spaces."""
+    """A random Llama in BF16 with a tokenizer that splits at spaces."""
     torch = pytest.importorskip("torch")
     needed("bf16")
     import transformers
@@ -69,9 +69,16 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("evaluate") / "model"
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.08, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.08,
+        tie_word_embeddings=False,
+    )
     torch.manual_seed(5)
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
@@ -83,7 +90,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(source: Path) -> Open:
-    """The export of each name, made once."""
+    """A function that makes the export of a name, once."""
 
     def make(name: str) -> Path:
         needed(name)
@@ -97,7 +104,7 @@ def exported(source: Path) -> Open:
 
 
 def plain_model(source: Path, folder: Path) -> Any:
-    """The source's model in float32, its weights those that the export is decoded to."""
+    """The model of the source in float32, with the decoded weights of the export."""
     import torch
     import transformers
 
@@ -119,8 +126,8 @@ def distance(found: Any, expected: Any) -> float:
 
 
 @pytest.mark.parametrize("name", EXPORTS)
-def test_the_runtime_computes_with_the_decoded_weights(name: str, source: Path, exported: Open) -> None:
-    """In float32, so that only the order of additions differs; mlx and torch compute norms and positions differently, too."""
+def test_logits_match_a_model_with_the_decoded_weights(name: str, source: Path, exported: Open) -> None:
+    """In float32 only the order of additions differs; mlx also computes norms and positions in another way."""
     folder = exported(name)
     model = open_model(folder)
     assert model.runtime == RUNTIMES[name]
@@ -131,8 +138,8 @@ def test_the_runtime_computes_with_the_decoded_weights(name: str, source: Path, 
     assert distance(found, plain_logits(plain_model(source, source), IDS[:48])) > 1e-3
 
 
-def test_the_rotation_that_is_declared_is_needed(source: Path, exported: Open) -> None:
-    """transformers alone drops transform_config without a word and computes something else."""
+def test_rotated_export_needs_the_transforms_of_compressed_tensors(source: Path, exported: Open) -> None:
+    """transformers ignores transform_config silently, and so computes wrong logits."""
     folder = exported("vllm rotated")
     assert "transform_config" in json.loads((folder / "config.json").read_text())["quantization_config"]
     alone = runtimes._in_torch("", runtimes._from_pretrained(read_folder(folder), "float32")).logits(IDS[:48], 48)
@@ -140,8 +147,10 @@ def test_the_rotation_that_is_declared_is_needed(source: Path, exported: Open) -
 
 
 @pytest.mark.parametrize("name", EXPORTS)
-def test_errors_are_those_that_the_export_measured(name: str, source: Path, exported: Open, tmp_path: Path) -> None:
-    """Weights that are read from the source are measured against it as they are rounded, so the manifest has the same number."""
+def test_weight_errors_match_the_manifest_of_the_export(
+    name: str, source: Path, exported: Open, tmp_path: Path
+) -> None:
+    """With the source, the export measures each weight against it, so the manifest has the same error."""
     exported(name)
     target, asked, _, _ = EXPORTS[name]
     if target == "bf16":
@@ -162,7 +171,7 @@ def test_errors_are_those_that_the_export_measured(name: str, source: Path, expo
     assert errors.master.weights == sum(t.weights for t in manifest.tensors if t.name in encoded)
 
 
-def test_errors_of_a_master(source: Path) -> None:
+def test_weight_errors_match_the_manifest_of_the_master(source: Path) -> None:
     errors = relative_mse(source, source.parent / "master")
     assert errors.integers == (None, 0)
     assert errors.master.relative_mse == pytest.approx(
@@ -170,7 +179,7 @@ def test_errors_of_a_master(source: Path) -> None:
     )
 
 
-def test_errors_need_the_original_and_a_manifest(source: Path, exported: Open, tmp_path: Path) -> None:
+def test_weight_errors_without_manifest_or_original_are_refused(source: Path, exported: Open, tmp_path: Path) -> None:
     with pytest.raises(MasterError, match=r"no pqweights\.json"):
         relative_mse(source, source)
     tensors = read_all(source)
@@ -184,26 +193,26 @@ def test_errors_need_the_original_and_a_manifest(source: Path, exported: Open, t
 
 @pytest.mark.parametrize("name", EXPORTS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "auto"])
-def test_other_dtypes(name: str, dtype: str, exported: Open) -> None:
+def test_logits_in_half_precision_are_near_those_in_float32(name: str, dtype: str, exported: Open) -> None:
     folder = exported(name)
     exact, model = open_model(folder), open_model(folder, dtype=dtype)
     assert exact.dtype == "float32"
     assert model.dtype == ("bfloat16" if dtype == "auto" else dtype)
     found = model.logits(IDS[:48], 48)
     assert found.dtype == np.float32
-    # mlx adds BF16 products up in BF16.
+    # mlx accumulates BF16 products in BF16.
     assert 1e-5 < distance(found, exact.logits(IDS[:48], 48)) < (0.2 if name == "mlx" else 0.05)
 
 
 @pytest.mark.parametrize("name", ["bf16", "mlx"])
-def test_only_the_last_logits_are_asked_for(name: str, exported: Open) -> None:
+def test_last_logits_match_those_of_all_tokens(name: str, exported: Open) -> None:
     model = open_model(exported(name))
     assert np.allclose(model.logits(IDS[:48], 5), model.logits(IDS[:48], 48)[-5:], atol=1e-5)
     assert model.logits(IDS[:48], 5).shape == (5, VOCABULARY)
 
 
 @pytest.mark.parametrize("name", EXPORTS)
-def test_generation_takes_the_likeliest_token(name: str, source: Path, exported: Open) -> None:
+def test_generation_is_greedy(name: str, source: Path, exported: Open) -> None:
     folder = exported(name)
     ids = list(IDS[:9])
     model = plain_model(source, folder)
@@ -217,7 +226,7 @@ def test_generation_takes_the_likeliest_token(name: str, source: Path, exported:
 
 
 def rewrite_weights(folder: Path, drop: str = "", add: str = "") -> None:
-    """The same folder without a tensor, or with one more."""
+    """Remove a tensor from a folder, or add one."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -234,9 +243,13 @@ def rewrite_weights(folder: Path, drop: str = "", add: str = "") -> None:
 
 MODULE = "model.layers.1.mlp.up_proj"
 PARTS = {
-    "bf16": f"{MODULE}.weight", "torchao tiles": f"{MODULE}._weight_qdata", "torchao plain": f"{MODULE}._weight_scale",
-    "vllm": f"{MODULE}.weight_scale", "vllm rotated": f"{MODULE}.weight_packed", "mlx": f"{MODULE}.scales",
-}  # fmt: skip
+    "bf16": f"{MODULE}.weight",
+    "torchao tiles": f"{MODULE}._weight_qdata",
+    "torchao plain": f"{MODULE}._weight_scale",
+    "vllm": f"{MODULE}.weight_scale",
+    "vllm rotated": f"{MODULE}.weight_packed",
+    "mlx": f"{MODULE}.scales",
+}
 
 
 @pytest.mark.parametrize("name", EXPORTS)
@@ -271,7 +284,7 @@ def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
         ("mlx", "mlx_lm.utils", "mlx"),
     ],
 )
-def test_a_missing_package_is_named(
+def test_missing_package_is_named(
     name: str, package: str, extra: str, exported: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = exported(name)
@@ -287,7 +300,7 @@ def test_a_missing_package_is_named(
         open_model(folder)
 
 
-def test_evaluation_says_nothing(source: Path, exported: Open, capfd: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_prints_nothing(source: Path, exported: Open, capfd: pytest.CaptureFixture[str]) -> None:
     for name in ("torchao tiles", "vllm rotated"):
         model = open_model(exported(name))
         capfd.readouterr()
@@ -296,8 +309,8 @@ def test_evaluation_says_nothing(source: Path, exported: Open, capfd: pytest.Cap
         assert capfd.readouterr() == ("", "")
 
 
-def test_codes_are_unpacked() -> None:
-    """Against the layouts written forward, by digits."""
+def test_unpacking_inverts_each_layout() -> None:
+    """Codes are packed here by digits, as the layouts are defined."""
     chance = np.random.default_rng(0)
     for bits in (2, 3, 4, 5, 6, 8):
         codes = chance.integers(0, 2**bits, (3, 32), dtype=np.uint8)
@@ -306,7 +319,7 @@ def test_codes_are_unpacked() -> None:
         assert np.array_equal(unpack_stream(np.array(packed, dtype=np.uint8), bits), codes)
     codes = chance.integers(0, 16, (16, 256), dtype=np.uint8)
     assert np.array_equal(unpack_nibbles(codes[:, ::2] | codes[:, 1::2] << 4), codes)
-    # Literally as the CUDA kernel packs (aten/src/ATen/native/cuda/int4mm.cu).
+    # The packing loop is that of the CUDA kernel (aten/src/ATen/native/cuda/int4mm.cu).
     words = np.zeros((2, 2, 32, 4), dtype=np.uint32)
     for tile, block, lane, inner in np.ndindex(words.shape):
         values = []
@@ -320,7 +333,7 @@ def test_codes_are_unpacked() -> None:
     assert np.array_equal(unpack_tiles(words.view(np.int32)), codes)
 
 
-def test_turning_is_sylvester() -> None:
+def test_rotation_is_the_normalised_sylvester_matrix() -> None:
     weight = np.random.default_rng(1).standard_normal((3, 256)).astype(np.float32)
     expected = (weight.reshape(-1, 128) @ sylvester() / math.sqrt(128)).reshape(3, 256)
     assert rotated(weight, 128) == pytest.approx(expected, abs=1e-6)

@@ -1,4 +1,4 @@
-"""The protocol of evaluation: windows, losses, divergences and their standard errors, against formulas written naively."""
+"""The protocol of evaluation: windows, losses, divergences and standard errors match a naive implementation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IDS = np.random.default_rng(3).integers(0, VOCABULARY, 160)
 
 
 def table_model(seed: int, noise: float = 0.0, vocabulary: int = VOCABULARY) -> Model:
-    """Logits that depend on the token and on its place in the window; with `noise`, a little off those of noise 0."""
+    """A model whose logits depend on the token and its place in the window; `noise` perturbs them a little."""
     rng = np.random.default_rng(seed)
     tokens, places = rng.standard_normal((vocabulary, vocabulary)) * 2, rng.standard_normal((200, vocabulary))
     tokens += np.random.default_rng(99).standard_normal(tokens.shape) * noise
@@ -41,7 +41,10 @@ def table_model(seed: int, noise: float = 0.0, vocabulary: int = VOCABULARY) -> 
 
 
 def naively(models: Sequence[Model], ids: Any, size: int, stride: int, score_first: bool) -> tuple[Any, Any, Any]:
-    """Per window, lists of what each scored token has: losses of each model, KL(second || first), agreement; by torch."""
+    """For each window, lists over the scored tokens: losses of each model, KL(second || first), agreement.
+
+    Computed by torch, token by token.
+    """
     torch = pytest.importorskip("torch")
     losses: list[list[list[float]]] = []
     divergences, agreements = [], []
@@ -70,7 +73,7 @@ def error_of_mean(values: Sequence[float]) -> float:
 
 @pytest.mark.parametrize("score_first", [False, True])
 @pytest.mark.parametrize(("size", "stride"), [(64, 16), (64, 64), (20, 7), (160, 16), (2, 1)])
-def test_against_the_protocol_written_naively(size: int, stride: int, score_first: bool) -> None:
+def test_scores_match_a_naive_implementation(size: int, stride: int, score_first: bool) -> None:
     model, reference = table_model(1, noise=0.3), table_model(1)
     scores = compare(model, reference, ids=IDS, windows=Windows(size=size, stride=stride, score_first=score_first))
     losses, divergences, agreements = naively([model, reference], IDS, size, stride, score_first)
@@ -104,7 +107,7 @@ def test_against_the_protocol_written_naively(size: int, stride: int, score_firs
     assert scores.change == pytest.approx((np.mean(differences), error_of_mean(differences)), rel=1e-9)
 
 
-def test_the_paper() -> None:
+def test_default_windows_are_those_of_the_paper() -> None:
     """arXiv:2603.29078 v1: windows of 2048, stride 512, the first 1536 tokens of every window masked."""
     windows = Windows()
     assert (windows.size, windows.stride, windows.size - windows.stride) == (2048, 512, 1536)
@@ -116,7 +119,7 @@ def test_the_paper() -> None:
 
 
 @given(st.integers(2, 50), st.integers(1, 50), st.integers(0, 300), st.booleans())
-def test_windows_are_whole_and_score_no_token_twice(size: int, stride: int, tokens: int, score_first: bool) -> None:
+def test_windows_are_whole_and_no_token_is_scored_twice(size: int, stride: int, tokens: int, score_first: bool) -> None:
     windows = Windows(size=size, stride=stride, score_first=score_first)
     if stride > size or tokens < size:
         with pytest.raises(EvaluationError, match="expected at"):
@@ -135,7 +138,7 @@ def test_windows_are_whole_and_score_no_token_twice(size: int, stride: int, toke
         assert scored == list(range(1, scored[-1] + 1))
 
 
-def test_so_many_windows() -> None:
+def test_window_count_limits_the_scored_tokens() -> None:
     losses = window_losses(table_model(1), IDS, Windows(size=64, stride=32, score_first=True, count=4))
     assert [loss.predictions for loss in losses] == [63, 32, 32, 32]
     with pytest.raises(EvaluationError, match=r"expected at least 192 tokens for 5 window\(s\) of 64, found 160"):
@@ -143,18 +146,18 @@ def test_so_many_windows() -> None:
 
 
 @pytest.mark.parametrize("size", [161, 2048])
-def test_a_short_text_is_refused_with_both_counts(size: int) -> None:
+def test_text_shorter_than_a_window_is_refused_with_both_counts(size: int) -> None:
     with pytest.raises(EvaluationError, match=rf"at least {size} tokens for 1 window\(s\) of {size}, found 160"):
         window_losses(table_model(1), IDS, Windows(size=size, stride=16))
 
 
 @pytest.mark.parametrize(("size", "stride"), [(64, 65), (64, 0), (1, 1)])
-def test_a_stride_beyond_the_window_is_refused(size: int, stride: int) -> None:
+def test_stride_outside_the_window_is_refused(size: int, stride: int) -> None:
     with pytest.raises(EvaluationError, match=rf"--stride {stride}: .* {size} tokens"):
         window_losses(table_model(1), IDS, Windows(size=size, stride=stride))
 
 
-def test_a_model_beside_itself() -> None:
+def test_divergence_from_itself_is_zero() -> None:
     scores = compare(table_model(1), table_model(1), ids=IDS, windows=Windows(size=64, stride=16))
     found = scores.divergence
     assert found is not None
@@ -163,14 +166,14 @@ def test_a_model_beside_itself() -> None:
     assert scores.change == scores.perplexity_change == (0.0, 0.0)
 
 
-def test_a_model_alone() -> None:
+def test_scores_without_a_reference_have_no_divergence() -> None:
     scores = compare(table_model(1), None, ids=IDS, windows=Windows(size=64, stride=16))
     assert scores.losses == compare(table_model(1), table_model(2), ids=IDS, windows=Windows(size=64, stride=16)).losses
     assert scores.reference_losses is scores.divergence is scores.change is scores.perplexity_change is None
 
 
 def test_small_divergences_are_exact() -> None:
-    """Far below what float32 could tell: a logit is off by 1e-4, so that KL is about p (1 - p) / 2 * 1e-8."""
+    """One logit differs by 1e-4, so that KL is about p (1 - p) / 2 * 1e-8, below the resolution of float32."""
     base = np.random.default_rng(5).standard_normal(50_000).astype(np.float32)
     other = base.copy()
     other[7] += np.float32(1e-4)
@@ -190,8 +193,8 @@ def test_small_divergences_are_exact() -> None:
     assert found.mean.value == pytest.approx(share * (1 - share) / 2 * step**2, rel=1e-3)
 
 
-def test_a_large_vocabulary_goes_in_pieces() -> None:
-    vocabulary = LOGITS_AT_ONCE // 3  # three tokens at once, of eight
+def test_large_vocabulary_is_scored_in_pieces() -> None:
+    vocabulary = LOGITS_AT_ONCE // 3  # so that eight tokens are scored three at a time
     values = np.random.default_rng(6).standard_normal(vocabulary).astype(np.float32)
 
     def logits(ids: Any, last: int) -> Any:
@@ -206,8 +209,8 @@ def test_a_large_vocabulary_goes_in_pieces() -> None:
     assert loss.total == pytest.approx(expected, rel=1e-12)
 
 
-def test_logits_may_rule_tokens_out() -> None:
-    """-inf: no probability. Where the reference has none, nothing is added to KL; where only the model has, it is infinite."""
+def test_infinite_negative_logits_are_impossible_tokens() -> None:
+    """A token that the reference excludes adds nothing to KL; one that only the model excludes makes it infinite."""
 
     def ruling_out(*tokens: int) -> Model:
         def logits(ids: Any, last: int) -> Any:
@@ -228,7 +231,7 @@ def test_logits_may_rule_tokens_out() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_are_no_numbers_are_refused(bad: float) -> None:
+def test_nan_or_infinite_logits_are_refused(bad: float) -> None:
     def logits(ids: Any, last: int) -> Any:
         values = table_model(1).logits(ids, last)
         values[-3, 4] = bad
@@ -241,22 +244,29 @@ def test_logits_that_are_no_numbers_are_refused(bad: float) -> None:
         compare(table_model(1), broken, ids=IDS, windows=Windows(size=64, stride=16))
 
 
-def test_another_vocabulary_is_refused_with_both_sizes() -> None:
+def test_vocabularies_of_different_sizes_are_refused() -> None:
     with pytest.raises(EvaluationError, match="the model has 40 logits, the reference 37"):
         compare(table_model(1, vocabulary=40), table_model(1), ids=IDS, windows=Windows(size=64, stride=16))
 
 
-def test_a_hopeless_model_has_an_infinite_perplexity() -> None:
+def test_perplexity_that_overflows_is_infinite() -> None:
     scores = compare(
-        Model(runtime="", dtype="", logits=lambda ids, last: np.tile(np.float32([0, 3e6]), (last, 1)), generate=lambda i, n: i), None,
-        ids=np.zeros(64, dtype=np.int64), windows=Windows(size=16, stride=8),
-    )  # fmt: skip
+        Model(
+            runtime="",
+            dtype="",
+            logits=lambda ids, last: np.tile(np.float32([0, 3e6]), (last, 1)),
+            generate=lambda i, n: i,
+        ),
+        None,
+        ids=np.zeros(64, dtype=np.int64),
+        windows=Windows(size=16, stride=8),
+    )
     assert scores.perplexity.value == math.inf
     assert scores.log_perplexity.value == pytest.approx(3e6)
 
 
-def test_windows_need_not_see_what_follows() -> None:
-    """A model that knows the next token by heart: perplexity 1; one that knows nothing: the size of the vocabulary."""
+def test_perplexity_of_a_perfect_and_of_an_ignorant_model() -> None:
+    """A model that predicts every token has perplexity 1; uniform logits give the size of the vocabulary."""
 
     def knowing(ids: Any, last: int) -> Any:
         logits = np.zeros((len(ids), 7), dtype=np.float32)
@@ -273,15 +283,15 @@ def test_windows_need_not_see_what_follows() -> None:
     assert perplexity(window_losses(ignorant, ids, windows)) == pytest.approx(7)
 
 
-def test_changes_are_paired() -> None:
+def test_standard_error_of_a_change_is_paired() -> None:
     before = [Loss(100.0, 10), Loss(900.0, 10), Loss(500.0, 20)]
     after = [Loss(101.0, 10), Loss(902.0, 10), Loss(506.0, 20)]
     assert change(after, before) == pytest.approx((0.2, 0.1 / math.sqrt(3)))  # 0.1, 0.2 and 0.3 per token
     assert change(after[:1], before[:1]) == (pytest.approx(0.1), None)
 
 
-def test_changes_of_the_perplexity_are_paired() -> None:
-    """By hand: perplexities e^2 and e^1, of windows with 1.5, 2.5 and 0.9, 1.1 nats per token."""
+def test_standard_error_of_a_perplexity_change_is_paired() -> None:
+    """The windows have 1.5 and 2.5 nats per token against 0.9 and 1.1: perplexities e^2 and e^1."""
     after, before = [Loss(15.0, 10), Loss(25.0, 10)], [Loss(9.0, 10), Loss(11.0, 10)]
     ours, theirs = math.exp(2), math.exp(1)
     first, second = ours * 1.5 - theirs * 0.9, ours * 2.5 - theirs * 1.1
@@ -290,8 +300,8 @@ def test_changes_of_the_perplexity_are_paired() -> None:
     assert perplexity_change(after[:1], before[:1]).standard_error is None
 
 
-def test_windows_that_move_together_have_no_error_in_their_difference() -> None:
-    """What pairing is for: perplexities that vary widely, by the same factor everywhere."""
+def test_constant_change_has_no_standard_error() -> None:
+    """Losses vary widely between windows, and change by the same amount in each."""
     before = [Loss(10.0 * number, 10) for number in range(1, 9)]
     after = [Loss(10.0 * number + 1, 10) for number in range(1, 9)]
     assert change(after, before) == pytest.approx((0.1, 0.0), abs=1e-12)

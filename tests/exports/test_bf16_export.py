@@ -1,4 +1,4 @@
-"""Exports: dtypes, bytes that must not change, configuration, resuming, and that transformers loads the result."""
+"""The bf16 target: dtypes, tensors that must not change, configuration, resuming, and loading by transformers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WEIGHT = "model.layers.0.mlp.up_proj.weight"
 
 
 def model_of(dtype: str, folder: Path, **config: Any) -> Path:
-    """A checkpoint whose weights and norms have one dtype, with an integer buffer."""
+    """Write a checkpoint whose weights and norms have one dtype, and which has an integer buffer."""
     make = MAKE[dtype]
     tensors = {
         "model.embed_tokens.weight": make(gaussian(64, 130, seed=1)),
@@ -63,7 +63,7 @@ def relative_error(exact: np.ndarray, decoded: np.ndarray) -> float:
 
 @pytest.mark.parametrize("target_dtype", ["bf16", "source"])
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
-def test_dtypes(dtype: str, target_dtype: str, tmp_path: Path) -> None:
+def test_tensors_get_the_requested_dtype(dtype: str, target_dtype: str, tmp_path: Path) -> None:
     source = model_of(dtype, tmp_path / "model")
     _, exported = master_and_export(source, tmp_path, dtype=target_dtype)
     before, after = read_all(source), read_all(exported)
@@ -73,7 +73,7 @@ def test_dtypes(dtype: str, target_dtype: str, tmp_path: Path) -> None:
         assert values.shape == before[name][1].shape
         assert found == ("I64" if name == "model.position_ids" else expected), name
     assert after["model.position_ids"][1].tobytes() == before["model.position_ids"][1].tobytes()
-    # A kept tensor is the source's, rounded where its dtype changes.
+    # A kept tensor has the bytes of the source, or is rounded if its dtype changes.
     kept = before["model.norm.weight"] if expected == dtype else bf16(as_float32(before["model.norm.weight"]))
     assert after["model.norm.weight"][1].tobytes() == kept[1].tobytes()
     for name in ("model.embed_tokens.weight", WEIGHT):
@@ -83,8 +83,8 @@ def test_dtypes(dtype: str, target_dtype: str, tmp_path: Path) -> None:
     assert "quantization_config" not in config
 
 
-def test_the_bf16_export_is_the_float32_one_rounded(tmp_path: Path) -> None:
-    """One rounding, to nearest even."""
+def test_bf16_export_rounds_the_float32_export_once(tmp_path: Path) -> None:
+    """Rounding is to nearest even."""
     source = model_of("F32", tmp_path / "model")
     master, exported = master_and_export(source, tmp_path)
     run_command({"export": str(master), "target": "bf16", "dtype": "source"}, tmp_path / "exact")
@@ -94,17 +94,14 @@ def test_the_bf16_export_is_the_float32_one_rounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target_dtype", ["bf16", "source"])
-def test_float32_islands_stay(target_dtype: str, tmp_path: Path) -> None:
+def test_tensors_in_another_dtype_than_the_model_keep_it(target_dtype: str, tmp_path: Path) -> None:
     tensors = {
         WEIGHT: bf16(gaussian(64, 128, seed=2)),
         "model.layers.0.mamba.A_log": f32(gaussian(48, seed=3)),
         "model.layers.0.mamba.dt_bias": f32(gaussian(48, seed=4)),
         "model.layers.0.mlp.gate.e_score_correction_bias": f32(gaussian(8, seed=5)),
         "model.norm.weight": bf16(gaussian(128, seed=6)),
-        "mask": (
-            "BF16",
-            np.array([0xFF80, 0x7F80, 0x7FC1], dtype=np.uint16),
-        ),  # -inf, inf, a NaN: buffers may hold them
+        "mask": ("BF16", np.array([0xFF80, 0x7F80, 0x7FC1], dtype=np.uint16)),  # -inf, inf and a NaN
     }
     source = write_checkpoint(tmp_path / "model", tensors, config={"dtype": "bfloat16"})
     _, exported = master_and_export(source, tmp_path, dtype=target_dtype)
@@ -114,8 +111,8 @@ def test_float32_islands_stay(target_dtype: str, tmp_path: Path) -> None:
         assert after[name][1].tobytes() == tensors[name][1].tobytes(), name
 
 
-def test_a_weight_of_another_dtype_than_the_model(tmp_path: Path) -> None:
-    """A quantized float32 weight in a BF16 model becomes BF16, or float32 again on request."""
+def test_float32_weight_of_a_bf16_model_is_exported_in_the_requested_dtype(tmp_path: Path) -> None:
+    """It becomes BF16, or float32 again with --dtype source."""
     tensors = {WEIGHT: f32(gaussian(64, 128)), "model.embed_tokens.weight": bf16(gaussian(64, 128, seed=1))}
     source = write_checkpoint(tmp_path / "model", tensors, config={"dtype": "bfloat16"})
     master, exported = master_and_export(source, tmp_path)
@@ -124,7 +121,7 @@ def test_a_weight_of_another_dtype_than_the_model(tmp_path: Path) -> None:
     assert read_all(tmp_path / "source-dtypes")[WEIGHT][0] == "F32"
 
 
-def test_the_configuration_is_the_sources_but_for_the_dtype(tmp_path: Path) -> None:
+def test_configuration_differs_from_the_source_only_in_the_dtype(tmp_path: Path) -> None:
     own = {
         "model_type": "some_vlm",
         "architectures": ["SomeModel"],
@@ -144,7 +141,7 @@ def test_the_configuration_is_the_sources_but_for_the_dtype(tmp_path: Path) -> N
         assert config[key] == own[key]
 
 
-def test_companions_pass_through_both(tmp_path: Path) -> None:
+def test_other_files_pass_through_master_and_export(tmp_path: Path) -> None:
     source = small_checkpoint(tmp_path / "model")
     master, exported = master_and_export(source, tmp_path)
     for name in ("tokenizer.json", "code/modeling.py", "empty.txt"):
@@ -153,14 +150,14 @@ def test_companions_pass_through_both(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["vq_codes", "vq_norms"])
-def test_a_kept_tensor_may_be_called_like_our_parts(name: str, tmp_path: Path) -> None:
-    """A buffer of the source whose name ends like codes or norms is none."""
+def test_kept_tensor_may_be_named_like_codes_or_norms(name: str, tmp_path: Path) -> None:
+    """A buffer of the source may have a name that ends like those of codes or norms."""
     tensors = {WEIGHT: bf16(gaussian(64, 128)), name: ("U8", np.arange(16, dtype=np.uint8))}
     _, exported = master_and_export(write_checkpoint(tmp_path / "model", tensors), tmp_path)
     assert read_all(exported)[name][1].tobytes() == tensors[name][1].tobytes()
 
 
-def test_a_pair_of_kept_tensors_may_be_called_like_our_parts(tmp_path: Path) -> None:
+def test_pair_of_kept_tensors_may_be_named_like_codes_and_norms(tmp_path: Path) -> None:
     tensors = {
         WEIGHT: bf16(gaussian(64, 128)),
         "vq_codes": ("U8", np.zeros((4, 80), dtype=np.uint8)),
@@ -171,7 +168,7 @@ def test_a_pair_of_kept_tensors_may_be_called_like_our_parts(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("how", ["source", "exported"])
-def test_what_is_no_master_is_refused(how: str, tmp_path: Path) -> None:
+def test_folder_that_is_not_a_master_is_refused(how: str, tmp_path: Path) -> None:
     source = model_of("BF16", tmp_path / "model")
     folder = source if how == "source" else master_and_export(source, tmp_path)[1]
     with pytest.raises(SourceError, match="master"):
@@ -179,23 +176,23 @@ def test_what_is_no_master_is_refused(how: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_master_is_not_quantized_again(tmp_path: Path) -> None:
+def test_quantizing_a_master_is_refused(tmp_path: Path) -> None:
     source = model_of("BF16", tmp_path / "model")
     run_command({"quantize": str(source)}, tmp_path / "master")
     with pytest.raises(SourceError, match="already a pqweights master"):
         run_command({"quantize": str(tmp_path / "master")}, tmp_path / "again")
 
 
-def test_an_export_can_be_quantized_again(tmp_path: Path) -> None:
-    """It is an ordinary checkpoint; nothing is left that says otherwise."""
+def test_export_is_an_ordinary_checkpoint_that_can_be_quantized(tmp_path: Path) -> None:
+    """Nothing in it marks it as made from a master."""
     _, exported = master_and_export(model_of("BF16", tmp_path / "model"), tmp_path)
     report = run_command({"quantize": str(exported)}, tmp_path / "second")
     assert {t.name for t in report.plan.tensors if t.action == "quantize"} == {"model.embed_tokens.weight", WEIGHT}
     assert verify(tmp_path / "second", threads=1).ok
 
 
-def test_an_export_resumes(tmp_path: Path) -> None:
-    """Killed at every rename, removal and journal entry, and at some writes."""
+def test_run_killed_at_any_call_resumes_to_the_same_folder(tmp_path: Path) -> None:
+    """Runs are killed at every rename, removal and journal entry, and at some writes."""
     run_command({"quantize": str(small_checkpoint(tmp_path / "model"))}, tmp_path / "master")
     work = {"export": str(tmp_path / "master"), "target": "bf16", "max_shard_bytes": 40_000}
     run_command(work, tmp_path / "undisturbed")
@@ -224,7 +221,7 @@ def test_an_export_resumes(tmp_path: Path) -> None:
     assert not failures, "\n".join(failures)
 
 
-def test_threads_do_not_show(tmp_path: Path) -> None:
+def test_output_is_identical_across_thread_counts(tmp_path: Path) -> None:
     run_command({"quantize": str(small_checkpoint(tmp_path / "model"))}, tmp_path / "master")
     work = {"export": str(tmp_path / "master"), "target": "bf16"}
     for threads in (1, 5):
@@ -232,8 +229,8 @@ def test_threads_do_not_show(tmp_path: Path) -> None:
     assert folder_bytes(tmp_path / "1") == folder_bytes(tmp_path / "5")
 
 
-def test_damaged_codes_do_not_become_an_export(tmp_path: Path) -> None:
-    """Or, if they do, with decoded numbers that differ: verify is what tells. The header is what export checks."""
+def test_master_with_a_truncated_shard_is_refused(tmp_path: Path) -> None:
+    """Export checks headers; damage within the codes is found by verify."""
     master = tmp_path / "master"
     run_command({"quantize": str(model_of("BF16", tmp_path / "model"))}, master)
     (shard,) = master.glob("*.safetensors")
@@ -249,19 +246,19 @@ def test_help_lists_every_target_with_its_summary() -> None:
         assert f"{name}: {' '.join(target.summary.split())}" in shown
 
 
-def test_an_unknown_target_gets_a_line_that_lists_those_there_are(tmp_path: Path) -> None:
+def test_unknown_target_error_lists_the_targets(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["export", str(tmp_path), str(tmp_path / "out"), "--target", "gguf"])
     assert result.exit_code == 2
     assert result.stderr == f"error: --target gguf: expected one of {', '.join(EXPORTS)}\n"
 
 
 @pytest.mark.parametrize("target", EXPORTS)
-def test_every_export_describes_itself(target: str, tmp_path: Path) -> None:
-    """What a manifest says of an export is what reading a manifest keeps of it."""
+def test_description_of_each_target_is_kept_by_the_manifest(target: str, tmp_path: Path) -> None:
+    """Reading the manifest of an export returns the description that the target wrote into it."""
     run_command({"quantize": str(small_checkpoint(tmp_path / "model"))}, tmp_path / "master")
     source = ExportSource(folder=tmp_path / "master", checkpoint=open_local(tmp_path / "master"), original=None)
     chosen = get_target(target)
-    settings = chosen.read_options(ExportOptions())
+    settings = chosen.settings(ExportOptions())
     # Preparing for mlx asks its own packages what the model is.
     described = settings.describe() if target == "mlx-q4" else chosen.prepare(source, settings)[1].describe()
     assert described["target"] == target
@@ -271,13 +268,18 @@ def test_every_export_describes_itself(target: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("target_dtype", ["bf16", "source"])
 def test_transformers_loads_the_export(tied: bool, target_dtype: str, tmp_path: Path) -> None:
-    """A tiny llama: every parameter arrives, and the logits are near the original's."""
+    """Every parameter of a tiny Llama is loaded, and its logits are near those of the original."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=160, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=tied,
-    )  # fmt: skip
+        vocab_size=160,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
     torch.manual_seed(1)
     model = transformers.LlamaForCausalLM(config).eval()
     model.save_pretrained(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Integer exports and what transformers builds: rounded are linear layers alone, and those that the runtime expects."""
+"""Integer exports and the modules of transformers: exactly the linear layers that are not ignored are rounded."""
 
 from __future__ import annotations
 
@@ -18,21 +18,37 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 is_match = pytest.importorskip("compressed_tensors.utils").is_match
 
-# Model types whose names or layers are each peculiar in a way of their own.
+# Model types that differ in the names or kinds of their layers.
 MODEL_TYPES = (
-    "llama", "qwen2", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "phi3", "gemma3", "qwen3_5", "qwen3_vl", "lfm2_vl",
-    "mamba2", "falcon_h1", "bart", "t5", "electra", "blt", "rembert",
-)  # fmt: skip
+    "llama",
+    "qwen2",
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
+    "deepseek_v3",
+    "phi3",
+    "gemma3",
+    "qwen3_5",
+    "qwen3_vl",
+    "lfm2_vl",
+    "mamba2",
+    "falcon_h1",
+    "bart",
+    "t5",
+    "electra",
+    "blt",
+    "rembert",
+)
 
 
-def test_fused_experts_take_in_nothing_else() -> None:
+def test_expression_of_fused_experts_matches_only_them() -> None:
     fused = ["mtp.layers.0.mlp.experts.gate_up_proj"]
     (expression,) = patterns(fused, ["model.layers.0.mlp.experts.0.down_proj.weight"])
     assert is_match("mtp.layers.0.mlp.experts", torch.nn.Module(), expression)
     assert not is_match("model.layers.0.mlp.experts.0.down_proj", torch.nn.Linear(1, 1), expression)
 
 
-def test_experts_of_a_few_layers_take_an_expression_for_each() -> None:
+def test_experts_of_some_layers_get_one_expression_per_layer() -> None:
     names = [f"model.layers.{layer}.mlp.experts.{e}.up_proj.weight" for layer in range(4) for e in range(64)]
     found = patterns(names[:128], names[128:])
     assert found == [rf"re:(.*\.)?layers\.{layer}\.mlp\.experts\.\d+\.up_proj$" for layer in range(2)]
@@ -54,8 +70,8 @@ class Kept:
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_the_runtime_expects_integers_where_there_are_some(model_type: str) -> None:
-    """With the default configuration's sizes, on the meta device."""
+def test_ignore_list_covers_the_linear_layers_that_stay_plain(model_type: str) -> None:
+    """Models have the sizes of their default configurations, on the meta device."""
     config = transformers.AutoConfig.for_model(model_type)
     auto = next(
         a

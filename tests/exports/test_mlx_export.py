@@ -1,4 +1,4 @@
-"""mlx-q4: what mlx_lm.convert writes, tensor by tensor; what it leaves out; and that mlx-lm loads it."""
+"""The mlx-q4 target: its tensors match mlx_lm.convert, the tensors left out are named, and mlx-lm loads the result."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ mx: Any = pytest.importorskip("mlx.core")
 mlx_lm: Any = pytest.importorskip("mlx_lm")
 pytest.importorskip("transformers")
 
-# What transformers 5 no longer writes, and mlx-lm does not build the model without.
+# Keys that mlx-lm needs to build the model, and that transformers 5 no longer writes.
 NEEDED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "rope_theta": 50000.0},
     "qwen3_vl": {"text_config": {"rope_theta": 500000.0}},
@@ -51,14 +51,8 @@ NEEDED: dict[str, dict[str, Any]] = {
 OLD_NAMES = {"rope_theta", "rope_scaling", "num_experts", "n_ctx", "partial_rotary_factor", "rope_local_base_freq"}
 
 
-@pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where models, masters and exports of the families lie, made once."""
-    return tmp_path_factory.getbasetemp()
-
-
 def adapted(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The layout that mlx-lm takes: gpt-oss's experts as [E, out, in], Qwen3.5's stacked."""
+    """Tensors in the layout that mlx-lm reads: experts of gpt-oss as [E, out, in], those of Qwen3.5 stacked."""
     if name == "gpt_oss":
         turned = {}
         for key, (dtype, values) in tensors.items():
@@ -80,7 +74,7 @@ def adapted(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def converted(name: str, base: Path, out: Path, **options: Any) -> Path:
-    """What mlx_lm.convert makes of the BF16 export."""
+    """Convert the BF16 export with mlx_lm.convert."""
     exported = families.exported(base, name, "bf16")
     config = json.loads((exported / "config.json").read_bytes())
     for key, value in NEEDED.get(name, {}).items():
@@ -101,7 +95,7 @@ def without_old_names(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_same(found: Path, expected: Path) -> None:
-    """All tensors, byte for byte, and the configuration but for names that were added."""
+    """Check that all tensors are the same byte for byte, and the configuration except for added keys."""
     ours, theirs = read_all(found), read_all(expected)
     assert ours.keys() == theirs.keys()
     for name, (dtype, values) in theirs.items():
@@ -119,20 +113,24 @@ def assert_same(found: Path, expected: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_tensors_of_mlx_lm_convert(name: str, base: Path, tmp_path: Path) -> None:
+def test_tensors_match_mlx_lm_convert(name: str, base: Path, tmp_path: Path) -> None:
     exported = families.exported(base, name, "mlx-q4", qparams="minmax")
     assert_same(exported, converted(name, base, tmp_path))
     assert verify(exported, threads=1).ok
 
 
 MODES = [
-    *({"bits": bits} for bits in (2, 3, 5, 6, 8)), {"group_size": 32}, {"group_size": 128, "bits": 3},
-    {"mode": "mxfp4"}, {"mode": "mxfp8"}, {"mode": "nvfp4"},
-]  # fmt: skip
+    *({"bits": bits} for bits in (2, 3, 5, 6, 8)),
+    {"group_size": 32},
+    {"group_size": 128, "bits": 3},
+    {"mode": "mxfp4"},
+    {"mode": "mxfp8"},
+    {"mode": "nvfp4"},
+]
 
 
 @pytest.mark.parametrize("options", MODES, ids=lambda options: "-".join(map(str, options.values())))
-def test_modes_and_widths(options: dict[str, Any], base: Path, tmp_path: Path) -> None:
+def test_modes_and_bit_widths_match_mlx_lm_convert(options: dict[str, Any], base: Path, tmp_path: Path) -> None:
     command = {"export": str(families.master(base, "llama")), "target": "mlx-q4", "qparams": "minmax", **options}
     report = run_command(command, tmp_path / "out")
     assert_same(tmp_path / "out", converted("llama", base, tmp_path, **{f"q_{key}": v for key, v in options.items()}))
@@ -143,7 +141,7 @@ def test_modes_and_widths(options: dict[str, Any], base: Path, tmp_path: Path) -
 
 
 def measured(out: Path, base: Path, name: str) -> float:
-    """The error of a weight of a llama against the master, as mlx decodes it, in float64."""
+    """The relative squared error of a weight of a Llama against the master, decoded by mlx, in float64."""
     loaded = mx.load(str(next(out.glob("*.safetensors"))))
     config = json.loads((out / "config.json").read_bytes())["quantization"]
     module = name.removesuffix(".weight")
@@ -160,7 +158,7 @@ def measured(out: Path, base: Path, name: str) -> float:
 
 
 def generate(folder: Path) -> None:
-    """A few tokens."""
+    """Generate three tokens, and check that they are in the vocabulary."""
     model, tokenizer = mlx_lm.load(str(folder))
     seen = [r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt=families.IDS[0], max_tokens=3)]
     assert 1 <= len(seen) <= 3
@@ -168,8 +166,8 @@ def generate(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_mlx_lm_computes_what_transformers_does(name: str, base: Path) -> None:
-    """At 8 bits the logits are near those of the BF16 export: no weight is in a wrong place, no setting lost its name."""
+def test_logits_of_mlx_lm_are_near_those_of_transformers(name: str, base: Path) -> None:
+    """At 8 bits the logits are near those of the BF16 export, so no weight or setting is misplaced."""
     exported = families.exported(base, name, "mlx-q4", bits=8)
     model, _ = mlx_lm.load(str(exported))
     model.apply(lambda values: values.astype(mx.float32) if mx.issubdtype(values.dtype, mx.floating) else values)
@@ -181,8 +179,7 @@ def test_mlx_lm_computes_what_transformers_does(name: str, base: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_best_is_better_than_minmax(bits: int, base: Path, tmp_path: Path) -> None:
-    """In every weight."""
+def test_best_has_a_smaller_error_than_minmax_in_every_weight(bits: int, base: Path, tmp_path: Path) -> None:
     errors = {}
     for qparams in ("best", "minmax"):
         command = {"export": str(families.master(base, "llama")), "target": "mlx-q4", "bits": bits, "qparams": qparams}
@@ -196,7 +193,7 @@ def test_best_is_better_than_minmax(bits: int, base: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen3_5_moe"])
-def test_best_is_better_than_minmax_in_every_family(name: str, base: Path) -> None:
+def test_best_has_a_smaller_error_than_minmax_for_experts(name: str, base: Path) -> None:
     best, minmax = (
         {r.name: r for r in read_manifest(families.exported(base, name, "mlx-q4", qparams=qparams)).records}
         for qparams in ("best", "minmax")
@@ -207,11 +204,11 @@ def test_best_is_better_than_minmax_in_every_family(name: str, base: Path) -> No
             assert record.relative_mse < minmax[tensor].relative_mse, tensor
 
 
-# --- what becomes of tensors ---
+# --- tensors ---
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_vl"])
-def test_what_mlx_lm_does_not_hold_is_named(name: str, base: Path, tmp_path: Path) -> None:
+def test_tensors_that_mlx_lm_does_not_hold_are_named(name: str, base: Path, tmp_path: Path) -> None:
     master = families.master(base, name)
     seeing = {tensor for tensor in read_all(families.model(base, name)) if ".visual." in tensor}
     assert len(seeing) > 10
@@ -231,8 +228,8 @@ def test_what_mlx_lm_does_not_hold_is_named(name: str, base: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("rule", ["name: lm_head.weight", "role: embedding", 'name: "*.0.self_attn.k_proj.weight"'])
-def test_a_weight_that_the_recipe_keeps_stays_plain(rule: str, base: Path, tmp_path: Path) -> None:
-    """In mlx, too, whose own rule would quantize it."""
+def test_weight_that_the_recipe_keeps_stays_plain(rule: str, base: Path, tmp_path: Path) -> None:
+    """The rule of mlx-lm would quantize it."""
     (tmp_path / "recipe.yaml").write_text(f"bits: 5\nrules: [{{{rule}, keep: true}}]\n")
     source = families.model(base, "llama")
     run_command({"quantize": str(source), "recipe": str(tmp_path / "recipe.yaml")}, tmp_path / "master")
@@ -249,8 +246,8 @@ def test_a_weight_that_the_recipe_keeps_stays_plain(rule: str, base: Path, tmp_p
     generate(tmp_path / "out")
 
 
-def test_transposed_experts(base: Path) -> None:
-    """gpt-oss: [E, in, out] on disk, gate and up taking turns; each becomes what mlx makes of the rows [out, in]."""
+def test_transposed_experts_are_quantized_along_their_input(base: Path) -> None:
+    """gpt-oss stores experts as [E, in, out] with gate and up interleaved; mlx quantizes rows [out, in]."""
     exported = families.exported(base, "gpt_oss", "mlx-q4", qparams="minmax")
     plain, found = (
         read_all(families.exported(base, "gpt_oss", "bf16")),
@@ -268,8 +265,8 @@ def test_transposed_experts(base: Path) -> None:
                 assert mx.array_equal(found[f"{experts}.{part}.{kind}"], array), (part, kind)
 
 
-def test_float32_stays_where_mlx_lm_keeps_it(base: Path) -> None:
-    """A_log, as in mlx_lm.convert; and what is computed from the master: Qwen3.5's norms are stored minus one."""
+def test_float32_tensors_are_those_that_mlx_lm_keeps_in_float32(base: Path) -> None:
+    """A_log keeps its bytes; the norms of Qwen3.5 are stored minus one, so one is added."""
     source, found = (
         read_all(families.model(base, "qwen3_5")),
         read_all(families.exported(base, "qwen3_5", "mlx-q4", qparams="minmax")),
@@ -290,10 +287,10 @@ WORK = {"target": "mlx-q4", "max_shard_bytes": 400_000}
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_moe"])
 @pytest.mark.parametrize("original", [False, True])
-def test_threads_and_chunks_do_not_show(
+def test_output_is_identical_across_thread_counts_and_chunk_sizes(
     name: str, original: bool, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stacked experts, transposed matrices, and norms that are computed; in several files."""
+    """The models have stacked experts, transposed matrices and computed norms, in several files."""
     work = {"export": str(families.master(base, name)), **WORK}
     if original:
         work["original"] = str(families.model(base, name))
@@ -309,10 +306,10 @@ def test_threads_and_chunks_do_not_show(
 
 
 @pytest.mark.parametrize("tensors", [2, 20, 40])
-def test_an_interrupted_run_continues(
+def test_interrupted_run_resumes_to_the_same_folder(
     tensors: int, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ended when so many tensors are journaled; then the same command gives the same folder."""
+    """The run is killed once `tensors` tensors are in the journal."""
 
     class Killed(BaseException):
         pass
@@ -335,8 +332,10 @@ def test_an_interrupted_run_continues(
 
 
 @pytest.mark.parametrize("options", [{}, {"qparams": "minmax"}, {"mode": "nvfp4"}], ids=str)
-def test_errors_with_and_without_the_original(options: dict[str, Any], base: Path, tmp_path: Path) -> None:
-    """Of stacked experts, too: each error is that of all of them together."""
+def test_errors_are_measured_with_the_original_and_predicted_without(
+    options: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    """The error of stacked experts is that of all of them together."""
     name = "qwen3_moe"
     work = {"export": str(families.master(base, name)), "target": "mlx-q4", **options}
     without = run_command(work, tmp_path / "without")
@@ -354,7 +353,7 @@ def test_errors_with_and_without_the_original(options: dict[str, Any], base: Pat
 
 
 def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Array]:
-    """The weights of a Qwen3-MoE under mlx-lm's names, in float64."""
+    """The weights of a Qwen3 MoE under the names of mlx-lm, in float64."""
     result = {}
     for name, tensor in tensors.items():
         found = re.fullmatch(r"(.*\.mlp)\.experts\.0\.(\w+)\.weight", name)
@@ -385,8 +384,8 @@ def errors(folder: Path, exact: Mapping[str, Array]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
-def test_the_error_of_a_weight_that_the_master_keeps_is_known(name: str, base: Path, tmp_path: Path) -> None:
-    """It is what rounding it adds; the summary, which sums over all weights, then has a figure."""
+def test_total_error_of_a_kept_weight_is_known(name: str, base: Path, tmp_path: Path) -> None:
+    """It is the error of rounding alone, so the summary can state an error over all weights."""
     report = run_command({"export": str(families.master(base, name)), "target": "mlx-q4"}, tmp_path / "out")
     assert all(r.total_mse is not None for r in report.records if r.relative_mse is not None)
     result = CliRunner().invoke(
@@ -399,7 +398,7 @@ def test_the_error_of_a_weight_that_the_master_keeps_is_known(name: str, base: P
 
 
 @pytest.mark.parametrize("package", ["mlx", "mlx_lm"])
-def test_a_missing_package_is_named(package: str, base: Path, tmp_path: Path) -> None:
+def test_missing_package_is_named(package: str, base: Path, tmp_path: Path) -> None:
     code = f"""
         import sys
         class Absent:
@@ -421,14 +420,14 @@ def test_a_missing_package_is_named(package: str, base: Path, tmp_path: Path) ->
 
 
 def small_llama(folder: Path, width: int = 192) -> Path:
-    """A master of a llama whose rows are of 128 and `width` weights."""
+    """Make a master of a Llama with rows of 128 and of `width` weights."""
     settings = {**families.TEXT, "hidden_size": 128, "intermediate_size": width, "num_hidden_layers": 1, "head_dim": 32}
     families.build(families.Family("LlamaForCausalLM", "LlamaConfig", settings, (), ()), folder / "model")
     run_command({"quantize": str(folder / "model")}, folder / "master")
     return folder / "master"
 
 
-def test_the_summary_says_what_stays_plain_and_why(tmp_path: Path) -> None:
+def test_summary_says_which_tensors_stay_plain_and_why(tmp_path: Path) -> None:
     master, out = small_llama(tmp_path, 144), tmp_path / "out"
     result = CliRunner().invoke(app, ["export", str(master), str(out), "-t", "mlx-q4"])
     (plain,) = [line for line in result.stdout.splitlines() if line.startswith("plain: ")]
@@ -436,7 +435,7 @@ def test_the_summary_says_what_stays_plain_and_why(tmp_path: Path) -> None:
     assert plain.endswith("model.layers.0.mlp.down_proj.weight")
 
 
-def test_group_sizes_that_do_not_divide(tmp_path: Path) -> None:
+def test_rows_that_groups_do_not_divide_stay_plain(tmp_path: Path) -> None:
     master, out = small_llama(tmp_path, 144), tmp_path / "out"
     line = refused("export", master, out, "-t", "mlx-q4", "--group-size", "64")
     assert "down_proj" in line and "rows of 144" in line and line.endswith("would: none\n")
@@ -451,7 +450,7 @@ def test_group_sizes_that_do_not_divide(tmp_path: Path) -> None:
     assert "--group-size 100: the target mlx-q4 has 64, 32, 128" in line
 
 
-def test_a_group_size_that_was_asked_for_names_those_that_would_do(tmp_path: Path) -> None:
+def test_group_size_error_names_the_sizes_that_fit(tmp_path: Path) -> None:
     line = refused("export", small_llama(tmp_path), tmp_path / "out", "-t", "mlx-q4", "--group-size", "128")
     assert "down_proj" in line and "rows of 192" in line and line.endswith("would: 32, 64\n")
 
@@ -469,7 +468,7 @@ def test_a_group_size_that_was_asked_for_names_those_that_would_do(tmp_path: Pat
     ],
     ids=str,
 )
-def test_options_that_mlx_does_not_have(options: tuple[str, ...], message: str, base: Path, tmp_path: Path) -> None:
+def test_options_that_mlx_lacks_are_refused(options: tuple[str, ...], message: str, base: Path, tmp_path: Path) -> None:
     arguments = ("export", families.master(base, "llama"), tmp_path / "out", "-t", "mlx-q4", *options)
     assert message in refused(*arguments, code=2)
     assert not (tmp_path / "out").exists()
@@ -486,7 +485,7 @@ def test_options_that_mlx_does_not_have(options: tuple[str, ...], message: str, 
     ],
     ids=["unknown", "without", "null", "incomplete", "no-config"],
 )
-def test_models_that_mlx_lm_does_not_know(
+def test_model_unknown_to_mlx_lm_is_refused(
     config: dict[str, Any] | None, fragments: tuple[str, ...], tmp_path: Path
 ) -> None:
     source = write_checkpoint(
@@ -501,7 +500,7 @@ def test_models_that_mlx_lm_does_not_know(
 
 
 @pytest.mark.parametrize("change", ["a tensor less", "a tensor more", "another shape"])
-def test_weights_that_mlx_lm_does_not_take(change: str, base: Path, tmp_path: Path) -> None:
+def test_unexpected_missing_or_misshapen_weights_are_refused(change: str, base: Path, tmp_path: Path) -> None:
     master = small_llama(tmp_path)
     source = tmp_path / "model"
     tensors = read_all(source)
@@ -520,9 +519,9 @@ def test_weights_that_mlx_lm_does_not_take(change: str, base: Path, tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_of_which_nothing_can_be_rounded(tmp_path: Path) -> None:
+def test_model_without_weights_to_round_is_refused(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(
-        'bits: 5\nrules: [{name: "*_proj.weight", keep: true}, {role: lm_head, keep: true}, {role: embedding, keep: true}]\n'
+        'bits: 5\nrules: [{name: "*_proj.weight", keep: true}, {role: [lm_head, embedding], keep: true}]\n'
     )
     small_llama(tmp_path)
     run_command({"quantize": str(tmp_path / "model"), "recipe": str(tmp_path / "recipe.yaml")}, tmp_path / "kept")

@@ -1,8 +1,8 @@
-"""The golden master: a source made with integer arithmetic, and what every version of pqweights must make of it.
+"""The golden master: a source made with integer arithmetic, and the master that every version must make of it.
 
     PYTHONPATH=tests:tests/support python -m golden.make
 
-writes `master/` and `expected.json` anew. That is due only when the format changes on purpose: their bytes are the format.
+writes `master/` and `expected.json` anew. Do so only when the format changes on purpose, because these bytes define it.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def shards() -> list[dict[str, helpers.Tensor]]:
 
 
 def write_source(folder: Path) -> Path:
-    """The source checkpoint, from this file alone."""
+    """Write the source checkpoint."""
     companions = {
         "tokenizer.json": b'{"tokens": ["a", "b"]}\n',
         "code/modeling.py": b"# nothing\n",
@@ -121,12 +121,12 @@ def write_source(folder: Path) -> Path:
 
 
 def write_master(source: Path, out: Path, threads: int = 1) -> None:
-    """What pqweights makes of it."""
+    """Quantize the source with the golden recipe."""
     quantize(source, out, parse_recipe(RECIPE, "golden"), threads=threads, max_shard_bytes=MAX_SHARD_BYTES)
 
 
 def described(tensor: independent_reader.Tensor) -> dict[str, Any]:
-    """What expected.json holds of a decoded tensor."""
+    """The entry of a decoded tensor in expected.json."""
     return {
         "dtype": tensor.dtype,
         "shape": list(tensor.shape),

@@ -10,13 +10,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-import generate
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from hostile import generate
+from hostile.case import build
 
 HEAD = """# Bad inputs
 
-Several hundred broken and hostile inputs, and the line that each one gets. `make bad-inputs` writes this page; the inputs
-are made in `tests/hostile/generate.py`. If a command prints several lines (`verify` prints one per problem), the first is
+Several hundred broken and hostile inputs, and the line that each one gets. `make bad-inputs` writes this page; the
+inputs are made in `tests/hostile/`. If a command prints several lines (`verify` prints one per problem), the first is
 shown. Commands that need not notice an input are left out (`inspect` reads no tensor, for example).
 
 | input | command | exit | answer |
@@ -52,7 +53,7 @@ def main() -> None:
         for case in generate.CASES:
             for number, command in enumerate(case.commands):
                 folder = Path(temporary) / f"{case.name}-{number}"
-                generate.build(case, folder)
+                build(case, folder)
                 with contextlib.chdir(folder):
                     code, line = answer_of_process(command) if case.own_process else answer(command)
                 if code == 0:

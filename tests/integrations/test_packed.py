@@ -1,4 +1,4 @@
-"""Weights that stay packed in memory: the numbers of the decoded model, in the memory of the master."""
+"""Weights that stay packed in memory: they compute what the decoded model does, in the size of the master."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_both(folder: Path, **options: Any) -> tuple[Any, Any]:
-    """The packed model and the decoded one."""
+    """Load a master packed and decoded."""
     options = {"attn_implementation": "eager", **options}
     decoded = pqweights.load_model(folder, experts_implementation="eager", **options)
     return pqweights.load_model(folder, packed=True, **options), decoded
@@ -55,14 +55,14 @@ def packed_bytes(model: Any) -> int:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_logits_are_those_of_the_decoded_model(name: str, dtype: str, base: Path) -> None:
+def test_logits_match_the_decoded_model(name: str, dtype: str, base: Path) -> None:
     packed, decoded = open_both(families.master(base, name), dtype=dtype)
     one, other = output(packed), output(decoded)
-    # The same matrices, but torch may add up products in another order for fewer rows.
+    # The matrices are the same, but torch may add up products in another order for fewer rows.
     assert (one - other).abs().max() <= (2.0**-6 if dtype == "bfloat16" else 1e-5) * other.abs().max()
     left = {name for name, p in packed.named_parameters() if isinstance(p, PackedTensor)}
     assert left or name == "gpt2"
-    # In the memory of the master, but for what the user is told of.
+    # Packed weights take the size of the master, except for those that are listed as decoded.
     encoded = {t.name: t for t in open_local(families.master(base, name)).tensors if isinstance(t, EncodedTensor)}
     stored = sum(part.byte_count for tensor in encoded.values() for part in tensor.parts)
     if not packed.hf_quantizer.decoded_weights:
@@ -72,7 +72,7 @@ def test_the_logits_are_those_of_the_decoded_model(name: str, dtype: str, base: 
     assert name == "gpt2" or not packed.hf_quantizer.decoded_weights
 
 
-def test_chunks_and_threads(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_the_same_with_small_chunks(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK_WEIGHTS", 3000)
     for name in ("llama-biased", "qwen3_moe"):
         packed, decoded = open_both(families.master(base, name), dtype="float32")
@@ -80,25 +80,25 @@ def test_chunks_and_threads(base: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert (one - other).abs().max() <= 1e-5 * other.abs().max()
 
 
-def test_tied_weights_are_one(base: Path) -> None:
+def test_tied_weights_share_one_parameter(base: Path) -> None:
     packed, _ = open_both(families.master(base, "llama-tied"))
     assert packed.lm_head.weight is packed.model.embed_tokens.weight
     moved = packed.to(torch.float32)
     assert moved.lm_head.weight is moved.model.embed_tokens.weight
     assert moved.lm_head.weight.dtype == torch.float32
-    # Codes and norms are what they were.
+    # Converting the dtype does not touch codes and norms.
     assert moved.lm_head.weight.matrices[0][0].parts[1].dtype == torch.uint8
     exact = pqweights.load_model(families.master(base, "llama-tied"), dtype="float32", attn_implementation="eager")
     assert (output(moved) - output(exact)).abs().max() <= 1e-5 * output(exact).abs().max()
 
 
-def test_generating(base: Path) -> None:
+def test_generation_matches_the_decoded_model(base: Path) -> None:
     packed, decoded = open_both(families.master(base, "qwen3"), dtype="float32")
     one, other = (m.generate(IDS, max_new_tokens=8, do_sample=False) for m in (packed, decoded))
     assert torch.equal(one, other)
 
 
-def test_scales_of_input_channels(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_awq_scales_are_applied(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK_WEIGHTS", 3000)
     packed, decoded = open_both(scaled_master(families.master(base, "llama"), tmp_path / "master"), dtype="float32")
     assert (output(packed) - output(decoded)).abs().max() <= 1e-5 * output(decoded).abs().max()
@@ -120,7 +120,7 @@ TENSORS = {
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[PackedTensor | None, torch.Tensor]]:
-    """Weights of all kinds: packed, and as decoded to float32."""
+    """Weights of all kinds, packed and decoded to float32."""
     folder = tmp_path_factory.mktemp("packed")
     source = write_checkpoint(folder / "model", TENSORS)
     recipe = folder / "recipe.yaml"
@@ -136,8 +136,10 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[PackedT
 
 
 @pytest.mark.parametrize("on_torch", [False, True])
-def test_every_kind_of_weight(on_torch: bool, weights: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the CPU's kernels, and by the operations of torch that other devices use."""
+def test_packed_weights_decode_and_multiply_like_plain_ones(
+    on_torch: bool, weights: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are decoded by the CPU kernels, and by the operations of torch that other devices use."""
     if on_torch:
         rows = module.PackedRows
         monkeypatch.setattr(
@@ -167,7 +169,7 @@ def test_every_kind_of_weight(on_torch: bool, weights: dict[str, Any], monkeypat
             torch.nn.functional.embedding(torch.tensor([len(exact)]), packed)
 
 
-def test_what_is_not_known_is_decoded(weights: dict[str, Any]) -> None:
+def test_other_operations_decode_the_weight(weights: dict[str, Any]) -> None:
     packed, exact = weights["model.rows.weight"]
     for result, expected in (
         (packed.t(), exact.t()),
@@ -183,8 +185,8 @@ def test_what_is_not_known_is_decoded(weights: dict[str, Any]) -> None:
     assert type(torch.nn.functional.linear(torch.randn(2, 256).double(), packed.double())) is torch.Tensor
 
 
-def test_stacks_and_rows_below_rows(weights: dict[str, Any]) -> None:
-    """Experts of their own encodings, merged as transformers merges them."""
+def test_stacking_and_concatenating_stay_packed(weights: dict[str, Any]) -> None:
+    """transformers merges separately encoded experts in this way."""
     (one, exact_one), (other, exact_other) = weights["model.aligned.weight"], weights["model.large.weight"]
     below = torch.cat([one, other], dim=0)
     assert isinstance(below, PackedTensor)
@@ -201,7 +203,7 @@ def test_stacks_and_rows_below_rows(weights: dict[str, Any]) -> None:
     assert both.stored_bytes == 4 * one.stored_bytes
 
 
-def test_it_is_for_inference(base: Path, tmp_path: Path) -> None:
+def test_packed_model_refuses_gradients_changes_and_saving(base: Path, tmp_path: Path) -> None:
     packed, decoded = open_both(families.master(base, "llama"))
     assert not any(p.requires_grad for p in packed.parameters())
     assert not packed(IDS).logits.requires_grad  # without no_grad
@@ -215,7 +217,7 @@ def test_it_is_for_inference(base: Path, tmp_path: Path) -> None:
     assert all(p.requires_grad for p in decoded.parameters())
 
 
-def test_a_damaged_master(base: Path, tmp_path: Path) -> None:
+def test_truncated_master_is_refused(base: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(families.master(base, "llama"), tmp_path / "master"))
     (file,) = folder.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-10])
@@ -223,8 +225,8 @@ def test_a_damaged_master(base: Path, tmp_path: Path) -> None:
         pqweights.load_model(folder, packed=True)
 
 
-def test_data_may_be_replaced(weights: dict[str, Any]) -> None:
-    """As a module does that is moved to another device."""
+def test_data_of_a_parameter_may_be_replaced(weights: dict[str, Any]) -> None:
+    """Moving a module to another device does so."""
     packed, exact = weights["model.rows.weight"]
     parameter = torch.nn.Parameter(packed.like(), requires_grad=False)
     ((piece,),) = packed.matrices
@@ -245,13 +247,13 @@ def small_weight(tmp_path: Path) -> PackedTensor:
 
 
 @pytest.mark.parametrize("shape", [(2, 128), (4, 255), (512,), (3, 2, 128), ()])
-def test_inputs_of_another_width_are_refused_as_by_torch(shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_inputs_of_the_wrong_shape_raise_the_error_of_torch(shape: tuple[int, ...], tmp_path: Path) -> None:
     weight = small_weight(tmp_path)
     with pytest.raises(RuntimeError):
         torch.nn.functional.linear(torch.zeros(shape), weight)
 
 
-def test_functions_are_called_by_keyword_as_well(tmp_path: Path) -> None:
+def test_functions_take_keyword_arguments(tmp_path: Path) -> None:
     weight = small_weight(tmp_path)
     x, ids = torch.randn(3, 256), torch.tensor([[5, 7]])
     whole = weight.decode()
@@ -261,8 +263,8 @@ def test_functions_are_called_by_keyword_as_well(tmp_path: Path) -> None:
     assert torch.nn.functional.embedding(ids[:, :0], weight).shape == (1, 0, 256)
 
 
-def test_autocast_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In all threads: it is a setting of the one that computes."""
+def test_autocast_applies_in_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast is a setting of the calling thread, and chunks are decoded in others."""
     weight = small_weight(tmp_path)
     x = torch.randn(3, 256)
     for chunk in (1 << 20, 1024):
@@ -274,7 +276,7 @@ def test_autocast_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.allclose(found.float(), expected.float(), atol=2**-6 * float(expected.abs().max()))
 
 
-def test_what_needs_a_storage_is_refused(tmp_path: Path) -> None:
+def test_operations_on_the_storage_are_refused(tmp_path: Path) -> None:
     weight = small_weight(tmp_path)
     for use in (weight.share_memory_, weight.untyped_storage):
         with pytest.raises(PqweightsError, match="no storage"):

@@ -1,4 +1,4 @@
-"""Masters in transformers: the same weights as those of the BF16 export, either order of imports, and nothing random, ever."""
+"""Masters in transformers: weights match the BF16 export, imports in any order, and damage is always refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(base: Path, tmp_path: Path) -> Path:
-    """A master of a Llama, to be damaged."""
+    """A copy of the master of a Llama that the test may damage."""
     return Path(shutil.copytree(families.master(base, "llama"), tmp_path / "master"))
 
 
@@ -46,7 +46,7 @@ def load(folder: Path, auto: str = "AutoModelForCausalLM", **options: Any) -> An
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """Every parameter and buffer is the same, bit for bit."""
+    """Check that every parameter and buffer is the same, bit for bit."""
     first, second = one.state_dict(), other.state_dict()
     assert first.keys() == second.keys()
     for name, tensor in first.items():
@@ -66,7 +66,7 @@ AUTO = {"qwen3_vl": "AutoModelForImageTextToText", "gpt2": "AutoModel"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_weights_are_those_of_the_bf16_export(name: str, base: Path) -> None:
+def test_weights_match_the_bf16_export(name: str, base: Path) -> None:
     auto = AUTO.get(name, "AutoModelForCausalLM")
     loaded = load(families.master(base, name), auto)
     assert_same(loaded, load(families.exported(base, name, "bf16"), auto))
@@ -78,13 +78,12 @@ def test_the_weights_are_those_of_the_bf16_export(name: str, base: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
-def test_a_model_of_images_and_text_as_a_whole(name: str, base: Path) -> None:
+def test_image_text_model_matches_the_bf16_export(name: str, base: Path) -> None:
     auto = "AutoModelForImageTextToText"
     assert_same(load(families.master(base, name), auto), load(families.exported(base, name, "bf16"), auto))
 
 
-def test_fused_experts_and_shards(tmp_path: Path) -> None:
-    """Experts that are fused in the file, in a checkpoint of several files."""
+def test_fused_experts_in_several_shards_are_loaded(tmp_path: Path) -> None:
     family = FAMILIES["qwen3_moe"]
     config = getattr(transformers, family.config)(**family.settings)
     model = getattr(transformers, family.model)(config).to(torch.bfloat16)
@@ -107,7 +106,7 @@ RECIPE = {"bits": 3, "rules": [{"name": "*query.weight", "bits": 8}, {"name": "*
 
 
 def test_float32_is_decoded_without_rounding(tmp_path: Path) -> None:
-    """BERT, with rows that blocks do not divide, mixed widths, a rescued weight and norms beyond float16."""
+    """The BERT has rows that blocks do not divide, mixed bit widths, a rescued weight and norms beyond float16."""
     model = transformers.BertModel(transformers.BertConfig(**BERT))
     with torch.no_grad():
         model.encoder.layer[0].attention.self.value.weight.fill_(0.0125)
@@ -128,8 +127,7 @@ def test_float32_is_decoded_without_rounding(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_another_dtype_than_the_masters(dtype: str, base: Path) -> None:
-    """Each weight is rounded once, from its float32 values."""
+def test_weights_are_rounded_once_to_the_requested_dtype(dtype: str, base: Path) -> None:
     folder = families.master(base, "llama")
     loaded = load(folder, dtype=getattr(torch, dtype)).state_dict()
     for tensor in open_local(folder).tensors:
@@ -139,7 +137,7 @@ def test_another_dtype_than_the_masters(dtype: str, base: Path) -> None:
         assert torch.equal(loaded[tensor.name], expected), tensor.name
 
 
-def test_device_map(base: Path) -> None:
+def test_device_map_is_supported_but_not_offloading_to_disk(base: Path) -> None:
     pytest.importorskip("accelerate")
     folder = families.master(base, "qwen3_moe")
     for device_map in ("cpu", "auto", {"": "cpu"}):
@@ -149,14 +147,14 @@ def test_device_map(base: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3_moe", "gpt_oss", "qwen3_5_moe"])
-def test_saved_again_it_is_an_ordinary_model(name: str, base: Path, tmp_path: Path) -> None:
+def test_save_pretrained_writes_an_ordinary_checkpoint(name: str, base: Path, tmp_path: Path) -> None:
     loaded = load(families.master(base, name))
     loaded.save_pretrained(tmp_path / "saved")
     text = (tmp_path / "saved" / "config.json").read_text()
     assert "quantization" not in text
     assert GUARD_KEY not in text
     assert_same(load(tmp_path / "saved"), loaded)
-    # In the layout of the master, and so of its source.
+    # The layout is that of the master, and so of its source.
     assert read_all(tmp_path / "saved").keys() <= read_all(families.exported(base, name, "bf16")).keys()
 
 
@@ -165,7 +163,7 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 LOADS = "AutoModelForCausalLM.from_pretrained(sys.argv[1]).lm_head.weight.sum().item()"
-# pqweights before transformers is the order of this file.
+# This file itself imports pqweights before transformers.
 ORDERS = {
     "after": f"import sys; from transformers import AutoModelForCausalLM; import pqweights; print({LOADS})",
     "between": f"""
@@ -182,15 +180,15 @@ print({LOADS})""",
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_order_of_imports(order: str, base: Path) -> None:
+def test_order_of_imports_does_not_matter(order: str, base: Path) -> None:
     folder = families.master(base, "llama")
     done = run_python(ORDERS[order], str(folder))
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == load(folder).lm_head.weight.sum().item()
 
 
-def test_without_pqweights_nothing_loads(base: Path, tmp_path: Path) -> None:
-    """Each way of loading ends in an error that says what to do; what loads no weights works."""
+def test_loading_without_pqweights_fails_with_instructions(base: Path, tmp_path: Path) -> None:
+    """Every function that loads weights raises an error that says what to do; configuration and tokenizer load."""
     code = """
 import sys
 import transformers
@@ -219,8 +217,8 @@ transformers.AutoModelForCausalLM.from_pretrained(text)
     assert log.read_text().strip().splitlines()[-1].endswith(GUARD)
 
 
-def test_the_guard_of_a_source_is_gone_from_every_output(tmp_path: Path) -> None:
-    """What a source says of its files is not true of ours."""
+def test_guard_of_a_source_is_replaced_in_masters_and_removed_in_exports(tmp_path: Path) -> None:
+    """The key names the weight file of an adapter in the source, which the output does not have."""
     config = {"architectures": ["Some"], GUARD_KEY: "adapter.safetensors", "text_config": {GUARD_KEY: "x.safetensors"}}
     source = write_checkpoint(
         tmp_path / "model", {"model.layers.0.mlp.up_proj.weight": bf16(gaussian(64, 128))}, config=config
@@ -233,7 +231,7 @@ def test_the_guard_of_a_source_is_gone_from_every_output(tmp_path: Path) -> None
         assert GUARD_KEY not in (tmp_path / target / "config.json").read_text()
 
 
-def test_a_master_without_norms(copied: Path) -> None:
+def test_master_without_norms_is_refused(copied: Path) -> None:
     (file,) = copied.glob("*.safetensors")
     tensors = read_all(copied)
     name = "model.layers.0.mlp.up_proj.weight_norms"
@@ -242,8 +240,8 @@ def test_a_master_without_norms(copied: Path) -> None:
         load(copied)
 
 
-def test_a_master_without_a_weight(copied: Path) -> None:
-    """Neither transformers' loader nor the index can know; the class can."""
+def test_master_without_a_weight_is_refused(copied: Path) -> None:
+    """Only the class of the model knows that the weight is missing; the index and the loader do not."""
     (file,) = copied.glob("*.safetensors")
     kept = {name: tensor for name, tensor in read_all(copied).items() if "layers.1.mlp.up_proj" not in name}
     file.write_bytes(safetensors_bytes(kept, {"format": "pt"}))
@@ -264,13 +262,13 @@ def test_a_master_without_a_weight(copied: Path) -> None:
         (lambda q: q["overrides"].update({"lm_head.weight": {"rotation": "x"}}), "rotation 'x'"),
     ],
 )
-def test_a_damaged_configuration(change: Callable[[dict[str, Any]], None], message: str, copied: Path) -> None:
+def test_damaged_configuration_is_refused(change: Callable[[dict[str, Any]], None], message: str, copied: Path) -> None:
     edit_config(copied, lambda config: change(config["quantization_config"]))
     with pytest.raises(MasterError, match=message):
         load(copied)
 
 
-def test_damaged_files(copied: Path) -> None:
+def test_truncated_or_missing_shard_is_refused(copied: Path) -> None:
     (file,) = copied.glob("*.safetensors")
     data = file.read_bytes()
     file.write_bytes(data[:-100])
@@ -281,23 +279,23 @@ def test_damaged_files(copied: Path) -> None:
         load(copied)
 
 
-def test_a_configuration_of_another_shape(copied: Path) -> None:
-    """transformers' own error, not weights at random."""
+def test_configuration_of_another_shape_is_refused(copied: Path) -> None:
+    """transformers raises its own error instead of initialising the weights at random."""
     edit_config(copied, lambda config: config.update(intermediate_size=384))
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         load(copied)
 
 
-def test_a_head_of_its_own_is_new(base: Path) -> None:
-    """As with any checkpoint: a model of another task than the master's begins with a new head."""
+def test_head_of_another_task_is_initialised_anew(base: Path) -> None:
+    """This is what transformers does with any checkpoint that is loaded for another task."""
     loaded = load(families.master(base, "llama"), "AutoModelForSequenceClassification", pad_token_id=0)
     other = load(families.exported(base, "llama", "bf16"), "AutoModelForSequenceClassification", pad_token_id=0)
     assert torch.equal(loaded.model.layers[0].mlp.up_proj.weight, other.model.layers[0].mlp.up_proj.weight)
     assert loaded.score.weight.shape == (2, 256)
 
 
-def test_scales_of_input_channels(base: Path, tmp_path: Path) -> None:
-    """AWQ: what the reader of the checkpoint makes of them."""
+def test_awq_scales_are_applied(base: Path, tmp_path: Path) -> None:
+    """The weights match those that the reader of checkpoints decodes."""
     folder = scaled_master(families.master(base, "llama"), tmp_path / "master")
     loaded = load(folder, dtype=torch.float32).state_dict()
     for tensor in open_local(folder).tensors:
@@ -307,7 +305,7 @@ def test_scales_of_input_channels(base: Path, tmp_path: Path) -> None:
 
 
 def scaled_master(master: Path, folder: Path) -> Path:
-    """A master whose MLP weights have scales of their input channels."""
+    """Copy a master, and add scales of input channels to its weights."""
     shutil.copytree(master, folder)
     (file,) = folder.glob("*.safetensors")
     tensors = read_all(folder)
@@ -322,7 +320,7 @@ def scaled_master(master: Path, folder: Path) -> Path:
     return folder
 
 
-def test_load_model(base: Path, tmp_path: Path) -> None:
+def test_load_model_finds_the_class_and_refuses_other_folders(base: Path, tmp_path: Path) -> None:
     for name in ("llama", "qwen3_5", "gpt2"):
         loaded = pqweights.load_model(families.master(base, name))
         assert type(loaded).__name__ == FAMILIES[name].model
@@ -335,8 +333,8 @@ def test_load_model(base: Path, tmp_path: Path) -> None:
         pqweights.load_model(families.model(base, "llama"), packed=True)
 
 
-def test_load_model_counts_the_weights(base: Path, tmp_path: Path) -> None:
-    """Where transformers only warns."""
+def test_load_model_refuses_missing_and_unexpected_weights(base: Path, tmp_path: Path) -> None:
+    """transformers itself only warns."""
     folder = Path(shutil.copytree(families.model(base, "llama"), tmp_path / "model"))
     (file,) = folder.glob("*.safetensors")
     tensors = read_all(folder)
@@ -349,7 +347,7 @@ def test_load_model_counts_the_weights(base: Path, tmp_path: Path) -> None:
         pqweights.load_model(folder)
 
 
-def test_load_model_without_transformers(base: Path) -> None:
+def test_load_model_without_transformers_names_the_package(base: Path) -> None:
     code = """
 import sys
 sys.modules["transformers"] = None
@@ -363,15 +361,15 @@ pqweights.load_model(sys.argv[1])
     assert last.endswith("pip install 'pqweights[transformers]'")
 
 
-def test_an_error_of_ours_is_one_line(copied: Path) -> None:
+def test_error_message_is_one_line(copied: Path) -> None:
     edit_config(copied, lambda config: config["quantization_config"].update(bits=9))
     with pytest.raises(PqweightsError) as caught:
         pqweights.load_model(copied)
     assert "\n" not in str(caught.value)
 
 
-def test_the_guard_leaves_unknown_configurations_too(copied: Path, tmp_path: Path) -> None:
-    """A dict that is no configuration to transformers: what stands in it is saved again as it is."""
+def test_guard_is_removed_from_unknown_nested_configurations(copied: Path, tmp_path: Path) -> None:
+    """transformers saves a nested dict that it does not know as it is."""
     config = json.loads((copied / "config.json").read_text())
     config["foo_config"] = {"a": 1, GUARD_KEY: GUARD}
     (copied / "config.json").write_text(json.dumps(config))
@@ -381,8 +379,8 @@ def test_the_guard_leaves_unknown_configurations_too(copied: Path, tmp_path: Pat
     assert GUARD_KEY not in json.dumps(saved)
 
 
-def test_an_ordinary_model_with_the_configuration_of_a_master(copied: Path, base: Path) -> None:
-    """What AutoConfig.from_pretrained(master), from_config and save_pretrained make: there are no codes to decode."""
+def test_plain_weights_with_the_configuration_of_a_master_are_refused(copied: Path, base: Path) -> None:
+    """AutoConfig.from_pretrained(master), from_config and save_pretrained together make such a folder."""
     plain = families.exported(base, "llama", "bf16")
     for path in copied.glob("model*"):
         path.unlink()

@@ -1,4 +1,4 @@
-"""What the tests of the kernels share: how torch computes in them, and a place for what takes long to compile."""
+"""Fixtures of the kernel tests: one thread for torch, and a lasting folder for code that takes long to compile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def one_torch_thread() -> Iterator[None]:
 def lasting_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that later runs find again, beside the kernels that cpu.py keeps; a temporary one if there is none.
 
-    What is compiled for processors and GPUs that this machine lacks is kept there, under names that change with the sources.
+    Code for processors and GPUs that this machine lacks is kept there, under names that change with the sources.
     """
     for folder in cpu._cache_folders():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Which device computes: what is asked for, what is refused, and that it shows nowhere in the bytes."""
+"""Devices: which one is chosen, which requests are refused, and that the output does not depend on it."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ def exported(master: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refusal(asked: str) -> PqweightsError:
-    """What is raised for a device; its message is one line."""
+    """The error that is raised for a device; its message is one line."""
     with pytest.raises(PqweightsError) as caught:
         resolve_device(asked)
     assert "\n" not in str(caught.value)
     return caught.value
 
 
-# --- what is there ---
+# --- which device is chosen ---
 
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The packages, without a GPU and without the interpreter."""
+    """A machine with the packages, but without a GPU, and with the interpreter turned off."""
     monkeypatch.delenv(INTERPRETER, raising=False)
     monkeypatch.setattr(devices, "_gpu_count", lambda: 0)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
@@ -73,7 +73,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def unusable_gpu(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU and its driver, and a torch that was built without CUDA."""
+    """A machine with a GPU and its driver, and a torch that was built without CUDA."""
     monkeypatch.setattr(devices, "_gpu_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
@@ -85,7 +85,7 @@ def usable_gpu(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_encode_one_block", lambda: None)
 
 
-def test_cpu_is_cpu_and_looks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_is_chosen_without_looking_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def looking() -> None:
         raise AssertionError
 
@@ -100,19 +100,19 @@ def test_without_a_gpu_auto_is_cpu_and_cuda_is_refused(no_gpu: None) -> None:
     assert "--device cuda" in str(error) and "--device cpu" in str(error)
 
 
-def test_a_gpu_that_torch_cannot_use_is_none(unusable_gpu: None) -> None:
+def test_gpu_that_torch_cannot_use_is_refused(unusable_gpu: None) -> None:
     assert resolve_device(AUTO) == "cpu"
     error = refusal("cuda")
     assert isinstance(error, DeviceError)
     assert torch.__version__ in str(error) and "--device cpu" in str(error)
 
 
-def test_a_gpu_that_torch_can_use_is_taken(usable_gpu: None) -> None:
+def test_gpu_that_torch_can_use_is_chosen(usable_gpu: None) -> None:
     assert resolve_device(AUTO) == resolve_device("cuda") == "cuda"
 
 
 @pytest.mark.parametrize("missing", [("triton",), ("torch",), ("torch", "triton")])
-def test_packages_that_are_missing_are_named(
+def test_missing_packages_are_named(
     missing: tuple[str, ...], usable_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else object())
@@ -123,7 +123,7 @@ def test_packages_that_are_missing_are_named(
     assert [package for package in GPU_PACKAGES if f" {package}" in str(error)] == list(missing)
 
 
-def test_the_interpreter_is_a_gpu(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreter_counts_as_a_gpu(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(INTERPRETER, "1")
     assert resolve_device("cuda") == "cuda"
     monkeypatch.setenv(INTERPRETER, "0")
@@ -138,7 +138,7 @@ def test_unknown_devices_are_refused(asked: str, usable_gpu: None) -> None:
 
 
 class Driver:
-    """Stands for libcuda.so.1."""
+    """A stand-in for libcuda.so.1."""
 
     def __init__(self, started: int, counted: int, count: int) -> None:
         self.cuInit: Callable[[int], int] = lambda flags: started
@@ -174,18 +174,18 @@ def test_gpus_are_counted_by_the_driver(driver: Driver | None, count: int, monke
 
 @pytest.fixture
 def another_device(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A device that is there everywhere: the reference."""
+    """The name of a device that every machine has; it computes with the reference."""
     monkeypatch.setitem(DEVICES, "another", "reference")
     return "another"
 
 
 def in_a_thread(function: Callable[[], Any]) -> Any:
-    """What it returns in a thread of its own."""
+    """Call a function in a new thread, and return its result."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
 
 
-def test_a_thread_computes_on_the_device_that_it_named(another_device: str) -> None:
+def test_device_is_set_per_thread(another_device: str) -> None:
     cpu, reference = load_backend("cpu"), load_backend("reference")
 
     def elsewhere() -> tuple[kernels.Backend, kernels.Backend]:
@@ -219,8 +219,8 @@ def test_buffers_come_from_the_device_that_computes(another_device: str, monkeyp
     assert asked == [1000, 1000, 500]
 
 
-def test_a_gpu_that_computes_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No compiler, no memory left: one line before anything is written; auto takes the CPU."""
+def test_gpu_that_fails_to_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing compiler or too little memory is one line before anything is written, and auto takes the CPU."""
 
     def fail(*arguments: object) -> None:
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
@@ -236,8 +236,8 @@ def test_a_gpu_that_computes_nothing_is_refused(monkeypatch: pytest.MonkeyPatch)
 # --- commands ---
 
 
-def test_the_option_knows_every_device() -> None:
-    """cli/options.py may not import the library for --help."""
+def test_device_option_lists_every_device() -> None:
+    """cli/options.py repeats the list, because --help must not import the library."""
     assert [device.value for device in Device] == [*DEVICES, AUTO]
     for command in ("quantize", "export"):
         assert "--device" in invoke(command, "--help").stdout
@@ -256,7 +256,9 @@ def test_cuda_without_a_gpu_is_one_line_and_leaves_nothing(
             assert list(tmp_path.iterdir()) == []
 
 
-def test_auto_without_a_gpu_is_the_cpu(source: Path, master: Path, tmp_path: Path, no_gpu: None) -> None:
+def test_auto_without_a_gpu_writes_the_bytes_of_the_cpu(
+    source: Path, master: Path, tmp_path: Path, no_gpu: None
+) -> None:
     assert invoke("quantize", source, tmp_path / "out", "--device", "auto").exit_code == 0
     assert folder_bytes(tmp_path / "out") == folder_bytes(master)
 
@@ -289,8 +291,8 @@ def test_commands_write_the_same_bytes_on_every_device(
 
 
 @needs_triton
-def test_the_device_is_really_used(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without this, a forgotten option would pass every test of equality."""
+def test_gpu_kernels_are_called_only_with_cuda(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the option were ignored, all tests that compare bytes would still pass."""
     from pqweights.kernels import gpu
 
     encode, calls = gpu.encode, []
@@ -307,8 +309,8 @@ def test_the_device_is_really_used(source: Path, tmp_path: Path, monkeypatch: py
 
 
 @needs_triton
-def test_a_fresh_process_has_nothing_to_say(source: Path, master: Path, tmp_path: Path) -> None:
-    """Warnings are errors; progress may be shown, because the imports take long."""
+def test_fresh_process_on_the_gpu_prints_only_progress(source: Path, master: Path, tmp_path: Path) -> None:
+    """Warnings are errors; progress may be printed, because the imports take long."""
     command = [sys.executable, "-W", "error", "-c", MAIN, "quantize", str(source), str(tmp_path / "out")]
     done = subprocess.run([*command, "--device", "cuda"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -317,7 +319,7 @@ def test_a_fresh_process_has_nothing_to_say(source: Path, master: Path, tmp_path
 
 
 class Killed(BaseException):
-    """Stands for a kill."""
+    """A stand-in for a kill."""
 
 
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,10 +329,16 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_triton
 @pytest.mark.parametrize(("first", "second"), [("cpu", "cuda"), ("cuda", "cpu")])
 @pytest.mark.parametrize("kind", ["quantize", "export"])
-def test_what_one_device_began_another_continues(
-    kind: str, first: str, second: str, source: Path, master: Path, exported: Path, tmp_path: Path,
+def test_run_interrupted_on_one_device_resumes_on_another(
+    kind: str,
+    first: str,
+    second: str,
+    source: Path,
+    master: Path,
+    exported: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     small_chunks(monkeypatch)
     work: dict[str, Any] = {"quantize": source} if kind == "quantize" else {"export": master, "target": "bf16"}
     left, record = iter(range(4)), Workspace.record
@@ -351,7 +359,7 @@ def test_what_one_device_began_another_continues(
 
 
 @needs_triton
-def test_a_finished_folder_is_finished_for_every_device(source: Path, master: Path, tmp_path: Path) -> None:
+def test_finished_folder_is_recognised_on_every_device(source: Path, master: Path, tmp_path: Path) -> None:
     run_command({"quantize": source, "device": "cuda"}, tmp_path / "out")
     assert run_command({"quantize": source, "device": "cpu"}, tmp_path / "out").already_done
     assert run_command({"quantize": source, "device": "cuda"}, master).already_done

@@ -52,7 +52,7 @@ def gpu() -> Iterator[ModuleType]:
 
 
 def assert_same_as_cpu(raw: npt.NDArray[np.uint8], dtype: str, bits: int, signed: bool, exponent: int) -> None:
-    """Encode with that exponent and decode to the same dtype; where a norm overflows, only what it does not affect counts."""
+    """Encode with an exponent and decode to the same dtype; of blocks whose norm overflows, only the codes count."""
     ours, truth = (encode(name, raw, dtype, bits, signed, exponent) for name in ("gpu", "cpu"))
     finite = truth[1] & 0x7FFF < 0x7C00
     for what, a, b in zip(("codes", "norms", "energies"), ours[:3], truth[:3], strict=True):
@@ -155,7 +155,7 @@ def test_rotated_coordinates_are_decoded_alike(bits: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 33])
 def test_the_last_program_writes_only_its_blocks(count: int, gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs of 16 blocks, as on a GPU, of which the last one is partly filled; nothing is written beside the arrays."""
+    """Programs take 16 blocks, as on a GPU, and the last one is partly filled."""
     monkeypatch.setattr(gpu, "BLOCKS_PER_PROGRAM", 16)
     bits, guard = 7, 64
 
@@ -178,7 +178,7 @@ def test_the_last_program_writes_only_its_blocks(count: int, gpu: ModuleType, mo
         assert (whole[:guard] == 0xA5).all() and (whole[-guard:] == 0xA5).all()
 
 
-def test_threads_may_encode_at_once() -> None:
+def test_threads_encode_concurrently() -> None:
     """Each with its own width and dtype, so that several kernels are compiled, or first interpreted, at once."""
     rounds = list(itertools.product(BITS, DTYPES))[::3]
 
@@ -226,7 +226,7 @@ for case in sys.argv[2:]:
     (folder / case).write_text(code)
 (folder / "fused").write_text(ptx(gpu._encode, 0, 5, 80, gpu.COMPILE_OPTIONS | {"enable_fp_fusion": True}))
 """
-# kernel (decode_rotated: leave blocks rotated), dtype, bits, compute capability: every dtype, kind of field and capability
+# Kernel (decode_rotated leaves blocks rotated), dtype, bits, compute capability: each of the last three in every kind.
 PTX_CASES = (
     "encode-0-5-80",
     "encode-1-8-90",
@@ -281,7 +281,7 @@ def test_machine_code_rounds_every_operation_by_itself(case: str, ptx: dict[str,
     assert not re.search(r"\.ftz|\.approx|\.full|\bcall\b", ptx[case])
 
 
-def test_fused_operations_would_be_noticed(ptx: dict[str, str]) -> None:
+def test_fused_multiply_add_changes_the_result(ptx: dict[str, str]) -> None:
     """Where fusing is allowed, some operations are fused, and those that are left may be fused later."""
     found = arithmetic(ptx["fused"])
     assert "fma.rn.f32" in found
@@ -300,7 +300,7 @@ def test_machine_code_converts_to_the_nearest_float(case: str, ptx: dict[str, st
 
 
 @on_gpu
-def test_a_gpu_is_used_if_there_is_one(gpu: ModuleType) -> None:
+def test_gpu_is_used_if_there_is_one(gpu: ModuleType) -> None:
     assert not gpu.INTERPRETED
     assert gpu._device().type == "cuda"
 

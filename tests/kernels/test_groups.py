@@ -45,7 +45,7 @@ LARGEST = 3.4028234663852886e38
 
 @functools.cache
 def families(size: int) -> dict[str, Floats]:
-    """Finite groups [21, size] of every kind that the arithmetic treats differently; 16 does not divide their number."""
+    """Finite groups [21, size] of every kind that the arithmetic treats differently; 21 is not a multiple of 16."""
     count, rng = 21, np.random.default_rng(size)
     normal, one = rng.standard_normal((count, size)), np.arange(count)
     place = rng.integers(0, size, count)
@@ -176,7 +176,7 @@ def test_weights_may_begin_at_any_address(kind: str) -> None:
 
 
 def assert_sound(rule: GroupRule, values: Floats, where: object = "") -> None:
-    """Assert finite numbers, codes in range, and errors that are those of the decoded weights and at most the range's."""
+    """Check that numbers are finite, codes in range, and errors those of the decoded weights, at most the range's."""
     groups = quantize(rule, values)
     for name, numbers in (("scales", groups.scales), ("offsets", groups.offsets)):
         assert np.isfinite(numbers).all(), (name, where)
@@ -270,7 +270,7 @@ def test_property_a_power_of_two_scales_the_scales_and_keeps_the_codes(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [16, 128])
 def test_constant_groups_are_restored(kind: str, bits: int, size: int) -> None:
-    """A group of one BF16 number exactly, any other to within the nearest BF16; symmetric, not at the ends of float32."""
+    """A BF16 constant is restored exactly, any other to the nearest BF16; if symmetric, not near the float32 limits."""
     rng = np.random.default_rng(bits)
     constants = (rng.choice([-1, 1], 200) * 10.0 ** rng.uniform(-30, 36, 200)).astype(np.float32)
     ends = np.array([0.0, -0.0, 2.0**-133, -(2.0**-126), 1e-40, -3.38e38, LARGEST, -LARGEST], dtype=np.float32)
@@ -361,7 +361,7 @@ def test_the_rule_of_mlx_is_that_of_mlx(size: int, bits: int) -> None:
 
 @pytest.mark.parametrize(("kind", "bits", "size"), [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)])
 def test_the_floating_modes_of_mlx_are_those_of_mlx(kind: str, bits: int, size: int) -> None:
-    """Codes, bytes of the scales and decoded weights, within the range of the mode: beyond it, mlx gives no useful numbers."""
+    """Codes, scale bytes and decoded weights match within the range of the mode; beyond it mlx overflows."""
     mx = pytest.importorskip("mlx.core")
     rule, reach = FloatRule(kind, bits, size), 448 * 6 if kind == "nvfp4" else 1e30
     for name, values in bf16_families(size).items():
@@ -398,9 +398,13 @@ def test_the_rule_of_torchao_is_that_of_torchao(size: int, torchao_primitives: A
     for name, values in bf16_families(size).items():
         weights = torch.from_numpy(values).bfloat16()
         scales, zeros = torchao_primitives._choose_qparams_affine_tinygemm(
-            weights, torchao_primitives.MappingType.ASYMMETRIC, (1, size), *how,
-            scale_dtype=torch.bfloat16, zero_point_dtype=torch.bfloat16,
-        )  # fmt: skip
+            weights,
+            torchao_primitives.MappingType.ASYMMETRIC,
+            (1, size),
+            *how,
+            scale_dtype=torch.bfloat16,
+            zero_point_dtype=torch.bfloat16,
+        )
         codes = torchao_primitives._quantize_affine_tinygemm(weights, (1, size), scales, zeros, *how)
         groups = rounded_as("torchao", values, 4)
         finite = np.isfinite(groups.scales)
@@ -441,7 +445,7 @@ def test_errors_by_the_rules_of_runtimes_are_those_of_what_is_decoded(runtime: s
         assert np.allclose(groups.errors, ((wide - decoded) ** 2).sum(axis=1), rtol=1e-6, atol=0), name
 
 
-def test_a_rule_has_the_name_of_its_method_and_a_kind() -> None:
+def test_rule_has_the_name_of_its_method_and_a_kind() -> None:
     names = {
         GroupRule(bits=4, group_size=32, symmetric=symmetric, middle=True, rule=BEST).kind
         for symmetric in (False, True)
@@ -500,7 +504,7 @@ def test_tiles_are_those_of_tinygemm(shape: tuple[int, int]) -> None:
     assert len(packed) == codes.size // 2 and sorted(TILE_ORDER.tolist()) == list(range(8 * 128))
 
 
-def test_a_code_is_where_the_kernel_of_pytorch_looks_for_it() -> None:
+def test_tiles_multiply_correctly_in_the_pytorch_kernel() -> None:
     """Thread 4 * (n % 8) + k % 8 / 2 of a tile, word k / 32 % 4; in it, k / 8 % 4, and 4 more where k is odd."""
     codes, rng = np.zeros((16, 256), np.uint8), np.random.default_rng(1)
     for n, k in zip(rng.integers(0, 16, 50), rng.integers(0, 256, 50), strict=True):
@@ -513,7 +517,7 @@ def test_a_code_is_where_the_kernel_of_pytorch_looks_for_it() -> None:
 
 @pytest.mark.parametrize("rule", [BEST, "torchao"])
 @pytest.mark.parametrize("size", [32, 64, 128])
-def test_pytorch_computes_with_what_is_decoded(rule: str, size: int) -> None:
+def test_pytorch_multiplies_by_the_decoded_weights(rule: str, size: int) -> None:
     """PyTorch's 4-bit product on the CPU, which packs codes in its own order, with our codes, scales and zeros."""
     torch = pytest.importorskip("torch")
     rows, columns = 64, 512

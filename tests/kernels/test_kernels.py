@@ -1,4 +1,4 @@
-"""The arithmetic of blocks: the CPU kernels against the torch reference, byte for byte, and every backend against theory."""
+"""The arithmetic of blocks: the CPU kernels match the torch reference byte for byte, and every backend the theory."""
 
 import functools
 import importlib.util
@@ -195,7 +195,7 @@ def test_rotated_coordinates_are_decoded_alike(bits, dtype):
 @each_backend
 @pytest.mark.parametrize("bits", BITS)
 def test_rotated_coordinates_are_levels_times_the_norm(backend, bits):
-    """As the independent reader has them, to within three roundings; H / sqrt(128) rotates them to the decoded weights."""
+    """They match the independent reader to three roundings, and H / sqrt(128) rotates them to the decoded weights."""
     codes, norms = encode_floats(FAMILIES["gaussian"], bits, exponent=-8)[:2]
     args = (codes, norms, "F32", bits, False, -8)
     rotated = decode(backend, *args, rotate=False).view(np.float32).reshape(-1, 128).astype(np.float64)
@@ -227,7 +227,7 @@ def normalised(blocks):
 
 @functools.cache
 def blocks_at_thresholds(bits):
-    """Blocks whose normalised coordinates equal thresholds or lie one ulp beside them, and how many there are of each kind.
+    """Blocks with normalised coordinates equal to thresholds or one ulp beside them, and the number of each kind.
 
     Ones on a subcube of 2**d coordinates and -a on one other coordinate: coordinates of the transform are then
     (2**d - a) / sqrt(2**d + a**2), which takes every value from 0 to sqrt(2**d) as a goes from 2**d to 0. Neighbours of
@@ -285,7 +285,7 @@ def test_a_negative_coordinate_that_underflows_goes_to_the_upper_level(backend, 
 @each_backend
 @pytest.mark.parametrize("exponent", [0, 16])
 def test_norms_half_way_between_two_float16_round_to_even(backend, exponent):
-    """One-hot blocks whose norms are ties between normal float16 (exponent 0) or between subnormal ones (exponent 16)."""
+    """One-hot blocks whose norms are ties between normal (exponent 0) or subnormal (exponent 16) float16 numbers."""
     level = codebook(2).levels[3]
     assert codebook(2).thresholds[2] < 1 < level  # every coordinate of a one-hot block takes the outer level
     first = int(np.float32(1.5).view(np.uint32))
@@ -369,7 +369,7 @@ def test_stats_are_those_of_the_blocks_with_a_norm(backend):
     assert not norms.any() and not energies.any() and not errors.any()
     blocks[1, 3], blocks[2, 5] = 4.0, -(2.0**-20)
     stats = encode_floats(blocks, 5, backend=backend)[4]
-    # One-hot: every normalised coordinate is 1 or -1, all codes have one magnitude c, and the norm is that of the block / c.
+    # One-hot: every normalised coordinate is 1 or -1, so all codes have one magnitude c, and the norm is divided by c.
     c = float(codebook(5).levels[np.searchsorted(codebook(5).thresholds, np.float32(1), side="right")])
     assert stats.largest_norm == pytest.approx(4 / c, rel=1e-6)
     assert stats.smallest_norm == pytest.approx(2.0**-20 / c, rel=1e-6)
@@ -403,8 +403,8 @@ def worst_error(bits):
     """An upper bound of a block's relative squared error with the exact least-squares norm.
 
     With |z|**2 = 128, the error is 1 - num**2 / (128 * den). A level c that is not the innermost lies at most a factor
-    1 / k beyond the coordinate it stands for, so c**2 <= |z c| / k and den <= num / k + 128 * c_0**2; and |c| >= r |z|, so
-    num >= 128 r. The quotient grows with num.
+    1 / k beyond the coordinate it stands for, so c**2 <= |z c| / k and den <= num / k + 128 * c_0**2; and |c| >= r |z|,
+    so num >= 128 r. The quotient grows with num.
     """
     book = codebook(bits)
     half = 2 ** (bits - 1)
@@ -509,8 +509,14 @@ def test_unpacking_and_packing_restores_every_byte(bits):
 
 def test_field_widths_are_binary_digits():
     assert {bits: FIELD_WIDTHS[bits] for bits in BITS} == {
-        2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,),
-    }  # fmt: skip
+        2: (2,),
+        3: (2, 1),
+        4: (4,),
+        5: (4, 1),
+        6: (4, 2),
+        7: (4, 2, 1),
+        8: (8,),
+    }
 
 
 # Multiples of 2**-20 up to 1: their squares and sums round alike at every scale used below.
@@ -573,7 +579,7 @@ def test_property_any_cut_into_calls_gives_the_same_bytes(backend, cuts, bits, d
 
 # Relative errors of a block that is a Walsh function (a constant block, say), without and with signs. They are the same
 # for all 128 of them: multiplying by a Walsh function permutes the coordinates of the transform. Without signs they
-# are 8 to 20 times the distortion; with signs 0.54 to 1.07 times, but 1.48 times at 8 bits, where the rescue falls short.
+# are 8 to 20 times the distortion; with signs 0.54 to 1.07 times, but 1.48 times at 8 bits, where the rescue fails.
 WALSH_ERRORS = {
     2: (0.919, 0.125),
     3: (0.622, 0.0296),
@@ -610,8 +616,8 @@ def test_gaussian_blocks_have_the_error_that_theory_gives(bits, signed):
     """The norm is fitted to each block, so the error is 2 to 4.5 percent below that of the normal distribution.
 
     Half of that is due to the sphere: a coordinate of a block of length sqrt(128) has the density
-    (1 - z**2 / 128)**(125 / 2), whose tails are lighter; its error, by quadrature, is the second bound. The rest is gained
-    by the least-squares norm.
+    (1 - z**2 / 128)**(125 / 2), whose tails are lighter; its error, by quadrature, is the second bound. The rest is
+    gained by the least-squares norm.
     """
     _, _, energies, errors, _ = encode_floats(gaussian_blocks(), bits, signed)
     measured = errors.sum() / energies.sum()

@@ -1,4 +1,4 @@
-"""The machine code of the CPU kernels: compiled once, kept, found again; not trusted when damaged, and never required."""
+"""The machine code of the CPU kernels: compiled once, cached, found again, not trusted if damaged, never required."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class OtherRun:
 
 @pytest.fixture(scope="module")
 def others(lasting_folder: Path) -> dict[str, OtherRun]:
-    """The kernels are compiled when their sources have changed, once for all workers; that takes half a minute of work."""
+    """The kernels are compiled when their sources have changed, once for all workers, which takes half a minute."""
     folder = lasting_folder / "other-processors"
     started = {
         processor: start(folder, "--instructions", *arguments, *KERNELS, **environment)
@@ -236,7 +236,7 @@ def fused(instructions: list[str]) -> list[str]:
 
 
 def test_operations_are_fused_only_where_that_changes_no_result(others: dict[str, OtherRun]) -> None:
-    """Compiled for a processor that could fuse. Butterflies multiply by 1 and -1, and encode finds a cell of its table."""
+    """The target could fuse everywhere. Butterflies multiply by 1 and -1, and encode looks up a cell of its table."""
     run = others[FUSING]
     found = {kernel: bool(fused(instructions)) for kernel, instructions in run.instructions.items()}
     fuses = run.answer["fuses"]

@@ -1,4 +1,4 @@
-"""ablate: every row is what the single commands give, and the shares are of the gain over absmax."""
+"""pqweights ablate: each row matches the single commands, and shares are relative to the gain over absmax."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def test_there_is_a_row_for_each_configuration(report: dict[str, Any]) -> None:
     assert not HAS_TORCHAO or (None, "INT4 from the original, torchao's min-max") in names
     assert len(names) == len(set(names)) == (19 if HAS_TORCHAO else 13)
     assert report["absent"] == []
-    # the last third calibrates
+    # The last third of the text is used for calibration.
     assert report["settings"]["tokens"] == 2000
     assert report["settings"]["calibration_tokens"] == 1000
     assert report["settings"]["scored_tokens"] == 39 * 50
 
 
-def test_a_row_is_what_the_commands_give(source: Path, report: dict[str, Any], tmp_path: Path) -> None:
+def test_row_matches_the_single_commands(source: Path, report: dict[str, Any], tmp_path: Path) -> None:
     quantize(source, tmp_path / "m", replace(load_recipe("q5"), codec="lloyd-max").with_bits(3), threads=2)
     ids = tokenize(source, (source / "text").read_text())[:2000]
     scores = compare(open_model(tmp_path / "m"), open_model(source), ids=ids, windows=Windows(size=60, stride=50))
@@ -80,7 +80,7 @@ def test_a_row_is_what_the_commands_give(source: Path, report: dict[str, Any], t
     assert row["bits_per_weight"] == pytest.approx(3.125)
 
 
-def test_the_parts_do_what_they_are_for(report: dict[str, Any]) -> None:
+def test_each_part_lowers_the_error(report: dict[str, Any]) -> None:
     found = {(row["bits"], row["name"]): row for row in report["rows"]}
     for bits in (3, 5):
         errors = {name: found[bits, name]["relative_mse"] for name, _, _ in MASTERS}
@@ -100,7 +100,7 @@ def row(name: str, *losses: float, bits: int | None = 5) -> AblationRow:
     )
 
 
-def test_shares_are_of_the_gain_of_both() -> None:
+def test_share_is_relative_to_the_gain_of_both_parts() -> None:
     rows = [row(ABSMAX, 2.0, 2.02), row("+ x", 1.2, 1.22), row(BOTH, 1.0, 1.02), row("INT4", 1.0, 1.0, bits=None)]
     shares = [each.share for each in _with_shares(rows)]
     assert shares[0] is None
@@ -109,22 +109,31 @@ def test_shares_are_of_the_gain_of_both() -> None:
     assert shares[3] is None
 
 
-def test_without_a_gain_there_are_no_shares() -> None:
-    """Neither where both is worse than absmax, nor where it is better by chance."""
+def test_shares_are_unknown_without_a_significant_gain() -> None:
+    """The full codec is worse than absmax, or better by less than the standard error."""
     for both in ((2.1, 2.12), (1.5, 2.5)):
         rows = [row(ABSMAX, 2.0, 2.02), row("+ x", 1.2, 1.22), row(BOTH, *both)]
         assert all(each.share is None for each in _with_shares(rows))
 
 
-def test_parts_can_be_left_out(source: Path, tmp_path: Path) -> None:
+def test_options_leave_out_awq_and_int4(source: Path, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     done = invoke(
-        "ablate", source, "--text", source / "text", "--no-awq", "--no-int4", "--work", tmp_path / "work", "--max-tokens",
-        256, *WINDOWS,
-    )  # fmt: skip
+        "ablate",
+        source,
+        "--text",
+        source / "text",
+        "--no-awq",
+        "--no-int4",
+        "--work",
+        tmp_path / "work",
+        "--max-tokens",
+        256,
+        *WINDOWS,
+    )
     assert done.exit_code == 0, done.stderr
     table = [line for line in done.stdout.splitlines() if " +- " in line]
-    assert len(table) == 6  # five rows, and what +- means
+    assert len(table) == 6  # five rows, and the line that explains +-
     assert "AWQ" not in "".join(table)
     assert "256 tokens" in done.stdout
     assert list((tmp_path / "work").iterdir()) == []
@@ -141,7 +150,7 @@ def test_parts_can_be_left_out(source: Path, tmp_path: Path) -> None:
         (["--no-awq", "--window", "512", "--max-tokens", "300"], 1, "found 300"),
     ],
 )
-def test_bad_input(arguments: list[str], code: int, expected: str, source: Path) -> None:
+def test_bad_input_is_one_line(arguments: list[str], code: int, expected: str, source: Path) -> None:
     done = CliRunner().invoke(
         app, ["ablate", str(source), "--text", str(source / "text"), *arguments], terminal_width=200
     )
@@ -149,12 +158,12 @@ def test_bad_input(arguments: list[str], code: int, expected: str, source: Path)
     assert expected in " ".join(done.stderr.replace("│", " ").split())
 
 
-def test_tokens_of_both_kinds_do_not_overlap(source: Path) -> None:
+def test_text_of_the_source_has_the_expected_tokens(source: Path) -> None:
     assert np.array_equal(tokenize(source, (source / "text").read_text()), TOKENS[:3000])
 
 
-def test_without_torchao_the_other_rows_stand(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is found missing before anything is measured, and said."""
+def test_missing_torchao_leaves_out_only_the_int4_rows(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is looked for before anything is measured, and the output names it."""
 
     def package(name: str, extra: str, why: str) -> None:
         raise MissingDependencyError(f"{why} needs {name}: pip install 'pqweights[{extra}]'")

@@ -1,4 +1,4 @@
-"""What is collected is what entered the matrices, in every family, under the names of the checkpoint."""
+"""Collecting activations: the inputs of every matrix, in every family, under the names of the checkpoint."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Seen = dict[Place, Inputs]
 IDS = np.random.default_rng(3).integers(0, 490, (3, 24))
 WINDOWS = [TextWindow(ids, held_back) for ids, held_back in zip(IDS, (False, True, False), strict=True)]
 TOKENS, TOKENS_HELD_BACK = 48, 24
-ALL = (TOKENS, TOKENS_HELD_BACK)  # rows that are kept: all there are, so in their order
-# Stored [in, out], in the checkpoint as in the model.
+ALL = (TOKENS, TOKENS_HELD_BACK)  # the sample takes all rows, and so keeps their order
+# Weights that checkpoint and model hold as [in, out].
 TRANSPOSED = {"gpt2": ("c_attn.weight", "c_proj.weight", "c_fc.weight"), "gpt_oss": ("gate_up_proj", "down_proj")}
 
 
@@ -39,7 +39,7 @@ def watched(model: Any, wanted: set[Place], descriptor: int) -> Activations:
 def run(
     tmp_path: Path, base: Path, name: str
 ) -> tuple[Any, dict[str, npt.NDArray[np.float32]], dict[str, WeightPlace], Seen]:
-    """The model, the weights of its checkpoint that q5 quantizes, where they are, and what was seen."""
+    """Watch a model: return it, the weights that q5 quantizes, their places in the model, and the inputs seen there."""
     folder = families.model(base, name)
     model = families.load(folder, families.FAMILIES[name], experts_implementation="eager")
     planned = Quantize(recipe=load_recipe("q5")).plan(open_local(folder))
@@ -55,7 +55,7 @@ def run(
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
-def test_every_weight_that_is_multiplied_with_is_seen(
+def test_inputs_of_every_multiplied_weight_are_collected(
     name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     model, weights, where, seen = run(tmp_path, tmp_path_factory.getbasetemp(), name)
@@ -75,7 +75,7 @@ def test_every_weight_that_is_multiplied_with_is_seen(
             assert np.allclose(np.sqrt((found.rows.astype(np.float64) ** 2).mean(axis=0)), found.rms, rtol=1e-5)
             if "expert" not in weight:
                 assert (len(found.rows), len(found.held_back)) == ALL
-    # An embedding is looked up; one that is tied is multiplied with as well. Of few tokens, none may come to an expert.
+    # Embeddings are looked up, and multiplied only if tied. With few tokens, some experts may get none.
     unused = {weight for weight in unseen if "experts" not in weight}
     tied = name == "gpt2" or model.config.get_text_config().tie_word_embeddings
     assert all("embed_tokens" in weight or "wpe" in weight for weight in unused)
@@ -83,7 +83,9 @@ def test_every_weight_that_is_multiplied_with_is_seen(
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3_5", "gpt2"])
-def test_it_is_what_entered_the_layer(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_collected_rows_are_the_inputs_of_the_layer(
+    name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     import torch
 
     model, weights, where, seen = run(tmp_path, tmp_path_factory.getbasetemp(), name)
@@ -110,10 +112,10 @@ def test_it_is_what_entered_the_layer(name: str, tmp_path: Path, tmp_path_factor
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
-def test_experts_of_their_own_are_the_right_ones(
+def test_inputs_of_single_experts_are_attributed_correctly(
     name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """What enters the second matrix of an expert is what its first two, by their names in the checkpoint, make of their inputs."""
+    """The input of an expert's down projection is computed from those of its gate and up projections."""
     _, weights, where, seen = run(tmp_path, tmp_path_factory.getbasetemp(), name)
     gate_name, up_name, down_name = ("gate_proj", "up_proj", "down_proj") if name == "qwen3_moe" else ("w1", "w3", "w2")
     checked = 0
@@ -135,8 +137,7 @@ def test_experts_of_their_own_are_the_right_ones(
     assert checked >= 4
 
 
-def test_samples_are_fair(tmp_path: Path) -> None:
-    """Every row that was seen is kept with the same chance, and those that are kept are rows that were seen."""
+def test_every_row_is_sampled_with_the_same_probability(tmp_path: Path) -> None:
     from pqweights.measure.activations import _Sample
 
     kept = np.zeros(1000)
@@ -156,8 +157,8 @@ def test_samples_are_fair(tmp_path: Path) -> None:
         assert 0.85 < part.mean() / 10 < 1.15
 
 
-def test_products_of_every_kind_are_seen(tmp_path: Path) -> None:
-    """With arguments by place or by name, of matrices and of stacks, the right way round or transposed."""
+def test_every_kind_of_product_is_recognised(tmp_path: Path) -> None:
+    """Positional and keyword arguments, matrices and stacks, plain and transposed."""
     import torch
 
     class Layer(torch.nn.Module):

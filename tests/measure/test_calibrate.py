@@ -1,4 +1,4 @@
-"""calibrate, from a model and a text to a master that errs less; and everything that can be wrong with either."""
+"""pqweights calibrate: its scales lower the error of the master, and bad input is refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def text(tokens: int) -> str:
 
 
 def with_outliers(model: Any) -> None:
-    """Moves channel scales from the weights of the layers to the gains of the norms before them: the same function."""
+    """Move channel scales from weights to the norms before them, which does not change the function of the model."""
     import torch
 
     torch.manual_seed(3)
@@ -68,7 +68,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _wide_tokenizer(folder: Path) -> None:
-    """Of a larger vocabulary than the model's."""
+    """Save a tokenizer with a larger vocabulary than that of the model."""
     import tokenizers
     import transformers
 
@@ -85,7 +85,7 @@ def calibrated(source: Path, texts: Path, tmp_path_factory: pytest.TempPathFacto
     )
 
 
-def test_it_says_what_each_layer_gains(calibrated: tuple[Path, Result]) -> None:
+def test_command_prints_the_gain_of_each_layer(calibrated: tuple[Path, Result]) -> None:
     _, done = calibrated
     assert done.exit_code == 0, done.stderr
     lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.startswith(("model.", "lm_head"))}
@@ -99,7 +99,9 @@ def test_it_says_what_each_layer_gains(calibrated: tuple[Path, Result]) -> None:
     assert "Loading" not in done.stderr
 
 
-def test_the_master_errs_less_where_it_counts(source: Path, calibrated: tuple[Path, Result], tmp_path: Path) -> None:
+def test_scales_halve_the_divergence_on_unseen_text(
+    source: Path, calibrated: tuple[Path, Result], tmp_path: Path
+) -> None:
     scales, _ = calibrated
     assert invoke("quantize", source, tmp_path / "plain", "--bits", 3).exit_code == 0
     done = invoke("quantize", source, tmp_path / "scaled", "--bits", 3, "--awq", scales)
@@ -118,10 +120,10 @@ def test_the_master_errs_less_where_it_counts(source: Path, calibrated: tuple[Pa
     assert found["scaled"].mean.value < 0.5 * found["plain"].mean.value
 
 
-def test_no_layer_errs_more_on_text_that_nobody_has_seen(
+def test_scales_lower_the_output_error_of_every_layer_on_unseen_text(
     source: Path, calibrated: tuple[Path, Result], tmp_path: Path
 ) -> None:
-    """Of the real masters, decoded as everyone decodes them."""
+    """The errors are those of whole masters, decoded by the library."""
     scales, _ = calibrated
     scaled = set(open_awq(scales).searched)
     assert len(scaled) > 5
@@ -146,14 +148,26 @@ def test_no_layer_errs_more_on_text_that_nobody_has_seen(
             assert after < before, name
 
 
-def test_the_same_run_gives_the_same_file(
+def test_output_is_deterministic_and_matches_the_json_report(
     source: Path, texts: Path, calibrated: tuple[Path, Result], tmp_path: Path
 ) -> None:
     out = tmp_path / "again.safetensors"
     done = invoke(
-        "calibrate", source, out, "--text", texts / "long.txt", "--bits", 3, "--window", 128, "--max-tokens", 2500,
-        "--threads", 1, "--json",
-    )  # fmt: skip
+        "calibrate",
+        source,
+        out,
+        "--text",
+        texts / "long.txt",
+        "--bits",
+        3,
+        "--window",
+        128,
+        "--max-tokens",
+        2500,
+        "--threads",
+        1,
+        "--json",
+    )
     assert out.read_bytes() == calibrated[0].read_bytes()
     report = json.loads(done.stdout)
     assert report["tokens"] == 1920
@@ -178,7 +192,7 @@ def _tensors(path: Path) -> dict[str, Any]:
     return load_file(path)
 
 
-def test_experts_that_saw_little_are_named(
+def test_experts_with_few_tokens_are_named(
     texts: Path, source: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     moe = tmp_path / "moe"
@@ -195,16 +209,20 @@ def test_experts_that_saw_little_are_named(
     assert all("256 tokens" in m["reason"] for m in few)
 
 
-def test_a_model_without_a_head(texts: Path, tmp_path: Path) -> None:
-    """An encoder: as the demo's."""
+def test_encoder_is_calibrated(texts: Path, tmp_path: Path) -> None:
+    """The demo calibrates such a model."""
     import torch
     import transformers
 
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=502, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=502,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=2,
         max_position_embeddings=64,
-    )  # fmt: skip
+    )
     transformers.BertModel(config).save_pretrained(tmp_path / "bert")
     families.save_tokenizer(tmp_path / "bert")
     done = invoke("calibrate", tmp_path / "bert", tmp_path / "s.safetensors", "--text", texts / "long.txt", "--json")
@@ -247,7 +265,7 @@ def test_bad_input_is_one_line(arguments: list[str], expected: str, source: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_output_is_checked_before_the_model_is_run(
+def test_output_is_checked_before_the_model_is_run(
     source: Path, texts: Path, calibrated: tuple[Path, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: object, **__: object) -> None:
@@ -267,15 +285,15 @@ def test_the_output_is_checked_before_the_model_is_run(
         assert expected in done.stderr
 
 
-def test_a_master_is_not_calibrated(source: Path, texts: Path, tmp_path: Path) -> None:
+def test_calibrating_a_master_is_refused(source: Path, texts: Path, tmp_path: Path) -> None:
     assert invoke("quantize", source, tmp_path / "master").exit_code == 0
     done = invoke("calibrate", tmp_path / "master", tmp_path / "s.safetensors", "--text", texts / "long.txt")
     assert done.exit_code == 1
     assert "give the checkpoint that it was made from" in done.stderr
 
 
-def test_a_full_disk_is_named(source: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the samples of activations are written; it is not transformers that cannot go on."""
+def test_full_disk_is_reported(source: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of activations are written to a temporary file; the error must not blame transformers."""
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,4 +1,4 @@
-"""How Gaussian the coordinates of a checkpoint are: against exact computations, scipy, and the law on the sphere."""
+"""The distribution of a checkpoint's coordinates: exact computations, scipy, and the distribution on the sphere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BOUND = 2e-5
 
 
 def exact_ks(z: np.ndarray) -> float:
-    """By sorting: the distribution function of a sample jumps at every value."""
+    """The Kolmogorov-Smirnov distance to the normal distribution, by sorting."""
     ordered, count = np.sort(z.astype(np.float64)), len(z)
     normal = np.array([0.5 * math.erfc(-x / math.sqrt(2)) for x in ordered])
     above = np.arange(1, count + 1) / count - normal
@@ -63,7 +63,7 @@ def samples() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", samples())
-def test_the_distance_is_the_exact_one(name: str) -> None:
+def test_distance_matches_the_exact_one(name: str) -> None:
     z = samples()[name].astype(np.float32)
     found = tally_of(z).fit()
     assert found is not None
@@ -71,7 +71,7 @@ def test_the_distance_is_the_exact_one(name: str) -> None:
     assert exact - BOUND <= found.ks <= exact + 1e-7  # the edges are float32
 
 
-def test_scipy_agrees() -> None:
+def test_distance_and_kurtosis_match_scipy() -> None:
     stats = pytest.importorskip("scipy.stats")
     for name in ("normal", "heavy", "shifted", "narrow"):
         z = samples()[name].astype(np.float32)
@@ -86,7 +86,9 @@ def test_scipy_agrees() -> None:
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 400), st.floats(0.01, 4), st.floats(-3, 3), st.integers(1, 5))
 @examples(60)
-def test_the_distance_of_any_sample(seed: int, count: int, scale: float, shift: float, pieces: int) -> None:
+def test_property_distance_of_any_sample_matches_the_exact_one(
+    seed: int, count: int, scale: float, shift: float, pieces: int
+) -> None:
     z = (np.random.default_rng(seed).standard_normal(count) * scale + shift).astype(np.float32)
     found = tally_of(z, pieces).fit()
     assert found is not None
@@ -103,7 +105,7 @@ def test_cells_have_equal_probability() -> None:
         assert normal.cdf(float(edges[i - 1])) == pytest.approx(i / CELLS, abs=5e-8)
 
 
-def test_tallies_add_up() -> None:
+def test_merged_tallies_equal_one_tally() -> None:
     z = samples()["heavy"]
     whole, merged = tally_of(z), Tally()
     for part in np.array_split(z, 7):
@@ -115,7 +117,7 @@ def test_tallies_add_up() -> None:
     assert Tally().fit() is None
 
 
-def test_the_histogram() -> None:
+def test_histogram_matches_numpy() -> None:
     z = np.clip(samples()["heavy"], -11.3, 11.3).astype(np.float32)
     expected, _ = np.histogram(z, HISTOGRAM_EDGES.astype(np.float32))
     assert np.array_equal(tally_of(z).histogram, expected)
@@ -123,7 +125,7 @@ def test_the_histogram() -> None:
     assert HISTOGRAM_EDGES[0] < -math.sqrt(128) and HISTOGRAM_EDGES[-1] > math.sqrt(128)
 
 
-# Which blocks
+# --- sampled blocks ---
 
 
 def test_small_tensors_are_read_whole() -> None:
@@ -133,7 +135,7 @@ def test_small_tensors_are_read_whole() -> None:
 
 
 @pytest.mark.parametrize("blocks", [2**15 + 1, 2**15 + 2, 50_001, 10**6, 10**8])
-def test_large_tensors_are_read_evenly(blocks: int) -> None:
+def test_sampled_blocks_of_large_tensors_are_evenly_spaced(blocks: int) -> None:
     runs = sampled_blocks(blocks * 128 + 77)
     assert sum(len(run) for run in runs) * 128 == distribution.MAX_WEIGHTS == 2**22
     assert runs[0].start == 0 and runs[-1].stop == blocks
@@ -141,18 +143,21 @@ def test_large_tensors_are_read_evenly(blocks: int) -> None:
     assert min(gaps) >= 0 and max(gaps) - min(gaps) <= 1
 
 
-# Checkpoints
+# --- checkpoints ---
 
 
 def expected_of(weights: np.ndarray) -> tuple[float, float, float, float]:
-    """KS before and after, kurtosis before and after; blocks of zeros left out, by an explicit matrix."""
+    """KS distance before and after the rotation, kurtosis before and after; blocks of zeros are left out."""
     blocks = weights.reshape(-1)[: weights.size // 128 * 128].reshape(-1, 128).astype(np.float64)
     blocks = blocks[blocks.any(axis=1)]
     unit = blocks / np.sqrt((blocks**2).sum(axis=1, keepdims=True))
     before, after = unit * math.sqrt(128), unit @ helpers.sylvester()
     return (
-        exact_ks(before.reshape(-1)), exact_ks(after.reshape(-1)), float((before**4).mean()), float((after**4).mean()),
-    )  # fmt: skip
+        exact_ks(before.reshape(-1)),
+        exact_ks(after.reshape(-1)),
+        float((before**4).mean()),
+        float((after**4).mean()),
+    )
 
 
 HEAVY = (np.random.default_rng(2).standard_t(3, (64, 384)) * 0.02).astype(np.float32)
@@ -173,7 +178,7 @@ def some_checkpoint(folder: Path) -> tuple[Path, dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_checkpoint(threads: int, tmp_path: Path) -> None:
+def test_figures_of_a_checkpoint_match_an_explicit_computation(threads: int, tmp_path: Path) -> None:
     source, weights = some_checkpoint(tmp_path / "model")
     found = measure_distribution(source, threads=threads)
     by_name = {tensor.name: tensor for tensor in found.tensors}
@@ -201,14 +206,14 @@ def test_a_checkpoint(threads: int, tmp_path: Path) -> None:
     assert found.histogram_before.sum() == found.histogram_after.sum() == found.sampled_weights
 
 
-def test_the_number_of_threads_does_not_matter(tmp_path: Path) -> None:
+def test_output_is_identical_across_thread_counts(tmp_path: Path) -> None:
     source, _ = some_checkpoint(tmp_path / "model")
     one, four = measure_distribution(source, threads=1), measure_distribution(source, threads=4)
     assert one.to_json() == four.to_json()
 
 
-def test_gaussian_weights_have_the_law_of_the_sphere(tmp_path: Path) -> None:
-    """A coordinate of the unit sphere, squared, is Beta(1/2, 127/2): what the note of the command says."""
+def test_gaussian_weights_follow_the_distribution_on_the_sphere(tmp_path: Path) -> None:
+    """The square of a coordinate on the unit sphere has the distribution Beta(1/2, 127/2), as the command notes."""
     special = pytest.importorskip("scipy.special")
     x = np.linspace(-5, 5, 20_001)
     law = 0.5 + 0.5 * np.sign(x) * special.betainc(0.5, 63.5, x * x / 128)
@@ -222,8 +227,8 @@ def test_gaussian_weights_have_the_law_of_the_sphere(tmp_path: Path) -> None:
         assert fit.kurtosis == pytest.approx(3 * 128 / 130, abs=0.02)
 
 
-def test_a_sample_of_a_large_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With small chunks: exactly the blocks of the runs."""
+def test_large_tensor_is_measured_on_the_sampled_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size of chunks and the limit are lowered."""
     monkeypatch.setattr(distribution, "CHUNK_BLOCKS", 2)
     monkeypatch.setattr(distribution, "MAX_WEIGHTS", distribution.CHUNKS * 2 * 128)
     values = helpers.gaussian(100, 129, seed=8)
@@ -235,7 +240,7 @@ def test_a_sample_of_a_large_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert tensor.before is not None and tensor.before.ks == pytest.approx(expected_of(chosen)[0], abs=BOUND)
 
 
-def test_sources_of_other_dtypes(tmp_path: Path) -> None:
+def test_half_precision_sources_are_measured(tmp_path: Path) -> None:
     for make in (helpers.bf16, helpers.f16):
         stored = make(HEAVY)
         source = helpers.write_checkpoint(tmp_path / stored[0], {"model.layers.0.mlp.up_proj.weight": stored})
@@ -245,7 +250,7 @@ def test_sources_of_other_dtypes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_is_named(bad: float, tmp_path: Path) -> None:
+def test_non_finite_weight_is_named(bad: float, tmp_path: Path) -> None:
     values = HEAVY.copy()
     values[3, 5] = bad
     tensors = {f"model.layers.{i}.mlp.up_proj.weight": helpers.f32(values if i == 4 else HEAVY) for i in range(9)}
@@ -254,10 +259,10 @@ def test_what_is_not_finite_is_named(bad: float, tmp_path: Path) -> None:
         measure_distribution(source, threads=2)
 
 
-# The command
+# --- command ---
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_command_prints_table_and_json(tmp_path: Path) -> None:
     source, weights = some_checkpoint(tmp_path / "model")
     shown = invoke("inspect", source, "--distribution")
     assert shown.exit_code == 0 and shown.stderr == ""
@@ -271,7 +276,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert set(found["after"]) == {"ks", "kurtosis"}
 
 
-def test_a_master_is_refused(tmp_path: Path) -> None:
+def test_master_is_refused(tmp_path: Path) -> None:
     source, _ = some_checkpoint(tmp_path / "model")
     assert invoke("quantize", source, tmp_path / "out").exit_code == 0
     for options in ([], ["--plot", tmp_path / "plot.svg"]):
@@ -281,7 +286,7 @@ def test_a_master_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "plot.svg").exists()
 
 
-def test_a_checkpoint_without_weights_to_quantize(tmp_path: Path) -> None:
+def test_checkpoint_without_weights_to_quantize_has_no_figures(tmp_path: Path) -> None:
     source = helpers.write_checkpoint(tmp_path / "model", {"model.norm.weight": helpers.f32(np.ones(128))})
     found = measure_distribution(source)
     assert (found.tensors, found.before, found.after, found.sampled_weights) == ((), None, None, 0)

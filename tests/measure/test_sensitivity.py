@@ -1,4 +1,4 @@
-"""Sensitivities: the rule of thumb, the file and everything that can be wrong with it, and measuring on tiny models."""
+"""Measuring sensitivities on tiny models, and the command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from calls import measure_sensitivity
 from commands import invoke
-from helpers import bf16, folder_bytes, gaussian, write_checkpoint
+from helpers import folder_bytes, gaussian
 from typer.testing import Result
 
 pytest.importorskip("torch")
@@ -23,270 +23,21 @@ import torch
 
 from pqweights import load_model
 from pqweights.checkpoint.source import open_local
-from pqweights.errors import EvaluationError, OutputError, RecipeError, SourceError
+from pqweights.errors import EvaluationError, RecipeError
 from pqweights.measure import sensitivity as perturb
 from pqweights.measure.sensitivity import LEVELS, SensitivityOptions
-from pqweights.planning.groups import TIED, grouped
+from pqweights.planning.groups import TIED
 from pqweights.planning.recipe import load_recipe, parse_recipe
-from pqweights.planning.result_file import check_free
-from pqweights.planning.roles import classify
-from pqweights.planning.sensitivity_file import (
-    Measured,
-    Sensitivity,
-    alphas_for,
-    fitted_alpha,
-    is_tied,
-    read_sensitivity,
-    write_sensitivity,
-)
-from pqweights.planning.sensitivity_rule import heuristic_alphas
-
-FOUND = Sensitivity(
-    checkpoint="0" * 64,
-    method={"kind": "random tokens", "tokens": 64, "levels": [0.01, 0.02]},
-    groups=(
-        Measured(
-            name="model.layers.0.mlp.gate_up",
-            weights=("a.gate_proj.weight", "a.up_proj.weight"),
-            alpha=0.5,
-            points=((0.01, 0.005), (0.02, 0.01)),
-        ),
-        Measured(name="lm_head", weights=("lm_head.weight",), alpha=0.0, points=((0.01, 0.0), (0.02, -1e-9))),
-    ),
-)
-
-
-def group(name: str, *weights: str, alpha: float) -> Measured:
-    return Measured(name=name, weights=weights, alpha=alpha, points=())
-
-
-def of_groups(*groups: Measured) -> Sensitivity:
-    return Sensitivity(checkpoint="", method={}, groups=groups)
-
-
-# ------------------------------------------------------------------------------------------------------------ rule of thumb
-
-
-def rule(*names: str, tied: bool = False) -> dict[str, float]:
-    roles = {name: classify(name, "BF16", (64, 128)).name for name in names}
-    return heuristic_alphas(grouped(roles.items(), tied), roles)
-
-
-MODULES = (
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-)  # fmt: skip
-
-
-def llama(layers: int) -> list[str]:
-    names = [f"model.layers.{layer}.{module}.weight" for layer in range(layers) for module in MODULES]
-    return ["model.embed_tokens.weight", *names, "lm_head.weight"]
-
-
-@pytest.mark.parametrize("layers", [1, 2, 12])
-def test_the_rule_is_positive_and_minds_the_first_layer_most(layers: int) -> None:
-    alphas = rule(*llama(layers))
-    assert all(0 < alpha < math.inf for alpha in alphas.values())
-    for kind in ("self_attn.qkv", "self_attn.o_proj", "mlp.gate_up", "mlp.down_proj"):
-        of_layers = [alphas[f"model.layers.{layer}.{kind}"] for layer in range(layers)]
-        assert max(of_layers) == of_layers[0]
-        if layers > 2:
-            assert of_layers[0] == pytest.approx(3 * of_layers[1])
-            assert of_layers[-1] == pytest.approx(1.5 * of_layers[1])
-            assert of_layers[1:-1] == [of_layers[1]] * (layers - 2)
-    assert alphas["lm_head"] == 1.0
-    assert alphas["model.embed_tokens"] == 0.5
-
-
-def test_the_sum_over_layers_does_not_grow_with_their_number() -> None:
-    few, many = (math.fsum(rule(*llama(layers)).values()) for layers in (4, 64))
-    assert many < few
-
-
-def test_the_rule_orders_the_parts_of_a_layer() -> None:
-    alphas = rule(*llama(4), *(f"model.layers.1.mlp.experts.{e}.up_proj.weight" for e in range(3)))
-    of = {
-        kind: alphas[f"model.layers.1.{kind}"]
-        for kind in ("self_attn.o_proj", "self_attn.qkv", "mlp.down_proj", "mlp.gate_up", "mlp.experts")
-    }
-    assert list(of) == sorted(of, key=of.__getitem__)
-    assert len(set(of.values())) == 5
-
-
-def test_tied_embeddings_matter_more_than_either() -> None:
-    for names in (("model.embed_tokens.weight", "lm_head.weight"), ("model.embed_tokens.weight",)):
-        assert rule(*names, tied=True)[TIED] == 1.5
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["", ".", "weight", "layers.", "layers.x.weight", "layers.3", "h.0.", "a.layers.٣.b", "a.layers.²3.b", "\n.layers.1.x", "é",
-     "layers.1.layers.2.x", f"model.layers.{'9' * 5000}.x", "x" * 10_000, "layers." * 2000 + "1.x"],
-)  # fmt: skip
-def test_odd_names_get_a_number_too(name: str) -> None:
-    alphas = heuristic_alphas({name: [name]}, {name: "linear"})
-    assert 0 < alphas[name] < math.inf
-
-
-def test_stacks_of_layers_are_counted_apart() -> None:
-    """An encoder of two layers and a decoder of eight."""
-    names = [f"encoder.layers.{n}.fc1.weight" for n in range(2)] + [f"decoder.layers.{n}.fc1.weight" for n in range(8)]
-    alphas = rule(*names)
-    assert alphas["encoder.layers.0.fc1"] == pytest.approx(4 * alphas["decoder.layers.0.fc1"])
-
-
-def test_what_a_file_lacks_is_scaled_by_what_both_know() -> None:
-    names = llama(3)
-    roles = {name: classify(name, "BF16", (64, 128)).name for name in names}
-    groups = grouped(roles.items(), False)
-    by_rule, missing = alphas_for(groups, roles=roles, known=None)
-    assert missing == []
-    measured = [group(name, *groups[name], alpha=7 * by_rule[name]) for name in list(groups)[2:]]
-    alphas, missing = alphas_for(groups, roles=roles, known=of_groups(*measured))
-    assert missing == list(groups)[:2]
-    assert alphas == {name: pytest.approx(7 * alpha) for name, alpha in by_rule.items()}
-    assert list(alphas) == list(groups)
-    # one that says nothing of any
-    other = of_groups(group("x", "x.weight", alpha=9.0))
-    assert alphas_for(groups, roles=roles, known=other) == (by_rule, list(groups))
-
-
-def test_groups_that_were_cut_finer_add_up() -> None:
-    measured = of_groups(
-        group("q", "a.q_proj.weight", alpha=1.0), group("kv", "a.k_proj.weight", "a.v_proj.weight", alpha=2.5)
-    )
-    names = [f"a.{each}_proj.weight" for each in "qkv"]
-    roles = dict.fromkeys(names, "attention")
-    assert alphas_for({"a.qkv": names}, roles=roles, known=measured) == ({"a.qkv": 3.5}, [])
-
-
-@pytest.mark.parametrize(
-    ("config", "tied"),
-    [
-        ({"tie_word_embeddings": True}, True),
-        ({"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}, False),
-        ({"text_config": {"tie_word_embeddings": True}}, True),
-        ({"text_config": []}, False),
-        ({}, False),
-    ],
-)
-def test_tied_by_the_configuration(tmp_path: Path, config: dict[str, Any], tied: bool) -> None:
-    folder = write_checkpoint(tmp_path / "m", {"lm_head.weight": bf16(gaussian(4, 128))}, config=config)
-    assert is_tied(open_local(folder), [("embed_tokens", "embedding"), ("lm_head", "lm_head")]) is tied
-
-
-def test_the_slope_goes_through_the_origin() -> None:
-    assert fitted_alpha([(0.01, 0.02), (0.02, 0.04), (0.04, 0.08)]) == pytest.approx(2)
-    assert fitted_alpha([(1.0, 1.0), (2.0, 4.0)]) == pytest.approx(9 / 5)  # (1*1 + 2*4) / (1 + 4)
-
-
-# ----------------------------------------------------------------------------------------------------------------- file
-
-
-def test_the_file_reads_back(tmp_path: Path) -> None:
-    path = tmp_path / "s.json"
-    write_sensitivity(path, FOUND)
-    found = read_sensitivity(path)
-    assert found == FOUND
-    assert found.sha256 is not None
-    write_sensitivity(tmp_path / "again.json", found)
-    assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
-    assert {p.name for p in tmp_path.iterdir()} == {"s.json", "again.json"}
-    assert set(json.loads(path.read_text())) == {"pqweights_sensitivity", "checkpoint", "method", "groups"}
-
-
-def test_a_file_in_the_way_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "s.json").write_text("mine")
-    for path, overwrite, expected in (
-        (tmp_path / "s.json", False, "the file exists"),
-        (tmp_path, False, "found a folder"),
-        (tmp_path, True, "found a folder"),
-    ):
-        with pytest.raises(OutputError, match=expected):
-            check_free(path, overwrite, kind="sensitivities", read=read_sensitivity)
-    with pytest.raises(OutputError, match="replaces only a file of sensitivities"):
-        check_free(tmp_path / "s.json", True, kind="sensitivities", read=read_sensitivity)
-    assert (tmp_path / "s.json").read_text() == "mine"
-    check_free(tmp_path / "new.json", False, kind="sensitivities", read=read_sensitivity)
-
-
-GROUP = FOUND.to_json()["groups"][0]
-DAMAGED: list[tuple[str, Any, str]] = [
-    ("empty", b"", "expected JSON"),
-    ("cut", json.dumps(FOUND.to_json())[:-30].encode(), "expected JSON"),
-    ("not UTF-8", b"\xff{}", "expected JSON"),
-    ("deep", b"[" * 200_000, "levels of nesting"),
-    ("digits", b"1" * 5000, "expected JSON"),
-    ("a list", [], "pqweights_sensitivity 1"),
-    ("null", None, "pqweights_sensitivity 1"),
-    ("another document", json.dumps({"groups": []}).encode(), "pqweights_sensitivity 1"),
-    ("another version", {"pqweights_sensitivity": 2}, "pqweights_sensitivity 1"),
-    ("no groups", {"groups": []}, "groups: expected at least one group"),
-    ("groups null", {"groups": None}, "groups: expected a list"),
-    ("groups a mapping", {"groups": {"a": GROUP}}, "groups: expected a list"),
-    ("a group of another kind", {"groups": [GROUP, 5]}, "groups: group: expected keys and values"),
-    ("a group that is a list", {"groups": [[]]}, "groups: group: expected keys and values"),
-    ("checkpoint a number", {"checkpoint": 5}, "checkpoint: expected a text"),
-    ("checkpoint null", {"checkpoint": None}, "checkpoint: expected a text"),
-    ("method a text", {"method": "random"}, "method: expected keys and values"),
-    ("method empty", {"method": {}}, "kind: expected a text"),
-    (
-        "method of an unknown kind",
-        {"method": {"kind": "guess", "tokens": 5}},
-        "kind: expected 'random tokens' or 'text'",
-    ),
-    ("method of a kind that is a list", {"method": {"kind": ["text"], "tokens": 5}}, "kind: expected a text"),
-    ("method without tokens", {"method": {"kind": "text"}}, "tokens: expected a whole number"),
-    ("a group twice", {"groups": [GROUP, {**GROUP, "weights": ["b.weight"]}]}, "is there twice"),
-    ("a weight twice", {"groups": [GROUP, {**GROUP, "name": "b"}]}, "is there twice"),
-    ("a weight twice in a group", {"groups": [{**GROUP, "weights": ["a", "a"]}]}, "is there twice"),
-]
-for _key, _value in (
-    ("name", 5), ("name", None), ("weights", []), ("weights", "lm"), ("weights", [5]), ("weights", [["a"]]), ("weights", None),
-    ("weights", {"a": 1}), ("alpha", -0.1), ("alpha", math.nan), ("alpha", math.inf), ("alpha", 10**400), ("alpha", 1e308),
-    ("alpha", "much"), ("alpha", None), ("alpha", [1.0]), ("points", 5), ("points", None), ("points", [[0.1]]), ("points", [0.1]),
-    ("points", [["x", 0.1]]), ("points", [[10**400, 0.1]]),
-):  # fmt: skip
-    DAMAGED.append((f"{_key} {str(_value)[:12]}", {"groups": [{**GROUP, _key: _value}]}, "group"))
-for _key in ("name", "alpha", "weights", "points"):
-    _without = {key: value for key, value in GROUP.items() if key != _key}
-    DAMAGED.append((f"without {_key}", {"groups": [_without]}, f"{_key}: expected"))
-
-
-@pytest.mark.parametrize(("content", "expected"), [pytest.param(c, e, id=name) for name, c, e in DAMAGED])
-def test_a_damaged_file_is_one_line(tmp_path: Path, content: Any, expected: str) -> None:
-    path = tmp_path / "s.json"
-    whole = FOUND.to_json()
-    if isinstance(content, dict):
-        content = whole | content
-    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
-    with pytest.raises(SourceError) as caught:
-        read_sensitivity(path)
-    message = str(caught.value)
-    assert message.startswith(f"{path}: ")
-    assert expected in message
-    assert "\n" not in message
-    assert len(message) < 400 + len(str(path))
-
-
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    for path, reason in ((tmp_path / "none.json", "No such file"), (tmp_path, "Is a directory")):
-        with pytest.raises(
-            SourceError, match=f"{reason}.*expected 'heuristic', or a file that pqweights sensitivity wrote"
-        ):
-            read_sensitivity(path)
-
-
-# ------------------------------------------------------------------------------------------------------------- measuring
-
+from pqweights.planning.sensitivity_file import Sensitivity, fitted_alpha, read_sensitivity
 
 TOKENS = 64
-# Few groups: what is measured does not matter.
+# A recipe with few groups, for tests that do not depend on the figures.
 NARROW = parse_recipe("rules: [{role: [mlp, embedding], keep: true}]", "narrow")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Models this small only lose by more, above all beside other tests."""
+    """Let torch compute on one thread: for models this small, more threads are slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -300,11 +51,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of two layers; 128 does not divide the down-projections."""
+    """A Llama of two layers; 128 does not divide the rows of its down projections."""
     narrow = {"hidden_size": 128, "intermediate_size": 190, "num_attention_heads": 2, "num_key_value_heads": 1}
-    family = families.Family(
-        "LlamaForCausalLM", "LlamaConfig", {**families.TEXT, **families.ROPE, **narrow}, (), ()
-    )  # fmt: skip
+    family = families.Family("LlamaForCausalLM", "LlamaConfig", {**families.TEXT, **families.ROPE, **narrow}, (), ())
     return families.build(family, tmp_path_factory.mktemp("narrow") / "model")
 
 
@@ -318,15 +67,20 @@ def measured(source: Path, recipe: str = "q5", **options: Any) -> Sensitivity:
     return measure_sensitivity(source, load_recipe(recipe), **{"tokens": 32, "window": 16, **options})
 
 
-def test_noise_costs_the_more_the_more_there_is(source: Path, written: tuple[Path, Result]) -> None:
+def test_divergence_grows_with_the_noise(source: Path, written: tuple[Path, Result]) -> None:
     path, done = written
     assert done.exit_code == 0, done.stderr
     found = read_sensitivity(path)
     assert found.checkpoint == open_local(source).fingerprint()
     assert found.method == {
-        "kind": "random tokens", "text_sha256": None, "tokens": TOKENS, "window": 32, "dtype": "float32", "seed": 0,
+        "kind": "random tokens",
+        "text_sha256": None,
+        "tokens": TOKENS,
+        "window": 32,
+        "dtype": "float32",
+        "seed": 0,
         "levels": list(LEVELS),
-    }  # fmt: skip
+    }
     assert len(found.groups) == 2 + 2 * 4
     for group in found.groups:
         assert [t2 for t2, _ in group.points] == list(LEVELS)
@@ -335,26 +89,30 @@ def test_noise_costs_the_more_the_more_there_is(source: Path, written: tuple[Pat
         assert divergences[0] > 0
         assert group.alpha == pytest.approx(fitted_alpha(group.points), rel=1e-4)
         assert group.alpha > 0
-        # about a line: what a level predicts of the next is right to a factor of two
+        # The divergence is roughly linear: slopes agree to a factor of two.
         slopes = [kl / t2 for t2, kl in group.points]
         assert max(slopes) < 2 * min(slopes)
 
 
-def test_the_command_prints_what_it_measured(source: Path, written: tuple[Path, Result]) -> None:
+def test_command_prints_the_measured_divergences(source: Path, written: tuple[Path, Result]) -> None:
     path, done = written
     lines = {
         line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.startswith(("model.", "lm_head"))
     }
     for group in read_sensitivity(path).groups:
         assert lines[group.name] == [
-            str(len(group.weights)), f"{group.alpha:.4f}", *(f"{kl:.6f}" for _, kl in group.points)
-        ]  # fmt: skip
+            str(len(group.weights)),
+            f"{group.alpha:.4f}",
+            *(f"{kl:.6f}" for _, kl in group.points),
+        ]
     assert f"on {TOKENS} tokens (random tokens)" in done.stdout
     assert f"pqweights quantize {source} OUT --target-size SIZE --sensitivity {path}" in done.stdout
     assert "Loading" not in done.stderr
 
 
-def test_it_is_the_same_every_time(source: Path, written: tuple[Path, Result], tmp_path: Path) -> None:
+def test_output_is_deterministic_and_the_source_unchanged(
+    source: Path, written: tuple[Path, Result], tmp_path: Path
+) -> None:
     before = folder_bytes(source)
     done = invoke("sensitivity", source, tmp_path / "s.json", "--tokens", TOKENS, "--window", 32, "--json")
     assert done.exit_code == 0, done.stderr
@@ -363,7 +121,7 @@ def test_it_is_the_same_every_time(source: Path, written: tuple[Path, Result], t
     assert folder_bytes(source) == before
 
 
-def test_measurements_serve_two_targets_of_the_same_model_alone(
+def test_one_file_serves_all_targets_of_its_checkpoint_only(
     base: Path, source: Path, written: tuple[Path, Result], tmp_path: Path
 ) -> None:
     plans = [
@@ -379,8 +137,8 @@ def test_measurements_serve_two_targets_of_the_same_model_alone(
     assert other.stderr.count("\n") == 1
 
 
-def test_it_is_a_divergence_from_the_clean_model(source: Path, tmp_path: Path) -> None:
-    """The first group and level once more, with torch's own formula and numpy's noise replaced by what was drawn."""
+def test_measured_divergence_matches_torch(source: Path, tmp_path: Path) -> None:
+    """The divergence of one group at one level is computed again by torch, with the same noise."""
     found = measured(source, tokens=32, window=16)
     model = load_model(source, dtype="float32").eval()
     windows = perturb._windows(source, SensitivityOptions(tokens=32, window=16))
@@ -401,8 +159,8 @@ def test_it_is_a_divergence_from_the_clean_model(source: Path, tmp_path: Path) -
     assert kl == pytest.approx(float(expected), rel=1e-3)
 
 
-def test_each_group_is_measured_alone_and_put_back(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every measurement the weights of one group differ from the checkpoint's, and no others; at the end none do."""
+def test_each_group_is_perturbed_alone_and_restored(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a group is measured, only its weights differ from the checkpoint; at the end none do."""
     seen: list[set[str]] = []
     models: list[Any] = []
     original = dict(load_model(source, dtype="float32").named_parameters())
@@ -424,8 +182,8 @@ def test_each_group_is_measured_alone_and_put_back(source: Path, monkeypatch: py
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("t2", [0.0025, 0.0345])
-def test_the_noise_of_every_block_is_in_proportion_to_it(transposed: bool, t2: float) -> None:
-    """Of blocks that differ by ten thousand; 130 * 190 weights end with a block of 124, and 50 weights are less than one."""
+def test_noise_of_each_block_is_proportional_to_its_norm(transposed: bool, t2: float) -> None:
+    """Blocks differ in scale by up to ten thousand; the last of the 130 * 190 weights are a block of 124."""
     rows = torch.tensor(gaussian(130, 190, seed=1)) * torch.exp(3 * torch.randn(130, 1, generator=torch.manual_seed(0)))
     given = rows.T.contiguous() if transposed else rows
     before = given.clone()
@@ -448,8 +206,8 @@ def test_the_noise_of_every_block_is_in_proportion_to_it(transposed: bool, t2: f
     assert total[-1] == pytest.approx(t2 * 124 / 128, rel=0.12)
 
 
-def test_a_block_that_is_short_errs_as_the_codec_does_in_it() -> None:
-    """The codec's error is spread over all 128 places of a block, and what falls behind the end is lost."""
+def test_noise_of_an_incomplete_block_is_that_of_the_codec() -> None:
+    """The error of the codec is spread over all 128 places of a block, also over those beyond the end."""
     values = torch.tensor(gaussian(1, 32, seed=3))
     errors = [
         float(
@@ -482,7 +240,7 @@ def words(tokens: int) -> str:
     return " ".join(f"w{number}" for number in np.random.default_rng(3).integers(0, 500, tokens))
 
 
-def test_a_text(source: Path, written: tuple[Path, Result], tmp_path: Path) -> None:
+def test_sensitivities_are_measured_on_a_text(source: Path, written: tuple[Path, Result], tmp_path: Path) -> None:
     import hashlib
 
     (tmp_path / "t.txt").write_text(words(200))
@@ -510,7 +268,7 @@ def test_a_text(source: Path, written: tuple[Path, Result], tmp_path: Path) -> N
         ("gpt_oss", {"model.layers.0.mlp.experts": 2, "model.layers.1.mlp.experts": 2}),
     ],
 )
-def test_families(base: Path, family: str, expected: dict[str, int]) -> None:
+def test_groups_of_tied_and_expert_models_are_measured(base: Path, family: str, expected: dict[str, int]) -> None:
     folder = families.model(base, family)
     keep = ["attention", "mlp"] if family == "llama-tied" else ["attention", "embedding", "lm_head"]
     recipe = parse_recipe(json.dumps({"rules": [{"role": keep, "keep": True}]}), "r")
@@ -520,7 +278,7 @@ def test_families(base: Path, family: str, expected: dict[str, int]) -> None:
     stored = {tensor.name for tensor in open_local(folder).tensors}
     assert {name for group in found.groups for name in group.weights} <= stored
     assert all(group.alpha > 0 for group in found.groups)
-    # Not at each step: an expert that the router takes instead of another is a jump.
+    # The divergence need not rise at every step: when the router chooses another expert, it jumps.
     assert all(group.points[0][1] < group.points[-1][1] for group in found.groups)
 
 
@@ -541,7 +299,7 @@ def test_progress_counts_groups(source: Path) -> None:
     assert seen == [*((number, count, group.name) for number, group in enumerate(found.groups)), (count, count, "")]
 
 
-def test_windows_are_as_long_as_the_model_takes(base: Path, source: Path) -> None:
+def test_windows_are_at_most_as_long_as_the_context(base: Path, source: Path) -> None:
     assert [len(ids) for ids in perturb._windows(source, SensitivityOptions(tokens=2048))] == [256] * 8
     assert [len(ids) for ids in perturb._windows(source, SensitivityOptions(tokens=100, window=32))] == [32] * 3
     assert [len(ids) for ids in perturb._windows(families.model(base, "gpt2"), SensitivityOptions(tokens=300))] == [
@@ -599,13 +357,13 @@ def test_bad_input_is_one_line(source: Path, texts: Path, tmp_path: Path, option
 
 
 @pytest.mark.parametrize("options", [["--tokens", "1"], ["--window", "1"], ["--dtype", "int8"]])
-def test_wrong_usage(source: Path, tmp_path: Path, options: list[str]) -> None:
+def test_wrong_usage_exits_with_2(source: Path, tmp_path: Path, options: list[str]) -> None:
     done = invoke("sensitivity", source, tmp_path / "s.json", *options)
     assert done.exit_code == 2
     assert options[0] in done.stderr
 
 
-def test_the_output_is_checked_before_the_model_is_run(
+def test_output_is_checked_before_the_model_is_run(
     source: Path, written: tuple[Path, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: object, **__: object) -> None:
@@ -625,7 +383,7 @@ def test_the_output_is_checked_before_the_model_is_run(
     assert written[0].read_bytes() == before
 
 
-def test_overwriting(source: Path, tmp_path: Path) -> None:
+def test_overwrite_replaces_an_earlier_file(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "s.json"
     for options in ([], ["--overwrite"]):
         recipe = tmp_path / "r.yaml"
@@ -635,14 +393,14 @@ def test_overwriting(source: Path, tmp_path: Path) -> None:
     assert len(read_sensitivity(out).groups) == 2
 
 
-def test_a_master_is_not_measured(base: Path, tmp_path: Path) -> None:
+def test_measuring_a_master_is_refused(base: Path, tmp_path: Path) -> None:
     done = invoke("sensitivity", families.master(base, "llama"), tmp_path / "s.json")
     assert done.exit_code == 1
     assert "give the checkpoint that it was made from" in done.stderr
 
 
-def test_a_model_without_predictions_is_refused(base: Path, tmp_path: Path) -> None:
-    """GPT2Model has no head: nothing is predicted, nothing diverges."""
+def test_model_without_a_language_model_head_is_refused(base: Path, tmp_path: Path) -> None:
+    """GPT2Model predicts no tokens, so there is nothing to compare."""
     done = invoke("sensitivity", families.model(base, "gpt2"), tmp_path / "s.json", "--tokens", 16, "--window", 16)
     assert isinstance(done.exception, SystemExit), repr(done.exception)
     assert done.exit_code == 1
@@ -651,7 +409,7 @@ def test_a_model_without_predictions_is_refused(base: Path, tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_weights_that_are_transposed_in_the_file(tmp_path: Path) -> None:
+def test_transposed_weights_of_gpt2_are_measured(tmp_path: Path) -> None:
     import transformers
 
     torch.manual_seed(0)
@@ -664,7 +422,7 @@ def test_weights_that_are_transposed_in_the_file(tmp_path: Path) -> None:
     assert all(group.alpha > 0 for group in found.groups)
 
 
-def test_logits_that_are_no_numbers_are_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_or_infinite_logits_are_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(perturb, "_divergence", lambda *_, **__: math.nan)
     with pytest.raises(EvaluationError, match="with noise, logits are NaN or infinite; pass --dtype float32"):
         measured(source)

@@ -1,4 +1,4 @@
-"""Whole blocks through the backends, and what tests say of the bytes that come out."""
+"""Helpers that encode and decode whole blocks with a backend, and compare the bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ each_backend = pytest.mark.parametrize(
 
 
 def examples(count: int) -> settings:
-    """Settings of a property test that a busy machine does not fail."""
+    """Settings of a property test that does not fail on a busy machine."""
     return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -41,7 +41,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def encode(backend: str, raw: Bytes, dtype: str, bits: int, signed: bool = False, exponent: int = 0) -> Encoded:
-    """codes, norms, energies, errors and stats of whole blocks."""
+    """Encode whole blocks; return codes, norms, energies, errors and stats."""
     blocks = len(raw) // (128 * item_bytes(dtype))
     codes, norms = np.full((blocks, 16 * bits), 0xAB, np.uint8), np.full(blocks, 0xABCD, np.uint16)
     energies, errors = np.full(blocks, -1.0), np.full(blocks, -1.0)
@@ -61,7 +61,7 @@ def decode(
     book: Codebook | None = None,
     rotate: bool = True,
 ) -> Bytes:
-    """Raw bytes of whole blocks."""
+    """Decode whole blocks to raw bytes."""
     values = np.full(len(codes) * 128 * item_bytes(dtype), 0xAB, np.uint8)
     coding = BlockCoding(codebook=book or codebook(bits), signed=signed, norm_exponent=exponent, rotate=rotate)
     load_backend(backend).decode((codes, norms), coding, dtype, values)
@@ -75,7 +75,7 @@ def encode_floats(
 
 
 def same_bits(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
-    """Equality of bytes, which tells -0 from 0 and NaN from NaN."""
+    """Whether two arrays have the same bytes, which distinguishes -0 from 0 and one NaN from another."""
     return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
@@ -94,14 +94,14 @@ def exponents_for(stats: EncodeStats) -> list[int]:
 
 
 def exponent_for(stats: EncodeStats) -> int:
-    """The one that fits the norms."""
+    """The exponent that fits the norms."""
     return norm_exponent_for(NormRange(stats.smallest_norm, stats.largest_norm))
 
 
 def assert_backends_agree(raw: Bytes, dtype: str, bits: int, signed: bool, backend: str = "cpu") -> None:
-    """Assert the bytes of the reference, encoded with every kind of exponent and decoded to a dtype each.
+    """Check that a backend gives the bytes of the reference, with every kind of exponent.
 
-    Which dtype it is changes with the width and the signs.
+    The dtype to which blocks are decoded changes with exponent, width and signs.
     """
     exponents = exponents_for(encode("cpu", raw, dtype, bits, signed, 150)[4])
     for place, exponent in enumerate(exponents, start=bits + signed):

@@ -1,4 +1,4 @@
-"""The library's functions, called with flat keywords that are sorted here into options."""
+"""Wrappers of the library's functions that take flat keywords, and sort them into options dataclasses."""
 
 from __future__ import annotations
 

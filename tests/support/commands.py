@@ -1,4 +1,4 @@
-"""Commands, run in this process."""
+"""Run commands in this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 
 def invoke(*arguments: object) -> Result:
-    """A command; a bug's exception is raised, not hidden."""
+    """Run a command; an unexpected exception is raised, not hidden."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -18,21 +18,21 @@ def invoke(*arguments: object) -> Result:
 
 
 def done(*arguments: object) -> Result:
-    """A command that succeeds."""
+    """Run a command that must succeed."""
     result = invoke(*arguments)
     assert result.exit_code == 0, result.stderr
     return result
 
 
 def answer(*arguments: object) -> Any:
-    """The JSON of a command that succeeds, which is all that it prints."""
+    """Run a command that must succeed and print nothing but JSON; return the parsed JSON."""
     result = done(*arguments, "--json")
     assert result.stderr == ""
     return json.loads(result.stdout)
 
 
 def refused(*arguments: object, code: int = 1) -> str:
-    """The one line of a command that fails, on stderr; on stdout there is nothing."""
+    """Run a command that must fail with one line on stderr and nothing on stdout; return the line."""
     result = invoke(*arguments)
     assert result.exit_code == code, result.output
     assert result.stdout == ""

@@ -1,4 +1,4 @@
-"""Groups of weights to integers a second time, in numpy: the rule of pqweights/kernels/lanes.py, and the packings.
+"""A numpy reference for groups of integers: the rule of pqweights/kernels/lanes.py, and the packings.
 
 Every line is an operation of that rule on all groups at once, in float32 and in the same order, so the results are the
 same bits. The code is independent: it shares no table and no helper with the kernels, and is told where the fit starts.
@@ -21,7 +21,7 @@ SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
 class Rule(NamedTuple):
-    """How groups become integers; see pqweights.kernels.groups.GroupRule."""
+    """The settings of a fit; see pqweights.kernels.groups.GroupRule."""
 
     size: int
     bits: int
@@ -30,7 +30,7 @@ class Rule(NamedTuple):
 
     @property
     def half(self) -> np.float32:
-        """h of lanes.py."""
+        """The number that lanes.py calls h."""
         return np.float32(2 ** (self.bits - 1))
 
     @property
@@ -42,7 +42,7 @@ class Rule(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """codes: [groups, size]; the rest: [groups], scales and offsets BF16 numbers."""
+    """Fitted groups: codes [groups, size]; all else [groups], with BF16 numbers as scales and offsets."""
 
     codes: Bytes
     scales: Floats
@@ -52,7 +52,7 @@ class Fitted(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What is known of each group, [groups].
+    """The fixed properties of each group, [groups].
 
     down, up: the powers of two to magnitudes in [1, 4) and back.
     smallest, largest: the extreme weights, times `down`.
@@ -67,7 +67,7 @@ class _Work(NamedTuple):
 
 
 class _Chains(NamedTuple):
-    """Where the chains are, and the best that each has found, [chains, groups]."""
+    """The present and the best candidate of each chain, [chains, groups]."""
 
     scales: Floats
     zeros: Floats
@@ -86,7 +86,7 @@ class _Candidate(NamedTuple):
 
 
 def fit(values: Floats, settings: Floats, rule: Rule) -> Fitted:
-    """Weights [groups * size] as integers; settings are those of pqweights.kernels.groups.fit_groups."""
+    """Fit weights [groups * size]; the settings are those of pqweights.kernels.groups.fit_groups."""
     with np.errstate(all="ignore"):
         w, work = _scaled(values, rule)
         chains = _started(work, settings, rule)
@@ -96,7 +96,7 @@ def fit(values: Floats, settings: Floats, rule: Rule) -> Fitted:
 
 
 def minimum_and_maximum(values: Floats, rule: Rule) -> Doubles:
-    """[groups] squared errors of scale and offset from the smallest and the largest weight, rounded to BF16."""
+    """The squared errors [groups] with scale and offset from the smallest and largest weight, rounded to BF16."""
     with np.errstate(all="ignore"):
         w, work = _scaled(values, rule)
         wide = work.up.astype(np.float64)
@@ -104,7 +104,7 @@ def minimum_and_maximum(values: Floats, rule: Rule) -> Doubles:
 
 
 def _scaled(values: Floats, rule: Rule) -> tuple[Floats, _Work]:
-    """1. Load: weight j of every group in row j, and what is known of the groups."""
+    """Step 1, load: weight j of every group in row j, and the properties of the groups."""
     x = np.ascontiguousarray(values.reshape(-1, rule.size).T)
     # Chunks of 16, then those together: it tells which of two zeros is the smallest weight.
     smallest, largest = (np.full(x.shape[1], bound, dtype=np.float32) for bound in (np.inf, -np.inf))
@@ -132,7 +132,7 @@ def _plain_scale(work: _Work, rule: Rule) -> Floats:
 
 
 def _started(work: _Work, settings: Floats, rule: Rule) -> _Chains:
-    """2. Fit, before the first pass."""
+    """The beginning of step 2, fit."""
     plain = _plain_scale(work, rule)
     scales = plain * settings[0 : 2 * CHAINS : 2, None]
     zeros = np.zeros_like(scales)
@@ -149,7 +149,7 @@ def _started(work: _Work, settings: Floats, rule: Rule) -> _Chains:
 
 
 def _moved(chains: _Chains, w: Floats, relax: np.float32, rule: Rule) -> _Chains:
-    """One pass of 2. Fit."""
+    """One pass of step 2, fit."""
     scales, zeros, least, best_scales, best_zeros = chains
     count = np.float32(rule.size)
     from_zero = w if rule.symmetric else w - zeros[:, None]
@@ -179,7 +179,7 @@ def _moved(chains: _Chains, w: Floats, relax: np.float32, rule: Rule) -> _Chains
 
 
 def _best(w: Floats, work: _Work, chains: _Chains, rule: Rule) -> Fitted:
-    """3. Round, 4. Measure and 5. Encode."""
+    """Steps 3 to 5: round, measure and encode."""
     winner = _extremes(work, rule)
     error = _measured(w, winner, rule)
     fits = zip(chains.best_scales, chains.best_zeros, strict=True)
@@ -220,7 +220,7 @@ def _snapped(work: _Work, rule: Rule) -> _Candidate:
 def _stored(
     scale: Floats, work: _Work, rule: Rule, *, zero: Floats | None = None, start: Floats | None = None
 ) -> _Candidate:
-    """A candidate. zero: the weight of code h; or start: the weight of code 0."""
+    """A candidate, given by the weight of code h (`zero`) or by that of code 0 (`start`)."""
     stored = np.where(work.constant, np.float32(1), _stored_scale(scale * work.up))
     inner, zeros = stored * work.down, np.zeros_like(stored)
     if rule.symmetric:
@@ -235,20 +235,20 @@ def _stored(
 
 
 def _codes(w: Floats, candidate: _Candidate, rule: Rule) -> Floats:
-    """[size, groups] before the lowest is subtracted."""
+    """The codes [size, groups] before the lowest is subtracted."""
     from_offset = w if rule.symmetric else w - candidate.inner_offset
     return _clipped(from_offset * (np.float32(1) / candidate.inner_scale), *rule.range)
 
 
 def _measured(w: Floats, candidate: _Candidate, rule: Rule) -> Doubles:
-    """[groups] squared errors in the scale of the work."""
+    """The squared errors [groups] in the scale of the work."""
     decoded = _codes(w, candidate, rule) * candidate.inner_scale
     e = (w - (decoded if rule.symmetric else decoded + candidate.inner_offset)).astype(np.float64)
     return _in_order(e * e)
 
 
 def bf16(x: Floats) -> Floats:
-    """The nearest BF16, ties to even, saturated."""
+    """Round to the nearest BF16, ties to even, and saturate."""
     bits = np.ascontiguousarray(x).view(np.uint32)
     nearest = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
     return _maximum(_minimum(nearest.view(np.float32), LARGEST_BF16), -LARGEST_BF16)
@@ -261,7 +261,7 @@ def _stored_scale(x: Floats) -> Floats:
 
 
 def _minimum(a: Any, b: Any) -> Any:
-    """Unlike numpy's: of two zeros, or with a NaN, the second."""
+    """The minimum as processors compute it: of two zeros, or with a NaN, the second."""
     return np.where(a < b, a, b)
 
 
@@ -275,7 +275,7 @@ def _clipped(t: Floats, low: np.float32, high: np.float32) -> Floats:
 
 
 def _in_order(terms: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """[..., size, groups] to sums [..., groups], one term after the other, from 0 on."""
+    """Add up [..., size, groups] to [..., groups], one term after the other, beginning with 0."""
     start = np.zeros_like(terms[..., :1, :])
     return np.add.accumulate(np.concatenate([start, terms], axis=-2), axis=-2)[..., -1, :]
 
@@ -284,13 +284,13 @@ def _in_order(terms: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def pack_bits(codes: Bytes, bits: int) -> Bytes:
-    """One stream of bits, the lowest bit of the first code first."""
+    """Pack codes to one stream of bits, the lowest bit of the first code first."""
     places = np.arange(bits, dtype=np.uint8)
     return np.packbits((codes.reshape(-1, 1) >> places) & 1, bitorder="little")
 
 
 def pack_tiles(codes: Bytes) -> Bytes:
-    """4-bit codes [N, K] as the bytes of [N / 8, K / 128, 32, 4] i32, as PyTorch's kernel _weight_int4pack_mm reads them.
+    """Pack 4-bit codes [N, K] to the bytes of [N / 8, K / 128, 32, 4] i32 that PyTorch's _weight_int4pack_mm reads.
 
     A thread t of 32 holds row t / 4 of a tile; its word i has columns 32 * i + 2 * (t % 4) + (0, 1, 8, 9, 16, 17, 24,
     25), at nibbles 0, 4, 1, 5, 2, 6, 3, 7 (aten/src/ATen/native/cuda/int4mm.cu, matrix_to_m16n8k16_Bint4_layout).

@@ -1,6 +1,6 @@
 """A reader of master folders, written from docs/format.md (sections 1 to 4) alone: numpy and the standard library.
 
-It shares no line with the package: what it decodes shows that the page is enough to read a master.
+It shares no code with the package, so it shows that the page is enough to read a master.
 """
 
 import json

@@ -1,6 +1,6 @@
 """An encoder of one weight, written from docs/format.md (section 5) alone: plain numpy, all blocks at once.
 
-It shares no line with the package: that both give the same bytes shows that the page says which bytes those are.
+It shares no code with the package, so equal bytes show that the page specifies them completely.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ RESCUE = 1.25
 
 
 class Weight(NamedTuple):
-    """What section 5 says of one weight."""
+    """An encoded weight and its measures, as section 5 defines them."""
 
     codes: np.ndarray  # uint8 (blocks, 16 * bits)
     norms: np.ndarray  # uint16 (blocks,): the bits of float16
@@ -26,7 +26,7 @@ class Weight(NamedTuple):
 
 
 def tree(v: np.ndarray) -> np.ndarray:
-    """The folded sum of every row."""
+    """The sum of every row, folded in halves."""
     h = BLOCK // 2
     while h:
         v = v[:, :h] + v[:, h : 2 * h]
@@ -71,6 +71,56 @@ def norm_exponent(norm: np.ndarray) -> int:
     return int(np.frexp(used.max())[1]) - 1 - 14
 
 
+class Blocks(NamedTuple):
+    """Blocks times 2**-k, for a whole number k of each block, and their squared lengths."""
+
+    values: np.ndarray  # float32 (blocks, 128)
+    squares: np.ndarray  # float32 (blocks,)
+    k: np.ndarray  # int (blocks,)
+
+
+def prescaled(b: np.ndarray) -> Blocks:
+    """Scale the blocks whose squared length is outside [2**-60, 2**60]."""
+    s = tree(b * b)
+    largest = np.abs(b).max(axis=1, initial=0)
+    scaled = ~((s >= np.float32(2.0**-60)) & (s <= np.float32(2.0**60))) & (largest > 0)
+    k = np.where(scaled, np.frexp(largest.astype(np.float64))[1] - 1, 0)
+    a = np.where(k < 0, -(-k // 2), k // 2)
+    smaller = b * power(-a).astype(np.float32)[:, None] * power(a - k).astype(np.float32)[:, None]
+    b = np.where(scaled[:, None], smaller, b)
+    return Blocks(b, np.where(scaled, tree(b * b), s), k)
+
+
+def normalised(v: np.ndarray, r: np.ndarray, codec: str) -> tuple[np.ndarray, np.ndarray]:
+    """The coordinates z of rotated blocks v of length r, and what each block was divided by."""
+    i = np.where(r == 0, np.float32(0), np.float32(1) / r)
+    root = np.float32(11.3137085)
+    d = r
+    if codec in ("absmax", "hadamard-absmax"):
+        d = np.max(np.abs(v), axis=1, initial=0)
+        i = np.where(d == 0, np.float32(0), root / d)
+    elif codec == "lloyd-max":
+        i = np.where(d == 0, np.float32(0), root / d)
+    return v * i[:, None], d
+
+
+def codes_of(z: np.ndarray, level: np.ndarray) -> np.ndarray:
+    """The code of every coordinate: the number of thresholds that it reaches."""
+    threshold = ((level[:-1].astype(np.float64) + level[1:].astype(np.float64)) / 2).astype(np.float32)
+    code = np.zeros(z.shape, dtype=np.int64)
+    for t in threshold:
+        code += z >= t
+    return code
+
+
+def in_order(values: np.ndarray) -> float:
+    """The sum of numbers, one after the other."""
+    total = 0.0
+    for value in values.tolist():
+        total += value
+    return total
+
+
 def encode_rotated(
     values: np.ndarray, levels: np.ndarray, bits: int, rotation: str, codec: str = "hadamard-lloyd-max"
 ) -> Weight:
@@ -82,32 +132,12 @@ def encode_rotated(
     if rotation == "signed-hadamard":
         b = np.where(SIGNS, -b, b)
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
-        s = tree(b * b)
-        largest = np.abs(b).max(axis=1, initial=0)
-        prescaled = ~((s >= np.float32(2.0**-60)) & (s <= np.float32(2.0**60))) & (largest > 0)
-        k = np.where(prescaled, np.frexp(largest.astype(np.float64))[1] - 1, 0)
-        a = np.where(k < 0, -(-k // 2), k // 2)
-        scaled = b * power(-a).astype(np.float32)[:, None] * power(a - k).astype(np.float32)[:, None]
-        b = np.where(prescaled[:, None], scaled, b)
-        s = np.where(prescaled, tree(b * b), s)
+        b, s, k = prescaled(b)
         r = np.sqrt(s)
-        i = np.where(r == 0, np.float32(0), np.float32(1) / r)
-        v = b if rotation == "none" else hadamard(b)
-        root = np.float32(11.3137085)
-        d = r
-        if codec in ("absmax", "hadamard-absmax"):
-            d = np.max(np.abs(v), axis=1, initial=0)
-            i = np.where(d == 0, np.float32(0), root / d)
-        elif codec == "lloyd-max":
-            i = np.where(d == 0, np.float32(0), root / d)
-        z = v * i[:, None]
-        threshold = ((level[:-1].astype(np.float64) + level[1:].astype(np.float64)) / 2).astype(np.float32)
-        code = np.zeros(z.shape, dtype=np.int64)
-        for t in threshold:
-            code += z >= t
+        z, d = normalised(b if rotation == "none" else hadamard(b), r, codec)
+        code = codes_of(z, level)
         c = level[code]
-        num, den = tree(z * c), tree(c * c)
-        res = tree((z - c) * (z - c))
+        num, den, res = tree(z * c), tree(c * c), tree((z - c) * (z - c))
         q = r * (num / den) if codec == "hadamard-lloyd-max" else d
         if codec == "hadamard-absmax":
             q = q * np.float32(0.08838834764831845)
@@ -116,24 +146,18 @@ def encode_rotated(
         e = norm_exponent(norm)
         n = (norm * 2.0**-e).astype(np.float32).astype(np.float16)
         energy = s.astype(np.float64) * power(k) * power(k)
-        u = 1 - n.astype(np.float64) * 2.0**e / (r.astype(np.float64) * power(k))
-        num64, den64, res64 = (v.astype(np.float64) for v in (num, den, res))
-        unit = energy / 128
+        length, unit = r.astype(np.float64) * power(k), energy / 128
         if codec != "hadamard-lloyd-max":
-            u = 1 - n.astype(np.float64) * 2.0**e / norm
-            unit = norm * norm / 128
+            length, unit = norm, norm * norm / 128
+        u = 1 - n.astype(np.float64) * 2.0**e / length
+        num64, den64, res64 = (v.astype(np.float64) for v in (num, den, res))
         error = unit * ((res64 + 2 * u * (num64 - den64)) + u * u * den64)
         error = np.where(r == 0, 0.0, np.maximum(error, 0.0))
     used = np.asarray(values).size % BLOCK
     if used:
         y = decode_blocks(pack(code, bits)[-1:], n[-1:], level, bits, rotation, e)[0, :used].astype(np.float64)
-        error[-1] = 0.0
-        for square in ((blocks_of(values)[-1, :used].astype(np.float64) - y) ** 2).tolist():
-            error[-1] += square
-    energy_sum = error_sum = 0.0
-    for block_energy, block_error in zip(energy.tolist(), error.tolist(), strict=True):
-        energy_sum += block_energy
-        error_sum += block_error
+        error[-1] = in_order((blocks_of(values)[-1, :used].astype(np.float64) - y) ** 2)
+    energy_sum, error_sum = in_order(energy), in_order(error)
     relative = error_sum / energy_sum if energy_sum != 0 else 0.0
     return Weight(pack(code, bits), n.view(np.uint16), e, rotation, energy_sum, error_sum, relative, energy, error)
 

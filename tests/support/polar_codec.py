@@ -1,7 +1,7 @@
-"""A codec that lives in tests alone: pairs of weights as angles and logarithms of radii, without norms, in blocks of 96.
+"""A codec for tests: pairs of weights as angles and logarithms of radii, without norms, in blocks of 96.
 
-96 divides no row of a usual model, and what a block needs besides its codes is one whole number for the whole weight, which a
-first pass finds.
+96 does not divide the rows of usual models. Besides its codes, a block needs only a whole number that is the same for
+the whole weight, and that a first pass finds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class OctaveState:
-    """The largest radius of the weight is at most 2**octave."""
+    """The state of a weight: its largest radius is at most 2**octave."""
 
     octave: int = 0
 
@@ -47,7 +47,7 @@ class OctaveState:
 
 @dataclass(frozen=True)
 class LargestRadius:
-    """0 where all weights are."""
+    """The largest radius of some blocks; 0 if all their weights are 0."""
 
     radius: float
 
@@ -56,7 +56,7 @@ class LargestRadius:
 
 
 class PolarCodec:
-    """The codec."""
+    """The codec; see the docstring of the module."""
 
     name = NAME
     format_version = 3
@@ -78,7 +78,7 @@ class PolarCodec:
 
 @dataclass(frozen=True)
 class PolarCoder:
-    """The codec at a rate."""
+    """The codec at one rate."""
 
     bits: int
 

@@ -41,7 +41,7 @@ def _arrays(result: Groups | groups_reference.Fitted) -> list[npt.NDArray[Any]]:
 
 
 def encode_digest(backend: str) -> str:
-    """Every width and dtype, of blocks of which some need prescaling and one is zero."""
+    """Encode with every bit width and dtype; some blocks need prescaling, and one is zero."""
     rng = np.random.default_rng(1)
     values = rng.standard_normal((BLOCKS, 128)).astype(np.float32)
     values[5:9] *= np.float32(1e-25)
@@ -62,7 +62,7 @@ def encode_digest(backend: str) -> str:
 
 
 def decode_digest(backend: str) -> str:
-    """Every width and dtype, of random codes with norms of every size."""
+    """Decode random codes with norms of every size, with every bit width and dtype."""
     rng = np.random.default_rng(2)
     norms = (10.0 ** rng.uniform(-8, 4.5, BLOCKS)).astype(np.float16).view(np.uint16)
     norms[3] = 0
@@ -78,7 +78,7 @@ def decode_digest(backend: str) -> str:
 
 
 def some_groups(size: int) -> npt.NDArray[np.float32]:
-    """37 groups, two sixteens and some more: of every scale, of zeros, constant ones."""
+    """37 groups, which are not a multiple of 16: of every scale, of zeros, and constant ones."""
     rng = np.random.default_rng(size)
     values = rng.standard_normal((37, size)).astype(np.float32)
     values[3:30] *= (10.0 ** rng.uniform(-38, 37, (27, 1))).astype(np.float32)
@@ -88,7 +88,7 @@ def some_groups(size: int) -> npt.NDArray[np.float32]:
 
 
 def fit_digest(backend: str) -> str:
-    """Every width, kind and size of group."""
+    """Fit groups with every bit width, kind of rule and group size."""
     found: list[npt.NDArray[Any]] = []
     for bits in range(2, 9):
         for kind, size in enumerate(((16, 48, 256)[bits % 3], 128, 32)):
@@ -104,7 +104,7 @@ def fit_digest(backend: str) -> str:
 
 
 def round_digest(backend: str) -> str:
-    """Every rule of a runtime; test_groups.py compares them with the runtimes, and here there is no reference."""
+    """Fit groups by every rule of a runtime; there is no reference, test_groups.py compares with the runtimes."""
     found: list[npt.NDArray[Any]] = []
     most = groups_reference.LARGEST_BF16 / 4
     for name in RUNTIME_RULES:
@@ -116,7 +116,7 @@ def round_digest(backend: str) -> str:
 
 
 def round_floats_digest(backend: str) -> str:
-    """Every floating mode of mlx; here, too, there is no reference."""
+    """Fit groups in every floating mode of mlx; there is no reference."""
     found: list[npt.NDArray[Any]] = []
     for kind in FLOAT_MODES:
         size = 16 if kind == "nvfp4" else 32
@@ -126,7 +126,7 @@ def round_floats_digest(backend: str) -> str:
 
 
 def rotate_digest(backend: str) -> str:
-    """Blocks of 128."""
+    """Rotate blocks of 128 weights."""
     values = some_groups(128)[: 30 * 128] * np.float32(2.0**-20)
     if backend != "reference":
         groups.rotate(values)
@@ -144,13 +144,13 @@ def _random_codes(bits: int) -> npt.NDArray[np.uint8]:
 
 
 def pack_bits_digest(backend: str) -> str:
-    """Every width."""
+    """Pack codes of every bit width."""
     pack = groups_reference.pack_bits if backend == "reference" else groups.pack_bits
     return _digest(*(pack(_random_codes(bits), bits) for bits in range(1, 9)))
 
 
 def pack_tiles_digest(backend: str) -> str:
-    """Three by three tiles."""
+    """Pack three by three tiles."""
     pack = groups_reference.pack_tiles if backend == "reference" else groups.pack_tiles
     return _digest(pack(_random_codes(4)))
 
@@ -170,7 +170,7 @@ DIGESTS: dict[str, Callable[[str], str]] = {
 
 
 def instructions_file(folder: Path, cache_name: str) -> Path:
-    """Where --instructions writes those of a kernel."""
+    """The file to which --instructions writes the instructions of a kernel."""
     return folder / f"{cache_name}.instructions"
 
 

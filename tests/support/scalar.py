@@ -1,4 +1,4 @@
-"""Scalar codecs, whose weights are taken apart into codes, norms, rotation and exponent."""
+"""Helpers for scalar codecs: encoded weights and passes as codes, norms, rotation and exponent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Halves = npt.NDArray[np.uint16]  # float16 bit patterns
 
 
 class ScalarWeight:
-    """An encoded weight."""
+    """A weight that a scalar codec encoded."""
 
     def __init__(self, weight: EncodedWeight) -> None:
         assert isinstance(weight.coder, ScalarCoder) and isinstance(weight.state, ScalarState)
@@ -46,7 +46,7 @@ class ScalarWeight:
 
 
 class ScalarPass(NamedTuple):
-    """What a pass measured."""
+    """The measurements of one pass over a weight."""
 
     rotation: str
     norm_exponent: int
@@ -65,7 +65,7 @@ class ScalarPass(NamedTuple):
 
 
 class ScalarBlocks(NamedTuple):
-    """Some encoded blocks."""
+    """Encoded blocks, with the measurements of each."""
 
     codes: Bytes
     norms: Halves
@@ -77,7 +77,7 @@ class ScalarBlocks(NamedTuple):
 def encode_scalar(
     values: Bytes, dtype: str, shape: tuple[int, ...], codec: Any, bits: int
 ) -> tuple[ScalarWeight, ScalarPass]:
-    """A whole weight, through all passes."""
+    """Encode a whole weight, with as many passes as it needs."""
     weight, measured = encode_weight(values, dtype, shape, codec.coder(bits))
     return ScalarWeight(weight), ScalarPass.of(measured)
 
@@ -85,7 +85,7 @@ def encode_scalar(
 def encode_scalar_blocks(
     codec: ScalarCodec, raw: Bytes, dtype: str, bits: int, rotation: str, exponent: int = 0
 ) -> ScalarBlocks:
-    """One pass over whole blocks."""
+    """Encode whole blocks in one pass."""
     blocks = len(raw) // (128 * {"BF16": 2, "F16": 2, "F32": 4}[dtype])
     codes, norms = np.full((blocks, 16 * bits), 0xAB, np.uint8), np.full(blocks, 0xABCD, np.uint16)
     out = EncodedArrays(codes, norms, np.full(blocks, -1.0), np.full(blocks, -1.0))
@@ -94,7 +94,7 @@ def encode_scalar_blocks(
 
 
 def coding(codec: ScalarCodec, bits: int, rotation: str | None, exponent: int = 0) -> BlockCoding:
-    """rotation: None leaves blocks as they are coded."""
+    """The coding of a bit width; with the rotation None, decoding leaves blocks rotated."""
     return BlockCoding(
         codebook=codec.codebook(bits),
         rotate=rotation not in (None, UNROTATED),
@@ -104,5 +104,5 @@ def coding(codec: ScalarCodec, bits: int, rotation: str | None, exponent: int = 
 
 
 def exponent_of(measured: ScalarPass) -> int:
-    """The one that fits the norms."""
+    """The exponent that fits the norms."""
     return norm_exponent_for(NormRange(measured.smallest_norm, measured.largest_norm))

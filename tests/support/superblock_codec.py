@@ -1,8 +1,8 @@
-"""A codec that lives in tests alone: superblocks of 1024 weights in an odd number of bytes, at fractional rates.
+"""A codec for tests: superblocks of 1024 weights in an odd number of bytes, at fractional rates.
 
-At b + 1/2 bits, weights at even places have b + 1 bits and the others b, for uniform levels. Every 128 weights have a scale
-of 8 bits, in units that a superblock chooses among powers of four. There is one stored tensor, and no norms. Where errors are
-large, the largest weights are clipped in another pass.
+At b + 1/2 bits, weights at even places have b + 1 bits and the others b, for uniform levels. Every 128 weights have a
+scale of 8 bits, in a unit that each superblock chooses among powers of four. There is one stored tensor, and no norms.
+If errors are large, another pass clips the largest weights.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def levels_of(bits: float) -> Levels:
 
 @dataclass(frozen=True)
 class ClipState:
-    """The largest magnitude that is coded, over that of the group."""
+    """The state of a weight: the largest magnitude that is coded, relative to that of the group."""
 
     clip: float = 1.0
 
@@ -66,14 +66,14 @@ class ClipState:
 
 @dataclass(frozen=True)
 class Nothing:
-    """There is nothing to be noticed while encoding."""
+    """An empty observation, because the codec needs none."""
 
     def merged(self, later: Nothing) -> Nothing:
         return later
 
 
 class SuperblockCodec:
-    """The codec."""
+    """The codec; see the docstring of the module."""
 
     name = NAME
     format_version = 2
@@ -96,7 +96,7 @@ class SuperblockCodec:
 
 @dataclass(frozen=True, eq=False)
 class SuperblockCoder:
-    """The codec at a rate."""
+    """The codec at one rate."""
 
     bits: float
     levels: Levels
@@ -107,7 +107,7 @@ class SuperblockCoder:
 
     @property
     def code_bytes(self) -> tuple[int, int]:
-        """Of the even and of the odd places of a superblock."""
+        """The bit widths at even and at odd places of a superblock."""
         low = int(self.bits)
         return BLOCK // 2 * (low + 1) // 8, BLOCK // 2 * low // 8
 

@@ -1,0 +1,340 @@
+"""What a card says: front matter, figures, recipe, exports and their masters, evaluations."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from calls import evaluate, make_card, write_card
+from cards import BASE, blocks, change_manifest, facts, sections, set_model
+from families import exported, model
+from families import master as master_of
+from helpers import run_command, small_checkpoint
+
+from pqweights.errors import MasterError
+from pqweights.markdown import words
+from pqweights.planning.plan import plan_shards
+from pqweights.results.inspect import inspect
+from pqweights.results.verify import verify
+from pqweights.rewrite.manifest import mean_error, read_manifest
+
+TARGETS = ("bf16", "torchao-int4", "mlx-q4", "vllm-int4")
+
+
+def test_front_matter_holds_the_facts_of_the_base_model(master: Path) -> None:
+    change_manifest(master, lambda data: data.update(model=BASE))
+    text = make_card(master, "someone/small-5bit").text
+    assert facts(text) == {
+        "license": "other",
+        "license_name": "own",
+        "license_link": "https://example.org/licence",
+        "language": ["en", "no"],
+        "pipeline_tag": "text-generation",
+        "base_model": "org/base",
+        "base_model_relation": "quantized",
+        "library_name": "transformers",
+        "tags": ["pqweights", "quantized", "5-bit"],
+    }
+    assert text.count("[org/base](https://huggingface.co/org/base)") == 1
+    assert BASE["revision"] in text
+    assert "\n# small-5bit\n" in text
+
+
+def test_unknown_facts_are_left_out(master: Path) -> None:
+    text = make_card(master).text
+    assert facts(text) == {"library_name": "transformers", "tags": ["pqweights", "quantized", "5-bit"]}
+    assert "It was made from a local checkpoint (fingerprint `" in text
+    assert "base model" not in text and "Evaluation" not in text and "DIR stands for this folder" in text
+    named = make_card(master, base_model="org/base").text
+    assert facts(named)["base_model"] == "org/base"
+    assert (
+        "The author of this card names [org/base](https://huggingface.co/org/base) as the base model; the manifest "
+        "names" in named
+    )
+
+
+def test_figures_match_the_manifest(master: Path) -> None:
+    found = inspect(master)
+    manifest, totals = found.manifest, found.totals
+    text = make_card(master, "a/b").text
+    assert sections(text) == ["Load", "Recipe", "Weights", "Method", "Files and hashes"]
+    assert f"**{totals['bits_per_weight']:.4f} bits per weight**" in text
+    assert f"{8 * totals['output_bytes'] / totals['weights']:.4f} over all of them" in text
+    assert f"{totals['coverage']:.4%} of {totals['weights']} weights" in text
+    assert f"{totals['source_bytes'] / totals['output_bytes']:.2f} times smaller" in text
+    lines = text.splitlines()
+    for role in {tensor.role for tensor in manifest.tensors if tensor.bits is not None}:
+        pairs = [p for p in zip(manifest.tensors, manifest.records, strict=True) if p[0].role == role and p[0].bits]
+        worst, record = max(pairs, key=lambda pair: pair[1].relative_mse or 0)
+        weights, stored = sum(t.weights for t, _ in pairs), sum(t.bytes for t, _ in pairs)
+        cells = (
+            f"`{role}`",
+            len(pairs),
+            weights,
+            "`hadamard-lloyd-max`",
+            5,
+            f"{8 * stored / weights:.4f}",
+            f"{mean_error([r for _, r in pairs], 'relative_mse'):.4g}",
+            f"`{worst.name}`",
+            f"{record.relative_mse:.4g}",
+        )
+        assert f"| {' | '.join(map(str, cells))} |" in lines
+    assert f"{mean_error(manifest.records, 'relative_mse'):.4g}" in next(li for li in lines if li.startswith("| all |"))
+    rescued = "model.layers.0.mlp.up_proj.weight"
+    assert any(line.startswith("Rescued: 1 tensor(s).") and line.endswith(f": `{rescued}`") for line in lines)
+    assert "| `norm` | 2 | 256 | BF16 | kept | normalisation |" in lines
+    assert hashlib.sha256((master / "pqweights.json").read_bytes()).hexdigest() in text
+    assert manifest.source_fingerprint in text
+    for shard in plan_shards(manifest.tensors, manifest.identity.max_shard_bytes, manifest.identity.metadata):
+        assert f"| `{shard.file}` | {(master / shard.file).stat().st_size} |" in lines
+
+
+def test_tensors_above_the_promised_error_are_named(master: Path) -> None:
+    def worsen(data: dict[str, Any]) -> None:
+        next(t for t in data["tensors"] if t["name"] == "lm_head.weight")["relative_mse"] = 0.5
+
+    change_manifest(master, worsen)
+    assert (
+        "**1 tensor(s) have an error above 1.25 times what the codec promises**, in every way that it can encode them: "
+        "`lm_head.weight`" in make_card(master).text
+    )
+
+
+def test_recipe_section_lists_rules_and_calibration(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "name: mine\ndescription: Of mine.\nbits: 4\nrules:\n"
+        "- name: ['*.down_proj.weight', 'lm_head.weight']\n  bits: 6\n"
+        "- role: embedding\n  keep: true\n  reason: it is small\n"
+    )
+    run_command({"quantize": str(small_checkpoint(tmp_path / "s")), "recipe": str(recipe)}, tmp_path / "m")
+    text = make_card(tmp_path / "m").text
+    assert "`mine`: Of mine." in text
+    assert "Default: `hadamard-lloyd-max`, 4 bits." in text
+    assert "\n1. name <code>&#42;.down_proj.weight</code> or `lm_head.weight`: 6 bits\n" in text
+    assert "\n2. role `embedding`: kept (it is small)\n" in text
+    assert "| 4, 6 |" in text and "\n- 6-bit\n" in text and "4-bit" not in text  # most weights have 6 bits
+    assert "No calibration data was used." in text and "2306.00978" not in text
+
+    def scale(data: dict[str, Any]) -> None:
+        data["awq"] = {"sha256": "ab" * 32, "weights": 7, "any_codec": False}
+
+    change_manifest(tmp_path / "m", scale)
+    text = make_card(tmp_path / "m").text
+    assert f"sha256 `{'ab' * 32}`" in text and "2306.00978" in text and "No calibration" not in text
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_card_of_an_export_says_how_its_runtime_loads_it(target: str, base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    if target == "mlx-q4":
+        pytest.importorskip("mlx_lm")
+    folder = Path(shutil.copytree(exported(base, "llama", target), tmp_path / "export"))
+    set_model(folder, BASE)
+    card = write_card(folder, "someone/out")
+    text = card.text
+    found = facts(text)
+    assert (found["base_model"], found["base_model_relation"]) == ("org/base", "quantized")
+    assert found["library_name"] == ("mlx" if target == "mlx-q4" else "transformers")
+    of_target = {"bf16": "bf16", "torchao-int4": "torchao", "mlx-q4": "mlx", "vllm-int4": "vllm"}[target]
+    assert of_target in found["tags"] and ("4-bit" in found["tags"]) == (target != "bf16")
+    loads = {
+        "bf16": 'AutoModelForCausalLM.from_pretrained("someone/out", dtype="auto")',
+        "torchao-int4": 'AutoModelForCausalLM.from_pretrained("someone/out", dtype="auto", device_map="cuda")',
+        "mlx-q4": "mlx_lm.generate --model someone/out --prompt",
+        "vllm-int4": "vllm serve someone/out",
+    }[target]
+    assert loads in text and "import pqweights" not in text
+    manifest = inspect(folder).manifest
+    if target != "bf16":
+        assert (
+            f"{mean_error(manifest.records, 'relative_mse'):.4g} | {mean_error(manifest.records, 'total_mse'):.4g} |"
+            in text
+        )
+        assert "computed from it and from the master's own error" in text
+    assert "fingerprint of the master that it was made from: `" in text
+    assert verify(folder, threads=2).ok
+    assert not write_card(folder).changed
+
+
+def test_load_section_of_a_rotated_vllm_export(base: Path) -> None:
+    pytest.importorskip("transformers")
+    text = make_card(exported(base, "llama", "vllm-int4", basis="rotated"), "someone/out").text
+    assert "vllm serve someone/out" in text and "on a single GPU" in text and "QuaRot*" in text
+    assert not blocks(text, "python")
+
+
+def test_export_states_recipe_and_error_of_its_master(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = Path(shutil.copytree(exported(base, "llama", "bf16"), tmp_path / "export"))
+    manifest = read_manifest(master_of(base, "llama"))
+    recipe = manifest.made_by["recipe"]
+    about = {"recipe": recipe, "bits_per_weight": 6.125, "relative_mse": 0.000642}
+    change_manifest(folder, lambda data: data.update(master=about))
+    text = make_card(folder).text
+    assert f"The master's recipe is `q6`: {words(recipe['description'])}" in text
+    assert "The master itself has 6.1250 bits per weight and a relative MSE of 0.000642 against the original." in text
+    change_manifest(
+        folder, lambda data: data.update(master={"recipe": 3, "bits_per_weight": 10**400, "relative_mse": "x"})
+    )
+    text = make_card(folder).text
+    assert "The master itself" not in text and "Recipe" not in sections(text)
+    change_manifest(folder, lambda data: data.pop("master"))
+    assert "Recipe" not in sections(make_card(folder).text)
+
+
+def test_master_on_the_hub_is_named_with_its_commit(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = Path(shutil.copytree(exported(base, "llama", "bf16"), tmp_path / "export"))
+    revision = "fe" * 20
+    change_manifest(folder, lambda data: (data.update(model=BASE), data["source"].update(id="o/m", revision=revision)))
+    text = make_card(folder).text
+    assert f"The master that it was made from is [o/m](https://huggingface.co/o/m) at commit `{revision}`." in text
+    assert f"- master that it was made from: `o/m` at commit `{revision}`" in text
+
+
+def test_master_on_the_hub_is_named_if_the_base_model_is_unknown(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = Path(shutil.copytree(exported(base, "llama", "bf16"), tmp_path / "export"))
+    revision = "fe" * 20
+    change_manifest(folder, lambda data: (data.pop("model", None), data["source"].update(id="o/m", revision=revision)))
+    text = make_card(folder).text
+    assert (
+        f"It was made from the master [o/m](https://huggingface.co/o/m) at commit `{revision}` (fingerprint `" in text
+        and "local" not in text
+    )
+
+
+@pytest.mark.parametrize("by_source", [False, True])
+def test_export_names_the_awq_scales_of_its_master(by_source: bool, base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = Path(shutil.copytree(exported(base, "llama", "vllm-int4"), tmp_path / "export"))
+    recipe = read_manifest(master_of(base, "llama")).made_by["recipe"]
+    about = {
+        "recipe": recipe,
+        "bits_per_weight": 6.125,
+        "relative_mse": 0.000642,
+        "awq": {"sha256": "ab" * 32, "weights": 7},
+    }
+    change_manifest(folder, lambda data: data.update(master=about))
+    if by_source:
+        change_manifest(folder, lambda data: data.update(original_fingerprint="cd" * 32))
+    text = make_card(folder).text
+    assert "The master itself has 6.1250 bits per weight." in text and "0.000642" not in text
+    if by_source:
+        assert "were scaled" not in text and "2306.00978" not in text
+        assert (
+            f"The master has activation-aware scales (file with sha256 `{'ab' * 32}`), which this export does not use."
+            in text
+        )
+    else:
+        assert (
+            "In the master, the input channels of 7 weights were scaled before quantization, by activation-aware scales"
+            in text
+        )
+    about.pop("awq")
+    change_manifest(folder, lambda data: data.update(master=about))
+    text = make_card(folder).text
+    assert "The master was made without calibration data." in text and "relative MSE of 0.000642 against" in text
+
+
+@pytest.mark.parametrize(
+    ("target", "by", "says"),
+    [
+        (
+            {"target_size": 9_000_000_000},
+            {"kind": "heuristic"},
+            "by a rule of thumb for sensitivities, to meet the target of 9000000000 bytes with",
+        ),
+        (
+            {"target_bpw": 4.25},
+            {"kind": "text", "sha256": "ab" * 32},
+            f"by sensitivities measured on a text (file with sha256 `{'ab' * 32}`), to meet the target of 4.25 bits "
+            "per weight with",
+        ),
+        (
+            {"target_bpw": 4},
+            {"kind": "random tokens", "sha256": "cd" * 32},
+            "by sensitivities measured on random tokens (file with",
+        ),
+        ({"target_size": "x"}, {"kind": ["<b>"]}, "to meet the target of the recipe with"),
+    ],
+)
+def test_chosen_bit_widths_are_explained(
+    target: dict[str, Any], by: dict[str, Any], says: str, master: Path, base: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    fit = {"sensitivity": by, "predicted_rise": 0.0123456}
+    change_manifest(master, lambda data: (data["recipe"].update(target), data.update(fit=fit)))
+    text = make_card(master).text
+    assert "Default: `hadamard-lloyd-max`, a width chosen for each group." in text
+    assert "\nThe widths that no rule sets were chosen for each group of weights by " in text
+    assert says in text and "<b>" not in text
+    # A rise predicted by the rule of thumb has no unit, so the card does not state it.
+    assert (", predicted as 0.01235 nats per token" in text) == (by["kind"] != "heuristic")
+    assert text.count("arXiv:2411.17525](https://arxiv.org/abs/2411.17525)") == 2
+    about = {"recipe": read_manifest(master).made_by["recipe"], "fit": fit | {"predicted_rise": None}}
+    folder = Path(shutil.copytree(exported(base, "llama", "bf16"), tmp_path / "export"))
+    change_manifest(folder, lambda data: data.update(master=about))
+    text = make_card(folder).text
+    assert "\nThe master's widths that no rule sets were chosen" in text and says in text and "predicted as" not in text
+
+
+def test_left_out_tensors_are_listed_and_an_unknown_target_is_refused(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = Path(shutil.copytree(exported(base, "llama", "bf16"), tmp_path / "export"))
+    change_manifest(folder, lambda data: data.update(left_out={"mtp.a": "no head | there", "mtp.b": "no head | there"}))
+    assert "Left out: 2 tensor(s) of the master (no head &#124; there): `mtp.a`, `mtp.b`" in make_card(folder).text
+    change_manifest(folder, lambda data: data.update(target="gguf"))
+    with pytest.raises(MasterError, match=r"target: expected bf16, .*, found 'gguf'"):
+        make_card(folder)
+
+
+def test_evaluation_table_has_the_recorded_figures(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from pqweights.evaluate.recording import make_record
+    from pqweights.results.evaluation_record import find_place, write_record
+
+    folder = Path(shutil.copytree(master_of(base, "llama"), tmp_path / "m"))
+    text = " ".join(f"w{number}" for number in np.random.default_rng(8).integers(0, 500, 300))
+    place = find_place(folder)
+    assert place is not None
+    original = model(base, "llama")
+    for options in ({"window": 64}, {"window": 32, "reference": original, "score_first": True}):
+        report = evaluate([folder], text, name="a|b.txt", **options)  # type: ignore[arg-type]
+        write_record(place, make_record(report, report.rows[0], text))
+    card = make_card(folder, "a/b")
+    assert card.evaluations == 2
+    assert sections(card.text)[3] == "Evaluation"
+    scores = report.rows[0].scores
+    assert scores.perplexity_change is not None and scores.divergence is not None
+    for value, error, form in (
+        (*scores.perplexity, ".4f"),
+        (*scores.perplexity_change, "+.4f"),
+        (*scores.divergence.mean, ".5f"),
+        (*scores.divergence.top1, ".2%"),
+    ):
+        assert f"| {value:{form}} ± {error:{form.lstrip('+')}} |" in card.text
+    assert "| 1 | <code>a&#124;b.txt</code> |" in card.text
+    assert (
+        f"2. <code>a&#124;b.txt</code> (sha256 `{hashlib.sha256(text.encode()).hexdigest()}`), 300 tokens; "
+        "34 window(s) of 32, stride 8, the first 24 tokens of each but the first masked, "
+    ) in card.text
+    assert (
+        "float32 on cpu; computed by transformers, weights decoded by pqweights; reference `llama`, which has the "
+        "fingerprint of the checkpoint that was quantized." in card.text
+    )
+    change_manifest(folder, lambda data: data.update(model=BASE))
+    stale = make_card(folder, "a/b")
+    assert stale.evaluations == 0 and "Evaluation" not in stale.text and "perplexity" not in stale.text
+    assert "pqweights-eval.json" not in stale.text
+
+
+def test_damaged_evaluation_record_is_refused(master: Path) -> None:
+    (master / "pqweights-eval.json").write_text("{")
+    with pytest.raises(MasterError, match="pqweights-eval"):
+        make_card(master)

@@ -1,0 +1,156 @@
+"""Refreshing a card: what is kept of the existing card, and which of two cards is newer."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from calls import make_card, write_card
+from cards import BASE, change_manifest, edit_card, facts
+
+from pqweights.card import read_card, save_card
+from pqweights.card.old_card import NOTES_BEGIN, NOTES_END
+from pqweights.errors import OutputError
+
+
+def test_newer_of_two_cards_is_found_by_their_marks(master: Path) -> None:
+    """The marks are hashes of notes and front matter as they were written, so later edits can be told."""
+    text = make_card(master, "a/b").text
+    assert "; notes: " + hashlib.sha256(b"\n").hexdigest()[:12] + " -->\n" in text
+    edited = text.replace(NOTES_END, f"Mine.\n{NOTES_END}").replace("tags:\n", "z: 1\ndatasets: [x]\ntags:\n- mine\n")
+    again = make_card(master, old=edited).text
+    found = re.search(r"; notes: ([0-9a-f]{12}); keys: ([0-9a-f]{12}) -->\n", again)
+    assert found is not None and found[1] == hashlib.sha256(b"\nMine.\n").hexdigest()[:12]
+    assert make_card(master, old=again).text == again
+    # Of two cards the edited one is kept; if neither was edited, the local one is.
+    assert make_card(master, old=text, pushed=edited).text == again
+    assert make_card(master, old=edited, pushed=text).text == again
+    assert make_card(master, old=text, pushed=again).text == text
+    assert make_card(master, old=None, pushed=again).text == again
+    with pytest.raises(OutputError, match="its notes on the Hub and here differ"):
+        make_card(master, old=edited, pushed=text.replace(NOTES_END, f"Theirs.\n{NOTES_END}"))
+    with pytest.raises(OutputError, match="its front matter on the Hub and here differ"):
+        make_card(master, old=edited, pushed=edited.replace("z: 1", "z: 2"))
+    # A card without marks was written by an older version; empty notes do not count as an edit.
+    unmarked = re.sub(r"; notes: .* -->", " -->", again)
+    assert make_card(master, old=text, pushed=unmarked).text == again
+    assert make_card(master, old=again, pushed=re.sub(r"; notes: .* -->", " -->", text)).text == again
+
+
+@pytest.mark.parametrize(
+    "notes",
+    ["", "\n", "\n## Mine\n\n```python\nx\n```\n", "\r\nDOS \r\n\r\n", " é\u2028\x0b| <b>--- \n---\n", "no newline"],
+)
+def test_notes_are_kept_byte_for_byte(notes: str, master: Path) -> None:
+    write_card(master, "a/b")
+    edit_card(master, lambda text: text.replace(f"{NOTES_BEGIN}\n{NOTES_END}", f"{NOTES_BEGIN}{notes}{NOTES_END}"))
+    assert write_card(master).changed == (notes != "\n")  # because the mark of the notes changes
+    before = (master / "README.md").read_bytes()
+    assert not write_card(master).changed
+    edit_card(master, lambda text: text.replace("# b\n", "# another title\n"))
+    change_manifest(master, lambda data: data.update(model=BASE))
+    card = write_card(master, "c/d")
+    assert card.changed and f"{NOTES_BEGIN}{notes}{NOTES_END}".encode() in (master / "README.md").read_bytes()
+    change_manifest(master, lambda data: data.pop("model"))
+    write_card(master, "a/b")
+    # The base model is still known.
+    edit_card(master, lambda text: re.sub(r"(?m)^base_model.*\n", "", text))
+    write_card(master)
+    assert (master / "README.md").read_bytes() == before
+
+
+def test_front_matter_keeps_keys_of_the_user_and_rewrites_its_own(master: Path) -> None:
+    change_manifest(master, lambda data: data.update(model={k: v for k, v in BASE.items() if k != "language"}))
+    write_card(master, "a/b")
+    theirs = (
+        "datasets:\n- x/y\nlanguage: de\nwidget: {text: 'a: b'}\nlicense: forged\nthumbnail: \"a\\u2028---\\u2028b\"\n"
+    )
+    edit_card(
+        master, lambda text: text.replace("license: other\n", theirs).replace("- quantized", "- quantized\n- mine")
+    )
+    card = write_card(master)
+    found = facts(card.text)
+    assert found["license"] == "other"
+    assert found["tags"] == ["pqweights", "quantized", "5-bit", "mine"]
+    expected = {"datasets": ["x/y"], "language": "de", "widget": {"text": "a: b"}, "thumbnail": "a\u2028---\u2028b"}
+    assert {key: found[key] for key in expected} == expected
+    assert not write_card(master).changed
+    # Keys that an earlier manifest stated and this one does not are removed.
+    change_manifest(master, lambda data: data.update(model={"language": ["fr"]}))
+    found = facts(write_card(master).text)
+    assert "license" not in found and "pipeline_tag" not in found
+    assert (found["language"], found["datasets"], found["base_model"]) == (["fr"], ["x/y"], "org/base")
+
+
+def test_licence_of_the_user_is_kept_if_the_manifest_has_none(master: Path) -> None:
+    write_card(master)
+    edit_card(master, lambda text: text.replace("---\n", "---\nlicense: mit\nlicense_link: x\n", 1))
+    found = facts(write_card(master).text)
+    assert (found["license"], found["license_link"]) == ("mit", "x")
+    assert not write_card(master).changed
+    change_manifest(master, lambda data: data.update(model={"license": "apache-2.0"}))
+    found = facts(write_card(master).text)
+    assert found["license"] == "apache-2.0" and "license_link" not in found
+
+
+def test_repository_is_kept_on_refresh(master: Path) -> None:
+    write_card(master, "a/b")
+    assert make_card(master, None, None, read_card(master)).repository == "a/b"
+    assert 'load_model("a/b")' in write_card(master).text
+    assert 'load_model("c/d")' in write_card(master, "c/d").text
+
+
+def test_card_written_by_someone_else_needs_adopt(master: Path) -> None:
+    foreign = "---\nlicense: mit\nbase_model: org/base\ndatasets: [x]\n---\n\n# Mine\r\n\nText"
+    (master / "README.md").write_bytes(foreign.encode())
+    with pytest.raises(
+        OutputError, match=r"README\.md: the file exists, and pqweights card did not write it; pass --adopt to keep"
+    ):
+        write_card(master)
+    assert (master / "README.md").read_bytes() == foreign.encode()
+    card = write_card(master, adopt=True)
+    assert f"{NOTES_BEGIN}\n\n# Mine\r\n\nText\n{NOTES_END}\n" in card.text
+    found = facts(card.text)
+    assert (found["license"], found["base_model"], found["datasets"]) == ("mit", "org/base", ["x"])
+    assert not write_card(master).changed
+    assert not write_card(master, adopt=True).changed
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text.replace(NOTES_BEGIN, ""),
+        lambda text: text.replace(NOTES_END, ""),
+        lambda text: text.replace(NOTES_BEGIN, "").replace(NOTES_END, ""),
+        lambda text: text + NOTES_END,
+        lambda text: text.replace(NOTES_BEGIN, NOTES_BEGIN * 2),
+        lambda text: text.replace(NOTES_BEGIN, "@").replace(NOTES_END, NOTES_BEGIN).replace("@", NOTES_END),
+        lambda text: text.replace("tags:", "tags: [", 1),
+        lambda text: text.replace("\n---\n", "\n", 1),
+    ],
+)
+@pytest.mark.parametrize("adopt", [False, True])
+def test_damaged_card_is_refused(damage: Callable[[str], str], adopt: bool, master: Path) -> None:
+    write_card(master)
+    edit_card(master, damage)
+    before = (master / "README.md").read_bytes()
+    with pytest.raises(OutputError, match=r"^README\.md: ") as caught:
+        write_card(master, adopt=adopt)
+    assert "\n" not in str(caught.value)
+    assert (master / "README.md").read_bytes() == before
+
+
+def test_card_that_is_not_utf8_is_refused(master: Path) -> None:
+    (master / "README.md").write_bytes(b"\xff\xfe")
+    with pytest.raises(OutputError, match="UTF-8"):
+        write_card(master)
+
+
+def test_unchanged_card_is_not_written_again(master: Path) -> None:
+    card = make_card(master, "a/b")
+    assert save_card(master, card) and not save_card(master, card)
+    again = make_card(master, old=card.text)
+    assert not again.changed and again.text == card.text

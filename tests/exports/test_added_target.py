@@ -1,0 +1,156 @@
+"""A target that only the tests know goes through every command, with one module and one entry of EXPORTS."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import families
+import numpy as np
+import pytest
+import safetensors
+from added_target import ENTRY, LABEL_KEY, NAME
+from cards import blocks, facts
+from commands import answer, done, invoke, refused
+from helpers import folder_bytes, read_all, run_command
+from rewriting import interrupt
+
+from pqweights.errors import OptionError, OutputError
+from pqweights.exports import EXPORTS, get_target
+from pqweights.exports.options import ExportOptions
+from pqweights.results.verify import verify
+from pqweights.rewrite.manifest import read_manifest
+
+SHARDS = ("--max-shard-size", "500kB")
+
+
+@pytest.fixture(autouse=True)
+def _added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXPORTS, NAME, ENTRY)
+
+
+@pytest.fixture(scope="module")
+def labelled(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The export of a Llama with the label "first", in several shards."""
+    out = tmp_path_factory.mktemp("labelled") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(EXPORTS, NAME, ENTRY)
+        done("export", families.master(base, "llama"), out, "--target", NAME, "--mode", "first", *SHARDS)
+    return out
+
+
+def test_shards_hold_the_bf16_tensors_and_the_label(labelled: Path, base: Path) -> None:
+    found, expected = read_all(labelled), read_all(families.exported(base, "llama", "bf16"))
+    assert found.keys() == expected.keys()
+    assert all(found[name][1].tobytes() == expected[name][1].tobytes() for name in expected)
+    shards = list(labelled.glob("*.safetensors"))
+    assert len(shards) > 2
+    for path in shards:
+        with safetensors.safe_open(path, framework="numpy") as opened:
+            assert opened.metadata() == {"format": "pt", LABEL_KEY: "first"}
+
+
+def test_option_has_a_default_and_is_checked_by_the_target(base: Path, tmp_path: Path) -> None:
+    master = families.master(base, "llama")
+    done("export", master, tmp_path / "out", "-t", NAME)
+    assert read_manifest(tmp_path / "out").made_by == {"target": NAME, "mode": "none"}
+    line = refused("export", master, tmp_path / "other", "-t", NAME, "--mode", "", code=2)
+    assert line == "error: --mode: expected a text, found an empty one\n"
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "message"),
+    [
+        (NAME, ("--bits", "4"), f"--bits: the target {NAME} has no such option"),
+        (NAME, ("--basis", "rotated"), f"--basis: the target {NAME} has no such option"),
+        ("bf16", ("--mode", "a"), "--mode: the target bf16 has no such option"),
+    ],
+)
+def test_option_that_a_target_lacks_exits_with_2(
+    target: str, options: tuple[str, ...], message: str, base: Path, tmp_path: Path
+) -> None:
+    master = families.master(base, "llama")
+    assert refused("export", master, tmp_path / "out", "-t", target, *options, code=2) == f"error: {message}\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_library_refuses_an_option_that_a_target_lacks() -> None:
+    with pytest.raises(OptionError, match="--qparams"):
+        get_target(NAME).settings(ExportOptions(qparams="best"))
+
+
+def test_help_and_errors_list_the_target(tmp_path: Path) -> None:
+    assert f"{NAME}: a target of the tests" in " ".join(invoke("export", "--help").output.split())
+    line = refused("export", tmp_path, tmp_path / "out", "-t", "gguf", code=2)
+    assert line == f"error: --target gguf: expected one of {', '.join(EXPORTS)}\n" and NAME in line
+
+
+def test_verify_accepts_the_export_and_finds_damage(labelled: Path, tmp_path: Path) -> None:
+    done("verify", labelled)
+    damaged = Path(shutil.copytree(labelled, tmp_path / "damaged"))
+    path = damaged / "pqweights.json"
+    text, old, new = path.read_text(), f'"{LABEL_KEY}": "first"', f'"{LABEL_KEY}": "second"'
+    assert old in text
+    path.write_text(text.replace(old, new))
+    assert not verify(damaged, threads=1).ok
+
+
+@pytest.mark.parametrize("key", ["label", "basis"])
+def test_verify_finds_a_key_that_the_target_does_not_write(key: str, labelled: Path, tmp_path: Path) -> None:
+    changed = Path(shutil.copytree(labelled, tmp_path / "changed"))
+    path = changed / "pqweights.json"
+    path.write_text(path.read_text().replace('"mode":', f'"{key}":'))
+    problems = verify(changed, threads=1).problems
+    assert problems == (f"pqweights.json: expected master_errors, mode, original_fingerprint, target, found '{key}'",)
+
+
+def test_inspect_shows_target_and_options(labelled: Path) -> None:
+    found = answer("inspect", labelled)
+    assert (found["kind"], found["target"], found["mode"]) == ("export", NAME, "first")
+    assert "\nexport: " in done("inspect", labelled).stdout
+
+
+def test_card_has_the_load_section_tags_and_library_of_the_target(labelled: Path, tmp_path: Path) -> None:
+    text = done("card", labelled, "--print", "--repo", "someone/out").stdout
+    front = facts(text)
+    assert front["library_name"] == "test-library"
+    assert front["tags"] == ["pqweights", "quantized", "test-tag", "another-tag"]
+    assert "## Load\n\nEvery shard has the label first.\n\n" in text
+    assert "from_pretrained(" in blocks(text, "python")[0]
+    assert f"This is an export for the target `{NAME}`, mode `first`." in text
+
+
+def test_master_card_lists_the_target(base: Path) -> None:
+    assert f"`{NAME}`" in done("card", families.master(base, "llama"), "--print").stdout
+
+
+def test_eval_runs_the_export_with_transformers(labelled: Path, base: Path, tmp_path: Path) -> None:
+    words = np.random.default_rng(8).integers(0, 500, 200)
+    (tmp_path / "text.txt").write_text(" ".join(f"w{number}" for number in words))
+    plain = families.exported(base, "llama", "bf16")
+    options = ("--text", tmp_path / "text.txt", "--window", "64", "--no-record", "--json")
+    result = done("eval", labelled, plain, *options)
+    found, expected = json.loads(result.stdout)["models"]
+    assert found["runtime"] == "transformers"
+    assert found["perplexity"] == expected["perplexity"]
+
+
+def test_second_run_is_recognised_and_another_label_refused(labelled: Path, base: Path) -> None:
+    before = folder_bytes(labelled)
+    arguments = ("export", families.master(base, "llama"), labelled, "-t", NAME, *SHARDS)
+    assert "already holds this" in done(*arguments, "--mode", "first").stderr
+    assert "--overwrite" in refused(*arguments, "--mode", "second")
+    assert folder_bytes(labelled) == before
+
+
+def test_killed_run_resumes_to_the_same_folder(
+    labelled: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = {"export": str(families.master(base, "llama")), "target": NAME, "max_shard_bytes": 500_000}
+    interrupt(monkeypatch, {**command, "mode": "first"}, tmp_path / "out", tensors=4)
+    with pytest.raises(OutputError, match="--overwrite"):
+        run_command({**command, "mode": "second"}, tmp_path / "out")
+    report = run_command({**command, "mode": "first"}, tmp_path / "out")
+    assert report.resumed == 4
+    assert folder_bytes(tmp_path / "out") == folder_bytes(labelled)

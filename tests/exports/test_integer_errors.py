@@ -1,0 +1,231 @@
+"""The errors that an export to integers states, with and without the original, and originals that are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import done, refused
+from helpers import (
+    Array,
+    as_float32,
+    bf16,
+    gaussian,
+    master_weights,
+    read_all,
+    run_command,
+    sylvester,
+    write_checkpoint,
+)
+from integer_exports import KINDS, LAYER, ROUNDED, from_compressed_tensors, from_torchao, unpacked, work
+
+from pqweights.errors import MasterError, OutputError, SourceError
+from pqweights.kernels.groups import GroupRule, rotate
+from pqweights.rewrite.manifest import read_manifest
+
+
+def decoded(folder: Path) -> dict[str, Array]:
+    """Decode the weights of an export to the plain basis, in float64."""
+    manifest, tensors = read_manifest(folder), read_all(folder)
+    result = {}
+    for tensor in manifest.tensors:
+        if tensor.action != "integer":
+            continue
+        assert tensor.codec is not None and tensor.bits is not None
+        if manifest.made_by["target"] == "torchao-int4":
+            tile = manifest.made_by["packing"] != "plain"
+            values = from_torchao(tensors, tensor.name, tensor.shape, tile)
+        else:
+            values = from_compressed_tensors(tensors, tensor.name, tensor.bits)
+        if tensor.codec.endswith("-rotated"):
+            turned = values.astype(np.float64).reshape(len(values), -1, 128) @ (sylvester() / math.sqrt(128))
+            result[tensor.name] = turned.reshape(values.shape)
+        else:
+            result[tensor.name] = values.astype(np.float64)
+    return result
+
+
+def errors(folder: Path, source: Path) -> dict[str, float]:
+    """Relative squared errors of the weights of an export against the original."""
+    exact = {name: as_float32(tensor).astype(np.float64) for name, tensor in read_all(source).items()}
+    return {
+        name: float(((values - exact[name]) ** 2).sum() / (exact[name] ** 2).sum())
+        for name, values in decoded(folder).items()
+    }
+
+
+MEASURED = {
+    **{name: {k: v for k, v in options.items() if k != "original"} for name, options in KINDS.items()},
+    "8 bits": {"target": "vllm-int4", "bits": 8},
+}
+
+
+@pytest.mark.parametrize("kind", MEASURED)
+def test_errors_are_measured_with_the_original_and_predicted_without(kind: str, driven: Path, tmp_path: Path) -> None:
+    """Without the original, the error is computed from that of the master and is within 3 percent."""
+    command = {"export": str(driven / "master"), **MEASURED[kind]}
+    source = driven / "src"
+    without = run_command(command, tmp_path / "without")
+    given = run_command({**command, "original": str(source)}, tmp_path / "with")
+    from_master, measured = errors(tmp_path / "without", source), errors(tmp_path / "with", source)
+    assert measured.keys() == from_master.keys() == ROUNDED
+    for record in given.records:
+        if record.name not in ROUNDED:
+            assert record.total_mse is None
+        else:
+            # abs is for the constant weight, which is nearly exact in the rotated basis.
+            assert record.total_mse == record.relative_mse == pytest.approx(measured[record.name], rel=1e-5, abs=1e-9)
+            assert record.master_mse == pytest.approx(from_master[record.name], rel=1e-5, abs=1e-9)
+    for record in without.records:
+        if record.name in ROUNDED - {f"{LAYER}.mlp.up_proj.weight"}:  # 64 equal blocks, so errors do not average out
+            assert record.total_mse == record.master_mse == pytest.approx(from_master[record.name], rel=0.03)
+            assert measured[record.name] < from_master[record.name]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_relative_error_is_measured_against_the_decoded_master(kind: str, driven: Path, tmp_path: Path) -> None:
+    """It refers to the master's float32 weights, also if the rule of a runtime rounds them to BF16 first."""
+    exact = master_weights(driven / "master")
+    command = {key: value for key, value in work(driven, kind).items() if key != "original"}
+    report = run_command(command, tmp_path / "out")
+    found = decoded(tmp_path / "out")
+    for record in report.records:
+        if record.name in ROUNDED:
+            wanted = exact[record.name].astype(np.float64)
+            energy = (wanted**2).sum()
+            assert record.energy == pytest.approx(energy, rel=1e-5)
+            assert record.relative_mse == pytest.approx(((found[record.name] - wanted) ** 2).sum() / energy, rel=1e-5)
+
+
+def test_rotated_codes_match_rotating_the_original(driven: Path, tmp_path: Path) -> None:
+    """All weights are rotated, also the one that a rescue encoded with flipped signs."""
+    report = run_command({**work(driven, "rotated"), "original": str(driven / "src")}, tmp_path / "with")
+    turned = {t.name for t in report.plan.tensors if t.codec == "symmetric-g128-rotated"}
+    assert turned == ROUNDED
+    rescued = {
+        r.name for r in read_manifest(driven / "master").records if (r.state or {}).get("rotation") == "signed-hadamard"
+    }
+    assert rescued == {f"{LAYER}.mlp.up_proj.weight"}
+    exact = read_all(driven / "src")
+    for name in sorted(turned):
+        values = np.ascontiguousarray(as_float32(exact[name]).reshape(-1)).copy()
+        rotate(values)
+        groups = GroupRule(bits=4, group_size=128, symmetric=True, middle=True, rule="best").quantize(values)
+        codes = unpacked(read_all(tmp_path / "with")[f"{name}_packed"][1], 4)
+        assert np.array_equal(codes.reshape(-1, 128), groups.codes), name
+
+
+def test_plain_weights_come_from_the_original_and_kept_tensors_from_the_master(driven: Path, tmp_path: Path) -> None:
+    source, master = shutil.copytree(driven / "src", tmp_path / "src"), tmp_path / "master"
+    shutil.copytree(driven / "master", master)
+    (master / "pqweights.json").unlink()  # it holds the fingerprint of the source
+    path = source / "model-00002-of-00002.safetensors"
+    data = bytearray(path.read_bytes())
+    (length,) = struct.unpack("<Q", data[:8])
+    begin, end = json.loads(data[8 : 8 + length])["model.norm.weight"]["data_offsets"]
+    data[8 + length + begin : 8 + length + end] = bytes(end - begin)
+    path.write_bytes(data)
+    command = {"export": str(master), "target": "torchao-int4", "original": str(source)}
+    report = run_command(command, tmp_path / "out")
+    found, of_master, of_source = read_all(tmp_path / "out"), read_all(master), read_all(source)
+    assert found["model.norm.weight"][1].tobytes() == of_master["model.norm.weight"][1].tobytes()
+    assert found["model.norm.weight"][1].any()
+    for name in ("model.embed_tokens.weight", f"{LAYER}.mlp.fc1.weight"):
+        assert found[name][1].tobytes() == of_source[name][1].tobytes(), name
+    assert found[f"{LAYER}.mamba.A_log"][0] == "F32"
+    assert all(r.total_mse is not None for r in report.records if r.name in ROUNDED)
+
+
+def test_total_error_is_unknown_without_the_manifest_of_the_master(driven: Path, tmp_path: Path) -> None:
+    master = shutil.copytree(driven / "master", tmp_path / "master")
+    (master / "pqweights.json").unlink()
+    result = done("export", master, tmp_path / "out", "-t", "torchao-int4")
+    assert "relative MSE against the original: not known from the master; --source measures it" in result.stdout
+    assert all(r.total_mse is None for r in read_manifest(tmp_path / "out").records)
+    given = done("export", master, tmp_path / "given", "-t", "torchao-int4", "--source", driven / "src")
+    assert re.search(r"relative MSE against the original: 0\.0\d+; from the master it would be 0\.0\d+", given.stdout)
+
+
+def test_export_made_without_the_manifest_of_the_master_is_not_recognised(driven: Path, tmp_path: Path) -> None:
+    """Its errors differ from those that the same command states once the manifest is back."""
+    master = shutil.copytree(driven / "master", tmp_path / "master")
+    (master / "pqweights.json").rename(tmp_path / "aside.json")
+    command = {"export": str(master), "target": "vllm-int4"}
+    run_command(command, tmp_path / "out")
+    (tmp_path / "aside.json").rename(master / "pqweights.json")
+    with pytest.raises(OutputError):
+        run_command(command, tmp_path / "out")
+    again = run_command({**command, "overwrite": True}, tmp_path / "out")
+    assert not again.already_done
+    assert all(r.total_mse is not None for r in again.records if r.relative_mse is not None)
+
+
+def test_master_with_a_damaged_manifest_is_refused(driven: Path, tmp_path: Path) -> None:
+    master = shutil.copytree(driven / "master", tmp_path / "master")
+    (master / "pqweights.json").write_text("{")
+    with pytest.raises(MasterError):
+        run_command({"export": str(master), "target": "vllm-int4"}, tmp_path / "out")
+
+
+def test_totals_are_weighted_by_the_original(tmp_path: Path) -> None:
+    """The two-bit weights of this master have noticeably smaller norms than their originals."""
+    layers = {f"{LAYER}.self_attn.{q}_proj.weight": bf16(gaussian(64, 256, seed=i)) for i, q in enumerate("qkvo")}
+    write_checkpoint(tmp_path / "src", layers, config={"model_type": "llama"})
+    rules = [{"name": f"*.{q}_proj.weight", "bits": 2} for q in "qk"]
+    (tmp_path / "mixed.yaml").write_text(json.dumps({"bits": 8, "rules": rules}))
+    run_command({"quantize": str(tmp_path / "src"), "recipe": str(tmp_path / "mixed.yaml")}, tmp_path / "master")
+    command = ("export", tmp_path / "master", tmp_path / "out", "-t", "vllm-int4", "--bits", "8", "--json")
+    totals = json.loads(done(*command).stdout)["totals"]
+    measured = json.loads(done(*command, "--source", tmp_path / "src", "--overwrite").stdout)["totals"]
+    assert totals["total_mse"] == totals["master_mse"]
+    assert totals["total_mse"] == pytest.approx(measured["master_mse"], rel=0.01)
+    assert measured["total_mse"] < totals["total_mse"]
+    assert json.loads((tmp_path / "out/pqweights.json").read_bytes())["total_mse"] == measured["total_mse"]
+
+
+def wrong_weights(folder: Path) -> Path:
+    """Write a checkpoint with the same names and shapes, in which one weight differs."""
+    tensors = read_all(folder / "src")
+    name = f"{LAYER}.self_attn.q_proj.weight"
+    return write_checkpoint(folder / "wrong", {**tensors, name: bf16(gaussian(60, 256, seed=77))}, config={})
+
+
+def wrong_shapes(folder: Path) -> Path:
+    """Write a checkpoint in which one shape differs; without its manifest, the master's fingerprint cannot tell."""
+    (folder / "master/pqweights.json").unlink()
+    tensors = read_all(folder / "src")
+    name = f"{LAYER}.self_attn.q_proj.weight"
+    return write_checkpoint(folder / "wrong", {**tensors, name: bf16(gaussian(62, 256))}, config={})
+
+
+def missing_tensor(folder: Path) -> Path:
+    (folder / "master/pqweights.json").unlink()
+    tensors = read_all(folder / "src")
+    del tensors[f"{LAYER}.self_attn.q_proj.weight"]
+    return write_checkpoint(folder / "wrong", tensors, config={})
+
+
+WRONG = {
+    "other weights": (wrong_weights, "is not the checkpoint that the master was made from"),
+    "other shapes": (wrong_shapes, r"q_proj\.weight': expected shape \[60, 256\] as in the master, found \[62, 256\]"),
+    "a tensor less": (missing_tensor, r"q_proj\.weight': expected shape \[60, 256\] as in the master, found none"),
+    "a master": (lambda folder: folder / "master", "expected the original checkpoint, found a pqweights master"),
+    "nothing": (lambda folder: folder / "nowhere", "nowhere"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_original_is_refused(kind: str, own: Path) -> None:
+    make, message = WRONG[kind]
+    wrong = make(own)
+    with pytest.raises(SourceError, match=message):
+        run_command({**work(own, "tile"), "original": str(wrong)}, own / "out")
+    assert not (own / "out").exists()
+    line = refused("export", own / "master", own / "out", "-t", "vllm-int4", "--source", wrong)
+    assert "--source" in line or kind == "nothing"

@@ -1,0 +1,232 @@
+"""The driver's guarantees for exports to integers: determinism, resuming, recognising results, manifests."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import folder_bytes, killed_runs, run_command
+from integer_exports import KINDS, LAYER, ROUNDED, work
+
+from pqweights.errors import MasterError, OutputError, PqweightsError, SourceChangedError
+from pqweights.exports import integer_export
+from pqweights.results.verify import verify
+from pqweights.rewrite import jobs
+from pqweights.rewrite.manifest import Manifest, read_manifest
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("threads", "chunk_weights"), [(1, 1 << 20), (3, 4096), (2, 1000)])
+def test_output_is_identical_across_thread_counts_and_chunk_sizes(
+    threads: int, chunk_weights: int, kind: str, driven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "CHUNK_WEIGHTS", chunk_weights)
+    report = run_command(work(driven, kind), tmp_path / "out", threads=threads)
+    assert {t.name for t in report.plan.tensors if t.action == "integer"} == ROUNDED
+    assert len(report.plan.shards) > 1
+    assert folder_bytes(tmp_path / "out") == folder_bytes(driven / kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_are_identical_to_the_last_digit_across_threads_and_chunks(
+    kind: str, driven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest rounds to seven digits, which would mostly hide sums in another order."""
+    monkeypatch.setattr(integer_export, "rounded", lambda value: value)
+    found = set()
+    for threads, chunk_weights in ((1, 1 << 20), (3, 1000)):
+        monkeypatch.setattr(jobs, "CHUNK_WEIGHTS", chunk_weights)
+        records = run_command(work(driven, kind), tmp_path / str(threads), threads=threads).records
+        found.add(tuple((r.relative_mse, r.energy, r.total_mse, r.master_mse) for r in records))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_verify_accepts_an_export_and_finds_a_flipped_byte(kind: str, driven: Path, tmp_path: Path) -> None:
+    assert verify(driven / kind, threads=2).ok
+    damaged = shutil.copytree(driven / kind, tmp_path / "damaged")
+    for path in sorted(damaged.glob("*.safetensors")):
+        data = bytearray(path.read_bytes())
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        header.pop("__metadata__")
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            at = 8 + length + (begin + end) // 2
+            data[at] ^= 1
+            path.write_bytes(data)
+            (problem,) = verify(damaged, threads=1).problems
+            assert name in problem and path.name in problem and "sha256" in problem
+            data[at] ^= 1
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("kind", ["tile", "rotated"])
+def test_run_killed_at_any_call_resumes_to_the_same_folder(kind: str, driven: Path, tmp_path: Path) -> None:
+    """Runs are killed at renames, journal entries, flushes and writes; unfinished files never have a final name."""
+    command, undisturbed = work(driven, kind), folder_bytes(driven / kind)
+    (counts,) = killed_runs(command, [{"out": str(tmp_path / "counted")}])
+    assert folder_bytes(tmp_path / "counted") == undisturbed
+    points = [
+        {"out": str(tmp_path / f"{name}-{number}-{when}"), "function": name, "number": number, "when": when}
+        for name, step, moments in (
+            ("replace", 4, ("before", "after")),
+            ("fsync", 5, ("before", "after")),
+            ("write", 2, ("half", "after")),
+            ("pwrite", counts["pwrite"] // 6, ("half", "after")),
+        )
+        for number in range(1, counts[name] + 1, step)
+        for when in moments
+    ]
+    assert len({point["function"] for point in points}) == 4
+    assert len(points) > 30
+    killed_runs(command, points)
+    failures = []
+    for point in points:
+        out = Path(point["out"])
+        for name, data in folder_bytes(out).items():
+            if not name.startswith(".pqweights/") and not name.endswith("/"):
+                assert data == undisturbed[name], (point, name)
+        try:
+            run_command(command, out)
+        except PqweightsError as error:
+            failures.append(f"{point['function']} {point['number']} {point['when']}: {error}")
+            continue
+        assert folder_bytes(out) == undisturbed, point
+        shutil.rmtree(out)
+    assert not failures, "\n".join(failures)
+
+
+def test_journaled_tile_tensor_that_the_disk_lost_is_redone(driven: Path, tmp_path: Path) -> None:
+    """The parts of a tensor lie in different places of the file, and a resumed run must check all of them."""
+    out, command = tmp_path / "out", work(driven, "tile", max_shard_bytes=10**9)
+    run_command(command, tmp_path / "undisturbed")
+    killed_runs(command, [{"out": str(out), "function": "write", "number": 6, "when": "after"}])
+    finished = {json.loads(line)["name"] for line in (out / ".pqweights/journal.jsonl").read_text().splitlines()[1:]}
+    assert len(finished & ROUNDED) >= 3
+    (partial,) = (out / ".pqweights").glob("*.partial")
+    data = partial.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    begin, _ = json.loads(data[8 : 8 + length])[f"{LAYER}.self_attn.q_proj._weight_scale_and_zero"]["data_offsets"]
+    at = 8 + length + begin + 5
+    partial.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    run_command(command, out)
+    assert folder_bytes(out) == folder_bytes(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_finished_export_is_left_alone(kind: str, driven: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(driven / kind, tmp_path / "out")
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in out.rglob("*")}
+    report = run_command(work(driven, kind), out)
+    assert report.already_done
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in out.rglob("*")} == before
+    assert [r.total_mse for r in report.records] == [r.total_mse for r in read_manifest(out).records]
+
+
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("tile", {"packing": "plain"}),
+    ("tile", {"qparams": "minmax"}),
+    ("tile", {"original": True}),
+    ("tile", {"target": "vllm-int4"}),
+    ("tile", {"max_shard_bytes": 70_000}),
+    ("vllm", {"bits": 8}),
+    ("rotated", {"original": None}),
+    ("rotated", {"basis": "plain"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "other"), OTHERS, ids=str)
+def test_result_and_interrupted_run_of_another_command_are_refused(
+    kind: str, other: dict[str, Any], driven: Path, tmp_path: Path
+) -> None:
+    """The options differ in what decides the bytes, so neither folder may be taken for the result of this command."""
+    finished = shutil.copytree(driven / kind, tmp_path / "finished")
+    command = {key: value for key, value in work(driven, kind, **other).items() if value is not None}
+    with pytest.raises(OutputError, match="--overwrite"):
+        run_command(command, finished)
+    assert folder_bytes(finished) == folder_bytes(driven / kind)
+    if other in ({"packing": "plain"}, {"original": True}, {"original": None}):
+        out = tmp_path / "out"
+        killed_runs(work(driven, kind), [{"out": str(out), "function": "write", "number": 3, "when": "after"}])
+        before = folder_bytes(out)
+        with pytest.raises((OutputError, SourceChangedError), match=r"--overwrite"):
+            run_command(command, out)
+        assert folder_bytes(out) == before
+
+
+@pytest.mark.parametrize("which", ["src", "master"])
+def test_changed_input_is_refused_on_resume(which: str, own: Path) -> None:
+    """The original is checked like the master."""
+    out, command = own / "out", work(own, "rotated")
+    killed_runs(command, [{"out": str(out), "function": "write", "number": 4, "when": "after"}])
+    path = sorted((own / which).glob("*.safetensors"))[-1]
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    before = folder_bytes(out)
+    with pytest.raises(SourceChangedError, match=re.escape(path.name)):
+        run_command(command, out)
+    assert folder_bytes(out) == before
+    assert run_command({**command, "overwrite": True}, out).resumed == 0
+
+
+def test_result_older_than_the_original_is_not_recognised(own: Path) -> None:
+    command = work(own, "rotated")
+    run_command(command, own / "out")
+    assert run_command(command, own / "out").already_done
+    path = sorted((own / "src").glob("*.safetensors"))[-1]
+    path.touch()
+    os.utime(path, ns=(0, (own / "out/pqweights.json").stat().st_mtime_ns + 1))
+    with pytest.raises(OutputError, match="--overwrite"):
+        run_command(command, own / "out")
+
+
+def test_manifest_of_an_export_reads_back(driven: Path) -> None:
+    for kind in KINDS:
+        manifest: Manifest = read_manifest(driven / kind)
+        assert manifest.to_bytes() == (driven / kind / "pqweights.json").read_bytes()
+        assert manifest.made_by["target"] == KINDS[kind]["target"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"relative_mse": 10**400},
+        {"total_mse": 10**400},
+        {"energy": float("inf")},
+        {"relative_mse": True},
+        {"codec": "\ud800"},
+        {"codec": 4},
+        {"bits": True},
+        {"bits": -4},
+        {"bits": 10**30},
+        {"bits": 9},
+        {"master_mse": "0"},
+    ],
+    ids=str,
+)
+def test_manifest_with_invalid_figures_of_integers_is_refused(
+    damage: dict[str, Any], driven: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(driven / "tile", tmp_path / "tile")
+    manifest = json.loads((folder / "pqweights.json").read_bytes())
+    next(entry for entry in manifest["tensors"] if entry["action"] == "integer").update(damage)
+    (folder / "pqweights.json").write_text(json.dumps(manifest))
+    with pytest.raises(MasterError, match=r"pqweights\.json"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    "damage", [{"metadata": {"format": 1}}, {"metadata": ["pt"]}, {"left_out": {"\ud800": "?"}}], ids=str
+)
+def test_manifest_with_invalid_texts_is_refused(damage: dict[str, Any], driven: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(driven / "tile", tmp_path / "tile")
+    manifest = json.loads((folder / "pqweights.json").read_bytes()) | damage
+    (folder / "pqweights.json").write_text(json.dumps(manifest))
+    with pytest.raises(MasterError, match=r"pqweights\.json"):
+        read_manifest(folder)

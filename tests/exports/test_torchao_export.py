@@ -1,0 +1,152 @@
+"""The torchao-int4 target: transformers loads what was rounded, in both packings and under every name."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+from families import ATTENTION, FAMILIES
+from helpers import Array, as_float32, bf16, gaussian, master_weights, read_all, run_command, write_checkpoint
+from integer_exports import (
+    LAYER,
+    LINEAR_FAMILIES,
+    expected_layers,
+    from_nibbles,
+    from_tiles,
+    from_torchao,
+    in_memory,
+    integer_names,
+    untiled,
+)
+
+from pqweights.kernels.groups import GroupRule
+from pqweights.rewrite.manifest import read_manifest
+
+PACKINGS = {"tile_packed_to_4d": "Int4TilePackedTo4dTensor", "plain": "Int4Tensor"}
+
+
+def loaded_integers(folder: Path, name: str, packing: str) -> dict[str, Array]:
+    """The parameters that torchao holds as integers after from_pretrained, decoded from memory."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("torchao")
+    result = {}
+    for parameter_name, parameter in families.load(folder, FAMILIES[name], "bfloat16").named_parameters():
+        kind = type(parameter.data).__name__
+        if kind != PACKINGS[packing]:
+            assert kind == "Tensor", (parameter_name, kind)
+            continue
+        numbers = {part: getattr(parameter, part) for part in parameter.tensor_data_names}
+        assert all(n.dtype == torch.bfloat16 for part, n in numbers.items() if part != "qdata")
+        floats = [n.float().numpy() for part, n in numbers.items() if part != "qdata"]
+        decode = from_tiles if packing == "tile_packed_to_4d" else from_nibbles
+        rows, columns = parameter.shape
+        result[in_memory(parameter_name)] = decode(numbers["qdata"].numpy(), *floats)[:rows, :columns]
+    return result
+
+
+@pytest.mark.parametrize("name", LINEAR_FAMILIES)
+def test_transformers_loads_torchao_int4_with_the_stored_integers(name: str, base: Path) -> None:
+    """Exactly the planned parameters are integers, and both packings hold the same values."""
+    planned = {n for n in expected_layers(base, name, FAMILIES[name].linear) if ".experts." not in n}
+    found = {}
+    for packing in PACKINGS:
+        exported = families.exported(base, name, "torchao-int4", packing=packing)
+        assert set(integer_names(exported)) == planned
+        found[packing] = loaded_integers(exported, name, packing)
+        assert found[packing].keys() == {in_memory(n) for n in planned}
+        tensors = read_all(exported)
+        for n in planned:
+            of_file = from_torchao(tensors, n, found[packing][in_memory(n)].shape, packing != "plain")
+            assert np.array_equal(found[packing][in_memory(n)], of_file), n
+    for n, values in found["plain"].items():
+        assert np.array_equal(values, found["tile_packed_to_4d"][n]), n
+
+
+@pytest.mark.parametrize(
+    ("stored", "config", "also"),
+    [
+        ("model.layers.0.mlp.up_proj", {}, []),
+        ("model.layers.0.mlp.up_proj", {"vision_config": {}}, ["model.language_model.layers.0.mlp.up_proj"]),
+        ("model.language_model.layers.0.mlp.up_proj", {"vision_config": {}}, ["model.layers.0.mlp.up_proj"]),
+        ("backbone.layers.0.mlp.up_proj", {}, ["model.layers.0.mlp.up_proj"]),
+    ],
+)
+def test_torchao_int4_metadata_lists_every_name_that_transformers_uses(
+    stored: str, config: dict[str, Any], also: list[str], tmp_path: Path
+) -> None:
+    """Older checkpoints have other prefixes, and a text model may be loaded from an image-text checkpoint."""
+    config = {"model_type": "llama", "dtype": "bfloat16", **config}
+    write_checkpoint(tmp_path / "src", {f"{stored}.weight": bf16(gaussian(64, 256))}, config=config)
+    run_command({"quantize": str(tmp_path / "src")}, tmp_path / "master")
+    run_command({"export": str(tmp_path / "master"), "target": "torchao-int4"}, tmp_path / "out")
+    metadata = read_manifest(tmp_path / "out").identity.metadata
+    names = [f"{name}.weight" for name in (stored, *also)]
+    assert json.loads(metadata["tensor_names"]) == names
+    assert len({metadata[name] for name in names}) == 1
+
+
+def test_tile_reader_matches_the_layout_written_as_a_permutation() -> None:
+    """The reader above repeats the loops of PyTorch's kernel."""
+    codes = np.random.default_rng(1).integers(0, 16, (24, 384)).astype(np.uint8)
+    rows, columns = codes.shape
+    order = codes.reshape(rows // 8, 8, columns // 128, 4, 2, 2, 4, 2).transpose(0, 2, 1, 6, 3, 7, 4, 5)
+    nibbles = order.reshape(rows // 8, columns // 128, 32, 4, 8).astype(np.uint32)
+    words = (nibbles << (4 * np.arange(8, dtype=np.uint32))).sum(-1, dtype=np.uint32).view(np.int32)
+    assert np.array_equal(untiled(words), codes)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_torchao_int4_values_are_the_rounded_weights_and_padding_is_zero(
+    packing: str, base: Path, tmp_path: Path
+) -> None:
+    """132 rows and 1152 columns do not fill whole tiles."""
+    wide = {**families.TEXT, "hidden_size": 1152, "intermediate_size": 132, "num_hidden_layers": 1}
+    families.build(families.Family("LlamaForCausalLM", "LlamaConfig", wide, (), ()), tmp_path / "model")
+    run_command({"quantize": str(tmp_path / "model")}, tmp_path / "master")
+    work = {"export": str(tmp_path / "master"), "target": "torchao-int4", "packing": packing}
+    run_command(work, tmp_path / "out")
+    names = integer_names(tmp_path / "out")
+    layers = (*(f"self_attn.{n}" for n in ATTENTION), "mlp.gate_proj", "mlp.up_proj")
+    assert sorted(names) == sorted(f"{LAYER}.{n}.weight" for n in layers)
+    exact = master_weights(tmp_path / "master")
+    loaded = loaded_integers(tmp_path / "out", "llama", packing)
+    assert loaded.keys() == set(names)
+    tensors = read_all(tmp_path / "out")
+    for name in names:
+        rows, columns = exact[name].shape
+        groups = GroupRule(bits=4, group_size=128, symmetric=False, middle=True, rule="best").quantize(
+            exact[name].reshape(-1)
+        )
+        expected = (groups.codes.astype(np.float32) - 8) * groups.scales[:, None] + groups.offsets[:, None]
+        assert np.array_equal(loaded[name], expected.reshape(rows, columns)), name
+        if packing == "tile_packed_to_4d":
+            stem = name.removesuffix("weight") + "_weight"
+            whole = from_tiles(tensors[f"{stem}_qdata"][1], as_float32(tensors[f"{stem}_scale_and_zero"]))
+            assert whole.shape == (-(-rows // 8) * 8, -(-columns // 1024) * 1024)
+            assert whole.size > rows * columns
+            assert not whole[rows:].any() and not whole[:, columns:].any()
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_every_shard_of_torchao_int4_has_the_metadata_of_all_tensors(packing: str, base: Path, tmp_path: Path) -> None:
+    """The loader keeps only the metadata of the last file that it reads."""
+    work = {"export": str(families.master(base, "llama")), "target": "torchao-int4", "packing": packing}
+    run_command({**work, "max_shard_bytes": 300_000}, tmp_path / "out")
+    planned = set(integer_names(tmp_path / "out"))
+    shards = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(shards) > 4
+    for path in shards:
+        (length,) = struct.unpack("<Q", path.read_bytes()[:8])
+        metadata = json.loads(path.read_bytes()[8 : 8 + length])["__metadata__"]
+        assert set(json.loads(metadata["tensor_names"])) == planned
+        assert metadata.keys() == {"format", "tensor_names"} | planned
+        assert {json.loads(metadata[n])["_type"] for n in planned} == {PACKINGS[packing]}
+    whole = families.exported(base, "llama", "torchao-int4", packing=packing)
+    one, several = (loaded_integers(folder, "llama", packing) for folder in (whole, tmp_path / "out"))
+    assert one.keys() == several.keys() == planned
+    assert all(np.array_equal(one[n], several[n]) for n in planned)

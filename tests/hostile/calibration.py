@@ -1,0 +1,112 @@
+"""Bad inputs: models, texts and files of `calibrate` and `ablate`."""
+
+from __future__ import annotations
+
+from hostile.case import Case, stored
+from hostile.evaluation import BERT, GOOD_MODEL, evaluating, language_model, language_model_config, without_tensor
+from hostile.exports import TEXT
+
+CALIBRATE = "calibrate model scales.safetensors --text text.txt"
+LONG_TEXT = " ".join(f"w{number * 7 % 16}" for number in range(300))
+
+
+def there(name: str, command: str, *fragments: str, content: bytes) -> Case:
+    """A file at the path where scales are written or read."""
+    return Case(name, {command: fragments}, GOOD_MODEL | {"scales.safetensors": content})
+
+
+CALIBRATE_CASES = [
+    evaluating(
+        "calibrate-text-missing",
+        "nowhere.txt",
+        "No such file",
+        command="calibrate model s.safetensors --text nowhere.txt",
+    ),
+    evaluating("calibrate-text-empty", TEXT, "an empty file", command=CALIBRATE, text=b""),
+    evaluating("calibrate-text-not-utf8", TEXT, "UTF-8", "0xff at offset 3", command=CALIBRATE, text=b"abc\xff"),
+    evaluating("calibrate-text-short", "at least 256 tokens, 16 window(s) of 16", "found 40", command=CALIBRATE),
+    evaluating("calibrate-window-beyond-the-model", "16 tokens", "found 17", command=CALIBRATE + " --window 17"),
+    evaluating("calibrate-model-missing", "nowhere", command="calibrate nowhere s.safetensors --text text.txt"),
+    evaluating("calibrate-config-damaged", "config.json", "JSON", command=CALIBRATE, config=b"{"),
+    evaluating(
+        "calibrate-model-unknown",
+        "transformers cannot run",
+        "no_such_model",
+        command=CALIBRATE,
+        text=LONG_TEXT,
+        config={"model_type": "no_such_model", "max_position_embeddings": 16},
+    ),
+    evaluating(
+        "calibrate-tokenizer-missing",
+        "model",
+        "--tokenizer DIR",
+        command=CALIBRATE,
+        without=("model/tokenizer.json", "model/tokenizer_config.json"),
+    ),
+    evaluating(
+        "calibrate-tokens-unknown-to-the-model",
+        "the token 15",
+        "knows 8",
+        command=CALIBRATE,
+        text=LONG_TEXT,
+        config=language_model_config(8),
+        weights=stored(language_model(8)),
+    ),
+    evaluating(
+        "calibrate-weight-missing",
+        "missing",
+        "lm_head.weight",
+        command=CALIBRATE,
+        text=LONG_TEXT,
+        weights=without_tensor("lm_head.weight"),
+    ),
+    evaluating("calibrate-recipe-unknown", "'q55'", "'q5'", command=CALIBRATE + " --recipe q55"),
+    evaluating(
+        "calibrate-output-in-no-folder",
+        "nowhere",
+        "make it first",
+        command="calibrate model nowhere/s.safetensors --text text.txt",
+    ),
+    there("calibrate-output-there", CALIBRATE, "scales.safetensors", "--overwrite", content=b"x"),
+    there(
+        "calibrate-output-foreign",
+        CALIBRATE + " --overwrite",
+        "scales.safetensors",
+        "move it away",
+        content=stored(language_model()),
+    ),
+    there(
+        "awq-of-something-else",
+        "quantize model out --awq scales.safetensors",
+        "scales.safetensors",
+        "calibrate",
+        content=stored(language_model()),
+    ),
+    there(
+        "awq-truncated",
+        "quantize model out --awq scales.safetensors",
+        "scales.safetensors",
+        content=stored(language_model())[:100],
+    ),
+    evaluating("awq-missing", "nowhere", "no such file", command="quantize model out --awq nowhere"),
+    evaluating("awq-a-folder", "model", "no such file", command="quantize model out --awq model"),
+    evaluating("ablate-text-empty", TEXT, "an empty file", command="ablate model --text text.txt", text=b""),
+    evaluating(
+        "ablate-text-too-short-for-awq", "at least 256 tokens", "--no-awq", command="ablate model --text text.txt"
+    ),
+    evaluating(
+        "ablate-text-shorter-than-a-window",
+        "at least 16 tokens",
+        "found 3",
+        command="ablate model --text text.txt --no-awq",
+        text="w1 w2 w3",
+    ),
+    evaluating("ablate-model-missing", "nowhere", "config.json", command="ablate nowhere --text text.txt --no-awq"),
+    evaluating(
+        "ablate-an-encoder",
+        "BertModel",
+        "not a causal language model",
+        command="ablate model --text text.txt --no-awq",
+        config=BERT,
+    ),
+]

@@ -1,0 +1,209 @@
+"""Bad inputs: options of exports, masters that a target cannot store, and wrong originals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hostile.case import (
+    CONFIG,
+    DOWN,
+    EXPORT,
+    FILE,
+    NORM,
+    UP,
+    VECTOR,
+    WEIGHT,
+    WEIGHT_DATA,
+    Case,
+    Content,
+    Stored,
+    stored,
+    write,
+)
+from hostile.masters import DOWN_192, MANIFEST, Damage, run_quantize, set_json
+
+EXPORT_SRC: dict[str, Content] = {
+    FILE: stored({UP: WEIGHT, DOWN: DOWN_192, NORM: VECTOR}),
+    CONFIG: {"model_type": "llama"},
+}
+TORCHAO, VLLM, MLX = (f"export master out --target {target}" for target in ("torchao-int4", "vllm-int4", "mlx-q4"))
+
+
+def exporting(
+    name: str,
+    commands: Mapping[str, tuple[str, ...] | None],
+    config: dict[str, Any] | None = None,
+    damage: Damage = lambda folder: None,
+    files: Mapping[str, Content] | None = None,
+    own_process: bool = False,
+) -> Case:
+    """A source and its master, with another configuration, or damaged. damage: gets the folder of both."""
+
+    def prepare(folder: Path) -> None:
+        write(folder, {**EXPORT_SRC, **({CONFIG: config} if config is not None else {})})
+        run_quantize(folder / "src", folder / "master")
+        damage(folder)
+
+    return Case(name, commands, files or {}, prepare=prepare, own_process=own_process)
+
+
+def of_master(damage: Damage) -> Damage:
+    return lambda folder: damage(folder / "master")
+
+
+def nan_norms(master: Path) -> None:
+    """Change a norm to NaN; of the commands, only verify looks for that."""
+    for path in sorted(master.glob("*.safetensors")):
+        data = bytearray(path.read_bytes())
+        length = int.from_bytes(data[:8], "little")
+        for name, entry in json.loads(data[8 : 8 + length]).items():
+            if name == UP + "_norms":
+                begin = 8 + length + entry["data_offsets"][0]
+                data[begin : begin + 2] = b"\x00\x7e"
+                path.write_bytes(data)
+
+
+def other_source(tensors: Mapping[str, Stored], manifest: bool = True) -> Damage:
+    """Another original beside the master; without the manifest, there is no fingerprint to compare."""
+
+    def damage(folder: Path) -> None:
+        write(folder, {"other/model.safetensors": stored(tensors)})
+        if not manifest:
+            (folder / "master" / MANIFEST).unlink()
+
+    return damage
+
+
+def newer_master(folder: Path) -> None:
+    set_json("config.json", "quantization_config", "format_version", to=99)(folder / "master")
+
+
+OTHER_UP: Stored = ("F32", [2, 128], WEIGHT_DATA[512:] + WEIGHT_DATA[:512])
+LONG_UP: Stored = ("F32", [4, 128], WEIGHT_DATA * 2)
+ABSENT: dict[str, Content] = {
+    "mlx/__init__.py": "raise ImportError(\"No module named 'mlx'\")\n",
+    "mlx/__pycache__": "",  # a file, so that none is written
+}
+EXPORT_CASES = [
+    exporting(
+        "group-size-that-no-target-has",
+        {
+            TORCHAO + " --group-size 100": ("--group-size 100", "torchao-int4", "128, 64, 32, 256"),
+            VLLM + " --group-size 100": ("--group-size 100", "vllm-int4", "128, 64, 32"),
+            MLX + " --group-size 100": ("--group-size 100", "mlx-q4", "64, 32, 128"),
+            VLLM + " --group-size 0": ("--group-size 0", "128, 64, 32"),
+            TORCHAO + " --group-size -128": ("--group-size -128",),
+        },
+    ),
+    exporting(
+        "group-size-that-does-not-divide",
+        {
+            TORCHAO + " --group-size 128": (DOWN, "--group-size 128", "rows of 192", "32, 64"),
+            VLLM + " --group-size 128": (DOWN, "--group-size 128", "rows of 192", "32, 64"),
+        },
+    ),
+    exporting(
+        "bits-that-no-target-has",
+        {
+            TORCHAO + " --bits 3": ("--bits 3", "torchao-int4", "has 4"),
+            VLLM + " --bits 3": ("--bits 3", "vllm-int4", "has 4, 8"),
+            MLX + " --bits 7": ("--bits 7", "mlx-q4", "2, 3, 5, 6, 8"),
+            MLX + " --mode mxfp4 --bits 8": ("--bits 8", "mode mxfp4", "has 4"),
+            EXPORT + " --bits 4": ("--bits", "bf16"),
+            VLLM + " --bits 0": ("--bits 0",),
+        },
+    ),
+    exporting(
+        "option-of-another-target",
+        {
+            TORCHAO + " --basis rotated": ("--basis", "torchao-int4"),
+            TORCHAO + " --mode affine": ("--mode", "torchao-int4"),
+            VLLM + " --packing plain": ("--packing", "vllm-int4"),
+            VLLM + " --dtype source": ("--dtype", "vllm-int4"),
+            MLX + " --basis plain": ("--basis", "mlx-q4"),
+            EXPORT + " --qparams minmax": ("--qparams", "bf16"),
+            EXPORT + " --source src": ("--source", "bf16"),
+        },
+    ),
+    exporting("qparams-best-of-a-float", {MLX + " --mode mxfp4 --qparams best": ("--qparams best", "mxfp4", "minmax")}),
+    exporting(
+        "export-onto-an-input",
+        {
+            "export master master -t vllm-int4": ("master", "outside"),
+            "export master master/out -t torchao-int4": ("master/out", "outside"),
+            "export master src -t torchao-int4 --source src": ("src", "outside"),
+            "export master src/out -t vllm-int4 --source src": ("src/out", "outside"),
+            "export master . -t vllm-int4": ("outside",),
+        },
+    ),
+    exporting(
+        "export-original-missing",
+        {TORCHAO + " --source nowhere": ("nowhere", "no such")},
+    ),
+    exporting(
+        "export-original-a-master",
+        {VLLM + " --source master": ("--source master", "the original checkpoint", "pqweights master")},
+    ),
+    exporting(
+        "export-original-of-other-weights",
+        {VLLM + " --source other": ("--source other", "is not the checkpoint", "fingerprint")},
+        damage=other_source({UP: OTHER_UP, DOWN: DOWN_192, NORM: VECTOR}),
+    ),
+    exporting(
+        "export-original-of-another-shape",
+        {TORCHAO + " --source other": ("--source other", UP, "[2, 128]", "[4, 128]")},
+        damage=other_source({UP: LONG_UP, DOWN: DOWN_192, NORM: VECTOR}, manifest=False),
+    ),
+    exporting(
+        "export-original-without-a-tensor",
+        {TORCHAO + " --source other": ("--source other", DOWN, "none")},
+        damage=other_source({UP: WEIGHT, NORM: VECTOR}, manifest=False),
+    ),
+    exporting(
+        "export-of-nan-norms",
+        {
+            TORCHAO: (UP, "NaN", "rows 0 to 1", "verify"),
+            VLLM: (UP, "NaN"),
+            VLLM + " --basis rotated": (UP, "NaN"),
+            TORCHAO + " --packing plain --qparams minmax": (UP, "NaN"),
+            EXPORT: None,
+        },
+        damage=of_master(nan_norms),
+    ),
+    exporting(
+        "export-of-a-newer-master",
+        dict.fromkeys((TORCHAO, VLLM, MLX), ("config.json", "format_version", "99")),
+        damage=newer_master,
+    ),
+    exporting(
+        "export-of-transposed-weights",
+        dict.fromkeys((TORCHAO, VLLM), ("config.json", "gpt2", "transposed", "mlx-q4")),
+        {"model_type": "gpt2"},
+    ),
+    exporting("export-of-llama-4", {VLLM: ("Llama 4", "mlx-q4")}, {"model_type": "llama4"}),
+    Case(
+        "export-of-no-linear-layer",
+        dict.fromkeys((TORCHAO, VLLM), ("no weight of this model can become integers", "embedding")),
+        prepare=lambda folder: (
+            write(folder, {FILE: stored({"model.embed_tokens.weight": WEIGHT}), CONFIG: {"model_type": "llama"}}),
+            run_quantize(folder / "src", folder / "master"),
+        )[0],
+    ),
+    exporting(
+        "export-without-mlx",
+        {MLX: ("mlx-q4", "No module named 'mlx'", "pip install 'pqweights[mlx]'")},
+        files=ABSENT,
+        own_process=True,
+    ),
+    exporting(
+        "export-of-a-model-unknown-to-mlx",
+        {MLX: ("mlx-lm", "no_such_model", "--target bf16")},
+        {"model_type": "no_such_model"},
+    ),
+    exporting("export-of-an-unnamed-model-to-mlx", {MLX: ("mlx-lm", "model_type", "--target bf16")}, {}),
+    exporting("export-of-half-a-configuration-to-mlx", {MLX: ("mlx-lm", "'llama'", "--target bf16")}),
+]
+MODEL, TEXT = "model/model.safetensors", "text.txt"

@@ -1,0 +1,345 @@
+"""Bad inputs: damaged masters."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hostile.case import (
+    CONFIG,
+    EXPORT,
+    FILE,
+    GOOD,
+    INDEX,
+    INSPECT,
+    NAN,
+    NORM,
+    UP,
+    VECTOR,
+    VERIFY,
+    WEIGHT,
+    WEIGHT_DATA,
+    Case,
+    Content,
+    Stored,
+    stored,
+    write,
+)
+
+SHARD = "model-00001-of-00002.safetensors"
+LAST_SHARD = "model-00002-of-00002.safetensors"
+MASTER_SRC: dict[str, Content] = {
+    FILE: stored(
+        {UP: WEIGHT, "model.layers.0.mlp.gate_proj.weight": ("F32", [4, 65], WEIGHT_DATA + bytes(16)), NORM: VECTOR}
+    ),
+    CONFIG: {"model_type": "llama"},
+    "src/tokenizer.json": {"tokens": []},
+}
+
+
+def run_quantize(source: Path, out: Path, bits: int = 5) -> None:
+    from calls import quantize
+
+    from pqweights.planning.recipe import load_recipe
+
+    quantize(source, out, load_recipe("q5").with_bits(bits), threads=1, max_shard_bytes=300)
+
+
+def make_master(folder: Path) -> None:
+    """An undamaged master of two shards: two weights, one with a shape override, a kept vector, a tokenizer."""
+    write(folder, MASTER_SRC)
+    run_quantize(folder / "src", folder / "master")
+    shutil.rmtree(folder / "src")
+
+
+Damage = Callable[[Path], None]  # damages the folder of a master
+
+
+def damaged(name: str, damage: Damage, **expected: tuple[str, ...] | None) -> Case:
+    """A master that was changed after it was finished. expected: fragments by command; others need not notice."""
+
+    def prepare(folder: Path) -> None:
+        make_master(folder)
+        damage(folder / "master")
+
+    commands = {"verify": VERIFY, "inspect": INSPECT, "export": EXPORT}
+    return Case(name, {line: expected.get(key) for key, line in commands.items()}, prepare=prepare)
+
+
+def flip(file: str, tensor: str | None) -> Damage:
+    """Flip one bit of a tensor, or of the header."""
+
+    def damage(master: Path) -> None:
+        data = bytearray((master / file).read_bytes())
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        at = 12 if tensor is None else 8 + length + header[tensor]["data_offsets"][0] + 1
+        data[at] ^= 4
+        (master / file).write_bytes(data)
+
+    return damage
+
+
+def set_json(file: str, *path: str | int, to: Any) -> Damage:
+    """Replace the value at a path; `to` may also be a function of the old value."""
+
+    def damage(master: Path) -> None:
+        place = document = json.loads((master / file).read_bytes())
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = to(place.get(path[-1])) if callable(to) else to
+        (master / file).write_text(json.dumps(document, indent=2) + "\n")
+
+    return damage
+
+
+def remove_key(file: str, *path: str | int) -> Damage:
+    def damage(master: Path) -> None:
+        place = document = json.loads((master / file).read_bytes())
+        for key in path[:-1]:
+            place = place[key]
+        del place[path[-1]]
+        (master / file).write_text(json.dumps(document, indent=2) + "\n")
+
+    return damage
+
+
+def replace(file: str, content: Content) -> Damage:
+    return lambda master: write(master, {file: content})
+
+
+def cut(file: str, count: int) -> Damage:
+    return lambda master: write(master, {file: (master / file).read_bytes()[:-count]})
+
+
+def delete(file: str) -> Damage:
+    return lambda master: (master / file).unlink()
+
+
+def consistently(file: str, damage: Damage) -> Damage:
+    """Damage a file, and make the manifest agree with it."""
+    import hashlib
+
+    def both(master: Path) -> None:
+        damage(master)
+        data = (master / file).read_bytes()
+        record = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        set_json("pqweights.json", "files", file, to=record)(master)
+
+    return both
+
+
+CODEC = "hadamard-lloyd-max"
+GATE = "model.layers.0.mlp.gate_proj.weight"
+MANIFEST = "pqweights.json"
+
+
+def settings(name: str, *path: str | int, to: Any, export: tuple[str, ...]) -> Case:
+    """A changed quantization_config: verify finds another file, and export finds a contradiction."""
+    damage = set_json("config.json", "quantization_config", *path, to=to)
+    return damaged(name, damage, verify=("config.json",), export=("config.json", *export))
+
+
+def settings_in_manifest(name: str, *path: str | int, to: Any, verify: tuple[str, ...]) -> Case:
+    """A changed quantization_config whose hash in the manifest was changed, too."""
+    damage = consistently("config.json", set_json("config.json", "quantization_config", *path, to=to))
+    return damaged(name, damage, verify=("config.json", *verify))
+
+
+def manifest(name: str, *path: str | int, to: Any) -> Case:
+    """A manifest that is JSON but makes no sense."""
+    return damaged(name, set_json(MANIFEST, *path, to=to), verify=(MANIFEST,), inspect=(MANIFEST,))
+
+
+MASTER_CASES = [
+    damaged("master-codes-flipped", flip(SHARD, UP + "_codes"), verify=(SHARD, UP + "_codes", "sha256")),
+    damaged("master-norms-flipped", flip(SHARD, UP + "_norms"), verify=(SHARD, UP + "_norms", "sha256")),
+    damaged("master-kept-tensor-flipped", flip(LAST_SHARD, NORM), verify=(LAST_SHARD, NORM, "sha256")),
+    damaged("master-header-flipped", flip(SHARD, None), verify=(SHARD, "header"), export=(SHARD,)),
+    damaged("master-shard-truncated", cut(SHARD, 1), verify=(SHARD, "bytes"), export=(SHARD, "truncated")),
+    damaged(
+        "master-shard-longer",
+        lambda master: write(master, {SHARD: (master / SHARD).read_bytes() + b"\0"}),
+        verify=(SHARD, "bytes"),
+        export=(SHARD, "foreign"),
+    ),
+    damaged("master-shard-missing", delete(SHARD), verify=(f"{SHARD}: missing",), export=(SHARD, "missing")),
+    damaged("master-index-missing", delete(INDEX[4:]), verify=(INDEX[4:], "missing"), export=(INDEX[4:], "missing")),
+    damaged("master-index-not-json", replace(INDEX[4:], "{"), verify=(INDEX[4:],), export=(INDEX[4:], "JSON")),
+    damaged(
+        "master-index-edited",
+        set_json(INDEX[4:], "weight_map", NORM, to=SHARD),
+        verify=(INDEX[4:], "sha256"),
+        export=(NORM, SHARD),
+    ),
+    damaged(
+        "master-index-edited-with-the-manifest",
+        consistently(INDEX[4:], set_json(INDEX[4:], "weight_map", NORM, to=SHARD)),
+        verify=(INDEX[4:], "not the index"),
+        export=(NORM, SHARD),
+    ),
+    damaged(
+        "master-index-leaves-the-folder",
+        set_json(INDEX[4:], "weight_map", NORM, to="../x.safetensors"),
+        verify=(INDEX[4:],),
+        export=(INDEX[4:], NORM, "../x.safetensors"),
+    ),
+    damaged(
+        "master-companion-edited", replace("tokenizer.json", '{"tokens": {}}'), verify=("tokenizer.json", "sha256")
+    ),
+    damaged("master-companion-missing", delete("tokenizer.json"), verify=("tokenizer.json", "missing")),
+    damaged("master-with-another-file", replace("notes.txt", "mine"), verify=("notes.txt", "not in the manifest")),
+    damaged(
+        "master-with-another-shard",
+        replace("model-00003-of-00003.safetensors", GOOD),
+        verify=("model-00003-of-00003.safetensors",),
+    ),
+    damaged("master-with-a-journal", replace(".pqweights/journal.jsonl", "{}\n"), verify=(".pqweights", "unfinished")),
+    damaged("master-config-missing", delete("config.json"), verify=("config.json", "missing"), export=("config.json",)),
+    damaged(
+        "master-config-not-json", replace("config.json", "{"), verify=("config.json",), export=("config.json", "JSON")
+    ),
+    damaged(
+        "master-config-of-no-master",
+        remove_key("config.json", "quantization_config"),
+        verify=("config.json",),
+        export=("quant_method",),
+    ),
+    damaged(
+        "master-config-of-no-master-with-the-manifest",
+        consistently("config.json", remove_key("config.json", "quantization_config")),
+        verify=("config.json",),
+        export=("quant_method",),
+    ),
+    settings("master-version-99", "format_version", to=99, export=("format_version", "99")),
+    settings("master-version-missing", "format_version", to=None, export=("format_version",)),
+    settings("master-block-size-64", "block_size", to=64, export=("block_size", "64")),
+    settings("master-key-unknown", "bit_order", to="big", export=("'bit_order'",)),
+    damaged(
+        "master-bits-4",
+        set_json("config.json", "quantization_config", "bits", to=4),
+        verify=("config.json",),
+        export=("levels", "4 bits"),
+    ),
+    settings("master-bits-9", "bits", to=9, export=("bits", "found 9")),
+    settings("master-bits-a-string", "bits", to="5", export=("bits",)),
+    settings("master-bits-a-float", "bits", to=5.5, export=("bits", "5.5")),
+    settings("master-codec-unknown", "codec", to="hadamard", export=("'hadamard'", CODEC)),
+    settings("master-codec-a-list", "codec", to=[CODEC], export=("codec",)),
+    settings("master-rotation-unknown", "rotation", to="givens", export=("'givens'",)),
+    settings("master-dtype-a-number", "dtype", to=16, export=("dtype",)),
+    settings("master-dtype-unknown", "dtype", to="BF61", export=("dtype", "BF61")),
+    settings("master-levels-missing", "levels", to={}, export=("levels",)),
+    settings("master-levels-a-list", "levels", to=[], export=("levels",)),
+    settings("master-levels-too-few", "levels", CODEC, "5", to=[-1.0, 1.0], export=("levels", "32")),
+    settings("master-levels-descending", "levels", CODEC, "5", to=lambda old: old[::-1], export=("levels",)),
+    settings("master-levels-of-strings", "levels", CODEC, "5", to=lambda old: [*old[:-1], "3"], export=("levels",)),
+    settings("master-levels-with-nan", "levels", CODEC, "5", to=lambda old: [*old[:-1], NAN], export=("levels",)),
+    settings(
+        "master-levels-beyond-float32", "levels", CODEC, "5", to=lambda old: [*old[:-1], 1e300], export=("levels",)
+    ),
+    settings(
+        "master-levels-beyond-float64", "levels", CODEC, "5", to=lambda old: [*old[:-1], 10**400], export=("levels",)
+    ),
+    settings(
+        "master-levels-equal-in-float32",
+        "levels",
+        CODEC,
+        "5",
+        to=lambda o: [*o[:-1], o[-2] + 1e-12],
+        export=("levels",),
+    ),
+    settings("master-overrides-a-list", "overrides", to=[], export=("overrides",)),
+    settings("master-override-unknown-key", "overrides", GATE, to={"shape": [4, 65], "bit": 4}, export=(GATE, "'bit'")),
+    settings("master-override-unknown-weight", "overrides", "model.absent", to={"bits": 4}, export=("'model.absent'",)),
+    settings("master-override-a-number", "overrides", GATE, to=5, export=(GATE,)),
+    settings("master-override-null", "overrides", GATE, to=None, export=(GATE,)),
+    settings("master-override-shape-a-string", "overrides", GATE, "shape", to="4x65", export=(GATE, "shape")),
+    settings(
+        "master-override-exponent-1000", "overrides", GATE, "norm_exponent", to=1000, export=(GATE, "norm_exponent")
+    ),
+    settings(
+        "master-override-exponent-a-float", "overrides", GATE, "norm_exponent", to=1.5, export=(GATE, "norm_exponent")
+    ),
+    damaged(
+        "master-override-shape-wrong",
+        set_json("config.json", "quantization_config", "overrides", GATE, "shape", to=[4, 200]),
+        verify=("config.json",),
+        export=(GATE, "[4, 200]"),
+    ),
+    damaged(
+        "master-override-missing",
+        remove_key("config.json", "quantization_config", "overrides", GATE),
+        verify=("config.json",),
+        export=None,  # the flattened blocks are read as rows of 128; only verify notices
+    ),
+    settings_in_manifest(
+        "master-levels-edited", "levels", CODEC, "5", to=lambda o: [*o[:-1], o[-1] + 0.1], verify=("levels",)
+    ),
+    settings_in_manifest("master-shape-edited", "overrides", GATE, "shape", to=[65, 4], verify=(GATE, "shape")),
+    settings_in_manifest(
+        "master-exponent-edited", "overrides", GATE, "norm_exponent", to=1, verify=(GATE, "norm_exponent")
+    ),
+    settings_in_manifest("master-rotation-edited", "rotation", to="signed-hadamard", verify=(UP, "rotation")),
+    settings_in_manifest("master-dtype-edited", "dtype", to="F16", verify=(UP, "dtype")),
+    settings_in_manifest("master-kept-edited", "kept", to=[], verify=("kept",)),
+    damaged("manifest-absent", delete(MANIFEST), verify=(MANIFEST,), inspect=(MANIFEST,)),
+    damaged("manifest-empty", replace(MANIFEST, b""), verify=(MANIFEST, "JSON"), inspect=(MANIFEST, "JSON")),
+    damaged("manifest-cut", cut(MANIFEST, 10), verify=(MANIFEST, "JSON"), inspect=(MANIFEST, "JSON")),
+    damaged("manifest-not-utf-8", replace(MANIFEST, b'{"a": "\xff"}'), verify=(MANIFEST,), inspect=(MANIFEST,)),
+    damaged("manifest-a-list", replace(MANIFEST, "[]"), verify=(MANIFEST, "list"), inspect=(MANIFEST, "list")),
+    damaged("manifest-nested", replace(MANIFEST, "[" * 100_000), verify=(MANIFEST,), inspect=(MANIFEST,)),
+    damaged("manifest-without-tensors", remove_key(MANIFEST, "tensors"), verify=(MANIFEST,), inspect=(MANIFEST,)),
+    damaged("manifest-without-hashes", remove_key(MANIFEST, "tensors", 0, "stored", 0, "sha256"), verify=(MANIFEST,)),
+    manifest("manifest-version-99", "manifest_version", to=99),
+    manifest("manifest-source-null", "source", to=None),
+    manifest("manifest-tensors-a-number", "tensors", to=5),
+    manifest("manifest-tensor-a-string", "tensors", 0, to="x"),
+    manifest("manifest-dtype-unknown", "tensors", 0, "stored", 0, "dtype", to="F128"),
+    manifest("manifest-dtype-a-list", "tensors", 0, "stored", 0, "dtype", to=["U8"]),
+    manifest("manifest-shape-of-strings", "tensors", 0, "shape", to=["2", "128"]),
+    manifest("manifest-stored-shape-of-strings", "tensors", 0, "stored", 0, "shape", to=["2", "128"]),
+    manifest("manifest-stored-shape-negative", "tensors", 0, "stored", 0, "shape", to=[-2, 128]),
+    manifest("manifest-shape-null", "tensors", 0, "shape", to=None),
+    manifest("manifest-codec-unknown", "tensors", 0, "codec", to="hadamard"),
+    manifest("manifest-codec-a-list", "tensors", 0, "codec", to=[CODEC]),
+    manifest("manifest-bits-a-string", "tensors", 0, "bits", to="five"),
+    manifest("manifest-bits-99", "tensors", 0, "bits", to=99),
+    manifest("manifest-error-a-string", "tensors", 0, "relative_mse", to="small"),
+    manifest("manifest-name-a-number", "tensors", 0, "name", to=5),
+    manifest("manifest-action-unknown", "tensors", 0, "action", to="dropp"),
+    manifest("manifest-shard-size-a-string", "max_shard_bytes", to="5GB"),
+    manifest("manifest-shard-size-negative", "max_shard_bytes", to=-5),
+    manifest("manifest-files-a-list", "files", to=[]),
+    manifest("manifest-file-a-string", "files", "tokenizer.json", to="x"),
+    manifest("manifest-file-of-a-string-size", "files", "tokenizer.json", "bytes", to="16"),
+    damaged(
+        "manifest-leaves-the-folder",
+        set_json(MANIFEST, "files", "../x", to={"bytes": 1, "sha256": "0" * 64}),
+        verify=(MANIFEST, "'../x'", "outside"),
+    ),
+    damaged(
+        "manifest-absolute-path",
+        set_json(MANIFEST, "files", "/x", to={"bytes": 1, "sha256": "0" * 64}),
+        verify=(MANIFEST, "'/x'", "outside"),
+    ),
+    damaged("manifest-without-the-index", remove_key(MANIFEST, "files", INDEX[4:]), verify=(MANIFEST, INDEX[4:])),
+    damaged(
+        "manifest-of-other-hashes",
+        set_json(MANIFEST, "tensors", 0, "stored", 0, "sha256", to="0" * 64),
+        verify=("sha256",),
+    ),
+    damaged(
+        "manifest-of-another-name", set_json(MANIFEST, "tensors", 0, "stored", 0, "name", to="x_codes"), verify=(SHARD,)
+    ),
+    damaged(
+        "manifest-tensor-twice",
+        set_json(MANIFEST, "tensors", to=lambda old: [*old, old[0]]),
+        verify=(MANIFEST, "twice"),
+    ),
+]
+DOWN_192: Stored = ("F32", [8, 192], np.random.default_rng(1).standard_normal(8 * 192).astype(np.float32).tobytes())

@@ -1,0 +1,69 @@
+"""Bad inputs: output folders that may not be replaced or continued."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hostile.case import GOOD_SRC, QUANTIZE, Case, write
+from hostile.masters import run_quantize
+
+
+def finished_out(folder: Path) -> None:
+    """A source, and the finished result of another recipe in OUT."""
+    write(folder, GOOD_SRC)
+    run_quantize(folder / "src", folder / "out", bits=3)
+
+
+def symlinked_out(folder: Path) -> None:
+    write(folder, GOOD_SRC)
+    (folder / "out").symlink_to("src", target_is_directory=True)
+
+
+def foreign_name(folder: Path) -> None:
+    """A companion whose name is not Unicode text, so that no JSON manifest can hold it."""
+    write(folder, GOOD_SRC)
+    (folder / "src" / b"caf\xe9.txt".decode("utf-8", "surrogateescape")).write_bytes(b"")
+
+
+JOURNAL = "out/.pqweights/journal.jsonl"
+OUTPUT_CASES = [
+    Case("out-holds-something-else", {QUANTIZE: ("out", "'notes.txt'")}, {**GOOD_SRC, "out/notes.txt": "mine"}),
+    Case(
+        "out-holds-something-else-to-overwrite",
+        {QUANTIZE + " --overwrite": ("out", "'notes.txt'")},
+        {**GOOD_SRC, "out/notes.txt": "mine"},
+    ),
+    Case("out-a-file", {QUANTIZE: ("out", "folder")}, {**GOOD_SRC, "out": "mine"}),
+    Case("out-below-a-file", {"quantize src file/out": ("file",)}, {**GOOD_SRC, "file": "mine"}),
+    Case("out-is-the-source", {"quantize src src": ("src", "outside")}, GOOD_SRC),
+    Case("out-inside-the-source", {"quantize src src/out": ("src/out", "outside")}, GOOD_SRC),
+    Case(
+        "out-around-the-source",
+        {"quantize out/src out": ("out", "outside")},
+        {f"out/{name}": content for name, content in GOOD_SRC.items()},
+    ),
+    Case("out-a-link-to-the-source", {QUANTIZE: ("out", "outside")}, prepare=symlinked_out),
+    Case("out-holds-another-result", {QUANTIZE: ("out", "--overwrite")}, prepare=finished_out),
+    Case("out-with-a-broken-manifest", {QUANTIZE: ("pqweights.json",)}, {**GOOD_SRC, "out/pqweights.json": "{"}),
+    Case(
+        "out-with-a-broken-manifest-to-overwrite",
+        {QUANTIZE + " --overwrite": ("pqweights.json",)},
+        {**GOOD_SRC, "out/pqweights.json": "{"},
+    ),
+    Case("journal-empty", {QUANTIZE: ("journal",)}, {**GOOD_SRC, JOURNAL: b"", "out/.pqweights/lock": b""}),
+    Case("journal-of-zeros", {QUANTIZE: ("journal",)}, {**GOOD_SRC, JOURNAL: bytes(512), "out/.pqweights/lock": b""}),
+    Case("journal-a-list", {QUANTIZE: ("journal",)}, {**GOOD_SRC, JOURNAL: b"[]\n", "out/.pqweights/lock": b""}),
+    Case("journal-a-text", {QUANTIZE: ("journal",)}, {**GOOD_SRC, JOURNAL: b"hello\n", "out/.pqweights/lock": b""}),
+    Case(
+        "journal-without-its-keys",
+        {QUANTIZE: ("journal",)},
+        {**GOOD_SRC, JOURNAL: b"{}\n", "out/.pqweights/lock": b""},
+    ),
+    Case("name-of-a-file-not-utf-8", {QUANTIZE: ("caf",)}, prepare=foreign_name),
+    Case("bits-out-of-range", {QUANTIZE + " --bits 9": ("--bits", "8")}, GOOD_SRC),
+    Case("bits-no-number", {QUANTIZE + " --bits five": ("--bits",)}, GOOD_SRC),
+    Case("size-no-size", {QUANTIZE + " --max-shard-size huge": ("huge",)}, GOOD_SRC),
+    Case("size-zero", {QUANTIZE + " --max-shard-size 0": ("at least one byte",)}, GOOD_SRC),
+    Case("threads-zero", {QUANTIZE + " --threads 0": ("--threads",)}, GOOD_SRC),
+    Case("target-unknown", {"export src out --target bf61": ("bf61",)}, GOOD_SRC),
+]

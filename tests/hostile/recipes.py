@@ -1,0 +1,55 @@
+"""Bad inputs: recipes."""
+
+from __future__ import annotations
+
+from hostile.case import GOOD_SRC, RECIPE, UP, Case, Content
+
+
+def recipe(name: str, text: Content, *fragments: str) -> Case:
+    return Case(name, {RECIPE: ("recipe.yaml", *fragments)}, {**GOOD_SRC, "recipe.yaml": text})
+
+
+RECIPE_CASES = [
+    Case("recipe-name-unknown", {"quantize src out --recipe q55": ("'q55'", "'q5'")}, GOOD_SRC),
+    Case("recipe-file-missing", {RECIPE: ("recipe.yaml",)}, GOOD_SRC),
+    Case("recipe-a-folder", {RECIPE: ("recipe.yaml",)}, {**GOOD_SRC, "recipe.yaml/a": b""}),
+    recipe("recipe-not-yaml", "bits: [", "not YAML"),
+    recipe("recipe-not-utf-8", b"name: \xff"),
+    recipe("recipe-empty", ""),
+    recipe("recipe-a-list", "- bits: 5\n", "keys and values"),
+    recipe("recipe-of-tabs", "rules:\n\t- keep: true\n", "not YAML"),
+    recipe("recipe-with-python", "!!python/object/apply:os.system [touch payload-ran]", "not YAML"),
+    recipe("recipe-impossible-date", "name: 2020-13-45\n"),
+    recipe("recipe-impossible-number", "bits: !!int five\n"),
+    recipe("recipe-nested", "[" * 5000),
+    recipe("recipe-key-unknown", "bitz: 5\n", "'bitz'", "'bits'"),
+    recipe("recipe-key-a-number", "5: 5\n", "unknown key"),
+    recipe("recipe-bits-too-many", "bits: 9\n", "bits", "2 to 8", "9"),
+    recipe("recipe-bits-too-few", "bits: 1\n", "bits", "2 to 8"),
+    recipe("recipe-bits-negative", "bits: -5\n", "bits"),
+    recipe("recipe-bits-a-string", "bits: five\n", "bits", "five"),
+    recipe("recipe-bits-a-boolean", "bits: true\n", "bits"),
+    recipe("recipe-bits-a-float", "bits: 5.5\n", "bits", "whole", "5.5"),
+    recipe("recipe-rules-a-mapping", "rules: {keep: true}\n", "rules"),
+    recipe("recipe-rules-a-string", "rules: all\n", "rules"),
+    recipe("rule-a-string", "rules: [all]\n", "rule 1"),
+    recipe("rule-key-unknown", "rules: [{nome: a, keep: true}]\n", "rule 1", "'nome'", "'name'"),
+    recipe("rule-role-unknown", "rules: [{role: atention, bits: 4}]\n", "rule 1", "'atention'", "'attention'"),
+    recipe("rule-bits-too-many", "rules: [{name: '*', keep: true}, {name: '*', bits: 16}]\n", "rule 2", "16"),
+    recipe("rule-bits-zero", "rules: [{name: '*', bits: 0}]\n", "rule 1"),
+    recipe("rule-keep-and-bits", "rules: [{name: '*', keep: true, bits: 4}]\n", "rule 1", "both"),
+    recipe("rule-without-an-action", "rules: [{name: '*'}]\n", "rule 1"),
+    recipe("rule-without-a-condition", "rules: [{bits: 4}]\n", "rule 1", "condition"),
+    recipe("rule-name-a-number", "rules: [{name: 5, bits: 4}]\n", "rule 1", "name"),
+    recipe("rule-dims-a-string", "rules: [{dims: two, bits: 4}]\n", "rule 1", "dims"),
+    Case(
+        "recipe-codec-unknown",
+        {RECIPE: ("'hadamard'", "'hadamard-absmax'")},
+        {**GOOD_SRC, "recipe.yaml": "codec: hadamard\n"},
+    ),
+    Case(
+        "rule-matches-nothing",
+        {RECIPE: ("rule 1", "'model.layers.*.mlp.up_porj.weight'", UP)},
+        {**GOOD_SRC, "recipe.yaml": "rules: [{name: model.layers.*.mlp.up_porj.weight, bits: 4}]\n"},
+    ),
+]

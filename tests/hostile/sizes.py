@@ -1,0 +1,134 @@
+"""Bad inputs: target sizes, and files of sensitivities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hostile.case import Case, Content, stored
+from hostile.evaluation import BERT, GOOD_MODEL, evaluating, language_model, language_model_config, without_tensor
+from hostile.exports import TEXT
+
+FIT = "plan model --target-size 15kB"
+BY_FILE = FIT + " --sensitivity s.json"
+MEASURE = "sensitivity model s.json --tokens 16"
+SENSITIVITIES: dict[str, Any] = {
+    "pqweights_sensitivity": 1,
+    "checkpoint": "0" * 64,
+    "method": {"kind": "random tokens", "tokens": 16},
+    "groups": [{"name": "lm_head", "alpha": 0.5, "points": [[0.01, 0.005]], "weights": ["lm_head.weight"]}],
+}
+
+
+def fitting(name: str, options: str, *fragments: str, recipe: str | None = None) -> Case:
+    """An undamaged model with a target, in a recipe or by options, for plan and quantize."""
+    files: dict[str, Content] = GOOD_MODEL if recipe is None else GOOD_MODEL | {"recipe.yaml": recipe}
+    by = options if recipe is None else f"--recipe recipe.yaml {options}".rstrip()
+    return Case(name, {f"plan model {by}": fragments, f"quantize model out {by}": fragments}, files)
+
+
+def by_file(name: str, *fragments: str, content: Content | None = None, **changed: Any) -> Case:
+    """A damaged file of sensitivities. changed: keys of the file, or of its only group."""
+    group = SENSITIVITIES["groups"][0] | {key: value for key, value in changed.items() if key not in SENSITIVITIES}
+    whole = SENSITIVITIES | {"groups": [group]} | {key: value for key, value in changed.items() if key in SENSITIVITIES}
+    return Case(name, {BY_FILE: ("s.json", *fragments)}, GOOD_MODEL | {"s.json": whole if content is None else content})
+
+
+FIT_CASES = [
+    fitting("fit-size-no-size", "--target-size 9XB", "'9XB'", "5GiB (2**30)"),
+    fitting("fit-size-zero", "--target-size 0", "at least one byte"),
+    fitting("fit-size-beyond-all-files", "--target-size " + "9" * 5000, "at most 2**63"),
+    fitting("fit-bits-no-number", "--target-bpw many", "--target-bpw"),
+    fitting("fit-bits-and-target", "--target-bpw 4.5 --bits 4", "which chooses the widths"),
+    fitting("fit-both-targets", "--target-size 15kB --target-bpw 4.5", "found both"),
+    fitting("fit-bits-nan", "--target-bpw nan", "positive number, found nan"),
+    fitting("fit-bits-negative", "--target-bpw -4.5", "positive number, found -4.5"),
+    fitting("fit-bits-beyond-numbers", "--target-bpw 1e308", "above what the source has", "no quantization is needed"),
+    fitting("fit-bits-below-the-smallest", "--target-bpw 2", "below the smallest possible", "2.1250 bits per weight"),
+    fitting("fit-size-below-the-smallest", "--target-size 1kB", "1000 bytes: below the smallest possible"),
+    fitting("fit-size-above-the-source", "--target-size 1GB", "above the", "no quantization is needed"),
+    fitting("fit-sensitivity-without-target", "--sensitivity heuristic", "--target-size or --target-bpw beside it"),
+    fitting("fit-recipe-both-targets", "", "recipe.yaml", "found both", recipe="{target_size: 15kB, target_bpw: 4.5}"),
+    fitting("fit-recipe-size-no-size", "", "recipe.yaml", "'9 XB'", "5GiB", recipe="target_size: 9 XB"),
+    fitting("fit-recipe-size-a-list", "", "recipe.yaml", "target_size", "[5]", recipe="target_size: [5]"),
+    fitting("fit-recipe-bits-a-text", "", "recipe.yaml", "target_bpw", "'4.5'", recipe="target_bpw: '4.5'"),
+    fitting("fit-recipe-bits-beyond-numbers", "", "recipe.yaml", "target", recipe="target_bpw: " + "9" * 400),
+    fitting("fit-recipe-sensitivity-alone", "", "recipe.yaml", "sensitivity", recipe="sensitivity: heuristic"),
+    fitting("fit-recipe-with-bits", "--bits 4", "leave --bits out", recipe="target_bpw: 4.5"),
+    fitting("fit-recipe-nothing-free", "", "width is free", recipe="{target_bpw: 4.5, rules: [{name: '*', bits: 4}]}"),
+    by_file("fit-sensitivity-of-another-model", "sensitivities of this checkpoint", "pqweights sensitivity"),
+    fitting(
+        "fit-sensitivity-missing", "--target-bpw 4.5 --sensitivity nowhere", "nowhere", "No such file", "'heuristic'"
+    ),
+    fitting("fit-sensitivity-a-folder", "--target-bpw 4.5 --sensitivity model", "model", "Is a directory"),
+    by_file("fit-sensitivity-not-json", "expected JSON", content=b"{"),
+    by_file("fit-sensitivity-deep", "levels of nesting", content=b"[" * 200_000),
+    by_file("fit-sensitivity-something-else", "a file that pqweights sensitivity wrote", content={"groups": []}),
+    by_file("fit-sensitivity-newer", "pqweights_sensitivity 1", pqweights_sensitivity=2),
+    by_file("fit-sensitivity-without-groups", "groups: expected at least one group", groups=[]),
+    by_file("fit-sensitivity-a-group-of-nothing", "groups: group: expected keys and values", groups=[5]),
+    by_file("fit-sensitivity-method-unknown", "half of a surrogate pair", method={"kind": "\ud800"}),
+    by_file("fit-sensitivity-weights-a-text", "weights: expected a list of texts", weights="lm"),
+    by_file("fit-sensitivity-weight-twice", "is there twice", weights=["lm_head.weight"] * 2),
+    by_file("fit-sensitivity-alpha-nan", "alpha: expected a number, found 'nan'", alpha=float("nan")),
+    by_file("fit-sensitivity-alpha-negative", "alpha: expected a number from 0 to 1e+30, found '-1.0'", alpha=-1),
+    by_file("fit-sensitivity-alpha-beyond-numbers", "alpha: expected a number", alpha=10**400),
+    evaluating("sensitivity-model-missing", "nowhere", command="sensitivity nowhere s.json"),
+    evaluating(
+        "sensitivity-output-in-no-folder", "nowhere", "make it first", command="sensitivity model nowhere/s.json"
+    ),
+    evaluating("sensitivity-output-there", TEXT, "--overwrite", command="sensitivity model text.txt"),
+    evaluating("sensitivity-output-a-folder", "model", "found a folder", command="sensitivity model model --overwrite"),
+    evaluating("sensitivity-window-beyond-the-model", "16 tokens", "found 17", command=MEASURE + " --window 17"),
+    evaluating(
+        "sensitivity-too-few-tokens",
+        "--tokens 15",
+        "one window of 16",
+        command="sensitivity model s.json --tokens 15 --window 16",
+    ),
+    evaluating("sensitivity-recipe-unknown", "'q55'", "'q5'", command=MEASURE + " --recipe q55"),
+    evaluating("sensitivity-config-damaged", "config.json", "JSON", command=MEASURE, config=b"{"),
+    evaluating(
+        "sensitivity-model-unknown",
+        "transformers cannot run",
+        "no_such_model",
+        command=MEASURE,
+        config={"model_type": "no_such_model", "max_position_embeddings": 16, "vocab_size": 16},
+    ),
+    evaluating(
+        "sensitivity-vocabulary-unknown",
+        "vocab_size",
+        "--text FILE",
+        command=MEASURE + " --window 16",
+        config={"model_type": "llama"},
+    ),
+    evaluating("sensitivity-an-encoder", "BertModel", command=MEASURE, config=BERT),
+    evaluating(
+        "sensitivity-weight-missing",
+        "missing",
+        "lm_head.weight",
+        command=MEASURE,
+        weights=without_tensor("lm_head.weight"),
+    ),
+    evaluating(
+        "sensitivity-logits-nan", "logits are NaN", command=MEASURE, weights=stored(language_model(value=float("nan")))
+    ),
+    evaluating("sensitivity-text-missing", "nowhere.txt", "No such file", command=MEASURE + " --text nowhere.txt"),
+    evaluating(
+        "sensitivity-text-short", "1 window(s) of 16", "found 3", command=MEASURE + " --text text.txt", text="w1 w2 w3"
+    ),
+    evaluating(
+        "sensitivity-tokens-unknown-to-the-model",
+        "the token 15",
+        "knows 8",
+        command=MEASURE + " --text text.txt",
+        config=language_model_config(8),
+        weights=stored(language_model(8)),
+    ),
+    evaluating(
+        "sensitivity-tokenizer-missing",
+        "model",
+        "--tokenizer DIR",
+        command=MEASURE + " --text text.txt",
+        without=("model/tokenizer.json", "model/tokenizer_config.json"),
+    ),
+]

@@ -1,0 +1,38 @@
+"""Fixtures of the driver's tests: the small checkpoint, and what an undisturbed run writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import folder_bytes, run_command, small_checkpoint
+from rewriting import command
+
+from pqweights.rewrite import jobs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _several_chunks() -> Iterator[None]:
+    """Give tiny tensors several chunks, as in the killed runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "CHUNK_WEIGHTS", 4096)
+        yield
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_checkpoint(tmp_path_factory.mktemp("source") / "model")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    run_command(command(source), out)
+    return folder_bytes(out)
+
+
+@pytest.fixture
+def own_source(tmp_path: Path) -> Path:
+    """A source that the test may change."""
+    return small_checkpoint(tmp_path / "model")

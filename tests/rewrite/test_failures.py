@@ -1,0 +1,126 @@
+"""Failures of data and of the disk, and what a run does while the disk is slow."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import bf16, folder_bytes, gaussian, read_all, run_command, write_checkpoint
+from rewriting import Killed, check_final_names, command
+
+from pqweights.checkpoint import writer
+from pqweights.errors import OutputError, SourceError
+from pqweights.rewrite import stream
+
+
+def test_non_finite_weight_leaves_nothing(tmp_path: Path) -> None:
+    values = gaussian(64, 128, seed=1)
+    values[63, 127] = np.inf
+    tensors = {f"layers.{n}.mlp.up_proj.weight": bf16(gaussian(64, 128, seed=n)) for n in range(6)}
+    source = write_checkpoint(tmp_path / "model", tensors, {"layers.9.mlp.up_proj.weight": bf16(values)})
+    with pytest.raises(SourceError, match=r"layers\.9\.mlp\.up_proj\.weight.*\[63, 127\]"):
+        run_command(command(source), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_run_resumes_after_a_full_disk(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    pwrite, calls = os.pwrite, iter(range(40))
+
+    def full(*arguments: Any) -> int:
+        if next(calls, None) is None:
+            raise OSError(28, "No space left on device")
+        return pwrite(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OutputError, match="disk is full"):
+            run_command(command(source), out)
+    check_final_names(out, undisturbed)
+    assert run_command(command(source), out).resumed > 0
+    assert folder_bytes(out) == undisturbed
+
+
+def test_short_writes_are_completed(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operating system may write less than it was asked to."""
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda to, data, at: pwrite(to, data[: max(1, len(data) // 3)], at))
+    monkeypatch.setattr(os, "preadv", lambda of, views, at: preadv(of, [views[0][: max(1, len(views[0]) // 3)]], at))
+    run_command(command(source), tmp_path / "out")
+    assert folder_bytes(tmp_path / "out") == undisturbed
+
+
+def test_journal_line_that_was_written_in_part_is_dropped(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fills up cuts a journal entry; entries that are added later must still be read."""
+    out = tmp_path / "out"
+    write, calls = os.write, iter(range(1, 100))
+
+    def short_once(to: int, data: bytes) -> int:
+        number = next(calls)
+        if number == 6:
+            raise Killed
+        return write(to, data[:20] if number == 3 else data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", short_once)
+        with pytest.raises((Killed, OutputError)):
+            run_command(command(source), out)
+    run_command(command(source), out)
+    assert folder_bytes(out) == undisturbed
+
+
+def test_progress_is_monotonic_and_reaches_the_total(source: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    run_command(command(source, progress=lambda done, total, name: seen.append((done, total))), tmp_path / "out")
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1][0] == seen[-1][1]
+    assert {total for _, total in seen} == {sum(v.nbytes for _, v in read_all(source).values())}
+
+
+def test_few_files_are_open_on_a_slow_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+    sync = os.fsync
+
+    def slow(descriptor: int) -> None:
+        time.sleep(0.01)
+        opened.append(len(os.listdir("/proc/self/fd")))
+        sync(descriptor)
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "fsync", slow)
+    run_command({"quantize": source, "max_shard_bytes": 1}, tmp_path / "out")
+    assert len(opened) > 2 * stream.MOST_UNFINISHED
+    assert max(opened) < before + stream.MOST_UNFINISHED + 16
+
+
+@pytest.mark.parametrize(
+    ("number", "message"), [(errno.EIO, "cannot be flushed to the disk"), (errno.ENOSPC, "the disk is full")]
+)
+def test_file_that_could_not_be_flushed_is_not_resumed(
+    number: int, message: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failed fsync the content of the disk is unknown, whatever the page cache shows."""
+
+    def fail(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "_sync_data", fail)
+        patch.setattr(stream, "FLUSH_BYTES", 1)
+        with pytest.raises(OutputError, match=message):
+            run_command({"quantize": source}, tmp_path / "out")
+    assert not list((tmp_path / "out" / ".pqweights").glob("*.partial"))
+    for name in ("out", "undisturbed"):
+        run_command({"quantize": source}, tmp_path / name)
+    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "undisturbed")

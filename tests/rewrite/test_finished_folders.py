@@ -1,0 +1,178 @@
+"""Finished folders: recognised, left alone, replaced only on request, and never with files of the user."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import folder_bytes, killed_runs, run_command
+from rewriting import SHARD_BYTES, command
+
+from pqweights.errors import OutputError, PqweightsError, SourceError
+
+
+def test_finished_folder_is_left_alone(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run_command(command(source), out)
+    stamps = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in out.rglob("*")}
+    report = run_command(command(source), out)
+    assert report.already_done
+    assert report.source_bytes_read < 60_000  # headers and fingerprint, no weights
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in out.rglob("*")} == stamps
+    assert folder_bytes(out) == undisturbed
+
+
+def test_finished_folder_is_recognised_for_a_copied_source(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    """A copy that keeps the times of its files is the same source."""
+    run_command(command(source), tmp_path / "out")
+    copied = shutil.copytree(source, tmp_path / "copy")
+    assert run_command(command(copied), tmp_path / "out").already_done
+    assert folder_bytes(tmp_path / "out") == undisturbed
+
+
+def test_result_older_than_its_source_is_not_recognised(own_source: Path, tmp_path: Path) -> None:
+    """The fingerprint covers only the ends of a tensor; a changed middle shows in the time of the file."""
+    out = tmp_path / "out"
+    run_command(command(own_source), out)
+    weights = next(own_source.glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(OutputError, match="overwrite"):
+        run_command(command(own_source), out)
+
+
+def test_failing_run_leaves_the_result_that_it_would_replace(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run_command(command(source, recipe="q4"), out)
+    before = folder_bytes(out)
+    broken = shutil.copytree(source, tmp_path / "broken")
+    weights = sorted(broken.glob("*.safetensors"))[-1]
+    data = bytearray(weights.read_bytes())
+    data[-4096:] = b"\xff" * 4096  # NaN in every floating dtype
+    weights.write_bytes(data)
+    with pytest.raises(SourceError, match="NaN"):
+        run_command(command(broken, overwrite=True), out)
+    assert folder_bytes(out) == before
+
+
+def test_file_of_the_user_is_not_replaced(source: Path, tmp_path: Path) -> None:
+    """A companion of the new source has the name of a file that the user put beside the old result."""
+    out = tmp_path / "out"
+    run_command(command(source, recipe="q4"), out)
+    own = shutil.copytree(source, tmp_path / "own")
+    (own / "NOTES.md").write_text("the model's")
+    (out / "NOTES.md").write_text("the user's")
+    before = folder_bytes(out)
+    with pytest.raises(OutputError, match=r"NOTES\.md"):
+        run_command(command(own, overwrite=True), out)
+    assert folder_bytes(out) == before
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "config.json"])
+def test_result_with_other_small_files_is_not_recognised(file: str, own_source: Path, tmp_path: Path) -> None:
+    """The weights are the same, but the result of the command is not."""
+    out = tmp_path / "out"
+    run_command(command(own_source), out)
+    (own_source / file).write_text(json.dumps({"torch_dtype": "bfloat16", "changed": True}))
+    with pytest.raises(OutputError, match="overwrite"):
+        run_command(command(own_source), out)
+    run_command(command(own_source, overwrite=True), out)
+    assert b"changed" in (out / file).read_bytes()
+
+
+def test_result_that_lost_a_shard_is_not_recognised(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run_command(command(source), out)
+    (out / "model-00002-of-00004.safetensors").unlink()
+    try:
+        report = run_command(command(source), out)
+    except PqweightsError:
+        return  # refused: fine
+    assert not report.already_done or (out / "model-00002-of-00004.safetensors").exists()
+
+
+@pytest.mark.parametrize("other", [{"recipe": "q4"}, {"max_shard_bytes": 2 * SHARD_BYTES}])
+def test_finished_folder_of_another_command_is_only_replaced_on_request(
+    other: dict[str, Any], source: Path, undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    run_command(command(source, **other), out)
+    (out / "README.md").write_text("our card")
+    (out / "code/notes.txt").write_text("foreign")
+    (out / "model-99999.safetensors").write_bytes(b"foreign")
+    before = folder_bytes(out)
+    with pytest.raises(OutputError, match="--overwrite"):
+        run_command(command(source), out)
+    assert folder_bytes(out) == before
+    run_command(command(source, overwrite=True), out)
+    foreign = {"README.md": b"our card", "code/notes.txt": b"foreign", "model-99999.safetensors": b"foreign"}
+    assert folder_bytes(out) == undisturbed | foreign
+
+
+@pytest.mark.parametrize("function", ["unlink", "rmdir", "replace", "mkdir"])
+def test_overwriting_run_killed_at_any_call_resumes(
+    function: str, source: Path, undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    """A result with a foreign file beside it is replaced; kills also come while the old files are removed."""
+    foreign = {"README.md": b"our card", "notes.txt": b"foreign"}
+    old = tmp_path / "old"
+    run_command(command(source, recipe="q4"), old)
+    for name, data in foreign.items():
+        (old / name).write_bytes(data)
+    work = command(source, overwrite=True)
+    counted = shutil.copytree(old, tmp_path / "counted")
+    (counts,) = killed_runs(work, [{"out": str(counted)}])
+    assert folder_bytes(counted) == undisturbed | foreign
+    points = []
+    for number in range(1, counts[function] + 1):
+        for when in ("before", "after"):
+            out = shutil.copytree(old, tmp_path / f"{number}-{when}")
+            points.append({"out": str(out), "function": function, "number": number, "when": when})
+    killed_runs(work, points)
+    failures = []
+    for point in points:
+        out = Path(point["out"])
+        try:
+            run_command(work, out)
+        except PqweightsError as error:
+            failures.append(f"{point['when']} call {point['number']}: refused: {error}")
+            continue
+        assert folder_bytes(out) == undisturbed | foreign, point
+    assert points
+    assert not failures, "\n".join(failures)
+
+
+def test_foreign_folder_is_refused(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").write_text("years of work")
+    for overwrite in (False, True):
+        with pytest.raises(OutputError, match=r"thesis\.tex"):
+            run_command(command(source, overwrite=overwrite), out)
+        assert folder_bytes(out) == {"thesis.tex": b"years of work"}
+
+
+def test_manifest_cannot_make_overwrite_remove_files_elsewhere(source: Path, tmp_path: Path) -> None:
+    out, victim = tmp_path / "out", tmp_path / "victim.txt"
+    victim.write_text("keep me")
+    run_command(command(source, recipe="q4"), out)
+    manifest = json.loads((out / "pqweights.json").read_bytes())
+    for name in ("../victim.txt", str(victim), "code/../../victim.txt"):
+        manifest["files"][name] = {"bytes": 7, "sha256": "0" * 64}
+    (out / "pqweights.json").write_text(json.dumps(manifest))
+    run_command(command(source, overwrite=True), out)
+    assert victim.read_text() == "keep me"
+
+
+def test_output_must_lie_outside_the_source(own_source: Path) -> None:
+    before = folder_bytes(own_source)
+    for out in (own_source, own_source / "out", own_source / ".." / own_source.name, own_source.parent):
+        with pytest.raises(OutputError, match="outside the source"):
+            run_command(command(own_source), out)
+    assert folder_bytes(own_source) == before

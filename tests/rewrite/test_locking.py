@@ -1,0 +1,83 @@
+"""Two runs into one folder: the second is refused while the first one works."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import helpers
+import pytest
+from helpers import folder_bytes, run_command
+from rewriting import SHARD_BYTES, command
+
+from pqweights.errors import OutputError
+
+
+@pytest.fixture
+def holder(source: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run in another process that has finished two tensors into tmp_path/out and waits."""
+    code = """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        from helpers import run_command, small_chunks
+        from pathlib import Path
+        from pqweights.rewrite.workspace import Workspace
+        small_chunks()
+        record, seen = Workspace.record, []
+        def stand_still(self, finished):
+            if len(seen) == 2:
+                print("holding", flush=True)
+                sys.stdin.read()
+            seen.append(finished)
+            record(self, finished)
+        Workspace.record = stand_still
+        run_command({"quantize": sys.argv[2], "max_shard_bytes": int(sys.argv[3])}, Path(sys.argv[4]))
+    """
+    arguments = [str(Path(helpers.__file__).parent), str(source), str(SHARD_BYTES), str(tmp_path / "out")]
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "holding\n"
+        yield process
+        process.kill()
+
+
+def settled(folder: Path) -> dict[str, bytes]:
+    """The files of a waiting run, once its threads have finished the chunks that they were given."""
+    before: dict[str, bytes] = {}
+    while (now := folder_bytes(folder)) != before:
+        before = now
+        time.sleep(0.2)
+    return before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_second_run_is_refused_while_the_first_works(
+    overwrite: bool, holder: subprocess.Popen[str], source: Path, undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    before = settled(tmp_path / "out")
+    for work in (command(source, overwrite=overwrite), command(source, overwrite=overwrite, recipe="q4")):
+        with pytest.raises(OutputError, match="another run"):
+            run_command(work, tmp_path / "out")
+        assert folder_bytes(tmp_path / "out") == before
+    holder.communicate()  # closes its stdin, so that it continues
+    assert holder.returncode == 0
+    assert folder_bytes(tmp_path / "out") == undisturbed
+
+
+def test_lock_of_a_killed_run_does_not_block(
+    holder: subprocess.Popen[str], source: Path, undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    holder.kill()
+    holder.wait()
+    assert (tmp_path / "out/.pqweights/lock").exists()
+    assert run_command(command(source), tmp_path / "out").resumed == 2
+    assert folder_bytes(tmp_path / "out") == undisturbed

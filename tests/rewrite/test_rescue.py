@@ -1,0 +1,165 @@
+"""Weights that are hard to encode: rescue by another rotation, --strict, and norms of any size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import as_float32, bf16, f16, f32, folder_bytes, gaussian, read_all, run_command, write_checkpoint
+from pqweights_cli.main import app
+from rewriting import command, interrupt
+from typer.testing import CliRunner
+
+from pqweights.codecs.lloyd_max import DISTORTION
+from pqweights.errors import SourceError
+from pqweights.kernels import SIGNS
+
+
+def walsh_rows(rows: int, seed: int, signed: bool) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Rows of the Walsh-Hadamard matrix, or times the signs of the rescue: the worst blocks of that rotation."""
+    matrix = np.array([[1.0]])
+    while len(matrix) < 128:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    chosen = matrix[np.random.default_rng(seed).integers(128, size=rows)].astype(np.float32)
+    return 0.01 * chosen * (SIGNS if signed else 1)
+
+
+def hostile_checkpoint(folder: Path) -> Path:
+    """A weight for which both rotations are bad, between two ordinary ones."""
+    hostile = np.concatenate([walsh_rows(32, 1, False), walsh_rows(32, 2, True)])
+    return write_checkpoint(
+        folder,
+        {
+            "layers.0.mlp.up_proj.weight": bf16(gaussian(64, 128, seed=1)),
+            "layers.1.mlp.up_proj.weight": bf16(hostile),
+            "layers.2.mlp.up_proj.weight": bf16(gaussian(64, 128, seed=2)),
+        },
+        config={"torch_dtype": "bfloat16"},
+    )
+
+
+@pytest.mark.parametrize("bits", [2, 5])
+def test_weight_that_exceeds_its_promise_is_named(bits: int, tmp_path: Path) -> None:
+    source, out = hostile_checkpoint(tmp_path / "model"), tmp_path / "out"
+    result = CliRunner().invoke(app, ["quantize", str(source), str(out), "--bits", str(bits), "--json"])
+    assert result.exit_code == 0, result.output
+    name = "layers.1.mlp.up_proj.weight"
+    assert json.loads(result.stdout)["exceeding"] == [name]
+    manifest = json.loads((out / "pqweights.json").read_bytes())
+    assert manifest["exceeding"] == [name]
+    entry = next(tensor for tensor in manifest["tensors"] if tensor["name"] == name)
+    assert entry["relative_mse"] > 1.25 * DISTORTION[bits]
+    summary = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "text"), "--bits", str(bits)])
+    assert [line for line in summary.stdout.splitlines() if "WARNING" in line and name in line]
+
+
+def test_better_rotation_is_kept_if_neither_is_good(tmp_path: Path) -> None:
+    """Three quarters of the blocks are worst for one rotation, so the other is taken."""
+    for signed, best in ((False, "signed-hadamard"), (True, "hadamard")):
+        hostile = np.concatenate([walsh_rows(48, 1, signed), walsh_rows(16, 2, not signed)])
+        source = write_checkpoint(tmp_path / f"model-{signed}", {"layers.1.mlp.up_proj.weight": f32(hostile)})
+        (record,) = run_command(command(source), tmp_path / f"out-{signed}").records
+        assert record.state == {"rotation": best, "norm_exponent": 0}
+        assert record.relative_mse is not None and record.relative_mse > 1.25 * DISTORTION[5]
+        run_command(
+            {"export": str(tmp_path / f"out-{signed}"), "target": "bf16", "dtype": "source"}, tmp_path / f"x-{signed}"
+        )
+        decoded = as_float32(read_all(tmp_path / f"x-{signed}")["layers.1.mlp.up_proj.weight"]).astype(np.float64)
+        error = ((decoded - hostile) ** 2).sum() / (hostile.astype(np.float64) ** 2).sum()
+        assert record.relative_mse == pytest.approx(error, rel=1e-4)
+
+
+def test_strict_refuses_and_leaves_nothing(tmp_path: Path) -> None:
+    source, out = hostile_checkpoint(tmp_path / "model"), tmp_path / "out"
+    arguments = ["quantize", str(source), str(out), "--strict", "--max-shard-size", "6000"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "layers.1.mlp.up_proj.weight" in result.stderr and len(result.stderr.splitlines()) == 1
+    assert not out.exists()
+
+
+def test_strict_refuses_finished_and_interrupted_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = hostile_checkpoint(tmp_path / "model")
+    run_command(command(source), tmp_path / "finished")
+    with pytest.raises(SourceError, match="strict"):
+        run_command(command(source, strict=True), tmp_path / "finished")
+    interrupt(monkeypatch, command(source), tmp_path / "interrupted", tensors=2)
+    with pytest.raises(SourceError, match="strict"):
+        run_command(command(source, strict=True), tmp_path / "interrupted")
+
+
+def test_strict_accepts_rescued_weights(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
+    run_command(command(source, strict=True), tmp_path / "out")
+    assert folder_bytes(tmp_path / "out") == undisturbed
+
+
+@pytest.mark.parametrize("bits", [2, 5, 8])
+def test_constant_weight_is_rescued_at_the_same_size(
+    bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_checkpoint(tmp_path / "model", {"mlp.up_proj.weight": bf16(np.full((64, 256), 0.0125))})
+    work = command(source, recipe={2: "q2", 5: "q5", 8: "q8"}[bits])
+    rescued = run_command(work, tmp_path / "rescued")
+    assert rescued.records[0].state == {"rotation": "signed-hadamard", "norm_exponent": 0}
+    with monkeypatch.context() as patch:
+        patch.setattr("pqweights.codecs.protocol.RESCUE_FACTOR", float("inf"))
+        plain = run_command(work, tmp_path / "plain")
+    assert plain.records[0].state == {"rotation": "hadamard", "norm_exponent": 0}
+    assert rescued.plan.output_bytes == plain.plan.output_bytes
+    assert rescued.records[0].relative_mse is not None and plain.records[0].relative_mse is not None
+    assert rescued.records[0].relative_mse < 1.5 * DISTORTION[bits]  # all blocks are the same
+    assert plain.records[0].relative_mse > 5 * rescued.records[0].relative_mse
+
+
+WIDE = gaussian(64, 128, seed=3) * np.exp2(np.linspace(-60, 60, 64))[:, None].astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("values", "make"),
+    [
+        (gaussian(64, 128, seed=1, scale=1e-9), bf16),
+        (gaussian(64, 128, seed=1, scale=1e-9), f32),
+        (gaussian(64, 128, seed=2, scale=1e30), bf16),
+        (gaussian(64, 128, seed=2, scale=1e30), f32),
+        (gaussian(64, 128, seed=2, scale=1e37), f32),
+        (gaussian(64, 128, seed=2, scale=2e-40), f32),  # subnormal float32
+        (np.clip(gaussian(64, 128, seed=2, scale=15000), -65000, 65000), f16),
+        (WIDE, f32),
+        (WIDE, bf16),
+    ],
+)
+def test_norms_outside_float16_get_an_exponent(values: Any, make: Any, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "model", {"mlp.up_proj.weight": make(values)})
+    (record,) = run_command(command(source), tmp_path / "out").records
+    assert record.state is not None and record.state["norm_exponent"] != 0
+    norms = read_all(tmp_path / "out")["mlp.up_proj.weight_norms"][1]
+    assert np.isfinite(norms).all() and norms.max() >= 2.0**14
+    run_command({"export": str(tmp_path / "out"), "target": "bf16", "dtype": "source"}, tmp_path / "decoded")
+    exact = as_float32(make(values)).astype(np.float64)
+    decoded = as_float32(read_all(tmp_path / "decoded")["mlp.up_proj.weight"]).astype(np.float64)
+    assert np.isfinite(decoded).all()
+    error = ((decoded - exact) ** 2).sum() / (exact**2).sum()
+    assert error < 1.25 * DISTORTION[5]
+    assert record.relative_mse == pytest.approx(error, rel=0.02)
+
+
+def test_small_norms_beside_large_ones_stay_positive(tmp_path: Path) -> None:
+    """Subnormal norms lose digits, but no norm becomes 0 unless it is negligible beside the largest."""
+    source = write_checkpoint(tmp_path / "model", {"mlp.up_proj.weight": f32(WIDE)})
+    run_command(command(source), tmp_path / "out")
+    norms = read_all(tmp_path / "out")["mlp.up_proj.weight_norms"][1].reshape(-1).astype(np.float64)
+    true = np.sqrt((WIDE.astype(np.float64) ** 2).sum(axis=1))
+    assert (norms[true > true.max() * 2.0**-36] > 0).all()
+    assert (norms[true > true.max() * 2.0**-24] >= 2.0**-10).all()
+
+
+def test_zeros_are_decoded_exactly(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "model", {"mlp.up_proj.weight": bf16(np.zeros((64, 128)))})
+    (record,) = run_command(command(source), tmp_path / "out").records
+    assert record.relative_mse == 0.0
+    assert record.state == {"rotation": "hadamard", "norm_exponent": 0}
+    run_command({"export": str(tmp_path / "out"), "target": "bf16"}, tmp_path / "decoded")
+    assert not as_float32(read_all(tmp_path / "decoded")["mlp.up_proj.weight"]).any()

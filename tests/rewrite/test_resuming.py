@@ -1,0 +1,289 @@
+"""Resuming: runs killed anywhere, damage to what they left, and runs that cannot be resumed."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import KILL_FUNCTIONS, folder_bytes, killed_runs, run_command
+from rewriting import SHARD_BYTES, TENSORS, Killed, check_final_names, command, interrupt, journaled, watched
+
+from pqweights.errors import OutputError, PqweightsError, SourceChangedError
+
+
+@pytest.fixture(scope="module")
+def kill_points(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """For each function of os, all points at which a run was killed, each with the folder that it left."""
+    folder = tmp_path_factory.mktemp("kills")
+    (counts,) = killed_runs(command(source), [{"out": str(folder / "counted")}])
+    points: dict[str, list[dict[str, Any]]] = {name: [] for name in KILL_FUNCTIONS}
+    for name in KILL_FUNCTIONS:
+        step = 4 if name == "pwrite" else 1
+        moments = ("before", "half", "after") if name in ("write", "pwrite") else ("before", "after")
+        for number in range(1, counts[name] + 1, step):
+            for when in moments:
+                out = folder / f"{name}-{number}-{when}"
+                points[name].append({"out": str(out), "function": name, "number": number, "when": when})
+    killed_runs(command(source), [point for group in points.values() for point in group])
+    return points
+
+
+@pytest.mark.parametrize("function", KILL_FUNCTIONS)
+def test_run_killed_at_any_call_resumes_to_the_same_folder(
+    function: str,
+    source: Path,
+    undisturbed: dict[str, bytes],
+    kill_points: dict[str, list[dict[str, Any]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert kill_points[function], f"os.{function} is never called: this test no longer kills anything"
+    failures = []
+    for point in kill_points[function]:
+        out = Path(point["out"])
+        where = f"{point['when']} call {point['number']}"
+        check_final_names(out, undisturbed)
+        finished = journaled(out)
+        try:
+            report, begun = watched(monkeypatch, command(source), out)
+        except PqweightsError as error:
+            failures.append(f"{where}: refused: {error}")
+            continue
+        assert folder_bytes(out) == undisturbed, where
+        assert report.resumed == (TENSORS if report.already_done else len(finished)), where
+        assert not begun & finished, where
+    assert not failures, "\n".join(failures)
+
+
+def test_kills_cover_every_state(undisturbed: dict[str, bytes], kill_points: dict[str, list[dict[str, Any]]]) -> None:
+    """The sweep above reaches each state that matters; it would test nothing if the driver changed its calls."""
+    states = [Path(point["out"]) for group in kill_points.values() for point in group]
+    assert len(states) > 100
+    assert len(kill_points["write"]) == 3 * TENSORS
+    shards = sum(name.endswith(".safetensors") for name in undisturbed)  # renamed twice: complete, then published
+    renames = sum(not name.endswith("/") for name in undisturbed) + shards + 1  # and the journal's
+    assert len(kill_points["replace"]) == 2 * renames
+
+
+def test_run_killed_repeatedly_resumes(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
+    """Each run is killed at its third journal entry."""
+    out = tmp_path / "out"
+    for round_ in range(3):
+        killed_runs(command(source), [{"out": str(out), "function": "write", "number": 3, "when": "after"}])
+        assert len(journaled(out)) == 3 * (round_ + 1)
+        check_final_names(out, undisturbed)
+    report = run_command(command(source), out)
+    assert report.resumed == 9
+    assert folder_bytes(out) == undisturbed
+
+
+def test_resumed_run_reads_only_unfinished_tensors(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run_command(command(source), tmp_path / "whole").source_bytes_read
+    out = tmp_path / "out"
+    interrupt(monkeypatch, command(source), out, tensors=8)
+    finished = journaled(out)
+    report, begun = watched(monkeypatch, command(source), out)
+    assert begun == {tensor.name for tensor in report.plan.tensors} - finished
+    read = {
+        tensor.name: tensor.weights * {"BF16": 2, "F32": 4, "I64": 8}[tensor.dtype] for tensor in report.plan.tensors
+    }
+    # The constant tensor and the tiny one are read in two passes; both were finished.
+    passes = {"model.layers.0.mlp.up_proj.weight": 2, "model.layers.0.mlp.down_proj.weight": 2}
+    assert passes.keys() <= finished
+    assert whole - report.source_bytes_read == sum(read[name] * passes.get(name, 1) for name in finished)
+
+
+def test_cut_journal_line_is_dropped(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(monkeypatch, command(source), tmp_path / "cut", tensors=5)
+    whole = (tmp_path / "cut/.pqweights/journal.jsonl").read_bytes()
+    last_line = whole.rindex(b"\n", 0, -1) + 1
+    for end in (last_line + 1, (last_line + len(whole)) // 2, len(whole) - 2, len(whole) - 1):
+        out = tmp_path / f"cut-{end}"
+        shutil.copytree(tmp_path / "cut", out)
+        os.truncate(out / ".pqweights/journal.jsonl", end)
+        report = run_command(command(source), out)
+        assert report.resumed == 4
+        assert folder_bytes(out) == undisturbed
+
+
+def test_journal_line_after_a_cut_one_is_whole(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line that is appended after a cut line was dropped must not be joined to its rest."""
+    out = tmp_path / "out"
+    interrupt(monkeypatch, command(source), out, tensors=4)
+    journal = out / ".pqweights/journal.jsonl"
+    os.truncate(journal, journal.stat().st_size - 5)
+    interrupt(monkeypatch, command(source), out, tensors=2)
+    assert len(journaled(out)) == 3 + 2
+    assert run_command(command(source), out).resumed == 5
+    assert folder_bytes(out) == undisturbed
+
+
+@pytest.mark.parametrize("damage", ["flip", "zeros", "short", "missing"])
+def test_journaled_tensor_that_the_disk_lost_is_redone(
+    damage: str, source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power loss may keep the journal and lose pages of the partial shard."""
+    out = tmp_path / "out"
+    interrupt(monkeypatch, command(source), out, tensors=8)
+    finished = journaled(out)
+    in_partial = {"model.layers.0.mlp.down_proj.weight", "model.layers.0.mamba.A_log", "model.layers.0.position_ids"}
+    assert in_partial <= finished
+    partial = out / ".pqweights/model-00003-of-00004.safetensors.partial"
+    data = bytearray(partial.read_bytes())
+    if damage == "flip":
+        data[-1] ^= 1  # in the codes, which come last
+    elif damage == "zeros":
+        data = bytearray(len(data))
+    elif damage == "short":
+        data = data[: len(data) // 2]
+    partial.write_bytes(data)
+    if damage == "missing":
+        partial.unlink()
+    _, begun = watched(monkeypatch, command(source), out)
+    assert folder_bytes(out) == undisturbed
+    # Nothing is redone of complete shards, and of this one only what was damaged.
+    assert begun & finished == ({"model.layers.0.mlp.down_proj.weight"} if damage == "flip" else in_partial)
+
+
+def test_finished_shard_that_the_disk_lost_is_redone(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    interrupt(monkeypatch, command(source), out, tensors=9)
+    (out / ".pqweights/model-00002-of-00004.safetensors").unlink()
+    run_command(command(source), out)
+    assert folder_bytes(out) == undisturbed
+
+
+def test_run_resumes_with_another_thread_count(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    interrupt(monkeypatch, command(source), out)
+    report = run_command(command(source), out, threads=5)
+    assert report.resumed == 4
+    assert folder_bytes(out) == undisturbed
+
+
+def test_run_killed_after_publishing_its_shards_resumes_on_a_full_disk(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that are already on the disk need no more room, staged or published."""
+    out = tmp_path / "out"
+
+    def killed(*arguments: Any) -> str:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pqweights.rewrite.driver.write_whole", killed)
+        with pytest.raises(Killed):
+            run_command(command(source), out)
+    assert len(list(out.glob("*.safetensors"))) == 4
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    run_command(command(source), out)
+    assert folder_bytes(out) == undisturbed
+
+
+def change_size(path: Path) -> None:
+    with open(path, "ab") as stream:
+        stream.write(b" ")
+
+
+def change_time(path: Path) -> None:
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("model-00002-of-00002.safetensors", change_time),
+        ("config.json", change_time),
+        ("config.json", change_size),
+        ("tokenizer.json", change_time),
+        ("tokenizer.json", change_size),
+        ("code/modeling.py", change_size),
+    ],
+)
+def test_changed_source_is_refused(
+    file: str, change: Any, own_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    interrupt(monkeypatch, command(own_source), out)
+    change(own_source / file)
+    before = folder_bytes(out)
+    with pytest.raises(SourceChangedError, match=file.replace(".", r"\.")):
+        run_command(command(own_source), out)
+    assert folder_bytes(out) == before
+    report = run_command(command(own_source, overwrite=True), out)
+    assert report.resumed == 0
+    run_command(command(own_source), tmp_path / "fresh")
+    assert folder_bytes(out) == folder_bytes(tmp_path / "fresh")
+
+
+def test_weight_file_of_another_size_is_refused(
+    own_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tensors and so the plan are the same, but the header of the file is longer."""
+    out = tmp_path / "out"
+    interrupt(monkeypatch, command(own_source), out)
+    file = own_source / "model-00001-of-00002.safetensors"
+    data, time = file.read_bytes(), file.stat().st_mtime_ns
+    length = int.from_bytes(data[:8], "little")
+    file.write_bytes((length + 8).to_bytes(8, "little") + data[8 : 8 + length] + b" " * 8 + data[8 + length :])
+    os.utime(file, ns=(time, time))
+    with pytest.raises(SourceChangedError, match=file.name):
+        run_command(command(own_source), out)
+
+
+def test_new_companion_is_refused(own_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    interrupt(monkeypatch, command(own_source), out)
+    (own_source / "vocab.txt").write_text("a")
+    with pytest.raises(SourceChangedError, match=r"vocab\.txt"):
+        run_command(command(own_source), out)
+
+
+@pytest.mark.parametrize("other", [{"recipe": "q4"}, {"max_shard_bytes": 2 * SHARD_BYTES}])
+def test_interrupted_run_of_another_command_is_refused(
+    other: dict[str, Any], source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    interrupt(monkeypatch, command(source, **other), out)
+    before = folder_bytes(out)
+    with pytest.raises(OutputError, match="interrupted run"):
+        run_command(command(source), out)
+    assert folder_bytes(out) == before
+    assert run_command(command(source, overwrite=True), out).resumed == 0
+    assert folder_bytes(out) == undisturbed
+
+
+def test_overwrite_resumes_its_own_interrupted_run(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    interrupt(monkeypatch, command(source, overwrite=True), out)
+    assert run_command(command(source, overwrite=True), out).resumed == 4
+    assert folder_bytes(out) == undisturbed
+
+
+def test_run_with_random_kills_resumes(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
+    """Kills of different kinds, with a fixed seed."""
+    chance = random.Random(5)
+    out = tmp_path / "out"
+    for _ in range(6):
+        function, when = chance.choice(["write", "pwrite", "fsync"]), chance.choice(["before", "after"])
+        point = {"out": str(out), "function": function, "number": chance.randint(1, 2), "when": when, "may_end": True}
+        killed_runs(command(source), [point])
+        check_final_names(out, undisturbed)
+    run_command(command(source), out)
+    assert folder_bytes(out) == undisturbed

@@ -1,0 +1,59 @@
+"""Helpers of the card tests: changing manifests, and taking cards apart."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pqweights.rewrite.manifest import read_manifest
+from pqweights.strict_json import json_bytes
+
+BASE = {
+    "id": "org/base",
+    "revision": "0123456789abcdef0123456789abcdef01234567",
+    "license": "other",
+    "license_name": "own",
+    "license_link": "https://example.org/licence",
+    "pipeline_tag": "text-generation",
+    "language": ["en", "no"],
+}
+
+
+def change_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    data = json.loads((folder / "pqweights.json").read_bytes())
+    change(data)
+    (folder / "pqweights.json").write_bytes(json_bytes(data))
+
+
+def set_model(folder: Path, about: dict[str, Any]) -> None:
+    """Change the manifest to that of a run whose source had a model card with these facts."""
+    manifest = read_manifest(folder)
+    changed = replace(manifest, identity=replace(manifest.identity, model=about))
+    (folder / "pqweights.json").write_bytes(changed.to_bytes())
+
+
+def facts(text: str) -> dict[str, Any]:
+    """The front matter of a card, as huggingface_hub reads it."""
+    hub = pytest.importorskip("huggingface_hub")
+    found: dict[str, Any] = hub.ModelCard(text, ignore_metadata_errors=False).data.to_dict()
+    assert found == yaml.safe_load(text.split("---\n")[1])
+    return found
+
+
+def sections(text: str) -> list[str]:
+    return re.findall(r"^## (.*)$", text, re.MULTILINE)
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
+
+
+def edit_card(folder: Path, change: Callable[[str], str]) -> None:
+    (folder / "README.md").write_bytes(change((folder / "README.md").read_bytes().decode()).encode())

@@ -1,0 +1,77 @@
+"""Runs of the driver over the small checkpoint: killed, watched, and compared with an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+from helpers import run_command
+
+from pqweights.quantize import Quantize
+from pqweights.rewrite.task import RewriteReport
+from pqweights.rewrite.workspace import Workspace
+
+SHARD_BYTES = 20_000  # four output shards of the small checkpoint
+TENSORS = 10
+
+
+class Killed(BaseException):
+    """A stand-in for a kill, raised in the process of the test."""
+
+
+def command(source: Path, **options: Any) -> dict[str, Any]:
+    return {"quantize": str(source), "max_shard_bytes": SHARD_BYTES, **options}
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, work: dict[str, Any], out: Path, tensors: int = 4) -> None:
+    """Leave what a run leaves that is killed when `tensors` tensors are in the journal."""
+    done = iter(range(tensors))
+    record = Workspace.record
+
+    def record_or_die(self: Workspace, finished: Any) -> None:
+        if next(done, None) is None:
+            raise Killed
+        record(self, finished)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Workspace, "record", record_or_die)
+        with pytest.raises(Killed):
+            run_command(work, out)
+
+
+def journaled(out: Path) -> set[str]:
+    """The tensors that the journal calls finished."""
+    path = out / ".pqweights/journal.jsonl"
+    lines = path.read_bytes().split(b"\n")[1:-1] if path.exists() else []
+    return {json.loads(line)["name"] for line in lines}
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, work: dict[str, Any], out: Path) -> tuple[RewriteReport, set[str]]:
+    """The report of a run, and the tensors for which it began a job."""
+    begun = set()
+    job = Quantize.job
+
+    def watching(self: Quantize, planned: Any, tensor: Any, buffers: Any) -> Any:
+        begun.add(planned.name)
+        return job(self, planned, tensor, buffers)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Quantize, "job", watching)
+        return run_command(work, out), begun
+
+
+def check_final_names(out: Path, undisturbed: dict[str, bytes]) -> None:
+    """Check that every file under a final name loads, and is what an undisturbed run writes."""
+    for path in out.rglob("*"):
+        name = path.relative_to(out).as_posix()
+        if path.is_dir() or name.startswith(".pqweights/"):
+            continue
+        if name.endswith(".safetensors"):
+            with safetensors.safe_open(path, framework="numpy") as opened:
+                assert len(list(opened.keys())) > 0
+        elif name.endswith(".json"):
+            json.loads(path.read_bytes())
+        assert path.read_bytes() == undisturbed[name], name
