@@ -112,7 +112,7 @@ def ours() -> list[Quantizer]:
             totals.add(encoded.measures)
             assert coder.next_state([totals.result()]) is None, "these weights need a second pass"
             values = np.empty(len(encoded.parts[0]) * coder.block_size * 4, dtype=np.uint8)
-            coder.decode(encoded.parts, state, "F32", values)
+            coder.decode(encoded.parts, values, dtype="F32", state=state)
             return values.view(np.float32)
 
         return Quantizer(

@@ -1,4 +1,4 @@
-"""pqweights ablate."""
+"""The command `pqweights ablate`."""
 
 from __future__ import annotations
 
@@ -25,46 +25,57 @@ COLUMNS = [
 ]
 
 
-def parse_widths(text: str) -> list[float]:
-    """Return the widths in a list such as "3,4,5", in bits; the codecs refuse those that they do not have."""
-    try:
-        widths = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"expected widths such as 3,4,5, found {text!r}") from None
-    if len(set(widths)) < len(widths):
-        raise typer.BadParameter(f"expected different widths, found {text!r}")
-    return widths
+TextOption = Annotated[Path, typer.Option("--text", metavar="FILE", help="UTF-8 text to evaluate on.")]
+BitsOption = Annotated[
+    str, typer.Option("--bits", "-b", metavar="N,N,...", help="Bit widths to measure, separated by commas.")
+]
+CalibrationOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration",
+        metavar="FILE",
+        help="UTF-8 text to search the scales of AWQ on.",
+        show_default="the last third of --text",
+    ),
+]
+NoAwqOption = Annotated[bool, typer.Option("--no-awq", help="Do not measure activation-aware scales (AWQ).")]
+NoInt4Option = Annotated[bool, typer.Option("--no-int4", help="Do not measure INT4.")]
+WorkOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--work",
+        metavar="DIR",
+        help="Existing folder for temporary masters and exports.",
+        show_default="the folder for temporary files",
+        exists=True,
+        file_okay=False,
+    ),
+]
 
 
 def command(
     source: options.SourceArgument,
-    text: Annotated[Path, typer.Option("--text", metavar="FILE", help="UTF-8 text to evaluate on.")],
-    bits: Annotated[str, typer.Option("--bits", "-b", metavar="N,N,...", help="Bits per code to measure at.")] = "5",
-    calibration: Annotated[
-        Path | None,
-        typer.Option("--calibration", metavar="FILE", help="Text for AWQ.", show_default="the last third of --text"),
-    ] = None,
-    no_awq: Annotated[bool, typer.Option("--no-awq", help="Leave out activation-aware scales.")] = False,
-    no_int4: Annotated[bool, typer.Option("--no-int4", help="Leave out INT4.")] = False,
+    text: TextOption,
+    bits: BitsOption = "5",
+    calibration: CalibrationOption = None,
+    no_awq: NoAwqOption = False,
+    no_int4: NoInt4Option = False,
     recipe: options.RecipeOption = "q5",
     window: options.WindowOption = None,
     stride: options.StrideOption = None,
     score_first: options.ScoreFirstOption = False,
     max_tokens: options.MaxTokensOption = None,
     tokenizer: options.TokenizerOption = None,
-    work: Annotated[
-        Path | None,
-        typer.Option("--work", metavar="DIR", help="Folder for temporary masters.", exists=True, file_okay=False),
-    ] = None,
+    work: WorkOption = None,
     threads: options.ThreadsOption = None,
     revision: options.RevisionOption = None,
     token: options.TokenOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Measure what each part of the method is worth on a model: absmax, rotation, levels, norms, AWQ, and INT4 on top.
+    """Measure what each part of the method gains over absmax on a model: rotation, levels, norms and AWQ, then INT4.
 
-    This is the ablation of arXiv:2603.29078 v1. Each row is quantized, loaded and evaluated in full. It needs disk
-    space for one master and one export at a time.
+    This is the ablation of arXiv:2603.29078 v1. Each row is a model that is quantized, loaded and evaluated in full.
+    It needs disk space for one master and one export at a time.
     """
     widths = parse_widths(bits)
     with output.errors():
@@ -75,11 +86,12 @@ def command(
 
         chosen = load_recipe(recipe)
         found = options.fetched(source, options.access(revision, token))
+        reading = TextOptions(
+            window=window, stride=stride, score_first=score_first, max_tokens=max_tokens, tokenizer=tokenizer
+        )
         asked = AblationOptions(
             widths=widths,
-            reading=TextOptions(
-                window=window, stride=stride, score_first=score_first, max_tokens=max_tokens, tokenizer=tokenizer
-            ),
+            reading=reading,
             calibration=None if calibration is None else read_text(calibration),
             awq=not no_awq,
             int4=not no_int4,
@@ -94,6 +106,17 @@ def command(
             typer.echo(_text(done, str(text)))
 
 
+def parse_widths(text: str) -> list[float]:
+    """Return the bit widths in a list such as "3,4,5"; the codecs refuse those that they do not have."""
+    try:
+        widths = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"expected bit widths such as 3,4,5, found {text!r}") from None
+    if len(set(widths)) < len(widths):
+        raise typer.BadParameter(f"expected different bit widths, found {text!r}")
+    return widths
+
+
 def _text(done: Ablation, text: str) -> str:
     windows = done.windows
     calibrated = f"; AWQ calibrated on {done.calibration_tokens} other tokens" if done.calibration_tokens else ""
@@ -104,8 +127,8 @@ def _text(done: Ablation, text: str) -> str:
             "",
             output.table(COLUMNS, [_cells(row) for row in done.rows]),
             "",
-            "change: of the perplexity, +- its paired standard error over windows; share: of the gain of rotation and "
-            "levels together over absmax at the same width, empty if that gain is not above twice its standard error",
+            "change: of the perplexity, +- its paired standard error over windows; share of the gain: of rotation and "
+            "levels together over absmax at the same bit width, empty if that gain is below twice its standard error",
             *(f"not measured: {reason}" for reason in done.absent),
         ]
     )

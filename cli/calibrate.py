@@ -1,4 +1,4 @@
-"""pqweights calibrate."""
+"""The command `pqweights calibrate`."""
 
 from __future__ import annotations
 
@@ -25,35 +25,40 @@ COLUMNS = [
 REASONS_SHOWN = 2
 
 
+FileArgument = Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="File for the scales.")]
+TextOption = Annotated[Path, typer.Option("--text", metavar="FILE", help="UTF-8 text for the model to read.")]
+MaxTokensOption = Annotated[
+    int, typer.Option("--max-tokens", min=2, help="Maximum number of tokens to read from the text.")
+]
+WindowOption = Annotated[
+    int | None,
+    typer.Option("--window", min=2, help="Tokens per window.", show_default="512, or the model's limit if smaller"),
+]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier file of scales.")]
+
+
 def command(
     source: options.SourceArgument,
-    out: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="New file for the scales.")],
-    text: Annotated[Path, typer.Option("--text", metavar="FILE", help="UTF-8 text for the model to read.")],
+    out: FileArgument,
+    text: TextOption,
     recipe: options.RecipeOption = "q5",
     bits: options.BitsOption = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Tokens of the text to read at most.")] = 16384,
-    window: Annotated[
-        int | None,
-        typer.Option(
-            "--window", min=2, help="Tokens that are read together.", show_default="512, or the model's limit"
-        ),
-    ] = None,
+    max_tokens: MaxTokensOption = 16384,
+    window: WindowOption = None,
     tokenizer: options.TokenizerOption = None,
-    dtype: Annotated[
-        options.ModelDtype, typer.Option("--dtype", help="Dtype to run the model in; auto is its own.")
-    ] = options.ModelDtype.AUTO,
+    dtype: options.ModelDtypeOption = options.ModelDtype.AUTO,
     device_map: options.DeviceMapOption = None,
     threads: options.ThreadsOption = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier file of scales.")] = False,
+    overwrite: OverwriteOption = False,
     revision: options.RevisionOption = None,
     token: options.TokenOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Search activation-aware scales (AWQ) for quantize --awq, on the activations of a text.
+    """Search activation-aware scales (AWQ) for quantize --awq by running the model over a text.
 
-    Scales of the input channels of each matrix are searched for the codec that the recipe gives it, by the error of the
-    layer's output. Every fourth window of the text is held back; a matrix that does not clearly gain there keeps scale
-    1.
+    The scales of the input channels of a matrix are those with the least error of the layer's output, for the codec
+    that the recipe gives the matrix. Every fourth window of the text is held back, and a matrix that does not clearly
+    gain on those windows keeps scale 1.
     """
     with output.errors():
         from pqweights.measure.calibrate import CalibrationOptions, calibrate
@@ -84,11 +89,11 @@ def _text(done: Calibration, source: str, out: Path) -> str:
         [
             output.table(COLUMNS, [_row(layer) for layer in done.layers]),
             "",
-            f"{source} -> {out}: {scaled} of {len(done.layers)} weights are scaled, which adds "
-            f"{done.bits_per_weight:.4f} bits per weight; searched on {done.tokens} tokens, checked on "
-            f"{done.held_back_tokens}",
-            f"gain: the share by which the error of the layer's output falls. Next: pqweights quantize {source} OUT "
-            f"--awq {out}",
+            "gain: the share by which the error of the layer's output falls, on the text and on its held-back windows",
+            f"{source} -> {out}: scales for {scaled} of {len(done.layers)} weights, which add "
+            f"{done.bits_per_weight:.4f} bits per weight; searched on {done.tokens} tokens and checked on "
+            f"another {done.held_back_tokens}",
+            f"Next: pqweights quantize {source} OUT --awq {out}",
         ]
     )
 

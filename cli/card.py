@@ -1,64 +1,83 @@
-"""pqweights card."""
+"""The command `pqweights card`."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from . import options, output
 
+if TYPE_CHECKING:
+    from pqweights.card import Card
+
+RepositoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--repo",
+        metavar="ORG/NAME",
+        help="Repository on the Hub to name in the commands of the card.",
+        show_default="that of the earlier card",
+    ),
+]
+PrintOption = Annotated[bool, typer.Option("--print", help="Print the card without writing it.")]
+
 
 def command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Master or export that pqweights wrote.")],
-    repository: Annotated[
-        str | None,
-        typer.Option(
-            "--repo",
-            metavar="ORG/NAME",
-            help="Where it lies on the Hub, for its commands.",
-            show_default="the old card's",
-        ),
-    ] = None,
+    folder: options.LocalFolderArgument,
+    repository: RepositoryOption = None,
     base_model: options.BaseModelOption = None,
     adopt: options.AdoptOption = False,
-    shown: Annotated[bool, typer.Option("--print", help="Print the card, and write nothing.")] = False,
+    shown: PrintOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Write or refresh the model card, DIR/README.md, from what pqweights.json and eval say.
+    """Write or update the model card, DIR/README.md, from the manifest and the recorded evaluations.
 
-    What stands between the two comments at its end is yours and stays as it is, and so do keys of the front matter that are
-    not written here. A README.md of another origin is refused, unless --adopt is given.
+    Your text between the two comments at the end of the card is kept, and so are keys of the front matter that
+    pqweights does not write. A README.md that pqweights did not write is refused unless --adopt is given.
     """
     if shown and json:
-        raise typer.BadParameter("expected either --print or --json")
+        raise typer.BadParameter("expected either --print or --json, found both")
     with output.errors():
         from pqweights.card import CardOptions, make_card, read_card, write_card
-        from pqweights.checkpoint.names import CARD_FILE
-        from pqweights.hub.ids import is_repository_id
 
-        if repository is not None and not is_repository_id(repository):
-            raise typer.BadParameter(f"--repo: expected ORG/NAME, found {repository!r}")
-        if base_model is not None and not is_repository_id(base_model, namespace=False):
-            raise typer.BadParameter(f"--base-model: expected ORG/NAME, found {base_model!r}")
+        _check_repositories(repository, base_model)
         asked = CardOptions(repository=repository, base_model=base_model, adopt=adopt)
         if shown:
             sys.stdout.write(make_card(folder, asked, old=read_card(folder)).text)
-            return
-        card = write_card(folder, asked)
-        written = folder / CARD_FILE
-        if json:
-            output.print_json({
-                "card": str(written), "changed": card.changed, "repository": card.repository, "base_model": card.base_model,
+        else:
+            _show(write_card(folder, asked), folder, json)
+
+
+def _check_repositories(repository: str | None, base_model: str | None) -> None:
+    from pqweights.hub.ids import is_repository_id
+
+    if repository is not None and not is_repository_id(repository):
+        raise typer.BadParameter(f"--repo: expected ORG/NAME, found {repository!r}")
+    if base_model is not None and not is_repository_id(base_model, namespace=False):
+        raise typer.BadParameter(f"--base-model: expected ORG/NAME, found {base_model!r}")
+
+
+def _show(card: Card, folder: Path, json: bool) -> None:
+    from pqweights.checkpoint.names import CARD_FILE
+    from pqweights.units import counted
+
+    written = folder / CARD_FILE
+    if json:
+        output.print_json(
+            {
+                "card": str(written),
+                "changed": card.changed,
+                "repository": card.repository,
+                "base_model": card.base_model,
                 "evaluations": card.evaluations,
-            })  # fmt: skip
-            return
-        typer.echo(
-            f"{written}: {'written' if card.changed else 'is as it should be'}; {card.evaluations} evaluation(s)"
+            }
         )
-        if card.base_model is None:
-            output.note("the base model is not known; --base-model ORG/NAME names it")
-        if card.repository is None:
-            output.note("its commands name DIR; --repo ORG/NAME names the repository")
+        return
+    typer.echo(f"{written}: {'written' if card.changed else 'up to date'}; {counted(card.evaluations, 'evaluation')}")
+    if card.base_model is None:
+        output.note("the base model is not known; name it with --base-model ORG/NAME")
+    if card.repository is None:
+        output.note("the commands in the card say DIR; name the repository with --repo ORG/NAME")

@@ -1,4 +1,4 @@
-"""pqweights eval."""
+"""The command `pqweights eval`."""
 
 from __future__ import annotations
 
@@ -12,77 +12,91 @@ import typer
 from . import options, output
 
 if TYPE_CHECKING:
+    from pqweights.evaluate.evaluation import EvaluationOptions
     from pqweights.evaluate.report import EvaluationReport, EvaluationSettings, ModelScores
     from pqweights.hub.sources import Fetched
     from pqweights.results.evaluation_record import EvaluationRecord, Place
 
 
 class Dataset(StrEnum):
-    """Texts that the datasets package provides."""
+    """The texts that the datasets package provides."""
 
     WIKITEXT = "wikitext"
 
 
+ModelsArgument = Annotated[
+    list[str],
+    typer.Argument(metavar="MODEL...", help="Checkpoints, masters and exports: folders, or ORG/NAME on the Hub."),
+]
+TextOption = Annotated[Path | None, typer.Option("--text", metavar="FILE", help="UTF-8 text to evaluate on.")]
+DatasetOption = Annotated[
+    Dataset | None,
+    typer.Option("--dataset", help="Evaluate on the test split of WikiText-2 (raw) instead of --text."),
+]
+ReferenceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--reference",
+        metavar="SRC",
+        help="Model to compare with, token by token: KL divergence, top-1 agreement, change of the perplexity.",
+    ),
+]
+DtypeOption = Annotated[
+    options.ModelDtype | None,
+    typer.Option("--dtype", help="Dtype to compute in.", show_default="float32; with --speed the model's own"),
+]
+DeviceOption = Annotated[
+    options.Device, typer.Option("--device", help="Device to compute on; auto uses a GPU if there is one.")
+]
+PackedOption = Annotated[
+    bool, typer.Option("--packed", help="Keep the weights packed in memory; every MODEL must be a master.")
+]
+SpeedOption = Annotated[
+    bool, typer.Option("--speed", help="Also measure tokens per second and peak memory, each model in its own process.")
+]
+PlotOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot",
+        metavar="FILE",
+        help="Plot KL divergence (or perplexity) over bits per parameter to FILE, a .svg or .png.",
+    ),
+]
+
+
 def command(
-    models: Annotated[
-        list[str],
-        typer.Argument(metavar="MODEL...", help="Checkpoints, masters and exports: folders, or ORG/NAME on the Hub."),
-    ],
-    text: Annotated[Path | None, typer.Option("--text", metavar="FILE", help="UTF-8 text to evaluate on.")] = None,
-    dataset: Annotated[
-        Dataset | None, typer.Option("--dataset", help="Instead of --text, the test split of WikiText-2 (raw).")
-    ] = None,
-    reference: Annotated[
-        str | None,
-        typer.Option("--reference", metavar="SRC", help="Model to compare with, token by token: KL, top-1, change."),
-    ] = None,
+    models: ModelsArgument,
+    text: TextOption = None,
+    dataset: DatasetOption = None,
+    reference: ReferenceOption = None,
     window: options.WindowOption = None,
     stride: options.StrideOption = None,
     score_first: options.ScoreFirstOption = False,
     max_tokens: options.MaxTokensOption = None,
     tokenizer: options.TokenizerOption = None,
-    dtype: Annotated[
-        options.ModelDtype | None,
-        typer.Option("--dtype", help="Dtype to compute in.", show_default="float32; for --speed the model's own"),
-    ] = None,
-    device: Annotated[
-        options.Device, typer.Option("--device", help="Device to compute on; auto takes a GPU if there is one.")
-    ] = options.Device.CPU,
-    packed: Annotated[
-        bool, typer.Option("--packed", help="Compute with packed weights; the MODELs must be masters.")
-    ] = False,
-    speed: Annotated[
-        bool,
-        typer.Option("--speed", help="Measure tokens per second and peak memory, too, each in a process of its own."),
-    ] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            "--plot", metavar="FILE", help="Plot of KL (or perplexity) over bits per parameter: .svg or .png."
-        ),
-    ] = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = options.Device.CPU,
+    packed: PackedOption = False,
+    speed: SpeedOption = False,
+    plot: PlotOption = None,
     no_record: options.RecordOption = False,
     revision: options.RevisionOption = None,
     token: options.TokenOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Measure models on a text: perplexity, and how far each one is from a reference.
+    """Evaluate models on a text: perplexity, and how far each model is from a reference.
 
-    Each model is computed by the library that is meant to load it, which the column runtime names. Windows slide over
-    the text, and only the last tokens of each one count; see docs/evaluation.md. The figures of a master or an export
-    are written beside it, for its model card.
+    Each model runs in the library that it is made for; the column runtime names it. Windows slide over the text, and
+    only the last tokens of each window are scored; see docs/evaluation.md. The results of a master or an export are
+    also recorded beside it, for its model card.
     """
     if (text is None) == (dataset is None):
         raise typer.BadParameter("expected either --text FILE or --dataset wikitext")
     with output.errors():
-        from pqweights.evaluate.evaluation import EvaluationOptions, TextOptions, evaluate
-        from pqweights.evaluate.recording import make_record
-        from pqweights.runtimes.texts import read_text, wikitext
+        from pqweights.evaluate.evaluation import EvaluationOptions, TextOptions
 
         options.check_plot(plot)
         sources = _fetch(models, reference, revision=revision, token=token)
-        places = sources.places(record=not no_record)
-        words = wikitext() if text is None else read_text(text)
         reading = TextOptions(
             window=window, stride=stride, score_first=score_first, max_tokens=max_tokens, tokenizer=tokenizer
         )
@@ -95,17 +109,49 @@ def command(
             packed=packed,
             speed=speed,
         )
-        with output.progress("evaluating", unit="steps") as progress:
-            done = evaluate(sources.folders, words, asked, progress=progress)
-        _show(sources.renamed(done), plot, json)
-        for row, place in zip(done.rows, places, strict=True):
-            if place is not None:
-                _record(place, make_record(done, row, words, tokenizer=tokenizer, reference=sources.base_id))
+        _evaluate(sources, text, asked, presentation=_Presentation(plot=plot, json=json, record=not no_record))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Presentation:
+    """What becomes of the figures.
+
+    plot: where to plot them, if anywhere
+    json: whether to print JSON
+    record: whether to record them beside masters and exports
+    """
+
+    plot: Path | None
+    json: bool
+    record: bool
+
+
+def _evaluate(sources: _Sources, text: Path | None, asked: EvaluationOptions, *, presentation: _Presentation) -> None:
+    """Evaluate the models, and show and record the figures. text: the file, or None for WikiText."""
+    from pqweights.evaluate.evaluation import evaluate
+    from pqweights.evaluate.recording import make_record
+    from pqweights.runtimes.texts import read_text, wikitext
+
+    places = sources.places(record=presentation.record)
+    words = wikitext() if text is None else read_text(text)
+    with output.progress("evaluating", unit="steps") as progress:
+        done = evaluate(sources.folders, words, asked, progress=progress)
+    _show(sources.renamed(done), presentation)
+    for row, place in zip(done.rows, places, strict=True):
+        if place is not None:
+            tokenizer = asked.reading.tokenizer
+            _record(place, make_record(done, row, words, tokenizer=tokenizer, reference=sources.base_id))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sources:
-    """The models and the reference, as the user named them, and where they are on this machine."""
+    """The models and the reference.
+
+    names: the models as the user named them
+    found: their folders by name
+    reference: the reference as the user named it
+    base: its folder
+    """
 
     names: list[str]
     found: dict[str, Fetched]
@@ -153,19 +199,19 @@ def _fetch(models: list[str], reference: str | None, *, revision: str | None, to
     )
 
 
-def _show(done: EvaluationReport, plot: Path | None, json: bool) -> None:
-    if plot is not None:
+def _show(done: EvaluationReport, presentation: _Presentation) -> None:
+    if presentation.plot is not None:
         from pqweights.plots.evaluation import plot_evaluation
 
-        plot_evaluation(done, plot)
-    if json:
+        plot_evaluation(done, presentation.plot)
+    if presentation.json:
         output.print_json(done.to_json())
     else:
         typer.echo(_text(done))
 
 
 def _record(place: Place, record: EvaluationRecord) -> None:
-    """Write figures beside their model; if that fails, say so, because the figures were printed anyway."""
+    """Write figures beside their model; a failure is only a note, because the figures are printed already."""
     from pqweights.errors import MasterError, OutputError
     from pqweights.results.evaluation_record import write_record
 
@@ -183,7 +229,7 @@ def _text(report: EvaluationReport) -> str:
     columns = [(name, name not in ("model", "runtime")) for name in shown]
     legend = "+-: standard error over windows"
     if report.reference:
-        legend += "; change: of the perplexity, paired; KL(reference || model) in nats per token"
+        legend += "; change: of the perplexity, with paired errors; KL: KL(reference || model) in nats per token"
     lines = [
         _settings_line(report.settings),
         "",
@@ -195,18 +241,19 @@ def _text(report: EvaluationReport) -> str:
     if speeds:
         lines.append(
             f"tok/s: mean of {len(speeds[0].tokens_per_second)} runs of 100 tokens, greedy, batch 1; memory: peak of "
-            f"that process; computed in {', '.join(sorted({speed.dtype for speed in speeds}))}"
+            f"the process; computed in {', '.join(sorted({speed.dtype for speed in speeds}))}"
         )
     return "\n".join(lines)
 
 
 def _settings_line(settings: EvaluationSettings) -> str:
     from pqweights.evaluate.report import masked_tokens
+    from pqweights.units import counted
 
+    windows = counted(settings.windows, "window")
     return (
-        f"{settings.text}: {settings.tokens} tokens, {settings.windows} window(s) of {settings.window}, stride "
-        f"{settings.stride}, {masked_tokens(settings)}: {settings.scored_tokens} tokens scored; {settings.dtype} on "
-        f"{settings.device}"
+        f"{settings.text}: {settings.tokens} tokens, {windows} of {settings.window}, stride {settings.stride}, "
+        f"{masked_tokens(settings)}: {settings.scored_tokens} tokens scored; {settings.dtype} on {settings.device}"
     )
 
 

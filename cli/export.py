@@ -1,4 +1,4 @@
-"""pqweights export."""
+"""The command `pqweights export`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import typer
 from typer.core import TyperCommand
 
 from . import options, output, report
+from .report_errors import integer_lines
 
 if TYPE_CHECKING:
     from pqweights.rewrite.task import RewriteReport
 
 
 class ExportCommand(TyperCommand):
-    """The command, whose help lists the targets that there are."""
+    """The command export, whose help lists the targets."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """See click.Command."""
@@ -27,38 +28,50 @@ class ExportCommand(TyperCommand):
 
 
 TargetOption = Annotated[
-    str, typer.Option("--target", "-t", metavar="TARGET", help="What is to load the result; see above.")
+    str, typer.Option("--target", "-t", metavar="TARGET", help="Format of the result, one of those above.")
 ]
-BitsOption = Annotated[int | None, typer.Option("--bits", "-b", help="Width of the integers.", show_default="4")]
+BitsOption = Annotated[
+    int | None, typer.Option("--bits", "-b", help="Bits per code of an integer target.", show_default="4")
+]
 GroupSizeOption = Annotated[
     int | None,
-    typer.Option("--group-size", "-g", help="Weights that share a scale.", show_default="128; mlx-q4: 64"),
+    typer.Option(
+        "--group-size", "-g", help="Weights per scale of an integer target.", show_default="128, for mlx-q4 64"
+    ),
 ]
 QparamsOption = Annotated[
     str | None,
     typer.Option(
         "--qparams",
         metavar="best|minmax",
-        help="Scales and offsets: best (least squared error), or minmax, as the runtime's own converter.",
+        help="How to choose scales and offsets: best minimizes the squared error, minmax works like the converter of "
+        "the runtime.",
         show_default="best",
     ),
 ]
 SourceOption = Annotated[
     str | None,
     typer.Option(
-        "--source", metavar="SRC", help="Take the weights of the original checkpoint; prints what the master costs."
+        "--source",
+        metavar="SRC",
+        help="Make the integers from the original checkpoint, and report what the error of the master would add.",
     ),
 ]
 BasisOption = Annotated[
     str | None,
-    typer.Option("--basis", metavar="plain|rotated", help="vllm-int4: what is rounded.", show_default="plain"),
+    typer.Option(
+        "--basis",
+        metavar="plain|rotated",
+        help="For vllm-int4: round the weights as they are (plain), or rotated.",
+        show_default="plain",
+    ),
 ]
 PackingOption = Annotated[
     str | None,
     typer.Option(
         "--packing",
         metavar="tile_packed_to_4d|plain",
-        help="torchao-int4: how codes are packed.",
+        help="For torchao-int4: the layout of the packed codes.",
         show_default="tile_packed_to_4d",
     ),
 ]
@@ -67,14 +80,17 @@ ModeOption = Annotated[
     typer.Option(
         "--mode",
         metavar="affine|mxfp4|mxfp8|nvfp4",
-        help="mlx-q4: affine integers, or one of mlx's floats.",
+        help="For mlx-q4: affine integers, or one of the float formats of MLX.",
         show_default="affine",
     ),
 ]
 DtypeOption = Annotated[
     str | None,
     typer.Option(
-        "--dtype", metavar="bf16|source", help="bf16: bf16, or the dtypes that the source had.", show_default="bf16"
+        "--dtype",
+        metavar="bf16|source",
+        help="For bf16: store all weights as BF16, or each in the dtype that it had in the source.",
+        show_default="bf16",
     ),
 ]
 
@@ -99,7 +115,10 @@ def command(
     token: options.TokenOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Turn a master into a checkpoint that runtimes load. Killed at any moment, the same command continues."""
+    """Export a master to a checkpoint that runtimes load.
+
+    If the run is interrupted, the same command continues it. The targets are:
+    """
     with output.errors(continues=True):
         from pqweights.export import MasterFolder, export
         from pqweights.exports import get_target
@@ -109,28 +128,34 @@ def command(
         asked = ExportOptions(
             dtype=dtype, bits=bits, group_size=group_size, mode=mode, packing=packing, basis=basis, qparams=qparams
         )
-        get_target(target).settings(asked)  # refused before anything is fetched
+        get_target(target).settings(asked)  # refuses wrong options before anything is fetched
         found = options.fetched(folder, options.access(revision, token), ours=True)
         original = None if source is None else options.fetched(source, options.access(None, token)).path
+        master = MasterFolder(found.path, found.origin, original)
+        used = options.thread_count(threads)
         with output.progress("exporting") as progress:
-            run = RunOptions(
-                threads=options.thread_count(threads), device=device.value, overwrite=overwrite, progress=progress
-            )
-            master = MasterFolder(found.path, found.origin, original)
+            run = RunOptions(threads=used, device=device.value, overwrite=overwrite, progress=progress)
             done = export(master, out, target, options=asked, max_shard_bytes=max_shard_bytes, run=run)
-        if json:
-            output.print_json(report.result_json(done, str(out)))
-            return
-        if done.already_done:
-            output.note(f"{out}: already holds this very result; nothing was written")
-        typer.echo("\n".join(_lines(done, folder, out)))
+        _show(done, folder, out, json=json)
+
+
+def _show(done: RewriteReport, folder: str, out: Path, *, json: bool) -> None:
+    if json:
+        output.print_json(report.result_json(done, str(out)))
+        return
+    if done.already_done:
+        output.note(f"{out}: already holds this result; nothing was written")
+    typer.echo("\n".join(_lines(done, folder, out)))
 
 
 def _lines(done: RewriteReport, folder: str, out: Path) -> list[str]:
+    from pqweights.units import counted
+
     plan = done.plan
     sizes = f"{output.size(plan.source_bytes)} -> {output.size(plan.output_bytes)}"
+    stored = f"{counted(len(plan.tensors), 'tensor')} in {counted(len(plan.shards), 'file')}"
     return [
-        f"{folder} -> {out}: {sizes}, {len(plan.tensors)} tensors in {len(plan.shards)} file(s)",
-        *report.integer_lines(plan.tensors, done.records, measured=bool(done.transform.also_reads)),
+        f"{folder} -> {out}: {sizes}, {stored}",
+        *integer_lines(report.pairs_of(done), measured=bool(done.transform.also_reads)),
         *report.left_out_lines(plan),
     ]

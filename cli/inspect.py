@@ -1,4 +1,4 @@
-"""pqweights inspect."""
+"""The command `pqweights inspect`."""
 
 from __future__ import annotations
 
@@ -8,28 +8,33 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import options, output, report
+from . import options, output
+from .report_errors import integer_lines, quality_lines
 
 if TYPE_CHECKING:
     from pqweights.measure.distribution import Distribution, Normality
     from pqweights.planning.plan import TensorPlan
     from pqweights.results.inspect import Inspection
-    from pqweights.rewrite.manifest import TensorRecord
+    from pqweights.rewrite.manifest import Manifest, TensorRecord
 
 FolderOrSource = Annotated[
     str,
     typer.Argument(
-        metavar="DIR", help="Folder that pqweights wrote, or ORG/NAME on the Hub; any checkpoint with --distribution."
+        metavar="DIR",
+        help="Master or export written by pqweights: a folder, or ORG/NAME on the Hub. With --distribution, any "
+        "checkpoint.",
     ),
 ]
 DistributionOption = Annotated[
     bool,
     typer.Option(
-        "--distribution", help="Measure how Gaussian a checkpoint's weights are, before and after the rotation."
+        "--distribution",
+        help="Measure instead how close the weights of a checkpoint are to Gaussian, before and after the rotation.",
     ),
 ]
 PlotOption = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", help="Draw it, too, into a .png or .svg file.")
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Also plot the errors, or the distributions, to FILE, a .png or .svg."),
 ]
 
 
@@ -43,13 +48,15 @@ def command(
     token: options.TokenOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Show a finished folder: tensors, bits, relative errors, sizes, and totals."""
+    """Show what a finished folder holds: tensors, bits, relative errors, sizes and totals."""
     with output.errors():
         from pqweights.checkpoint.names import MANIFEST_FILE
 
         if distribution:
             found = options.fetched(folder, options.access(revision, token))
-            asked = _Asked(threads=options.thread_count(threads), allow_pickle=allow_pickle, plot=plot, json=json)
+            asked = _Distributions(
+                threads=options.thread_count(threads), allow_pickle=allow_pickle, plot=plot, json=json
+            )
             _show_distribution(found.path, asked)
         else:
             found = options.fetched(folder, options.access(revision, token), only=[MANIFEST_FILE])
@@ -67,58 +74,74 @@ def _show_folder(folder: Path, plot: Path | None, json: bool) -> None:
     if json:
         output.print_json(found.to_json())
     else:
-        typer.echo("\n".join(_folder_lines(found)))
+        typer.echo("\n".join([_tensor_table(found.manifest), "", _totals_line(found), *_error_lines(found.manifest)]))
 
 
-def _row(tensor: TensorPlan, record: TensorRecord) -> list[str]:
-    """How a tensor is stored; `coded` is what its codec says of it, but for zeros, and whether its channels were scaled."""
-    state = [
-        value if isinstance(value, str) else f"{key} {value}" for key, value in (record.state or {}).items() if value
-    ]
-    return [
-        tensor.name,
-        "x".join(map(str, tensor.shape)),
-        tensor.dtype,
-        tensor.action,
-        str(tensor.bits or ""),
-        str(tensor.bytes),
-        "" if record.relative_mse is None else f"{record.relative_mse:.6f}",
-        ", ".join([*state, *(["scaled"] if tensor.is_scaled else [])]),
-    ]
-
-
-def _folder_lines(found: Inspection) -> list[str]:
-    manifest = found.manifest
+def _tensor_table(manifest: Manifest) -> str:
+    """Return a table with a line for each tensor; a column that only mixed codecs need is not shown for one codec."""
     columns = [
         ("tensor", False),
         ("shape", False),
         ("dtype", False),
         ("action", False),
+        ("codec", False),
         ("bits", True),
         ("bytes", True),
         ("relative MSE", True),
         ("coded", False),
     ]
+    mixed = len({tensor.codec for tensor in manifest.tensors if tensor.codec}) > 1
+    shown = [(title, numeric) for title, numeric in columns if mixed or title != "codec"]
     rows = [_row(tensor, record) for tensor, record in manifest.pairs]
+    return output.table(shown, [[row[title] for title, _ in shown] for row in rows])
+
+
+def _row(tensor: TensorPlan, record: TensorRecord) -> dict[str, str]:
+    """Return the cells of a tensor by column.
+
+    coded: the state in which its codec encoded it, without zeros, and whether its input channels were scaled
+    """
+    state = [
+        value if isinstance(value, str) else f"{key} {value}" for key, value in (record.state or {}).items() if value
+    ]
+    return {
+        "tensor": tensor.name,
+        "shape": "x".join(map(str, tensor.shape)),
+        "dtype": tensor.dtype,
+        "action": tensor.action,
+        "codec": tensor.codec or "",
+        "bits": str(tensor.bits or ""),
+        "bytes": str(tensor.bytes),
+        "relative MSE": "" if record.relative_mse is None else f"{record.relative_mse:.6f}",
+        "coded": ", ".join([*state, *(["scaled"] if tensor.is_scaled else [])]),
+    }
+
+
+def _totals_line(found: Inspection) -> str:
     totals = found.totals
     bits = totals["bits_per_weight"]
-    lines = [output.table(columns, rows), ""]
-    lines.append(
-        f"{manifest.kind}: {output.size(totals['output_bytes'])} in safetensors files, {totals['weights']} weights, "
-        f"{totals['coverage']:.4%} of them quantized" + ("" if bits is None else f" at {bits:.4f} bits per weight")
+    rate = "" if bits is None else f" at {bits:.4f} bits per weight"
+    return (
+        f"{found.manifest.kind}: {output.size(totals['output_bytes'])} in safetensors files, {totals['weights']} "
+        f"weights, {totals['coverage']:.4%} of them quantized{rate}"
     )
+
+
+def _error_lines(manifest: Manifest) -> list[str]:
     if any(tensor.action == "integer" for tensor in manifest.tensors):
-        lines += report.integer_lines(
-            manifest.tensors, manifest.records, measured="original_fingerprint" in manifest.made_by
-        )
-    else:
-        lines += report.quality_lines(manifest.tensors, manifest.records)
-    return lines
+        return integer_lines(manifest.pairs, measured="original_fingerprint" in manifest.made_by)
+    return quality_lines(manifest.pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """The options of --distribution."""
+class _Distributions:
+    """How distributions are measured and shown.
+
+    threads: number of threads
+    allow_pickle: whether to read pickled weights
+    plot: where to plot them, if anywhere
+    json: whether to print JSON
+    """
 
     threads: int
     allow_pickle: bool
@@ -126,13 +149,10 @@ class _Asked:
     json: bool
 
 
-def _show_distribution(source: Path, asked: _Asked) -> None:
+def _show_distribution(source: Path, asked: _Distributions) -> None:
     from pqweights.measure.distribution import measure_distribution
 
-    if asked.plot is not None:
-        from pqweights.plots.figure import check_plot_file
-
-        check_plot_file(asked.plot)
+    options.check_plot(asked.plot)
     with output.progress("measuring") as progress:
         found = measure_distribution(source, threads=asked.threads, allow_pickle=asked.allow_pickle, progress=progress)
     if asked.plot is not None:
@@ -157,10 +177,12 @@ def _distribution_lines(found: Distribution) -> list[str]:
     return [
         output.table(columns, rows),
         "",
-        "coordinates of whole blocks of 128 weights, divided by the block's norm / sqrt(128), before and after the rotation",
-        "KS: Kolmogorov-Smirnov distance to N(0, 1), to 0.00002; kurtosis about zero: 3 for N(0, 1)",
-        "dividing by the norm alone leaves Gaussian weights a KS of 0.00108 and a kurtosis of 2.954",
-        f"tensors that the recipe {found.recipe} quantizes; of each at most {MAX_WEIGHTS} weights, spread evenly",
+        "measured: coordinates of whole blocks of 128 weights, before and after the rotation, divided by the norm of "
+        "the block / sqrt(128)",
+        "KS: Kolmogorov-Smirnov distance to N(0, 1), to within 0.00002; kurtosis: about zero, 3 for N(0, 1)",
+        "Gaussian weights have a KS of 0.00108 and a kurtosis of 2.954, because each block is divided by its own norm",
+        f"the tensors are those that the recipe {found.recipe} quantizes; at most {MAX_WEIGHTS} weights of each are "
+        "measured, evenly spread",
     ]
 
 

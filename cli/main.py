@@ -1,10 +1,11 @@
-"""The app: its name, its commands, and what holds for all of them."""
+"""The Typer app with its commands."""
 
 from __future__ import annotations
 
 import atexit
 import gc
 import os
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -14,9 +15,9 @@ from . import eval as evaluate
 
 app = typer.Typer(
     name="pqweights",
-    help="Quantize a checkpoint into a nearly lossless 5.125-bit master, and turn the master into what runtimes load.",
+    help="Quantize a checkpoint into a nearly lossless 5.125-bit master, and export it to what runtimes load.",
     no_args_is_help=True,
-    pretty_exceptions_show_locals=False,  # a token may be among them
+    pretty_exceptions_show_locals=False,  # they may include a token
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -35,26 +36,38 @@ def root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Options of all commands."""
+    """Take the options that belong to no command."""
 
 
-app.command("quantize")(quantize.command)
-app.command("plan")(plan.command)
-app.command("inspect")(inspect.command)
-app.command("verify")(verify.command)
-app.command("export", cls=export.ExportCommand)(export.command)
-app.command("card")(card.command)
-app.command("push")(push.command)
-app.command("sensitivity")(sensitivity.command)
-app.command("calibrate")(calibrate.command)
-app.command("ablate")(ablate.command)
-app.command("eval")(evaluate.command)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "quantize": quantize.command,
+    "plan": plan.command,
+    "inspect": inspect.command,
+    "verify": verify.command,
+    "export": export.command,
+    "card": card.command,
+    "push": push.command,
+    "sensitivity": sensitivity.command,
+    "calibrate": calibrate.command,
+    "ablate": ablate.command,
+    "eval": evaluate.command,
+}
+
+
+def _help(command: Callable[..., None]) -> str:
+    """Return the docstring of a command with each paragraph on one line, because Typer keeps the line breaks."""
+    paragraphs = (command.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+for name, command in COMMANDS.items():
+    app.command(name, cls=export.ExportCommand if name == "export" else None, help=_help(command))(command)
 
 
 def main() -> None:
-    """The console script."""
-    # A third of the start-up otherwise: numpy's BLAS would start a thread for every core, and none of our work needs it;
-    # at the end, Python would search all that is alive once more for cycles.
+    """Run the command line, as the console script does."""
+    # Without these two, start-up takes half as long again: numpy's BLAS starts a thread for every core, which nothing
+    # here needs, and at exit Python searches all live objects for reference cycles once more.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     atexit.register(gc.freeze)
     app()

@@ -1,8 +1,7 @@
-"""Options that several commands share, and what commands make of them."""
+"""The options that several commands share, and what the commands make of them."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -49,15 +48,15 @@ def parse_size(text: str | int) -> int:
 
 
 def thread_count(asked: int | None) -> int:
-    """Return the number of threads that was asked for, or one per core that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return asked or len(os.sched_getaffinity(0)) or 1
-    return asked or os.cpu_count() or 1  # macOS has no affinity
+    """Return the number of threads that was asked for, by default one for each core that this process may use."""
+    from pqweights.rewrite.task import usable_cores
+
+    return asked or usable_cores()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fitting:
-    """The options that let a target choose the widths; all None without a target."""
+    """The options that choose bit widths to meet a target; all None without a target."""
 
     target_size: int | None = None
     target_bpw: float | None = None
@@ -67,6 +66,10 @@ class Fitting:
 def chosen_recipe(name: str, bits: float | None, fitting: Fitting = Fitting()) -> Recipe:
     """Load a recipe and change it as the options say.
 
+    name: the name of a recipe, or its file
+    bits: another default bit width; None for that of the recipe
+    fitting: the options of a target
+
     Raises RecipeError.
     """
     from pqweights.planning.recipe import load_recipe, make_target
@@ -74,7 +77,7 @@ def chosen_recipe(name: str, bits: float | None, fitting: Fitting = Fitting()) -
     target = make_target("--target-size and --target-bpw", fitting.target_size, fitting.target_bpw)
     recipe = load_recipe(name)
     if bits is not None and target is not None:
-        raise typer.BadParameter("expected either --bits or a target, which chooses the widths; found both")
+        raise typer.BadParameter("expected either --bits or a target, which chooses the bit widths; found both")
     if bits is not None:
         recipe = recipe.with_bits(bits)
     return recipe.with_target(target, fitting.sensitivity)
@@ -83,11 +86,11 @@ def chosen_recipe(name: str, bits: float | None, fitting: Fitting = Fitting()) -
 def check_awq(awq: Path | None, any_codec: bool) -> None:
     """Refuse --awq-any-codec without --awq."""
     if any_codec and awq is None:
-        raise typer.BadParameter("--awq-any-codec: expected --awq FILE beside it")
+        raise typer.BadParameter("--awq-any-codec: expected --awq FILE as well")
 
 
 def access(revision: str | None, token: str | None) -> Access:
-    """Return how the Hub is used; it reports waits on stderr."""
+    """Return how to access the Hub, with waits reported on stderr."""
     from pqweights.hub.sources import Access
 
     return Access(revision, token or None, output.note)
@@ -96,7 +99,10 @@ def access(revision: str | None, token: str | None) -> Access:
 def fetched(source: str, access: Access, *, only: Sequence[str] = (), ours: bool = False) -> Fetched:
     """Return a local folder, or a repository on the Hub as a folder in the cache.
 
-    only, ours: see local_folder.
+    source: the folder or file, or the id of the repository
+    access: how to access the Hub
+    only: the files to fetch; by default all
+    ours: whether pqweights must have written it
     """
     from pqweights.hub.sources import local_folder
 
@@ -105,40 +111,74 @@ def fetched(source: str, access: Access, *, only: Sequence[str] = (), ours: bool
 
 
 def check_plot(plot: Path | None) -> None:
-    """Refuse a file that a plot cannot be written to, before anything is measured."""
+    """Refuse a file that cannot hold a plot, before anything is measured."""
     if plot is not None:
         from pqweights.plots.figure import check_plot_file
 
         check_plot_file(plot)
 
 
+# The checkpoint, the folders, and the Hub
+
 SourceArgument = Annotated[
     str,
     typer.Argument(
-        metavar="SRC",
-        help="Checkpoint folder (sharded or single safetensors), one safetensors file, or ORG/MODEL on the Hub.",
+        metavar="SRC", help="Checkpoint: a folder of safetensors files, one safetensors file, or ORG/MODEL on the Hub."
     ),
+]
+FolderArgument = Annotated[
+    str, typer.Argument(metavar="DIR", help="Master or export written by pqweights: a folder, or ORG/NAME on the Hub.")
+]
+LocalFolderArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Folder of a master or an export written by pqweights.")
+]
+OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the result, new or empty.")]
+OverwriteOption = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite", help="Replace an earlier result in OUT. Only files listed in its manifest are deleted."
+    ),
+]
+ShardOption = Annotated[
+    int,
+    typer.Option(
+        "--max-shard-size", metavar="SIZE", parser=parse_size, help="Maximum size of an output file, e.g. 5GB."
+    ),
+]
+PickleOption = Annotated[
+    bool,
+    typer.Option("--allow-pickle", help="Also read pickled weights, with torch's restricted weights_only loader."),
 ]
 RevisionOption = Annotated[
     str | None,
-    typer.Option("--revision", metavar="REV", help="Branch, tag or commit on the Hub.", show_default="main"),
+    typer.Option(
+        "--revision", metavar="REV", help="Branch, tag or commit of the repository on the Hub.", show_default="main"
+    ),
 ]
 TokenOption = Annotated[
     str | None,
     typer.Option(
-        "--token", metavar="TOKEN", help="Token for the Hub.", show_default="HF_TOKEN, or that of hf auth login"
+        "--token",
+        metavar="TOKEN",
+        help="Access token for the Hub.",
+        show_default="HF_TOKEN, or the token saved by hf auth login",
     ),
 ]
-OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="New or empty folder for the result.")]
-FolderArgument = Annotated[
-    str, typer.Argument(metavar="DIR", help="Folder that pqweights wrote, or ORG/NAME of one on the Hub.")
-]
+
+# How weights are quantized
+
 RecipeOption = Annotated[
-    str, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="Recipe by name, or a YAML file.")
+    str, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="Name of a built-in recipe, or a YAML file.")
 ]
 BitsOption = Annotated[
     float | None,
-    typer.Option("--bits", "-b", metavar="BITS", help="Bits per code.", show_default="the recipe's"),
+    typer.Option(
+        "--bits",
+        "-b",
+        metavar="BITS",
+        help="Default bit width, where no rule of the recipe gives another.",
+        show_default="the recipe's",
+    ),
 ]
 TargetSizeOption = Annotated[
     int | None,
@@ -147,7 +187,7 @@ TargetSizeOption = Annotated[
         metavar="SIZE",
         parser=parse_size,
         show_default=False,
-        help="Choose the width of every weight for at most this size of the safetensors files, e.g. 9GB or 9GiB.",
+        help="Choose the bit width of each weight so that the safetensors files take at most SIZE, e.g. 9GB or 9GiB.",
     ),
 ]
 TargetBitsOption = Annotated[
@@ -156,7 +196,7 @@ TargetBitsOption = Annotated[
         "--target-bpw",
         metavar="BITS",
         show_default=False,
-        help="Choose the width of every weight for at most this many bits per weight, all overhead counted.",
+        help="Choose the bit width of each weight so that the mean is at most BITS per weight, all overhead counted.",
     ),
 ]
 SensitivityOption = Annotated[
@@ -165,43 +205,50 @@ SensitivityOption = Annotated[
         "--sensitivity",
         metavar="heuristic|FILE",
         show_default="heuristic",
-        help="What the widths are chosen by: a rule of thumb, or a file that pqweights sensitivity wrote.",
+        help="Basis for choosing bit widths to meet a target: a rule of thumb, or a FILE written by pqweights "
+        "sensitivity.",
     ),
 ]
-ShardOption = Annotated[
-    int, typer.Option("--max-shard-size", metavar="SIZE", parser=parse_size, help="Largest output file, e.g. 5GB.")
-]
-ThreadsOption = Annotated[
-    int | None, typer.Option("--threads", min=1, max=256, help="Worker threads.", show_default="one per core")
-]
-DeviceOption = Annotated[
-    Device,
-    typer.Option("--device", help="Device to compute on; auto takes a GPU if there is one. All give the same bytes."),
-]
-OverwriteOption = Annotated[
-    bool, typer.Option("--overwrite", help="Replace an earlier result in OUT, and only the files that it lists.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 AwqOption = Annotated[
     Path | None,
     typer.Option(
-        "--awq", metavar="FILE", help="Scale input channels first, with scales that pqweights calibrate wrote."
+        "--awq",
+        metavar="FILE",
+        help="Scale input channels before quantizing, with the scales in a FILE written by pqweights calibrate.",
     ),
 ]
 AnyCodecOption = Annotated[
     bool,
-    typer.Option("--awq-any-codec", help="Accept scales that were searched for another codec or width."),
+    typer.Option("--awq-any-codec", help="Accept scales that were searched for another codec or bit width."),
 ]
+
+# How a command computes and prints
+
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option("--threads", min=1, max=256, help="Number of worker threads.", show_default="the number of cores"),
+]
+DeviceOption = Annotated[
+    Device,
+    typer.Option(
+        "--device",
+        help="Device to compute on; auto uses a GPU if there is one. The output bytes are the same on all devices.",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+
+# How a model runs over a text
+
 WindowOption = Annotated[
     int | None,
-    typer.Option("--window", min=2, help="Tokens of a window.", show_default="2048, or the model's limit"),
+    typer.Option("--window", min=2, help="Tokens per window.", show_default="2048, or the model's limit if smaller"),
 ]
 StrideOption = Annotated[
     int | None,
     typer.Option(
         "--stride",
         min=1,
-        help="Tokens between the starts of two windows.",
+        help="Tokens between the starts of consecutive windows.",
         show_default="a quarter of the window, at most 512",
     ),
 ]
@@ -209,31 +256,38 @@ ScoreFirstOption = Annotated[
     bool, typer.Option("--score-first", help="Score all tokens of the first window, not only its last ones.")
 ]
 MaxTokensOption = Annotated[
-    int | None, typer.Option("--max-tokens", min=2, help="Tokens of the text to use at most.", show_default="all")
+    int | None,
+    typer.Option("--max-tokens", min=2, help="Maximum number of tokens to read from the text.", show_default="all"),
 ]
 TokenizerOption = Annotated[
     Path | None,
     typer.Option("--tokenizer", metavar="DIR", help="Folder of the tokenizer.", show_default="the model's own"),
 ]
+ModelDtypeOption = Annotated[
+    ModelDtype, typer.Option("--dtype", help="Dtype to run the model in; auto is the model's own.")
+]
 DeviceMapOption = Annotated[
     str | None,
     typer.Option(
-        "--device-map", help="Where transformers puts the model; auto spreads a large one (needs accelerate)."
+        "--device-map",
+        help="Device map for transformers; auto spreads a large model over the devices (needs accelerate).",
     ),
 ]
 RecordOption = Annotated[
     bool, typer.Option("--no-record", help="Do not write pqweights-eval.json beside masters and exports.")
 ]
+
+# The model card
+
 BaseModelOption = Annotated[
     str | None,
     typer.Option(
-        "--base-model", metavar="ORG/MODEL", help="Original model to name in the card of a result from a local folder."
+        "--base-model",
+        metavar="ORG/MODEL",
+        help="Original model on the Hub to name in the card, if the manifest names none.",
     ),
 ]
 AdoptOption = Annotated[
     bool,
     typer.Option("--adopt", help="Keep the text of a README.md that pqweights did not write, as notes in the card."),
-]
-PickleOption = Annotated[
-    bool, typer.Option("--allow-pickle", help="Read pickled weights too, through torch's weights_only loader.")
 ]

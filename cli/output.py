@@ -6,26 +6,27 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import typer
 
-# What progress counts, if not some other unit, named in the plural.
+# What progress counts by default; other units are named in the plural as well.
 BYTES = "bytes"
-# Progress of jobs that end before this many seconds is not shown.
+# Jobs that end within this many seconds show no progress.
 QUIET_SECONDS = 2.0
+# Seconds between two lines of progress.
 PLAIN_LINE_SECONDS = 5.0
 
 
 def print_json(value: Any) -> None:
-    """The one JSON document of a command, on stdout."""
+    """Write the one JSON document of a command to stdout."""
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
     sys.stdout.flush()
 
 
 def note(text: str) -> None:
-    """A line for the user that is no data."""
+    """Write a line for the user to stderr."""
     typer.echo(text, err=True)
 
 
@@ -33,7 +34,7 @@ def note(text: str) -> None:
 def errors(continues: bool = False) -> Iterator[None]:
     """Turn expected errors into one line on stderr and exit code 1, or 2 for wrong options; a bug keeps its traceback.
 
-    continues: whether a command that was interrupted goes on where it stopped when it is given again.
+    continues: whether the same command, run again after an interrupt, goes on where it stopped.
     """
     from pqweights.errors import OptionError, PqweightsError
 
@@ -52,13 +53,13 @@ def errors(continues: bool = False) -> Iterator[None]:
 
 
 def fail(message: str, code: int = 1) -> None:
-    """Print one line and exit."""
+    """Write one line to stderr and exit."""
     typer.echo(f"error: {' '.join(message.split())}", err=True)
     raise typer.Exit(code)
 
 
 def size(count: float) -> str:
-    """Bytes for people; GB is 10**9."""
+    """Return a number of bytes with its unit; GB is 10**9."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
@@ -67,13 +68,13 @@ def size(count: float) -> str:
 
 
 def amount(count: float, unit: str | None) -> str:
-    """So much of a unit, for people; None: of what needs no name."""
+    """Return a count with its unit; None for a count without one."""
     return size(count) if unit == BYTES else f"{count:.0f} {unit or ''}".rstrip()
 
 
 @contextlib.contextmanager
 def progress(verb: str, unit: str | None = BYTES) -> Iterator[Callable[[int, int, str], None]]:
-    """A callback that shows what, how far, how much per second and time left: a bar on a terminal, lines elsewhere."""
+    """Yield a callback that shows progress, rate and time left: as a bar on a terminal, else as lines on stderr."""
     if sys.stderr.isatty():
         with _bar(verb, unit) as callback:
             yield callback
@@ -89,10 +90,14 @@ def _bar(verb: str, unit: str | None) -> Iterator[Callable[[int, int, str], None
     how_far: tuple[rich.ProgressColumn, ...] = (rich.DownloadColumn(), rich.TransferSpeedColumn())
     if unit != BYTES:
         how_far = (rich.MofNCompleteColumn(), *([rich.TextColumn(unit)] if unit else []))
+    name_column = rich.TextColumn("{task.fields[name]}", markup=False, style="dim")
     columns = (
-        rich.TextColumn("{task.description}"), rich.BarColumn(), *how_far, rich.TimeRemainingColumn(),
-        rich.TextColumn("{task.fields[name]}", markup=False, style="dim"),
-    )  # fmt: skip
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(),
+        *how_far,
+        rich.TimeRemainingColumn(),
+        name_column,
+    )
     with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(verb, total=None, name="")
 
@@ -104,7 +109,7 @@ def _bar(verb: str, unit: str | None) -> Iterator[Callable[[int, int, str], None
 
 def _lines(verb: str, unit: str | None) -> Callable[[int, int, str], None]:
     start = last = time.monotonic()
-    # The rate counts from the first bytes on: what came before was start-up, or the one-time compilation of the kernels.
+    # The rate counts from the first call on: the time before went into start-up, or into compiling the kernels.
     first_time, first_done = 0.0, -1
 
     def callback(done: int, total: int, name: str) -> None:
@@ -125,7 +130,7 @@ def _lines(verb: str, unit: str | None) -> Callable[[int, int, str], None]:
 
 
 def table(columns: list[tuple[str, bool]], rows: list[list[str]]) -> str:
-    """Plain aligned text; each column is (title, whether its cells are numbers)."""
+    """Return aligned text. columns: the title of each column, and whether its cells are numbers."""
     widths = [max([len(title), *(len(row[i]) for row in rows)]) for i, (title, _) in enumerate(columns)]
 
     def line(cells: list[str]) -> str:
@@ -139,8 +144,13 @@ def table(columns: list[tuple[str, bool]], rows: list[list[str]]) -> str:
 
 
 def estimate(value: tuple[float, float | None] | None, form: str) -> str:
-    """A measure with its standard error, where it has one: "1.23 +- 0.04"; empty for None."""
+    """Return a measure with its standard error if it has one, as "1.23 +- 0.04"; an empty text for None."""
     if value is None:
         return ""
     measure, error = value
     return f"{measure:{form}}" + ("" if error is None else f" +- {error:{form.lstrip('+')}}")
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return the first three names, with "..." if there are more."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -1,24 +1,26 @@
-"""pqweights plan, which is also quantize --dry-run."""
+"""The command `pqweights plan`, which `quantize --dry-run` also runs."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import options, output, report
+from . import options, output, report_plan
+from .report_fit import curve_lines, fit_lines
 
 if TYPE_CHECKING:
     from pqweights.planning.recipe import Recipe
     from pqweights.quantize import QuantizeOptions
 
 PlotOption = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", help="Draw widths by layer and role: .png or .svg.")
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Plot the bit widths by layer and role to FILE, a .png or .svg."),
 ]
 
 
@@ -39,7 +41,10 @@ def command(
     token: options.TokenOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Show what quantize would do, from the headers alone: per tensor action, codec, bits, bytes and reason."""
+    """Show what quantize would do with each tensor: action, codec, bits, bytes and reason.
+
+    Only the headers of the checkpoint are read.
+    """
     options.check_awq(awq, awq_any_codec)
     with output.errors():
         from pqweights.quantize import QuantizeOptions
@@ -53,16 +58,17 @@ def command(
             awq_any_codec=awq_any_codec,
             max_shard_bytes=max_shard_bytes,
         )
-        show_plan(PlanRequest(source, chosen, asked, threads=options.thread_count(threads), plot=plot, json=json))
+        used = options.thread_count(threads)
+        show_plan(PlanRequest(source=source, recipe=chosen, options=asked, threads=used, plot=plot, json=json))
 
 
 @contextlib.contextmanager
 def _no_search_for_cycles() -> Iterator[None]:
-    """Without the search for garbage in reference cycles, which Python repeats with every 700 new objects that stay.
+    """Turn off the garbage collector's search for reference cycles, which runs again for every 700 objects that stay.
 
-    The plan of a large model is half a million objects, none of them in a cycle: a quarter of the time went into that
-    search. It is turned off here and not in the library, whose callers have other objects to look after; as a
-    decorator, so that it comes back only when the plan is gone.
+    The plan of a large model is half a million objects without a cycle among them, and the search took a quarter of
+    the time. It is turned off here and not in the library, whose callers may depend on it. As a decorator it comes
+    back only after the plan is freed.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -73,14 +79,21 @@ def _no_search_for_cycles() -> Iterator[None]:
             gc.enable()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What to plan, and how to show it. threads: for which memory is estimated."""
+    """What to plan, and how to show it.
+
+    source: the checkpoint, or its id on the Hub
+    recipe: what to do with its tensors
+    options: how to read and write them
+    threads: number of threads for which the memory is estimated
+    plot: where to plot the bit widths, if anywhere
+    json: whether to print JSON
+    """
 
     source: str
     recipe: Recipe
     options: QuantizeOptions
-    _: KW_ONLY
     threads: int
     plot: Path | None = None
     json: bool = False
@@ -88,25 +101,23 @@ class PlanRequest:
 
 @_no_search_for_cycles()
 def show_plan(request: PlanRequest) -> None:
-    """Print a plan."""
+    """Make a plan and print it."""
     from pqweights.quantize import plan_quantize
     from pqweights.rewrite.driver import resource_needs
 
-    if request.plot is not None:
-        from pqweights.plots.figure import check_plot_file
-        from pqweights.plots.layers import plot_widths
-
-        check_plot_file(request.plot)
+    options.check_plot(request.plot)
     checkpoint, transform, planned = plan_quantize(request.source, request.recipe, request.options)
     needs = resource_needs(planned, request.threads)
     if request.plot is not None:
+        from pqweights.plots.layers import plot_widths
+
         plot_widths(planned.tensors, request.plot)
-    traffic, fit = report.traffic(checkpoint), transform.fit
+    traffic, fit = report_plan.traffic(checkpoint), transform.fit
     if request.json:
         fitted = {} if fit is None else {"fit": fit.to_json()}
-        output.print_json(report.plan_json(planned, needs) | fitted | traffic)
+        output.print_json(report_plan.plan_json(planned, needs) | fitted | traffic)
         return
-    lines = [report.plan_text(planned, needs), *report.traffic_lines(traffic)]
+    lines = [report_plan.plan_text(planned, needs), *report_plan.traffic_lines(traffic)]
     if fit is not None:
-        lines += ["", *report.fit_lines(fit), "", *report.curve_lines(fit)]
+        lines += ["", *fit_lines(fit), "", *curve_lines(fit)]
     typer.echo("\n".join(lines))

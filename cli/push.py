@@ -72,11 +72,13 @@ def command(
 
 
 def _lines(done: PushReport, dry_run: bool) -> list[str]:
+    from pqweights.units import counted
+
     shown = [change for change in done.changes if change.kind != "same"]
     lines = [f"{change.kind:8} {output.size(change.byte_count):>10}  {change.name}" for change in shown]
     same = len(done.changes) - len(shown)
     if same:
-        lines.append(f"same: {same} file(s)")
+        lines.append(f"same: {counted(same, 'file')}")
     where = f"{done.repository}, branch {done.branch}"
     created = ""
     if done.created:

@@ -1,25 +1,32 @@
-"""pqweights quantize."""
+"""The command `pqweights quantize`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from . import options, output, report
 from .plan import PlanRequest, show_plan
+from .report_errors import quality_lines
+from .report_fit import fit_lines
 
 if TYPE_CHECKING:
     from pqweights.rewrite.task import RewriteReport
 
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan without writing anything.")]
 StrictOption = Annotated[
-    bool, typer.Option("--strict", help="Refuse a tensor whose error exceeds what the codec promises, rescued or not.")
+    bool,
+    typer.Option(
+        "--strict", help="Fail if the error of a tensor is above the limit of its codec, even after it is rescued."
+    ),
 ]
 LowDiskOption = Annotated[
     bool,
     typer.Option(
-        "--low-disk", help="Keep at most two files of a repository at a time: each is deleted when it is done."
+        "--low-disk",
+        help="For a source on the Hub: keep at most two of its files at a time, and delete each when it is done.",
     ),
 ]
 
@@ -46,9 +53,9 @@ def command(
     token: options.TokenOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Turn a checkpoint into a master: packed codes and block norms, nearly lossless at 5.125 bits per weight.
+    """Quantize a checkpoint into a master: packed codes and block norms, nearly lossless at 5.125 bits per weight.
 
-    Killed at any moment, the same command continues. Memory does not grow with the model.
+    If the run is interrupted, the same command continues it. Memory does not grow with the size of the model.
     """
     options.check_awq(awq, awq_any_codec)
     with output.errors(continues=not dry_run):
@@ -66,30 +73,33 @@ def command(
             max_shard_bytes=max_shard_bytes,
             strict=strict,
         )
+        used = options.thread_count(threads)
         if dry_run:
-            show_plan(PlanRequest(source, chosen, asked, threads=options.thread_count(threads), json=json))
+            show_plan(PlanRequest(source=source, recipe=chosen, options=asked, threads=used, json=json))
             return
         with output.progress("quantizing") as progress:
-            run = RunOptions(
-                threads=options.thread_count(threads), device=device.value, overwrite=overwrite, progress=progress
-            )
+            run = RunOptions(threads=used, device=device.value, overwrite=overwrite, progress=progress)
             done = quantize(source, out, chosen, options=asked, run=run)
-        if json:
-            output.print_json(report.result_json(done, str(out)))
-        else:
-            _say_what_was_there(done, str(out))
-            typer.echo("\n".join([f"{source} -> {out}", *_lines(done)]))
+        _show(done, source, out, json=json)
 
 
-def _say_what_was_there(done: RewriteReport, out: str) -> None:
+def _show(done: RewriteReport, source: str, out: Path, *, json: bool) -> None:
+    if json:
+        output.print_json(report.result_json(done, str(out)))
+        return
     if done.already_done:
-        output.note(f"{out}: already holds this very result; nothing was written")
+        output.note(f"{out}: already holds this result; nothing was written")
     elif done.resumed:
-        output.note(f"continued: {done.resumed} of {len(done.records)} tensors had been finished by the earlier run")
+        output.note(f"continued: {done.resumed} of {len(done.records)} tensors were finished by an earlier run")
+    typer.echo("\n".join([f"{source} -> {out}", *_lines(done)]))
 
 
 def _lines(done: RewriteReport) -> list[str]:
-    lines = [report.totals_text(done.plan.totals()), *report.quality_lines(done.plan.tensors, done.records)]
-    if fit := report.fit_of(done):
-        lines += report.fit_lines(fit)
-    return lines + report.kept_lines(done.plan.tensors) + report.left_out_lines(done.plan)
+    fit = report.fit_of(done)
+    return [
+        report.totals_text(done.plan.totals()),
+        *quality_lines(report.pairs_of(done)),
+        *(fit_lines(fit) if fit else []),
+        *report.kept_lines(done.plan.tensors),
+        *report.left_out_lines(done.plan),
+    ]

@@ -1,4 +1,4 @@
-"""pqweights sensitivity."""
+"""The command `pqweights sensitivity`."""
 
 from __future__ import annotations
 
@@ -13,47 +13,49 @@ if TYPE_CHECKING:
     from pqweights.planning.sensitivity_file import Sensitivity
 
 
+FileArgument = Annotated[Path, typer.Argument(metavar="OUT.json", help="File for the sensitivities.")]
+TokensOption = Annotated[
+    int, typer.Option("--tokens", min=2, help="Number of tokens that the model reads for each measurement.")
+]
+TextOption = Annotated[
+    Path | None,
+    typer.Option("--text", metavar="FILE", help="UTF-8 text for the model to read.", show_default="random tokens"),
+]
+WindowOption = Annotated[
+    int | None,
+    typer.Option("--window", min=2, help="Tokens per window.", show_default="256, or the model's limit if smaller"),
+]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier file of sensitivities.")]
+
+
 def command(
     source: options.SourceArgument,
-    out: Annotated[Path, typer.Argument(metavar="OUT.json", help="New file for the sensitivities.")],
-    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens to read for each measurement.")] = 2048,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            "--text", metavar="FILE", help="UTF-8 text to read.", show_default="tokens drawn at random, without data"
-        ),
-    ] = None,
-    window: Annotated[
-        int | None,
-        typer.Option(
-            "--window", min=2, help="Tokens that are read together.", show_default="256, or the model's limit"
-        ),
-    ] = None,
+    out: FileArgument,
+    tokens: TokensOption = 2048,
+    text: TextOption = None,
+    window: WindowOption = None,
     recipe: options.RecipeOption = "q5",
     tokenizer: options.TokenizerOption = None,
-    dtype: Annotated[
-        options.ModelDtype, typer.Option("--dtype", help="Dtype to run the model in; auto is its own.")
-    ] = options.ModelDtype.FLOAT32,
+    dtype: options.ModelDtypeOption = options.ModelDtype.FLOAT32,
     device_map: options.DeviceMapOption = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier file of sensitivities.")] = False,
+    overwrite: OverwriteOption = False,
     revision: options.RevisionOption = None,
     token: options.TokenOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Measure how much the loss rises with the error of each group of weights, for quantize --target-size.
+    """Measure how much the loss rises with the error of each group of weights, for --sensitivity of quantize.
 
-    The model runs with noise in one group after the other (HIGGS, arXiv:2411.17525, algorithm 3): four runs over the
-    tokens for each group, and about four groups for each layer. The file serves every target.
+    The model runs with noise in one group at a time (HIGGS, arXiv:2411.17525, algorithm 3): four runs over the tokens
+    for each group, and about four groups for each layer. The same file serves every target.
     """
     with output.errors():
         from pqweights.measure.sensitivity import SensitivityOptions, measure_sensitivity
         from pqweights.planning.recipe import load_recipe
-        from pqweights.planning.result_file import check_free
-        from pqweights.planning.sensitivity_file import read_sensitivity, write_sensitivity
+        from pqweights.planning.sensitivity_file import write_sensitivity
         from pqweights.runtimes.texts import read_text
 
         chosen = load_recipe(recipe)
-        check_free(out, overwrite, kind="sensitivities", read=read_sensitivity)
+        _check_free(out, overwrite)
         found = options.fetched(source, options.access(revision, token))
         asked = SensitivityOptions(
             text=None if text is None else read_text(text),
@@ -72,6 +74,14 @@ def command(
             typer.echo(_text(done, source, out))
 
 
+def _check_free(out: Path, overwrite: bool) -> None:
+    """Refuse to replace a file that holds no sensitivities, or any file without --overwrite."""
+    from pqweights.planning.result_file import check_free
+    from pqweights.planning.sensitivity_file import read_sensitivity
+
+    check_free(out, overwrite, kind="sensitivities", read=read_sensitivity)
+
+
 def _text(done: Sensitivity, source: str, out: Path) -> str:
     levels = [f"KL at {t2:g}" for t2, _ in done.groups[0].points]
     columns = [("group", False), ("weights", True), ("alpha", True), *((level, True) for level in levels)]
@@ -83,8 +93,8 @@ def _text(done: Sensitivity, source: str, out: Path) -> str:
         [
             output.table(columns, rows),
             "",
-            f"KL divergence in nats per token on {done.method['tokens']} tokens ({done.method['kind']}), by the "
-            "relative squared error of the group's weights; alpha: the slope",
+            f"KL at x: KL divergence in nats per token on {done.method['tokens']} tokens ({done.method['kind']}), "
+            "with a relative squared error of x in the weights of the group; alpha: the slope",
             f"{source} -> {out}. Next: pqweights quantize {source} OUT --target-size SIZE --sensitivity {out}",
         ]
     )

@@ -1,4 +1,4 @@
-"""pqweights verify."""
+"""The command `pqweights verify`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ def command(
     token: options.TokenOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Check every stored byte of a finished folder against its manifest; exit 1 and a line per problem."""
+    """Check every stored byte of a finished folder against its manifest.
+
+    Prints one line for each problem, and exits with code 1 if there are any.
+    """
     with output.errors():
         from pqweights.results.verify import verify
+        from pqweights.units import counted
 
         found = options.fetched(folder, options.access(revision, token), ours=True)
         with output.progress("verifying") as progress:
@@ -27,7 +31,8 @@ def command(
             checked = {"tensors": result.tensors, "files": result.files, "bytes": result.bytes}
             output.print_json({"ok": result.ok, "checked": checked, "problems": list(result.problems)})
         elif result.ok:
-            typer.echo(f"{folder}: ok: {result.tensors} tensors, {result.files} files, {result.bytes} bytes")
+            tensors, files = counted(result.tensors, "tensor"), counted(result.files, "file")
+            typer.echo(f"{folder}: ok: {tensors}, {files}, {counted(result.bytes, 'byte')}")
         else:
             typer.echo("\n".join(result.problems))
         if not result.ok:

@@ -1,7 +1,7 @@
-"""pqweights: offline weight quantization of checkpoints into packed codes, and exports to what runtimes load.
+"""pqweights: offline quantization of checkpoints into masters of packed codes, and exports to what runtimes load.
 
 After `import pqweights`, transformers loads masters: `AutoModelForCausalLM.from_pretrained("master/")`. The import
-    itself loads neither transformers nor torch (autoload.py).
+itself loads neither transformers nor torch (autoload.py).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __version__ = "0.2.0"
 def load_model(
     path: str | os.PathLike[str], *, packed: bool = False, dtype: Any = "auto", device_map: Any = None, **options: Any
 ) -> Any:
-    """Load the model in a folder, or that of an id on the Hub, and check that no weight is missing or left over.
+    """Load a model from a folder or from the Hub, and check that no weight is missing or left over.
 
-    path: a master of ours, or any model that transformers loads
-    packed: keep the codes of a master in memory, and decode in the forward pass (inference only)
+    path: the folder, or ORG/NAME on the Hub: a master, or any model that transformers loads
+    packed: whether to keep the codes of a master in memory and decode them in the forward pass (for inference only)
     dtype, device_map: as in from_pretrained of transformers
-    options: more arguments of from_pretrained, `revision` and `token` included
+    options: other arguments of from_pretrained, such as `revision` and `token`
 
     Raises SourceError, HubError, MasterError or MissingDependencyError.
     """

@@ -1,4 +1,4 @@
-"""Sizes as people write them: 9GB is 9 * 10**9 bytes, and 9GiB is 9 * 2**30."""
+"""Quantities as people write and read them: sizes, where 9GB is 9 * 10**9 bytes and 9GiB is 9 * 2**30, and counts."""
 
 from __future__ import annotations
 
@@ -29,3 +29,8 @@ def parse_size(text: str | int) -> int:
     if not 1 <= size < 2**63:
         raise RecipeError(f"expected at least one byte, at most 2**63, found {text[:40]!r}")
     return size
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, whose plural ends in s: "1 tensor", "3 tensors"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

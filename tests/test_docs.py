@@ -1,4 +1,4 @@
-"""The pages: generated parts are as generated, links lead somewhere, and every page is found."""
+"""The pages: generated parts are up to date, links have targets, and every page is listed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "recipes" / "README.m
 # [text](target) or ![text](target), outside of code
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
-# What report.py does to a page, without the plots.
+# Fills in the tables of pages as benchmarks/report.py does, without the plots.
 FILL = """
 import sys
 from pathlib import Path
@@ -39,7 +39,7 @@ def tool(name: str) -> ModuleType:
 
 
 def slug(heading: str) -> str:
-    """The anchor that GitHub gives to a heading."""
+    """Return the anchor that GitHub gives a heading."""
     shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
     return re.sub(r"[^\w\- ]", "", shown.strip().lower()).replace(" ", "-")
 
@@ -53,7 +53,7 @@ def links(page: Path) -> list[str]:
     return LINK.findall(CODE.sub("`", page.read_text(encoding="utf-8")))
 
 
-def test_commands_page_is_what_the_command_line_says():
+def test_commands_page_is_up_to_date():
     assert (DOCS / "commands.md").read_text(encoding="utf-8") == tool("commands_page").page(), "run make docs-commands"
 
 
@@ -74,12 +74,12 @@ def test_relative_links_and_anchors_exist(page):
         assert not anchor or anchor in anchors(target), link
 
 
-def test_links_are_found_at_all():
+def test_links_and_anchors_are_found():
     assert len(links(ROOT / "README.md")) > 15
     assert {"4-decoding-a-block", "6-pqweightsjson"} <= anchors(DOCS / "format.md")
 
 
-def test_every_page_is_in_the_navigation_and_in_the_overview():
+def test_every_page_is_in_the_navigation_and_the_overview():
     pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
     outside = tool("site_hooks").OUTSIDE
     navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
@@ -109,7 +109,7 @@ def test_links_between_docs_and_pages_outside_are_rewritten_for_the_site():
     assert rewritten(unchanged, "fit.md") == unchanged
 
 
-def test_tables_are_those_of_the_benchmark_documents(tmp_path):
+def test_tables_match_the_benchmark_documents(tmp_path):
     pages = [page for page in PAGES if "<!-- begin " in page.read_text(encoding="utf-8")]
     copies = [tmp_path / f"{number}.md" for number in range(len(pages))]
     for page, copy in zip(pages, copies, strict=True):
@@ -136,7 +136,7 @@ def test_readme_is_short_and_has_one_table_of_eight_quantizers():
 
 
 def test_the_description_for_package_indexes_has_no_relative_links(monkeypatch):
-    """Read by a setup.py that does not set anything up."""
+    """setup.py is imported with a stub of setuptools that does nothing."""
     monkeypatch.setitem(sys.modules, "setuptools", SimpleNamespace(setup=lambda **_: None))
     spec = importlib.util.spec_from_file_location("setup_script", ROOT / "setup.py")
     assert spec is not None and spec.loader is not None

@@ -1,11 +1,11 @@
-"""Sizes as people write them."""
+"""Sizes and counts as people write and read them."""
 
 from __future__ import annotations
 
 import pytest
 
 from pqweights.errors import RecipeError
-from pqweights.units import parse_size
+from pqweights.units import counted, parse_size
 
 
 @pytest.mark.parametrize(
@@ -63,3 +63,8 @@ def test_size_out_of_range_is_refused(text: str) -> None:
     with pytest.raises(RecipeError, match="at least one byte") as caught:
         parse_size(text)
     assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 files"), (1, "1 file"), (2, "2 files")])
+def test_counted_nouns_have_a_plural(count: int, text: str) -> None:
+    assert counted(count, "file") == text

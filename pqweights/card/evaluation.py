@@ -9,6 +9,7 @@ from pqweights.evaluate.report import masked_tokens
 from pqweights.markdown import code, table, words
 from pqweights.results.evaluation_record import EvaluationRecord, Figure
 from pqweights.rewrite.manifest import Manifest
+from pqweights.units import counted
 
 
 def evaluation(records: Sequence[EvaluationRecord], manifest: Manifest) -> list[str]:
@@ -50,7 +51,7 @@ def _protocol(record: EvaluationRecord, original: Any) -> str:
     tokenizer = "" if record.tokenizer is None else f" by the tokenizer of {code(record.tokenizer)}"
     parts = [
         f"{code(record.text)} (sha256 {code(record.text_sha256)}), {record.tokens} tokens{tokenizer}",
-        f"{record.windows} window(s) of {record.window}, stride {record.stride}, {masked_tokens(record)}, "
+        f"{counted(record.windows, 'window')} of {record.window}, stride {record.stride}, {masked_tokens(record)}, "
         f"{record.scored_tokens} tokens scored",
         f"{words(record.dtype)}" + ("" if record.device is None else f" on {words(record.device)}"),
         f"computed by {words(record.runtime)}" + (", weights packed in memory" if record.packed else ""),

@@ -11,6 +11,7 @@ from pqweights.planning.plan import DECODE, INTEGER, KEEP, TensorPlan
 from pqweights.planning.roles import ROLES
 from pqweights.results.inspect import Inspection, is_rescued
 from pqweights.rewrite.manifest import Manifest, TensorRecord, mean_error
+from pqweights.units import counted
 
 Pair = tuple[TensorPlan, TensorRecord]
 ACTIONS = {KEEP: "kept", DECODE: "decoded"}
@@ -31,7 +32,7 @@ def weights(found: Inspection) -> list[str]:
         lines += ["Not quantized:" if quantized else "Stored:", _plain(plain)]
     for reason, items in grouped(manifest.identity.left_out.items(), lambda item: item[1]).items():
         names = listed([name for name, _ in items])
-        lines.append(f"Left out: {len(items)} tensor(s) of the master ({words(reason)}): {names}")
+        lines.append(f"Left out: {counted(len(items), 'tensor')} of the master ({words(reason)}): {names}")
     return lines
 
 
@@ -99,14 +100,14 @@ def _exceptions(pairs: Sequence[Pair], manifest: Manifest) -> list[str]:
     rescued = [tensor.name for tensor, record in pairs if is_rescued(tensor, record)]
     if rescued:
         lines.append(
-            f"Rescued: {len(rescued)} tensor(s). Their error exceeded {RESCUE_FACTOR} times what the codec promises "
-            f"for Gaussian weights, so they were encoded in the codec's second way: {listed(rescued)}"
+            f"Rescued: {counted(len(rescued), 'tensor')} with an error above {RESCUE_FACTOR} times what the codec "
+            f"promises for Gaussian weights, encoded in the codec's second way instead: {listed(rescued)}"
         )
     exceeding = manifest.to_json()["exceeding"]
     if exceeding:
         lines.append(
-            f"**{len(exceeding)} tensor(s) have an error above {RESCUE_FACTOR} times what the codec promises**, in "
-            f"every way that it can encode them: {listed(exceeding, EXCEEDING_SHOWN)}"
+            f"**{counted(len(exceeding), 'tensor')} with an error above {RESCUE_FACTOR} times what the codec "
+            f"promises**, in every way that it can encode them: {listed(exceeding, EXCEEDING_SHOWN)}"
         )
     if any(tensor.is_scaled for tensor, _ in pairs):
         lines.append("For weights whose input channels were scaled, the errors are those of the scaled weights.")

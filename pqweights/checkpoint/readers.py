@@ -204,7 +204,7 @@ class EncodedTensor:
         whole = (last - first) * block_size * size
         in_place = skip == 0 and len(out) >= whole
         values = out[:whole] if in_place else np.empty(whole, dtype=np.uint8)
-        self.coder.decode(parts, self.state, dtype, values, basis)
+        self.coder.decode(parts, values, dtype=dtype, state=self.state, basis=basis)
         if not in_place:
             out[: count * size] = values[skip : skip + count * size]
 

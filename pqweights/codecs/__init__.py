@@ -1,4 +1,4 @@
-"""The codecs: what turns blocks of a weight into a fixed number of bytes and back. Adding one is a file and a line."""
+"""The codecs, which turn blocks of a weight into a fixed number of bytes and back, by name."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ CODECS: dict[str, Codec] = {
 
 
 def get_codec(name: str) -> Codec:
-    """The codec of that name.
+    """Return the codec of a name.
 
-    Raises RecipeError, naming the nearest codec.
+    Raises RecipeError for an unknown name; the message names the nearest codec.
     """
     if name in CODECS:
         return CODECS[name]
@@ -34,5 +34,5 @@ def get_codec(name: str) -> Codec:
 
 
 def nearest_rate(codec: str, bits: float) -> float:
-    """The rate of a codec that is nearest to `bits`; the lower one of two."""
+    """Return the rate of a codec that is nearest to `bits`; of two such rates the lower one."""
     return min(get_codec(codec).rates, key=lambda rate: abs(rate - bits))

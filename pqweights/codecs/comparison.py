@@ -1,8 +1,9 @@
-"""The codecs that the source paper compares its method with, one step of it left out or all of them in.
+"""The codecs that the source paper compares its method with: none of its steps, one of them, or both.
 
-Vicentino, arXiv:2603.29078 v1: block absmax with uniform levels, the rotation alone, the Lloyd-Max levels alone, and both
-as published, which is with the L2 norm of the block instead of our least-squares norm. They are here to be measured, in
-numpy; their files decode like all others. The arithmetic: docs/format.md, section 5, "Codecs for comparison".
+Vicentino, arXiv:2603.29078 v1: block absmax with uniform levels, the rotation alone, the Lloyd-Max levels alone, and
+both as published, with the L2 norm of the block where hadamard-lloyd-max has the least-squares norm. They are for
+measurements and written in numpy; their files are decoded like all others. The arithmetic is in docs/format.md,
+section 5, "Codecs for comparison".
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from pqweights.kernels.codebook import Codebook, codebook_from_levels
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
-# Blocks that are encoded at once: few enough that temporary arrays stay in the cache, many enough to be worth the calls.
+# Blocks that are encoded together: few enough for their temporary arrays to stay in the cache, and enough to make the
+# cost of the numpy calls small.
 PIECE_BLOCKS = 1024
 
 # Sums of squares in this range need no prescaling: their squares neither overflow nor vanish.
@@ -35,7 +37,7 @@ LARGEST_SAFE_SQUARE = 2.0**60
 ROOT_OF_BLOCK_SIZE = np.float32(math.sqrt(BLOCK_SIZE))
 
 # Relative MSE of the uniform levels for blocks of 128 values of N(0,1): the expectation, over the largest of the 128
-# magnitudes, of the mean squared error of the 127 others. tests/test_codecs.py integrates it again.
+# magnitudes, of the mean squared error of the 127 others. tests/codecs/test_scalar.py integrates it again.
 ABSMAX_DISTORTION: dict[int, float] = {
     2: 0.587699466,
     3: 0.0749269812,
@@ -49,24 +51,26 @@ ABSMAX_DISTORTION: dict[int, float] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonCodec(ScalarCodec):
-    """One of them.
+    """A codec for comparison.
 
-    rotated: with the Hadamard rotation. uniform: with uniform levels up to the largest magnitude, which is the norm that
-    is stored; else with Lloyd-Max levels and the L2 norm.
+    name: its key in CODECS
+    rotated: whether blocks are rotated by the Hadamard matrix
+    uniform: whether levels are uniform up to the largest magnitude, which is then the stored norm; otherwise they are
+        the Lloyd-Max levels, and the norm is the L2 norm
     """
 
     name: str
     rotated: bool
     uniform: bool
-    orthogonal_error = False  # as no norm here is that of least squares
+    orthogonal_error = False  # because no norm here is that of least squares
 
     @property
     def rotations(self) -> tuple[str, ...]:
-        """See ScalarCodec; nothing rescues a weight that is not rotated."""
+        """See ScalarCodec; there is no rescue without a rotation."""
         return (HADAMARD, SIGNED_HADAMARD) if self.rotated else (UNROTATED,)
 
     def distortion(self, bits: int) -> float:
-        """See ScalarCodec; for the weights, or the rotated ones, a Gaussian."""
+        """See ScalarCodec; the weights, or the rotated weights, are taken as Gaussian."""
         return (ABSMAX_DISTORTION if self.uniform else lloyd_max.DISTORTION)[bits]
 
     def codebook(self, bits: int) -> Codebook:
@@ -96,7 +100,7 @@ class ComparisonCodec(ScalarCodec):
         return EncodeStats(smallest, largest, first_bad)
 
     def _encode(self, x: Floats, coding: BlockCoding) -> _EncodedPiece:
-        """Blocks [128, blocks], finite."""
+        """Encode blocks of finite values, [128, blocks]."""
         book = coding.codebook
         if coding.signed:
             x = x * SIGNS[:, None]
@@ -114,7 +118,7 @@ class ComparisonCodec(ScalarCodec):
         residual = tree_sum(z)
 
         exact = np.ldexp(norm.astype(np.float64), k)
-        with np.errstate(over="ignore"):  # an exponent that does not fit is found out by the statistics
+        with np.errstate(over="ignore"):  # the statistics show if the exponent does not fit
             norms = np.ldexp(exact, -coding.norm_exponent).astype(np.float32).astype(np.float16)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             short = 1 - np.ldexp(norms.astype(np.float64), coding.norm_exponent) / exact
@@ -125,7 +129,7 @@ class ComparisonCodec(ScalarCodec):
         return _EncodedPiece(codes, norms, energies, errors, exact)
 
     def _divisors(self, x: Floats, squares: Floats) -> tuple[Floats, np.float32, Floats]:
-        """The divisor of each block, what makes z of a quotient, and the norm in units of 2**k."""
+        """Return the divisor of each block, the factor from the quotient to z, and the norm in units of 2**k."""
         if self.uniform:
             largest = np.abs(x).max(axis=0)
             return largest, ROOT_OF_BLOCK_SIZE, largest * np.float32(ORTHONORMAL) if self.rotated else largest
@@ -134,7 +138,14 @@ class ComparisonCodec(ScalarCodec):
 
 
 class _EncodedPiece(NamedTuple):
-    """codes: [128, blocks] u8. norms: [blocks] f16. energies, errors: [blocks] f64. exact_norms: before rounding, f64."""
+    """The encoding of some blocks.
+
+    codes: not yet packed, [128, blocks]
+    norms: as they are stored, [blocks]
+    energies: sums of squares, [blocks]
+    errors: sums of squared errors, [blocks]
+    exact_norms: the norms before rounding, [blocks]
+    """
 
     codes: npt.NDArray[np.uint8]
     norms: npt.NDArray[np.float16]
@@ -145,22 +156,27 @@ class _EncodedPiece(NamedTuple):
 
 @functools.cache
 def uniform_codebook(bits: int) -> Codebook:
-    """Multiples of 1 / (2**(bits - 1) - 1) of the norm, in units that the decoding divides by sqrt(128).
+    """Return uniform levels: multiples of 1 / (2**(bits - 1) - 1) of the norm.
 
-    The lowest level is never used, because its mirror image would be one too many.
+    They are given times sqrt(128), because decoding divides by it. The lowest level is never used, because the levels
+    have to be symmetric around zero.
     """
     steps = np.arange(2**bits) - 2 ** (bits - 1)
     levels = math.sqrt(BLOCK_SIZE) * steps / (2 ** (bits - 1) - 1)
     return codebook_from_levels(bits, levels.astype(np.float32))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LevelSearch:
-    """Counts the thresholds that a value reaches: all of those in lower cells, and perhaps the one in its own cell.
+    """A table for finding how many thresholds a value reaches.
 
-    Values and thresholds are put into cells by the same rounded operations, which never reverse an order; so a value in a
-    higher cell than a threshold is above it, and where no two thresholds share a cell, one comparison settles the rest.
-    below: [cells] thresholds in lower cells. limits: [cells] the first threshold that is not.
+    Values and thresholds are assigned to cells by the same rounded operations, which preserve order. So a value is
+    above all thresholds in lower cells, and because no two thresholds share a cell, one comparison settles the rest.
+
+    lowest: the lowest threshold
+    cells_per_unit: how many cells a distance of 1 has
+    below: how many thresholds are in lower cells, [cells]
+    limits: the first threshold that is not in a lower cell, [cells]
     """
 
     lowest: np.float32
@@ -169,8 +185,8 @@ class LevelSearch:
     limits: Floats
 
     def codes(self, z: Floats) -> npt.NDArray[np.uint8]:
-        """The number of thresholds t with z >= t, of every element."""
-        cell = _cells(z, self.lowest, self.cells_per_unit, len(self.below))
+        """Return the number of thresholds t with z >= t for each element."""
+        cell = _cells(z, lowest=self.lowest, cells_per_unit=self.cells_per_unit, cells=len(self.below))
         result: npt.NDArray[np.uint8] = self.below.take(cell)
         result += z >= self.limits.take(cell)
         return result
@@ -178,33 +194,43 @@ class LevelSearch:
 
 @functools.cache
 def level_search(uniform: bool, bits: int) -> LevelSearch:
-    """With as many cells as it takes to tell the thresholds apart."""
+    """Return the table of a bit width, with as many cells as it takes to separate the thresholds."""
     thresholds = (uniform_codebook(bits) if uniform else lloyd_max.codebook(bits)).thresholds
     lowest, span = thresholds[0], thresholds[-1] - thresholds[0]
     cells = 2**bits
     while True:
         cells_per_unit = np.float32((cells - 2) / span)
-        found = _cells(thresholds, lowest, cells_per_unit, cells)
+        found = _cells(thresholds, lowest=lowest, cells_per_unit=cells_per_unit, cells=cells)
         if (np.diff(found) > 0).all():
             break
         cells *= 2
     below = np.searchsorted(found, np.arange(cells), side="left")
-    return LevelSearch(lowest, cells_per_unit, below.astype(np.uint8), np.append(thresholds, np.float32(np.inf))[below])
+    return LevelSearch(
+        lowest=lowest,
+        cells_per_unit=cells_per_unit,
+        below=below.astype(np.uint8),
+        limits=np.append(thresholds, np.float32(np.inf))[below],
+    )
 
 
-def _cells(z: Floats, lowest: np.float32, cells_per_unit: np.float32, cells: int) -> npt.NDArray[np.int32]:
-    """Cell 0 also holds everything below, the last one everything above."""
+def _cells(z: Floats, *, lowest: np.float32, cells_per_unit: np.float32, cells: int) -> npt.NDArray[np.int32]:
+    """Return the cell of each element; the first cell also holds all lower values, and the last one all higher ones."""
     scaled = z - lowest
     scaled *= cells_per_unit
     np.clip(scaled, 0, cells - 1, out=scaled)
     return scaled.astype(np.int32)
 
 
-# Blocks stand in columns below: each step is then an operation on rows as long as there are blocks.
+# In the functions below a block is a column, so that each step is an operation on rows with an element for each block.
 
 
 def prescale(x: Floats) -> tuple[Floats, Floats, npt.NDArray[np.int32]]:
-    """[128, blocks] -> blocks times 2**-k, their sums of squares [blocks], and k [blocks]; section 5, step 2."""
+    """Scale the blocks whose sums of squares would overflow or vanish (docs/format.md, section 5, step 2).
+
+    x: blocks, [128, blocks]
+
+    Returns the blocks times 2**-k, their sums of squares [blocks], and k [blocks].
+    """
     with np.errstate(over="ignore"):
         squares = tree_sum(x * x)
     k = np.zeros(len(squares), dtype=np.int32)
@@ -212,7 +238,7 @@ def prescale(x: Floats) -> tuple[Floats, Floats, npt.NDArray[np.int32]]:
     if len(unsafe):
         largest = np.abs(x[:, unsafe]).max(axis=0)
         exponent = np.where(largest > 0, np.frexp(largest.astype(np.float64))[1] - 1, 0)
-        half = np.trunc(exponent / 2).astype(np.int32)  # in two steps, because 2**149 is no float32
+        half = np.trunc(exponent / 2).astype(np.int32)  # in two steps, because 2**149 is not a float32
         one = np.float32(1)
         scaled = x[:, unsafe] * np.ldexp(one, -half) * np.ldexp(one, half - exponent)
         squares[unsafe] = tree_sum(scaled * scaled)
@@ -223,7 +249,7 @@ def prescale(x: Floats) -> tuple[Floats, Floats, npt.NDArray[np.int32]]:
 
 
 def hadamard(x: Floats) -> Floats:  # [128, blocks] -> [128, blocks]
-    """The unnormalised Walsh-Hadamard transform of every column, by butterflies h = 1, 2, 4, ..., 64."""
+    """Return the unnormalised Walsh-Hadamard transform of each column, by butterflies h = 1, 2, 4, ..., 64."""
     h = 1
     while h < BLOCK_SIZE:
         pairs = x.reshape(BLOCK_SIZE // (2 * h), 2, h, -1)
@@ -236,7 +262,7 @@ def hadamard(x: Floats) -> Floats:  # [128, blocks] -> [128, blocks]
 
 
 def tree_sum(x: Floats) -> Floats:  # [128, blocks] -> [blocks]
-    """The sum of every column, by folding the lower half onto the upper one."""
+    """Return the sum of each column, added by folding one half of it onto the other."""
     h = BLOCK_SIZE // 2
     while h:
         x = x[:h] + x[h : 2 * h]
@@ -246,7 +272,7 @@ def tree_sum(x: Floats) -> Floats:  # [128, blocks] -> [blocks]
 
 
 def pack(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:  # [128, blocks] -> [16 * bits, blocks]
-    """The bytes of every column, in the order of section 4."""
+    """Return the packed bytes of each column, in the order of docs/format.md, section 4."""
     packed = np.empty((16 * bits, codes.shape[1]), dtype=np.uint8)
     shift = 0
     for width in FIELD_WIDTHS[bits]:

@@ -1,8 +1,8 @@
 """Lloyd-Max levels of the standard normal distribution, 2 to 8 bits: literals, because they are part of the format.
 
 Lloyd (1982) and Max (1960): level c_k is the mean of N(0,1) over its cell, and a cell ends half-way between two levels.
-For a log-concave density that pair of conditions has exactly one solution (Kieffer 1983), so a table can be checked as
-well as computed; `tests/test_codebook.py` derives every entry again with Newton's method in 40-digit arithmetic.
+For a log-concave density these two conditions have exactly one solution (Kieffer 1983), so a table can be checked as
+well as computed: tests/codecs/test_lloyd_max.py derives every entry with Newton's method in 40-digit arithmetic.
 """
 
 from __future__ import annotations
@@ -303,9 +303,9 @@ DISTORTION: dict[int, float] = {
 
 @functools.cache
 def codebook(bits: int) -> Codebook:
-    """The Lloyd-Max codebook of `bits` bits.
+    """Return the Lloyd-Max codebook of a bit width.
 
-    Raises RecipeError for a width outside 2..8.
+    Raises RecipeError for a bit width outside 2..8.
     """
     if bits not in HALF_LEVELS:
         raise RecipeError(f"bits: expected {MIN_BITS} to {MAX_BITS}, found {bits}")

@@ -1,9 +1,10 @@
-"""What a codec is: two functions between whole blocks of weights and a fixed number of bytes. All else is its own business.
+"""What a codec is: two functions between whole blocks of weights and a fixed number of bytes.
 
-A `Codec` has a name; at a rate it becomes a `Coder`, which knows its sizes, its tables and the error that theory promises.
-A weight is encoded in passes: the coder says in which `State` the next one codes (a rotation, a common exponent), and after
-each pass whether another is needed. The state that stands is all that decoding needs beside the stored parts and the tables.
-Nothing outside of codecs/ and kernels/ knows what a part holds or what a state means. docs/codecs.md shows how to add one.
+A `Codec` has a name; at a rate it becomes a `Coder`, which knows its sizes, its tables and the error that theory
+promises. A weight is encoded in passes: the coder says in which `State` the next pass encodes (a rotation, a common
+exponent), and after each pass whether another is needed. Besides the stored parts and the tables, decoding needs only
+the state of the last pass. Nothing outside codecs/ and kernels/ knows what a part holds or what a state means.
+docs/codecs.md shows how to add a codec.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 Doubles = npt.NDArray[np.float64]
 
-# What coders read and write.
+# The dtypes that coders read and write.
 VALUE_DTYPES = ("BF16", "F16", "F32")
 
-# A weight whose relative error exceeds this many times the distortion that its coder promises is encoded again, or reported.
+# A weight is encoded again, or reported, if its relative error exceeds the promised distortion by this factor.
 RESCUE_FACTOR = 1.25
 
 
 class Basis(Enum):
-    """In which coordinates weights are decoded: their own, or each run of 128 times H / sqrt(128)."""
+    """The coordinates in which weights are decoded: their own, or each run of 128 weights times H / sqrt(128)."""
 
     PLAIN = "plain"
     HADAMARD = "hadamard"
@@ -41,9 +42,12 @@ class Basis(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """A stored tensor of an encoded weight. dtype: of safetensors, in whole bytes.
+    """A stored tensor of an encoded weight.
 
-    suffix: follows the weight's name, begins with an underscore and has no dot (transformers splits names at the last one).
+    suffix: what follows the name of the weight; begins with an underscore, and has no dot, because transformers splits
+        names at the last one
+    dtype: a dtype of safetensors that takes whole bytes
+    items_per_block: how many items a block of weights has
     """
 
     suffix: str
@@ -52,20 +56,20 @@ class Part:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of the data."""
+        """The data of a block, in bytes."""
         return self.items_per_block * item_bytes(self.dtype)
 
 
 class State(Protocol):
-    """What a pass over a weight fixes for all of its blocks, and decoding has to know."""
+    """What a pass over a weight fixes for all of its blocks; decoding needs it."""
 
     @property
     def rescued(self) -> bool:
-        """Whether the weight was encoded in another way than its codec's first choice, because that erred too much."""
+        """Whether the codec's first choice had too large an error, so that the weight is encoded in another way."""
         ...
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in a manifest: keys of Codec.state_defaults, with JSON scalars."""
+        """Return the state as manifests store it: the keys of Codec.state_defaults, with JSON scalars."""
         ...
 
 
@@ -73,19 +77,21 @@ Own = TypeVar("Own", bound="Observed")
 
 
 class Observed(Protocol):
-    """What a coder noticed while it encoded, for its own `next_state`."""
+    """What a coder observed while it encoded, for its own `next_state`."""
 
     def merged(self: Own, later: Own) -> Own:
-        """Of these blocks and those that follow."""
+        """Return the observations of these blocks and of the later ones together."""
         ...
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Measures:
-    """What encoding found out about some consecutive blocks.
+    """What encoding measured of some consecutive blocks.
 
-    energies, errors: [blocks] f64, sums of squares of the weights and of their errors after decoding. first_bad_block: index of
-    the first block with a NaN or an infinity, or -1; what was encoded of such a block is meaningless.
+    energies: sums of squares of the weights, [blocks] f64
+    errors: sums of squared errors after decoding, [blocks] f64
+    first_bad_block: index of the first block with a NaN or an infinity, whose codes mean nothing; -1 if there is none
+    observed: what the coder observed for its next state
     """
 
     energies: Doubles
@@ -96,7 +102,13 @@ class Measures:
 
 @dataclass(frozen=True, kw_only=True)
 class PassResult:
-    """What a pass over all blocks of a weight measured."""
+    """What a pass over all blocks of a weight measured.
+
+    state: the state of the pass
+    energy: the sum of squares of the weights
+    error: the sum of squared errors after decoding
+    observed: what the coder observed for its next state
+    """
 
     state: State
     energy: float
@@ -105,14 +117,15 @@ class PassResult:
 
     @property
     def relative_mse(self) -> float:
-        """Sum of squared errors over sum of squares; 0 for a weight of zeros."""
+        """The sum of squared errors over the sum of squares; 0 for a weight of zeros."""
         return self.error / self.energy if self.energy else 0.0
 
 
 class Coder(Protocol):
     """A codec at one rate.
 
-    Arrays of parts are [blocks, bytes per block] u8, one for each entry of `parts`, in that order.
+    Where `parts` is a parameter, it holds an array [blocks, bytes per block] u8 for each entry of the property `parts`,
+    in the same order.
     """
 
     @property
@@ -122,17 +135,17 @@ class Coder(Protocol):
 
     @property
     def bits(self) -> float:
-        """The rate by which users and files name it; an int where it is whole."""
+        """The rate by which users and files name the coder; an int if it is whole."""
         ...
 
     @property
     def block_size(self) -> int:
-        """Weights of a block; the last block of a weight is padded with zeros."""
+        """The number of weights in a block; the last block of a weight is padded with zeros."""
         ...
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The stored tensors of a weight. The shape of the first one tells that of the weight."""
+        """The stored tensors of a weight; the shape of the weight is read from that of the first one."""
         ...
 
     @property
@@ -142,46 +155,59 @@ class Coder(Protocol):
 
     @property
     def orthogonal_error(self) -> bool:
-        """Whether the error of a decoded weight is orthogonal to it, so that errors of later rounding add up to it."""
+        """Whether the error of a decoded weight is orthogonal to it, so that errors of later rounding simply add."""
         ...
 
     def tables(self) -> Any:
-        """What decoding needs besides parts and state, as JSON that every master of this rate carries; None for nothing."""
+        """Return what decoding needs besides parts and state, as JSON for the master; None if it needs nothing."""
         ...
 
     def first_state(self) -> State:
-        """The state of the pass that nearly every weight needs alone."""
+        """Return the state of the first pass, which is the only one for nearly every weight."""
         ...
 
     def next_state(self, history: Sequence[PassResult]) -> State | None:
-        """The state for another pass after these, or None where the last one stands."""
+        """Return the state for another pass after these, or None if the last one stands."""
         ...
 
     def parse_state(self, fields: Fields) -> State:
-        """The inverse of State.to_json; absent keys have the values of Codec.state_defaults.
+        """Parse what State.to_json returns; absent keys have the values of Codec.state_defaults.
 
-        Raises what `fields` raises, ValueError for a value that this coder never writes.
+        Raises ValueError for a value that this coder never writes, and what `fields` raises.
         """
         ...
 
-    def encode(self, values: Bytes, dtype: str, state: State, parts: Sequence[Bytes]) -> Measures:
-        """Encode whole blocks, given as raw bytes of dtype BF16, F16 or F32, into the parts."""
+    def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
+        """Encode whole blocks into parts, and return what was measured.
+
+        values: the weights, as raw bytes
+        parts: the arrays to write
+        dtype: BF16, F16 or F32, the dtype of `values`
+        state: the state of the pass
+        """
         ...
 
     def decode(
-        self, parts: Sequence[Bytes], state: State, dtype: str, values: Bytes, basis: Basis = Basis.PLAIN
+        self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State, basis: Basis = Basis.PLAIN
     ) -> None:
-        """Decode whole blocks into raw bytes of dtype BF16, F16 or F32. basis: PLAIN, or another one of `bases`."""
+        """Decode whole blocks.
+
+        parts: the arrays to read
+        values: the raw bytes to write
+        dtype: BF16, F16 or F32, the dtype of `values`
+        state: the state in which the weight was encoded
+        basis: one of the bases that `bases` returns for the state
+        """
         ...
 
     def bases(self, state: State) -> frozenset[Basis]:
-        """The bases in which `decode` can give a weight of this state."""
+        """Return the bases in which a weight of this state can be decoded; PLAIN is always one of them."""
         ...
 
     def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
         """Decode whole blocks on the device of the parts, [blocks, bytes] u8 -> [blocks, block size] f32.
 
-        A codec that has no kernels for other devices leaves it to `decode_torch_on_cpu`.
+        A codec without kernels for other devices calls `decode_torch_on_cpu`.
         """
         ...
 
@@ -196,63 +222,64 @@ class Codec(Protocol):
 
     @property
     def format_version(self) -> int:
-        """The version of the master's format that brought it: older readers refuse masters that use it."""
+        """The first version of the format of masters that has this codec; older readers refuse masters with it."""
         ...
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """The suffixes of the parts, in their order; they are the same at every rate."""
+        """The suffixes of the parts, in the order of the parts, which is the same at every rate."""
         ...
 
     @property
     def rates(self) -> Sequence[float]:
-        """The rates, ascending, among which fitting to a size chooses."""
+        """The rates that fitting to a size chooses from, ascending."""
         ...
 
     @property
     def state_defaults(self) -> Mapping[str, Any]:
-        """The keys of State.to_json, with the values that a weight has where a master does not say otherwise."""
+        """The keys of State.to_json, with the values of a weight for which the master gives no others."""
         ...
 
     @property
     def description(self) -> str:
-        """What it does to a weight, in sentences for a model card; empty for one that is there to be compared with."""
+        """What the codec does to a weight, in sentences for a model card; empty if it is only for comparison."""
         ...
 
     def coder(self, bits: float) -> Coder:
-        """The coder of that rate.
+        """Return the coder of a rate.
 
-        Raises RecipeError for a rate that the codec does not have, saying which it has.
+        Raises RecipeError for a rate that the codec does not have; the message lists those that it has.
         """
         ...
 
     def coder_from_tables(self, bits: float, tables: Any) -> Coder:
-        """The coder of that rate with the tables that a master carries.
+        """Return the coder of a rate, with the tables of a master.
 
-        Raises RecipeError as `coder`, ValueError, saying what was expected, for tables that cannot be those of the rate.
+        Raises RecipeError like `coder`, and ValueError for tables that cannot be those of the rate; the message says
+        what was expected.
         """
         ...
 
 
 def decode_torch_on_cpu(coder: Coder, parts: Sequence[Tensor], state: State) -> Tensor:
-    """Coder.decode_torch by way of `coder.decode`, for any device."""
+    """Decode like Coder.decode_torch, for any device, by calling `coder.decode` on the CPU."""
     import torch
 
     values = np.empty(len(parts[0]) * coder.block_size * 4, dtype=np.uint8)
-    coder.decode([part.cpu().numpy() for part in parts], state, "F32", values)
+    coder.decode([part.cpu().numpy() for part in parts], values, dtype="F32", state=state)
     return torch.from_numpy(values.view(np.float32)).view(-1, coder.block_size).to(parts[0].device)
 
 
 def exact_rate(bits: float) -> float:
-    """A rate as files and messages have it: an int where it is whole."""
+    """Return a rate as files and messages write it: an int if it is whole."""
     return int(bits) if bits == int(bits) else float(bits)
 
 
 def exceeds_promise(coder: Coder, relative_mse: float) -> bool:
-    """Whether an error is above what the coder may be trusted with."""
+    """Whether a relative error is above the largest one that passes without a rescue."""
     return relative_mse > largest_error(coder)
 
 
 def largest_error(coder: Coder) -> float:
-    """The largest relative error that passes without a rescue."""
+    """Return the largest relative error that passes without a rescue."""
     return RESCUE_FACTOR * coder.distortion

@@ -1,7 +1,7 @@
-"""What all scalar codecs have in common: packed codes and a norm per block of 128, decoded by one formula.
+"""The base of the scalar codecs: packed codes and a norm for each block of 128, decoded by one formula.
 
-A codec chooses the levels, the rotations, and how a block becomes codes and a norm; what these mean it does not choose
-(docs/format.md, section 4).
+A codec chooses the levels, the rotations, and how a block becomes codes and a norm. What codes and norms mean is the
+same for all of them (docs/format.md, section 4).
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ NORMS = "_norms"
 
 SMALLEST_NORMAL_HALF = 2.0**-14
 LARGEST_HALF = 65504.0
-# No float32 has an exponent beyond these.
+# Norms of float32 weights need no exponents beyond these.
 NORM_EXPONENTS = range(-200, 201)
 
 
 @dataclass(frozen=True)
 class ScalarState:
-    """Norms are stored as float16(norm * 2**-norm_exponent)."""
+    """The state of a weight: its rotation, and the exponent with which norms are float16(norm * 2**-norm_exponent)."""
 
     rotation: str
     norm_exponent: int
@@ -68,7 +68,7 @@ class ScalarState:
 
 @dataclass(frozen=True)
 class NormRange:
-    """Norms of non-zero blocks, before the exponent; (inf, 0.0) if there are none."""
+    """The smallest and largest norm of the non-zero blocks, before the exponent; inf and 0.0 if there are none."""
 
     smallest: float
     largest: float
@@ -79,7 +79,7 @@ class NormRange:
 
 
 class ScalarCodec(ABC):
-    """Base of the scalar codecs."""
+    """The base class of the scalar codecs."""
 
     name: str
     format_version = 1
@@ -90,7 +90,7 @@ class ScalarCodec(ABC):
     @property
     @abstractmethod
     def rotations(self) -> tuple[str, ...]:
-        """The default rotation, then those that a rescue tries."""
+        """The default rotation, followed by those that a rescue tries."""
 
     @property
     @abstractmethod
@@ -99,15 +99,15 @@ class ScalarCodec(ABC):
 
     @abstractmethod
     def codebook(self, bits: int) -> Codebook:
-        """The levels of a width."""
+        """Return the levels of a bit width."""
 
     @abstractmethod
     def distortion(self, bits: int) -> float:
-        """See Coder; for coordinates that are Gaussian."""
+        """Return what Coder.distortion is at a bit width, for Gaussian coordinates."""
 
     @abstractmethod
     def encode_blocks(self, values: Bytes, dtype: str, coding: BlockCoding, out: EncodedArrays) -> EncodeStats:
-        """See kernels.Backend.encode, which this may call."""
+        """Encode whole blocks as kernels.Backend.encode does, which codecs may call."""
 
     @property
     def state_defaults(self) -> Mapping[str, Any]:
@@ -119,7 +119,7 @@ class ScalarCodec(ABC):
         return _coder(self, self._width(bits))
 
     def coder_from_tables(self, bits: float, tables: Any) -> ScalarCoder:
-        """See Codec: the tables are the levels."""
+        """See Codec; the tables are the levels."""
         width = self._width(bits)
         return ScalarCoder(self, codebook_from_levels(width, _checked_levels(tables, width)))
 
@@ -132,12 +132,15 @@ class ScalarCodec(ABC):
 
 @functools.cache
 def _coder(codec: ScalarCodec, width: int) -> ScalarCoder:
-    """One for each codec and width, as plans ask for it once per weight."""
+    """Return the coder of a codec and a bit width, cached because plans ask for it once for each weight."""
     return ScalarCoder(codec, codec.codebook(width))
 
 
 def _checked_levels(numbers: Any, bits: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Levels from a master: finite in float32, and ascending."""
+    """Return the levels of a master as float32, which must be finite and ascending.
+
+    Raises ValueError for anything else.
+    """
     if isinstance(numbers, list) and len(numbers) == 2**bits and all(map(is_number, numbers)):
         with np.errstate(over="ignore"):
             levels = np.array(numbers, dtype=np.float64).astype(np.float32)
@@ -148,7 +151,7 @@ def _checked_levels(numbers: Any, bits: int) -> np.ndarray[Any, np.dtype[np.floa
 
 @dataclass(frozen=True, eq=False)
 class ScalarCoder:
-    """A scalar codec with the levels of one width. See Coder."""
+    """A scalar codec with the levels of one bit width; see Coder."""
 
     _codec: ScalarCodec
     codebook: Codebook
@@ -170,7 +173,7 @@ class ScalarCoder:
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
-        """See Coder: 16 bytes of codes for each bit, and a norm."""
+        """See Coder; a block has 16 bytes of codes for each bit, and a norm."""
         return Part(CODES, "U8", BLOCK_SIZE * self.bits // 8), Part(NORMS, "F16", 1)
 
     @property
@@ -184,7 +187,7 @@ class ScalarCoder:
         return self._codec.orthogonal_error
 
     def tables(self) -> list[float]:
-        """See Coder: the levels, as the shortest decimals that round to them."""
+        """See Coder; the levels are the shortest decimals that round to them."""
         return [float(str(level)) for level in self.codebook.levels]
 
     def first_state(self) -> ScalarState:
@@ -194,8 +197,8 @@ class ScalarCoder:
     def next_state(self, history: Sequence[PassResult]) -> ScalarState | None:
         """See Coder.
 
-        A rotation counts once its exponent fits its norms. Rotations are tried in the codec's order until one keeps the
-        promise; if none does, the one with the smallest error stands.
+        A rotation is judged only after a pass with the exponent that fits its norms. Rotations are tried in the order
+        of the codec until the error of one is small enough; if none is, the one with the smallest error stands.
         """
         last = history[-1]
         state, norms = last.state, last.observed
@@ -224,7 +227,7 @@ class ScalarCoder:
             raise ValueError(f"norm_exponent: expected {NORM_EXPONENTS[0]} to {NORM_EXPONENTS[-1]}, found {exponent}")
         return ScalarState(rotation, exponent)
 
-    def encode(self, values: Bytes, dtype: str, state: State, parts: Sequence[Bytes]) -> Measures:
+    def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
         """See Coder."""
         codes, norms = parts
         energies, errors = np.empty((2, len(codes)), dtype=np.float64)
@@ -238,19 +241,19 @@ class ScalarCoder:
         )
 
     def decode(
-        self, parts: Sequence[Bytes], state: State, dtype: str, values: Bytes, basis: Basis = Basis.PLAIN
+        self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State, basis: Basis = Basis.PLAIN
     ) -> None:
         """See Coder."""
         codes, norms = parts
         backend().decode((codes, norms.reshape(-1).view(np.uint16)), self._coding(state, basis), dtype, values)
 
     def bases(self, state: State) -> frozenset[Basis]:
-        """See Coder: what was rotated without signs is in the basis of the rotation as it is coded."""
+        """See Coder; a weight that was rotated without signs is coded in the Hadamard basis."""
         assert isinstance(state, ScalarState)
         return frozenset([Basis.PLAIN, Basis.HADAMARD] if state.rotation == HADAMARD else [Basis.PLAIN])
 
     def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
-        """See Coder: the reference's operations run on any device."""
+        """See Coder; the operations of the reference run on any device."""
         import torch
 
         from pqweights.kernels.reference import decode_blocks
@@ -270,9 +273,9 @@ class ScalarCoder:
 
 
 def norm_exponent_for(norms: NormRange) -> int:
-    """The exponent e with which norms are stored as float16(norm * 2**-e).
+    """Return the exponent e with which norms are stored as float16(norm * 2**-e).
 
-    0 where all non-zero norms are normal float16 numbers; else the one that puts the largest into [2**14, 2**15).
+    It is 0 if all non-zero norms are normal float16 numbers; otherwise it brings the largest into [2**14, 2**15).
     """
     if norms.largest == 0.0 or (norms.smallest >= SMALLEST_NORMAL_HALF and norms.largest <= LARGEST_HALF):
         return 0

@@ -1,7 +1,7 @@
-"""One weight: the passes over its blocks, and the whole of it in memory.
+"""One weight: the passes over its blocks, and a whole weight in memory.
 
-The in-memory function below and the streaming driver (quantize.py) make the same passes through the same functions. Errors of
-blocks are added in block order, so neither the size of a chunk nor the number of threads shows in the sum.
+`encode_weight` and the streaming driver (quantize.py) make the same passes with the same functions. The errors of
+blocks are added in the order of the blocks, so the sum does not depend on the size of chunks or the number of threads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pqweights.errors import SourceError
 
 
 class PassTotals:
-    """Adds up the chunks of one pass; they must come in block order."""
+    """The running totals of one pass, whose chunks are added in the order of the blocks."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -26,20 +26,20 @@ class PassTotals:
         self._observed: Observed | None = None
 
     def add(self, measures: Measures) -> None:
-        """Account for the next blocks."""
+        """Add the measures of the next blocks."""
         self._energy = add_in_order(self._energy, measures.energies)
         self._error = add_in_order(self._error, measures.errors)
         seen = self._observed
         self._observed = measures.observed if seen is None else seen.merged(measures.observed)
 
     def result(self) -> PassResult:
-        """The totals of all blocks; there must have been some."""
+        """Return the totals of all blocks; at least one chunk must have been added."""
         assert self._observed is not None
         return PassResult(state=self._state, energy=self._energy, error=self._error, observed=self._observed)
 
 
 def add_in_order(total: float, values: Doubles) -> float:
-    """total + values[0] + values[1] + ..., one addition after the other."""
+    """Return total + values[0] + values[1] + ..., added one after the other."""
     if len(values) == 0:
         return total
     running = np.add.accumulate(np.concatenate([[total], values]))
@@ -47,22 +47,24 @@ def add_in_order(total: float, values: Doubles) -> float:
 
 
 def encode_chunk(
-    coder: Coder,
-    values: Bytes,  # [blocks * block size * itemsize], raw bytes; those of the padding are set to zero here
-    weights: int,  # how many of the values count
-    *,
-    dtype: str,
-    state: State,
-    parts: Sequence[Bytes],  # out: [blocks, bytes per block] each
+    coder: Coder, values: Bytes, weights: int, *, dtype: str, state: State, parts: Sequence[Bytes]
 ) -> Measures:
-    """Encode the next blocks of a weight; only the last ones may hold padding, whose decoded error does not count."""
+    """Encode the next blocks of a weight; only the last block may hold padding, whose error does not count.
+
+    coder: what encodes them
+    values: raw bytes, [blocks * block size * item size]; those of the padding are set to zero
+    weights: how many of the values are weights; the rest is padding
+    dtype: BF16, F16 or F32, the dtype of `values`
+    state: the state of the pass
+    parts: the arrays to write, [blocks, bytes per block] each
+    """
     size = item_bytes(dtype)
     values[weights * size :] = 0
-    measures = coder.encode(values, dtype, state, parts)
+    measures = coder.encode(values, parts, dtype=dtype, state=state)
     used = weights % coder.block_size
     if used and measures.first_bad_block < 0:
         decoded = np.empty(coder.block_size * 4, dtype=np.uint8)
-        coder.decode([part[-1:] for part in parts], state, "F32", decoded)
+        coder.decode([part[-1:] for part in parts], decoded, dtype="F32", state=state)
         last = to_float32(values[-coder.block_size * size :], dtype)[:used].astype(np.float64)
         difference = last - decoded.view(np.float32)[:used].astype(np.float64)
         measures.errors[-1] = add_in_order(0.0, difference * difference)
@@ -70,15 +72,19 @@ def encode_chunk(
 
 
 def block_count(weights: int, block_size: int) -> int:
-    """Blocks that hold `weights` weights; the last one is padded."""
+    """Return how many blocks hold `weights` weights; the last one is padded."""
     return -(-weights // block_size)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EncodedWeight:
-    """A whole weight in memory: everything that decoding needs.
+    """A whole encoded weight in memory.
 
-    parts: [blocks, bytes per block] u8 each. dtype: BF16, F16 or F32, that of `decode`.
+    shape: the shape of the weight
+    dtype: BF16, F16 or F32, the dtype that `decode` returns
+    coder: what decodes it
+    state: the state in which it was encoded
+    parts: its stored tensors, [blocks, bytes per block] u8 each
     """
 
     shape: tuple[int, ...]
@@ -88,21 +94,28 @@ class EncodedWeight:
     parts: tuple[Bytes, ...]
 
     def decode_blocks(self, start: int, stop: int, dtype: str) -> Bytes:
-        """The raw bytes of blocks [start, stop) in `dtype`, padding included."""
+        """Return the raw bytes of blocks [start, stop) in `dtype`, padding included."""
         values = np.empty((stop - start) * self.coder.block_size * item_bytes(dtype), dtype=np.uint8)
-        self.coder.decode([part[start:stop] for part in self.parts], self.state, dtype, values)
+        self.coder.decode([part[start:stop] for part in self.parts], values, dtype=dtype, state=self.state)
         return values
 
     def decode(self) -> Bytes:
-        """The raw bytes of the weight in its own dtype, row-major."""
+        """Return the raw bytes of the weight in its own dtype, row-major."""
         decoded = self.decode_blocks(0, len(self.parts[0]), self.dtype)
         return decoded[: math.prod(self.shape) * item_bytes(self.dtype)]
 
 
-def encode_weight(values: Bytes, dtype: str, shape: tuple[int, ...], coder: Coder) -> tuple[EncodedWeight, PassResult]:
-    """Encode a weight that is in memory, given as the raw row-major bytes of dtype BF16, F16 or F32; it must not be empty.
+def encode_weight(
+    values: Bytes, *, dtype: str, shape: tuple[int, ...], coder: Coder
+) -> tuple[EncodedWeight, PassResult]:
+    """Encode a weight that is in memory, and return it with what the last pass measured.
 
-    Raises SourceError where the weight holds a NaN or an infinity.
+    values: the weight as raw bytes, row-major
+    dtype: BF16, F16 or F32
+    shape: the shape of the weight
+    coder: what encodes it
+
+    Raises SourceError if the weight holds a NaN or an infinity.
     """
     weights = math.prod(shape)
     blocks = block_count(weights, coder.block_size)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from pqweights.errors import EvaluationError
 from pqweights.runtimes.models import Model
 from pqweights.runtimes.texts import Ids
+from pqweights.units import counted
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -58,7 +59,7 @@ class Windows:
         needed = self.size + ((self.count or 1) - 1) * self.stride
         if tokens < needed:
             raise EvaluationError(
-                f"the text: expected at least {needed} tokens for {self.count or 1} window(s) of {self.size}, "
+                f"the text: expected at least {needed} tokens for {counted(self.count or 1, 'window')} of {self.size}, "
                 f"found {tokens}; give a longer text or smaller windows"
             )
         fitting = (tokens - self.size) // self.stride + 1

@@ -75,7 +75,7 @@ class PackedRows:
         in_place = direct and whole == len(out)
         values = out.view(torch.uint8).numpy() if in_place else scratch("packed", whole * TORCH_DTYPES[name].itemsize)
         parts = [part[blocks.start : blocks.stop].numpy() for part in self.parts]
-        self.coder.decode(parts, self.state, name, values)
+        self.coder.decode(parts, values, dtype=name, state=self.state)
         if in_place:
             return
         decoded = torch.from_numpy(values).view(TORCH_DTYPES[name])[here]

@@ -11,6 +11,7 @@ from pqweights.planning.recipe import Recipe
 from pqweights.quantize import Quantize
 from pqweights.runtimes.folders import Folder
 from pqweights.runtimes.texts import Ids, check_vocabulary, tokenize
+from pqweights.units import counted
 
 
 def plan_original(source: Path, recipe: Recipe) -> tuple[Checkpoint, list[TensorPlan]]:
@@ -61,7 +62,7 @@ def text_windows(
     if len(ids) < fewest * size:
         remedy = "raise --max-tokens" if len(ids) == max_tokens else "give a longer text"
         raise EvaluationError(
-            f"the text: expected at least {fewest * size} tokens, {fewest} window(s) of {size}, found {len(ids)}; "
+            f"the text: expected at least {fewest * size} tokens, {counted(fewest, 'window')} of {size}, found {len(ids)}; "
             f"{remedy}, or pass a smaller --window"
         )
     check_vocabulary(folder, ids)

@@ -272,7 +272,7 @@ def output_errors(coder: Coder, weight: Floats, scales: Floats, inputs: Floats) 
         scaled = np.ascontiguousarray(weight * scales)
     if not np.isfinite(scaled).all():
         return np.full(len(inputs), np.inf)
-    encoded, _ = encode_weight(scaled.view(np.uint8).reshape(-1), "F32", scaled.shape, coder)
+    encoded, _ = encode_weight(scaled.view(np.uint8).reshape(-1), dtype="F32", shape=scaled.shape, coder=coder)
     difference = encoded.decode().view(np.float32).reshape(weight.shape) / scales - weight
     outputs = difference @ inputs.T
     errors: Doubles = np.einsum("ij,ij->j", outputs, outputs, dtype=np.float64)

@@ -26,6 +26,7 @@ from pqweights.push.options import PushOptions
 from pqweights.push.sending import PushTask, check_card, repository_url, send, sent_bytes
 from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import read_manifest
+from pqweights.units import counted
 
 __all__ = ["PushOptions", "PushReport", "push"]
 
@@ -133,6 +134,6 @@ def _check_folder(folder: Path, options: PushOptions) -> None:
     checked = verify(folder, threads=options.threads, progress=options.verifying)
     if not checked.ok:
         raise MasterError(
-            f"{folder}: {checked.problems[0]} ({len(checked.problems)} problem(s)): nothing was pushed; pqweights "
+            f"{folder}: {checked.problems[0]} ({counted(len(checked.problems), 'problem')}): nothing was pushed; pqweights "
             "verify lists them all"
         )

@@ -17,6 +17,7 @@ from pqweights.hub.repository import Repository
 from pqweights.hub.transfers import read_whole
 from pqweights.push.options import PushOptions
 from pqweights.rewrite.manifest import parse_manifest, shards_of
+from pqweights.units import counted
 
 MAIN = "main"
 MAX_MANIFEST_BYTES = 256_000_000  # what a larger manifest on the Hub lists is not looked at
@@ -133,7 +134,7 @@ def check_weights(remote: Repository, pushed: Set[str], replaced: Set[str]) -> N
     foreign = sorted({name for name in remote.files if is_weight_file(name)} - pushed - replaced)
     if foreign:
         raise HubError(
-            f"{remote.id}: holds {foreign[0]!a}, which pqweights did not push ({len(foreign)} such file(s)): choose "
+            f"{remote.id}: holds {foreign[0]!a}, which pqweights did not push ({counted(len(foreign), 'such file')}): choose "
             "another repository or branch, or delete such files there"
         )
 

@@ -23,6 +23,7 @@ from pqweights.runtimes.decoders import Stored, stored_parts, unpack_nibbles, un
 from pqweights.runtimes.folders import MASTER, Folder, read_folder
 from pqweights.runtimes.packages import Refused, package, quiet
 from pqweights.runtimes.texts import Ids, load_tokenizer
+from pqweights.units import counted
 
 Floats = npt.NDArray[np.float32]
 
@@ -133,7 +134,7 @@ def _refuse(folder: Folder, runtime: str, **names: Any) -> None:
     for kind, found in names.items():
         if found:
             raise SourceError(
-                f"{folder.path}: {runtime} finds {len(found)} {kind} tensor(s), the first is {sorted(found)[0]!r}; the "
+                f"{folder.path}: {runtime} finds {counted(len(found), f'{kind} tensor')}, the first is {sorted(found)[0]!r}; the "
                 "folder is incomplete or meant for another runtime: check it with `pqweights verify`, or export it "
                 "again"
             )

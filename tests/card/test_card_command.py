@@ -15,7 +15,7 @@ from pqweights.results.verify import verify
 def test_command_writes_the_card_and_prints_a_summary(master: Path) -> None:
     result = invoke("card", master, "--repo", "a/b", "--base-model", "org/base")
     assert result.exit_code == 0, result.stderr
-    assert result.stdout == f"{master / 'README.md'}: written; 0 evaluation(s)\n"
+    assert result.stdout == f"{master / 'README.md'}: written; 0 evaluations\n"
     assert result.stderr == ""
     text = (master / "README.md").read_text()
     assert text == make_card(master, "a/b", "org/base").text

@@ -85,7 +85,9 @@ def test_figures_match_the_manifest(master: Path) -> None:
         assert f"| {' | '.join(map(str, cells))} |" in lines
     assert f"{mean_error(manifest.records, 'relative_mse'):.4g}" in next(li for li in lines if li.startswith("| all |"))
     rescued = "model.layers.0.mlp.up_proj.weight"
-    assert any(line.startswith("Rescued: 1 tensor(s).") and line.endswith(f": `{rescued}`") for line in lines)
+    assert any(
+        line.startswith("Rescued: 1 tensor with an error above ") and line.endswith(f": `{rescued}`") for line in lines
+    )
     assert "| `norm` | 2 | 256 | BF16 | kept | normalisation |" in lines
     assert hashlib.sha256((master / "pqweights.json").read_bytes()).hexdigest() in text
     assert manifest.source_fingerprint in text
@@ -99,8 +101,8 @@ def test_tensors_above_the_promised_error_are_named(master: Path) -> None:
 
     change_manifest(master, worsen)
     assert (
-        "**1 tensor(s) have an error above 1.25 times what the codec promises**, in every way that it can encode them: "
-        "`lm_head.weight`" in make_card(master).text
+        "**1 tensor with an error above 1.25 times what the codec promises**, in every way that it can encode them: `lm_head.weight`"
+        in make_card(master).text
     )
 
 
@@ -288,7 +290,7 @@ def test_left_out_tensors_are_listed_and_an_unknown_target_is_refused(base: Path
     pytest.importorskip("transformers")
     folder = Path(shutil.copytree(exported(base, "llama", "bf16"), tmp_path / "export"))
     change_manifest(folder, lambda data: data.update(left_out={"mtp.a": "no head | there", "mtp.b": "no head | there"}))
-    assert "Left out: 2 tensor(s) of the master (no head &#124; there): `mtp.a`, `mtp.b`" in make_card(folder).text
+    assert "Left out: 2 tensors of the master (no head &#124; there): `mtp.a`, `mtp.b`" in make_card(folder).text
     change_manifest(folder, lambda data: data.update(target="gguf"))
     with pytest.raises(MasterError, match=r"target: expected bf16, .*, found 'gguf'"):
         make_card(folder)
@@ -322,7 +324,7 @@ def test_evaluation_table_has_the_recorded_figures(base: Path, tmp_path: Path) -
     assert "| 1 | <code>a&#124;b.txt</code> |" in card.text
     assert (
         f"2. <code>a&#124;b.txt</code> (sha256 `{hashlib.sha256(text.encode()).hexdigest()}`), 300 tokens; "
-        "34 window(s) of 32, stride 8, the first 24 tokens of each but the first masked, "
+        "34 windows of 32, stride 8, the first 24 tokens of each but the first masked, "
     ) in card.text
     assert (
         "float32 on cpu; computed by transformers, weights decoded by pqweights; reference `llama`, which has the "

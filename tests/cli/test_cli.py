@@ -1,4 +1,4 @@
-"""The commands: exit codes, what goes to stdout and what to stderr, JSON, progress, and a quick --help."""
+"""The command line: exit codes, stdout and stderr, JSON, progress, and what --help imports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ PLAN_TENSOR = {"name", "shape", "dtype", "action", "codec", "bits", "bytes", "re
 
 
 def refused(*arguments: object, code: int = 1) -> str:
-    """The error of a command that fails: on stderr, nothing on stdout."""
+    """Return what a failing command writes to stderr; stdout must be empty."""
     result = invoke(*arguments)
     assert result.exit_code == code, result.output
     assert result.stdout == ""
@@ -64,28 +63,23 @@ def test_plan_json(source: Path, master: Path) -> None:
         assert (tensor["codec"] is None) == (tensor["bits"] is None) == (tensor["action"] == "keep")
 
 
-def test_the_plan_is_a_table_of_all_tensors(source: Path, tmp_path: Path) -> None:
-    """Columns as wide as the widest cell of any tensor, reasons as they stand, no spaces at the end of a line."""
+def test_plan_is_a_table_of_all_tensors(source: Path, tmp_path: Path) -> None:
+    """Columns are as wide as their widest cell, reasons are unchanged, and no line ends in spaces."""
     recipe = tmp_path / "mine.yaml"
     recipe.write_text('rules: [{role: mlp, bits: 8, reason: "two\\nlines  "}, {name: "*.k_proj.*", bits: 2}]')
     tensors = answer("plan", source, "--recipe", recipe)["tensors"]
-    columns = [
-        ("tensor", False), ("shape", False), ("dtype", False), ("action", False), ("codec", False), ("bits", True),
-        ("bytes", True), ("reason", False),
-    ]  # fmt: skip
-    rows = [
-        [
-            t["name"], "x".join(map(str, t["shape"])), t["dtype"], t["action"], t["codec"] or "", str(t["bits"] or ""),
-            str(t["bytes"]), t["reason"],
-        ]
-        for t in tensors
-    ]  # fmt: skip
+    titles = ("tensor", "shape", "dtype", "action", "codec", "bits", "bytes", "reason")
+    columns = [(title, title in ("bits", "bytes")) for title in titles]
+    cells = [
+        t | {"tensor": t["name"], "shape": "x".join(map(str, t["shape"])), "bytes": str(t["bytes"])} for t in tensors
+    ]
+    rows = [[str(cell[title] or "") for title in titles] for cell in cells]
     assert invoke("plan", source, "--recipe", recipe).stdout.startswith(output.table(columns, rows) + "\n\n")
 
 
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("sound", [True, False])
-def test_a_plan_leaves_the_garbage_collector_as_it_was(enabled: bool, sound: bool, source: Path) -> None:
+def test_plan_leaves_the_garbage_collector_as_it_was(enabled: bool, sound: bool, source: Path) -> None:
     try:
         (gc.enable if enabled else gc.disable)()
         assert invoke("plan", source if sound else source / "nowhere").exit_code == (0 if sound else 1)
@@ -97,7 +91,7 @@ def test_a_plan_leaves_the_garbage_collector_as_it_was(enabled: bool, sound: boo
 @pytest.mark.parametrize(
     "extra", [(), ("--bits", "3"), ("--recipe", "q4", "--max-shard-size", "20kB", "--threads", "3")]
 )
-def test_a_dry_run_is_the_plan(extra: tuple[str, ...], source: Path, tmp_path: Path) -> None:
+def test_dry_run_prints_the_plan(extra: tuple[str, ...], source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for json_option in ((), ("--json",)):
         dry = invoke("quantize", source, out, "--dry-run", *extra, *json_option)
@@ -128,7 +122,7 @@ def test_inspect_json(source: Path, master: Path) -> None:
 
 
 def test_inspect_totals_are_those_of_the_plan(source: Path, master: Path) -> None:
-    """`inspect` gives the same as `plan`, and errors; the source's bytes included."""
+    """Including the bytes of the source."""
     found, planned = answer("inspect", master)["totals"], answer("plan", source)["totals"]
     assert {key: found.get(key) for key in PLAN_TOTALS} == {key: planned[key] for key in PLAN_TOTALS}
 
@@ -140,7 +134,7 @@ def test_verify_json(master: Path, tmp_path: Path) -> None:
     assert found["checked"]["bytes"] > 0
 
 
-def test_verify_finds(source: Path, tmp_path: Path) -> None:
+def test_verify_reports_a_changed_file(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     invoke("quantize", source, out)
     (out / "tokenizer.json").write_bytes(b"{}")
@@ -169,7 +163,7 @@ def test_every_command_has_json(source: Path, master: Path, tmp_path: Path) -> N
 # --- text ---
 
 
-def test_texts_go_to_stdout(source: Path, master: Path, tmp_path: Path) -> None:
+def test_results_go_to_stdout(source: Path, master: Path, tmp_path: Path) -> None:
     for arguments in (
         ("plan", source),
         ("quantize", source, tmp_path / "out"),
@@ -183,7 +177,7 @@ def test_texts_go_to_stdout(source: Path, master: Path, tmp_path: Path) -> None:
         assert "\x1b" not in result.stdout  # no colours in a pipe
 
 
-def test_the_summary_says_what_was_kept_and_left_out_and_why(source: Path, tmp_path: Path) -> None:
+def test_summary_says_what_was_kept_and_left_out_and_why(source: Path, tmp_path: Path) -> None:
     text = invoke("quantize", source, tmp_path / "out").stdout
     assert "left out: README.md" in text
     assert "model.layers.0.mamba.A_log" in text and "state-space" in text
@@ -242,7 +236,7 @@ def test_wrong_usage_exits_2(arguments: tuple[str, ...]) -> None:
     assert refused(*arguments, code=2)
 
 
-def test_a_bug_keeps_its_traceback(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_errors_keep_their_traceback(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: Any, **keywords: Any) -> None:
         raise ValueError("our own mistake")
 
@@ -252,7 +246,7 @@ def test_a_bug_keeps_its_traceback(source: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("when", ["planning", "working"])
-def test_an_interrupt_is_one_line(when: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_is_one_line(when: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*arguments: Any, **keywords: Any) -> None:
         raise KeyboardInterrupt
 
@@ -278,7 +272,7 @@ def test_operating_system_errors_are_one_line(source: Path, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("option", ["--help", "-h"])
-def test_help(option: str) -> None:
+def test_help_exits_0(option: str) -> None:
     result = invoke(option)
     assert result.exit_code == 0
     for command in ("quantize", "plan", "inspect", "verify", "export", "eval"):
@@ -286,7 +280,7 @@ def test_help(option: str) -> None:
         assert invoke(command, option).exit_code == 0
 
 
-def test_version() -> None:
+def test_version_is_printed() -> None:
     result = invoke("--version")
     assert (result.exit_code, result.stdout) == (0, f"pqweights {pqweights.__version__}\n")
 
@@ -303,27 +297,27 @@ def test_version() -> None:
         (" 7 B ", 7),
         (12345, 12345),
         ("4.1GB", 4_100_000_000),
-        ("9007199254740993", 9007199254740993),  # no float holds it
+        ("9007199254740993", 9007199254740993),  # not a float64
     ],
 )
-def test_sizes(text: str | int, size: int) -> None:
+def test_sizes_are_parsed(text: str | int, size: int) -> None:
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GB", "5 parsecs", "-5GB", "1e9", "0", "0.1", "5GB5", "nan", "1_000"])
-def test_no_sizes(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="expected"):
         parse_size(text)
 
 
-def test_bits_override_the_recipe(source: Path) -> None:
+def test_bits_option_replaces_the_default_of_the_recipe(source: Path) -> None:
     for bits in range(2, 9):
         found = answer("plan", source, "--bits", bits)
         assert {tensor["bits"] for tensor in found["tensors"]} == {bits, None}
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "weights-of-mine.safetensors"])
-def test_a_single_file_is_a_source(name: str, tmp_path: Path) -> None:
+def test_single_file_is_a_source(name: str, tmp_path: Path) -> None:
     tensors = {"mlp.up_proj.weight": bf16(gaussian(64, 128)), "norm.weight": bf16(gaussian(128))}
     folder = write_checkpoint(tmp_path / "folder", tensors, companions={"secret.txt": b"not asked for"})
     file = (folder / "model.safetensors").rename(folder / name)
@@ -336,7 +330,7 @@ def test_a_single_file_is_a_source(name: str, tmp_path: Path) -> None:
     assert read_all(tmp_path / "exported").keys() == tensors.keys()
 
 
-def test_a_single_file_of_another_name_gives_the_same_master(tmp_path: Path) -> None:
+def test_single_file_and_its_folder_give_the_same_master(tmp_path: Path) -> None:
     tensors = {"mlp.up_proj.weight": bf16(gaussian(64, 128))}
     folder = write_checkpoint(tmp_path / "folder", tensors)
     answer("quantize", folder / "model.safetensors", tmp_path / "one")
@@ -348,7 +342,7 @@ def test_a_single_file_of_another_name_gives_the_same_master(tmp_path: Path) -> 
 
 
 class Clock:
-    """Stands for time.monotonic."""
+    """A replacement of time.monotonic."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -380,7 +374,7 @@ def test_progress_is_plain_lines_without_a_terminal(clock: Clock, capsys: pytest
     assert lines[-1].split(",")[-1].strip().split(":")[0] in {f"{40 - second} s left" for second in range(26, 31)}
 
 
-def test_progress_of_other_things_than_bytes(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_in_other_units_than_bytes(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     for unit, expected in (
         ("steps", "evaluating 40% of 5 steps, 3 s left: x"),
         (None, "evaluating 40% of 5, 3 s left: x"),
@@ -400,7 +394,7 @@ def test_short_jobs_show_no_progress(clock: Clock, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == ""
 
 
-def test_nothing_done_yet_is_no_division_by_zero(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_before_anything_is_done_shows_nothing(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with output.progress("verifying") as show:
         clock.now += 60
         show(0, 100, "x")
@@ -409,8 +403,8 @@ def test_nothing_done_yet_is_no_division_by_zero(clock: Clock, capsys: pytest.Ca
     assert capsys.readouterr().err == ""
 
 
-def test_a_slow_run_shows_progress(source: Path, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver's own calls, with a clock that runs a second per tensor."""
+def test_slow_run_shows_progress(source: Path, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock advances by a second for each tensor."""
     from pqweights.rewrite.workspace import Workspace
 
     record = Workspace.record
@@ -437,7 +431,7 @@ def test_a_slow_run_shows_progress(source: Path, tmp_path: Path, clock: Clock, m
         (3 * 10**15, "3000.00 TB"),
     ],
 )
-def test_sizes_for_people(count: float, text: str) -> None:
+def test_sizes_are_printed_with_a_unit(count: float, text: str) -> None:
     assert output.size(count) == text
 
 
@@ -461,18 +455,8 @@ def test_help_imports_nothing_heavy(arguments: tuple[str, ...]) -> None:
     assert not imported & {"torch", "triton", "transformers", "numba", "llvmlite", "numpy", "yaml", "safetensors"}
 
 
-def test_help_is_quick() -> None:
-    """The best of five: well below what a person notices, on a machine that others use too."""
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        run_fresh("-c", MAIN, "--help")
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.6
-
-
-def test_a_fresh_process_works(source: Path, master: Path, tmp_path: Path) -> None:
-    """With kernels that are compiled already: whoever waits for that sees progress."""
+def test_commands_run_in_a_fresh_process(source: Path, master: Path, tmp_path: Path) -> None:
+    """The kernels are compiled already, so that nothing takes long enough to show progress."""
     done = run_fresh("-W", "error", "-c", MAIN, "quantize", str(source), str(tmp_path / "out"), "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["totals"]["bits_per_weight"] > 5.125
@@ -481,7 +465,7 @@ def test_a_fresh_process_works(source: Path, master: Path, tmp_path: Path) -> No
 
 
 def test_commands_import_neither_torch_nor_a_compiler(source: Path, master: Path, tmp_path: Path) -> None:
-    """The kernels were compiled when the master was made."""
+    """The kernels are compiled already, because the master was made with them."""
     invoke("export", master, tmp_path / "compiled", "--target", "bf16")
     for arguments in (
         ("quantize", source, tmp_path / "out"),
@@ -495,8 +479,8 @@ def test_commands_import_neither_torch_nor_a_compiler(source: Path, master: Path
         assert not imported & {"torch", "triton", "transformers", "safetensors", "numba"}
 
 
-def test_a_closed_pipe_is_no_traceback(source: Path) -> None:
-    """`pqweights plan ... | head -1`."""
+def test_closed_pipe_gives_no_traceback(source: Path) -> None:
+    """As in `pqweights plan ... | head -1`."""
     with subprocess.Popen(
         [sys.executable, "-c", MAIN, "plan", str(source)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -505,13 +489,13 @@ def test_a_closed_pipe_is_no_traceback(source: Path) -> None:
         assert "Traceback" not in process.stderr.read()
 
 
-def test_zero_dimensional_output_is_shown(tmp_path: Path) -> None:
+def test_plan_shows_a_scalar(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "model", {"scale": ("F32", np.array(1.0, dtype=np.float32))})
     assert "scalar" in invoke("plan", source).stdout
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
-def test_a_full_disk_under_stdout_is_one_line(options: tuple[str, ...], source: Path) -> None:
+def test_full_disk_under_stdout_is_one_line(options: tuple[str, ...], source: Path) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-c", MAIN, "plan", str(source), *options], stdout=full, stderr=subprocess.PIPE, text=True

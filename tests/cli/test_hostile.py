@@ -112,7 +112,7 @@ def test_cases_have_unique_names_and_commands() -> None:
 
 
 def test_undamaged_inputs_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The inputs that the cases damage are sound, so each error comes from the damage."""
+    """So the errors of the cases come from the damage."""
     monkeypatch.chdir(tmp_path)
     parts.write(tmp_path, parts.GOOD_SRC)
     masters.make_master(tmp_path / "a")
@@ -196,7 +196,7 @@ COMMAND = "quantize {0}/src {0}/out --max-shard-size 12000 --threads 2"
 
 
 def undisturbed(folder: Path) -> dict[str, bytes]:
-    """The files that the command writes if nothing goes wrong."""
+    """Return the files that COMMAND writes if nothing goes wrong, and delete them."""
     small_checkpoint(folder / "src")
     result = run(COMMAND.format(folder))
     assert result.exit_code == 0, result.stderr
@@ -206,7 +206,7 @@ def undisturbed(folder: Path) -> dict[str, bytes]:
 
 
 def failing(real: Callable[..., Any], calls_that_pass: int, code: int = errno.ENOSPC) -> Callable[..., Any]:
-    """A system call that succeeds `calls_that_pass` times and then fails."""
+    """Return a system call that succeeds `calls_that_pass` times and then fails."""
     calls = 0
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -286,7 +286,7 @@ def test_too_little_space_is_refused_before_anything_is_written(
 
 
 def test_journal_line_that_was_written_in_part_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """write(2) may write a part only; the next line must not be appended to that part."""
+    """write(2) may write only a part of a line; the next line must not be appended to that part."""
     whole = undisturbed(tmp_path)
     real, calls = os.write, 0
 
@@ -312,7 +312,7 @@ def test_read_only_folder_gives_one_line(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_undamaged_master_uses_what_the_cases_change(tmp_path: Path) -> None:
-    """Its weights use the default rotation, and one has an override, so that edits of both matter."""
+    """Its weights use the default rotation, and one has an override, so that the edits of the cases have an effect."""
     masters.make_master(tmp_path)
     settings = json.loads((tmp_path / "master/config.json").read_text())["quantization_config"]
     assert settings["rotation"] == "hadamard"

@@ -1,4 +1,4 @@
-"""What every codec promises by codecs/protocol.py, checked for all of them and for two that live in tests alone."""
+"""What codecs/protocol.py requires of a codec, checked for each codec and for two that only the tests have."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ each = pytest.mark.parametrize("coder", EACH)
 each_dtype = pytest.mark.parametrize("dtype", VALUE_DTYPES)
 
 
-def gaussian_blocks(coder: Coder, blocks: int, dtype: str = "F32", seed: int = 0) -> Bytes:
+def gaussian_blocks(coder: Coder, blocks: int, *, dtype: str = "F32", seed: int = 0) -> Bytes:
     return helpers.raw_bytes(helpers.gaussian(blocks, coder.block_size, seed=seed), dtype)
 
 
-def encoded(coder: Coder, values: Bytes, dtype: str, state: State) -> tuple[list[Bytes], Measures]:
-    """Whole blocks, in one call."""
+def encoded(coder: Coder, values: Bytes, *, dtype: str = "F32", state: State) -> tuple[list[Bytes], Measures]:
+    """Encode whole blocks in one call."""
     blocks = len(values) // (coder.block_size * item_bytes(dtype))
     parts = [np.full((blocks, part.bytes_per_block), 0xAB, dtype=np.uint8) for part in coder.parts]
-    return parts, coder.encode(values, dtype, state, parts)
+    return parts, coder.encode(values, parts, dtype=dtype, state=state)
 
 
-def decoded(coder: Coder, parts: list[Bytes], state: State, dtype: str = "F32") -> Bytes:
+def decoded(coder: Coder, parts: list[Bytes], *, state: State, dtype: str = "F32") -> Bytes:
     values = np.full(len(parts[0]) * coder.block_size * item_bytes(dtype), 0xAB, dtype=np.uint8)
-    coder.decode(parts, state, dtype, values)
+    coder.decode(parts, values, dtype=dtype, state=state)
     return values
 
 
@@ -46,7 +46,7 @@ def parsed(coder: Coder, state: dict[str, object]) -> State:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_codec_describes_itself_alike_at_every_rate(name: str) -> None:
+def test_coders_of_all_rates_match_the_description_of_their_codec(name: str) -> None:
     codec = ALL[name]
     assert codec.name == name
     assert list(codec.rates) == sorted(set(codec.rates))
@@ -65,7 +65,7 @@ def test_a_codec_describes_itself_alike_at_every_rate(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("bits", [-1, 0, 0.5, 1.99, 5.25, 99])
-def test_a_rate_that_a_codec_lacks_is_refused_with_those_it_has(name: str, bits: float) -> None:
+def test_unknown_rate_is_refused(name: str, bits: float) -> None:
     with pytest.raises(RecipeError, match=rf"expected .*{re.escape(name)}.*found {re.escape(str(bits))}"):
         ALL[name].coder(bits)
 
@@ -75,51 +75,54 @@ def test_tables_survive_json_and_give_the_same_coder(coder: Coder) -> None:
     tables = json.loads(json.dumps(coder.tables()))
     again = ALL[coder.codec].coder_from_tables(coder.bits, tables)
     values = gaussian_blocks(coder, 3)
-    first, second = (encoded(c, values, "F32", c.first_state())[0] for c in (coder, again))
+    first, second = (encoded(c, values, state=c.first_state())[0] for c in (coder, again))
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
     with pytest.raises(ValueError, match="expected"):
         ALL[coder.codec].coder_from_tables(coder.bits, {"nonsense": 1})
 
 
 @each
-def test_the_promised_distortion_is_kept_on_gaussian_weights(coder: Coder) -> None:
+def test_gaussian_weights_have_the_promised_distortion(coder: Coder) -> None:
     weights = helpers.gaussian(1024, 1024, seed=4)
-    _, measured = encode_weight(weights.view(np.uint8).reshape(-1), "F32", weights.shape, coder)
+    _, measured = encode_weight(weights.view(np.uint8).reshape(-1), dtype="F32", shape=weights.shape, coder=coder)
     assert measured.state == coder.first_state() or not measured.state.rescued
     assert 0.93 <= measured.relative_mse / coder.distortion <= 1.03
 
 
 @each
 @each_dtype
-def test_measured_sums_are_those_of_the_decoded_weights(coder: Coder, dtype: str) -> None:
-    values = gaussian_blocks(coder, 40, dtype, seed=1)
+def test_measures_match_the_decoded_weights(coder: Coder, dtype: str) -> None:
+    values = gaussian_blocks(coder, 40, dtype=dtype, seed=1)
     exact = to_float32(values, dtype).reshape(40, -1).astype(np.float64)
     state = coder.first_state()
-    parts, measures = encoded(coder, values, dtype, state)
-    found = decoded(coder, parts, state).view(np.float32).reshape(40, -1).astype(np.float64)
+    parts, measures = encoded(coder, values, dtype=dtype, state=state)
+    found = decoded(coder, parts, state=state).view(np.float32).reshape(40, -1).astype(np.float64)
     assert measures.energies == pytest.approx((exact**2).sum(axis=1), rel=1e-6)
     assert measures.errors == pytest.approx(((found - exact) ** 2).sum(axis=1), rel=2e-3)
     assert measures.first_bad_block == -1
 
 
 @each
-def test_every_dtype_is_the_rounded_float32(coder: Coder) -> None:
+def test_decoded_dtypes_are_the_rounded_float32(coder: Coder) -> None:
     state = coder.first_state()
-    parts, _ = encoded(coder, gaussian_blocks(coder, 5), "F32", state)
-    exact = decoded(coder, parts, state).view(np.float32)
+    parts, _ = encoded(coder, gaussian_blocks(coder, 5), state=state)
+    exact = decoded(coder, parts, state=state).view(np.float32)
     for dtype in VALUE_DTYPES:
-        assert np.array_equal(decoded(coder, parts, state, dtype), helpers.raw_bytes(exact, dtype)), dtype
+        assert np.array_equal(decoded(coder, parts, state=state, dtype=dtype), helpers.raw_bytes(exact, dtype)), dtype
 
 
 @each
 @each_dtype
 def test_blocks_are_encoded_and_decoded_independently(coder: Coder, dtype: str) -> None:
-    """However a weight is cut into calls, its bytes are the same."""
-    values, state = gaussian_blocks(coder, 7, dtype, seed=2), coder.first_state()
-    whole, measures = encoded(coder, values, dtype, state)
+    """The bytes do not depend on how blocks are split into calls."""
+    values, state = gaussian_blocks(coder, 7, dtype=dtype, seed=2), coder.first_state()
+    whole, measures = encoded(coder, values, dtype=dtype, state=state)
     block_bytes = len(values) // 7
     cuts = [(0, 1), (1, 4), (4, 7)]
-    pieces = [encoded(coder, values[first * block_bytes : last * block_bytes], dtype, state) for first, last in cuts]
+    pieces = [
+        encoded(coder, values[first * block_bytes : last * block_bytes], dtype=dtype, state=state)
+        for first, last in cuts
+    ]
     for place, part in enumerate(whole):
         assert np.array_equal(part, np.concatenate([parts[place] for parts, _ in pieces]))
     assert np.array_equal(measures.energies, np.concatenate([m.energies for _, m in pieces]))
@@ -128,43 +131,43 @@ def test_blocks_are_encoded_and_decoded_independently(coder: Coder, dtype: str) 
     for _, other in pieces[1:]:
         merged = merged.merged(other.observed)
     assert merged == measures.observed
-    everything = decoded(coder, whole, state, dtype)
+    everything = decoded(coder, whole, state=state, dtype=dtype)
     for first, last in cuts:
-        some = decoded(coder, [part[first:last] for part in whole], state, dtype)
+        some = decoded(coder, [part[first:last] for part in whole], state=state, dtype=dtype)
         assert np.array_equal(some, everything[first * block_bytes : last * block_bytes])
 
 
 @each
-def test_encoding_reads_its_input_and_writes_its_parts_alone(coder: Coder) -> None:
+def test_encoding_does_not_write_to_its_input(coder: Coder) -> None:
     values = gaussian_blocks(coder, 3)
     values.flags.writeable = False
-    first, _ = encoded(coder, values, "F32", coder.first_state())
-    second, _ = encoded(coder, values, "F32", coder.first_state())
+    first, _ = encoded(coder, values, state=coder.first_state())
+    second, _ = encoded(coder, values, state=coder.first_state())
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @each
-def test_zeros_are_exact(coder: Coder) -> None:
+def test_zeros_decode_to_zeros(coder: Coder) -> None:
     weights = np.zeros((3, 1024), dtype=np.float32)
-    weight, measured = encode_weight(weights.view(np.uint8).reshape(-1), "F32", weights.shape, coder)
+    weight, measured = encode_weight(weights.view(np.uint8).reshape(-1), dtype="F32", shape=weights.shape, coder=coder)
     assert (measured.energy, measured.error, measured.relative_mse) == (0.0, 0.0, 0.0)
     assert not weight.decode().view(np.float32).any()
 
 
 @each
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_the_first_block_that_is_not_finite_is_named(coder: Coder, bad: float) -> None:
+def test_first_block_that_is_not_finite_is_named(coder: Coder, bad: float) -> None:
     weights = helpers.gaussian(6, coder.block_size)
     weights[2, 5] = weights[4, 0] = bad
     raw = weights.view(np.uint8).reshape(-1)
-    assert encoded(coder, raw, "F32", coder.first_state())[1].first_bad_block == 2
+    assert encoded(coder, raw, state=coder.first_state())[1].first_bad_block == 2
     with pytest.raises(SourceError, match="block 2"):
-        encode_weight(raw, "F32", weights.shape, coder)
+        encode_weight(raw, dtype="F32", shape=weights.shape, coder=coder)
 
 
 @each
 @pytest.mark.parametrize("kind", ["gaussian", "tiny", "huge", "heavy-tailed", "constant"])
-def test_the_state_that_stands_survives_json(coder: Coder, kind: str) -> None:
+def test_final_state_survives_json(coder: Coder, kind: str) -> None:
     weights = {
         "gaussian": helpers.gaussian(8, 1024),
         "tiny": helpers.gaussian(8, 1024, scale=1e-30),
@@ -172,7 +175,7 @@ def test_the_state_that_stands_survives_json(coder: Coder, kind: str) -> None:
         "heavy-tailed": np.random.default_rng(0).standard_t(1.5, (8, 1024)).astype(np.float32),
         "constant": np.full((8, 1024), 0.0125, dtype=np.float32),
     }[kind]
-    weight, measured = encode_weight(weights.view(np.uint8).reshape(-1), "F32", weights.shape, coder)
+    weight, measured = encode_weight(weights.view(np.uint8).reshape(-1), dtype="F32", shape=weights.shape, coder=coder)
     assert weight.state == measured.state
     again = parsed(coder, json.loads(json.dumps(weight.state.to_json())))
     assert again == weight.state
@@ -182,7 +185,7 @@ def test_the_state_that_stands_survives_json(coder: Coder, kind: str) -> None:
 
 @each
 @pytest.mark.parametrize("key", ["rotation", "norm_exponent", "clip", "octave"])
-def test_a_state_that_no_coder_writes_is_refused(coder: Coder, key: str) -> None:
+def test_invalid_state_is_refused(coder: Coder, key: str) -> None:
     if key in ALL[coder.codec].state_defaults:
         for value in ("givens", 10**6, 0.3, [1], {"a": 1}):
             with pytest.raises(ValueError, match=key):
@@ -190,30 +193,30 @@ def test_a_state_that_no_coder_writes_is_refused(coder: Coder, key: str) -> None
 
 
 @each
-def test_orthogonal_errors_are_what_the_coder_says(coder: Coder) -> None:
-    """With an orthogonal error, the energy of the weight is that of the decoded one and of the error."""
+def test_coder_states_whether_its_errors_are_orthogonal(coder: Coder) -> None:
+    """With orthogonal errors, the energy of the weight is that of the decoded weight plus that of the error."""
     blocks = 4096
     values, state = gaussian_blocks(coder, blocks, seed=5), coder.first_state()
-    parts, measures = encoded(coder, values, "F32", state)
-    found = decoded(coder, parts, state).view(np.float32).astype(np.float64)
+    parts, measures = encoded(coder, values, state=state)
+    found = decoded(coder, parts, state=state).view(np.float32).astype(np.float64)
     energy, error = measures.energies.sum(), measures.errors.sum()
     gap = abs((found**2).sum() + error - energy)
     if coder.orthogonal_error:
         # A stored norm is off by at most 2**-12 of it, in either direction.
         assert gap < 0.01 * error + 2**-10 / np.sqrt(blocks) * energy
     elif coder.bits == ALL[coder.codec].rates[0] and coder.codec != "test-polar":
-        assert gap > 0.02 * error  # the coder's "no" is not just caution
+        assert gap > 0.02 * error  # the errors really are not orthogonal
 
 
 @each
 def test_other_bases_are_rotations_of_the_weight(coder: Coder) -> None:
     state = coder.first_state()
     assert Basis.PLAIN in coder.bases(state)
-    parts, _ = encoded(coder, gaussian_blocks(coder, 6), "F32", state)
-    plain = decoded(coder, parts, state).view(np.float32)
+    parts, _ = encoded(coder, gaussian_blocks(coder, 6), state=state)
+    plain = decoded(coder, parts, state=state).view(np.float32)
     for basis in coder.bases(state) - {Basis.PLAIN}:
         values: npt.NDArray[np.uint8] = np.empty(plain.nbytes, dtype=np.uint8)
-        coder.decode(parts, state, "F32", values, basis)
+        coder.decode(parts, values, dtype="F32", state=state, basis=basis)
         turned = values.view(np.float32).reshape(-1, 128) @ (helpers.sylvester() / np.sqrt(128))
         assert np.allclose(turned.reshape(-1), plain, atol=1e-6)
 
@@ -222,7 +225,7 @@ def test_other_bases_are_rotations_of_the_weight(coder: Coder) -> None:
 def test_decoding_to_a_torch_device_gives_the_same_values(coder: Coder) -> None:
     torch = pytest.importorskip("torch")
     state = coder.first_state()
-    parts, _ = encoded(coder, gaussian_blocks(coder, 4), "F32", state)
+    parts, _ = encoded(coder, gaussian_blocks(coder, 4), state=state)
     found = coder.decode_torch([torch.from_numpy(part) for part in parts], state)
     assert found.shape == (4, coder.block_size) and found.dtype == torch.float32
-    assert np.array_equal(found.numpy().reshape(-1), decoded(coder, parts, state).view(np.float32))
+    assert np.array_equal(found.numpy().reshape(-1), decoded(coder, parts, state=state).view(np.float32))

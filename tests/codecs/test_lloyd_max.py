@@ -1,4 +1,4 @@
-"""The tables of levels, derived a second time: Newton's method on the stationarity conditions, in 40 digits."""
+"""The tables of Lloyd-Max levels, derived again by Newton's method on the stationarity conditions, in 40 digits."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ def density(x):
 
 
 def newton_step(c):
-    """One Newton step for the upper half c of a symmetric table, and the largest correction.
+    """Return the upper half c of a symmetric table after one Newton step, and the largest correction.
 
     F_i = c_i * P(cell i) - integral of x over cell i = 0, with cell ends half-way between neighbours; tridiagonal.
     """
@@ -47,7 +47,7 @@ def newton_step(c):
 
 
 def lloyd(c, steps):
-    """Steps of Lloyd's method in floats, which walk into the basin of Newton's."""
+    """Take steps of Lloyd's method in floats, so that Newton's method converges from there."""
     for _ in range(steps):
         ends = [0.0, *((a + b) / 2 for a, b in itertools.pairwise(c)), math.inf]
         heights = [math.exp(-t * t / 2) / math.sqrt(2 * math.pi) for t in ends]
@@ -58,7 +58,10 @@ def lloyd(c, steps):
 
 @functools.cache
 def derived(bits):
-    """The upper half of the Lloyd-Max table of N(0,1) and its distortion, from quantiles of N(0, 3) (Panter-Dite)."""
+    """Return the upper half of the Lloyd-Max table of N(0,1) and its distortion.
+
+    Start from quantiles of N(0, 3) (Panter-Dite).
+    """
     with mpmath.workdps(40):
         n = 2 ** (bits - 1)
         quantiles = [float(mpmath.sqrt(6) * mpmath.erfinv((i + mpmath.mpf(1) / 2) / n)) for i in range(n)]
@@ -85,7 +88,7 @@ def test_levels_are_the_solution_rounded_to_float32(bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_distortion_to_every_digit_given(bits):
+def test_distortion_is_exact_to_nine_digits(bits):
     _, exact = derived(bits)
     given = codebook.DISTORTION[bits]
     digits = len(repr(given).split("e")[0].replace("0.", "").lstrip("0").replace(".", ""))
@@ -94,8 +97,8 @@ def test_distortion_to_every_digit_given(bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_distortion_of_the_float32_table_itself(bits):
-    """By quadrature over the cells of the table as stored, not by the identity that holds at the optimum."""
+def test_float32_table_has_the_stated_distortion(bits):
+    """By quadrature over the cells of the stored table, not by the identity that holds at the optimum."""
     book = codebook.codebook(bits)
     ends = [-12.0, *book.thresholds.astype(float).tolist(), 12.0]
     nodes, weights = np.polynomial.legendre.leggauss(40)
@@ -121,7 +124,7 @@ def test_published_signal_to_noise_ratios():
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_the_table_is_symmetric_and_ascending(bits):
+def test_table_is_symmetric_and_ascending(bits):
     book = codebook.codebook(bits)
     assert book.bits == bits
     assert book.levels.dtype == book.thresholds.dtype == np.float32
@@ -137,12 +140,12 @@ def test_thresholds_are_midpoints_rounded_once(bits):
     book = codebook.codebook(bits)
     with mpmath.workdps(40):
         middles = [(mpmath.mpf(float(a)) + mpmath.mpf(float(b))) / 2 for a, b in itertools.pairwise(book.levels)]
-    # A midpoint of two float32 numbers of like exponent has at most 25 bits: its float is exact.
+    # The midpoint of two float32 numbers with the same exponent has at most 25 bits, so a float holds it exactly.
     assert book.thresholds.tolist() == [float(np.float32(float(m))) for m in middles]
 
 
 def test_codebook_from_levels_rounds_midpoints_once():
-    """In float32 the sum of these two would already be rounded, to 2; then 1 would be the threshold, a level lower."""
+    """A float32 sum of two levels would be rounded before it is halved, or overflow."""
     low, high = np.float32(1.0), np.nextafter(np.float32(1.0), np.float32(2.0))
     assert codebook.codebook_from_levels(1, np.array([low, high])).thresholds.tolist() == [1.0]
     big = np.array([2.0**127, 2.0**127 * 1.5], dtype=np.float32)  # their float32 sum is infinite
@@ -150,6 +153,6 @@ def test_codebook_from_levels_rounds_midpoints_once():
 
 
 @pytest.mark.parametrize("bits", [-1, 0, 1, 9, 16])
-def test_other_widths_are_refused(bits):
+def test_other_bit_widths_are_refused(bits):
     with pytest.raises(RecipeError, match=f"expected 2 to 8, found {bits}"):
         codebook.codebook(bits)

@@ -1,7 +1,7 @@
-"""The scalar codecs: what they store, what they promise, and that what they report is what decoding gives.
+"""The scalar codecs: their levels, the error that they promise, what they store, and the errors that they report.
 
-The codecs for comparison are held to docs/format.md to the byte by the independent writer, and to their definition by a
-float64 reference that is written here with an explicit matrix.
+The codecs for comparison are checked byte by byte against the independent writer, which follows docs/format.md, and
+against a float64 reference in this file, which follows their definition with an explicit matrix.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ each = pytest.mark.parametrize(("name", "bits"), EVERY)
 each_compared = pytest.mark.parametrize(("name", "bits"), EVERY_COMPARED)
 
 
-def encode(name, values, bits, dtype="F32"):
-    """A whole weight, through all passes."""
+def encode(name, values, bits, *, dtype="F32"):
+    """Encode a whole weight, with all passes."""
     return encode_scalar(helpers.raw_bytes(values, dtype), dtype, values.shape, SCALAR[name], bits)
 
 
-def encode_blocks(name, values, bits, rotation=None, exponent=0, dtype="F32"):
-    """One pass over blocks [n, 128]."""
+def encode_blocks(name, values, bits, *, rotation=None, exponent=0, dtype="F32"):
+    """Encode blocks [n, 128] in one pass. rotation: by default the first one of the codec."""
     rotation = rotation or SCALAR[name].rotations[0]
     return encode_scalar_blocks(SCALAR[name], helpers.raw_bytes(values, dtype), dtype, bits, rotation, exponent)
 
 
-def decode_blocks(name, encoded, bits, rotation, exponent=0):
-    return decode(name, encoded, "F32", bits, rotation, exponent).view(np.float32).reshape(-1, 128)
+def decode_blocks(name, encoded, bits, *, rotation):
+    return decode(name, encoded, dtype="F32", bits=bits, rotation=rotation).view(np.float32).reshape(-1, 128)
 
 
-def decode(name, encoded, dtype, bits, rotation, exponent):
-    """Raw bytes; rotation None: as coded."""
+def decode(name, encoded, *, dtype, bits, rotation, exponent=0):
+    """Decode to raw bytes. rotation: None to leave blocks in the basis in which they are coded."""
     values = np.empty(len(encoded.codes) * 128 * (4 if dtype == "F32" else 2), np.uint8)
     load_backend("cpu").decode(
         (encoded.codes, encoded.norms), coding(SCALAR[name], bits, rotation, exponent), dtype, values
@@ -79,7 +79,7 @@ def decode(name, encoded, dtype, bits, rotation, exponent):
     return values
 
 
-def test_the_registry():
+def test_codecs_describe_their_rates_rotations_and_sizes():
     for name, codec in SCALAR.items():
         assert codec.name == name
         assert codec.rates == BITS
@@ -91,7 +91,7 @@ def test_the_registry():
     assert set(COMPARED) < set(SCALAR)
 
 
-def test_the_pages_list_the_codecs():
+def test_docs_list_the_codecs_and_their_distortions():
     root = Path(__file__).parents[2]
     page = (root / "docs/format.md").read_text()
     rows = re.findall(r"^\| `([\w-]+)` \| (`[^|]*`) \| [\w-]+ \| [\w ]+ \|$", page, re.MULTILINE)
@@ -105,17 +105,17 @@ def test_the_pages_list_the_codecs():
     assert set(re.findall(r"^\| `((?:\w+-)*(?:absmax|max|l2))` \|", recipes, re.MULTILINE)) == set(SCALAR)
 
 
-def test_distortions_fall_with_the_width():
+def test_distortion_falls_with_the_bit_width():
     for codec in SCALAR.values():
         promised = [codec.distortion(bits) for bits in codec.rates]
         assert all(0 < fine < coarse / 3 for coarse, fine in itertools.pairwise(promised))
 
 
-# What the levels are
+# Levels
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_uniform_levels_are_symmetric_multiples(bits):
+def test_uniform_levels_are_symmetric_multiples_of_a_step(bits):
     book, steps = SCALAR["absmax"].codebook(bits), 2 ** (bits - 1) - 1
     assert SCALAR["hadamard-absmax"].codebook(bits) is book
     assert book.levels.dtype == np.float32 and (np.diff(book.levels) > 0).all()
@@ -125,18 +125,18 @@ def test_uniform_levels_are_symmetric_multiples(bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_the_other_levels_are_those_of_lloyd_and_max(bits):
+def test_other_codecs_share_the_lloyd_max_levels(bits):
     for name in ("lloyd-max", "hadamard-lloyd-max-l2", "hadamard-lloyd-max"):
         assert SCALAR[name].codebook(bits) is lloyd_max.codebook(bits)
         assert SCALAR[name].distortion(bits) == lloyd_max.DISTORTION[bits]
 
 
-# What theory promises
+# Distortion
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_the_distortion_of_uniform_levels(bits):
-    """Integrated again: 128 |N(0,1)| have the maximum m; the 127 others lie in [-m, m] and are rounded to its multiples."""
+def test_distortion_of_uniform_levels_matches_integration(bits):
+    """Integrate over the maximum m of 128 magnitudes of N(0,1); the 127 other values lie in [-m, m] and are rounded."""
     steps = 2 ** (bits - 1) - 1
     nodes, weights = np.polynomial.legendre.leggauss(20)
 
@@ -144,7 +144,7 @@ def test_the_distortion_of_uniform_levels(bits):
         return np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
 
     def squared_error(m):
-        """Of one that lies in [-m, m], times the probability of lying there."""
+        """Return the squared error of a value in [-m, m], times the probability of lying there."""
         levels = np.arange(steps + 1) * m / steps
         low = np.maximum(levels - m / steps / 2, 0)
         high = np.minimum(levels + m / steps / 2, m)
@@ -163,8 +163,8 @@ def test_the_distortion_of_uniform_levels(bits):
     assert SCALAR["hadamard-absmax"].distortion(bits) == SCALAR["absmax"].distortion(bits)
 
 
-def test_the_distortion_at_two_bits_in_closed_form():
-    """Levels -m, 0, m; the error within [0, m] from antiderivatives, in 30 digits."""
+def test_distortion_of_uniform_levels_at_two_bits_matches_the_closed_form():
+    """The levels are -m, 0 and m; the error within [0, m] comes from antiderivatives, in 30 digits."""
     with mpmath.workdps(30):
 
         def of_maximum(m):
@@ -178,8 +178,7 @@ def test_the_distortion_at_two_bits_in_closed_form():
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_the_distortion_of_uniform_levels_by_drawing(bits):
-    """In float64, without the codec."""
+def test_distortion_of_uniform_levels_matches_random_blocks(bits):
     values = np.random.default_rng(bits).standard_normal((20_000, 128))
     step = np.abs(values).max(axis=1, keepdims=True) / (2 ** (bits - 1) - 1)
     error = ((np.round(values / step) * step - values) ** 2).sum() / (values**2).sum()
@@ -187,14 +186,14 @@ def test_the_distortion_of_uniform_levels_by_drawing(bits):
 
 
 @each
-def test_the_promise_is_kept_on_gaussian_weights(name, bits):
-    """Within 3 %; the norms of Lloyd-Max codecs and least squares only make it better, by at most 5 %."""
+def test_gaussian_weights_have_the_promised_distortion(name, bits):
+    """Absmax codecs are within 3 %; the norms of the others can only improve on the promise, by at most 6 %."""
     _, measured = encode(name, helpers.gaussian(2048, 128, seed=bits, scale=0.03), bits)
     ratio = measured.relative_mse / SCALAR[name].distortion(bits)
     assert 0.97 <= ratio <= 1.03 if "absmax" in name else 0.94 <= ratio <= 1.0
 
 
-# What is stored
+# Stored codes and norms
 
 
 @functools.cache
@@ -203,7 +202,7 @@ def matrix():
 
 
 def exact_encoding(name, blocks, bits):
-    """Codes and norms by definition, in float64: the nearest level, and the norm as the codec is described."""
+    """Return codes and norms by definition, in float64, and where the code is not a near tie."""
     turned = blocks.astype(np.float64)
     if name.startswith("hadamard"):
         turned = turned @ matrix()
@@ -220,11 +219,11 @@ def exact_encoding(name, blocks, bits):
     nearest = np.abs(distance[:, :, None] - levels).argmin(axis=2)
     middles = (levels[:-1] + levels[1:]) / 2
     gap = np.abs(distance[:, :, None] - middles).min(axis=2)
-    return first + nearest, norms, gap > 2e-5 * np.abs(levels).max()  # apart from ties that rounding decides
+    return first + nearest, norms, gap > 2e-5 * np.abs(levels).max()  # near ties are decided by rounding
 
 
 @each_compared
-def test_codes_and_norms_are_those_of_the_definition(name, bits):
+def test_codes_and_norms_match_the_definition(name, bits):
     for family in ("gaussian", "heavy-tailed", "Walsh-aligned", "few distinct values"):
         values = FAMILIES[family]
         if not values.any(axis=1).all():
@@ -243,8 +242,8 @@ def test_codes_and_norms_are_those_of_the_definition(name, bits):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @each_compared
-def test_the_independent_writer_gives_the_same_weight(name, bits, dtype):
-    """Codes, norms, exponent, rotation, and measures to the last bit; and the independent reader the same values."""
+def test_encoding_is_bit_identical_to_the_independent_writer(name, bits, dtype):
+    """Includes the rotations that a weight does not need; the independent reader decodes the same values."""
     for family, values in FAMILIES.items():
         raw = helpers.raw_bytes(values, dtype)
         ours, measured = encode_scalar(raw, dtype, values.shape, SCALAR[name], bits)
@@ -262,14 +261,14 @@ def test_the_independent_writer_gives_the_same_weight(name, bits, dtype):
         assert independent_reader.to_bytes(decoded, dtype) == ours.decode().tobytes(), family
         for rotation in SCALAR[name].rotations:  # whether it is needed or not
             theirs = independent_writer.encode_rotated(helpers.values_of(raw, dtype), book.levels, bits, rotation, name)
-            found = encode_blocks(name, values, bits, rotation, theirs.norm_exponent, dtype)
+            found = encode_blocks(name, values, bits, rotation=rotation, exponent=theirs.norm_exponent, dtype=dtype)
             assert same_bits(found.codes, theirs.codes) and same_bits(found.norms, theirs.norms), (family, rotation)
             assert same_bits(found.energies, theirs.block_energy), (family, rotation)
             assert same_bits(found.errors, theirs.block_error), (family, rotation)
 
 
 @pytest.mark.parametrize("name", SCALAR)
-def test_signs_rescue_where_there_is_a_rotation(name):
+def test_signed_rotation_rescues_a_constant_with_noise(name):
     weight, measured = encode(name, FAMILIES["constant and noise"], 6)
     if len(SCALAR[name].rotations) > 1:
         assert weight.rotation == SIGNED_HADAMARD
@@ -277,14 +276,13 @@ def test_signs_rescue_where_there_is_a_rotation(name):
 
 
 @each_compared
-def test_the_reference_decodes_to_the_same_bytes(name, bits):
-    """Through the fast kernels and through torch; as coded (rotation None), too."""
+def test_kernels_and_reference_decode_to_the_same_bytes(name, bits):
     codec = SCALAR[name]
     for values in (FAMILIES["gaussian"], FAMILIES["all kinds in one weight"]):
         encoded, _ = encode(name, values, bits)
         for rotation in (*codec.rotations, None):
             for dtype in DTYPES:
-                ours = decode(name, encoded, dtype, bits, rotation, encoded.norm_exponent)
+                ours = decode(name, encoded, dtype=dtype, bits=bits, rotation=rotation, exponent=encoded.norm_exponent)
                 theirs = np.empty_like(ours)
                 how = coding(codec, bits, rotation, encoded.norm_exponent)
                 reference.decode((encoded.codes, encoded.norms), how, dtype, theirs)
@@ -292,12 +290,12 @@ def test_the_reference_decodes_to_the_same_bytes(name, bits):
 
 
 @pytest.mark.parametrize("name", COMPARED)
-def test_what_stays_as_coded(name):
-    """Without its rotation a weight is in the Hadamard basis; one that was not rotated is the weight."""
+def test_decoding_without_the_rotation_gives_hadamard_coordinates(name):
+    """A codec without a rotation gives the weight itself."""
     values = FAMILIES["gaussian"]
     encoded, rotation = encode_blocks(name, values, 6), SCALAR[name].rotations[0]
-    decoded = decode_blocks(name, encoded, 6, rotation)
-    as_coded = decode_blocks(name, encoded, 6, None)
+    decoded = decode_blocks(name, encoded, 6, rotation=rotation)
+    as_coded = decode_blocks(name, encoded, 6, rotation=None)
     if rotation == UNROTATED:
         assert same_bits(as_coded, decoded)
     else:
@@ -305,12 +303,15 @@ def test_what_stays_as_coded(name):
         assert np.abs(as_coded - decoded).max() > 0.01
 
 
-# What is reported
+# Reported errors
 
 
-def assert_errors_are_those_of_the_decoded(name, values, bits, dtype="F32", rounding=0.0):
-    """Sums over the whole weight. rounding: of z and of the decoded values, where it is not lost among errors of all signs."""
-    weight, measured = encode(name, values, bits, dtype)
+def assert_errors_are_those_of_the_decoded(name, values, bits, *, dtype="F32", rounding=0.0):
+    """Check the measured energy and error of a whole weight, and return the encoding and what was measured.
+
+    rounding: relative error from rounding z and the decoded values, if errors of both signs do not cancel it
+    """
+    weight, measured = encode(name, values, bits, dtype=dtype)
     kind = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}[dtype]
     exact = helpers.as_float32((dtype, helpers.raw_bytes(values, dtype).view(kind))).astype(np.float64)
     decoded = weight.decode_blocks(0, len(weight.codes), "F32").view(np.float32)[: exact.size].astype(np.float64)
@@ -323,9 +324,9 @@ def assert_errors_are_those_of_the_decoded(name, values, bits, dtype="F32", roun
 
 
 @each
-def test_reported_errors_are_those_of_the_decoded_weights(name, bits):
+def test_reported_errors_match_the_decoded_weights(name, bits):
     for dtype in DTYPES:
-        assert_errors_are_those_of_the_decoded(name, helpers.gaussian(512, 128, seed=3, scale=0.05), bits, dtype)
+        assert_errors_are_those_of_the_decoded(name, helpers.gaussian(512, 128, seed=3, scale=0.05), bits, dtype=dtype)
     for family in ("heavy-tailed", "with blocks of zeros"):
         assert_errors_are_those_of_the_decoded(name, FAMILIES[family], bits)
     for family in ("few distinct values", "Walsh-aligned", "constant and noise"):
@@ -333,7 +334,7 @@ def test_reported_errors_are_those_of_the_decoded_weights(name, bits):
 
 
 @each
-def test_a_padded_last_block(name, bits):
+def test_padding_of_the_last_block_does_not_count(name, bits):
     values = helpers.gaussian(7, 91, seed=8)
     weight, measured = assert_errors_are_those_of_the_decoded(name, values, bits, rounding=2.0**-24)
     padded = np.zeros(640, np.float32)
@@ -346,7 +347,7 @@ def test_a_padded_last_block(name, bits):
 
 
 @each
-def test_zeros(name, bits):
+def test_zeros_are_exact_and_have_no_norms(name, bits):
     for values in (np.zeros((3, 128), np.float32), np.full((2, 128), -0.0, np.float32), np.zeros((2, 0), np.float32)):
         weight, measured = encode(name, values, bits)
         assert not weight.norms.any() and not weight.decode().view(np.float32).any()
@@ -357,8 +358,8 @@ def test_zeros(name, bits):
 
 @each
 @pytest.mark.parametrize("scale", [2.0**-141, 1e-38, 1e-20, 1e20, 1e36])
-def test_the_scale_does_not_matter(name, bits, scale):
-    """Subnormal to huge weights: the codes of the same weight at scale 1, as far as float32 holds its digits."""
+def test_relative_error_does_not_depend_on_scale(name, bits, scale):
+    """Weights from subnormal to huge; a power of two gives the same codes, other scales round the norms differently."""
     plain = helpers.gaussian(64, 128, seed=7, scale=1.0)
     values = (plain.astype(np.float64) * scale).astype(np.float32)
     weight, measured = encode(name, values, bits)
@@ -373,8 +374,8 @@ def test_the_scale_does_not_matter(name, bits, scale):
 
 
 @each
-def test_constant_blocks(name, bits):
-    """The worst case of the rotation, which the signs rescue; without a rotation nothing is wrong with it."""
+def test_constant_blocks_have_a_small_error(name, bits):
+    """A constant is the worst case of the rotation, which the signed rotation rescues."""
     for constant in (0.0125, -3.0, 2.0**-10):
         values = np.full((5, 128), constant, np.float32)
         weight, measured = assert_errors_are_those_of_the_decoded(name, values, bits, rounding=2.0**-22)
@@ -391,8 +392,8 @@ def test_constant_blocks(name, bits):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", SCALAR)
-def test_what_is_not_finite_is_reported(name, bad, dtype):
-    """Beyond the blocks that are encoded together, and the first of several; the others are not disturbed."""
+def test_first_block_that_is_not_finite_is_reported(name, bad, dtype):
+    """It is not among the first blocks that are encoded together, and the other blocks are encoded as usual."""
     values = helpers.gaussian(2100, 128, seed=1)
     clean = encode_blocks(name, values, 4, dtype=dtype)
     assert clean.stats.first_bad_block == -1
@@ -413,8 +414,8 @@ def test_what_is_not_finite_is_reported(name, bad, dtype):
 
 
 @pytest.mark.parametrize("name", SCALAR)
-def test_the_source_is_only_read(name):
-    """One block of float32, which is its own transpose, in memory that may not be written."""
+def test_encoding_does_not_write_to_its_input(name):
+    """A single float32 block is its own transpose, so that a view could be written to by mistake."""
     for values in (np.zeros((1, 128), np.float32), np.full((1, 128), np.nan, np.float32)):
         values.flags.writeable = False
         raw = values.reshape(-1).view(np.uint8)
@@ -422,25 +423,24 @@ def test_the_source_is_only_read(name):
 
 
 @pytest.mark.parametrize("name", SCALAR)
-def test_no_cut_into_calls_changes_a_byte(name):
+def test_output_does_not_depend_on_how_blocks_are_split_into_calls(name):
     values = np.concatenate([helpers.gaussian(2000, 128, seed=2), *(v[:4] for v in FAMILIES.values())])
     for rotation in SCALAR[name].rotations:
-        whole = encode_blocks(name, values, 5, rotation, 140)
+        whole = encode_blocks(name, values, 5, rotation=rotation, exponent=140)
         for step in (1, 700, 1024, 1025):
             starts = range(0, len(values), step) if step > 1 else (0, 1, 1023, 1024, 2000, 2050)
             for first in starts:
-                part = encode_blocks(name, values[first : first + step], 5, rotation, 140)
+                part = encode_blocks(name, values[first : first + step], 5, rotation=rotation, exponent=140)
                 for field in ("codes", "norms", "energies", "errors"):
                     assert same_bits(getattr(part, field), getattr(whole, field)[first : first + step])
 
 
-# How codes are found and packed
+# Finding and packing codes
 
 
 @given(st.integers(2, 8), st.integers(1, 9), st.integers(0, 2**32 - 1))
 @examples(60)
-def test_packing(bits, blocks, seed):
-    """As the reference packs, and as the independent reader unpacks."""
+def test_packed_codes_match_the_reference_and_the_independent_reader(bits, blocks, seed):
     codes = np.random.default_rng(seed).integers(0, 2**bits, (blocks, 128)).astype(np.uint8)
     packed = np.ascontiguousarray(comparison.pack(np.ascontiguousarray(codes.T), bits).T)
     assert packed.shape == (blocks, 16 * bits)
@@ -450,21 +450,21 @@ def test_packing(bits, blocks, seed):
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("uniform", [False, True])
-def test_a_code_is_the_number_of_thresholds_reached(uniform, bits):
-    """At every threshold, one step beside it, anywhere, and far outside."""
+def test_code_is_the_number_of_thresholds_reached(uniform, bits):
+    """At every threshold, just above and below it, at random values, and far outside."""
     thresholds = SCALAR["absmax" if uniform else "lloyd-max"].codebook(bits).thresholds
     rng = np.random.default_rng(bits)
-    z = np.concatenate([
-        thresholds, np.nextafter(thresholds, np.float32(99)), np.nextafter(thresholds, np.float32(-99)),
-        rng.standard_normal(100_000).astype(np.float32) * 3, np.float32([-0.0, 0.0, 2.0**-149, -20, 20, -1e30, 1e30]),
-    ])  # fmt: skip
+    beside = [np.nextafter(thresholds, np.float32(limit)) for limit in (99, -99)]
+    drawn = rng.standard_normal(100_000).astype(np.float32) * 3
+    special = np.float32([-0.0, 0.0, 2.0**-149, -20, 20, -1e30, 1e30])
+    z = np.concatenate([thresholds, *beside, drawn, special])
     expected = np.searchsorted(thresholds, z, side="right")
     assert np.array_equal(comparison.level_search(uniform, bits).codes(z), expected)
 
 
 @given(st.integers(0, 2**32 - 1))
 @examples(30)
-def test_the_butterfly_of_columns_is_that_of_the_page(seed):
+def test_column_butterfly_and_sum_match_the_format(seed):
     values = np.random.default_rng(seed).standard_normal((5, 128)).astype(np.float32)
     columns = comparison.hadamard(np.ascontiguousarray(values.T))
     assert same_bits(np.ascontiguousarray(columns.T), independent_reader.hadamard(values))
@@ -512,7 +512,7 @@ def codec_of(name: str) -> tuple[str, int]:
     return next(found for part, found in CODEC_OF.items() if part in name)
 
 
-def test_mixed_codecs_in_one_recipe(tmp_path: Path) -> None:
+def test_one_recipe_can_mix_codecs(tmp_path: Path) -> None:
     source, exact = mixed_checkpoint(tmp_path / "model")
     out = tmp_path / "out"
     quantize(source, out, parse_recipe(MIXED, "mixed.yaml"), threads=2)
@@ -536,7 +536,7 @@ def test_mixed_codecs_in_one_recipe(tmp_path: Path) -> None:
     assert {(codec, int(bits)) for codec, table in config["levels"].items() for bits in table} == set(CODEC_OF.values())
 
 
-def test_the_independent_reader_reads_mixed_codecs(tmp_path: Path) -> None:
+def test_independent_reader_reads_mixed_codecs(tmp_path: Path) -> None:
     source, _ = mixed_checkpoint(tmp_path / "model")
     quantize(source, tmp_path / "out", parse_recipe(MIXED, "mixed.yaml"), threads=1)
     theirs = {tensor.name: tensor for tensor in independent_reader.read_master(tmp_path / "out")}
@@ -552,24 +552,26 @@ def test_the_independent_reader_reads_mixed_codecs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", COMPARED)
-def test_the_commands_know_every_codec(name: str, tmp_path: Path) -> None:
-    """quantize, inspect, verify and export by the command line, and an integer export on top."""
+def test_commands_accept_every_codec(name: str, tmp_path: Path) -> None:
+    """plan, quantize, inspect, verify, and exports to bf16 and to integers."""
     source, _ = mixed_checkpoint(tmp_path / "model")
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"codec: {name}\nbits: 4\n")
     out = tmp_path / "out"
     for arguments in (
-        ["plan", source, "--recipe", recipe], ["quantize", source, out, "--recipe", recipe], ["inspect", out],
-        ["verify", out], ["export", out, tmp_path / "plain", "--target", "bf16"],
+        ["plan", source, "--recipe", recipe],
+        ["quantize", source, out, "--recipe", recipe],
+        ["inspect", out],
+        ["verify", out],
+        ["export", out, tmp_path / "plain", "--target", "bf16"],
         ["export", out, tmp_path / "integers", "--target", "torchao-int4"],
-    ):  # fmt: skip
+    ):
         done = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
         assert done.exit_code == 0, done.stderr
     assert name in (out / "pqweights.json").read_text()
 
 
-def test_a_codec_is_data() -> None:
-    """Equal parameters are the same codec: there is no hidden state."""
+def test_codecs_with_equal_parameters_are_equal_and_frozen() -> None:
     assert SCALAR["absmax"] == comparison.ComparisonCodec(name="absmax", rotated=False, uniform=True)
     with pytest.raises(dataclasses.FrozenInstanceError):
         SCALAR["absmax"].name = "other"  # type: ignore[misc]

@@ -1,7 +1,7 @@
-"""Two codecs that no other line of the project knows go through everything that a codec must go through.
+"""Two codecs that only the tests have go through all commands, to show that nothing else assumes a certain codec.
 
-One has superblocks of 1024 weights, an odd number of bytes and rates that are not whole; one has no norms, other stored
-tensors, and blocks of 96. Both are added by an entry of the dict (tests/support/added_codecs.py).
+One has superblocks of 1024 weights, an odd number of bytes and fractional rates; the other has no norms, its own stored
+tensors, and blocks of 96. Both are added by an entry in CODECS (tests/support/added_codecs.py).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ rules:
   - {role: lm_head, bits: 4.5}
   - {role: embedding, codec: hadamard-lloyd-max, bits: 6}
 """
-# Stored bits per weight, where blocks divide the weight.
+# Stored bits per weight, for weights that are a whole number of blocks.
 STORED_BITS = {
     ("test-superblocks", 2.5): Fraction(329 * 8, 1024),
     ("test-superblocks", 4.5): Fraction(585 * 8, 1024),
@@ -66,7 +66,7 @@ STORED_BITS = {
 
 
 def expected_coding(name: str) -> tuple[str, float]:
-    """What RECIPE gives a weight."""
+    """Return the codec and the rate that RECIPE gives a weight."""
     if "layers.1.mlp.down_proj" in name:
         return "test-polar", 12
     if "self_attn" in name:
@@ -84,7 +84,7 @@ def _added(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """model, recipe.yaml and master."""
+    """A folder with `model`, `recipe.yaml` and `master`."""
     folder = tmp_path_factory.mktemp("seam")
     families.build(families.FAMILIES["llama"], folder / "model")
     (folder / "recipe.yaml").write_text(RECIPE)
@@ -96,13 +96,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_memory(values: Array, name: str) -> Array:
-    """What a weight decodes to when it is encoded without any file."""
+    """Encode a weight in memory and return what it decodes to."""
     codec, bits = expected_coding(name)
     weight, _ = encode_weight(
         np.ascontiguousarray(values, dtype=np.float32).reshape(-1).view(np.uint8),
-        "F32",
-        values.shape,
-        ADDED.get(codec, CODECS[codec]).coder(bits),
+        dtype="F32",
+        shape=values.shape,
+        coder=ADDED.get(codec, CODECS[codec]).coder(bits),
     )
     return weight.decode().view(np.float32).reshape(values.shape)
 
@@ -111,8 +111,12 @@ def test_weights_are_stored_as_the_recipe_says(folder: Path) -> None:
     found = {tensor["name"]: tensor for tensor in answer("inspect", folder / "master")["tensors"]}
     quantized = {name: tensor for name, tensor in found.items() if tensor["action"] == "quantize"}
     assert {(t["codec"], t["bits"]) for t in quantized.values()} == {
-        ("test-superblocks", 2.5), ("test-superblocks", 4.5), ("test-polar", 8), ("test-polar", 12), ("hadamard-lloyd-max", 6)
-    }  # fmt: skip
+        ("test-superblocks", 2.5),
+        ("test-superblocks", 4.5),
+        ("test-polar", 8),
+        ("test-polar", 12),
+        ("hadamard-lloyd-max", 6),
+    }
     for name, tensor in quantized.items():
         coding = expected_coding(name)
         assert (tensor["codec"], tensor["bits"]) == coding, name
@@ -123,7 +127,7 @@ def test_weights_are_stored_as_the_recipe_says(folder: Path) -> None:
         assert tensor["bytes"] * 8 == stored * weights, name
 
 
-def test_the_master_is_what_encoding_in_memory_gives(folder: Path) -> None:
+def test_master_decodes_to_the_weights_encoded_in_memory(folder: Path) -> None:
     weights = read_all(folder / "model")
     decoded = master_weights(folder / "master")
     assert len(decoded) == 16
@@ -131,7 +135,7 @@ def test_the_master_is_what_encoding_in_memory_gives(folder: Path) -> None:
         assert np.array_equal(values, in_memory(as_float32(weights[name]), name)), name
 
 
-def test_verify_passes_and_finds_a_flipped_byte_in_every_part(folder: Path, tmp_path: Path) -> None:
+def test_verify_finds_a_flipped_bit_in_every_part(folder: Path, tmp_path: Path) -> None:
     assert verify(folder / "master", threads=2).ok
     (file,) = (folder / "master").glob("*.safetensors")
     stored = read_all(folder / "master")
@@ -144,7 +148,7 @@ def test_verify_passes_and_finds_a_flipped_byte_in_every_part(folder: Path, tmp_
         assert any(name in problem for problem in problems), (suffix, problems)
 
 
-def test_plan_and_inspect_print_rates_that_are_not_whole(folder: Path) -> None:
+def test_plan_and_inspect_print_fractional_rates(folder: Path) -> None:
     shown = done("plan", folder / "model", "--recipe", folder / "recipe.yaml").stdout
     planned = answer("plan", folder / "model", "--recipe", folder / "recipe.yaml")
     assert planned["totals"]["output_bytes"] == sum(f.stat().st_size for f in (folder / "master").glob("*.safetensors"))
@@ -153,7 +157,20 @@ def test_plan_and_inspect_print_rates_that_are_not_whole(folder: Path) -> None:
     assert "2.5" in listed and "clip 1.0" in listed and "octave -" in listed
 
 
-def test_bits_that_are_not_whole_can_be_given_on_the_command_line(folder: Path, tmp_path: Path) -> None:
+def test_inspect_shows_the_codec_of_each_weight_if_codecs_are_mixed(folder: Path) -> None:
+    heading, *lines = done("inspect", folder / "master").stdout.split("\n\n")[0].splitlines()
+    start, end = heading.index("codec"), heading.index("codec") + max(map(len, CODECS))
+    shown = {line.split()[0]: line[start:end].strip() for line in lines}
+    assert shown == {tensor.name: tensor.codec or "" for tensor in read_manifest(folder / "master").tensors}
+    assert set(shown.values()) == {"", "hadamard-lloyd-max", "test-polar", "test-superblocks"}
+
+
+def test_inspect_has_no_codec_column_for_a_single_codec(folder: Path, tmp_path: Path) -> None:
+    done("quantize", folder / "model", tmp_path / "out")
+    assert "codec" not in done("inspect", tmp_path / "out").stdout
+
+
+def test_bits_option_takes_fractional_rates(folder: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "plain.yaml"
     recipe.write_text("codec: test-superblocks\nbits: 2.5\n")
     done("quantize", folder / "model", tmp_path / "out", "--recipe", recipe, "--bits", "3.5")
@@ -162,7 +179,7 @@ def test_bits_that_are_not_whole_can_be_given_on_the_command_line(folder: Path, 
     assert line == "error: --bits: expected 2.5, 3.5 or 4.5 bits for test-superblocks, found 3\n"
 
 
-def test_a_killed_run_continues_to_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+def test_killed_run_continues_to_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     work = {"quantize": str(folder / "model"), "recipe": str(folder / "recipe.yaml")}
     (counts,) = killed_runs(work | {"added_codecs": True}, [{"out": str(tmp_path / "whole")}])
     undisturbed = folder_bytes(folder / "master")
@@ -179,7 +196,7 @@ def test_a_killed_run_continues_to_the_same_bytes(folder: Path, tmp_path: Path) 
         assert folder_bytes(Path(point["out"])) == undisturbed, point
 
 
-def test_cuts_into_chunks_and_threads_do_not_show(
+def test_output_is_identical_across_chunk_sizes_and_thread_counts(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pqweights.rewrite.jobs.CHUNK_WEIGHTS", 1 << 11)
@@ -198,10 +215,9 @@ def test_cuts_into_chunks_and_threads_do_not_show(
     ],
     ids=" ".join,
 )
-def test_every_export_is_of_the_decoded_weights(
+def test_exports_hold_the_decoded_weights(
     options: tuple[str, ...], packages: tuple[str, ...], folder: Path, tmp_path: Path
 ) -> None:
-    """An export of the master is the export of a plain checkpoint that holds the decoded weights."""
     for package in packages:
         pytest.importorskip(package)
     with_source = options[-1] == "--source"
@@ -209,7 +225,7 @@ def test_every_export_is_of_the_decoded_weights(
     done("export", folder / "master", tmp_path / "out", *arguments)
     records = {t.name: r for t, r in read_manifest(tmp_path / "out").pairs if t.action == "integer"}
     for record in records.values():
-        # The error of these codecs is not orthogonal to the weight, so that nothing can be computed from the master.
+        # The errors of these codecs are not orthogonal to the weights, so the total cannot be computed from the master.
         known = with_source or "embed_tokens" in record.name
         assert (record.total_mse is not None) == known, record.name
     if options[1] == "bf16":
@@ -219,8 +235,8 @@ def test_every_export_is_of_the_decoded_weights(
         assert plain.keys() == weights.keys()
 
 
-def test_an_export_may_rotate_what_no_codec_has_rotated(folder: Path, tmp_path: Path) -> None:
-    """Coders that give weights in their own basis alone leave the rotation to the export."""
+def test_rotated_export_of_codecs_without_a_rotation(folder: Path, tmp_path: Path) -> None:
+    """The export rotates weights whose coders decode to the plain basis only."""
     pytest.importorskip("compressed_tensors")
     done("export", folder / "master", tmp_path / "out", "--target", "vllm-int4", "--basis", "rotated")
     exact, decode = master_weights(folder / "master"), export_weight(tmp_path / "out")
@@ -231,7 +247,7 @@ def test_an_export_may_rotate_what_no_codec_has_rotated(folder: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_model_loads_with_the_logits_of_the_plain_export(packed: bool, folder: Path, tmp_path: Path) -> None:
+def test_loaded_model_has_the_logits_of_the_bf16_export(packed: bool, folder: Path, tmp_path: Path) -> None:
     done("export", folder / "master", tmp_path / "plain", "--target", "bf16")
     expected = families.logits(families.load(tmp_path / "plain", families.FAMILIES["llama"]))
     loaded = pqweights.load_model(folder / "master", dtype="bfloat16", attn_implementation="eager", packed=packed)
@@ -242,8 +258,8 @@ def test_the_model_loads_with_the_logits_of_the_plain_export(packed: bool, folde
     assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
 
 
-def test_a_packed_weight_on_another_device_asks_its_codec(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other device is here: its way is taken on the CPU."""
+def test_packed_weight_on_another_device_decodes_with_its_codec(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code path of other devices, run on the CPU."""
     from pqweights.integrations import packed as module
 
     rows = module.PackedRows
@@ -260,7 +276,7 @@ def test_a_packed_weight_on_another_device_asks_its_codec(folder: Path, monkeypa
     assert seen == len(exact)
 
 
-def test_transformers_loads_the_master_itself(folder: Path) -> None:
+def test_transformers_loads_the_master(folder: Path) -> None:
     import transformers
 
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "master", dtype=torch.float32)
@@ -270,7 +286,7 @@ def test_transformers_loads_the_master_itself(folder: Path) -> None:
             assert np.array_equal(parameter.detach().numpy(), exact[name]), name
 
 
-def test_eval_measures_the_decoded_weights(folder: Path, tmp_path: Path) -> None:
+def test_eval_of_the_master_equals_eval_of_the_bf16_export(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text(" ".join(f"w{number % 499}" for number in range(0, 9000, 7)))
     done("export", folder / "master", tmp_path / "plain", "--target", "bf16")
     models = (folder / "master", tmp_path / "plain", "--reference", folder / "model", "--dtype", "bfloat16")
@@ -281,7 +297,7 @@ def test_eval_measures_the_decoded_weights(folder: Path, tmp_path: Path) -> None
     assert master["kl"]["mean"]["value"] > 0
 
 
-def test_fitting_to_a_size_chooses_among_the_rates_of_the_codec(folder: Path, tmp_path: Path) -> None:
+def test_fitting_to_a_size_chooses_from_the_rates_of_the_codec(folder: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "plain.yaml"
     recipe.write_text("codec: test-superblocks\ntarget_bpw: 6.5\nrules: [{role: attention, codec: test-polar}]\n")
     done("quantize", folder / "model", tmp_path / "out", "--recipe", recipe)
@@ -292,15 +308,15 @@ def test_fitting_to_a_size_chooses_among_the_rates_of_the_codec(folder: Path, tm
     assert verify(tmp_path / "out", threads=2).ok
 
 
-def test_the_card_names_the_codec_and_the_rate(folder: Path) -> None:
+def test_card_names_the_codec_and_the_rate(folder: Path) -> None:
     text = make_card(folder / "master", "someone/mixed").text
     assert "test-superblocks" in text and "2.5" in text
 
 
-def test_the_configuration_states_what_decoding_needs(folder: Path) -> None:
+def test_configuration_states_what_decoding_needs(folder: Path) -> None:
     settings = json.loads((folder / "master" / "config.json").read_bytes())["quantization_config"]
     assert settings["format_version"] == 3
-    # The most common settings are the defaults; all seven layers of attention and the like count once each.
+    # The most common settings are the defaults; each weight counts once.
     assert (settings["codec"], settings["bits"], settings["clip"]) == ("test-polar", 8, 1.0)
     assert settings["levels"].keys() == {"hadamard-lloyd-max", "test-superblocks"}
     assert settings["levels"]["test-superblocks"].keys() == {"2.5", "4.5"}
@@ -313,7 +329,7 @@ def test_the_configuration_states_what_decoding_needs(folder: Path) -> None:
     assert own["model.embed_tokens.weight"] == {"codec": "hadamard-lloyd-max", "bits": 6}
 
 
-def test_a_version_without_the_codec_refuses_the_master(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_without_the_codec_refuses_the_master(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ADDED:
         monkeypatch.delitem(CODECS, name)
     with pytest.raises(MasterError, match="format_version: expected 1, found 3; a newer pqweights"):
@@ -321,19 +337,22 @@ def test_a_version_without_the_codec_refuses_the_master(folder: Path, monkeypatc
 
 
 DAMAGES: dict[str, tuple[Any, str]] = {
-    "a state that is none": (lambda q: q["overrides"].values().__iter__().__next__().update(octave="high"), "octave"),
-    "a default state that is none": (lambda q: q.update(clip=0.3), "clip: expected 1 or 0.75"),
+    "a state of the wrong type": (
+        lambda q: q["overrides"].values().__iter__().__next__().update(octave="high"),
+        "octave",
+    ),
+    "an invalid default state": (lambda q: q.update(clip=0.3), "clip: expected 1 or 0.75"),
     "tables of another rate": (lambda q: q["levels"]["test-superblocks"].update({"2.5": {"even": []}}), "levels"),
-    "a rate that is not there": (
+    "a rate that the codec does not have": (
         lambda q: q["overrides"]["lm_head.weight"].update(bits=3),
         "expected 2.5, 3.5 or 4.5 bits",
     ),
-    "a state of another codec": (lambda q: q["overrides"]["lm_head.weight"].update(octave=1), "unknown key 'octave'"),
+    "the state of another codec": (lambda q: q["overrides"]["lm_head.weight"].update(octave=1), "unknown key 'octave'"),
 }
 
 
 @pytest.mark.parametrize(("change", "message"), DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_configuration_is_one_line(change: Any, message: str, folder: Path, tmp_path: Path) -> None:
+def test_damaged_configuration_is_refused_in_one_line(change: Any, message: str, folder: Path, tmp_path: Path) -> None:
     damaged = Path(shutil.copytree(folder / "master", tmp_path / "master"))
     config = json.loads((damaged / "config.json").read_bytes())
     change(config["quantization_config"])
@@ -342,7 +361,7 @@ def test_a_damaged_configuration_is_one_line(change: Any, message: str, folder: 
 
 
 @pytest.mark.parametrize("suffix", ["_superblocks", "_radii", "_angles"])
-def test_a_missing_part_is_named(suffix: str, folder: Path, tmp_path: Path) -> None:
+def test_missing_part_is_named(suffix: str, folder: Path, tmp_path: Path) -> None:
     damaged = Path(shutil.copytree(folder / "master", tmp_path / "master"))
     (file,) = damaged.glob("*.safetensors")
     stored = read_all(damaged)
@@ -354,8 +373,8 @@ def test_a_missing_part_is_named(suffix: str, folder: Path, tmp_path: Path) -> N
         pqweights.load_model(damaged)
 
 
-def test_weights_of_every_shape(tmp_path: Path) -> None:
-    """Fewer weights than a block, rows that no block divides, stacks of experts, one dimension."""
+def test_weights_of_any_shape(tmp_path: Path) -> None:
+    """Fewer weights than a block, rows that are not a multiple of the block size, stacks of experts, one dimension."""
     shapes = {"a": (3, 5), "b": (7, 130), "experts": (4, 64, 96), "c": (96,), "d": (2, 1024), "e": (1, 1)}
     tensors = {f"{name}.mlp.weight": bf16(gaussian(*shape, seed=7)) for name, shape in shapes.items()}
     source = write_checkpoint(tmp_path / "model", tensors, config={"model_type": "llama"})

@@ -1,4 +1,4 @@
-"""One weight: which passes it takes, its norm exponent, and sums that no cut into chunks changes."""
+"""One weight: its passes, its norm exponent, and sums that do not depend on the size of chunks."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ TINY = (2.0**-30, 2.0**-25)  # exponent -39
 LARGER = (1.0, 2.0**18)  # exponent 4
 
 
-def result(rotation, exponent, norms, relative_mse):
+def result(rotation, exponent, *, norms, relative_mse):
     return PassResult(
         state=ScalarState(rotation, exponent), energy=100.0, error=100.0 * relative_mse, observed=NormRange(*norms)
     )
@@ -47,8 +47,11 @@ DECISIONS = {
     "the rescue begins with the exponent found": ([(H, 0, LARGE, BAD), (H, 3, LARGE, BAD)], ScalarState(S, 3)),
     "a good rescue stands": ([(H, 0, NORMAL, BAD), (S, 0, NORMAL, FINE)], None),
     "a rescue may need an exponent": ([(H, 0, NORMAL, BAD), (S, 0, LARGE, FINE)], ScalarState(S, 3)),
-    "or none any more": ([(H, 0, LARGE, 1), (H, 3, LARGE, BAD), (S, 3, NORMAL, FINE)], ScalarState(S, 0)),
-    "or another": ([(H, 0, LARGE, 1), (H, 3, LARGE, BAD), (S, 3, LARGER, FINE)], ScalarState(S, 4)),
+    "a rescue may need no exponent": ([(H, 0, LARGE, 1), (H, 3, LARGE, BAD), (S, 3, NORMAL, FINE)], ScalarState(S, 0)),
+    "a rescue may need another exponent": (
+        [(H, 0, LARGE, 1), (H, 3, LARGE, BAD), (S, 3, LARGER, FINE)],
+        ScalarState(S, 4),
+    ),
     "both bad, the second better": ([(H, 0, NORMAL, WORSE), (S, 0, NORMAL, BAD)], None),
     "both bad, the first better": ([(H, 0, NORMAL, BAD), (S, 0, NORMAL, WORSE)], ScalarState(H, 0)),
     "both equally bad": ([(H, 0, NORMAL, BAD), (S, 0, NORMAL, BAD)], ScalarState(H, 0)),
@@ -65,23 +68,27 @@ DECISIONS = {
 
 
 @pytest.mark.parametrize(("history", "expected"), DECISIONS.values(), ids=DECISIONS.keys())
-def test_next_pass(history, expected):
-    assert CODER.next_state([result(*entry) for entry in history]) == expected
+def test_next_state(history, expected):
+    passes = [
+        result(rotation, exponent, norms=norms, relative_mse=error) for rotation, exponent, norms, error in history
+    ]
+    assert CODER.next_state(passes) == expected
 
 
 @pytest.mark.parametrize(
     ("plain", "signed"),
     list(itertools.product([(NORMAL, FINE), (NORMAL, BAD), (LARGE, BAD), (TINY, WORSE)], repeat=2)),
 )
-def test_every_chain_of_passes_ends_with_the_right_one(plain, signed):
-    """A weight whose two rotations measure these norms and errors; an error counts once its exponent fits."""
+def test_passes_end_with_the_better_rotation(plain, signed):
+    """plain, signed: the norms of each rotation, and its error in a pass with the fitting exponent."""
     measured = {H: plain, S: signed}
     state, history = CODER.first_state(), []
     assert state == ScalarState(H, 0)
     while state is not None:
         norms, error = measured[state.rotation]
         fits = norm_exponent_for(NormRange(*norms)) == state.norm_exponent
-        history.append(result(state.rotation, state.norm_exponent, norms, error if fits else 1.0))
+        relative_mse = error if fits else 1.0
+        history.append(result(state.rotation, state.norm_exponent, norms=norms, relative_mse=relative_mse))
         assert len(history) <= 5
         state = CODER.next_state(history)
     last = history[-1]
@@ -108,26 +115,26 @@ def test_every_chain_of_passes_ends_with_the_right_one(plain, signed):
         (2.0**-152, 2.0**-152, -166),
     ],
 )
-def test_norm_exponent_for(smallest, largest, expected):
+def test_norm_exponent_brings_norms_into_the_range_of_float16(smallest, largest, expected):
     exponent = norm_exponent_for(NormRange(smallest, largest))
     assert exponent == expected
     if expected:
         assert 2.0**14 <= largest * 2.0**-exponent < 2.0**15
 
 
-def test_exceeds_promise():
+def test_error_exceeds_the_promise_above_the_rescue_factor():
     for bits in CODEC.rates:
         coder, limit = CODEC.coder(bits), 1.25 * DISTORTION[bits]
         assert not exceeds_promise(coder, limit) and exceeds_promise(coder, limit * (1 + 1e-12))
 
 
-def test_block_count():
+def test_block_count_rounds_up():
     assert [block_count(n, 128) for n in (0, 1, 127, 128, 129, 256, 257)] == [0, 1, 1, 1, 2, 2, 3]
     assert [block_count(n, 1024) for n in (0, 1, 1024, 1025)] == [0, 1, 1, 2]
 
 
 def raw(values, dtype):
-    """Raw bytes of a weight of any shape."""
+    """Return the raw words of a weight of any shape."""
     stored = {"BF16": helpers.bf16, "F16": helpers.f16, "F32": helpers.f32}[dtype](np.asarray(values))[1]
     return stored.reshape(np.shape(values))
 
@@ -146,7 +153,7 @@ def decoded(weight):
 @pytest.mark.parametrize(
     "shape", [(128,), (1,), (127,), (129,), (3, 100), (2, 3, 64), (2, 2, 2, 37), (5, 256), (), (1, 1)]
 )
-def test_any_shape(shape, dtype):
+def test_weights_of_any_shape(shape, dtype):
     values = helpers.gaussian(*shape, seed=3, scale=0.05)
     weight, measured = encoded(values, dtype)
     blocks = -(-math.prod(shape) // 128)
@@ -158,7 +165,7 @@ def test_any_shape(shape, dtype):
     exact = helpers.as_float32((dtype, raw(values, dtype))).astype(np.float64)
     energy = (exact**2).sum()
     assert measured.energy == pytest.approx(energy, rel=1e-6)
-    # The decoded values of the padding count in the measured error but not here, and rounding to 16 bits here but not there.
+    # This error includes rounding to 16 bits, which the measured error does not.
     error = ((back - exact) ** 2).sum()
     rounding = {"BF16": 2.0**-9, "F16": 2.0**-12, "F32": 2.0**-25}[dtype]
     assert math.sqrt(error) <= math.sqrt(1.001 * measured.error) + 1.1 * rounding * math.sqrt(energy)
@@ -175,7 +182,7 @@ def test_a_partial_last_block_is_padded_with_zeros(bits):
     assert np.array_equal(part[0].codes, whole[0].codes) and np.array_equal(part[0].norms, whole[0].norms)
     assert (part[1].energy, part[1].largest_norm) == (whole[1].energy, whole[1].largest_norm)
     assert np.array_equal(decoded(part[0]), decoded(whole[0])[:1000])
-    # The error is that of the weight: what padding decodes to does not count.
+    # The error is that of the weight alone, without that of the padding.
     true_error = ((decoded(part[0]).astype(np.float64) - values) ** 2).sum()
     assert part[1].error == pytest.approx(true_error, rel=1e-5)
     assert part[1].error < whole[1].error
@@ -194,7 +201,7 @@ def test_a_weight_of_zeros():
 
 
 @pytest.mark.parametrize("scale", [1e-33, 1e-12, 1e-6, 1.0, 1e6, 1e12, 1e30, 1e36])
-def test_weights_of_every_scale(scale):
+def test_relative_error_does_not_depend_on_scale(scale):
     values = helpers.gaussian(64, 128, seed=4, scale=1.0)
     weight, measured = encoded((values * np.float32(scale)).astype(np.float32))
     assert measured.norm_exponent == exponent_of(measured)
@@ -212,7 +219,7 @@ def test_a_constant_weight_is_rescued():
     assert np.abs(decoded(weight) - 0.0125).max() < 0.004
 
 
-def test_a_weight_that_neither_rotation_suits_takes_the_better_one():
+def test_weight_with_a_large_error_in_both_rotations_takes_the_better_one():
     for constant, aligned, better in ((3, 1, S), (1, 3, H)):
         values = np.concatenate([np.ones((constant, 128)), np.tile(SIGNS, (aligned, 1))])
         weight, measured = encoded(values)
@@ -224,7 +231,7 @@ def test_a_weight_that_neither_rotation_suits_takes_the_better_one():
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_weight_that_is_not_finite_is_refused(bad, dtype):
+def test_weight_that_is_not_finite_is_refused(bad, dtype):
     values = helpers.gaussian(5, 100)
     values[3, 99] = bad  # element 399, in block 3
     with pytest.raises(SourceError, match="NaN or infinity in block 3"):
@@ -236,8 +243,8 @@ def blocks_of_errors(energies, errors, norms):
     return Measures(energies=energies, errors=errors, first_bad_block=-1, observed=observed)
 
 
-def test_totals_do_not_depend_on_the_cut_into_chunks():
-    """Sums of numbers of very different sizes, which any other order of additions would round differently."""
+def test_totals_do_not_depend_on_the_size_of_chunks():
+    """The summands differ so much in size that another order of additions would round differently."""
     rng = np.random.default_rng(8)
     energies, errors = (10.0 ** rng.uniform(-8, 8, 1000) for _ in range(2))
     norms = rng.uniform(0.1, 9, 1000)
@@ -255,23 +262,23 @@ def test_totals_do_not_depend_on_the_cut_into_chunks():
         )
 
 
-def test_a_weight_encoded_in_chunks_is_the_weight():
+def test_encoding_in_chunks_gives_the_whole_weight():
     values = helpers.raw_bytes(helpers.gaussian(600, 128, seed=6), "BF16")
-    weight, measured = encode_weight(values, "BF16", (600, 128), CODER)
+    weight, measured = encode_weight(values, dtype="BF16", shape=(600, 128), coder=CODER)
     rows = values.reshape(600, 256)
     for step in (1, 7, 250, 600):
         totals, found = PassTotals(ScalarState(H, 0)), []
         for a in range(0, 600, step):
             chunk = np.ascontiguousarray(rows[a : a + step])
             parts = [np.empty((len(chunk), part.bytes_per_block), np.uint8) for part in CODER.parts]
-            totals.add(CODER.encode(chunk.reshape(-1), "BF16", ScalarState(H, 0), parts))
+            totals.add(CODER.encode(chunk.reshape(-1), parts, dtype="BF16", state=ScalarState(H, 0)))
             found.append(parts)
         assert totals.result() == measured
         for ours, whole in zip(zip(*found, strict=True), weight.parts, strict=True):
             assert np.array_equal(np.concatenate(ours), whole)
 
 
-def test_decoding_some_blocks():
+def test_some_blocks_decode_to_their_part_of_the_weight():
     weight, _ = encoded(helpers.gaussian(9, 100), "F16")
     whole = weight.decode_blocks(0, len(weight.codes), "F16")
     assert np.array_equal(weight.decode(), whole[:1800])

@@ -227,7 +227,7 @@ def test_window_longer_than_the_context_is_refused(work: Path) -> None:
 
 
 def test_text_shorter_than_a_window_is_refused(work: Path) -> None:
-    with pytest.raises(EvaluationError, match=r"at least 128 tokens for 1 window\(s\) of 128, found 100;"):
+    with pytest.raises(EvaluationError, match=r"at least 128 tokens for 1 window of 128, found 100;"):
         evaluate([work / "source"], TEXT, max_tokens=100)
 
 
@@ -468,7 +468,7 @@ def test_table_shows_scores_and_settings(work: Path, monkeypatch: pytest.MonkeyP
     assert result.exit_code == 0, result.stderr
     settings, blank, *table = result.stdout.splitlines()
     assert settings == (
-        "text.txt: 300 tokens, 6 window(s) of 128, stride 32, the first 96 tokens of each masked: 192 tokens scored; "
+        "text.txt: 300 tokens, 6 windows of 128, stride 32, the first 96 tokens of each masked: 192 tokens scored; "
         "float32 on cpu"
     )
     assert blank == ""
@@ -550,7 +550,7 @@ def test_json_holds_the_whole_report(work: Path, monkeypatch: pytest.MonkeyPatch
     }
     table = invoke("eval", *arguments).stdout
     assert "tok/s" in table and " 100.0  2.00 GB " in table
-    assert "mean of 3 runs of 100 tokens, greedy, batch 1; memory: peak of that process; computed in bfloat16" in table
+    assert "mean of 3 runs of 100 tokens, greedy, batch 1; memory: peak of the process; computed in bfloat16" in table
 
 
 def test_wrong_usage_exits_with_2(work: Path) -> None:

@@ -149,7 +149,9 @@ def test_total_error_is_unknown_without_the_manifest_of_the_master(driven: Path,
     assert "relative MSE against the original: not known from the master; --source measures it" in result.stdout
     assert all(r.total_mse is None for r in read_manifest(tmp_path / "out").records)
     given = done("export", master, tmp_path / "given", "-t", "torchao-int4", "--source", driven / "src")
-    assert re.search(r"relative MSE against the original: 0\.0\d+; from the master it would be 0\.0\d+", given.stdout)
+    assert re.search(
+        r"relative MSE against the original: 0\.0\d+; exported from the master it would be 0\.0\d+", given.stdout
+    )
 
 
 def test_export_made_without_the_manifest_of_the_master_is_not_recognised(driven: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ CALIBRATE_CASES = [
     ),
     evaluating("calibrate-text-empty", TEXT, "an empty file", command=CALIBRATE, text=b""),
     evaluating("calibrate-text-not-utf8", TEXT, "UTF-8", "0xff at offset 3", command=CALIBRATE, text=b"abc\xff"),
-    evaluating("calibrate-text-short", "at least 256 tokens, 16 window(s) of 16", "found 40", command=CALIBRATE),
+    evaluating("calibrate-text-short", "at least 256 tokens, 16 windows of 16", "found 40", command=CALIBRATE),
     evaluating("calibrate-window-beyond-the-model", "16 tokens", "found 17", command=CALIBRATE + " --window 17"),
     evaluating("calibrate-model-missing", "nowhere", command="calibrate nowhere s.safetensors --text text.txt"),
     evaluating("calibrate-config-damaged", "config.json", "JSON", command=CALIBRATE, config=b"{"),

@@ -38,7 +38,7 @@ FIT_CASES = [
     fitting("fit-size-zero", "--target-size 0", "at least one byte"),
     fitting("fit-size-beyond-all-files", "--target-size " + "9" * 5000, "at most 2**63"),
     fitting("fit-bits-no-number", "--target-bpw many", "--target-bpw"),
-    fitting("fit-bits-and-target", "--target-bpw 4.5 --bits 4", "which chooses the widths"),
+    fitting("fit-bits-and-target", "--target-bpw 4.5 --bits 4", "which chooses the bit widths"),
     fitting("fit-both-targets", "--target-size 15kB --target-bpw 4.5", "found both"),
     fitting("fit-bits-nan", "--target-bpw nan", "positive number, found nan"),
     fitting("fit-bits-negative", "--target-bpw -4.5", "positive number, found -4.5"),
@@ -114,7 +114,7 @@ FIT_CASES = [
     ),
     evaluating("sensitivity-text-missing", "nowhere.txt", "No such file", command=MEASURE + " --text nowhere.txt"),
     evaluating(
-        "sensitivity-text-short", "1 window(s) of 16", "found 3", command=MEASURE + " --text text.txt", text="w1 w2 w3"
+        "sensitivity-text-short", "1 window of 16", "found 3", command=MEASURE + " --text text.txt", text="w1 w2 w3"
     ),
     evaluating(
         "sensitivity-tokens-unknown-to-the-model",

@@ -167,7 +167,7 @@ def test_quantize_fetches_only_needed_files_and_gives_the_bytes_of_a_local_run(
     assert (max(blobs, default=0) > 30_000) == (not options)
 
     before = len(hub.requests)
-    assert "already holds this very result" in client.well("quantize", SOURCE, tmp_path / "out", *options).stderr
+    assert "already holds this result" in client.well("quantize", SOURCE, tmp_path / "out", *options).stderr
     assert not any(name.endswith(".safetensors") and name != SHARDS[0] for name in fetched(hub.requests[before + 10 :]))
 
 

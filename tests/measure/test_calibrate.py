@@ -95,7 +95,7 @@ def test_command_prints_the_gain_of_each_layer(calibrated: tuple[Path, Result]) 
         for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj"):
             assert "%" in lines[f"model.layers.{layer}.{name}.weight"]
     # 19 windows of 128, every fourth held back
-    assert "searched on 1920 tokens, checked on 512" in done.stdout
+    assert "searched on 1920 tokens and checked on another 512" in done.stdout
     assert "Loading" not in done.stderr
 
 
@@ -241,7 +241,7 @@ def test_encoder_is_calibrated(texts: Path, tmp_path: Path) -> None:
         (["--text", "{texts}/none.txt"], "No such file"),
         (
             ["--text", "{texts}/short.txt"],
-            "expected at least 8192 tokens, 16 window(s) of 512, found 100; give a longer text",
+            "expected at least 8192 tokens, 16 windows of 512, found 100; give a longer text",
         ),
         (["--text", "{texts}/short.txt", "--window", "64"], "expected at least 1024 tokens"),
         (["--text", "{texts}/long.txt", "--window", "600"], "the 512 tokens that the model takes"),

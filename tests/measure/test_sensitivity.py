@@ -336,7 +336,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--text", "{texts}/none.txt"], "No such file"),
         (["--text", "{texts}/empty.txt"], "an empty file"),
         (["--text", "{texts}/latin.txt"], "UTF-8"),
-        (["--text", "{texts}/short.txt"], "the text: expected at least 256 tokens, 1 window(s) of 256, found 20"),
+        (["--text", "{texts}/short.txt"], "the text: expected at least 256 tokens, 1 window of 256, found 20"),
         (["--text", "{texts}/long.txt", "--tokenizer", "{texts}"], "expected a tokenizer"),
         (
             ["--text", "{texts}/long.txt", "--tokenizer", "{texts}/wide"],

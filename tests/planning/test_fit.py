@@ -378,7 +378,7 @@ def test_groups_missing_from_the_file_get_the_rule_of_thumb(source: Path, tmp_pa
     assert sorted(fit.unknown) == lacking
     assert {g.name: g.alpha for g in fit.groups} == {name: pytest.approx(alpha) for name, alpha in tenfold.items()}
     text = invoke("plan", source, "--target-bpw", 4.5, "--sensitivity", file).stdout
-    assert "2 group(s) are not in the sensitivity file" in text
+    assert "not in the sensitivity file, so fitted by the rule of thumb: 2 groups: " in text
 
 
 def test_sensitivities_of_another_checkpoint_are_refused(source: Path, tmp_path: Path) -> None:
@@ -498,7 +498,7 @@ def test_plan_prints_the_fit_and_writes_nothing(source: Path, tmp_path: Path) ->
     assert folder_bytes(source) == before
     fit, plan = fitted(source, targeted("250kB"))
     text = done.stdout
-    assert f"output: {fit.output_bytes} bytes in 1 safetensors file(s)" in text
+    assert f"output: {fit.output_bytes} bytes in 1 safetensors file; " in text
     line = next(line for line in text.splitlines() if line.startswith("target: "))
     assert line == (
         f"target: 250000 bytes: {fit.output_bytes} bytes, {fit.output_bytes / 250_000:.2%} of the target, "
@@ -506,7 +506,7 @@ def test_plan_prints_the_fit_and_writes_nothing(source: Path, tmp_path: Path) ->
     )
     assert f"predicted rise of the loss: {fit.rise:.5f} (by the rule of thumb, good for comparing sizes)" in text
     assert "<- the target" in text
-    assert "what a size buys:" in text
+    assert "predicted rise by size:" in text
     table = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.startswith("  ")}
     widths = {group.name: "kept" if group.bits is None else str(group.bits) for group in fit.groups}
     for kind in ("self_attn.qkv", "self_attn.o_proj", "mlp.gate_up", "mlp.down_proj"):
@@ -521,8 +521,8 @@ def test_plan_prints_the_fit_and_writes_nothing(source: Path, tmp_path: Path) ->
 
 
 def test_few_bits_give_a_warning(source: Path) -> None:
-    assert "less than 3 bits, where the loss rises more" in invoke("plan", source, "--target-bpw", 2.5).stdout
-    assert "less than 3 bits" not in invoke("plan", source, "--target-bpw", 4.5).stdout
+    assert "below 3 bits, where the loss rises more" in invoke("plan", source, "--target-bpw", 2.5).stdout
+    assert "below 3 bits" not in invoke("plan", source, "--target-bpw", 4.5).stdout
 
 
 def test_weights_fixed_by_rules_count_in_the_prediction(source: Path) -> None:
@@ -590,8 +590,8 @@ USAGE: list[tuple[list[Any], str]] = [
     (["--target-size", "9 XB"], "5GiB (2**30)"),
     (["--target-size", "-5"], "5GiB (2**30)"),
     (["--target-size", "0"], "at least one byte"),
-    (["--target-size", "250kB", "--bits", "4"], "which chooses the widths"),
-    (["--target-bpw", "4", "--bits", "4"], "which chooses the widths"),
+    (["--target-size", "250kB", "--bits", "4"], "which chooses the bit widths"),
+    (["--target-bpw", "4", "--bits", "4"], "which chooses the bit widths"),
     (["--target-bpw", "four"], "--target-bpw"),
 ]
 

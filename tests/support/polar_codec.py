@@ -112,7 +112,7 @@ class PolarCoder:
             raise ValueError(f"octave: expected -150 to 130, found {octave}")
         return OctaveState(octave)
 
-    def encode(self, values: Bytes, dtype: str, state: State, parts: Sequence[Bytes]) -> Measures:
+    def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
         assert isinstance(state, OctaveState)
         weights = to_float32(values, dtype).reshape(-1, BLOCK)
         bad = np.flatnonzero(~np.isfinite(weights).all(axis=1))
@@ -135,7 +135,7 @@ class PolarCoder:
         )
 
     def decode(
-        self, parts: Sequence[Bytes], state: State, dtype: str, values: Bytes, basis: Basis = Basis.PLAIN
+        self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State, basis: Basis = Basis.PLAIN
     ) -> None:
         assert basis is Basis.PLAIN and isinstance(state, OctaveState)
         values[:] = from_float32(self._decoded(parts, state).reshape(-1), dtype)

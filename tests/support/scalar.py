@@ -78,7 +78,7 @@ def encode_scalar(
     values: Bytes, dtype: str, shape: tuple[int, ...], codec: Any, bits: int
 ) -> tuple[ScalarWeight, ScalarPass]:
     """Encode a whole weight, with as many passes as it needs."""
-    weight, measured = encode_weight(values, dtype, shape, codec.coder(bits))
+    weight, measured = encode_weight(values, dtype=dtype, shape=shape, coder=codec.coder(bits))
     return ScalarWeight(weight), ScalarPass.of(measured)
 
 

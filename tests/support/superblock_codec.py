@@ -137,7 +137,7 @@ class SuperblockCoder:
             raise ValueError(f"clip: expected 1 or {CLIPPED}, found {clip}")
         return ClipState(float(clip))
 
-    def encode(self, values: Bytes, dtype: str, state: State, parts: Sequence[Bytes]) -> Measures:
+    def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
         assert isinstance(state, ClipState)
         x = to_float32(values, dtype).reshape(-1, GROUPS, GROUP)
         bad = np.flatnonzero(~np.isfinite(x).all(axis=(1, 2)))
@@ -160,7 +160,7 @@ class SuperblockCoder:
         )
 
     def decode(
-        self, parts: Sequence[Bytes], state: State, dtype: str, values: Bytes, basis: Basis = Basis.PLAIN
+        self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State, basis: Basis = Basis.PLAIN
     ) -> None:
         assert basis is Basis.PLAIN
         values[:] = from_float32(self._decoded(parts[0]).reshape(-1), dtype)

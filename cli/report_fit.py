@@ -1,0 +1,78 @@
+"""What the commands say of bit widths that were chosen for a target."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from .output import first_names, size, table
+
+if TYPE_CHECKING:
+    from pqweights.planning.fit import Fit
+
+# With fewer bits the loss rises faster than in proportion to the error, which the prediction does not know.
+FEWEST_LINEAR_BITS = 3
+_NUMBERS = re.compile(r"\.\d+\.")
+
+
+def fit_lines(fit: Fit) -> list[str]:
+    """Return the chosen bit widths, the size that they give, and how much the loss is predicted to rise."""
+    target = fit.target.output_bytes
+    used = f", {fit.output_bytes / target:.2%} of the target" if target else ""
+    return [
+        *_width_lines(fit),
+        f"target: {fit.target}: {fit.output_bytes} bytes{used}, {fit.bits_per_weight:.4f} bits per weight; "
+        f"smallest possible: {fit.smallest_bytes} bytes",
+        f"predicted rise of the loss: {fit.rise:.5f} ({_unit(fit)}), at most {fit.gap:.4%} above the least possible",
+        *_warnings(fit),
+    ]
+
+
+def _width_lines(fit: Fit) -> list[str]:
+    """Return a line for each kind of group, with its bit widths in the order of the layers."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for group in sorted(fit.groups, key=lambda g: [int(n) for n in re.findall(r"\d+", g.name)]):
+        kinds[_NUMBERS.sub(".*.", group.name)].append("kept" if group.bits is None else str(group.bits))
+    width = max(len(kind) for kind in kinds)
+    return [
+        "bits of each group of weights, by layer:",
+        *(f"  {kind:{width}}  {' '.join(widths)}" for kind, widths in kinds.items()),
+    ]
+
+
+def _unit(fit: Fit) -> str:
+    """Return the unit of the predicted rise and what it is predicted from."""
+    if fit.sensitivity is None:
+        return "by the rule of thumb, good for comparing sizes"
+    method = fit.sensitivity.method
+    return f"nats per token, from sensitivities on {method.get('tokens')} tokens ({method.get('kind')})"
+
+
+def _warnings(fit: Fit) -> list[str]:
+    """Return why the prediction is less certain for some groups."""
+    from pqweights.units import counted
+
+    lines = []
+    if fit.unknown:
+        lines.append(
+            "not in the sensitivity file, so fitted by the rule of thumb: "
+            f"{counted(len(fit.unknown), 'group')}: {first_names(fit.unknown)}"
+        )
+    few = [group.name for group in fit.groups if group.bits is not None and group.bits < FEWEST_LINEAR_BITS]
+    if few:
+        lines.append(
+            f"below {FEWEST_LINEAR_BITS} bits, where the loss rises more than predicted: "
+            f"{counted(len(few), 'group')}: {first_names(few)}"
+        )
+    return lines
+
+
+def curve_lines(fit: Fit) -> list[str]:
+    """Return the predicted rise at other sizes."""
+    rows = []
+    for point in fit.curve:
+        mark = "<- the target" if point.output_bytes == fit.output_bytes else ""
+        rows.append([size(point.output_bytes), f"{point.rise:.5f}", mark])
+    columns = [("safetensors files", True), ("predicted rise", True), ("", False)]
+    return ["predicted rise by size:", table(columns, rows)]
