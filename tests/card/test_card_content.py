@@ -15,6 +15,7 @@ from families import exported, model
 from families import master as master_of
 from helpers import run_command, small_checkpoint
 
+from pqweights.checkpoint.source import open_local
 from pqweights.errors import MasterError
 from pqweights.markdown import words
 from pqweights.planning.plan import plan_shards
@@ -334,6 +335,29 @@ def test_evaluation_table_has_the_recorded_figures(base: Path, tmp_path: Path) -
     stale = make_card(folder, "a/b")
     assert stale.evaluations == 0 and "Evaluation" not in stale.text and "perplexity" not in stale.text
     assert "pqweights-eval.json" not in stale.text
+
+
+def test_evaluation_of_an_export_without_a_reference_shows_perplexity_alone(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from pqweights.evaluate.recording import make_record
+    from pqweights.results.evaluation_record import find_place, write_record
+
+    folder = Path(shutil.copytree(exported(base, "llama", "bf16"), tmp_path / "export"))
+    place, text = find_place(folder), " ".join(f"w{number}" for number in range(200))
+    assert place is not None
+    report = evaluate([folder], text, window=64)
+    write_record(place, make_record(report, report.rows[0], text))
+    card = make_card(folder).text
+    perplexity = report.rows[0].scores.perplexity
+    assert f"| {perplexity.value:.4f} ± {perplexity.standard_error:.4f} |" in card
+    assert "KL" not in card and "reference" not in card
+
+    other = master_of(base, "llama")
+    report = evaluate([folder], text, window=64, reference=other)
+    write_record(place, make_record(report, report.rows[0], text))
+    # The master is not the checkpoint that was quantized.
+    fingerprint = open_local(other).fingerprint()
+    assert f"; reference `llama` (fingerprint `{fingerprint}`)." in make_card(folder).text
 
 
 def test_damaged_evaluation_record_is_refused(master: Path) -> None:

@@ -315,6 +315,20 @@ REFUSED = [
 ]
 
 
+def test_token_that_no_header_can_carry_is_refused(client: Client, hub: LoopbackHub) -> None:
+    assert "--token: expected printable ASCII characters" in client.line("plan", "me/source", "--token", "hf_\u00e4")
+    assert not hub.requests
+
+
+@pytest.mark.usefixtures("source")
+@pytest.mark.parametrize("command", [["verify"], ["inspect"], ["export", "--target", "bf16"]])
+def test_repository_that_pqweights_did_not_push_is_refused(command: list[str], client: Client, tmp_path: Path) -> None:
+    name, *options = command
+    out = [tmp_path / "out"] if name == "export" else []
+    line = client.line(name, "me/source", *out, *options)
+    assert "me/source: expected " in line and "pqweights.json" in line and "found no" in line
+
+
 @pytest.mark.parametrize("command", ["plan", "quantize", "quantize --low-disk", "verify", "inspect", "export"])
 @pytest.mark.parametrize(("arguments", "token", "says"), REFUSED, ids=lambda value: str(value)[:40])
 def test_refusals_say_what_to_do(
