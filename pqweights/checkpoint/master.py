@@ -70,20 +70,27 @@ def encoded_specs(name: str, shape: tuple[int, ...], coder: Coder, *, awq: bool 
     With n items of a part in a block of b weights, [..., K] becomes [..., K / b * n]. If b does not divide K, the
     blocks run over the flattened weight: [blocks, n], or [blocks] for n = 1.
     """
-    suffixes = ((part.suffix, part.dtype) for part in coder.parts)
-    shapes = _encoded_shapes(shape, coder.block_size, coder.parts)
-    specs = tuple(TensorSpec(name + suffix, dtype, of) for (suffix, dtype), of in zip(suffixes, shapes, strict=True))
-    return (*specs, TensorSpec(name + AWQ_SUFFIX, "F16", scale_shape(shape))) if awq else specs
+    layout = _encoded_layout(shape, coder.block_size, coder.parts)
+    specs = [TensorSpec(name + suffix, dtype, stored) for suffix, dtype, stored in layout]
+    if awq:
+        specs.append(TensorSpec(name + AWQ_SUFFIX, "F16", scale_shape(shape)))
+    return tuple(specs)
 
 
 @functools.lru_cache(maxsize=4096)
-def _encoded_shapes(shape: tuple[int, ...], block_size: int, parts: tuple[Part, ...]) -> tuple[tuple[int, ...], ...]:
-    """The shapes of the parts, cached because a model has tens of thousands of weights in a dozen shapes."""
-    counts = [part.items_per_block for part in parts]
-    if has_whole_rows(shape, block_size):
-        return tuple((*shape[:-1], shape[-1] // block_size * count) for count in counts)
-    blocks = block_count(math.prod(shape), block_size)
-    return tuple((blocks, count) if count > 1 else (blocks,) for count in counts)
+def _encoded_layout(
+    shape: tuple[int, ...], block_size: int, parts: tuple[Part, ...]
+) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    """Return suffix, dtype and shape of each part, cached because a model has many weights in a dozen shapes."""
+    blocks, whole_rows = block_count(math.prod(shape), block_size), has_whole_rows(shape, block_size)
+    layout = []
+    for suffix, dtype, count in parts:
+        if whole_rows:
+            stored = (*shape[:-1], shape[-1] // block_size * count)
+        else:
+            stored = (blocks, count) if count > 1 else (blocks,)
+        layout.append((suffix, dtype, stored))
+    return tuple(layout)
 
 
 def quantization_config(encodings: Sequence[Encoding], kept: Sequence[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -40,8 +40,7 @@ class Basis(Enum):
     HADAMARD = "hadamard"
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A stored tensor of an encoded weight.
 
     suffix: what follows the name of the weight; begins with an underscore, and has no dot, because transformers splits

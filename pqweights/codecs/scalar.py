@@ -116,14 +116,18 @@ class ScalarCodec(ABC):
 
     def coder(self, bits: float) -> ScalarCoder:
         """See Codec."""
-        return _coder(self, self._width(bits))
+        return _coder(self, bits)
 
     def coder_from_tables(self, bits: float, tables: Any) -> ScalarCoder:
         """See Codec; the tables are the levels."""
-        width = self._width(bits)
+        width = self.width(bits)
         return ScalarCoder(self, codebook_from_levels(width, _checked_levels(tables, width)))
 
-    def _width(self, bits: float) -> int:
+    def width(self, bits: float) -> int:
+        """Return a bit width as an integer.
+
+        Raises RecipeError for one that the codec does not have.
+        """
         if bits not in self.rates:
             low, high = self.rates[0], self.rates[-1]
             raise RecipeError(f"expected {low} to {high} whole bits for {self.name}, found {exact_rate(bits)}")
@@ -131,9 +135,9 @@ class ScalarCodec(ABC):
 
 
 @functools.cache
-def _coder(codec: ScalarCodec, width: int) -> ScalarCoder:
+def _coder(codec: ScalarCodec, bits: float) -> ScalarCoder:
     """Return the coder of a codec and a bit width, cached because plans ask for it once for each weight."""
-    return ScalarCoder(codec, codec.codebook(width))
+    return ScalarCoder(codec, codec.codebook(codec.width(bits)))
 
 
 def _checked_levels(numbers: Any, bits: int) -> np.ndarray[Any, np.dtype[np.float32]]:
