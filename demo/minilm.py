@@ -65,9 +65,9 @@ def model_folder() -> Path:
 
 
 def embeddings(folder: Path) -> Any:
-    """The embeddings of the sentences, a float32 tensor [sentences, 384] of rows of length 1, by the model's own pooling.
+    """Return the embeddings of the sentences: float32 [sentences, 384], rows of length 1.
 
-    It is the mean of the last hidden states over the tokens of a sentence, normalised.
+    They are pooled as the model does it: the mean of the last hidden states over the tokens of a sentence, normalised.
     """
     import torch
     from transformers import AutoModel, AutoTokenizer

@@ -1,4 +1,4 @@
-"""The environment of every run: compiled kernels in one folder, one torch thread in each process, GPU kernels anywhere."""
+"""The environment of every run: shared compiled kernels, one torch thread a process, and GPU kernels anywhere."""
 
 from __future__ import annotations
 

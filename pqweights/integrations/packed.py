@@ -185,7 +185,7 @@ class PackedTensor(torch.Tensor):
         return sum(each.byte_count for matrix in self.matrices for each in matrix)
 
     def element_size(self) -> float:  # type: ignore[override]
-        """Return the bytes per element in memory, a fraction; transformers and accelerate compute the footprint by it."""
+        """Return the bytes per element in memory, a fraction, from which transformers computes the footprint."""
         return self.stored_bytes / self.numel()
 
     def decode(self) -> Tensor:

@@ -62,8 +62,8 @@ def text_windows(
     if len(ids) < fewest * size:
         remedy = "raise --max-tokens" if len(ids) == max_tokens else "give a longer text"
         raise EvaluationError(
-            f"the text: expected at least {fewest * size} tokens, {counted(fewest, 'window')} of {size}, found {len(ids)}; "
-            f"{remedy}, or pass a smaller --window"
+            f"the text: expected at least {fewest * size} tokens, {counted(fewest, 'window')} of {size}, found "
+            f"{len(ids)}; {remedy}, or pass a smaller --window"
         )
     check_vocabulary(folder, ids)
     return [ids[at : at + size] for at in range(0, len(ids) - size + 1, size)]

@@ -134,6 +134,6 @@ def _check_folder(folder: Path, options: PushOptions) -> None:
     checked = verify(folder, threads=options.threads, progress=options.verifying)
     if not checked.ok:
         raise MasterError(
-            f"{folder}: {checked.problems[0]} ({counted(len(checked.problems), 'problem')}): nothing was pushed; pqweights "
-            "verify lists them all"
+            f"{folder}: {checked.problems[0]} ({counted(len(checked.problems), 'problem')}): nothing was pushed; "
+            "pqweights verify lists them all"
         )

@@ -134,8 +134,8 @@ def check_weights(remote: Repository, pushed: Set[str], replaced: Set[str]) -> N
     foreign = sorted({name for name in remote.files if is_weight_file(name)} - pushed - replaced)
     if foreign:
         raise HubError(
-            f"{remote.id}: holds {foreign[0]!a}, which pqweights did not push ({counted(len(foreign), 'such file')}): choose "
-            "another repository or branch, or delete such files there"
+            f"{remote.id}: holds {foreign[0]!a}, which pqweights did not push ({counted(len(foreign), 'such file')}): "
+            "choose another repository or branch, or delete such files there"
         )
 
 

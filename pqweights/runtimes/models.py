@@ -134,9 +134,9 @@ def _refuse(folder: Folder, runtime: str, **names: Any) -> None:
     for kind, found in names.items():
         if found:
             raise SourceError(
-                f"{folder.path}: {runtime} finds {counted(len(found), f'{kind} tensor')}, the first is {sorted(found)[0]!r}; the "
-                "folder is incomplete or meant for another runtime: check it with `pqweights verify`, or export it "
-                "again"
+                f"{folder.path}: {runtime} finds {counted(len(found), f'{kind} tensor')}, the first is "
+                f"{sorted(found)[0]!r}; the folder is incomplete or meant for another runtime: check it with "
+                "`pqweights verify`, or export it again"
             )
 
 

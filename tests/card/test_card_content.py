@@ -102,8 +102,8 @@ def test_tensors_above_the_promised_error_are_named(master: Path) -> None:
 
     change_manifest(master, worsen)
     assert (
-        "**1 tensor with an error above 1.25 times what the codec promises**, in every way that it can encode them: `lm_head.weight`"
-        in make_card(master).text
+        "**1 tensor with an error above 1.25 times what the codec promises**, in every way that it can encode them: "
+        "`lm_head.weight`" in make_card(master).text
     )
 
 

@@ -39,7 +39,7 @@ Floats = npt.NDArray[np.float32]
 BITS = range(2, 9)
 SIZES = (16, 32, 48, 64, 112, 128, 240, 256)
 # symmetric, middle
-KINDS = {"affine from 0": (False, False), "affine from the middle": (False, True), "symmetric": (True, True)}
+KINDS = {"affine from 0": (False, False), "affine from middle": (False, True), "symmetric": (True, True)}
 LARGEST = 3.4028234663852886e38
 
 
@@ -291,12 +291,12 @@ def test_constant_groups_are_restored(kind: str, bits: int, size: int) -> None:
 # Relative squared error of Gaussian weights in groups of 128, as measured; and the most, relative to that of the range.
 GAUSSIAN = {
     "affine from 0": {2: 0.10989, 3: 0.03139, 4: 0.008202, 5: 0.002034, 6: 5.036e-4, 7: 1.2664e-4, 8: 3.233e-5},
-    "affine from the middle": {2: 0.10988, 3: 0.03139, 4: 0.008192, 5: 0.002025, 6: 4.970e-4, 7: 1.2302e-4, 8: 3.104e-5},
+    "affine from middle": {2: 0.10988, 3: 0.03139, 4: 0.008192, 5: 0.002025, 6: 4.970e-4, 7: 1.2302e-4, 8: 3.104e-5},
     "symmetric": {2: 0.13599, 3: 0.03485, 4: 0.009349, 5: 0.002448, 6: 6.190e-4, 7: 1.5416e-4, 8: 3.857e-5},
 }  # fmt: skip
 AGAINST_THE_RANGE = {
     "affine from 0": {2: 0.45, 3: 0.69, 4: 0.83, 5: 0.88, 6: 0.90, 7: 0.915, 8: 0.94},
-    "affine from the middle": {2: 0.45, 3: 0.69, 4: 0.83, 5: 0.88, 6: 0.89, 7: 0.89, 8: 0.90},
+    "affine from middle": {2: 0.45, 3: 0.69, 4: 0.83, 5: 0.88, 6: 0.89, 7: 0.89, 8: 0.90},
     "symmetric": {2: 0.76, 3: 0.81, 4: 0.885, 5: 0.93, 6: 0.945, 7: 0.94, 8: 0.94},
 }
 
@@ -320,7 +320,7 @@ def test_gaussian_weights_have_a_smaller_error_than_by_their_range(kind: str, bi
     ("kind", "runtime", "bound"),
     [
         ("affine from 0", "mlx", 0.83),
-        ("affine from the middle", "torchao", 0.83),
+        ("affine from middle", "torchao", 0.83),
         ("symmetric", "compressed-tensors", 0.78),
     ],
 )
@@ -341,7 +341,7 @@ def bf16_families(size: int) -> dict[str, Floats]:
 
 
 def rounded_as(runtime: str, values: Floats, bits: int) -> Groups:
-    kind = {"mlx": "affine from 0", "torchao": "affine from the middle", "compressed-tensors": "symmetric"}[runtime]
+    kind = {"mlx": "affine from 0", "torchao": "affine from middle", "compressed-tensors": "symmetric"}[runtime]
     return quantize(rule_of(bits, values.shape[1], KINDS[kind], runtime), values)
 
 

@@ -1,7 +1,7 @@
 """Tiny models of the families that exports must know: random weights from a seed, saved by transformers in BF16.
 
-Layers are as narrow as the groups and blocks of 128 allow. What a published checkpoint of the family keeps in float32 is
-in float32 here, too.
+Layers are as narrow as the groups and blocks of 128 allow. What a published checkpoint of the family keeps in float32
+is in float32 here, too.
 """
 
 from __future__ import annotations
@@ -20,21 +20,37 @@ VOCABULARY = 512
 IDS = [[5, 77, 3, 9, 100, 42, 7, 7, 250, 33, 12, 8]]
 
 TEXT = {
-    "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512,
-    "bos_token_id": 500, "eos_token_id": 501, "pad_token_id": None,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "bos_token_id": 500,
+    "eos_token_id": 501,
+    "pad_token_id": None,
+}
 # Not the base that any of them takes by default.
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}}
 EXPERTS = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
 HYBRID = {
-    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
-}  # fmt: skip
+}
 VISION = {
-    "depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 256,
-    "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
-}  # fmt: skip
+    "depth": 1,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 4,
+    "out_hidden_size": 256,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 DELTA_NET = ("in_proj_qkv", "in_proj_z", "out_proj")
@@ -42,11 +58,14 @@ DELTA_NET = ("in_proj_qkv", "in_proj_z", "out_proj")
 
 @dataclass(frozen=True)
 class Family:
-    """model, config: names of classes of transformers. settings: of the config.
+    """A family of models.
 
-    linear: the last names of the layers that vllm-int4 takes, single experts included. rotated: of those that it rotates,
-    which lie outside of `experts`. float32: ends of the names of the tensors that are kept in that dtype. sees: whether it is
-    loaded as a model of images and text.
+    model, config: names of its classes in transformers
+    settings: arguments of the config
+    linear: the last names of the layers that vllm-int4 takes, single experts included
+    rotated: the last names of the layers that it rotates, which lie outside of `experts`
+    float32: ends of the names of the tensors that are kept in that dtype
+    sees: whether it is loaded as a model of images and text
     """
 
     model: str
@@ -61,46 +80,75 @@ class Family:
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", "LlamaConfig", {**TEXT, **ROPE}, ATTENTION + MLP, ATTENTION + MLP),
     "llama-tied": Family(
-        "LlamaForCausalLM", "LlamaConfig", {**TEXT, **ROPE, "tie_word_embeddings": True}, ATTENTION + MLP, ATTENTION + MLP
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {**TEXT, **ROPE, "tie_word_embeddings": True},
+        ATTENTION + MLP,
+        ATTENTION + MLP,
     ),
     # As Qwen2, whose q, k and v have biases; here o, too.
-    "llama-biased": Family(
-        "LlamaForCausalLM", "LlamaConfig", {**TEXT, "attention_bias": True}, ATTENTION + MLP, MLP
-    ),
+    "llama-biased": Family("LlamaForCausalLM", "LlamaConfig", {**TEXT, "attention_bias": True}, ATTENTION + MLP, MLP),
     "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", {**TEXT, **ROPE}, ATTENTION + MLP, ATTENTION + MLP),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**TEXT, **ROPE, **EXPERTS}, ATTENTION + MLP, ATTENTION),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**TEXT, **ROPE, **EXPERTS}, ATTENTION + MLP, ATTENTION
+    ),
     "mixtral": Family(
-        "MixtralForCausalLM", "MixtralConfig", {**TEXT, **ROPE, "intermediate_size": 128, "num_local_experts": 4},
-        (*ATTENTION, "w1", "w2", "w3"), ATTENTION,
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {**TEXT, **ROPE, "intermediate_size": 128, "num_local_experts": 4},
+        (*ATTENTION, "w1", "w2", "w3"),
+        ATTENTION,
     ),
     # Fused experts [E, in, out], and a bias on every layer.
     "gpt_oss": Family(
-        "GptOssForCausalLM", "GptOssConfig",
+        "GptOssForCausalLM",
+        "GptOssConfig",
         {**TEXT, "intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32},
-        ATTENTION, (), ("mlp.router.bias",),
+        ATTENTION,
+        (),
+        ("mlp.router.bias",),
     ),
     "qwen3_5": Family(
-        "Qwen3_5ForConditionalGeneration", "Qwen3_5Config", {"text_config": {**TEXT, **HYBRID}, "vision_config": VISION},
-        ATTENTION + MLP + DELTA_NET, ATTENTION + MLP + DELTA_NET, ("linear_attn.A_log", "linear_attn.norm.weight"),
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5Config",
+        {"text_config": {**TEXT, **HYBRID}, "vision_config": VISION},
+        ATTENTION + MLP + DELTA_NET,
+        ATTENTION + MLP + DELTA_NET,
+        ("linear_attn.A_log", "linear_attn.norm.weight"),
     ),
     "qwen3_5_moe": Family(
-        "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeConfig",
+        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3_5MoeConfig",
         {"text_config": {**TEXT, **HYBRID, **EXPERTS, "shared_expert_intermediate_size": 128}, "vision_config": VISION},
-        ATTENTION + MLP + DELTA_NET, ATTENTION + MLP + DELTA_NET, ("linear_attn.A_log", "linear_attn.norm.weight"),
+        ATTENTION + MLP + DELTA_NET,
+        ATTENTION + MLP + DELTA_NET,
+        ("linear_attn.A_log", "linear_attn.norm.weight"),
     ),
     "qwen3_vl": Family(
-        "Qwen3VLForConditionalGeneration", "Qwen3VLConfig",
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLConfig",
         {"text_config": {**TEXT, "tie_word_embeddings": False}, "vision_config": VISION, "tie_word_embeddings": False},
-        ATTENTION + MLP, ATTENTION + MLP, sees=True,
+        ATTENTION + MLP,
+        ATTENTION + MLP,
+        sees=True,
     ),
     # Transposed weights, [in, out]; the published checkpoints have no prefix, as the model without its head.
     "gpt2": Family(
-        "GPT2Model", "GPT2Config",
-        {"vocab_size": VOCABULARY, "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 128,
-         "bos_token_id": 501, "eos_token_id": 501},
-        (), (),
+        "GPT2Model",
+        "GPT2Config",
+        {
+            "vocab_size": VOCABULARY,
+            "n_embd": 256,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 128,
+            "bos_token_id": 501,
+            "eos_token_id": 501,
+        },
+        (),
+        (),
     ),
-}  # fmt: skip
+}
 
 
 @functools.cache

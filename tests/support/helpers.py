@@ -116,9 +116,18 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     header = json.loads(data[8 : 8 + length])
     header.pop("__metadata__", None)
     kinds = {
-        "BF16": "u2", "F16": "f2", "F32": "f4", "F64": "f8", "U8": "u1", "I8": "i1", "U16": "u2", "I32": "i4", "U32": "u4", "I64": "i8",
+        "BF16": "u2",
+        "F16": "f2",
+        "F32": "f4",
+        "F64": "f8",
+        "U8": "u1",
+        "I8": "i1",
+        "U16": "u2",
+        "I32": "i4",
+        "U32": "u4",
+        "I64": "i8",
         "BOOL": "?",
-    }  # fmt: skip
+    }
     result = {}
     for name, entry in header.items():
         begin, end = (8 + length + at for at in entry["data_offsets"])
@@ -189,9 +198,11 @@ SMALL_CHUNK = 4096
 def killed_runs(command: dict[str, Any], points: list[dict[str, Any]]) -> list[dict[str, int]]:
     """Run `command` once per point in a forked process, to the point where it kills itself.
 
-    command: {"quantize" or "export": source, **keywords}. A point: {"out", "function" to die at, "number" of its call, "when":
-    before, half (of the bytes written) or after}, with "may_end" where that call may not come; without a function the
-    run is undisturbed and the calls are counted. command["added_codecs"]: whether it may use the codecs of added_codecs.py. Returns per point the calls counted, or {} where the run was killed.
+    command: {"quantize" or "export": source, **keywords}, and "added_codecs" if it may use those of added_codecs.py
+    points: for each run {"out", "function" to die at, "number" of its call, "when": before, half (of the bytes written)
+        or after}, with "may_end" if that call may not come; without a function, the run is undisturbed
+
+    Returns the calls that each run made, by function, or {} if it was killed.
     """
     request = json.dumps({"command": command, "points": points})
     done = subprocess.run([sys.executable, __file__, request], capture_output=True, text=True, check=False)
@@ -343,7 +354,7 @@ def block_families() -> dict[str, npt.NDArray[np.float32]]:
 
 
 def raw_bytes(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.uint8]:
-    """Values as the raw bytes of BF16, F16 or F32, rounded to nearest even, those beyond the dtype's range at its end."""
+    """Return values as raw bytes of BF16, F16 or F32: rounded to nearest even, clamped to the range of the dtype."""
     limit = {"BF16": 3.3895313892515355e38, "F16": 65504.0, "F32": 3.4028234663852886e38}[dtype]
     clipped = np.clip(values, np.float32(-limit), np.float32(limit))
     make = {"BF16": bf16, "F16": f16, "F32": f32}[dtype]

@@ -1,4 +1,4 @@
-"""What the processes of one run share: folders that the first worker makes, and a flush that does not wait for the disk."""
+"""What the processes of one run share: folders that the first worker makes, and a flush that waits for no disk."""
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ def checked_flush(descriptor: int) -> None:
 
 
 def skip_flushes() -> None:
-    """Let this process flush nothing to the disk: tests flush ten thousand files, and a disk takes milliseconds for each."""
+    """Let this process flush nothing to the disk: tests flush ten thousand files, at milliseconds each."""
     os.fsync = checked_flush

@@ -1,7 +1,7 @@
 """Python code in processes forked from one that has imported the large packages: a fresh one takes seconds to start.
 
-The code still imports what it uses, and pqweights is not imported before it. For code whose subject is the order of imports,
-or what a package says when it is imported, start a fresh process.
+The code still imports what it uses, and pqweights is not imported before it. For code whose subject is the order of
+imports, or what a package says when it is imported, start a fresh process.
 """
 
 from __future__ import annotations
