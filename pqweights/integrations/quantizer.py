@@ -18,6 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from pqweights.checkpoint.config import GUARD_KEY
 from pqweights.checkpoint.master import QUANT_METHOD
 from pqweights.errors import MasterError, OutputError, SourceError
+from pqweights.units import counted
 
 _keep_packed: contextvars.ContextVar[bool] = contextvars.ContextVar("keep_packed", default=False)
 
@@ -119,8 +120,8 @@ class PqweightsQuantizer(HfQuantizer):
         missing = sorted(self._master.missing_keys())
         if missing and type(model).__name__ in (model.config.architectures or ()):
             raise MasterError(
-                f"{len(missing)} weights of {type(model).__name__} are not in the master, {missing[0]!r} among them; "
-                "it is damaged: quantize the model again"
+                f"{type(model).__name__}: the master lacks {counted(len(missing), 'weight')}, the first is "
+                f"{missing[0]!r}; it is damaged: quantize the model again"
             )
         if self.packed:
             model.requires_grad_(False)

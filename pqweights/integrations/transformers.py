@@ -17,6 +17,7 @@ from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.source import read_config
 from pqweights.errors import MasterError, MissingDependencyError, SourceError
 from pqweights.hub.sources import Access, local_folder, repository_id
+from pqweights.units import counted
 
 
 def load_model(
@@ -79,7 +80,8 @@ def _class_for(transformers: Any, architecture: str) -> Any:
 
 def _problem(model: Any, info: dict[str, Any]) -> str | None:
     """Say which weights of a loaded model are missing or left over, by its loading info; None if none are."""
-    for kind, names in (("missing", info["missing_keys"]), ("left over", info["unexpected_keys"])):
+    for kind, names in (("missing", info["missing_keys"]), ("unexpected", info["unexpected_keys"])):
         if names:
-            return f"{len(names)} weights of {type(model).__name__} are {kind}, {min(names)!r} among them"
+            count = counted(len(names), f"{kind} weight")
+            return f"{type(model).__name__}: found {count}, the first is {min(names)!r}"
     return None

@@ -339,11 +339,11 @@ def test_load_model_refuses_missing_and_unexpected_weights(base: Path, tmp_path:
     (file,) = folder.glob("*.safetensors")
     tensors = read_all(folder)
     file.write_bytes(safetensors_bytes({**tensors, "model.more": f32(gaussian(4))}, {"format": "pt"}))
-    with pytest.raises(SourceError, match=r"left over, 'model\.more'"):
+    with pytest.raises(SourceError, match=r"1 unexpected weight, the first is 'model\.more'"):
         pqweights.load_model(folder)
     del tensors["lm_head.weight"]
     file.write_bytes(safetensors_bytes(tensors, {"format": "pt"}))
-    with pytest.raises(SourceError, match=r"missing, 'lm_head\.weight'"):
+    with pytest.raises(SourceError, match=r"1 missing weight, the first is 'lm_head\.weight'"):
         pqweights.load_model(folder)
 
 
