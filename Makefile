@@ -75,7 +75,7 @@ types: $(READY) ## check types: strictly in the library, calls in benchmarks, de
 	MYPYPATH=benchmarks:tests/support $(BIN)/mypy --explicit-package-bases --follow-imports silent --ignore-missing-imports \
 		--disable-error-code import-untyped --allow-any-generics --no-warn-return-any benchmarks demo tools
 
-check: lint types test ## everything that CI runs
+check: lint types test ## lint, types and all tests
 
 format: $(READY) ## format the code
 	$(BIN)/ruff format .
