@@ -16,7 +16,7 @@ matrix, embeddings and lm_head included, in a few lines of numpy here. An intege
 torchao's rule has a floating-point zero point and moves 0, which costs perplexity, though not squared error, where a
 group has an outlier.
 
-With --weights there is no model: the linear weights of all-MiniLM-L6-v2 or heavy-tailed weights (both from peers.py) go
+With --weights no model is run: the linear weights of all-MiniLM-L6-v2 or heavy-tailed weights (both from peers.py) go
 through the same commands, and each error is given relative to torchao's min-max INT4 made directly from the original.
 """
 

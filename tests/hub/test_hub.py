@@ -349,9 +349,7 @@ def test_refusals_say_what_to_do(
     name, *options = command.split()
     out = [tmp_path / "out"] if name in ("quantize", "export") else []
     options += ["--target", "bf16"] if name == "export" else []
-    start = time.monotonic()
     line = client.line(name, arguments[0], *out, *arguments[1:], *options)
-    assert time.monotonic() - start < 2
     for part in says:
         assert part in line
     assert not (tmp_path / "out").exists()
