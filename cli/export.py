@@ -66,11 +66,14 @@ BasisOption = Annotated[
         show_default="plain",
     ),
 ]
+MasterArgument = Annotated[
+    str, typer.Argument(metavar="DIR", help="Master written by pqweights: a folder, or ORG/NAME on the Hub.")
+]
 PackingOption = Annotated[
     str | None,
     typer.Option(
         "--packing",
-        metavar="tile_packed_to_4d|plain",
+        metavar="PACKING",
         help="For torchao-int4: the layout of the packed codes.",
         show_default="tile_packed_to_4d",
     ),
@@ -79,7 +82,7 @@ ModeOption = Annotated[
     str | None,
     typer.Option(
         "--mode",
-        metavar="affine|mxfp4|mxfp8|nvfp4",
+        metavar="MODE",
         help="For mlx-q4: affine integers, or one of the float formats of MLX.",
         show_default="affine",
     ),
@@ -96,7 +99,7 @@ DtypeOption = Annotated[
 
 
 def command(
-    folder: options.FolderArgument,
+    folder: MasterArgument,
     out: options.OutArgument,
     target: TargetOption,
     bits: BitsOption = None,

@@ -179,7 +179,8 @@ def _distribution_lines(found: Distribution) -> list[str]:
         "",
         "measured: coordinates of whole blocks of 128 weights, before and after the rotation, divided by the norm of "
         "the block / sqrt(128)",
-        "KS: Kolmogorov-Smirnov distance to N(0, 1), to within 0.00002; kurtosis: about zero, 3 for N(0, 1)",
+        "KS: Kolmogorov-Smirnov distance to N(0, 1), to within 0.00002; kurtosis: fourth moment around zero, 3 for "
+        "N(0, 1)",
         "Gaussian weights have a KS of 0.00108 and a kurtosis of 2.954, because each block is divided by its own norm",
         f"the tensors are those that the recipe {found.recipe} quantizes; at most {MAX_WEIGHTS} weights of each are "
         "measured, evenly spread",

@@ -1,4 +1,4 @@
-"""pqweights push."""
+"""The command `pqweights push`."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _lines(done: PushReport, dry_run: bool) -> list[str]:
     if not shown:
         lines.append(f"{where}: holds all of this already; nothing was pushed")
     elif dry_run:
-        lines.append(f"{where}{created}: {output.size(done.sent_bytes)} would be pushed; nothing was")
+        lines.append(f"{where}{created}: {output.size(done.sent_bytes)} would be pushed (dry run)")
     else:
         lines.append(f"{where}{created}: {output.size(done.sent_bytes)} pushed, commit {done.commit}: {done.url}")
     return lines

@@ -100,7 +100,7 @@ def _integer_error_lines(records: Sequence[TensorRecord], *, measured: bool) -> 
         return []
     return [
         f"relative MSE against the master: {added:.6f}",
-        f"{against}: not known from the master; --source measures it"
+        f"{against}: unknown; pass --source to measure it"
         if total is None
         else f"{against}: {total:.6f}, computed from the error of the master; --source measures it",
     ]

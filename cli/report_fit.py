@@ -19,10 +19,10 @@ _NUMBERS = re.compile(r"\.\d+\.")
 def fit_lines(fit: Fit) -> list[str]:
     """Return the chosen bit widths, the size that they give, and how much the loss is predicted to rise."""
     target = fit.target.output_bytes
-    used = f", {fit.output_bytes / target:.2%} of the target" if target else ""
+    used = f" ({fit.output_bytes / target:.2%})" if target else ""
     return [
         *_width_lines(fit),
-        f"target: {fit.target}: {fit.output_bytes} bytes{used}, {fit.bits_per_weight:.4f} bits per weight; "
+        f"target: {fit.target}; result: {fit.output_bytes} bytes{used}, {fit.bits_per_weight:.4f} bits per weight; "
         f"smallest possible: {fit.smallest_bytes} bytes",
         f"predicted rise of the loss: {fit.rise:.5f} ({_unit(fit)}), at most {fit.gap:.4%} above the least possible",
         *_warnings(fit),
@@ -44,9 +44,9 @@ def _width_lines(fit: Fit) -> list[str]:
 def _unit(fit: Fit) -> str:
     """Return the unit of the predicted rise and what it is predicted from."""
     if fit.sensitivity is None:
-        return "by the rule of thumb, good for comparing sizes"
+        return "by the rule of thumb, which only compares sizes of one model"
     method = fit.sensitivity.method
-    return f"nats per token, from sensitivities on {method.get('tokens')} tokens ({method.get('kind')})"
+    return f"nats per token, measured on {method.get('tokens')} tokens, {method.get('kind')}"
 
 
 def _warnings(fit: Fit) -> list[str]:

@@ -36,7 +36,7 @@ def plan_text(plan: Plan, needs: dict[str, int]) -> str:
             totals_text(plan.totals()),
             f"output: {plan.output_bytes} bytes in {counted(len(plan.shards), 'safetensors file')}; "
             f"{counted(len(plan.companions), 'other file')} copied",
-            f"needs: {disk} of disk space, about {memory} of memory",
+            f"needs: {disk} of disk space, at most {memory} of memory",
             *left_out_lines(plan),
         ]
     )

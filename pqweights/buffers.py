@@ -37,5 +37,5 @@ class BufferPool:
             return self._allocate(self._capacity_bytes)
 
     def give(self, buffer: npt.NDArray[np.uint8]) -> None:
-        """Take back a buffer that nothing uses any more."""
+        """Take back a buffer that is no longer used."""
         self._free.append(buffer)

@@ -17,6 +17,7 @@ from pqweights.card.front_matter import FrontMatter, known_base_model, make_fron
 from pqweights.card.merge import merge
 from pqweights.card.old_card import NOTES_BEGIN, NOTES_END, OldCard, generated_comment, is_branch, read_old_card
 from pqweights.card.recipe import recipe
+from pqweights.card.recipe import title as recipe_title
 from pqweights.card.values import main_bits
 from pqweights.card.weights import weights
 from pqweights.checkpoint.model_card import MAX_CARD_BYTES
@@ -123,10 +124,10 @@ def make_card(
     """Generate the card of a finished folder.
 
     old: the card that is there, whose notes and own front matter are kept.
-    pushed: the card on the Hub; see merge.merge.
+    pushed: the card on the Hub, whose notes and keys are merged with those of `old`.
 
-    Raises MasterError if pqweights did not write or finish the folder, SourceError for its configuration, OutputError
-    if something of the old cards would be lost, or if the options are wrong or contradict the manifest.
+    Raises MasterError if pqweights did not write or finish the folder, SourceError if its config.json cannot be read,
+    OutputError if something of the old cards would be lost, or if the options are wrong or contradict the manifest.
     """
     check_names(options.base_model, options.revision)
     subject = _read_subject(folder, options, old=old, pushed=pushed)
@@ -272,7 +273,7 @@ def read_card(folder: Path) -> str | None:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise OutputError(
-            f"{path}: expected UTF-8 text, found another byte at offset {error.start}; correct it, or move it away"
+            f"{path}: expected UTF-8 text, found an invalid byte at offset {error.start}; correct it, or move it away"
         ) from None
 
 
@@ -304,6 +305,4 @@ def _title(names: _Names, target: ExportTarget[Any] | None, made_by: Mapping[str
     base = f" of {names.base_model}" if names.base_model else ""
     if target is not None:
         return f"pqweights export {target.name}{base}"
-    recipe = made_by.get("recipe")
-    name = recipe.get("name") if isinstance(recipe, dict) else None
-    return f"pqweights master {name or ''}".rstrip() + base
+    return f"pqweights master {recipe_title(made_by)}".rstrip() + base

@@ -23,7 +23,7 @@ def evaluation(records: Sequence[EvaluationRecord], manifest: Manifest) -> list[
     titles = ["no.", "text", "perplexity"]
     titles += ["change", "KL mean (nats)", "KL 99%", "top-1 agreement"] if compared else []
     rows = [[str(place), *_cells(record, compared)] for place, record in enumerate(records, start=1)]
-    meaning = "After ± stands the standard error over windows."
+    meaning = "The figure after ± is the standard error over windows."
     if compared:
         meaning += (
             " The change is that of the perplexity, paired by window. KL is KL(reference, model) of the next token; "

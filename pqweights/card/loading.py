@@ -51,8 +51,8 @@ def _master(model: LoadableModel) -> list[str]:
                 fenced("python", ["import pqweights  # registers the format", *from_pretrained(model)]),
             ]
         parts.append(
-            "Without `import pqweights`, transformers stops with an error that says so. Other programs cannot read the "
-            "format."
+            "Without `import pqweights`, transformers stops with an error that says what to do. Other programs cannot "
+            "read the format."
         )
     targets = ", ".join(f"`{name}`" for name in EXPORTS if name != "bf16")
     return [

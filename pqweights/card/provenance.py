@@ -20,8 +20,8 @@ HUB = "https://huggingface.co"
 PAPERS = "https://arxiv.org/abs"
 # How integers were rounded, by --qparams.
 ROUNDING = {
-    "best": ", with the scale and offset of each group that give the least squared error",
-    "minmax": ", with the scales and offsets of the runtime's own converter",
+    "best": ", with the parameters of least squared error for each group",
+    "minmax": ", by the rule of the runtime's own converter",
 }
 RELATED = {"TurboQuant": "2504.19874", "HIGGS": "2411.17525", "QuIP#": "2402.04396", "QuaRot": "2404.00456"}
 
@@ -51,8 +51,8 @@ def _sizes(manifest: Manifest, totals: dict[str, Any]) -> str:
         return f"{sizes}."
     overall = f"; {8 * after / weights:.4f} over all of them, counting the headers of the files" if weights else ""
     return (
-        f"**{bits:.4f} bits per weight**, counting codes, norms, scales and padding, over the {totals['coverage']:.4%} "
-        f"of {weights} weights that are quantized{overall}. {sizes}."
+        f"**{bits:.4f} bits per weight**, counting everything that is stored for them, over the "
+        f"{totals['coverage']:.4%} of {weights} weights that are quantized{overall}. {sizes}."
     )
 
 
@@ -89,7 +89,7 @@ def method(manifest: Manifest) -> list[str]:
 
 def _descriptions(manifest: Manifest) -> list[str]:
     is_master = manifest.kind == "master"
-    prefix = "" if is_master else "How the master was made: "
+    prefix = "" if is_master else "The master was made as follows. "
     codecs = {tensor.codec for tensor in manifest.tensors if tensor.codec}
     if not is_master:
         recipe = manifest.identity.master.get("recipe")
@@ -101,7 +101,7 @@ def _descriptions(manifest: Manifest) -> list[str]:
         lines.append(f"{prefix}The weights are encoded with {' or '.join(code(codec) for codec in others)}.")
     if any(tensor.action == INTEGER for tensor in manifest.tensors):
         rounding = ROUNDING.get(as_text(manifest.made_by.get("qparams")), "")
-        lines.append(f"In this export, the weights are rounded to integers in groups{rounding}.")
+        lines.append(f"In this export, the weights are rounded in groups{rounding}.")
     return lines
 
 

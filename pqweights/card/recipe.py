@@ -7,6 +7,7 @@ from typing import Any
 
 from pqweights.card.values import as_number, as_text
 from pqweights.markdown import code, number, words
+from pqweights.planning.recipe import load_recipe, recipe_names
 from pqweights.rewrite.manifest import Manifest
 
 # What widths were chosen by for a target, by the kind of the sensitivities.
@@ -33,7 +34,7 @@ def recipe(manifest: Manifest) -> list[str]:
     if not isinstance(found, dict):
         return []
     prefix = "" if is_master else "The master's recipe is "
-    lines = [f"{prefix}{code(as_text(found.get('name')))}: {words(as_text(found.get('description')))}".rstrip(": ")]
+    lines = [prefix + _recipe_line(source)]
     fit = source.get("fit")
     width = "a width chosen for each group" if isinstance(fit, dict) else f"{words(as_text(found.get('bits')))} bits"
     default = f"Default: {code(as_text(found.get('codec')))}, {width}."
@@ -47,6 +48,34 @@ def recipe(manifest: Manifest) -> list[str]:
     if isinstance(fit, dict):
         lines.append(_fit(fit, found, "The widths" if is_master else "The master's widths"))
     return [*lines, _calibration(source.get("awq"), manifest)]
+
+
+def title(made_by: Mapping[str, Any]) -> str:
+    """Return the recipe of a master as its card's title names it; empty if the manifest holds none."""
+    found = made_by.get("recipe")
+    if not isinstance(found, dict):
+        return ""
+    name = as_text(found.get("name"))
+    if "fit" in made_by:
+        return f"{name}, fitted to a size"
+    return f"{name} at {as_text(found.get('bits'))} bits" if _other_bits(found) else name
+
+
+def _recipe_line(made_by: Mapping[str, Any]) -> str:
+    """Return the name of a recipe with its description, or with what was asked for in place of its bit width."""
+    found = made_by["recipe"]
+    name = code(as_text(found.get("name")))
+    if "fit" in made_by:
+        return f"{name}, with bit widths chosen to meet a target."
+    if _other_bits(found):
+        return f"{name}, with {words(as_text(found.get('bits')))} bits in place of its own bit width."
+    return f"{name}: {words(as_text(found.get('description')))}".rstrip(": ")
+
+
+def _other_bits(found: Mapping[str, Any]) -> bool:
+    """Whether a recipe that comes with pqweights was used with another bit width than its own."""
+    name = found.get("name")
+    return name in recipe_names() and load_recipe(name).bits != found.get("bits")
 
 
 def _rule(rule: Mapping[str, Any]) -> str:

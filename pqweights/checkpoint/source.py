@@ -344,12 +344,12 @@ def _companions(
         if name in weight_files or name in (CONFIG_FILE, INDEX_FILE):
             continue
         if name == MANIFEST_FILE:
-            left_out[name] = "the manifest of the source describes the source"
+            left_out[name] = "it describes the source, not this result"
             continue
         if name == EVALUATION_FILE:
-            left_out[name] = "the figures of the source are of another model"
+            left_out[name] = "its figures are those of the source"
         elif name == CARD_FILE:
-            left_out[name] = "the card of the source describes another model"
+            left_out[name] = "it describes the source, not this result"
         elif is_weight_file(name):
             left_out[name] = "weights that are not part of the checkpoint read"
         else:

@@ -1,4 +1,4 @@
-"""Evaluation of models on a text: perplexity, distance from a reference, and speed."""
+"""The run of an evaluation: checks, windows, and one model after another."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def evaluate(
     the first one is loaded.
 
     Raises SourceError for a folder that is not a causal language model or is incomplete, EvaluationError if the models
-    cannot be compared, or not on this text, DeviceError, MasterError, MissingDependencyError.
+    cannot be compared on this text, DeviceError, MasterError, MissingDependencyError.
     """
     job = _prepare(models, text, options, progress=progress)
     computed = _score_all(job)
@@ -303,7 +303,7 @@ def _check_same_tokens(folder: Folder, ids: Ids, *, other: Folder, expected: Ids
     differing = np.flatnonzero(ids[:shared] != expected[:shared])
     place = int(differing[0]) if len(differing) else shared
     raise EvaluationError(
-        f"{folder.path}: its tokenizer makes other tokens of the text than that of {other.path} ({len(ids)}, not "
-        f"{len(expected)}; number {place} differs), so losses per token cannot be compared; evaluate the models "
-        "separately"
+        f"{folder.path}: its tokenizer splits the text into other tokens than that of {other.path} ({len(ids)}, not "
+        f"{len(expected)}; the first difference is at token {place}), so losses per token cannot be compared; "
+        "evaluate the models separately"
     )

@@ -30,7 +30,7 @@ EXPORTS = {
     "torchao-int4": RegisteredTarget(
         "pqweights.exports.torchao_int4",
         "linear layers in INT4, for PyTorch on CUDA (sm80 or newer; --packing plain also needs mslk):\n"
-        'pip install torchao; AutoModelForCausalLM.from_pretrained(OUT, device_map="cuda")',
+        'pip install transformers accelerate torchao; AutoModelForCausalLM.from_pretrained(OUT, device_map="cuda")',
     ),
     "mlx-q4": RegisteredTarget(
         "pqweights.exports.mlx_q4",

@@ -49,7 +49,7 @@ def _why_plain(tensor: LogicalTensor, groups: GroupSize, experts: str | None) ->
 def _not_linear(tensor: LogicalTensor, experts: str | None) -> str | None:
     role = classify(tensor.name, tensor.dtype, tensor.shape).name
     if role in ("embedding", "lm_head"):
-        return f"{role}: the runtime holds it plainly"
+        return f"{role}: the runtime does not quantize it"
     if len(tensor.shape) != 2:
         return f"fused weights {list(tensor.shape)}: the format stores single linear layers"
     if role == "expert" and experts is not None:

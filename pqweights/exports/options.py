@@ -39,7 +39,7 @@ class ExportOptions:
         """Raise OptionError if an option was given that is not in `known`."""
         for field in fields(self):
             if getattr(self, field.name) is not None and field.name not in known:
-                raise OptionError(f"--{field.name.replace('_', '-')}: the target {target} has no such option")
+                raise OptionError(f"--{field.name.replace('_', '-')}: the target {target} does not take this option")
 
 
 def one_of(target: str, option: str, asked: T | None, *, allowed: Sequence[T]) -> T:
@@ -51,7 +51,7 @@ def one_of(target: str, option: str, asked: T | None, *, allowed: Sequence[T]) -
         return allowed[0]
     if asked not in allowed:
         listed = ", ".join(str(a) for a in allowed if a is not None)
-        raise OptionError(f"--{option} {asked}: the target {target} has {listed}")
+        raise OptionError(f"--{option} {asked}: the target {target} takes {listed}")
     return asked
 
 

@@ -163,7 +163,7 @@ class Hub:
                 self._tell(f"{what}: {self._refusals.summary(error)}; {again}")
             except (ValueError, KeyError, TypeError) as error:  # the client cannot read the answer
                 detail = f"{type(error).__name__}: {self.clean(str(error))[:120]}"
-                raise HubError(f"{what}: {self.endpoint} does not answer as a Hub does ({detail})") from None
+                raise HubError(f"{what}: {self.endpoint} does not respond like a Hub ({detail})") from None
             _wait(pause, stop)
             wait *= 2
 

@@ -85,7 +85,7 @@ class Fetcher:
     def close(self) -> None:
         """Stop fetching. What was fetched in part stays for the next run.
 
-        A thread that waits for bytes that do not come is left behind; it writes nothing any more.
+        A thread that waits for bytes that do not come is left behind; it writes nothing more.
         """
         with self._changed:
             self._stopped = True

@@ -216,7 +216,7 @@ class HubStorage:
 def _is_listed(repository: Repository, name: str) -> bool:
     """Return whether a file is visible: hidden files are not listed, as in a local folder.
 
-    Raises SourceError for a name that would lead out of a folder, or that means something else than it shows.
+    Raises SourceError for a name that would lead out of a folder, or that does not mean what it displays.
     """
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\\" in name or ":" in parts[0] or not name.isprintable():

@@ -231,8 +231,8 @@ def _read_text(source: Path, text: str, options: AblationOptions) -> _Text:
     found, needed = len(tokenize(tokenizer, calibration, MOST_CALIBRATION_TOKENS)), fewest_tokens(_window(windows))
     if found < needed:
         raise EvaluationError(
-            f"calibration for AWQ: expected at least {needed} tokens, found {found}; give a longer text, another text "
-            "for it (--calibration FILE), or --no-awq"
+            f"calibration for AWQ: expected at least {needed} tokens, found {found}; raise --max-tokens, give a "
+            "longer text or another one for it (--calibration FILE), or pass --no-awq"
         )
     return _Text(ids=ids, windows=windows, calibration=calibration, calibration_tokens=found)
 

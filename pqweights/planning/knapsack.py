@@ -137,7 +137,7 @@ def _reduce(group: Sequence[Choice]) -> _Group:
 
 
 def _rate(before: Choice, after: Choice) -> float:
-    """Return the loss that each byte saves from one choice to a dearer one."""
+    """Return the loss that each byte saves from one choice to a more expensive one."""
     return (before.loss - after.loss) / (after.cost - before.cost)
 
 

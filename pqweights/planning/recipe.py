@@ -295,8 +295,8 @@ def load_recipe(name_or_file: str) -> Recipe:
         return parse_recipe(text, name_or_file)
     near = difflib.get_close_matches(name_or_file, recipe_names(), n=1, cutoff=0.0)[0]
     raise RecipeError(
-        f"no recipe is called {name_or_file!r}; the nearest of {', '.join(recipe_names())} is {near!r} (or give a "
-        ".yaml file)"
+        f"no recipe is called {name_or_file!r}; the nearest is {near!r}; expected {', '.join(recipe_names())}, or a "
+        ".yaml file"
     )
 
 

@@ -26,7 +26,8 @@ def check_free(path: Path, overwrite: bool, *, kind: str, read: Callable[[Path],
         raise OutputError(f"{path}: the file exists; choose another name, or pass --overwrite")
     try:
         read(path)
-    except SourceError as error:
+    except SourceError:
         raise OutputError(
-            f"{error}: --overwrite replaces only a file of {kind}; move it away, or choose another name"
+            f"{path}: expected a file of {kind}, and --overwrite replaces nothing else; move it away, or choose "
+            "another name"
         ) from None

@@ -70,7 +70,7 @@ class PushReport:
 
 
 def push(folder: Path, repository: str, access: Access, *, options: PushOptions = PushOptions()) -> PushReport:
-    """Verify a master or an export, write its card, and bring both to a branch.
+    """Verify a master or an export, write its card, and upload both to a branch of a repository.
 
     folder: the master or export
     repository: ORG/NAME; created if it does not exist

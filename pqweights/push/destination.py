@@ -50,7 +50,7 @@ class Destination:
 def checked_branch(repository: str, revision: str | None, base_model: str | None) -> str:
     """Return the branch that --revision names. Raises HubError, OutputError for names that cannot be pushed to."""
     if not is_repository_id(repository):
-        raise HubError(f"{repository}: expected ORG/NAME; the namespace must be named")
+        raise HubError(f"{repository}: expected ORG/NAME; include the user or organization")
     branch = (revision or MAIN).removeprefix("refs/heads/")
     check_names(base_model, branch)
     if _COMMIT.fullmatch(branch):
@@ -153,6 +153,6 @@ def card_on_hub(hub: Hub, remote: Repository) -> str | None:
         return read_whole(hub, remote, file).decode("utf-8")
     except UnicodeDecodeError as error:
         raise HubError(
-            f"{remote.id}: {CARD_FILE}: expected UTF-8 text, found another byte at offset {error.start}; correct it "
+            f"{remote.id}: {CARD_FILE}: expected UTF-8 text, found an invalid byte at offset {error.start}; correct it "
             "there, or delete it"
         ) from None

@@ -1,8 +1,8 @@
 """The one driver: plan -> (read -> transform -> write)* -> finish. Quantizing and every export run through it.
 
 `make_plan` decides every output byte from headers; `rewrite` fulfils the plan in an output folder. The manifest is
-written last: a folder with a manifest is a finished result, and a folder without one holds nothing under a final name
-that is incomplete.
+written last: a folder with a manifest is a finished result, and in a folder without one, every file with a final name
+is complete.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def _check_space(task: RewriteTask) -> None:
     free = shutil.disk_usage(existing).free
     if needed > present + free:
         raise OutputError(
-            f"{out}: the result needs {needed} bytes on the disk, {free} are free; free {needed - present - free} "
-            "bytes more, or choose a folder on another disk"
+            f"{out}: the result needs {needed} bytes of disk space, but {free} are free; free "
+            f"{needed - present - free} bytes more, or choose a folder on another disk"
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.model_card import checked_facts
-from pqweights.checkpoint.names import MANIFEST_FILE
+from pqweights.checkpoint.names import MANIFEST_FILE, WORK_FOLDER
 from pqweights.checkpoint.storage import Origin
 from pqweights.codecs import get_codec
 from pqweights.codecs.protocol import Coder, State, exceeds_promise
@@ -237,8 +237,18 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     if not path.is_file():
-        raise MasterError(f"{folder}: expected a folder that pqweights finished, found no {MANIFEST_FILE} in it")
+        raise MasterError(f"{folder}: {_why_no_manifest(folder)}")
     return parse_manifest(path.read_bytes())
+
+
+def _why_no_manifest(folder: Path) -> str:
+    if not folder.exists():
+        return "no such folder"
+    if not folder.is_dir():
+        return "expected a folder, found a file"
+    if (folder / WORK_FOLDER).is_dir():
+        return "holds an unfinished run; repeat its command to finish it"
+    return f"expected a folder that pqweights finished, found no {MANIFEST_FILE} in it"
 
 
 def parse_manifest(data: bytes) -> Manifest:

@@ -163,7 +163,10 @@ def check_paths(source: Path, out: Path) -> None:
     """Raise OutputError if the output folder is, holds, or lies within the source."""
     inner, outer = out.resolve(), source.resolve()
     if inner == outer or outer in inner.parents or inner in outer.parents:
-        raise OutputError(f"{out}: the output must lie outside the source {source}; choose another folder")
+        raise OutputError(
+            f"{out}: the output folder and the source must not contain each other (the source is {source}); choose "
+            "another folder"
+        )
 
 
 def check_output(out: Path, overwrite: bool) -> None:
@@ -178,8 +181,9 @@ def check_output(out: Path, overwrite: bool) -> None:
     if (out / MANIFEST_FILE).is_file():
         if not overwrite:
             raise OutputError(
-                f"{out}: holds a result of another source or recipe, of a source that changed or was copied since, or "
-                "a damaged one (pqweights verify tells); pass --overwrite to replace it, or choose another folder"
+                f"{out}: holds another result: the source or the recipe is another, the source has changed or been "
+                "copied since, or the result is damaged (check with pqweights verify); pass --overwrite to replace it, "
+                "or choose another folder"
             )
     elif names:
         raise OutputError(f"{out}: expected an empty or new folder, found {names[0]!r} in it; choose another folder")
@@ -242,7 +246,9 @@ def _refuse_foreign_files(out: Path, outputs: list[str], replaces: list[str]) ->
     """Raise OutputError if a file that no run of ours wrote has the name of an output."""
     for name in outputs:
         if (out / name).exists() and name not in replaces:
-            raise OutputError(f"{out}: {name!r} is there and not ours; move it away, or choose another folder")
+            raise OutputError(
+                f"{out}: {name!r} exists, and pqweights did not write it; move it away, or choose another folder"
+            )
 
 
 def _remove_work_folder(work: Path) -> None:

@@ -100,7 +100,7 @@ def _from_pretrained(folder: Folder, dtype: str) -> Any:
     """
     transformers = package("transformers", "transformers")
     loader = _loader(folder)
-    with Refused(f"{folder.path}: transformers does not take this model"), quiet():
+    with Refused(f"{folder.path}: transformers cannot load this model"), quiet():
         model, info = loader.from_pretrained(
             folder.path, dtype=dtype, output_loading_info=True, trust_remote_code=False
         )
@@ -116,7 +116,7 @@ def _loader(folder: Folder) -> Any:
     """
     transformers = package("transformers", "transformers")
     mappings = package("transformers.models.auto.modeling_auto", "transformers")
-    with Refused(f"{folder.path}: transformers does not take this configuration"), quiet():
+    with Refused(f"{folder.path}: transformers cannot read this configuration"), quiet():
         config = transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False)
     named = folder.config.get("architectures") or [config.model_type]
     is_encoder = getattr(config, "is_decoder", None) is False and config.model_type not in MISLABELLED_DECODERS
@@ -126,7 +126,7 @@ def _loader(folder: Folder) -> Any:
         if type(config) in mappings.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
             return transformers.AutoModelForImageTextToText
     raise SourceError(
-        f"{folder.path}: architecture {named[0]}: it is not a causal language model, so it has no perplexity"
+        f"{folder.path}: its architecture, {named[0]}, is not a causal language model, so it has no perplexity"
     )
 
 
@@ -180,7 +180,7 @@ def _open_master(folder: Folder, *, device: str, dtype: str, packed: bool) -> Mo
     from pqweights.integrations.transformers import load_model
 
     _loader(folder)  # raises SourceError for what is not a language model
-    with Refused(f"{folder.path}: transformers does not take this model"), quiet():
+    with Refused(f"{folder.path}: transformers cannot load this model"), quiet():
         model = load_model(folder.path, packed=packed, dtype=dtype, device_map=None)
     if model.get_output_embeddings() is None:
         raise SourceError(f"{folder.path}: {type(model).__name__} has no head for the next token; export it first")
@@ -197,7 +197,7 @@ def _open_compressed_tensors(folder: Folder, device: str, dtype: str) -> Model:
     runtime = "transformers, compressed-tensors"
     transform = package("compressed_tensors.transform", "vllm")
     settings: Mapping[str, Any] = folder.config["quantization_config"]
-    with quiet(), Refused(f"{folder.path}: compressed-tensors does not take this model"):
+    with quiet(), Refused(f"{folder.path}: compressed-tensors cannot load this model"):
         if "transform_config" in settings:
             transform.apply_transform_config(model, transform.TransformConfig(**settings["transform_config"]))
             runtime += " with its transforms"
@@ -279,7 +279,7 @@ def _open_mlx(folder: Folder, dtype: str) -> Model:
     mx, utils = package("mlx.core", "mlx"), package("mlx_lm.utils", "mlx")
     steps = package("mlx_lm.generate", "mlx")
     tree_flatten = package("mlx.utils", "mlx").tree_flatten
-    refused = Refused(f"{folder.path}: mlx-lm does not take this model here")
+    refused = Refused(f"{folder.path}: mlx-lm cannot load this model here")
     with refused, quiet():
         model, _ = utils.load_model(folder.path, lazy=True, strict=False)
         there = {name for name, _ in tree_flatten(model.parameters())}

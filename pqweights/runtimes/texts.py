@@ -62,7 +62,7 @@ def load_tokenizer(folder: Path) -> Any:
     transformers = package("transformers", "transformers")
     if not any(found for pattern in TOKENIZER_FILES for found in folder.glob(pattern)):
         raise SourceError(f"{folder}: expected a tokenizer, found none; --tokenizer DIR names a folder that has it")
-    with Refused(f"{folder}: transformers does not take this tokenizer"), quiet():
+    with Refused(f"{folder}: transformers cannot load this tokenizer"), quiet():
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
@@ -87,6 +87,6 @@ def check_vocabulary(folder: Folder, ids: Ids) -> None:
     largest = int(ids.max(initial=0))
     if folder.vocabulary is not None and largest >= folder.vocabulary:
         raise EvaluationError(
-            f"{folder.path}: the text has the token {largest}, the model knows {folder.vocabulary} tokens: the "
+            f"{folder.path}: the text contains token {largest}, but the model has only {folder.vocabulary} tokens: the "
             "tokenizer belongs to another model; name this model's with --tokenizer DIR"
         )

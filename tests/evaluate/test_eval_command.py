@@ -240,7 +240,10 @@ def test_model_with_another_tokenizer_is_refused(beside: str, work: Path, copy: 
     words[word], words["w0"] = words["w0"], words[word]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     models, reference = ([other], work / "source") if beside == "reference" else ([work / "source", other], None)
-    with pytest.raises(EvaluationError, match=r"source: its tokenizer makes other tokens .*\(300, not 300; number 5 "):
+    with pytest.raises(
+        EvaluationError,
+        match=r"source: its tokenizer splits the text into other tokens .*\(300, not 300; the first difference is at token 5",
+    ):
         evaluate(models, TEXT, reference=reference)
     evaluate([other], TEXT, reference=work / "source", max_tokens=5, window=4, stride=2)
 
@@ -257,7 +260,7 @@ def test_model_with_another_vocabulary_size_is_refused(work: Path, tmp_path: Pat
 def test_token_outside_the_vocabulary_is_refused(work: Path, tmp_path: Path) -> None:
     smaller = model_folder(tmp_path / "smaller", vocab_size=400, bos_token_id=0, eos_token_id=1)
     most = max(int(word[1:]) for word in TEXT.split())
-    with pytest.raises(EvaluationError, match=f"has the token {most}, the model knows 400 tokens"):
+    with pytest.raises(EvaluationError, match=f"contains token {most}, but the model has only 400 tokens"):
         evaluate([smaller], TEXT)
 
 
@@ -276,10 +279,10 @@ def test_encoders_are_refused(architecture: str, tmp_path: Path) -> None:
     else:
         settings |= {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 64}
     folder = build(Family(*ENCODERS[architecture], settings, (), ()), tmp_path / "model")
-    with pytest.raises(SourceError, match=f"architecture {architecture}: it is not a causal language model"):
+    with pytest.raises(SourceError, match=f"its architecture, {architecture}, is not a causal language model"):
         evaluate([folder], TEXT, window=64, stride=16)
     quantize(folder, tmp_path / "master", load_recipe("q5"), threads=2)
-    with pytest.raises(SourceError, match=f"architecture {architecture}: it is not a causal language model"):
+    with pytest.raises(SourceError, match=f"its architecture, {architecture}, is not a causal language model"):
         evaluate([tmp_path / "master"], TEXT, window=64, stride=16)
 
 

@@ -62,9 +62,9 @@ def test_option_has_a_default_and_is_checked_by_the_target(base: Path, tmp_path:
 @pytest.mark.parametrize(
     ("target", "options", "message"),
     [
-        (NAME, ("--bits", "4"), f"--bits: the target {NAME} has no such option"),
-        (NAME, ("--basis", "rotated"), f"--basis: the target {NAME} has no such option"),
-        ("bf16", ("--mode", "a"), "--mode: the target bf16 has no such option"),
+        (NAME, ("--bits", "4"), f"--bits: the target {NAME} does not take this option"),
+        (NAME, ("--basis", "rotated"), f"--basis: the target {NAME} does not take this option"),
+        ("bf16", ("--mode", "a"), "--mode: the target bf16 does not take this option"),
     ],
 )
 def test_option_that_a_target_lacks_exits_with_2(

@@ -146,7 +146,7 @@ def test_total_error_is_unknown_without_the_manifest_of_the_master(driven: Path,
     master = shutil.copytree(driven / "master", tmp_path / "master")
     (master / "pqweights.json").unlink()
     result = done("export", master, tmp_path / "out", "-t", "torchao-int4")
-    assert "relative MSE against the original: not known from the master; --source measures it" in result.stdout
+    assert "relative MSE against the original: unknown; pass --source to measure it" in result.stdout
     assert all(r.total_mse is None for r in read_manifest(tmp_path / "out").records)
     given = done("export", master, tmp_path / "given", "-t", "torchao-int4", "--source", driven / "src")
     assert re.search(

@@ -447,7 +447,7 @@ def test_rows_that_groups_do_not_divide_stay_plain(tmp_path: Path) -> None:
     assert stays.reason.startswith("groups of 64 do not divide its rows of 144 weights (--group-size that would: none)")
     generate(out)
     line = refused("export", master, out, "-t", "mlx-q4", "--group-size", "100", code=2)
-    assert "--group-size 100: the target mlx-q4 has 64, 32, 128" in line
+    assert "--group-size 100: the target mlx-q4 takes 64, 32, 128" in line
 
 
 def test_group_size_error_names_the_sizes_that_fit(tmp_path: Path) -> None:
@@ -458,13 +458,13 @@ def test_group_size_error_names_the_sizes_that_fit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--mode", "mxfp4", "--qparams", "best"), "--qparams best: the target mlx-q4 in mode mxfp4 has minmax"),
-        (("--mode", "mxfp4", "--bits", "8"), "--bits 8: the target mlx-q4 in mode mxfp4 has 4"),
-        (("--mode", "nvfp4", "--group-size", "32"), "--group-size 32: the target mlx-q4 in mode nvfp4 has 16"),
-        (("--bits", "7"), "--bits 7: the target mlx-q4 has 4, 2, 3, 5, 6, 8"),
-        (("--basis", "rotated"), "--basis: the target mlx-q4 has no such option"),
-        (("--packing", "plain"), "--packing: the target mlx-q4 has no such option"),
-        (("--dtype", "source"), "--dtype: the target mlx-q4 has no such option"),
+        (("--mode", "mxfp4", "--qparams", "best"), "--qparams best: the target mlx-q4 in mode mxfp4 takes minmax"),
+        (("--mode", "mxfp4", "--bits", "8"), "--bits 8: the target mlx-q4 in mode mxfp4 takes 4"),
+        (("--mode", "nvfp4", "--group-size", "32"), "--group-size 32: the target mlx-q4 in mode nvfp4 takes 16"),
+        (("--bits", "7"), "--bits 7: the target mlx-q4 takes 4, 2, 3, 5, 6, 8"),
+        (("--basis", "rotated"), "--basis: the target mlx-q4 does not take this option"),
+        (("--packing", "plain"), "--packing: the target mlx-q4 does not take this option"),
+        (("--dtype", "source"), "--dtype: the target mlx-q4 does not take this option"),
     ],
     ids=str,
 )

@@ -30,7 +30,7 @@ def errors_of(folder: Path, *options: object) -> tuple[float | None, float]:
     ((_, record),) = [pair for pair in read_manifest(folder / "out").pairs if pair[0].name == WEIGHT]
     exact = as_float32(read_all(folder / "model")[WEIGHT]).astype(np.float64)
     decoded = export_weight(folder / "out")(WEIGHT)
-    assert ("not known from the master; --source measures it" in shown.stdout) == (record.total_mse is None)
+    assert ("unknown; pass --source to measure it" in shown.stdout) == (record.total_mse is None)
     return record.total_mse, ((decoded - exact) ** 2).sum() / (exact**2).sum()
 
 

@@ -45,8 +45,8 @@ CALIBRATE_CASES = [
     ),
     evaluating(
         "calibrate-tokens-unknown-to-the-model",
-        "the token 15",
-        "knows 8",
+        "token 15",
+        "has only 8",
         command=CALIBRATE,
         text=LONG_TEXT,
         config=language_model_config(8),

@@ -139,8 +139,8 @@ EVAL_CASES = [
     evaluating("eval-tokenizer-elsewhere", "nowhere", "--tokenizer DIR", command=EVAL + " --tokenizer nowhere"),
     evaluating(
         "eval-tokens-unknown-to-the-model",
-        "the token 15",
-        "knows 8",
+        "token 15",
+        "has only 8",
         config=language_model_config(8),
         weights=stored(language_model(8)),
     ),

@@ -108,10 +108,10 @@ EXPORT_CASES = [
     exporting(
         "bits-that-no-target-has",
         {
-            TORCHAO + " --bits 3": ("--bits 3", "torchao-int4", "has 4"),
-            VLLM + " --bits 3": ("--bits 3", "vllm-int4", "has 4, 8"),
+            TORCHAO + " --bits 3": ("--bits 3", "torchao-int4", "takes 4"),
+            VLLM + " --bits 3": ("--bits 3", "vllm-int4", "takes 4, 8"),
             MLX + " --bits 7": ("--bits 7", "mlx-q4", "2, 3, 5, 6, 8"),
-            MLX + " --mode mxfp4 --bits 8": ("--bits 8", "mode mxfp4", "has 4"),
+            MLX + " --mode mxfp4 --bits 8": ("--bits 8", "mode mxfp4", "takes 4"),
             EXPORT + " --bits 4": ("--bits", "bf16"),
             VLLM + " --bits 0": ("--bits 0",),
         },
@@ -132,11 +132,11 @@ EXPORT_CASES = [
     exporting(
         "export-onto-an-input",
         {
-            "export master master -t vllm-int4": ("master", "outside"),
-            "export master master/out -t torchao-int4": ("master/out", "outside"),
-            "export master src -t torchao-int4 --source src": ("src", "outside"),
-            "export master src/out -t vllm-int4 --source src": ("src/out", "outside"),
-            "export master . -t vllm-int4": ("outside",),
+            "export master master -t vllm-int4": ("master", "must not contain each other"),
+            "export master master/out -t torchao-int4": ("master/out", "must not contain each other"),
+            "export master src -t torchao-int4 --source src": ("src", "must not contain each other"),
+            "export master src/out -t vllm-int4 --source src": ("src/out", "must not contain each other"),
+            "export master . -t vllm-int4": ("must not contain each other",),
         },
     ),
     exporting(

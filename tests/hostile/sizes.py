@@ -118,8 +118,8 @@ FIT_CASES = [
     ),
     evaluating(
         "sensitivity-tokens-unknown-to-the-model",
-        "the token 15",
-        "knows 8",
+        "token 15",
+        "has only 8",
         command=MEASURE + " --text text.txt",
         config=language_model_config(8),
         weights=stored(language_model(8)),

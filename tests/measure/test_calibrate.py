@@ -249,7 +249,7 @@ def test_encoder_is_calibrated(texts: Path, tmp_path: Path) -> None:
         (["--text", "{texts}/long.txt", "--tokenizer", "{texts}"], "expected a tokenizer"),
         (
             ["--text", "{texts}/long.txt", "--tokenizer", "{texts}/wide", "--window", "64"],
-            "the text has the token 1999, the model knows 512 tokens",
+            "the text contains token 1999, but the model has only 512 tokens",
         ),
         (
             ["--text", "{texts}/long.txt", "--window", "64", "--device-map", "bogus"],
@@ -276,7 +276,7 @@ def test_output_is_checked_before_the_model_is_run(
     foreign.write_bytes((source / "model.safetensors").read_bytes())
     for out, options, expected in (
         (calibrated[0], [], "pass --overwrite"),
-        (foreign, ["--overwrite"], "replaces only a file of scales"),
+        (foreign, ["--overwrite"], "expected a file of scales"),
         (tmp_path, [], "a folder"),
         (tmp_path / "none" / "s.safetensors", [], "its folder does not exist"),
     ):

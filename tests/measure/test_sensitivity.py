@@ -340,7 +340,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--text", "{texts}/long.txt", "--tokenizer", "{texts}"], "expected a tokenizer"),
         (
             ["--text", "{texts}/long.txt", "--tokenizer", "{texts}/wide"],
-            "the text has the token 1999, the model knows 512 tokens",
+            "the text contains token 1999, but the model has only 512 tokens",
         ),
         (["--recipe", "q99"], "no recipe is called"),
         (["--window", "16", "--device-map", "bogus"], "transformers cannot run this model"),

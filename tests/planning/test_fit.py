@@ -501,10 +501,13 @@ def test_plan_prints_the_fit_and_writes_nothing(source: Path, tmp_path: Path) ->
     assert f"output: {fit.output_bytes} bytes in 1 safetensors file; " in text
     line = next(line for line in text.splitlines() if line.startswith("target: "))
     assert line == (
-        f"target: 250000 bytes: {fit.output_bytes} bytes, {fit.output_bytes / 250_000:.2%} of the target, "
+        f"target: 250000 bytes; result: {fit.output_bytes} bytes ({fit.output_bytes / 250_000:.2%}), "
         f"{fit.bits_per_weight:.4f} bits per weight; smallest possible: {fit.smallest_bytes} bytes"
     )
-    assert f"predicted rise of the loss: {fit.rise:.5f} (by the rule of thumb, good for comparing sizes)" in text
+    assert (
+        f"predicted rise of the loss: {fit.rise:.5f} (by the rule of thumb, which only compares sizes of one model)"
+        in text
+    )
     assert "<- the target" in text
     assert "predicted rise by size:" in text
     table = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.startswith("  ")}
@@ -563,7 +566,7 @@ def test_json_holds_the_whole_fit(source: Path, tmp_path: Path) -> None:
 def test_quantize_prints_the_chosen_bit_widths(source: Path, tmp_path: Path) -> None:
     done = invoke("quantize", source, tmp_path / "out", "--target-size", "250kB")
     assert done.exit_code == 0, done.stderr
-    assert "target: 250000 bytes: " in done.stdout
+    assert "target: 250000 bytes; result: " in done.stdout
     assert "bits of each group of weights, by layer:" in done.stdout
     assert invoke("verify", tmp_path / "out").exit_code == 0
     assert files_bytes(tmp_path / "out") <= 250_000

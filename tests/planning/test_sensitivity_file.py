@@ -49,7 +49,7 @@ def test_foreign_file_is_not_replaced(tmp_path: Path) -> None:
     ):
         with pytest.raises(OutputError, match=expected):
             check_free(path, overwrite, kind="sensitivities", read=read_sensitivity)
-    with pytest.raises(OutputError, match="replaces only a file of sensitivities"):
+    with pytest.raises(OutputError, match="expected a file of sensitivities"):
         check_free(tmp_path / "s.json", True, kind="sensitivities", read=read_sensitivity)
     assert (tmp_path / "s.json").read_text() == "mine"
     check_free(tmp_path / "new.json", False, kind="sensitivities", read=read_sensitivity)

@@ -118,6 +118,12 @@ def test_total_error_does_not_depend_on_the_python_version(monkeypatch: pytest.M
 
 def test_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "model", {"mlp.up_proj.weight": bf16(gaussian(64, 128))})
-    for folder in (source, tmp_path / "absent"):
-        with pytest.raises(MasterError, match=r"pqweights\.json"):
+    (tmp_path / "unfinished" / ".pqweights").mkdir(parents=True)
+    for folder, says in (
+        (source, r"found no pqweights\.json in it"),
+        (tmp_path / "absent", "no such folder"),
+        (source / "model.safetensors", "expected a folder, found a file"),
+        (tmp_path / "unfinished", "unfinished run; repeat its command"),
+    ):
+        with pytest.raises(MasterError, match=says):
             inspect(folder)

@@ -259,8 +259,14 @@ def test_configuration_of_other_weights_is_found(damaged: Path) -> None:
 
 def test_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "plain", {"mlp.up_proj.weight": bf16(gaussian(64, 128))})
-    for folder in (source, tmp_path / "absent"):
-        with pytest.raises(MasterError, match=r"pqweights\.json"):
+    (tmp_path / "unfinished" / ".pqweights").mkdir(parents=True)
+    for folder, says in (
+        (source, r"found no pqweights\.json in it"),
+        (tmp_path / "absent", "no such folder"),
+        (source / "model.safetensors", "expected a folder, found a file"),
+        (tmp_path / "unfinished", "unfinished run; repeat its command"),
+    ):
+        with pytest.raises(MasterError, match=says):
             check(folder)
     for text in ("", "[]", "{}", "null", "{" * 100_000, "\xff"):
         (source / "pqweights.json").write_bytes(text.encode("latin-1"))
