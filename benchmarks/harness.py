@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pqweights.rewrite.task import usable_cores
+
 PQWEIGHTS = [sys.executable, "-c", "from pqweights_cli.main import main; main()"]
 SYNTHETIC = [sys.executable, str(Path(__file__).with_name("synthetic.py"))]
 
@@ -87,11 +89,6 @@ def make_source(folder: Path, total: str, largest: str, *arguments: str) -> int:
 def median_of(runs: Sequence[Run], field: str) -> float:
     """The median of one of the fields of Run."""
     return statistics.median(getattr(run, field) for run in runs)
-
-
-def usable_cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def version(package: str) -> str | None:

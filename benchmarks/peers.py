@@ -33,12 +33,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from harness import Cell, Document, argument_parser, machine, now, publish, table, usable_cores, version
+from harness import Cell, Document, argument_parser, machine, now, publish, table, version
 from safetensors.numpy import load_file
 
 from pqweights.codecs import get_codec
 from pqweights.codecs.protocol import Bytes, Measures
 from pqweights.codecs.weight import PassTotals, block_count, encode_chunk
+from pqweights.rewrite.task import usable_cores
 
 PIECE_WEIGHTS = 1 << 20
 TIMED_SECONDS = 0.1  # a timing repeats the encoding until it takes at least this long

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import peers
-from harness import Cell, Document, argument_parser, machine, now, publish, table, usable_cores
+from harness import Cell, Document, argument_parser, machine, now, publish, table
 from safetensors.numpy import save_file
 
 from pqweights.checkpoint.source import Checkpoint, open_local
@@ -34,7 +34,7 @@ from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import Recipe, load_recipe
 from pqweights.quantize import Quantize, QuantizeOptions, quantize
 from pqweights.results.inspect import inspect
-from pqweights.rewrite.task import RunOptions
+from pqweights.rewrite.task import RunOptions, usable_cores
 from pqweights.runtimes.decoders import values_of
 from pqweights.runtimes.folders import read_folder
 from pqweights.runtimes.models import Model, open_model

@@ -24,8 +24,9 @@ from harness import (
     publish,
     run_command,
     table,
-    usable_cores,
 )
+
+from pqweights.rewrite.task import usable_cores
 
 SETTINGS = {"dtype": "BF16", "recipe": "q5", "bits": 5, "block_size": 128}
 TIMES = ("seconds", "exit_seconds")

@@ -15,10 +15,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from harness import Document, argument_parser, machine, now, publish, table, usable_cores
+from harness import Document, argument_parser, machine, now, publish, table
 
 from pqweights.codecs.lloyd_max import codebook
 from pqweights.kernels import BLOCK_SIZE, BlockCoding, EncodedArrays, load_backend
+from pqweights.rewrite.task import usable_cores
 
 CHUNK_BLOCKS = (1 << 20) // BLOCK_SIZE
 VALUE_BYTES = 2 * BLOCK_SIZE

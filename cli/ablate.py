@@ -108,8 +108,10 @@ def command(
 
 def parse_widths(text: str) -> list[float]:
     """Return the bit widths in a list such as "3,4,5"; the codecs refuse those that they do not have."""
+    from pqweights.codecs.protocol import exact_rate
+
     try:
-        widths = [float(part) for part in text.split(",")]
+        widths = [exact_rate(float(part)) for part in text.split(",")]
     except ValueError:
         raise typer.BadParameter(f"expected bit widths such as 3,4,5, found {text!r}") from None
     if len(set(widths)) < len(widths):

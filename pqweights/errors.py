@@ -2,7 +2,8 @@
 
     PqweightsError
     |-- SourceError            a source checkpoint is damaged, inconsistent or unsupported
-    |   `-- SourceChangedError the source is not the one that an interrupted run was reading
+    |   |-- SourceChangedError the source is not the one that an interrupted run was reading
+    |   `-- StrictError        a weight has a larger error than its codec promises, and the user asked to be strict
     |-- MasterError            a folder that pqweights wrote is incomplete or contradicts itself
     |-- OutputError            the output folder or its disk cannot take the result
     |-- HubError               the Hub refuses a request, or cannot be reached
@@ -27,6 +28,10 @@ class SourceError(PqweightsError):
 
 class SourceChangedError(SourceError):
     """The source is not the one that the interrupted run in the output folder was reading."""
+
+
+class StrictError(SourceError):
+    """A weight has a larger error than its codec promises, and the user asked to be strict."""
 
 
 class MasterError(PqweightsError):

@@ -18,7 +18,7 @@ from pqweights.checkpoint.model_card import model_facts
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import get_codec, nearest_rate
-from pqweights.errors import OutputError, RecipeError, SourceError
+from pqweights.errors import OutputError, RecipeError, SourceError, StrictError
 from pqweights.hub.sources import Access, open_source
 from pqweights.hub.storage import HubStorage
 from pqweights.planning.awq_file import AwqScales, open_awq
@@ -199,9 +199,9 @@ class Quantize(Transform):
         return EncodeJob(WeightToEncode(planned=planned, tensor=tensor, awq=awq, buffers=buffers))
 
     def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
-        """Raise SourceError for a weight that exceeds what its codec promises, if the user asked to be strict."""
+        """Raise StrictError for a weight that exceeds what its codec promises, if the user asked to be strict."""
         if self.strict and exceeds(planned, record):
-            raise SourceError(
+            raise StrictError(
                 f"tensor {planned.name!r}: --strict: relative error {record.relative_mse} at {planned.bits} bits "
                 "exceeds what the codec promises, even with its rescue; keep the tensor with a rule, or give it more "
                 "bits"

@@ -164,6 +164,10 @@ class Fields:
         """Return what `read`, one of the methods above, returns for a key; the default if it is absent or null."""
         return default if self._values.get(key) is None else read(key)
 
+    def defaulted(self, key: str, read: Callable[[str], Item], default: Default) -> Item | Default:
+        """Return what `read` returns for a key; the default only if it is absent, so that null is an error."""
+        return read(key) if key in self._values else default
+
     def _checked(self, key: str, expected: str, holds: Callable[[Any], bool]) -> Any:
         value = self._values.get(key)
         if not holds(value):

@@ -164,6 +164,7 @@ def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: d
         for stored_name in stored
         if stored_name not in settings.kept and (name := settings.weight_of(stored_name)) is not None
     ]
+    settings.check_block_size(encoded)
     taken = {part.name for tensor in encoded for part in tensor.parts}
     unknown = settings.overrides.keys() - {tensor.name for tensor in encoded}
     if unknown:
@@ -184,21 +185,20 @@ class _Settings:
             )
         _check_keys("quantization_config", settings, (*SETTINGS_KEYS, *stated_defaults(list(CODECS.values()))))
         self.fields = Fields(settings, _wrong)
-        self.kept = frozenset(self.fields.optional("kept", self.fields.texts, []))
-        self.overrides = self.fields.optional("overrides", self.fields.mapping, {})
+        self.kept = frozenset(self.fields.texts("kept"))
+        self.overrides = self.fields.mapping("overrides")
         self._settings = settings
-        self._levels = self.fields.optional("levels", self.fields.mapping, {})
+        self._levels = self.fields.mapping("levels")
         self._coders: dict[tuple[str, float], Coder] = {}
-        self._first_suffixes = tuple(dict.fromkeys(codec.suffixes[0] for codec in CODECS.values()))
-        self._check_block_size()
+        # The longest first: one suffix may be the end of another.
+        self._first_suffixes = sorted({codec.suffixes[0] for codec in CODECS.values()}, key=len, reverse=True)
 
-    def _check_block_size(self) -> None:
-        expected = _default_block_size()
-        codec, bits = self._settings.get("codec"), self._settings.get("bits")
-        if isinstance(codec, str) and codec in CODECS and is_number(bits):
-            expected = self.coder("quantization_config", codec, bits).block_size
-        if self._settings.get("block_size") != expected:
-            found = self._settings.get("block_size")
+    def check_block_size(self, encoded: Sequence[EncodedTensor]) -> None:
+        """Raise MasterError if block_size is not that of any weight, or of the default codec if there are none."""
+        sizes = {tensor.coder.block_size for tensor in encoded} or {_default_block_size()}
+        found = self._settings.get("block_size")
+        if found not in sizes:
+            expected = " or ".join(str(size) for size in sorted(sizes))
             raise MasterError(f"config.json: block_size: expected {expected}, found {found!r}")
 
     def weight_of(self, stored_name: str) -> str | None:
@@ -221,7 +221,8 @@ class _Settings:
     def coder(self, where: str, codec: str, bits: float) -> Coder:
         """Return the coder of a codec at a rate, with the tables that the master itself holds."""
         if (codec, bits) not in self._coders:
-            tables = Fields(self._levels, _wrong).optional(codec, Fields(self._levels, _wrong).mapping, {})
+            levels = Fields(self._levels, _wrong)
+            tables = levels.mapping(codec) if codec in levels else {}
             try:
                 coder = CODECS[codec].coder_from_tables(bits, tables.get(str(exact_rate(bits))))
             except RecipeError as error:
@@ -276,6 +277,9 @@ def _state(where: str, coder: Coder, merged: Mapping[str, Any]) -> State:
         return MasterError(f"config.json: {where}: {key}: expected {expected}, found {found!r}")
 
     own = {key: merged[key] for key in CODECS[coder.codec].state_defaults if key in merged}
+    for key in stated_defaults([CODECS[coder.codec]]):
+        if key not in own:
+            raise wrong(key, "a value", None)
     try:
         return coder.parse_state(Fields(own, wrong))
     except ValueError as error:

@@ -9,6 +9,7 @@ docs/codecs.md shows how to add a codec.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -271,7 +272,7 @@ def decode_torch_on_cpu(coder: Coder, parts: Sequence[Tensor], state: State) -> 
 
 def exact_rate(bits: float) -> float:
     """Return a rate as files and messages write it: an int if it is whole."""
-    return int(bits) if bits == int(bits) else float(bits)
+    return int(bits) if math.isfinite(bits) and bits == int(bits) else float(bits)
 
 
 def exceeds_promise(coder: Coder, relative_mse: float) -> bool:

@@ -223,8 +223,8 @@ class ScalarCoder:
 
     def parse_state(self, fields: Fields) -> ScalarState:
         """See Coder."""
-        rotation = fields.optional("rotation", fields.text, self._codec.rotations[0])
-        exponent = fields.optional("norm_exponent", fields.whole, 0)
+        rotation = fields.defaulted("rotation", fields.text, self._codec.rotations[0])
+        exponent = fields.defaulted("norm_exponent", fields.whole, 0)
         if rotation not in self._codec.rotations:
             raise ValueError(f"{self.codec} has no rotation {rotation!r}")
         if exponent not in NORM_EXPONENTS:

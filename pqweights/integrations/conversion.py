@@ -25,7 +25,7 @@ from pqweights.checkpoint.storage import LocalStorage
 from pqweights.errors import MasterError, SourceError
 from pqweights.integrations.packed import PackedTensor, bytes_per_weight, pack
 
-CHUNK_WEIGHTS = 1 << 20  # a multiple of every block size
+CHUNK_WEIGHTS = 1 << 20  # decoded at a time; a block that lies in two chunks is decoded twice
 NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 NEVER = "(?!)"  # a pattern that matches nothing
 

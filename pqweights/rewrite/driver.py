@@ -18,7 +18,7 @@ from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, INDEX_FILE, MANIF
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
 from pqweights.checkpoint.writer import COPY_BYTES, partial_path, sync_folder, write_whole
-from pqweights.errors import OutputError, SourceError
+from pqweights.errors import OutputError, SourceError, StrictError
 from pqweights.kernels.devices import resolve_device
 from pqweights.planning.plan import Plan, index_json, plan_shards
 from pqweights.rewrite.journal import RunInputs
@@ -174,11 +174,16 @@ def _run_inputs(task: RewriteTask) -> RunInputs:
 
 
 def _stream_tensors(task: RewriteTask, workspace: Workspace, run: RunOptions) -> tuple[TensorRecord, ...]:
-    """Write all tensors into staged shards; what was written is removed if the source turns out to be unusable."""
+    """Write all tensors into staged shards; what was written is removed if the source turns out to be unusable.
+
+    A strict run that continues another one leaves what that run wrote, which that run's own command can finish.
+    """
+    continues = bool(workspace.records)
     try:
         return Stream(task, workspace, run).run()
-    except SourceError:
-        workspace.discard()
+    except SourceError as error:
+        if not (continues and isinstance(error, StrictError)):
+            workspace.discard()
         raise
 
 

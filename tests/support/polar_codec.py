@@ -107,7 +107,7 @@ class PolarCoder:
         return None if needed == history[-1].state else needed
 
     def parse_state(self, fields: Fields) -> OctaveState:
-        octave = fields.optional("octave", fields.whole, 0)
+        octave = fields.defaulted("octave", fields.whole, 0)
         if not -150 <= octave <= 130:
             raise ValueError(f"octave: expected -150 to 130, found {octave}")
         return OctaveState(octave)

@@ -132,7 +132,7 @@ class SuperblockCoder:
         return ClipState() if len(errors) == 2 and errors[0] < errors[1] else None
 
     def parse_state(self, fields: Fields) -> ClipState:
-        clip = fields.optional("clip", fields.number, 1.0)
+        clip = fields.defaulted("clip", fields.number, 1.0)
         if clip not in (1.0, CLIPPED):
             raise ValueError(f"clip: expected 1 or {CLIPPED}, found {clip}")
         return ClipState(float(clip))
