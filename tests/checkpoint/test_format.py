@@ -16,13 +16,14 @@ from calls import export, quantize
 from golden import make
 from scalar import encode_scalar
 
+from pqweights.checkpoint.source import open_local
 from pqweights.codecs import get_codec
 from pqweights.codecs import lloyd_max as codebook
 from pqweights.codecs.protocol import RESCUE_FACTOR
 from pqweights.exports.options import ExportOptions
 from pqweights.kernels import FIELD_WIDTHS, HADAMARD_SIZE, SIGN_BITS, BlockCoding, load_backend, reference
 from pqweights.kernels.codebook import codebook_from_levels
-from pqweights.planning.recipe import load_recipe
+from pqweights.planning.recipe import load_recipe, parse_recipe
 from pqweights.results.verify import verify
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
@@ -52,6 +53,21 @@ def test_quantizing_the_golden_source_gives_the_golden_bytes(tmp_path, threads):
 
 def test_golden_master_verifies():
     assert verify(make.MASTER, threads=1).problems == ()
+
+
+def test_master_whose_most_common_codec_and_bits_belong_to_different_weights_opens(tmp_path):
+    """Each default of config.json is the most common value by itself, so no weight need have them together."""
+    weights = {f"model.layers.{n}.mlp.up_proj.weight": helpers.bf16(helpers.gaussian(4, 128, seed=n)) for n in range(6)}
+    source = helpers.write_checkpoint(tmp_path / "source", weights)
+    rules = [{"name": f"*.{n}.*", "bits": bits} for n, bits in enumerate((2, 3, 4, 5))]
+    rules += [{"name": f"*.{n}.*", "codec": "absmax", "bits": 8} for n in (4, 5)]
+    recipe = parse_recipe(json.dumps({"codec": "hadamard-lloyd-max", "rules": rules}), "mixed")
+    quantize(source, tmp_path / "master", recipe)
+    settings = independent_reader.quantization_config(tmp_path / "master")
+    assert (settings["codec"], settings["bits"]) == ("hadamard-lloyd-max", 8)
+    assert "8" not in settings["levels"]["hadamard-lloyd-max"]
+    assert verify(tmp_path / "master", threads=1).problems == ()
+    assert len(open_local(tmp_path / "master").tensors) == 6
 
 
 def test_golden_master_covers_the_format():

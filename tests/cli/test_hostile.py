@@ -27,6 +27,8 @@ from typer.testing import CliRunner, Result
 
 USAGE_ERRORS = {
     "bits-out-of-range",
+    "bits-nan",
+    "bits-infinite",
     "bits-no-number",
     "size-no-size",
     "size-zero",

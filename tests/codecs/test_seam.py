@@ -139,7 +139,7 @@ def test_verify_finds_a_flipped_bit_in_every_part(folder: Path, tmp_path: Path) 
     assert verify(folder / "master", threads=2).ok
     (file,) = (folder / "master").glob("*.safetensors")
     stored = read_all(folder / "master")
-    for suffix in ("_superblocks", "_radii", "_angles", "_codes", "_norms"):
+    for suffix in ("_super_codes", "_radii", "_angles", "_codes", "_norms"):
         damaged = Path(shutil.copytree(folder / "master", tmp_path / suffix))
         name = next(name for name in stored if name.endswith(suffix))
         data = stored[name][1].tobytes()
@@ -360,7 +360,7 @@ def test_damaged_configuration_is_refused_in_one_line(change: Any, message: str,
     assert message in refused("export", damaged, tmp_path / "out", "--target", "bf16")
 
 
-@pytest.mark.parametrize("suffix", ["_superblocks", "_radii", "_angles"])
+@pytest.mark.parametrize("suffix", ["_super_codes", "_radii", "_angles"])
 def test_missing_part_is_named(suffix: str, folder: Path, tmp_path: Path) -> None:
     damaged = Path(shutil.copytree(folder / "master", tmp_path / "master"))
     (file,) = damaged.glob("*.safetensors")

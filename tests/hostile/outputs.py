@@ -61,6 +61,8 @@ OUTPUT_CASES = [
     ),
     Case("name-of-a-file-not-utf-8", {QUANTIZE: ("caf",)}, prepare=foreign_name),
     Case("bits-out-of-range", {QUANTIZE + " --bits 9": ("--bits", "8")}, GOOD_SRC),
+    Case("bits-nan", {QUANTIZE + " --bits nan": ("--bits", "nan")}, GOOD_SRC),
+    Case("bits-infinite", {QUANTIZE + " --bits inf": ("--bits", "inf")}, GOOD_SRC),
     Case("bits-no-number", {QUANTIZE + " --bits five": ("--bits",)}, GOOD_SRC),
     Case("size-no-size", {QUANTIZE + " --max-shard-size huge": ("huge",)}, GOOD_SRC),
     Case("size-zero", {QUANTIZE + " --max-shard-size 0": ("at least one byte",)}, GOOD_SRC),

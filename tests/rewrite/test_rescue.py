@@ -89,6 +89,8 @@ def test_strict_refuses_finished_and_interrupted_results(tmp_path: Path, monkeyp
     interrupt(monkeypatch, command(source), tmp_path / "interrupted", tensors=2)
     with pytest.raises(SourceError, match="strict"):
         run_command(command(source, strict=True), tmp_path / "interrupted")
+    assert run_command(command(source), tmp_path / "interrupted").resumed >= 2  # the plain run keeps its work
+    assert folder_bytes(tmp_path / "interrupted") == folder_bytes(tmp_path / "finished")
 
 
 def test_strict_accepts_rescued_weights(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ class SuperblockCodec:
 
     name = NAME
     format_version = 2
-    suffixes = ("_superblocks",)
+    suffixes = ("_super_codes",)
     rates = tuple(DISTORTIONS)
     state_defaults: Mapping[str, Any] = {"clip": 1.0}
     description = ""
@@ -113,7 +113,7 @@ class SuperblockCoder:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return (Part("_superblocks", "U8", sum(self.code_bytes) + GROUPS + 1),)
+        return (Part("_super_codes", "U8", sum(self.code_bytes) + GROUPS + 1),)
 
     @property
     def distortion(self) -> float:
