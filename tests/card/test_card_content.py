@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from calls import evaluate, make_card, write_card
+from calls import evaluate, make_card, quantize, write_card
 from cards import BASE, blocks, change_manifest, facts, sections, set_model
+from commands import done
 from families import exported, model
 from families import master as master_of
 from helpers import run_command, small_checkpoint
@@ -19,6 +20,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.errors import MasterError
 from pqweights.markdown import words
 from pqweights.planning.plan import plan_shards
+from pqweights.planning.recipe import load_recipe
 from pqweights.results.inspect import inspect
 from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import mean_error, read_manifest
@@ -285,6 +287,18 @@ def test_chosen_bit_widths_are_explained(
     change_manifest(folder, lambda data: data.update(master=about))
     text = make_card(folder).text
     assert "\nThe master's widths that no rule sets were chosen" in text and says in text and "predicted as" not in text
+
+
+def test_card_says_if_a_recipe_had_another_bit_width_or_a_target(tmp_path: Path) -> None:
+    source = small_checkpoint(tmp_path / "model")
+    quantize(source, tmp_path / "four", load_recipe("q5").with_bits(4))
+    text = make_card(tmp_path / "four").text
+    assert "\n# pqweights master q5 at 4 bits\n" in text
+    assert "\n`q5`, with 4 bits in place of its own bit width.\n" in text and "Five bits" not in text
+    done("quantize", source, tmp_path / "fitted", "--target-bpw", "4.5")
+    text = make_card(tmp_path / "fitted").text
+    assert "\n# pqweights master q5, fitted to a size\n" in text
+    assert "\n`q5`, with bit widths chosen to meet a target.\n" in text and "Five bits" not in text
 
 
 def test_left_out_tensors_are_listed_and_an_unknown_target_is_refused(base: Path, tmp_path: Path) -> None:
