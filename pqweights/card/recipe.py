@@ -75,7 +75,10 @@ def _recipe_line(made_by: Mapping[str, Any]) -> str:
 def _other_bits(found: Mapping[str, Any]) -> bool:
     """Whether a recipe that comes with pqweights was used with another bit width than its own."""
     name = found.get("name")
-    return name in recipe_names() and load_recipe(name).bits != found.get("bits")
+    if name not in recipe_names():
+        return False
+    own = load_recipe(name)
+    return own.description == found.get("description") and own.bits != found.get("bits")
 
 
 def _rule(rule: Mapping[str, Any]) -> str:

@@ -195,10 +195,10 @@ class _Settings:
 
     def check_block_size(self, encoded: Sequence[EncodedTensor]) -> None:
         """Raise MasterError if block_size is not that of any weight, or of the default codec if there are none."""
-        sizes = {tensor.coder.block_size for tensor in encoded} or {_default_block_size()}
+        sizes = sorted({tensor.coder.block_size for tensor in encoded} or {_default_block_size()})
         found = self._settings.get("block_size")
         if found not in sizes:
-            expected = " or ".join(str(size) for size in sorted(sizes))
+            expected = " or ".join(str(size) for size in sizes)
             raise MasterError(f"config.json: block_size: expected {expected}, found {found!r}")
 
     def weight_of(self, stored_name: str) -> str | None:

@@ -218,6 +218,7 @@ MASTER_CASES = [
     settings("master-version-99", "format_version", to=99, export=("format_version", "99")),
     settings("master-version-missing", "format_version", to=None, export=("format_version",)),
     settings("master-block-size-64", "block_size", to=64, export=("block_size", "64")),
+    settings("master-block-size-a-list", "block_size", to=[128], export=("block_size", "[128]")),
     settings("master-key-unknown", "bit_order", to="big", export=("'bit_order'",)),
     damaged(
         "master-bits-4",
