@@ -22,6 +22,7 @@ from helpers import (
     write_checkpoint,
 )
 from pqweights_cli.main import app
+from rewriting import check_killed_runs_resume
 from typer.testing import CliRunner
 
 from pqweights.checkpoint.source import open_local
@@ -205,20 +206,7 @@ def test_run_killed_at_any_call_resumes_to_the_same_folder(tmp_path: Path) -> No
         for number in range(1, counts[name] + 1, step)
         for when in ("before", "after")
     ]
-    killed_runs(work, points)
-    failures = []
-    for point in points:
-        out = Path(point["out"])
-        for name, data in folder_bytes(out).items():
-            if not name.startswith(".pqweights/") and not name.endswith("/"):
-                assert data == undisturbed[name], (point, name)
-        try:
-            run_command(work, out)
-        except Exception as error:
-            failures.append(f"{point['function']} {point['number']} {point['when']}: {error}")
-            continue
-        assert folder_bytes(out) == undisturbed, point
-    assert not failures, "\n".join(failures)
+    check_killed_runs_resume(work, points, undisturbed)
 
 
 def test_output_is_identical_across_thread_counts(tmp_path: Path) -> None:

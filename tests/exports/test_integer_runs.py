@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from helpers import folder_bytes, killed_runs, run_command
 from integer_exports import KINDS, LAYER, ROUNDED, work
+from rewriting import check_killed_runs_resume
 
-from pqweights.errors import MasterError, OutputError, PqweightsError, SourceChangedError
+from pqweights.errors import MasterError, OutputError, SourceChangedError
 from pqweights.exports import integer_export
 from pqweights.results.verify import verify
 from pqweights.rewrite import jobs
@@ -86,21 +87,7 @@ def test_run_killed_at_any_call_resumes_to_the_same_folder(kind: str, driven: Pa
     ]
     assert len({point["function"] for point in points}) == 4
     assert len(points) > 30
-    killed_runs(command, points)
-    failures = []
-    for point in points:
-        out = Path(point["out"])
-        for name, data in folder_bytes(out).items():
-            if not name.startswith(".pqweights/") and not name.endswith("/"):
-                assert data == undisturbed[name], (point, name)
-        try:
-            run_command(command, out)
-        except PqweightsError as error:
-            failures.append(f"{point['function']} {point['number']} {point['when']}: {error}")
-            continue
-        assert folder_bytes(out) == undisturbed, point
-        shutil.rmtree(out)
-    assert not failures, "\n".join(failures)
+    check_killed_runs_resume(command, points, undisturbed)
 
 
 def test_journaled_tile_tensor_that_the_disk_lost_is_redone(driven: Path, tmp_path: Path) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors
-from helpers import run_command
+from helpers import folder_bytes, killed_runs, run_command
 
+from pqweights.errors import PqweightsError
 from pqweights.quantize import Quantize
 from pqweights.rewrite.task import RewriteReport
 from pqweights.rewrite.workspace import Workspace
@@ -75,3 +77,20 @@ def check_final_names(out: Path, undisturbed: dict[str, bytes]) -> None:
         elif name.endswith(".json"):
             json.loads(path.read_bytes())
         assert path.read_bytes() == undisturbed[name], name
+
+
+def check_killed_runs_resume(work: dict[str, Any], points: list[dict[str, Any]], undisturbed: dict[str, bytes]) -> None:
+    """Kill a run at each point, and check that the same command then completes the folder of an undisturbed run."""
+    killed_runs(work, points)
+    failures = []
+    for point in points:
+        out = Path(point["out"])
+        check_final_names(out, undisturbed)
+        try:
+            run_command(work, out)
+        except PqweightsError as error:
+            failures.append(f"{point['function']} {point['number']} {point['when']}: {error}")
+            continue
+        assert folder_bytes(out) == undisturbed, point
+        shutil.rmtree(out)
+    assert not failures, "\n".join(failures)
