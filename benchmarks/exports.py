@@ -38,10 +38,10 @@ from safetensors.numpy import save_file
 from pqweights.errors import MissingDependencyError, SourceError
 from pqweights.evaluate.protocol import Loss, Windows, change, perplexity, window_losses
 from pqweights.evaluate.weight_errors import relative_mse
-from pqweights.export import MasterFolder, export
+from pqweights.exporting import MasterFolder, export
 from pqweights.exports.options import ExportOptions
 from pqweights.planning.recipe import load_recipe
-from pqweights.quantize import quantize
+from pqweights.quantizing import quantize
 from pqweights.results.inspect import inspect
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.runtimes.decoders import export_weight

@@ -30,7 +30,7 @@ from pqweights.measure.sensitivity import SensitivityOptions, measure_sensitivit
 from pqweights.planning.plan import QUANTIZE, TensorPlan
 from pqweights.planning.recipe import Recipe, Rule, SizeTarget, load_recipe
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of, write_sensitivity
-from pqweights.quantize import plan_quantize, quantize
+from pqweights.quantizing import plan_quantize, quantize
 from pqweights.results.inspect import inspect
 from pqweights.rewrite.manifest import coder_of
 from pqweights.rewrite.task import RunOptions

@@ -32,7 +32,7 @@ from pqweights.measure.ablation import MOST_CALIBRATION_TOKENS, AblationOptions,
 from pqweights.measure.calibrate import WINDOW, CalibrationOptions, calibrate
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import Recipe, load_recipe
-from pqweights.quantize import Quantize, QuantizeOptions, quantize
+from pqweights.quantizing import Quantize, QuantizeOptions, quantize
 from pqweights.results.inspect import inspect
 from pqweights.rewrite.task import RunOptions, usable_cores
 from pqweights.runtimes.decoders import values_of

@@ -123,7 +123,7 @@ def command(
     If the run is interrupted, the same command continues it. The targets are:
     """
     with output.errors(continues=True):
-        from pqweights.export import MasterFolder, export
+        from pqweights.exporting import MasterFolder, export
         from pqweights.exports import get_target
         from pqweights.exports.options import ExportOptions
         from pqweights.rewrite.task import RunOptions

@@ -16,7 +16,7 @@ from .report_fit import curve_lines, fit_lines
 
 if TYPE_CHECKING:
     from pqweights.planning.recipe import Recipe
-    from pqweights.quantize import QuantizeOptions
+    from pqweights.quantizing import QuantizeOptions
 
 PlotOption = Annotated[
     Path | None,
@@ -47,7 +47,7 @@ def command(
     """
     options.check_awq(awq, awq_any_codec)
     with output.errors():
-        from pqweights.quantize import QuantizeOptions
+        from pqweights.quantizing import QuantizeOptions
 
         fitting = options.Fitting(target_size=target_size, target_bpw=target_bpw, sensitivity=sensitivity)
         chosen = options.chosen_recipe(recipe, bits, fitting)
@@ -102,7 +102,7 @@ class PlanRequest:
 @_no_search_for_cycles()
 def show_plan(request: PlanRequest) -> None:
     """Make a plan and print it."""
-    from pqweights.quantize import plan_quantize
+    from pqweights.quantizing import plan_quantize
     from pqweights.rewrite.driver import resource_needs
 
     options.check_plot(request.plot)

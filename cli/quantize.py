@@ -59,7 +59,7 @@ def command(
     """
     options.check_awq(awq, awq_any_codec)
     with output.errors(continues=not dry_run):
-        from pqweights.quantize import QuantizeOptions, quantize
+        from pqweights.quantizing import QuantizeOptions, quantize
         from pqweights.rewrite.task import RunOptions
 
         fitting = options.Fitting(target_size=target_size, target_bpw=target_bpw, sensitivity=sensitivity)

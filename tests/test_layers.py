@@ -36,7 +36,7 @@ LAYERS = (
     ("pqweights.hub",),
     ("pqweights.planning",),
     ("pqweights.rewrite",),
-    ("pqweights.quantize", "pqweights.exports", "pqweights.export"),
+    ("pqweights.quantizing", "pqweights.exports", "pqweights.exporting"),
     ("pqweights.integrations", "pqweights.results"),
     ("pqweights.runtimes",),
     ("pqweights.evaluate", "pqweights.measure"),
@@ -261,7 +261,7 @@ def test_importing_pqweights_loads_no_heavy_package() -> None:
 
 
 def test_quantizing_needs_neither_torch_nor_a_compiler() -> None:
-    assert not loaded_after("import pqweights.quantize, pqweights.export, pqweights.results.verify") & {
+    assert not loaded_after("import pqweights.quantizing, pqweights.exporting, pqweights.results.verify") & {
         "torch",
         "triton",
         "transformers",

@@ -19,11 +19,11 @@ from pqweights.evaluate.evaluation import TextOptions, choose_windows
 from pqweights.evaluate.protocol import Estimate, Scores, Windows, compare, perplexity_change
 from pqweights.evaluate.report import to_json
 from pqweights.evaluate.weight_errors import relative_mse
-from pqweights.export import MasterFolder, export
+from pqweights.exporting import MasterFolder, export
 from pqweights.exports.options import ExportOptions
 from pqweights.measure.calibrate import WINDOW, CalibrationOptions, calibrate, fewest_tokens
 from pqweights.planning.recipe import Recipe
-from pqweights.quantize import QuantizeOptions, quantize
+from pqweights.quantizing import QuantizeOptions, quantize
 from pqweights.results.inspect import inspect
 from pqweights.rewrite.task import RunOptions
 from pqweights.runtimes.folders import read_folder

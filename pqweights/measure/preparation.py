@@ -8,7 +8,7 @@ from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.errors import EvaluationError, RecipeError, SourceError
 from pqweights.planning.plan import QUANTIZE, TensorPlan
 from pqweights.planning.recipe import Recipe
-from pqweights.quantize import Quantize
+from pqweights.quantizing import Quantize
 from pqweights.runtimes.folders import Folder
 from pqweights.runtimes.texts import Ids, check_vocabulary, tokenize
 from pqweights.units import counted

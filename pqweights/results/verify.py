@@ -25,7 +25,7 @@ from pqweights.checkpoint.writer import sha256_of_file
 from pqweights.errors import MasterError, PqweightsError
 from pqweights.exports import EXPORTS, get_target
 from pqweights.planning.plan import QUANTIZE, ShardPlan, index_json
-from pqweights.quantize import encodings
+from pqweights.quantizing import encodings
 from pqweights.results.evaluation_record import read_records
 from pqweights.rewrite.manifest import Manifest, read_manifest, shards_of
 from pqweights.strict_json import json_bytes

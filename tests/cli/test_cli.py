@@ -240,7 +240,7 @@ def test_unexpected_errors_keep_their_traceback(source: Path, monkeypatch: pytes
     def broken(*arguments: Any, **keywords: Any) -> None:
         raise ValueError("our own mistake")
 
-    monkeypatch.setattr("pqweights.quantize.plan_quantize", broken)
+    monkeypatch.setattr("pqweights.quantizing.plan_quantize", broken)
     result = CliRunner().invoke(app, ["plan", str(source)])
     assert isinstance(result.exception, ValueError)
 
@@ -250,7 +250,9 @@ def test_interrupt_is_one_line(when: str, source: Path, tmp_path: Path, monkeypa
     def interrupted(*arguments: Any, **keywords: Any) -> None:
         raise KeyboardInterrupt
 
-    place = "pqweights.quantize.plan_quantize" if when == "planning" else "pqweights.rewrite.workspace.Workspace.record"
+    place = (
+        "pqweights.quantizing.plan_quantize" if when == "planning" else "pqweights.rewrite.workspace.Workspace.record"
+    )
     with monkeypatch.context() as patch:
         patch.setattr(place, interrupted)
         lines = refused("quantize", source, tmp_path / "out").splitlines()

@@ -24,7 +24,7 @@ from hub_cases import CASES, NOT_NEEDED, RUN, SOURCE, Case, Client, files_of, wr
 from loopback_hub import Cut, Fault, LoopbackHub, Request, Run, Stall
 
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.quantize import EncodeJob
+from pqweights.quantizing import EncodeJob
 from pqweights.rewrite.jobs import Sink
 
 pytest.importorskip("huggingface_hub")

@@ -20,7 +20,7 @@ from pqweights.measure.activations import Activations, Place, Sampling, TextWind
 from pqweights.measure.scale_search import Inputs
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import load_recipe
-from pqweights.quantize import Quantize
+from pqweights.quantizing import Quantize
 
 Seen = dict[Place, Inputs]
 IDS = np.random.default_rng(3).integers(0, 490, (3, 24))

@@ -7,10 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pqweights import card
-from pqweights import export as exporting
+from pqweights import card, exporting, quantizing
 from pqweights import push as pushing
-from pqweights import quantize as quantizing
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.evaluate import evaluation
 from pqweights.evaluate.report import EvaluationReport

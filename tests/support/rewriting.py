@@ -12,7 +12,7 @@ import safetensors
 from helpers import folder_bytes, killed_runs, run_command
 
 from pqweights.errors import PqweightsError
-from pqweights.quantize import Quantize
+from pqweights.quantizing import Quantize
 from pqweights.rewrite.task import RewriteReport
 from pqweights.rewrite.workspace import Workspace
 
