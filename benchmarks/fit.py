@@ -28,8 +28,9 @@ from pqweights.evaluate.evaluation import TextOptions, choose_windows
 from pqweights.evaluate.protocol import Windows, compare, perplexity
 from pqweights.measure.sensitivity import SensitivityOptions, measure_sensitivity
 from pqweights.planning.plan import QUANTIZE, TensorPlan
-from pqweights.planning.recipe import Recipe, Rule, SizeTarget, load_recipe
+from pqweights.planning.recipe import Recipe, Rule, load_recipe
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of, write_sensitivity
+from pqweights.planning.target import SizeTarget
 from pqweights.quantizing import plan_quantize, quantize
 from pqweights.results.inspect import inspect
 from pqweights.rewrite.manifest import coder_of

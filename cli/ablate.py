@@ -61,6 +61,8 @@ def command(
     no_awq: NoAwqOption = False,
     no_int4: NoInt4Option = False,
     recipe: options.RecipeOption = "q5",
+    keep: options.KeepOption = None,
+    set_bits: options.SetOption = None,
     window: options.WindowOption = None,
     stride: options.StrideOption = None,
     score_first: options.ScoreFirstOption = False,
@@ -81,10 +83,10 @@ def command(
     with output.errors():
         from pqweights.evaluate.evaluation import TextOptions
         from pqweights.measure.ablation import AblationOptions, ablate
-        from pqweights.planning.recipe import load_recipe
+        from pqweights.planning.choice import RecipeOptions, choose_recipe
         from pqweights.runtimes.texts import read_text
 
-        chosen = load_recipe(recipe)
+        chosen = choose_recipe(recipe, RecipeOptions(keep=tuple(keep or ()), set_bits=options.settings(set_bits)))
         found = options.fetched(source, options.access(revision, token))
         reading = TextOptions(
             window=window, stride=stride, score_first=score_first, max_tokens=max_tokens, tokenizer=tokenizer

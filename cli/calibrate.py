@@ -43,6 +43,8 @@ def command(
     text: TextOption,
     recipe: options.RecipeOption = "q5",
     bits: options.BitsOption = None,
+    keep: options.KeepOption = None,
+    set_bits: options.SetOption = None,
     max_tokens: MaxTokensOption = 16384,
     window: WindowOption = None,
     tokenizer: options.TokenizerOption = None,
@@ -62,9 +64,11 @@ def command(
     """
     with output.errors():
         from pqweights.measure.calibrate import CalibrationOptions, calibrate
+        from pqweights.planning.choice import RecipeOptions, choose_recipe
         from pqweights.runtimes.texts import read_text
 
-        chosen = options.chosen_recipe(recipe, bits)
+        changes = RecipeOptions(bits=bits, keep=tuple(keep or ()), set_bits=options.settings(set_bits))
+        chosen = choose_recipe(recipe, changes)
         found = options.fetched(source, options.access(revision, token))
         asked = CalibrationOptions(
             max_tokens=max_tokens,

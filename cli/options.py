@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +14,6 @@ from . import output
 
 if TYPE_CHECKING:
     from pqweights.hub.sources import Access, Fetched
-    from pqweights.planning.recipe import Recipe
 
 
 class Device(StrEnum):
@@ -23,6 +22,13 @@ class Device(StrEnum):
     CPU = "cpu"
     CUDA = "cuda"
     AUTO = "auto"
+
+
+class BitsOf(StrEnum):
+    """What bits per weight are a mean over: pqweights.planning.target.BPW_OF."""
+
+    QUANTIZED = "quantized"
+    CHECKPOINT = "checkpoint"
 
 
 class ModelDtype(StrEnum):
@@ -54,33 +60,20 @@ def thread_count(asked: int | None) -> int:
     return asked or usable_cores()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fitting:
-    """The options that choose bit widths to meet a target; all None without a target."""
-
-    target_size: int | None = None
-    target_bpw: float | None = None
-    sensitivity: str | None = None
+def settings(texts: Sequence[str] | None) -> tuple[tuple[str, float], ...]:
+    """Return pattern and bit width from each "PATTERN=BITS" that --set was given."""
+    return tuple(map(_setting, texts or ()))
 
 
-def chosen_recipe(name: str, bits: float | None, fitting: Fitting = Fitting()) -> Recipe:
-    """Load a recipe and change it as the options say.
-
-    name: the name of a recipe, or its file
-    bits: another default bit width; None for that of the recipe
-    fitting: the options of a target
-
-    Raises RecipeError.
-    """
-    from pqweights.planning.recipe import load_recipe, make_target
-
-    target = make_target("--target-size and --target-bpw", fitting.target_size, fitting.target_bpw)
-    recipe = load_recipe(name)
-    if bits is not None and target is not None:
-        raise typer.BadParameter("expected either --bits or a target, which chooses the bit widths; found both")
-    if bits is not None:
-        recipe = recipe.with_bits(bits)
-    return recipe.with_target(target, fitting.sensitivity)
+def _setting(text: str) -> tuple[str, float]:
+    pattern, equals, width = text.rpartition("=")
+    try:
+        bits = float(width)
+    except ValueError:
+        bits = math.nan
+    if not pattern or not equals or not math.isfinite(bits):
+        raise typer.BadParameter(f"--set: expected PATTERN=BITS, such as *.down_proj.weight=6, found {text!r}")
+    return pattern, bits
 
 
 def check_awq(awq: Path | None, any_codec: bool) -> None:
@@ -180,6 +173,26 @@ BitsOption = Annotated[
         show_default="the recipe's",
     ),
 ]
+KeepOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--keep",
+        metavar="PATTERN",
+        show_default=False,
+        help="Keep the tensors whose names match a shell-style PATTERN, e.g. '*.layers.0.*'; before --set, and before "
+        "the rules of the recipe. Can be repeated.",
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="PATTERN=BITS",
+        show_default=False,
+        help="Quantize the tensors whose names match a shell-style PATTERN with BITS, e.g. '*.down_proj.weight=6'; "
+        "the first that matches decides, before the rules of the recipe. Can be repeated.",
+    ),
+]
 TargetSizeOption = Annotated[
     int | None,
     typer.Option(
@@ -197,6 +210,15 @@ TargetBitsOption = Annotated[
         metavar="BITS",
         show_default=False,
         help="Choose the bit width of each weight so that the mean is at most BITS per weight, all overhead counted.",
+    ),
+]
+BitsOfOption = Annotated[
+    BitsOf | None,
+    typer.Option(
+        "--bpw-of",
+        show_default="quantized",
+        help="What --target-bpw is a mean over: the weights that the recipe quantizes, or all parameters of the "
+        "checkpoint with every byte of the safetensors files.",
     ),
 ]
 SensitivityOption = Annotated[

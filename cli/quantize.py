@@ -36,8 +36,11 @@ def command(
     out: options.OutArgument,
     recipe: options.RecipeOption = "q5",
     bits: options.BitsOption = None,
+    keep: options.KeepOption = None,
+    set_bits: options.SetOption = None,
     target_size: options.TargetSizeOption = None,
     target_bpw: options.TargetBitsOption = None,
+    bpw_of: options.BitsOfOption = None,
     sensitivity: options.SensitivityOption = None,
     dry_run: DryRunOption = False,
     overwrite: options.OverwriteOption = False,
@@ -59,11 +62,20 @@ def command(
     """
     options.check_awq(awq, awq_any_codec)
     with output.errors(continues=not dry_run):
+        from pqweights.planning.choice import RecipeOptions, choose_recipe
         from pqweights.quantizing import QuantizeOptions, quantize
         from pqweights.rewrite.task import RunOptions
 
-        fitting = options.Fitting(target_size=target_size, target_bpw=target_bpw, sensitivity=sensitivity)
-        chosen = options.chosen_recipe(recipe, bits, fitting)
+        changes = RecipeOptions(
+            bits=bits,
+            keep=tuple(keep or ()),
+            set_bits=options.settings(set_bits),
+            target_size=target_size,
+            target_bpw=target_bpw,
+            bpw_of=None if bpw_of is None else bpw_of.value,
+            sensitivity=sensitivity,
+        )
+        chosen = choose_recipe(recipe, changes)
         asked = QuantizeOptions(
             access=options.access(revision, token),
             low_disk=low_disk,

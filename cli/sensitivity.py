@@ -35,6 +35,8 @@ def command(
     text: TextOption = None,
     window: WindowOption = None,
     recipe: options.RecipeOption = "q5",
+    keep: options.KeepOption = None,
+    set_bits: options.SetOption = None,
     tokenizer: options.TokenizerOption = None,
     dtype: options.ModelDtypeOption = options.ModelDtype.FLOAT32,
     device_map: options.DeviceMapOption = None,
@@ -50,11 +52,11 @@ def command(
     """
     with output.errors():
         from pqweights.measure.sensitivity import SensitivityOptions, measure_sensitivity
-        from pqweights.planning.recipe import load_recipe
+        from pqweights.planning.choice import RecipeOptions, choose_recipe
         from pqweights.planning.sensitivity_file import write_sensitivity
         from pqweights.runtimes.texts import read_text
 
-        chosen = load_recipe(recipe)
+        chosen = choose_recipe(recipe, RecipeOptions(keep=tuple(keep or ()), set_bits=options.settings(set_bits)))
         _check_free(out, overwrite)
         found = options.fetched(source, options.access(revision, token))
         asked = SensitivityOptions(

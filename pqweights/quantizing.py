@@ -22,7 +22,9 @@ from pqweights.errors import OutputError, RecipeError, SourceError, StrictError
 from pqweights.hub.sources import Access, open_source
 from pqweights.hub.storage import HubStorage
 from pqweights.planning.awq_file import AwqScales, open_awq
-from pqweights.planning.fit import Fit, Rates, fit
+from pqweights.planning.decisions import Decision, decide, is_smaller
+from pqweights.planning.fit import Fit, fit
+from pqweights.planning.fit_problem import Rates
 from pqweights.planning.plan import (
     DEFAULT_MAX_SHARD_BYTES,
     KEEP,
@@ -31,8 +33,9 @@ from pqweights.planning.plan import (
     TensorPlan,
     plan_shards,
 )
-from pqweights.planning.recipe import Decision, Recipe, SizeTarget, decide, is_smaller
+from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, read_sensitivity
+from pqweights.planning.target import SizeTarget
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.encode_job import EncodeJob, WeightToEncode
 from pqweights.rewrite.jobs import CopyJob, Job

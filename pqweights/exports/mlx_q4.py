@@ -33,7 +33,8 @@ from pqweights.exports.original import integer_export
 from pqweights.exports.target import MLX, ExportTarget
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups, pack_bits
 from pqweights.markdown import fenced
-from pqweights.planning.recipe import DEFAULT_BITS, is_smaller
+from pqweights.planning.decisions import is_smaller
+from pqweights.planning.recipe import DEFAULT_BITS
 from pqweights.planning.roles import classify
 
 if TYPE_CHECKING:

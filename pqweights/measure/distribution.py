@@ -24,7 +24,8 @@ from pqweights.checkpoint.source import find_non_finite, open_local
 from pqweights.errors import SourceError
 from pqweights.kernels import HADAMARD_SIZE
 from pqweights.kernels.groups import rotate
-from pqweights.planning.recipe import decide, load_recipe
+from pqweights.planning.decisions import decide
+from pqweights.planning.recipe import load_recipe
 
 # At most this many weights of a tensor are read, in chunks of blocks that are spread evenly over it.
 MAX_WEIGHTS = 1 << 22

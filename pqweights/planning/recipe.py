@@ -10,7 +10,6 @@ import difflib
 import fnmatch
 import importlib.resources
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -18,17 +17,15 @@ from typing import Any
 
 import yaml
 
-from pqweights.checkpoint.master import encoded_specs
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.codecs import DEFAULT_CODEC, get_codec, nearest_rate
-from pqweights.dtypes import item_bytes
 from pqweights.errors import OptionError, PqweightsError, RecipeError
-from pqweights.planning.roles import ROLES, Role, classify, without_numbers
+from pqweights.planning.roles import ROLES, Role
+from pqweights.planning.target import SizeTarget, make_target
 from pqweights.strict_json import Fields
-from pqweights.units import parse_size
 
 DEFAULT_BITS = 5
-RECIPE_KEYS = ("name", "description", "codec", "bits", "target_size", "target_bpw", "sensitivity", "rules")
+RECIPE_KEYS = ("name", "description", "codec", "bits", "target_size", "target_bpw", "bpw_of", "sensitivity", "rules")
 RULE_KEYS = ("name", "role", "min_weights", "max_weights", "dims", "keep", "codec", "bits", "reason")
 
 
@@ -76,50 +73,6 @@ class Rule:
         )
 
 
-@dataclass(frozen=True)
-class SizeTarget:
-    """An upper bound for the result: bytes in its safetensors files, or bits per weight, one of the two."""
-
-    output_bytes: int | None = None
-    bits_per_weight: float | None = None
-
-    def __str__(self) -> str:
-        if self.output_bytes is not None:
-            return f"{self.output_bytes} bytes"
-        return f"{self.bits_per_weight:g} bits per weight"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the target with its key in a recipe."""
-        if self.output_bytes is not None:
-            return {"target_size": self.output_bytes}
-        return {"target_bpw": self.bits_per_weight}
-
-
-def make_target(where: str, size: str | int | None, bits_per_weight: float | None) -> SizeTarget | None:
-    """Return the target for a size, as text or in bytes, or for bits per weight; None without either.
-
-    where: what messages call the source of the target
-
-    Raises RecipeError for both at once, and for a value that is not a size.
-    """
-    if size is not None and bits_per_weight is not None:
-        raise RecipeError(f"{where}: expected a target size or target bits per weight, found both")
-    if size is not None:
-        try:
-            return SizeTarget(output_bytes=parse_size(size))
-        except RecipeError as error:
-            raise RecipeError(f"{where}: target size: {error}") from None
-    if bits_per_weight is not None:
-        try:
-            value = float(bits_per_weight)
-        except OverflowError:  # an integer of hundreds of digits
-            value = math.inf
-        if not 0 < value < math.inf:
-            raise RecipeError(f"{where}: target bits per weight: expected a positive number, found {value}")
-        return SizeTarget(bits_per_weight=value)
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A whole recipe.
@@ -127,6 +80,7 @@ class Recipe:
     name, description: for people
     codec, bits: the defaults for weights that are quantized
     rules: the first rule that matches a tensor decides
+    overrides: rules that options give, which come before all others; each has a reason that names its option
     target: a size to meet; bit widths that no rule gives are then chosen for it
     sensitivity: by what they are chosen: "heuristic", or a file that `pqweights sensitivity` wrote
     """
@@ -136,6 +90,7 @@ class Recipe:
     codec: str
     bits: float
     rules: tuple[Rule, ...] = ()
+    overrides: tuple[Rule, ...] = ()
     target: SizeTarget | None = None
     sensitivity: str | None = None
 
@@ -166,7 +121,7 @@ class Recipe:
     def to_json(self) -> dict[str, Any]:
         """Return the recipe as manifests state it: the keys of the YAML, without those that are not set."""
         rules = []
-        for rule in self.rules:
+        for rule in (*self.overrides, *self.rules):
             entry: dict[str, Any] = {"name": list(rule.names), "role": list(rule.roles)}
             entry |= {key: getattr(rule, key) for key in RULE_KEYS[2:]}
             rules.append({key: value for key, value in entry.items() if value not in ([], None, False)})
@@ -180,94 +135,6 @@ class Recipe:
         return stated | ({} if self.target is None else self.target.to_json())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """What a recipe decides about a tensor.
-
-    role: the tensor's role
-    codec, bits: how to encode it; None if it is kept
-    reason: why
-    free: whether the bit width is the recipe's default, not that of a rule
-    """
-
-    role: str
-    codec: str | None
-    bits: float | None
-    reason: str
-    free: bool = False
-
-
-def decide(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> list[Decision]:
-    """Return a decision for each tensor.
-
-    Raises RecipeError for a name pattern that matches no tensor at all; the message names the nearest tensor.
-    """
-    _check_patterns(recipe, tensors)
-    named = [rule for rule in recipe.rules if rule.names]
-    made: dict[tuple[object, ...], Decision] = {}
-    decisions = []
-    for tensor in tensors:
-        name = tensor.name
-        matching = tuple([rule.matches_name(name) for rule in named]) if named else ()
-        # Everything that a decision depends on; thousands of experts have it in common.
-        kind = (without_numbers(name), matching, tensor.dtype, tensor.plain_dtype, tensor.shape)
-        if kind not in made:
-            made[kind] = _decide_one(recipe, tensor)
-        decisions.append(made[kind])
-    return decisions
-
-
-def _decide_one(recipe: Recipe, tensor: LogicalTensor) -> Decision:
-    role = classify(tensor.name, tensor.dtype, tensor.shape)
-    number, rule = next(((i, r) for i, r in enumerate(recipe.rules, start=1) if r.matches(tensor, role)), (0, Rule()))
-    if rule.keep:
-        return _kept(role, rule.reason or f"rule {number} of the recipe")
-    if number == 0 and role.keep is not None:
-        return _kept(role, role.keep)
-    codec = rule.codec or recipe.codec
-    bits = rule.bits or nearest_rate(codec, recipe.bits)
-    if role.name == "buffer":
-        return _kept(role, role.keep or "")
-    if not is_smaller(tensor, codec, bits):
-        encoded, plain = _sizes(tensor, codec, bits)
-        return _kept(role, f"encoding would not make it smaller ({encoded} against {plain} bytes)")
-    reason = (rule.reason or f"rule {number} of the recipe") if number else f"default for role {role.name}"
-    return Decision(role=role.name, codec=codec, bits=bits, reason=reason, free=rule.bits is None)
-
-
-def _kept(role: Role, reason: str) -> Decision:
-    return Decision(role=role.name, codec=None, bits=None, reason=reason)
-
-
-def is_smaller(tensor: LogicalTensor, codec: str | None, bits: float) -> bool:
-    """Whether encoding makes a tensor smaller."""
-    if codec is None:
-        return False
-    encoded, plain = _sizes(tensor, codec, bits)
-    return encoded < plain
-
-
-def _sizes(tensor: LogicalTensor, codec: str, bits: float) -> tuple[int, int]:
-    """Return the size of a tensor in bytes if it is encoded, and if it is kept."""
-    encoded = sum(spec.byte_count for spec in encoded_specs(tensor.name, tensor.shape, get_codec(codec).coder(bits)))
-    return encoded, math.prod(tensor.shape) * item_bytes(tensor.plain_dtype)
-
-
-def _check_patterns(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> None:
-    """Raise RecipeError if a name pattern of the recipe matches no tensor."""
-    names = [tensor.name for tensor in tensors]
-    for number, rule in enumerate(recipe.rules, start=1):
-        for pattern in rule.names:
-            if not fnmatch.filter(names, pattern):
-                fixed = pattern.replace("*", "")
-                ends = {name[-len(fixed) :] if fixed else name: name for name in names}
-                near = [ends[end] for end in difflib.get_close_matches(fixed, ends, n=1, cutoff=0.0)]
-                raise RecipeError(
-                    f"recipe {recipe.name!r}: rule {number}: the pattern {pattern!r} matches no tensor; the nearest is "
-                    f"{near[0]!r}"
-                )
-
-
 def recipe_folder() -> Traversable:
     """Return the folder of the recipes that come with pqweights."""
     return importlib.resources.files("pqweights_recipes")
@@ -278,23 +145,23 @@ def recipe_names() -> list[str]:
     return sorted(f.name.removesuffix(".yaml") for f in recipe_folder().iterdir() if f.name.endswith(".yaml"))
 
 
-def load_recipe(name_or_file: str) -> Recipe:
-    """Load a recipe by its name, or from a YAML file.
+def load_recipe(name_or_file: str | Path) -> Recipe:
+    """Load a recipe by its name, or from a YAML file; a Path is always a file.
 
-    Raises RecipeError for an unknown name, and for everything that is wrong in a file.
+    Raises OptionError for an unknown name, and RecipeError for everything that is wrong in a file.
     """
     if name_or_file in recipe_names():
         text = (recipe_folder() / f"{name_or_file}.yaml").read_text(encoding="utf-8")
         return parse_recipe(text, f"recipe {name_or_file!r}")
     path = Path(name_or_file)
-    if path.suffix in (".yaml", ".yml") or path.is_file():
+    if isinstance(name_or_file, Path) or path.suffix in (".yaml", ".yml") or path.is_file():
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"{name_or_file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-        return parse_recipe(text, name_or_file)
+            raise RecipeError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        return parse_recipe(text, str(name_or_file))
     near = difflib.get_close_matches(name_or_file, recipe_names(), n=1, cutoff=0.0)[0]
-    raise RecipeError(
+    raise OptionError(
         f"no recipe is called {name_or_file!r}; the nearest is {near!r}; expected {', '.join(recipe_names())}, or a "
         ".yaml file"
     )
@@ -332,11 +199,12 @@ def parse_recipe(text: str, where: str) -> Recipe:
 
 def _parse_target(where: str, fields: Fields) -> SizeTarget | None:
     size, per_weight = fields.raw("target_size"), fields.raw("target_bpw")
+    bpw_of = fields.optional("bpw_of", fields.text, None)
     if size is not None and (not isinstance(size, str | int) or isinstance(size, bool)):
         raise RecipeError(f"{where}: target_size: expected a size such as 9GB, found {size!r}")
     if per_weight is not None and (not isinstance(per_weight, float | int) or isinstance(per_weight, bool)):
         raise RecipeError(f"{where}: target_bpw: expected a number, found {per_weight!r}")
-    return make_target(where, size, per_weight)
+    return make_target(where, size, per_weight, bpw_of=bpw_of)
 
 
 def _parse_rule(where: str, data: Any, default_codec: str) -> Rule:

@@ -21,8 +21,9 @@ from pqweights.checkpoint.source import open_local
 from pqweights.errors import RecipeError, SourceError
 from pqweights.planning.fit import Fit
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, Plan
-from pqweights.planning.recipe import Recipe, load_recipe, make_target, parse_recipe
+from pqweights.planning.recipe import Recipe, load_recipe, parse_recipe
 from pqweights.planning.sensitivity_file import Measured, Sensitivity, write_sensitivity
+from pqweights.planning.target import make_target
 from pqweights.results.verify import verify
 from pqweights.rewrite.task import RewriteReport
 
@@ -57,6 +58,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("fit") / "model", tensors(), config={"model_type": "llama"})
 
 
+KEEP_ALL = "{rules: [{name: '*', keep: true}]}"
+
+
 def targeted(size: str | int | None = None, bits: float | None = None, sensitivity: str | None = None) -> Recipe:
     return load_recipe("q5").with_target(make_target("test", size, bits), sensitivity)
 
@@ -76,9 +80,11 @@ def refused(source: Path, recipe: Recipe, shard: int = DEFAULT_MAX_SHARD_BYTES) 
 
 @functools.cache
 def ends(source: Path, shard: int) -> tuple[int, int]:
-    """The smallest and the largest size that can be a target, as the errors state them."""
+    """The smallest size that can be a target and the largest that quantizes anything, as the errors state them."""
     below = re.search(r"smallest possible, (\d+) bytes", refused(source, targeted(1), shard))
-    above = re.search(r"above the (\d+) bytes of the source", refused(source, targeted(10**12), shard))
+    above = re.search(
+        r"leaves nothing to quantize; expected at most (\d+) bytes", refused(source, targeted(10**12), shard)
+    )
     assert below is not None
     assert above is not None
     return int(below[1]), int(above[1])
@@ -143,23 +149,26 @@ def test_smallest_and_largest_targets_are_met_exactly(source: Path, shard: int) 
     assert "below the smallest possible" in refused(source, targeted(least - 1), shard)
     largest, plan = fitted(source, targeted(most), shard)
     assert largest.output_bytes == most
-    assert {group.bits for group in largest.groups} == {None}
-    assert largest.rise == 0
-    assert {tensor.action for tensor in plan.tensors} == {"keep"}
-    assert "no quantization is needed" in refused(source, targeted(most + 1), shard)
+    assert {group.bits for group in largest.groups} == {None, 8}
+    assert "quantize" in {tensor.action for tensor in plan.tensors}
+    everything = plan_quantize(source, parse_recipe(KEEP_ALL, "all"), max_shard_bytes=shard)[2].output_bytes
+    assert fitted(source, targeted(everything - 1), shard)[0].output_bytes == most
+    assert f"expected at most {most} bytes" in refused(source, targeted(everything), shard)
 
 
 def test_smallest_and_largest_bits_per_weight(source: Path) -> None:
-    fit, _ = fitted(source, targeted(bits=16))
-    assert fit.bits_per_weight == 16
-    assert {group.bits for group in fit.groups} == {None}
-    assert "16.0000 bits per weight" in refused(source, targeted(bits=16.001))
+    fit, _ = fitted(source, targeted(bits=15.9999))
+    assert 15.5 < fit.bits_per_weight < 16
+    assert {group.bits for group in fit.groups} == {None, 8}
+    most = math.floor(fit.bits_per_weight * 10_000) / 10_000
+    refusal = f"leaves nothing to quantize; expected at most {most:.4f} bits per weight"
+    assert refusal in refused(source, targeted(bits=16))
+    assert refusal in refused(source, targeted(bits=1e308))
     smallest, _ = fitted(source, targeted(bits=2.1256))
     assert {group.bits for group in smallest.groups} == {2}
     assert refused(source, targeted(bits=2.12)).startswith(
         "target: 2.12 bits per weight: below the smallest possible, 2.125"
     )
-    assert "above what the source has" in refused(source, targeted(bits=1e308))
 
 
 @pytest.mark.parametrize("bits", [2.2, 2.9, 3.3, 4.0, 4.5, 5.125, 6.0, 7.7, 8.1, 12.0, 15.5])
@@ -186,13 +195,44 @@ def test_size_is_within_half_a_percent_if_groups_are_small(tmp_path: Path) -> No
         assert 0.995 * bits <= fitted(deep, targeted(bits=bits))[0].bits_per_weight <= bits
 
 
+def test_sizes_of_the_curve_are_below_that_of_the_source(source: Path) -> None:
+    most = ends(source, DEFAULT_MAX_SHARD_BYTES)[1]
+    for size in (most - 300_000, most - 1000, most):
+        fit, _ = fitted(source, targeted(size))
+        assert fit.curve[0].output_bytes == fit.smallest_bytes
+        assert fit.output_bytes <= fit.curve[-1].output_bytes <= most
+        assert [point.rise for point in fit.curve] == sorted((point.rise for point in fit.curve), reverse=True)
+    assert fit.curve[-1].output_bytes == most
+
+
+@pytest.mark.parametrize("bits", [2.5, 4.0, 6.0, 15.0])
+def test_bits_per_weight_of_the_checkpoint(source: Path, bits: float) -> None:
+    """All bytes of the files count, and all parameters, also those that the recipe keeps."""
+    rules = {"rules": [{"role": "embedding", "keep": True}]}
+    recipe = parse_recipe(json.dumps(rules | {"target_bpw": bits, "bpw_of": "checkpoint"}), "mine.yaml")
+    if bits == 2.5:
+        assert refused(source, recipe).startswith(
+            "target: 2.5 bits per parameter of the checkpoint: below the smallest possible, 2.6651 "
+        )
+        return
+    fit, plan = fitted(source, recipe)
+    parameters = sum(tensor.weights for tensor in plan.tensors if tensor.role != "buffer")
+    of_all = 8 * plan.output_bytes / parameters
+    assert 0.9 * bits < of_all <= bits
+    assert fit.bits_per_weight < of_all
+    same_size = parse_recipe(json.dumps(rules | {"target_size": int(bits * parameters / 8)}), "mine.yaml")
+    assert bits_of(fitted(source, same_size)[1]) == bits_of(plan)
+
+
 def test_predicted_loss_falls_with_size(source: Path, tmp_path: Path) -> None:
     file = str(sensitivity(source, tmp_path / "s.json"))
     for by in (None, file):
-        fits = [fitted(source, targeted(bits=bits, sensitivity=by))[0] for bits in np.linspace(2.2, 16, 15).tolist()]
+        fits = [
+            fitted(source, targeted(bits=bits, sensitivity=by))[0] for bits in np.linspace(2.2, 15.999, 15).tolist()
+        ]
         rises = [fit.rise for fit in fits]
         assert rises == sorted(rises, reverse=True)
-        assert rises[0] > rises[-1] == 0
+        assert rises[0] > 1000 * rises[-1]
 
 
 def test_written_files_have_the_planned_size(source: Path, tmp_path: Path) -> None:
@@ -262,7 +302,7 @@ def test_no_other_choice_of_bit_widths_is_better(tmp_path: Path) -> None:
         best = min(rise for output_bytes, rise in by_widths if output_bytes <= size)
         assert fit.rise <= best * (1 + 1e-5) + 1e-12, size
     assert min(by_widths)[0] == least
-    assert max(by_widths)[0] == most
+    assert min((rise, size) for size, rise in by_widths if rise > 0)[1] == most
 
 
 def predicted(alpha: float, bits: int | None) -> float:
@@ -596,6 +636,15 @@ USAGE: list[tuple[list[Any], str]] = [
     (["--target-size", "250kB", "--bits", "4"], "which chooses the bit widths"),
     (["--target-bpw", "4", "--bits", "4"], "which chooses the bit widths"),
     (["--target-bpw", "four"], "--target-bpw"),
+    (["--target-size", "250kB", "--target-bpw", "4"], "found both"),
+    (["--sensitivity", "heuristic"], "--target-size or --target-bpw beside it"),
+    (["--target-bpw", "nan"], "positive number, found nan"),
+    (["--target-bpw", "0"], "positive number, found 0.0"),
+    (["--target-bpw", "-4"], "positive number, found -4.0"),
+    (["--target-bpw", "inf"], "positive number, found inf"),
+    (["--bpw-of", "checkpoint"], "target bits per weight beside bpw_of"),
+    (["--target-bpw", "4", "--bpw-of", "model"], "--bpw-of"),
+    (["--target-size", "250kB", "--bpw-of", "checkpoint"], "target bits per weight beside bpw_of"),
 ]
 
 
@@ -611,16 +660,11 @@ def test_wrong_usage_exits_with_2(
 
 
 REFUSED: list[tuple[list[Any], str]] = [
-    (["--target-size", "250kB", "--target-bpw", "4"], "found both"),
-    (["--sensitivity", "heuristic"], "--target-size or --target-bpw beside it"),
-    (["--target-bpw", "nan"], "positive number, found nan"),
-    (["--target-bpw", "0"], "positive number, found 0.0"),
-    (["--target-bpw", "-4"], "positive number, found -4.0"),
-    (["--target-bpw", "inf"], "positive number, found inf"),
-    (["--target-bpw", "1e308"], "above what the source has"),
+    (["--target-bpw", "1e308"], "leaves nothing to quantize"),
     (["--target-bpw", "2"], "below the smallest possible, 2.125"),
     (["--target-size", "10kB"], "below the smallest possible, "),
-    (["--target-size", "1GB"], "no quantization is needed"),
+    (["--target-size", "1GB"], "leaves nothing to quantize"),
+    (["--target-bpw", "16"], "leaves nothing to quantize"),
     (["--target-size", "250kB", "--sensitivity", "none.json"], "none.json: cannot be read (No such file or directory)"),
     (["--target-size", "250kB", "--sensitivity", "."], "Is a directory"),
 ]
@@ -631,7 +675,7 @@ REFUSED: list[tuple[list[Any], str]] = [
 def test_bad_input_is_one_line(source: Path, tmp_path: Path, command: str, options: list[Any], expected: str) -> None:
     done = invoke(command, source, *([tmp_path / "out"] if command == "quantize" else []), *options)
     assert isinstance(done.exception, SystemExit), repr(done.exception)
-    assert done.exit_code == (2 if "beside it" in expected else 1)
+    assert done.exit_code == 1
     assert expected in done.stderr
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""

@@ -11,19 +11,10 @@ import yaml
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import PlainTensor
 from pqweights.errors import OptionError, RecipeError
-from pqweights.planning.recipe import (
-    Decision,
-    Recipe,
-    Rule,
-    SizeTarget,
-    decide,
-    load_recipe,
-    make_target,
-    parse_recipe,
-    recipe_folder,
-    recipe_names,
-)
+from pqweights.planning.decisions import Decision, decide
+from pqweights.planning.recipe import Recipe, Rule, load_recipe, parse_recipe, recipe_folder, recipe_names
 from pqweights.planning.roles import ROLES
+from pqweights.planning.target import SizeTarget, make_target
 
 CODEC = "hadamard-lloyd-max"
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -197,6 +188,10 @@ def test_recipe_of_a_manifest_parses_back() -> None:
         ("target_bpw: .inf", ["bits per weight", "found inf"]),
         (f"target_bpw: {'9' * 400}", ["test.yaml", "bits per weight"]),
         ("sensitivity: heuristic", ["sensitivity", "target_size or target_bpw"]),
+        ("{target_bpw: 4.5, bpw_of: model}", ["bpw_of", "quantized or checkpoint", "'model'"]),
+        ("{target_bpw: 4.5, bpw_of: 5}", ["bpw_of", "a text", "found 5"]),
+        ("{bpw_of: checkpoint}", ["beside bpw_of"]),
+        ("{target_size: 1GB, bpw_of: checkpoint}", ["beside bpw_of"]),
         ("{target_bpw: 4.5, sensitivity: 5}", ["sensitivity", "a text", "found 5"]),
         ("target_bwp: 4", ["'target_bwp'", "'target_bpw'"]),
     ],
@@ -218,7 +213,7 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "nearest"), [("q55", "q5"), ("Q4", "q4"), ("q2.yml.", "q2")])
 def test_unknown_recipe_error_names_the_nearest(name: str, nearest: str) -> None:
-    with pytest.raises(RecipeError, match=f"'{nearest}'") as caught:
+    with pytest.raises(OptionError, match=f"'{nearest}'") as caught:
         load_recipe(name)
     assert repr(name) in str(caught.value)
 
@@ -382,6 +377,8 @@ def test_single_string_is_a_list_of_one(kind: str) -> None:
         ("target_size: 123456", SizeTarget(output_bytes=123_456)),
         ("target_bpw: 4.5", SizeTarget(bits_per_weight=4.5)),
         ("target_bpw: 4", SizeTarget(bits_per_weight=4.0)),
+        ("{target_bpw: 4, bpw_of: quantized}", SizeTarget(bits_per_weight=4.0)),
+        ("{target_bpw: 4, bpw_of: checkpoint}", SizeTarget(bits_per_weight=4.0, bpw_of="checkpoint")),
         ("{}", None),
     ],
 )
@@ -425,3 +422,4 @@ def test_only_bit_widths_without_a_rule_are_free() -> None:
 def test_target_is_printed_with_its_unit() -> None:
     assert str(SizeTarget(output_bytes=9 * 10**9)) == "9000000000 bytes"
     assert str(SizeTarget(bits_per_weight=4.5)) == "4.5 bits per weight"
+    assert str(SizeTarget(bits_per_weight=6, bpw_of="checkpoint")) == "6 bits per parameter of the checkpoint"

@@ -9,7 +9,8 @@ import pytest
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import PlainTensor
 from pqweights.planning import roles
-from pqweights.planning.recipe import Recipe, decide
+from pqweights.planning.decisions import decide
+from pqweights.planning.recipe import Recipe
 from pqweights.planning.roles import ROLES, classify, without_numbers
 
 Shape = tuple[int, ...]

@@ -1,0 +1,115 @@
+"""Decisions: what a recipe makes of each tensor, judged by its name, role, shape and dtype."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pqweights.checkpoint.master import encoded_specs
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.codecs import get_codec, nearest_rate
+from pqweights.dtypes import item_bytes
+from pqweights.errors import RecipeError
+from pqweights.planning.recipe import Recipe, Rule
+from pqweights.planning.roles import Role, classify, without_numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What a recipe decides about a tensor.
+
+    role: the tensor's role
+    codec, bits: how to encode it; None if it is kept
+    reason: why
+    free: whether the bit width is the recipe's default, not that of a rule
+    """
+
+    role: str
+    codec: str | None
+    bits: float | None
+    reason: str
+    free: bool = False
+
+
+def decide(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> list[Decision]:
+    """Return a decision for each tensor.
+
+    Raises RecipeError for a name pattern that matches no tensor at all; the message names the nearest tensor.
+    """
+    _check_patterns(recipe, tensors)
+    named = [rule for rule in (*recipe.overrides, *recipe.rules) if rule.names]
+    made: dict[tuple[object, ...], Decision] = {}
+    decisions = []
+    for tensor in tensors:
+        name = tensor.name
+        matching = tuple([rule.matches_name(name) for rule in named]) if named else ()
+        # Everything that a decision depends on; thousands of experts have it in common.
+        kind = (without_numbers(name), matching, tensor.dtype, tensor.plain_dtype, tensor.shape)
+        if kind not in made:
+            made[kind] = _decide_one(recipe, tensor)
+        decisions.append(made[kind])
+    return decisions
+
+
+def _decide_one(recipe: Recipe, tensor: LogicalTensor) -> Decision:
+    role = classify(tensor.name, tensor.dtype, tensor.shape)
+    rule, why = _first_match(recipe, tensor, role)
+    if rule is not None and rule.keep:
+        return _kept(role, why)
+    if rule is None and role.keep is not None:
+        return _kept(role, role.keep)
+    rule = rule or Rule()
+    codec = rule.codec or recipe.codec
+    bits = rule.bits or nearest_rate(codec, recipe.bits)
+    if role.name == "buffer":
+        return _kept(role, role.keep or "")
+    if not is_smaller(tensor, codec, bits):
+        encoded, plain = _sizes(tensor, codec, bits)
+        return _kept(role, f"encoding would not make it smaller ({encoded} against {plain} bytes)")
+    return Decision(role=role.name, codec=codec, bits=bits, reason=why, free=rule.bits is None)
+
+
+def _first_match(recipe: Recipe, tensor: LogicalTensor, role: Role) -> tuple[Rule | None, str]:
+    """Return the rule that decides what becomes of a tensor, and the reason; None if no rule matches."""
+    for rule in recipe.overrides:
+        if rule.matches(tensor, role):
+            return rule, rule.reason or ""
+    for number, rule in enumerate(recipe.rules, start=1):
+        if rule.matches(tensor, role):
+            return rule, rule.reason or f"rule {number} of the recipe"
+    return None, f"default for role {role.name}"
+
+
+def _kept(role: Role, reason: str) -> Decision:
+    return Decision(role=role.name, codec=None, bits=None, reason=reason)
+
+
+def is_smaller(tensor: LogicalTensor, codec: str | None, bits: float) -> bool:
+    """Whether encoding makes a tensor smaller."""
+    if codec is None:
+        return False
+    encoded, plain = _sizes(tensor, codec, bits)
+    return encoded < plain
+
+
+def _sizes(tensor: LogicalTensor, codec: str, bits: float) -> tuple[int, int]:
+    """Return the size of a tensor in bytes if it is encoded, and if it is kept."""
+    encoded = sum(spec.byte_count for spec in encoded_specs(tensor.name, tensor.shape, get_codec(codec).coder(bits)))
+    return encoded, math.prod(tensor.shape) * item_bytes(tensor.plain_dtype)
+
+
+def _check_patterns(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> None:
+    """Raise RecipeError if a name pattern of the recipe matches no tensor."""
+    names = [tensor.name for tensor in tensors]
+    rules = [((rule.reason or "").partition(" ")[0], rule) for rule in recipe.overrides]
+    rules += [(f"recipe {recipe.name!r}: rule {number}", rule) for number, rule in enumerate(recipe.rules, start=1)]
+    for where, rule in rules:
+        for pattern in rule.names:
+            if not fnmatch.filter(names, pattern):
+                fixed = pattern.replace("*", "")
+                ends = {name[-len(fixed) :] if fixed else name: name for name in names}
+                near = [ends[end] for end in difflib.get_close_matches(fixed, ends, n=1, cutoff=0.0)]
+                raise RecipeError(f"{where}: the pattern {pattern!r} matches no tensor; the nearest is {near[0]!r}")

@@ -1,0 +1,131 @@
+"""Options that change a recipe: --keep and --set, their order, their place in plan and manifest, and their errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import answer, invoke, refused
+from helpers import bf16, gaussian, write_checkpoint
+
+from pqweights.errors import OptionError
+from pqweights.planning.choice import RecipeOptions, choose_recipe
+from pqweights.planning.recipe import Rule, load_recipe
+from pqweights.planning.target import SizeTarget
+
+Q, UP = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"
+NAMES = (Q, UP, "model.layers.1.mlp.up_proj.weight", "lm_head.weight")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tensors = {name: bf16(gaussian(64, 128, seed=number)) for number, name in enumerate(NAMES)}
+    return write_checkpoint(tmp_path_factory.mktemp("choice") / "model", tensors)
+
+
+def planned(source: Path, *options: str) -> dict[str, Any]:
+    """What plan says of each tensor: its bits, or None, and the reason."""
+    tensors = answer("plan", source, *options)["tensors"]
+    return {tensor["name"]: (tensor["bits"], tensor["reason"]) for tensor in tensors}
+
+
+def test_without_options_a_recipe_is_as_its_name_says() -> None:
+    assert choose_recipe("q4") == load_recipe("q4")
+
+
+def test_path_is_a_file_even_with_the_name_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("q5").write_text("bits: 3")
+    assert choose_recipe(Path("q5")).bits == 3
+    assert choose_recipe("q5").bits == 5
+
+
+def test_keep_and_set_come_before_the_rules_of_the_recipe(source: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("rules: [{name: '*up_proj*', bits: 8, reason: mine}, {role: lm_head, bits: 2}]")
+    found = planned(source, "--recipe", str(mine), "--keep", "*.layers.1.*", "--set", "*q_proj*=6", "--set", f"{UP}=3")
+    assert found == {
+        Q: (6, "--set *q_proj*=6"),
+        UP: (3, f"--set {UP}=3"),
+        "model.layers.1.mlp.up_proj.weight": (None, "--keep *.layers.1.*"),
+        "lm_head.weight": (2, "rule 2 of the recipe"),
+    }
+
+
+def test_keep_comes_before_set_and_the_first_set_decides(source: Path) -> None:
+    found = planned(source, "--set", "*proj*=6", "--set", "*q_proj*=3", "--keep", UP)
+    assert found[Q] == (6, "--set *proj*=6")
+    assert found[UP] == (None, f"--keep {UP}")
+
+
+def test_weights_that_options_set_are_not_fitted(source: Path) -> None:
+    found = planned(source, "--set", "lm_head*=8", "--keep", Q, "--target-bpw", "7")
+    assert found["lm_head.weight"] == (8, "--set lm_head*=8")
+    assert found[Q] == (None, f"--keep {Q}")
+    assert "to keep 7 bits per weight" in found[UP][1]
+
+
+def test_manifest_states_options_as_rules(source: Path, tmp_path: Path) -> None:
+    assert invoke("quantize", source, tmp_path / "out", "--keep", "lm_head*", "--set", "*q_proj*=6").exit_code == 0
+    assert json.loads((tmp_path / "out" / "pqweights.json").read_text())["recipe"]["rules"] == [
+        {"name": ["lm_head*"], "keep": True, "reason": "--keep lm_head*"},
+        {"name": ["*q_proj*"], "bits": 6, "reason": "--set *q_proj*=6"},
+    ]
+
+
+def test_library_takes_widths_by_pattern_as_a_mapping_or_as_pairs() -> None:
+    widths = {"*q*": 6, "*": 3}
+    recipe = choose_recipe("q5", RecipeOptions(set_bits=widths))
+    assert recipe == choose_recipe("q5", RecipeOptions(set_bits=tuple(widths.items())))
+    assert recipe.overrides == (
+        Rule(names=("*q*",), bits=6, reason="--set *q*=6"),
+        Rule(names=("*",), bits=3, reason="--set *=3"),
+    )
+
+
+@pytest.mark.parametrize("option", ["--keep", "--set"])
+def test_pattern_without_a_match_names_the_option_and_the_nearest_tensor(source: Path, option: str) -> None:
+    error = refused("plan", source, option, "*.q_porj.weight" + ("=4" if option == "--set" else ""))
+    assert error == f"error: {option}: the pattern '*.q_porj.weight' matches no tensor; the nearest is {Q!r}\n"
+
+
+@pytest.mark.parametrize("text", ["lm_head.weight", "=4", "lm_head.weight=", "lm_head.weight=four", "x=nan"])
+def test_set_without_pattern_or_bits_is_wrong_usage(source: Path, text: str) -> None:
+    done = invoke("plan", source, "--set", text)
+    assert done.exit_code == 2
+    assert "expected PATTERN=BITS" in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_set_with_bits_that_the_codec_lacks_is_refused(source: Path) -> None:
+    assert "--set *=9: " in refused("plan", source, "--set", "*=9", code=2)
+    assert "2 to 8" in refused("plan", source, "--set", "*=9", code=2)
+
+
+def test_each_option_of_a_target_replaces_its_own_key(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("{target_bpw: 6, bpw_of: checkpoint}")
+    for options, target in (
+        (RecipeOptions(), SizeTarget(bits_per_weight=6, bpw_of="checkpoint")),
+        (RecipeOptions(target_bpw=4), SizeTarget(bits_per_weight=4, bpw_of="checkpoint")),
+        (RecipeOptions(bpw_of="quantized"), SizeTarget(bits_per_weight=6)),
+        (RecipeOptions(target_bpw=4, bpw_of="quantized"), SizeTarget(bits_per_weight=4)),
+        (RecipeOptions(target_size="1GB"), SizeTarget(output_bytes=10**9)),
+    ):
+        assert choose_recipe(mine, options).target == target
+
+
+@pytest.mark.parametrize(
+    ("options", "fragment"),
+    [
+        (RecipeOptions(bits=4, target_bpw=4), "found both"),
+        (RecipeOptions(target_size=5, target_bpw=4), "found both"),
+        (RecipeOptions(target_size="9XB"), "'9XB'"),
+        (RecipeOptions(bpw_of="checkpoint"), "beside bpw_of"),
+        (RecipeOptions(bits=9), "2 to 8"),
+    ],
+)
+def test_impossible_options_are_refused(options: RecipeOptions, fragment: str) -> None:
+    with pytest.raises(OptionError, match=fragment):
+        choose_recipe("q5", options)
