@@ -1,7 +1,7 @@
 """What an interrupt (Ctrl-C, SIGINT) does: one line on stderr, and exit code 130, at any moment of a command.
 
-`answer_at_once` is called before anything large is imported. Outside `raised`, there is nothing to clean up, and an
-exception could be swallowed by an import, so the process ends right away. Inside it, KeyboardInterrupt is raised.
+`answer_at_once` is called before anything large is imported. Outside `Raised`, there is nothing to clean up, and an
+exception could be swallowed by an import, so the process ends right away.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, TracebackType
 
 EXIT_CODE = 130  # 128 + SIGINT, as shells have it
-# Whether an interrupt came. Some libraries turn the KeyboardInterrupt into an error of their own.
+# Whether an interrupt came inside Raised. Some libraries turn the KeyboardInterrupt into an error of their own.
 _came = False
 
 
@@ -24,24 +23,24 @@ def answer_at_once() -> None:
         signal.signal(signal.SIGINT, _end)
 
 
-@contextlib.contextmanager
-def raised() -> Iterator[None]:
-    """Raise KeyboardInterrupt for interrupts that come inside this context."""
-    global _came
-    _came = False
-    if signal.getsignal(signal.SIGINT) is not _end:  # a test, or a program that answers them itself
-        yield
-        return
-    signal.signal(signal.SIGINT, _raise)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, _end)
+class Raised(contextlib.AbstractContextManager["Raised"]):
+    """A context in which an interrupt raises KeyboardInterrupt, and every error after it counts as its consequence."""
 
+    def __enter__(self) -> Raised:
+        global _came
+        _came = False
+        self._ours = signal.getsignal(signal.SIGINT) is _end  # not in a program that answers interrupts itself
+        if self._ours:
+            signal.signal(signal.SIGINT, _raise)
+        return self
 
-def came() -> bool:
-    """Whether an interrupt came inside the last `raised`."""
-    return _came
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._ours:
+            signal.signal(signal.SIGINT, _end)
+        if _came and error is not None and not isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
 
 
 def leave() -> None:

@@ -64,27 +64,21 @@ def errors(continues: bool = False, quiet: bool = False) -> Iterator[None]:
 
     _quiet = quiet
     try:
-        with interrupts.raised():
+        with interrupts.Raised():
             yield
+    except OptionError as error:
+        fail(str(error), code=2)
+    except PqweightsError as error:
+        fail(str(error))
     except KeyboardInterrupt:
-        _interrupted(continues)
-    except Exception as error:
-        if interrupts.came():
-            _interrupted(continues)
-        if isinstance(error, OptionError):
-            fail(str(error), code=2)
-        if isinstance(error, PqweightsError):
-            fail(str(error))
-        if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
-            fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
+        again = "; run the same command again: it continues where it stopped" if continues else ""
+        fail(f"interrupted{again}", code=interrupts.EXIT_CODE)
+    except BrokenPipeError:
         raise
+    except OSError as error:
+        fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
     finally:
         _quiet = False
-
-
-def _interrupted(continues: bool) -> NoReturn:
-    again = "; run the same command again: it continues where it stopped" if continues else ""
-    fail(f"interrupted{again}", code=interrupts.EXIT_CODE)
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
