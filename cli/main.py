@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from . import ablate, calibrate, card, export, inspect, plan, push, quantize, sensitivity, verify
+from . import ablate, calibrate, card, export, inspect, interrupts, plan, push, quantize, sensitivity, verify
 from . import eval as evaluate
 
 app = typer.Typer(
@@ -70,7 +70,13 @@ def main() -> None:
     # here needs, and at exit Python searches all live objects for reference cycles once more.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     atexit.register(gc.freeze)
-    app()
+    interrupts.answer_at_once()
+    try:
+        app()
+    except SystemExit as end:
+        if end.code == interrupts.EXIT_CODE:
+            interrupts.leave()
+        raise
 
 
 if __name__ == "__main__":

@@ -258,6 +258,9 @@ DeviceOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+QuietOption = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print no progress, notes or summary; errors and warnings stay.")
+]
 
 # How a model runs over a text
 

@@ -1,22 +1,32 @@
-"""What commands print: data on stdout, everything else on stderr, one line for an expected error."""
+"""What commands print: data on stdout, everything else on stderr, one line for an expected error.
+
+With --quiet, notes, progress and the summaries of what was written are not printed; errors, warnings, JSON and what a
+command was asked to show are.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, Protocol
 
 import typer
 
-# What progress counts by default; other units are named in the plural as well.
-BYTES = "bytes"
-# Jobs that end within this many seconds show no progress.
-QUIET_SECONDS = 2.0
+from . import interrupts
+from .amounts import BYTES, amount
+from .amounts import size as size
+
+# Jobs, and steps without progress, that end within this many seconds show no line where stderr is not a terminal.
+QUIET_SECONDS = STATUS_SECONDS = 2.0
 # Seconds between two lines of progress.
 PLAIN_LINE_SECONDS = 5.0
+
+# Whether the command that is running was asked to be quiet.
+_quiet = False
 
 
 def print_json(value: Any) -> None:
@@ -25,108 +35,167 @@ def print_json(value: Any) -> None:
     sys.stdout.flush()
 
 
+def summary(text: str) -> None:
+    """Write what a command did to stdout, unless it is to be quiet."""
+    if not _quiet:
+        typer.echo(text)
+
+
 def note(text: str) -> None:
-    """Write a line for the user to stderr."""
-    typer.echo(text, err=True)
+    """Write a line for the user to stderr, unless the command is to be quiet."""
+    if not _quiet:
+        typer.echo(text, err=True)
+
+
+def warn(text: str) -> None:
+    """Write a line about a result that may be wrong to stderr, also if the command is to be quiet."""
+    typer.echo(f"warning: {text}", err=True)
 
 
 @contextlib.contextmanager
-def errors(continues: bool = False) -> Iterator[None]:
+def errors(continues: bool = False, quiet: bool = False) -> Iterator[None]:
     """Turn expected errors into one line on stderr and exit code 1, or 2 for wrong options; a bug keeps its traceback.
 
-    continues: whether the same command, run again after an interrupt, goes on where it stopped.
+    continues: whether the same command, run again after an interrupt, goes on where it stopped
+    quiet: whether to print only errors, warnings, and what the command was asked to show
     """
+    global _quiet
     from pqweights.errors import OptionError, PqweightsError
 
+    _quiet = quiet
     try:
-        yield
+        with interrupts.Raised():
+            yield
     except OptionError as error:
         fail(str(error), code=2)
     except PqweightsError as error:
         fail(str(error))
     except KeyboardInterrupt:
-        fail("interrupted" + ("; run the same command again: it continues where it stopped" if continues else ""))
+        again = "; run the same command again: it continues where it stopped" if continues else ""
+        fail(f"interrupted{again}", code=interrupts.EXIT_CODE)
     except BrokenPipeError:
         raise
     except OSError as error:
         fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
+    finally:
+        _quiet = False
 
 
-def fail(message: str, code: int = 1) -> None:
+def fail(message: str, code: int = 1) -> NoReturn:
     """Write one line to stderr and exit."""
     typer.echo(f"error: {' '.join(message.split())}", err=True)
     raise typer.Exit(code)
 
 
-def size(count: float) -> str:
-    """Return a number of bytes with its unit; GB is 10**9."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
+class Display(Protocol):
+    """Something that shows how far a job is."""
 
+    def __call__(self, done: int, total: int, name: str) -> None:
+        """Show how far the job is, and the name of what is done now."""
+        ...
 
-def amount(count: float, unit: str | None) -> str:
-    """Return a count with its unit; None for a count without one."""
-    return size(count) if unit == BYTES else f"{count:.0f} {unit or ''}".rstrip()
+    def status(self, text: str) -> None:
+        """Show a step that cannot say how far it is; an empty text ends it."""
+        ...
+
+    def close(self) -> None:
+        """Show nothing from now on."""
+        ...
 
 
 @contextlib.contextmanager
-def progress(verb: str, unit: str | None = BYTES) -> Iterator[Callable[[int, int, str], None]]:
+def progress(verb: str, unit: str | None = BYTES) -> Iterator[Display]:
     """Yield a callback that shows progress, rate and time left: as a bar on a terminal, else as lines on stderr."""
-    if sys.stderr.isatty():
-        with _bar(verb, unit) as callback:
-            yield callback
-    else:
-        yield _lines(verb, unit)
+    from pqweights.notices import listening
+
+    display = _display(verb, unit)
+    try:
+        with listening(display.status):
+            yield display
+    finally:
+        display.close()
 
 
 @contextlib.contextmanager
-def _bar(verb: str, unit: str | None) -> Iterator[Callable[[int, int, str], None]]:
-    from rich import progress as rich
-    from rich.console import Console
+def status(text: str) -> Iterator[None]:
+    """Show what a slow step does while it lasts: on a terminal at once, else by a line if it takes longer than 2 s."""
+    from pqweights.notices import listening
 
-    how_far: tuple[rich.ProgressColumn, ...] = (rich.DownloadColumn(), rich.TransferSpeedColumn())
-    if unit != BYTES:
-        how_far = (rich.MofNCompleteColumn(), *([rich.TextColumn(unit)] if unit else []))
-    name_column = rich.TextColumn("{task.fields[name]}", markup=False, style="dim")
-    columns = (
-        rich.TextColumn("{task.description}"),
-        rich.BarColumn(),
-        *how_far,
-        rich.TimeRemainingColumn(),
-        name_column,
-    )
-    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(verb, total=None, name="")
-
-        def callback(done: int, total: int, name: str) -> None:
-            bar.update(task, completed=done, total=total, name=name[-48:])
-
-        yield callback
+    display = _display("", None)
+    try:
+        with listening(lambda step: display.status(step or text)):
+            display.status(text)
+            yield
+    finally:
+        display.close()
 
 
-def _lines(verb: str, unit: str | None) -> Callable[[int, int, str], None]:
-    start = last = time.monotonic()
-    # The rate counts from the first call on: the time before went into start-up, or into compiling the kernels.
-    first_time, first_done = 0.0, -1
+def _display(verb: str, unit: str | None) -> Display:
+    if _quiet:
+        return _Nothing()
+    if sys.stderr.isatty():
+        from .bar import Bar
 
-    def callback(done: int, total: int, name: str) -> None:
-        nonlocal last, first_time, first_done
+        return Bar(verb, unit)
+    return _Lines(verb, unit)
+
+
+class _Nothing:
+    """A display that shows nothing."""
+
+    def __call__(self, done: int, total: int, name: str) -> None:
+        """See Display."""
+
+    def status(self, text: str) -> None:
+        """See Display."""
+
+    def close(self) -> None:
+        """See Display."""
+
+
+class _Lines:
+    """Lines on stderr, one every few seconds."""
+
+    def __init__(self, verb: str, unit: str | None) -> None:
+        self._verb, self._unit = verb, unit
+        self._start = self._last = time.monotonic()
+        # The rate counts from the first call on: the time before went into start-up, or into compiling the kernels.
+        self._first_time, self._first_done = 0.0, -1
+        self._timer: threading.Timer | None = None
+        self._told: set[str] = set()
+
+    def __call__(self, done: int, total: int, name: str) -> None:
+        """See Display."""
         now = time.monotonic()
-        if first_done < 0:
-            first_time, first_done = now, done
-        elapsed = now - first_time
-        pause = QUIET_SECONDS if last == start else PLAIN_LINE_SECONDS
-        if now - last < pause or not elapsed or done == first_done:
+        if self._first_done < 0:
+            self._first_time, self._first_done = now, done
+        elapsed = now - self._first_time
+        pause = QUIET_SECONDS if self._last == self._start else PLAIN_LINE_SECONDS
+        if now - self._last < pause or not elapsed or done == self._first_done:
             return
-        last = now
-        rate = (done - first_done) / elapsed
-        speed = f"{size(rate)}/s, " if unit == BYTES else ""
-        note(f"{verb} {done / total:.0%} of {amount(total, unit)}, {speed}{(total - done) / rate:.0f} s left: {name}")
+        self._last = now
+        rate = (done - self._first_done) / elapsed
+        speed = f"{size(rate)}/s, " if self._unit == BYTES else ""
+        left = f"{speed}{(total - done) / rate:.0f} s left"
+        note(f"{self._verb} {done / total:.0%} of {amount(total, self._unit)}, {left}: {name}")
 
-    return callback
+    def status(self, text: str) -> None:
+        """See Display; a step that ends soon is not shown."""
+        self.close()
+        if text and text not in self._told:
+            self._timer = threading.Timer(STATUS_SECONDS, self._tell, [text])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def close(self) -> None:
+        """See Display."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _tell(self, text: str) -> None:
+        self._told.add(text)
+        note(f"{self._verb}: {text}" if self._verb else text)
 
 
 def table(columns: list[tuple[str, bool]], rows: list[list[str]]) -> str:

@@ -11,6 +11,7 @@ import pytest
 import typer.main
 import typer.testing
 from httpx2._transports import default as transports
+from pqweights_cli import output
 from shared import skip_flushes
 from slow import is_slow
 
@@ -45,6 +46,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_slow(item.nodeid.removeprefix("tests/")):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_line_about_compiling() -> Iterator[None]:
+    """Do not print that kernels are compiled, which the first test to need them would otherwise find on stderr."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output, "STATUS_SECONDS", 3600.0)
+        yield
 
 
 @pytest.hookimpl(optionalhook=True)

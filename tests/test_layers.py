@@ -27,6 +27,7 @@ LAYERS = (
         "pqweights.buffers",
         "pqweights.dtypes",
         "pqweights.markdown",
+        "pqweights.notices",
         "pqweights.strict_json",
         "pqweights.units",
     ),
@@ -92,6 +93,7 @@ OPTIONAL = {
     "safetensors": set(),
 }
 HEAVY = {*OPTIONAL, "numpy", "rich"} - {"yaml"}
+BAR = "pqweights_cli.bar"  # it imports rich, and is itself imported where a bar is shown
 
 
 def modules() -> dict[str, ast.Module]:
@@ -181,7 +183,7 @@ def test_there_are_no_import_cycles() -> None:
         visit(name, ())
 
 
-@pytest.mark.parametrize("name", sorted(name for name in MODULES if name.startswith("pqweights_cli")))
+@pytest.mark.parametrize("name", sorted(name for name in MODULES if name.startswith("pqweights_cli") and name != BAR))
 def test_commands_import_the_library_only_when_they_run(name: str) -> None:
     """Otherwise `pqweights --help` would be slow."""
     for node in MODULES[name].body:
@@ -189,7 +191,7 @@ def test_commands_import_the_library_only_when_they_run(name: str) -> None:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         if isinstance(node, ast.Import | ast.ImportFrom):
-            assert not {m for m in at_import if m.partition(".")[0] in ("pqweights", *HEAVY)}
+            assert not {m for m in at_import if m == BAR or m.partition(".")[0] in ("pqweights", *HEAVY)}
 
 
 @pytest.mark.parametrize("package", OPTIONAL)

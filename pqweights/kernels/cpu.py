@@ -32,6 +32,7 @@ from pqweights.buffers import pageable
 from pqweights.dtypes import item_bytes
 from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES, BlockCoding, EncodedArrays, EncodeStats
 from pqweights.kernels.codebook import Codebook
+from pqweights.notices import slow_step
 
 # The files that machine code is made from, beside this one.
 SOURCES = (
@@ -215,9 +216,10 @@ def _compiled(name: str) -> tuple[str, bytes]:
     with _alone(name):
         found = _kept(name)
         if found is None:
-            from pqweights.kernels.compiler import compile_kernel
+            with slow_step("compiling kernels (once)"):
+                from pqweights.kernels.compiler import compile_kernel
 
-            found = compile_kernel(name)
+                found = compile_kernel(name)
             _keep(name, *found)
     return found
 

@@ -1,0 +1,63 @@
+"""What an interrupt (Ctrl-C, SIGINT) does: one line on stderr, and exit code 130, at any moment of a command.
+
+`answer_at_once` is called before anything large is imported. Outside `Raised`, there is nothing to clean up, and an
+exception could be swallowed by an import, so the process ends right away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from types import FrameType, TracebackType
+
+EXIT_CODE = 130  # 128 + SIGINT, as shells have it
+# Whether an interrupt came inside Raised. Some libraries turn the KeyboardInterrupt into an error of their own.
+_came = False
+
+
+def answer_at_once() -> None:
+    """Answer interrupts from now on by ending the process; where SIGINT is ignored, it stays ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+
+
+class Raised(contextlib.AbstractContextManager["Raised"]):
+    """A context in which an interrupt raises KeyboardInterrupt, and every error after it counts as its consequence."""
+
+    def __enter__(self) -> Raised:
+        global _came
+        _came = False
+        self._ours = signal.getsignal(signal.SIGINT) is _end  # not in a program that answers interrupts itself
+        if self._ours:
+            signal.signal(signal.SIGINT, _raise)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._ours:
+            signal.signal(signal.SIGINT, _end)
+        if _came and error is not None and not isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+
+
+def leave() -> None:
+    """End the process without waiting for threads that still compute: what they do is of no use any more."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(EXIT_CODE)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, b"error: interrupted\n")
+    leave()
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    global _came
+    _came = True
+    raise KeyboardInterrupt

@@ -1,0 +1,163 @@
+"""What is shown while a command works: a line that fits the terminal, steps without progress, and --quiet."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+
+import pytest
+import typer
+from pqweights_cli import bar, output
+from pqweights_cli.amounts import BYTES
+from rich.console import Console
+
+from pqweights.notices import listening, slow_step
+
+NAME = "model.language_model.layers.17.mlp.experts.113.down_proj.weight"
+
+
+def terminal(width: int) -> Console:
+    return Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+
+
+def shown(width: int, verb: str = "quantizing", unit: str | None = BYTES, name: str = NAME) -> str:
+    """Return what a terminal of that width shows in the middle of a job."""
+    console = terminal(width)
+    display = bar.Bar(verb, unit, console)
+    try:
+        for done in (0, 10**10, 2 * 10**10):
+            display(done, 4 * 10**10, name)
+            time.sleep(0.002)  # the speed needs two samples
+        return drawn(display, width)
+    finally:
+        display.close()
+
+
+def drawn(display: bar.Bar, width: int) -> str:
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    with console.capture() as captured:
+        console.print(display._progress.get_renderable())
+    return captured.get()
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 100, 160])
+@pytest.mark.parametrize("verb", ["fetching", "quantizing"])
+def test_progress_is_one_line_at_any_width(width: int, verb: str) -> None:
+    text = shown(width, verb)
+    assert text.count("\n") == 1
+    assert len(text.rstrip("\n").rstrip()) < width
+    assert text.startswith(verb)
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_narrow_progress_has_amounts_time_left_and_the_end_of_the_name(width: int) -> None:
+    text = shown(width)
+    assert "20.00 GB of 40.00 GB" in text and "s left" in text
+    assert "…" in text and text.rstrip().endswith(".down_proj.weight"[-7:])
+
+
+def test_wide_progress_has_the_whole_name() -> None:
+    text = shown(160)
+    assert text.rstrip().endswith(NAME) and "B/s" in text and "█" in text and "░" in text
+
+
+def test_progress_does_not_read_markup_in_names() -> None:
+    assert "[bold]w[/bold]" in shown(80, name="[bold]w[/bold]")
+
+
+def test_new_display_replaces_the_old_one() -> None:
+    console = terminal(80)
+    first, second = bar.Bar("verifying", None, console), bar.Bar("pushing", None, console)
+    first(1, 2, "x")
+    second(1, 2, "y")
+    assert not first._progress.live.is_started and second._progress.live.is_started
+    first(2, 2, "x")
+    second.close()
+    assert first._progress.live.is_started
+    first.close()
+
+
+def test_slow_step_is_shown_in_the_line_until_it_ends() -> None:
+    display = bar.Bar("quantizing", BYTES, terminal(80))
+    with listening(display.status):
+        with slow_step("compiling kernels (once)"):
+            assert drawn(display, 80).strip() == "quantizing, compiling kernels (once), 0 s"
+        assert drawn(display, 80).strip() == "quantizing, 0 s"
+    display.close()
+
+
+def waited_for(text: str, capsys: pytest.CaptureFixture[str]) -> bool:
+    """Wait until a line is printed by another thread."""
+    found = ""
+    for _ in range(500):
+        found += capsys.readouterr().err
+        if text in found:
+            return found == text
+        time.sleep(0.01)
+    return False
+
+
+def test_status_is_a_line_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with output.status("loading the model"):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(output, "STATUS_SECONDS", 0.01)
+    with output.status("loading the model"):
+        assert waited_for("loading the model\n", capsys)
+        with slow_step("compiling kernels (once)"):
+            assert waited_for("compiling kernels (once)\n", capsys)
+        time.sleep(0.03)
+        assert capsys.readouterr().err == ""  # it was said already
+    with output.progress("quantizing"), slow_step("compiling kernels (once)"):
+        assert waited_for("quantizing: compiling kernels (once)\n", capsys)
+
+
+def test_compiling_kernels_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from pqweights.kernels import compiler, cpu
+
+    told: list[str] = []
+
+    def compiled(name: str) -> tuple[str, bytes]:
+        told.append(name)
+        return "symbol", b"machine code"
+
+    monkeypatch.setattr(compiler, "compile_kernel", compiled)
+    monkeypatch.setenv("PQWEIGHTS_CACHE", str(tmp_path))
+    with listening(told.append):
+        assert cpu._compiled("encode") == ("symbol", b"machine code")
+        assert told == ["compiling kernels (once)", "encode", ""]
+        assert cpu._compiled("encode") == ("symbol", b"machine code")
+    assert len(told) == 3
+
+
+def test_quiet_silences_notes_progress_and_summaries(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "STATUS_SECONDS", 0.0)
+
+    def talk() -> None:
+        output.note("a note")
+        output.summary("a summary")
+        with output.status("a step"):
+            time.sleep(0.02)
+        with output.progress("working") as show:
+            show(1, 2, "x")
+            show.status("a step")
+            time.sleep(0.02)
+
+    with output.errors(quiet=True):
+        talk()
+    assert capsys.readouterr() == ("", "")
+    with output.errors(quiet=True):
+        output.warn("this may be wrong")
+        output.print_json({})
+    assert capsys.readouterr() == ("{}\n", "warning: this may be wrong\n")
+    with pytest.raises(typer.Exit), output.errors(quiet=True):
+        output.fail("it broke")
+    assert capsys.readouterr() == ("", "error: it broke\n")
+    with output.errors():
+        talk()
+    assert capsys.readouterr() == ("a summary\n", "a note\na step\nworking: a step\n")
