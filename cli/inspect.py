@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import options, output
+from . import options, output, report
 from .report_errors import integer_lines, quality_lines
 
 if TYPE_CHECKING:
@@ -119,11 +119,9 @@ def _row(tensor: TensorPlan, record: TensorRecord) -> dict[str, str]:
 
 def _totals_line(found: Inspection) -> str:
     totals = found.totals
-    bits = totals["bits_per_weight"]
-    rate = "" if bits is None else f" at {bits:.4f} bits per weight"
     return (
         f"{found.manifest.kind}: {output.size(totals['output_bytes'])} in safetensors files, {totals['weights']} "
-        f"weights, {totals['coverage']:.4%} of them quantized{rate}"
+        f"weights, {totals['coverage']:.4%} of them quantized\nbits, all overhead counted: {report.bits_text(totals)}"
     )
 
 

@@ -16,15 +16,21 @@ if TYPE_CHECKING:
 
 
 def totals_text(totals: dict[str, Any]) -> str:
-    """Return two lines with the sizes, the bits per weight, and how many weights are quantized."""
+    """Return lines with the sizes, the bits per weight and per parameter, and how many weights are quantized."""
     ratio = totals["source_bytes"] / totals["output_bytes"] if totals["output_bytes"] else 0.0
-    bits = totals["bits_per_weight"]
-    rate = "no tensor is quantized" if bits is None else f"{bits:.4f} bits per weight, all overhead counted"
     return (
-        f"weights: {size(totals['source_bytes'])} -> {size(totals['output_bytes'])} ({ratio:.2f}x smaller), {rate}\n"
+        f"weights: {size(totals['source_bytes'])} -> {size(totals['output_bytes'])} ({ratio:.2f}x smaller)\n"
+        f"bits, all overhead counted: {bits_text(totals)}\n"
         f"coverage: {totals['coverage']:.4%} of {totals['weights']} weights quantized, "
         f"{totals['quantized_tensors']} of {totals['tensors']} tensors"
     )
+
+
+def bits_text(totals: dict[str, Any]) -> str:
+    """Return the bits of the quantized weights, and of all parameters of the checkpoint."""
+    per_weight, per_parameter = totals["bits_per_weight"], totals["bits_per_parameter"]
+    quantized = "no weight is quantized" if per_weight is None else f"{per_weight:.4f} per quantized weight"
+    return quantized if per_parameter is None else f"{quantized}, {per_parameter:.4f} per parameter"
 
 
 def kept_lines(tensors: Sequence[TensorPlan]) -> list[str]:

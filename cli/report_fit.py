@@ -22,8 +22,9 @@ def fit_lines(fit: Fit) -> list[str]:
     used = f" ({fit.output_bytes / target:.2%})" if target else ""
     return [
         *_width_lines(fit),
-        f"target: {fit.target}; result: {fit.output_bytes} bytes{used}, {fit.bits_per_weight:.4f} bits per weight; "
-        f"smallest possible: {fit.smallest_bytes} bytes",
+        f"target: {fit.target}; result: {fit.output_bytes} bytes{used}; smallest possible: {fit.smallest_bytes} bytes",
+        f"bits, all overhead counted: {fit.bits_per_weight:.4f} per weight that the recipe quantizes, "
+        f"{fit.bits_per_parameter:.4f} per parameter",
         f"predicted rise of the loss: {fit.rise:.5f} ({_unit(fit)}), at most {fit.gap:.4%} above the least possible",
         *_warnings(fit),
     ]

@@ -7,7 +7,8 @@ from typing import Any
 
 from pqweights.card.values import as_number, as_text
 from pqweights.markdown import code, number, words
-from pqweights.planning.recipe import load_recipe, recipe_names
+from pqweights.planning.recipe import Recipe, load_recipe, recipe_names
+from pqweights.planning.target import SizeTarget
 from pqweights.rewrite.manifest import Manifest
 
 # What widths were chosen by for a target, by the kind of the sensitivities.
@@ -67,18 +68,30 @@ def _recipe_line(made_by: Mapping[str, Any]) -> str:
     name = code(as_text(found.get("name")))
     if "fit" in made_by:
         return f"{name}, with bit widths chosen to meet a target."
-    if _other_bits(found):
-        return f"{name}, with {words(as_text(found.get('bits')))} bits in place of its own bit width."
+    changes = [f"{words(as_text(found.get('bits')))} bits in place of its own bit width"] if _other_bits(found) else []
+    changes += ["rules that options put before its own"] if _other_rules(found) else []
+    if changes:
+        return f"{name}, with {' and '.join(changes)}."
     return f"{name}: {words(as_text(found.get('description')))}".rstrip(": ")
 
 
 def _other_bits(found: Mapping[str, Any]) -> bool:
     """Whether a recipe that comes with pqweights was used with another bit width than its own."""
+    own = _built_in(found)
+    return own is not None and own.bits != found.get("bits")
+
+
+def _other_rules(found: Mapping[str, Any]) -> bool:
+    """Whether a recipe that comes with pqweights was used with other rules than its own."""
+    own = _built_in(found)
+    return own is not None and own.to_json()["rules"] != found.get("rules")
+
+
+def _built_in(found: Mapping[str, Any]) -> Recipe | None:
+    """Return the recipe that comes with pqweights by its name and description; None for any other."""
     name = found.get("name")
-    if name not in recipe_names():
-        return False
-    own = load_recipe(name)
-    return own.description == found.get("description") and own.bits != found.get("bits")
+    own = load_recipe(name) if name in recipe_names() else None
+    return own if own is not None and own.description == found.get("description") else None
 
 
 def _rule(rule: Mapping[str, Any]) -> str:
@@ -101,7 +114,7 @@ def _fit(fit: Mapping[str, Any], recipe: Mapping[str, Any], subject: str) -> str
     if output_bytes is not None:
         target = f"the target of {output_bytes:.0f} bytes"
     elif per_weight is not None:
-        target = f"the target of {per_weight:g} bits per weight"
+        target = f"the target of {SizeTarget(bits_per_weight=per_weight, bpw_of=as_text(recipe.get('bpw_of')))}"
     by = fit.get("sensitivity")
     by = by if isinstance(by, dict) else {}
     kind, rise = as_text(by.get("kind")), as_number(fit.get("predicted_rise"))

@@ -60,6 +60,7 @@ class Fit:
     groups: every group with its bit width
     output_bytes: size of the safetensors files
     bits_per_weight: mean over all weights that the recipe would quantize; those that are kept count as they are
+    bits_per_parameter: mean over all parameters of the checkpoint, with all bytes of the safetensors files
     smallest_bytes: the smallest size that is possible
     gap: the predicted rise is at most this share above the least possible one
     unknown: groups that the sensitivity file does not have
@@ -72,6 +73,7 @@ class Fit:
     groups: tuple[FittedGroup, ...]
     output_bytes: int
     bits_per_weight: float
+    bits_per_parameter: float
     smallest_bytes: int
     gap: float
     unknown: tuple[str, ...]
@@ -101,6 +103,7 @@ class Fit:
             "target": self.target.to_json(),
             "output_bytes": self.output_bytes,
             "bits_per_weight": self.bits_per_weight,
+            "bits_per_parameter": self.bits_per_parameter,
             "smallest_bytes": self.smallest_bytes,
             "gap": self.gap,
             "unknown_groups": list(self.unknown),
@@ -142,6 +145,7 @@ def fit(
         groups=fitted,
         output_bytes=output_bytes,
         bits_per_weight=8 * sum(group.bytes for group in fitted) / problem.parameters,
+        bits_per_parameter=8 * output_bytes / problem.all_weights,
         smallest_bytes=problem.smallest_bytes,
         gap=solution.gap,
         unknown=unknown,

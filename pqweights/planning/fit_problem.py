@@ -128,6 +128,12 @@ class FitProblem:
         return sum(group.parameters for group in self.groups)
 
     @cached_property
+    def all_weights(self) -> int:
+        """The number of elements of the whole checkpoint."""
+        weights: int = totals(self.planned({}))["weights"]
+        return weights
+
+    @cached_property
     def smallest(self) -> Solution:
         """The cheapest solution."""
         found = solve(self.choices, cheapest(self.choices))
@@ -187,9 +193,7 @@ class FitProblem:
         return solution
 
     def _within_bytes(self, target: SizeTarget) -> tuple[Solution, int]:
-        all_kept = self.planned(dict.fromkeys(self.free, None))
-        weights = totals(all_kept)["weights"]
-        output_bytes = target.file_bytes(weights)
+        weights, output_bytes = self.all_weights, target.file_bytes(self.all_weights)
 
         def figure(byte_count: int) -> str:
             if target.output_bytes is not None:
@@ -198,7 +202,7 @@ class FitProblem:
 
         if output_bytes < self.smallest_bytes:
             raise RecipeError(f"target: {target}: below the smallest possible, {figure(self.smallest_bytes)}")
-        most = self.file_bytes(all_kept) - 1
+        most = self.file_bytes(self.planned(dict.fromkeys(self.free, None))) - 1
         if output_bytes > most:
             raise self._leaves_nothing(target, figure(self._best_within(most)[1]))
         return self._best_within(output_bytes)

@@ -138,7 +138,7 @@ class Plan:
 
     def totals(self) -> dict[str, Any]:
         """Return the totals of `plan --json`."""
-        return totals(self.tensors) | {"source_bytes": self.source_bytes, "output_bytes": self.output_bytes}
+        return file_totals(self.tensors, source_bytes=self.source_bytes, output_bytes=self.output_bytes)
 
 
 def totals(tensors: Sequence[TensorPlan]) -> dict[str, Any]:
@@ -163,6 +163,22 @@ def totals(tensors: Sequence[TensorPlan]) -> dict[str, Any]:
         "quantized_weights": quantized_weights,
         "coverage": quantized_weights / weights if weights else 0.0,
         "bits_per_weight": 8 * quantized_bytes / quantized_weights if quantized_weights else None,
+    }
+
+
+def file_totals(tensors: Sequence[TensorPlan], *, source_bytes: int, output_bytes: int) -> dict[str, Any]:
+    """Return counts over tensors (`totals`) and files.
+
+    `bits_per_parameter` is the mean over the whole checkpoint: all bytes of the safetensors files, headers included,
+    over all weights, quantized or not; None if there are none.
+
+    source_bytes, output_bytes: sizes of the safetensors files that are read and written
+    """
+    counts = totals(tensors)
+    return counts | {
+        "bits_per_parameter": 8 * output_bytes / counts["weights"] if counts["weights"] else None,
+        "source_bytes": source_bytes,
+        "output_bytes": output_bytes,
     }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.codecs.protocol import largest_error
-from pqweights.planning.plan import INTEGER, QUANTIZE, TensorPlan, totals
+from pqweights.planning.plan import INTEGER, QUANTIZE, TensorPlan, file_totals
 from pqweights.rewrite.manifest import (
     Manifest,
     TensorRecord,
@@ -43,9 +43,11 @@ def inspect(folder: Path) -> Inspection:
     Raises MasterError if the folder is unfinished, or not a result of pqweights.
     """
     manifest = read_manifest(folder)
-    summed = totals(manifest.tensors) | {
-        "source_bytes": manifest.identity.source_bytes,
-        "output_bytes": sum(shard.file_bytes for shard in shards_of(manifest)),
+    summed = file_totals(
+        manifest.tensors,
+        source_bytes=manifest.identity.source_bytes,
+        output_bytes=sum(shard.file_bytes for shard in shards_of(manifest)),
+    ) | {
         "relative_mse": total_relative_mse(manifest.records),
         "rescued": sum(is_rescued(tensor, record) for tensor, record in manifest.pairs),
         "exceeding": [tensor.name for tensor, record in manifest.pairs if exceeds(tensor, record)],

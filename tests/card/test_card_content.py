@@ -262,6 +262,11 @@ def test_export_names_the_awq_scales_of_its_master(by_source: bool, base: Path, 
             "per weight with",
         ),
         (
+            {"target_bpw": 6, "bpw_of": "checkpoint"},
+            {"kind": "heuristic"},
+            "to meet the target of 6 bits per parameter of the checkpoint with",
+        ),
+        (
             {"target_bpw": 4},
             {"kind": "random tokens", "sha256": "cd" * 32},
             "by sensitivities measured on random tokens (file with",
@@ -295,6 +300,12 @@ def test_card_says_if_a_recipe_had_another_bit_width_or_a_target(tmp_path: Path)
     text = make_card(tmp_path / "four").text
     assert "\n# pqweights master q5 at 4 bits\n" in text
     assert "\n`q5`, with 4 bits in place of its own bit width.\n" in text and "Five bits" not in text
+    done("quantize", source, tmp_path / "kept", "--bits", "4", "--keep", "lm_head*")
+    text = make_card(tmp_path / "kept").text
+    assert (
+        "\n`q5`, with 4 bits in place of its own bit width and rules that options put before its own.\n" in text
+        and "1. name <code>lm_head&#42;</code>: kept (--keep lm_head&#42;)" in text
+    )
     done("quantize", source, tmp_path / "fitted", "--target-bpw", "4.5")
     text = make_card(tmp_path / "fitted").text
     assert "\n# pqweights master q5, fitted to a size\n" in text

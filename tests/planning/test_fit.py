@@ -219,7 +219,7 @@ def test_bits_per_weight_of_the_checkpoint(source: Path, bits: float) -> None:
     parameters = sum(tensor.weights for tensor in plan.tensors if tensor.role != "buffer")
     of_all = 8 * plan.output_bytes / parameters
     assert 0.9 * bits < of_all <= bits
-    assert fit.bits_per_weight < of_all
+    assert fit.bits_per_weight < of_all == fit.bits_per_parameter
     same_size = parse_recipe(json.dumps(rules | {"target_size": int(bits * parameters / 8)}), "mine.yaml")
     assert bits_of(fitted(source, same_size)[1]) == bits_of(plan)
 
@@ -541,8 +541,12 @@ def test_plan_prints_the_fit_and_writes_nothing(source: Path, tmp_path: Path) ->
     assert f"output: {fit.output_bytes} bytes in 1 safetensors file; " in text
     line = next(line for line in text.splitlines() if line.startswith("target: "))
     assert line == (
-        f"target: 250000 bytes; result: {fit.output_bytes} bytes ({fit.output_bytes / 250_000:.2%}), "
-        f"{fit.bits_per_weight:.4f} bits per weight; smallest possible: {fit.smallest_bytes} bytes"
+        f"target: 250000 bytes; result: {fit.output_bytes} bytes ({fit.output_bytes / 250_000:.2%}); "
+        f"smallest possible: {fit.smallest_bytes} bytes"
+    )
+    assert (
+        f"\nbits, all overhead counted: {fit.bits_per_weight:.4f} per weight that the recipe quantizes, "
+        f"{fit.bits_per_parameter:.4f} per parameter\n" in text
     )
     assert (
         f"predicted rise of the loss: {fit.rise:.5f} (by the rule of thumb, which only compares sizes of one model)"
@@ -592,6 +596,7 @@ def test_json_holds_the_whole_fit(source: Path, tmp_path: Path) -> None:
     fit = json.loads(planned.stdout)["fit"]
     assert json.loads(done.stdout)["fit"] == fit
     assert fit["target"] == {"target_bpw": 4.5}
+    assert fit["bits_per_parameter"] == json.loads(done.stdout)["totals"]["bits_per_parameter"]
     assert fit["unknown_groups"] == ["lm_head"]
     assert fit["sensitivity"]["kind"] == "random tokens"
     assert fit["output_bytes"] == json.loads(planned.stdout)["totals"]["output_bytes"] == files_bytes(tmp_path / "out")

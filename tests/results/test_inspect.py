@@ -8,12 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from calls import make_card
+from commands import answer, done
 from helpers import Tensor, as_float32, bf16, f16, f32, gaussian, read_all, run_command, write_checkpoint
 
 from pqweights.errors import MasterError
 from pqweights.results.inspect import inspect
 from pqweights.rewrite import manifest
 from pqweights.rewrite.manifest import TensorRecord, total_relative_mse
+from pqweights.runtimes.folders import size
 
 HEAVY = (np.random.default_rng(9).standard_t(3, size=(96, 128)) * 0.02).astype(np.float32)
 WEIGHTS = {
@@ -83,6 +86,33 @@ def test_totals_match_the_files(tmp_path: Path) -> None:
     assert totals["exceeding"] == []
     stored = [v.nbytes for name, (_, v) in read_all(tmp_path / "out").items() if name.endswith(("_codes", "_norms"))]
     assert totals["bits_per_weight"] == 8 * sum(stored) / totals["quantized_weights"]
+
+
+def test_bits_per_parameter_are_those_of_plan_quantize_eval_and_card(tmp_path: Path) -> None:
+    """All bytes of the files over all parameters, in every place that states them."""
+    kept_embeddings = ("--keep", "model.embed_tokens.weight")
+    weights = {name: bf16(values) for name, values in (WEIGHTS | KEPT).items()}
+    source = write_checkpoint(tmp_path / "model", weights | {"ids": ("I64", np.arange(9, dtype=np.int64))})
+    planned = answer("plan", source, *kept_embeddings)["totals"]
+    written = answer("quantize", source, tmp_path / "out", *kept_embeddings)["totals"]
+    found = inspect(tmp_path / "out").totals
+    files_bytes = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+    bits = found["bits_per_parameter"]
+    assert bits == 8 * files_bytes / sum(values.size for values in (WEIGHTS | KEPT).values())
+    assert (
+        planned["bits_per_parameter"]
+        == written["bits_per_parameter"]
+        == bits
+        == size(tmp_path / "out").bits_per_parameter
+    )
+    assert found["bits_per_weight"] < 5.3 < 7.5 < bits
+    stated = (
+        f"bits, all overhead counted: {found['bits_per_weight']:.4f} per quantized weight, {bits:.4f} per parameter"
+    )
+    assert stated in done("plan", source, *kept_embeddings).stdout
+    assert stated in done("quantize", source, tmp_path / "again", *kept_embeddings).stdout
+    assert stated in done("inspect", tmp_path / "out").stdout
+    assert f"{bits:.4f} over all of them" in make_card(tmp_path / "out").text
 
 
 def test_total_error_without_energy_or_weights(tmp_path: Path) -> None:
