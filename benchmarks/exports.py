@@ -194,8 +194,8 @@ def of_weights(source: Path, made: Made) -> dict[str, Any]:
         integers, everything = errors.integers.relative_mse, errors.master.relative_mse
     return {
         "bytes": size,
-        "bits_per_weight": totals["bits_per_weight"],
-        "bits_of_model": 8 * size / totals["weights"],
+        "bits_per_weight": totals.bits_per_weight,
+        "bits_of_model": 8 * size / totals.weights,
         "relative_mse": everything,
         "relative_mse_of_integers": integers,
     }

@@ -137,8 +137,8 @@ class Bench:
         self.perplexity = perplexity(scores.reference_losses)
         totals = inspect(out).totals
         return {
-            "bits_per_weight": totals["bits_per_weight"],
-            "output_bytes": totals["output_bytes"],
+            "bits_per_weight": totals.bits_per_weight,
+            "output_bytes": totals.output_bytes,
             "perplexity": scores.perplexity.value,
             "change": scores.change.value,
             "change_error": scores.change.standard_error,

@@ -148,7 +148,7 @@ def masters(bench: Bench) -> Iterator[dict[str, Any]]:
             yield {
                 "what": f"q{bits}" + (" AWQ" if awq else ""),
                 "bits": bits,
-                "bits_per_weight": inspect(out).totals["bits_per_weight"],
+                "bits_per_weight": inspect(out).totals.bits_per_weight,
                 "relative_mse": relative_mse(bench.model, out).master.relative_mse,
                 **bench.measures(out),
             }

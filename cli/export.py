@@ -144,7 +144,7 @@ def command(
 
 def _show(done: RewriteReport, folder: str, out: Path, *, json: bool) -> None:
     if json:
-        output.print_json(report.result_json(done, str(out)))
+        output.print_json({"output": str(out)} | done.to_json())
         return
     if done.already_done:
         output.note(f"{out}: already holds this result; nothing was written")
@@ -159,6 +159,6 @@ def _lines(done: RewriteReport, folder: str, out: Path) -> list[str]:
     stored = f"{counted(len(plan.tensors), 'tensor')} in {counted(len(plan.shards), 'file')}"
     return [
         f"{folder} -> {out}: {sizes}, {stored}",
-        *integer_lines(report.pairs_of(done), measured=bool(done.transform.also_reads)),
+        *integer_lines(done.pairs, measured=bool(done.transform.also_reads)),
         *report.left_out_lines(plan),
     ]

@@ -120,8 +120,8 @@ def _row(tensor: TensorPlan, record: TensorRecord) -> dict[str, str]:
 def _totals_line(found: Inspection) -> str:
     totals = found.totals
     return (
-        f"{found.manifest.kind}: {output.size(totals['output_bytes'])} in safetensors files, {totals['weights']} "
-        f"weights, {totals['coverage']:.4%} of them quantized\nbits, all overhead counted: {report.bits_text(totals)}"
+        f"{found.manifest.kind}: {output.size(totals.output_bytes)} in safetensors files, {totals.weights} "
+        f"weights, {totals.coverage:.4%} of them quantized\nbits, all overhead counted: {report.bits_text(totals)}"
     )
 
 

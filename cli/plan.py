@@ -114,22 +114,18 @@ class PlanRequest:
 @_no_search_for_cycles()
 def show_plan(request: PlanRequest) -> None:
     """Make a plan and print it."""
-    from pqweights.quantizing import plan_quantize
-    from pqweights.rewrite.driver import resource_needs
+    from pqweights.results.plan_report import report_plan as plan
 
     options.check_plot(request.plot)
-    checkpoint, transform, planned = plan_quantize(request.source, request.recipe, request.options)
-    needs = resource_needs(planned, request.threads)
+    report = plan(request.source, request.recipe, request.options, request.threads)
     if request.plot is not None:
         from pqweights.plots.layers import plot_widths
 
-        plot_widths(planned.tensors, request.plot)
-    traffic, fit = report_plan.traffic(checkpoint), transform.fit
+        plot_widths(report.tensors, request.plot)
     if request.json:
-        fitted = {} if fit is None else {"fit": fit.to_json()}
-        output.print_json(report_plan.plan_json(planned, needs) | fitted | traffic)
+        output.print_json(report.to_json())
         return
-    lines = [report_plan.plan_text(planned, needs), *report_plan.traffic_lines(traffic)]
-    if fit is not None:
-        lines += ["", *fit_lines(fit), "", *curve_lines(fit)]
+    lines = [report_plan.plan_text(report)]
+    if report.fit is not None:
+        lines += ["", *fit_lines(report.fit), "", *curve_lines(report.fit)]
     typer.echo("\n".join(lines))

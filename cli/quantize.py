@@ -97,7 +97,7 @@ def command(
 
 def _show(done: RewriteReport, source: str, out: Path, *, json: bool) -> None:
     if json:
-        output.print_json(report.result_json(done, str(out)))
+        output.print_json({"output": str(out)} | done.to_json())
         return
     if done.already_done:
         output.note(f"{out}: already holds this result; nothing was written")
@@ -109,8 +109,8 @@ def _show(done: RewriteReport, source: str, out: Path, *, json: bool) -> None:
 def _lines(done: RewriteReport) -> list[str]:
     fit = report.fit_of(done)
     return [
-        report.totals_text(done.plan.totals()),
-        *quality_lines(report.pairs_of(done)),
+        report.totals_text(done.totals),
+        *quality_lines(done.pairs),
         *(fit_lines(fit) if fit else []),
         *report.kept_lines(done.plan.tensors),
         *report.left_out_lines(done.plan),

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .output import first_names, size
 
 if TYPE_CHECKING:
     from pqweights.planning.fit import Fit
     from pqweights.planning.plan import Plan, TensorPlan
-    from pqweights.rewrite.manifest import TensorRecord
+    from pqweights.planning.totals import Totals
     from pqweights.rewrite.task import RewriteReport
 
 
-def totals_text(totals: dict[str, Any]) -> str:
+def totals_text(totals: Totals) -> str:
     """Return lines with the sizes, the bits per weight and per parameter, and how many weights are quantized."""
-    ratio = totals["source_bytes"] / totals["output_bytes"] if totals["output_bytes"] else 0.0
+    ratio = totals.source_bytes / totals.output_bytes if totals.output_bytes else 0.0
     return (
-        f"weights: {size(totals['source_bytes'])} -> {size(totals['output_bytes'])} ({ratio:.2f}x smaller)\n"
+        f"weights: {size(totals.source_bytes)} -> {size(totals.output_bytes)} ({ratio:.2f}x smaller)\n"
         f"bits, all overhead counted: {bits_text(totals)}\n"
-        f"coverage: {totals['coverage']:.4%} of {totals['weights']} weights quantized, "
-        f"{totals['quantized_tensors']} of {totals['tensors']} tensors"
+        f"coverage: {totals.coverage:.4%} of {totals.weights} weights quantized, "
+        f"{totals.quantized_tensors} of {totals.tensors} tensors"
     )
 
 
-def bits_text(totals: dict[str, Any]) -> str:
+def bits_text(totals: Totals) -> str:
     """Return the bits of the quantized weights, and of all parameters of the checkpoint."""
-    per_weight, per_parameter = totals["bits_per_weight"], totals["bits_per_parameter"]
+    per_weight, per_parameter = totals.bits_per_weight, totals.bits_per_parameter
     quantized = "no weight is quantized" if per_weight is None else f"{per_weight:.4f} per quantized weight"
     return quantized if per_parameter is None else f"{quantized}, {per_parameter:.4f} per parameter"
 
@@ -74,29 +74,3 @@ def fit_of(report: RewriteReport) -> Fit | None:
     from pqweights.quantizing import Quantize
 
     return report.transform.fit if isinstance(report.transform, Quantize) else None
-
-
-def pairs_of(report: RewriteReport) -> list[tuple[TensorPlan, TensorRecord]]:
-    """Return each tensor of a result with what was measured of it."""
-    return list(zip(report.plan.tensors, report.records, strict=True))
-
-
-def result_json(report: RewriteReport, out: str) -> dict[str, Any]:
-    """Return the document of quantize --json and export --json."""
-    from pqweights.results.inspect import tensor_json
-    from pqweights.rewrite.manifest import error_totals, exceeds
-
-    pairs = pairs_of(report)
-    return {
-        "output": out,
-        "already_done": report.already_done,
-        "resumed_tensors": report.resumed,
-        "source_bytes_read": report.source_bytes_read,
-        **({"fit": fit.to_json()} if (fit := fit_of(report)) else {}),
-        "totals": report.plan.totals() | error_totals(report.plan.tensors, report.records),
-        "exceeding": [t.name for t, r in pairs if exceeds(t, r)],
-        "tensors": [tensor_json(t, r) for t, r in pairs],
-        "copied_files": list(report.plan.companions),
-        "left_out_files": report.plan.left_out,
-        "left_out_tensors": report.plan.left_out_tensors,
-    }

@@ -22,8 +22,8 @@ def quality_lines(pairs: Pairs) -> list[str]:
 
     pairs: the tensors of a result, each with what was measured of it; those without an error do not count.
     """
-    from pqweights.results.inspect import is_rescued
     from pqweights.rewrite.manifest import exceeds, total_relative_mse
+    from pqweights.rewrite.tensor_report import is_rescued
 
     measured = [(tensor, record) for tensor, record in pairs if record.relative_mse is not None]
     if not measured:
@@ -68,7 +68,7 @@ def integer_lines(pairs: Pairs, *, measured: bool) -> list[str]:
     pairs: the tensors of the export, each with what was measured of it
     measured: whether the error against the original was measured; else it is computed from the error of the master
     """
-    from pqweights.planning.plan import totals
+    from pqweights.planning.totals import count
     from pqweights.units import counted
 
     tensors = [tensor for tensor, _ in pairs]
@@ -78,12 +78,12 @@ def integer_lines(pairs: Pairs, *, measured: bool) -> list[str]:
             forms[f"{tensor.bits} bits, {tensor.codec}, {tensor.reason}"] += 1
     if not forms:
         return []
-    summed = totals(tensors)
+    summed = count(tensors)
     plain = [tensor for tensor in tensors if tensor.bits is None and tensor.action == "decode"]
     return [
-        f"{summed['bits_per_weight']:.4f} bits per weight (scales, offsets and padding counted) over "
-        f"{summed['coverage']:.4%} of {summed['weights']} weights",
-        *(f"  {form}: {counted(count, 'tensor')}" for form, count in forms.items()),
+        f"{summed.bits_per_weight:.4f} bits per weight (scales, offsets and padding counted) over "
+        f"{summed.coverage:.4%} of {summed.weights} weights",
+        *(f"  {form}: {counted(number, 'tensor')}" for form, number in forms.items()),
         *(f"plain: {group}" for group in lines_by_reason(plain)),
         *_integer_error_lines([record for _, record in pairs], measured=measured),
     ]

@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .output import size, table
 from .report import left_out_lines, totals_text
 
 if TYPE_CHECKING:
-    from pqweights.checkpoint.source import Checkpoint
-    from pqweights.planning.plan import Plan, TensorPlan
+    from pqweights.planning.plan import TensorPlan
+    from pqweights.results.plan_report import HubTraffic, PlanReport
 
 
-def plan_json(plan: Plan, needs: dict[str, int]) -> dict[str, Any]:
-    """Return the document of plan --json."""
-    return {
-        "totals": plan.totals() | needs,
-        "tensors": [tensor.to_json() for tensor in plan.tensors],
-        "shards": [{"file": shard.file, "bytes": shard.file_bytes} for shard in plan.shards],
-        "copied_files": list(plan.companions),
-        "left_out_files": plan.left_out,
-    }
-
-
-def plan_text(plan: Plan, needs: dict[str, int]) -> str:
-    """Return the text of plan. needs: disk space and memory, in bytes, as driver.resource_needs returns them."""
+def plan_text(report: PlanReport) -> str:
+    """Return the text of plan, without how a size was fitted."""
     from pqweights.units import counted
 
-    disk, memory = size(needs["peak_disk_bytes"]), size(needs["peak_memory_bytes"])
+    plan, needs = report.plan, report.needs
     return "\n".join(
         [
             *_tensor_lines(plan.tensors),
             "",
-            totals_text(plan.totals()),
+            totals_text(plan.totals),
             f"output: {plan.output_bytes} bytes in {counted(len(plan.shards), 'safetensors file')}; "
             f"{counted(len(plan.companions), 'other file')} copied",
-            f"needs: {disk} of disk space, at most {memory} of memory",
+            f"needs: {size(needs.peak_disk_bytes)} of disk space, at most {size(needs.peak_memory_bytes)} of memory",
             *left_out_lines(plan),
+            *_hub_lines(report.hub),
         ]
     )
 
@@ -64,30 +54,15 @@ def _cells(tensor: TensorPlan) -> list[str]:
     return [shape, tensor.dtype, tensor.action, tensor.codec or "", str(tensor.bits or ""), str(tensor.bytes)]
 
 
-def traffic(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what was requested and fetched for the plan of a checkpoint on the Hub; nothing for a local one."""
-    from pqweights.checkpoint.file_uses import file_uses, most_fetched
-    from pqweights.hub.storage import LOW_DISK_FILES, HubStorage
-
-    storage = checkpoint.storage
-    if not isinstance(storage, HubStorage):
-        return {}
-    of = {"repository": storage.origin.id, "revision": storage.origin.revision}
-    at_once = most_fetched(file_uses(checkpoint.tensors), storage.files(), LOW_DISK_FILES)
-    disk = {"source_bytes": checkpoint.weight_file_bytes, "low_disk_bytes": at_once}
-    return {"hub": of | {"requests": storage.hub.requests, "bytes": storage.hub.bytes} | disk}
-
-
-def traffic_lines(found: dict[str, Any]) -> list[str]:
-    """Return the traffic as lines of text."""
+def _hub_lines(hub: HubTraffic | None) -> list[str]:
+    """Return what was fetched for the plan, and what fetching the source needs."""
     from pqweights.units import counted
 
-    if not found:
+    if hub is None:
         return []
-    hub = found["hub"]
     return [
-        f"fetching the source needs, in addition, {size(hub['source_bytes'])} in the Hub's cache, or with --low-disk "
-        f"{size(hub['low_disk_bytes'])} in the output folder",
-        f"{hub['repository']} at {hub['revision']}: {counted(hub['requests'], 'request')}, {size(hub['bytes'])} "
-        "fetched for this plan",
+        f"fetching the source needs, in addition, {size(hub.source_bytes)} in the Hub's cache, or with --low-disk "
+        f"{size(hub.low_disk_bytes)} in the output folder",
+        f"{hub.repository} at {hub.revision}: {counted(hub.requests, 'request')}, {size(hub.bytes)} fetched for this "
+        "plan",
     ]

@@ -1,19 +1,31 @@
 """pqweights: offline quantization of checkpoints into masters of packed codes, and exports to what runtimes load.
 
+    import pqweights
+
+    pqweights.quantize("model/", "master/", bits=5)
+    pqweights.export("master/", "exported/", "bf16")
+    model = pqweights.load_model("master/")
+
 After `import pqweights`, transformers loads masters: `AutoModelForCausalLM.from_pretrained("master/")`. The import
-itself loads neither transformers nor torch (autoload.py).
+itself loads neither transformers nor torch (autoload.py), and the functions of the API (api.py) on first use.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pqweights import autoload
+from pqweights.errors import PqweightsError
 
-__all__ = ["__version__", "load_model"]
+if TYPE_CHECKING:
+    from pqweights.api import export, inspect, plan, quantize, verify
+
+__all__ = ["PqweightsError", "__version__", "export", "inspect", "load_model", "plan", "quantize", "verify"]
 __version__ = "0.2.0"
+
+_FUNCTIONS = ("export", "inspect", "plan", "quantize", "verify")
 
 
 def load_model(
@@ -30,6 +42,17 @@ def load_model(
     """
     loading = importlib.import_module("pqweights.integrations.transformers")
     return loading.load_model(path, packed=packed, dtype=dtype, device_map=device_map, **options)
+
+
+def __getattr__(name: str) -> Any:
+    """Import the functions of the API on first use."""
+    if name not in _FUNCTIONS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("pqweights.api"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_FUNCTIONS})
 
 
 autoload.arrange()

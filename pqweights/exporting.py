@@ -13,7 +13,8 @@ from pqweights.errors import SourceError
 from pqweights.exports import get_target
 from pqweights.exports.options import ExportOptions
 from pqweights.exports.target import ExportSource
-from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, totals
+from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES
+from pqweights.planning.totals import count
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.manifest import read_manifest, total_relative_mse
 from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
@@ -81,6 +82,6 @@ def _lineage(master: Path) -> Lineage:
         return Lineage()
     manifest = read_manifest(master)
     about: dict[str, Any] = {key: manifest.made_by[key] for key in ("recipe", "awq", "fit") if key in manifest.made_by}
-    about["bits_per_weight"] = totals(manifest.tensors)["bits_per_weight"]
+    about["bits_per_weight"] = count(manifest.tensors).bits_per_weight
     about["relative_mse"] = total_relative_mse(manifest.records)
     return Lineage(model=manifest.identity.model, master=about)

@@ -210,6 +210,10 @@ class Quantize(Transform):
                 "bits"
             )
 
+    def report_json(self) -> dict[str, Any]:
+        """Return how a size was fitted, if there was a target."""
+        return {} if self.fit is None else {"fit": self.fit.to_json()}
+
     def config(
         self, checkpoint: Checkpoint, tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
     ) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
 
 from pqweights.card.values import as_text
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
@@ -13,6 +12,7 @@ from pqweights.exports.options import ExportOptions
 from pqweights.hub.ids import is_repository_id
 from pqweights.markdown import code, size, table
 from pqweights.planning.plan import INTEGER
+from pqweights.planning.totals import Totals
 from pqweights.results.inspect import Inspection
 from pqweights.rewrite.manifest import Manifest, shards_of
 
@@ -39,20 +39,20 @@ def opening(found: Inspection, base_model: str | None) -> list[str]:
     return [f"{what} {_origin(manifest, base_model)}", _sizes(manifest, found.totals)]
 
 
-def _sizes(manifest: Manifest, totals: dict[str, Any]) -> str:
-    before, after = totals["source_bytes"], totals["output_bytes"]
+def _sizes(manifest: Manifest, totals: Totals) -> str:
+    before, after = totals.source_bytes, totals.output_bytes
     source = "source" if manifest.kind == "master" else "master that it was made from"
     sizes = f"The weight files take {size(after)}"
     if before and after:
         factor = f"{before / after:.2f} times smaller" if before >= after else f"{after / before:.2f} times larger"
         sizes += f" and are {factor} than those of the {source}, which take {size(before)}"
-    bits, weights = totals["bits_per_weight"], totals["weights"]
+    bits, weights = totals.bits_per_weight, totals.weights
     if bits is None:
         return f"{sizes}."
-    overall = f"; {8 * after / weights:.4f} over all of them, counting the headers of the files" if weights else ""
+    overall = f"{totals.bits_per_parameter:.4f} over all of them, counting the headers of the files"
     return (
         f"**{bits:.4f} bits per weight**, counting everything that is stored for them, over the "
-        f"{totals['coverage']:.4%} of {weights} weights that are quantized{overall}. {sizes}."
+        f"{totals.coverage:.4%} of {weights} weights that are quantized; {overall}. {sizes}."
     )
 
 

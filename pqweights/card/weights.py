@@ -9,8 +9,9 @@ from pqweights.codecs.protocol import RESCUE_FACTOR
 from pqweights.markdown import code, listed, number, table, words
 from pqweights.planning.plan import DECODE, INTEGER, KEEP, TensorPlan
 from pqweights.planning.roles import ROLES
-from pqweights.results.inspect import Inspection, is_rescued
+from pqweights.results.inspect import Inspection
 from pqweights.rewrite.manifest import Manifest, TensorRecord, mean_error
+from pqweights.rewrite.tensor_report import is_rescued
 from pqweights.units import counted
 
 Pair = tuple[TensorPlan, TensorRecord]

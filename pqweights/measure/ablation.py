@@ -323,7 +323,7 @@ def _row(source: Path, made: _Made, scores: Scores) -> AblationRow:
     return AblationRow(
         name=made.name,
         bits=made.bits,
-        bits_per_weight=inspect(made.folder).totals["bits_per_weight"],
+        bits_per_weight=inspect(made.folder).totals.bits_per_weight,
         relative_mse=relative_mse(source, made.folder).master.relative_mse,
         scores=scores,
         share=None,

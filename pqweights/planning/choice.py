@@ -35,15 +35,16 @@ class RecipeOptions:
     sensitivity: str | None = None
 
 
-def choose_recipe(name_or_file: str | Path, options: RecipeOptions = RecipeOptions()) -> Recipe:
+def choose_recipe(recipe: str | Path | Recipe, options: RecipeOptions = RecipeOptions()) -> Recipe:
     """Load a recipe and change it as the options say.
 
-    name_or_file: the name of a built-in recipe, or a YAML file
+    recipe: the name of a built-in recipe, a YAML file, or a recipe
 
     Raises OptionError for options that contradict each other or have impossible values and for an unknown name, and
     RecipeError for what is wrong in a file.
     """
-    recipe = load_recipe(name_or_file)
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(recipe)
     target = _target(recipe, options)
     if options.bits is not None and (options.target_size is not None or options.target_bpw is not None):
         raise OptionError("expected either --bits or a target, which chooses the bit widths; found both")

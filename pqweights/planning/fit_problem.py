@@ -12,9 +12,10 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import get_codec
 from pqweights.errors import RecipeError
 from pqweights.planning.knapsack import Choice, Solution, cheapest, curve, solve
-from pqweights.planning.plan import QUANTIZE, TensorPlan, totals
+from pqweights.planning.plan import QUANTIZE, TensorPlan
 from pqweights.planning.sensitivity_file import Sensitivity, alphas_for, groups_of
 from pqweights.planning.target import SizeTarget
+from pqweights.planning.totals import count
 
 # How often the budget is corrected to meet a file size exactly: headers depend a little on what the files hold.
 MOST_ROUNDS = 8
@@ -130,8 +131,7 @@ class FitProblem:
     @cached_property
     def all_weights(self) -> int:
         """The number of elements of the whole checkpoint."""
-        weights: int = totals(self.planned({}))["weights"]
-        return weights
+        return count(self.planned({})).weights
 
     @cached_property
     def smallest(self) -> Solution:

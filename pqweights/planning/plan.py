@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from pqweights.checkpoint.header import StoredTensor, TensorSpec, encode_header, in_file_order, stored_tensors
 from pqweights.checkpoint.names import awq_name, shard_name
+from pqweights.planning.totals import Totals, total
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 # What becomes of a tensor: it is encoded with a codec, kept as it is, decoded to a plain weight, or rounded to
@@ -136,50 +137,10 @@ class Plan:
         """The size of the safetensors files in bytes, headers included."""
         return sum(shard.file_bytes for shard in self.shards)
 
-    def totals(self) -> dict[str, Any]:
-        """Return the totals of `plan --json`."""
-        return file_totals(self.tensors, source_bytes=self.source_bytes, output_bytes=self.output_bytes)
-
-
-def totals(tensors: Sequence[TensorPlan]) -> dict[str, Any]:
-    """Return counts over tensors.
-
-    `coverage` is the share of weights that are quantized. `bits_per_weight` is the mean over those, with norms, scales
-    and padding; None if there are none.
-    """
-    weights = quantized_tensors = quantized_weights = quantized_bytes = 0
-    for tensor in tensors:
-        of_tensor = tensor.weights
-        if tensor.role != "buffer":
-            weights += of_tensor
-        if tensor.bits is not None:
-            quantized_tensors += 1
-            quantized_weights += of_tensor
-            quantized_bytes += tensor.bytes
-    return {
-        "tensors": len(tensors),
-        "quantized_tensors": quantized_tensors,
-        "weights": weights,
-        "quantized_weights": quantized_weights,
-        "coverage": quantized_weights / weights if weights else 0.0,
-        "bits_per_weight": 8 * quantized_bytes / quantized_weights if quantized_weights else None,
-    }
-
-
-def file_totals(tensors: Sequence[TensorPlan], *, source_bytes: int, output_bytes: int) -> dict[str, Any]:
-    """Return counts over tensors (`totals`) and files.
-
-    `bits_per_parameter` is the mean over the whole checkpoint: all bytes of the safetensors files, headers included,
-    over all weights, quantized or not; None if there are none.
-
-    source_bytes, output_bytes: sizes of the safetensors files that are read and written
-    """
-    counts = totals(tensors)
-    return counts | {
-        "bits_per_parameter": 8 * output_bytes / counts["weights"] if counts["weights"] else None,
-        "source_bytes": source_bytes,
-        "output_bytes": output_bytes,
-    }
+    @functools.cached_property
+    def totals(self) -> Totals:
+        """Counts, sizes and bits per weight."""
+        return total(self.tensors, source_bytes=self.source_bytes, output_bytes=self.output_bytes)
 
 
 def index_json(shards: Sequence[ShardPlan]) -> dict[str, Any]:

@@ -2,38 +2,56 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pqweights.codecs.protocol import largest_error
-from pqweights.planning.plan import INTEGER, QUANTIZE, TensorPlan, file_totals
-from pqweights.rewrite.manifest import (
-    Manifest,
-    TensorRecord,
-    coder_of,
-    exceeds,
-    read_manifest,
-    shards_of,
-    state_of,
-    total_relative_mse,
-)
+from pqweights.planning.plan import QUANTIZE, TensorPlan
+from pqweights.planning.totals import Totals, total
+from pqweights.rewrite.manifest import Manifest, coder_of, read_manifest, shards_of, total_relative_mse
+from pqweights.rewrite.tensor_report import TensorReport, tensor_reports
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """A manifest with its totals."""
+    """What a master or an export holds.
+
+    manifest: what it was made from and how, its tensors and its files
+    totals: counts, sizes and bits per weight
+    """
 
     manifest: Manifest
-    totals: dict[str, Any]
+    totals: Totals
+
+    @functools.cached_property
+    def tensors(self) -> tuple[TensorReport, ...]:
+        """Each tensor with its error."""
+        return tensor_reports(self.manifest.pairs)
+
+    @property
+    def relative_mse(self) -> float | None:
+        """The squared error over the sum of squares of all weights that were quantized; None if there are none."""
+        return total_relative_mse(self.manifest.records)
+
+    @property
+    def exceeding(self) -> list[str]:
+        """The tensors whose error is above what their codec promises."""
+        return [tensor.name for tensor in self.tensors if tensor.exceeds]
 
     def to_json(self) -> dict[str, Any]:
         """Return what `inspect --json` prints."""
+        measured = {
+            "relative_mse": self.relative_mse,
+            "rescued": sum(tensor.rescued for tensor in self.tensors),
+            "exceeding": self.exceeding,
+        }
         return {
             "kind": self.manifest.kind,
             **self.manifest.made_by,
-            "totals": self.totals,
-            "tensors": [tensor_json(tensor, record) for tensor, record in self.manifest.pairs],
+            "totals": self.totals.to_json() | measured,
+            "tensors": [tensor.to_json() for tensor in self.tensors],
         }
 
 
@@ -43,28 +61,9 @@ def inspect(folder: Path) -> Inspection:
     Raises MasterError if the folder is unfinished, or not a result of pqweights.
     """
     manifest = read_manifest(folder)
-    summed = file_totals(
-        manifest.tensors,
-        source_bytes=manifest.identity.source_bytes,
-        output_bytes=sum(shard.file_bytes for shard in shards_of(manifest)),
-    ) | {
-        "relative_mse": total_relative_mse(manifest.records),
-        "rescued": sum(is_rescued(tensor, record) for tensor, record in manifest.pairs),
-        "exceeding": [tensor.name for tensor, record in manifest.pairs if exceeds(tensor, record)],
-    }
-    return Inspection(manifest, summed)
-
-
-def tensor_json(tensor: TensorPlan, record: TensorRecord) -> dict[str, Any]:
-    """Return the JSON of a tensor: its plan, and what was measured of it."""
-    errors = {"total_mse": record.total_mse, "master_mse": record.master_mse} if tensor.action == INTEGER else {}
-    measured = {"relative_mse": record.relative_mse, "exceeds": exceeds(tensor, record)}
-    return tensor.to_json() | errors | (record.state or {}) | measured
-
-
-def is_rescued(tensor: TensorPlan, record: TensorRecord) -> bool:
-    """Whether a weight was encoded in another way than the first choice of its codec."""
-    return tensor.action == QUANTIZE and state_of(tensor, record).rescued
+    output_bytes = sum(shard.file_bytes for shard in shards_of(manifest))
+    source_bytes = manifest.identity.source_bytes
+    return Inspection(manifest, total(manifest.tensors, source_bytes=source_bytes, output_bytes=output_bytes))
 
 
 def promise(tensor: TensorPlan) -> float | None:

@@ -37,11 +37,6 @@ from pqweights.rewrite.workspace import (
 )
 from pqweights.strict_json import json_bytes
 
-# Measured: the interpreter and the libraries while kernels are compiled. Without compilation it is half as much.
-MEMORY_FLOOR_BYTES = 220_000_000
-# A thread's input chunk in float32 with its temporaries, and its share of the results that wait to be collected.
-MEMORY_PER_THREAD_BYTES = 32_000_000
-
 
 def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int) -> Plan:
     """Decide from the headers every output name, shape, dtype and byte.
@@ -233,18 +228,3 @@ def _sha256_of_pieces(pieces: Iterable[bytes]) -> str:
     for piece in pieces:
         digest.update(piece)
     return digest.hexdigest()
-
-
-def resource_needs(plan: Plan, threads: int) -> dict[str, int]:
-    """Return upper bounds on what fulfilling a plan takes.
-
-    `peak_disk_bytes` is the room in the output folder. `peak_memory_bytes` is the memory of the process: the floor,
-    what is under way in each thread, the parsed headers, and the largest output header.
-    """
-    largest_header = max((len(shard.header) for shard in plan.shards), default=0)
-    memory = MEMORY_FLOOR_BYTES + threads * MEMORY_PER_THREAD_BYTES + len(plan.tensors) * 12_000 + 2 * largest_header
-    json_files = 1024 * len(plan.tensors) + 65536
-    return {
-        "peak_disk_bytes": plan.output_bytes + plan.companion_bytes + json_files,
-        "peak_memory_bytes": memory,
-    }

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.planning.plan import Plan
+from pqweights.planning.plan import Plan, TensorPlan
+from pqweights.planning.totals import Totals
 from pqweights.rewrite.identity import RunIdentity
-from pqweights.rewrite.manifest import TensorRecord
+from pqweights.rewrite.manifest import TensorRecord, error_totals, total_relative_mse
+from pqweights.rewrite.tensor_report import TensorReport, tensor_reports
 from pqweights.rewrite.transform import Transform
 
 Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in all, name of the tensor
@@ -112,3 +114,39 @@ class RewriteReport:
     already_done: bool
     resumed: int
     source_bytes_read: int
+
+    @property
+    def pairs(self) -> tuple[tuple[TensorPlan, TensorRecord], ...]:
+        """The plan of each tensor with its record."""
+        return tuple(zip(self.plan.tensors, self.records, strict=True))
+
+    @property
+    def tensors(self) -> tuple[TensorReport, ...]:
+        """What was done with each tensor, and its error."""
+        return tensor_reports(self.pairs)
+
+    @property
+    def totals(self) -> Totals:
+        """Sizes, counts and bits per weight of the whole result."""
+        return self.plan.totals
+
+    @property
+    def relative_mse(self) -> float | None:
+        """The squared error over the sum of squares of all weights that were quantized; None if there are none."""
+        return total_relative_mse(self.records)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document of quantize --json and export --json, without the name of the output folder."""
+        tensors = self.tensors
+        return {
+            "already_done": self.already_done,
+            "resumed_tensors": self.resumed,
+            "source_bytes_read": self.source_bytes_read,
+            **self.transform.report_json(),
+            "totals": self.totals.to_json() | error_totals(self.plan.tensors, self.records),
+            "exceeding": [tensor.name for tensor in tensors if tensor.exceeds],
+            "tensors": [tensor.to_json() for tensor in tensors],
+            "copied_files": list(self.plan.companions),
+            "left_out_files": self.plan.left_out,
+            "left_out_tensors": self.plan.left_out_tensors,
+        }

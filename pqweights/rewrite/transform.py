@@ -64,3 +64,7 @@ class Transform(Protocol):
     def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
         """Raise SourceError if the user asked to refuse such a result; by default every result is accepted."""
         return
+
+    def report_json(self) -> dict[str, Any]:
+        """Return what the JSON of a report says of this transform besides the tensors; by default nothing."""
+        return {}

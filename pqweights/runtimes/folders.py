@@ -92,7 +92,7 @@ def size(path: Path) -> Size:
     """
     if (path / MANIFEST_FILE).is_file():
         totals = inspect(path).totals
-        return Size(totals["output_bytes"], totals["weights"], totals["bits_per_weight"])
+        return Size(totals.output_bytes, totals.weights, totals.bits_per_weight)
     try:
         checkpoint = open_local(path)
     except SourceError:  # pickled, or quantized by another tool: the runtime decides whether it loads that

@@ -65,10 +65,10 @@ def test_figures_match_the_manifest(master: Path) -> None:
     manifest, totals = found.manifest, found.totals
     text = make_card(master, "a/b").text
     assert sections(text) == ["Load", "Recipe", "Weights", "Method", "Files and hashes"]
-    assert f"**{totals['bits_per_weight']:.4f} bits per weight**" in text
-    assert f"{8 * totals['output_bytes'] / totals['weights']:.4f} over all of them" in text
-    assert f"{totals['coverage']:.4%} of {totals['weights']} weights" in text
-    assert f"{totals['source_bytes'] / totals['output_bytes']:.2f} times smaller" in text
+    assert f"**{totals.bits_per_weight:.4f} bits per weight**" in text
+    assert f"{8 * totals.output_bytes / totals.weights:.4f} over all of them" in text
+    assert f"{totals.coverage:.4%} of {totals.weights} weights" in text
+    assert f"{totals.source_bytes / totals.output_bytes:.2f} times smaller" in text
     lines = text.splitlines()
     for role in {tensor.role for tensor in manifest.tensors if tensor.bits is not None}:
         pairs = [p for p in zip(manifest.tensors, manifest.records, strict=True) if p[0].role == role and p[0].bits]

@@ -157,9 +157,9 @@ def test_scales_count_in_bits_per_weight_and_are_verified(source: Path, awq: Pat
     plain = run_command({"quantize": str(source)}, tmp_path / "plain")
     quantized = sum(values.size for name, (_, values) in TENSORS.items() if name != KEPT)
     added = 16 * sum(values.size for values in SCALES.values()) / quantized
-    bits = [found.plan.totals()["bits_per_weight"] for found in (plain, report)]
+    bits = [found.plan.totals.bits_per_weight for found in (plain, report)]
     assert bits[1] - bits[0] == pytest.approx(added)
-    assert inspect(out).totals["bits_per_weight"] == pytest.approx(bits[1])
+    assert inspect(out).totals.bits_per_weight == pytest.approx(bits[1])
     # the error is that of the scaled weight
     for tensor, record in zip(report.plan.tensors, report.records, strict=True):
         assert tensor.name == KEPT or (record.relative_mse or 1) < 0.004

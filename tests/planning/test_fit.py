@@ -322,7 +322,7 @@ def test_weight_that_no_bit_width_makes_smaller_is_kept(tmp_path: Path) -> None:
     )
     fit, plan = fitted(tiny, targeted(bits=8.2))
     assert {(t.action, t.bits) for t in plan.tensors} == {("keep", None), ("quantize", 8)}
-    assert plan.totals()["quantized_tensors"] == 1
+    assert plan.totals.quantized_tensors == 1
     assert [group.bits for group in fit.groups] == [None, 8]
 
 

@@ -126,21 +126,21 @@ def test_bits_per_weight_count_norms_and_padding(tmp_path: Path) -> None:
         tmp_path / "even",
         {"mlp.up_proj.weight": bf16(gaussian(64, 256)), "norm.weight": bf16(gaussian(256))},
     )
-    totals = planned(source).totals()
-    assert totals["bits_per_weight"] == 5.125
-    assert (totals["weights"], totals["quantized_weights"]) == (64 * 256 + 256, 64 * 256)
+    totals = planned(source).totals
+    assert totals.bits_per_weight == 5.125
+    assert (totals.weights, totals.quantized_weights) == (64 * 256 + 256, 64 * 256)
     source = write_checkpoint(tmp_path / "odd", {"mlp.up_proj.weight": bf16(gaussian(65, 129))})
     blocks = -(-65 * 129 // 128)
-    assert planned(source).totals()["bits_per_weight"] == 8 * blocks * (80 + 2) / (65 * 129)
+    assert planned(source).totals.bits_per_weight == 8 * blocks * (80 + 2) / (65 * 129)
     for bits, recipe in ((2, "q2"), (3, "q3"), (4, "q4"), (6, "q6"), (8, "q8")):
-        assert planned(tmp_path / "even", recipe=recipe).totals()["bits_per_weight"] == bits + 16 / 128
+        assert planned(tmp_path / "even", recipe=recipe).totals.bits_per_weight == bits + 16 / 128
 
 
 def test_totals_of_a_source_without_weights_to_quantize(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "model", {"norm.weight": bf16(gaussian(256))})
-    totals = planned(source).totals()
-    assert (totals["bits_per_weight"], totals["quantized_weights"]) == (None, 0)
-    assert totals["source_bytes"] == (source / "model.safetensors").stat().st_size
+    totals = planned(source).totals
+    assert (totals.bits_per_weight, totals.quantized_weights) == (None, 0)
+    assert totals.source_bytes == (source / "model.safetensors").stat().st_size
 
 
 def test_empty_and_scalar_tensors_are_copied(tmp_path: Path) -> None:

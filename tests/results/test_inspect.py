@@ -77,15 +77,16 @@ def test_errors_of_half_precision_sources(make: object, tmp_path: Path) -> None:
 def test_totals_match_the_files(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "model", {n: bf16(v) for n, v in (WEIGHTS | KEPT).items()})
     report = run_command({"quantize": str(source), "max_shard_bytes": 15_000}, tmp_path / "out")
-    totals = inspect(tmp_path / "out").totals
-    assert totals["output_bytes"] == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
-    assert totals["weights"] == sum(v.size for v in (WEIGHTS | KEPT).values())
-    assert totals["quantized_weights"] == sum(v.size for v in WEIGHTS.values())
-    assert totals["relative_mse"] == total_relative_mse(report.records)
-    assert totals["rescued"] == 1
-    assert totals["exceeding"] == []
+    found = inspect(tmp_path / "out")
+    totals = found.totals
+    assert totals.output_bytes == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+    assert totals.weights == sum(v.size for v in (WEIGHTS | KEPT).values())
+    assert totals.quantized_weights == sum(v.size for v in WEIGHTS.values())
+    assert found.relative_mse == total_relative_mse(report.records)
+    assert sum(tensor.rescued for tensor in found.tensors) == 1
+    assert found.exceeding == []
     stored = [v.nbytes for name, (_, v) in read_all(tmp_path / "out").items() if name.endswith(("_codes", "_norms"))]
-    assert totals["bits_per_weight"] == 8 * sum(stored) / totals["quantized_weights"]
+    assert totals.bits_per_weight == 8 * sum(stored) / totals.quantized_weights
 
 
 def test_bits_per_parameter_are_those_of_plan_quantize_eval_and_card(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_bits_per_parameter_are_those_of_plan_quantize_eval_and_card(tmp_path: P
     written = answer("quantize", source, tmp_path / "out", *kept_embeddings)["totals"]
     found = inspect(tmp_path / "out").totals
     files_bytes = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
-    bits = found["bits_per_parameter"]
+    bits = found.bits_per_parameter
     assert bits == 8 * files_bytes / sum(values.size for values in (WEIGHTS | KEPT).values())
     assert (
         planned["bits_per_parameter"]
@@ -105,10 +106,8 @@ def test_bits_per_parameter_are_those_of_plan_quantize_eval_and_card(tmp_path: P
         == bits
         == size(tmp_path / "out").bits_per_parameter
     )
-    assert found["bits_per_weight"] < 5.3 < 7.5 < bits
-    stated = (
-        f"bits, all overhead counted: {found['bits_per_weight']:.4f} per quantized weight, {bits:.4f} per parameter"
-    )
+    assert found.bits_per_weight < 5.3 < 7.5 < bits
+    stated = f"bits, all overhead counted: {found.bits_per_weight:.4f} per quantized weight, {bits:.4f} per parameter"
     assert stated in done("plan", source, *kept_embeddings).stdout
     assert stated in done("quantize", source, tmp_path / "again", *kept_embeddings).stdout
     assert stated in done("inspect", tmp_path / "out").stdout
@@ -119,10 +118,10 @@ def test_total_error_without_energy_or_weights(tmp_path: Path) -> None:
     zeros = {"layers.0.mlp.up_proj.weight": bf16(np.zeros((64, 128)))}
     source = write_checkpoint(tmp_path / "zeros", zeros)
     run_command({"quantize": str(source)}, tmp_path / "out")
-    assert inspect(tmp_path / "out").totals["relative_mse"] == 0.0
+    assert inspect(tmp_path / "out").relative_mse == 0.0
     only = {"norm.weight": bf16(gaussian(128))}
     run_command({"quantize": str(write_checkpoint(tmp_path / "kept", only))}, tmp_path / "kept-out")
-    assert inspect(tmp_path / "kept-out").totals["relative_mse"] is None
+    assert inspect(tmp_path / "kept-out").relative_mse is None
 
 
 def test_total_error_does_not_depend_on_the_python_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,256 @@
+"""The Python API: the functions that `import pqweights` offers, one for each command of the same name.
+
+They take what the commands take, with the same defaults, print nothing and return a report. docs/python.md has
+examples.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from pqweights.checkpoint.names import MANIFEST_FILE
+from pqweights.exporting import MasterFolder
+from pqweights.exporting import export as export_master
+from pqweights.exports import get_target
+from pqweights.exports.options import ExportOptions
+from pqweights.hub.sources import Access, Fetched, local_folder
+from pqweights.planning.choice import RecipeOptions, choose_recipe
+from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES
+from pqweights.planning.recipe import Recipe
+from pqweights.quantizing import QuantizeOptions
+from pqweights.quantizing import quantize as quantize_source
+from pqweights.results.inspect import Inspection
+from pqweights.results.inspect import inspect as inspect_folder
+from pqweights.results.plan_report import PlanReport, report_plan
+from pqweights.results.verify import Verification
+from pqweights.results.verify import verify as verify_folder
+from pqweights.rewrite.task import RewriteReport, RunOptions, usable_cores
+from pqweights.units import parse_size
+
+AnyPath = str | os.PathLike[str]
+Progress = Callable[[int, int, str], None]
+
+
+def plan(
+    source: AnyPath,
+    recipe: AnyPath | Recipe = "q5",
+    *,
+    bits: float | None = None,
+    keep: Sequence[str] = (),
+    set_bits: Mapping[str, float] | None = None,
+    target_size: int | str | None = None,
+    target_bpw: float | None = None,
+    bpw_of: str | None = None,
+    sensitivity: AnyPath | None = None,
+    awq: AnyPath | None = None,
+    awq_any_codec: bool = False,
+    max_shard_size: int | str = DEFAULT_MAX_SHARD_BYTES,
+    allow_pickle: bool = False,
+    threads: int | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+) -> PlanReport:
+    """Decide what `quantize` would do with each tensor, from the headers of a checkpoint alone.
+
+    threads: the number of threads for which the memory is estimated
+    The other arguments are those of `quantize`.
+
+    Raises SourceError, RecipeError, OptionError or HubError.
+    """
+    asked = RecipeOptions(
+        bits=bits,
+        keep=tuple(keep),
+        set_bits=set_bits or {},
+        target_size=target_size,
+        target_bpw=target_bpw,
+        bpw_of=bpw_of,
+        sensitivity=None if sensitivity is None else os.fspath(sensitivity),
+    )
+    options = QuantizeOptions(
+        access=Access(revision, token),
+        awq=None if awq is None else Path(awq),
+        awq_any_codec=awq_any_codec,
+        max_shard_bytes=parse_size(max_shard_size),
+        allow_pickle=allow_pickle,
+    )
+    return report_plan(_path(source), choose_recipe(_recipe(recipe), asked), options, threads or usable_cores())
+
+
+def quantize(
+    source: AnyPath,
+    out: AnyPath,
+    recipe: AnyPath | Recipe = "q5",
+    *,
+    bits: float | None = None,
+    keep: Sequence[str] = (),
+    set_bits: Mapping[str, float] | None = None,
+    target_size: int | str | None = None,
+    target_bpw: float | None = None,
+    bpw_of: str | None = None,
+    sensitivity: AnyPath | None = None,
+    awq: AnyPath | None = None,
+    awq_any_codec: bool = False,
+    strict: bool = False,
+    max_shard_size: int | str = DEFAULT_MAX_SHARD_BYTES,
+    allow_pickle: bool = False,
+    low_disk: bool = False,
+    threads: int | None = None,
+    device: str = "cpu",
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+) -> RewriteReport:
+    """Quantize a checkpoint into a master, continuing an interrupted run of the same call.
+
+    source: a folder of safetensors files, one such file, or ORG/MODEL on the Hub
+    out: the folder for the master: new, empty, or that of an earlier run
+    recipe: the name of a built-in recipe, a YAML file, or a Recipe
+    bits: another default bit width
+    keep: name patterns of tensors that are kept
+    set_bits: bit widths by name pattern
+    target_size: choose bit widths so that the safetensors files take at most this many bytes; "9GB" is 9 * 10**9
+    target_bpw: choose bit widths so that the mean is at most this many bits per weight
+    bpw_of: the weights of that mean: "quantized" (the default) or "checkpoint"
+    sensitivity: what widths for a target are chosen by: "heuristic", or a file that `pqweights sensitivity` wrote
+    awq: a file of scales that `pqweights calibrate` wrote
+    awq_any_codec: whether to use scales that were searched for another codec or bit width
+    strict: whether to refuse a weight whose error exceeds what its codec promises
+    max_shard_size: the largest size of an output file, in bytes or as a text such as "5GB"
+    allow_pickle: whether to read pickled weights, with torch's restricted loader
+    low_disk: whether to keep at most two files of a source on the Hub at a time
+    threads: by default one for each core
+    device: "cpu", "cuda", or "auto" for a GPU if there is one; the bytes are the same
+    overwrite: whether to replace an earlier result in `out`
+    progress: called with the bytes done, the bytes in all, and the name of a tensor
+    revision, token: those of a source on the Hub
+
+    Raises SourceError, RecipeError, OptionError, OutputError, DeviceError or HubError.
+    """
+    asked = RecipeOptions(
+        bits=bits,
+        keep=tuple(keep),
+        set_bits=set_bits or {},
+        target_size=target_size,
+        target_bpw=target_bpw,
+        bpw_of=bpw_of,
+        sensitivity=None if sensitivity is None else os.fspath(sensitivity),
+    )
+    options = QuantizeOptions(
+        access=Access(revision, token),
+        awq=None if awq is None else Path(awq),
+        awq_any_codec=awq_any_codec,
+        strict=strict,
+        max_shard_bytes=parse_size(max_shard_size),
+        allow_pickle=allow_pickle,
+        low_disk=low_disk,
+    )
+    run = _run(threads=threads, device=device, overwrite=overwrite, progress=progress)
+    return quantize_source(_path(source), Path(out), choose_recipe(_recipe(recipe), asked), options=options, run=run)
+
+
+def export(
+    master: AnyPath,
+    out: AnyPath,
+    target: str,
+    *,
+    bits: int | None = None,
+    group_size: int | None = None,
+    qparams: str | None = None,
+    source: AnyPath | None = None,
+    basis: str | None = None,
+    packing: str | None = None,
+    mode: str | None = None,
+    dtype: str | None = None,
+    max_shard_size: int | str = DEFAULT_MAX_SHARD_BYTES,
+    threads: int | None = None,
+    device: str = "cpu",
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+) -> RewriteReport:
+    """Export a master to a checkpoint that a runtime loads, continuing an interrupted run of the same call.
+
+    master: the folder of a master, or ORG/NAME on the Hub
+    out: the folder for the export: new, empty, or that of an earlier run
+    target: "bf16", "torchao-int4", "mlx-q4" or "vllm-int4"
+    bits, group_size, qparams: bits of the integers, weights that share a scale, and how scales are chosen
+    source: the original checkpoint, from which integers are then made
+    basis: "plain" or "rotated" (vllm-int4)
+    packing: how codes are packed (torchao-int4)
+    mode: "affine", or a float format of MLX (mlx-q4)
+    dtype: "bf16", or "source" for the dtypes of the source (bf16)
+    The other arguments are those of `quantize`.
+
+    Raises SourceError, MasterError, ExportError, OptionError, OutputError, DeviceError, HubError or
+    MissingDependencyError.
+    """
+    asked = ExportOptions(
+        dtype=dtype, bits=bits, group_size=group_size, mode=mode, packing=packing, basis=basis, qparams=qparams
+    )
+    get_target(target).settings(asked)  # refuses wrong options before anything is fetched
+    run = _run(threads=threads, device=device, overwrite=overwrite, progress=progress)
+    found = _folder(master, Access(revision, token), run.progress)
+    original = None if source is None else _folder(source, Access(None, token), run.progress, ours=False).path
+    folder = MasterFolder(found.path, found.origin, original)
+    return export_master(folder, Path(out), target, options=asked, max_shard_bytes=parse_size(max_shard_size), run=run)
+
+
+def verify(
+    folder: AnyPath,
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+) -> Verification:
+    """Check every stored byte of a master or an export against its manifest.
+
+    folder: a folder, or ORG/NAME on the Hub
+    The other arguments are those of `quantize`.
+
+    Raises MasterError if the folder has no readable manifest, SourceError or HubError; every other problem is a line
+    of the result.
+    """
+    show = progress or _ignore
+    found = _folder(folder, Access(revision, token), show)
+    return verify_folder(found.path, threads=threads or usable_cores(), beside=found.not_fetched, progress=show)
+
+
+def inspect(folder: AnyPath, *, revision: str | None = None, token: str | None = None) -> Inspection:
+    """Return what a master or an export holds according to its manifest: tensors, bits, errors and sizes.
+
+    folder: a folder, or ORG/NAME on the Hub, of which only the manifest is fetched
+    revision, token: those of a repository on the Hub
+
+    Raises MasterError, SourceError or HubError.
+    """
+    found = local_folder(_path(folder), Access(revision, token), only=[MANIFEST_FILE])
+    return inspect_folder(found.path)
+
+
+def _path(source: AnyPath) -> str | Path:
+    """Return a text as it is, since it may name a repository on the Hub, and everything else as a local path."""
+    return source if isinstance(source, str) else Path(source)
+
+
+def _recipe(recipe: AnyPath | Recipe) -> str | Path | Recipe:
+    return recipe if isinstance(recipe, str | Recipe) else Path(recipe)
+
+
+def _ignore(done: int, total: int, name: str) -> None:
+    """Show no progress."""
+
+
+def _run(*, threads: int | None, device: str, overwrite: bool, progress: Progress | None) -> RunOptions:
+    return RunOptions(
+        threads=threads or usable_cores(), device=device, overwrite=overwrite, progress=progress or _ignore
+    )
+
+
+def _folder(source: AnyPath, access: Access, progress: Progress, *, ours: bool = True) -> Fetched:
+    """Return a local folder, or a repository on the Hub as a folder in the cache."""
+    return local_folder(_path(source), access, ours=ours, progress=progress)

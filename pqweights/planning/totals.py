@@ -1,0 +1,108 @@
+"""Sums over the tensors of a plan or a result: counts, sizes, and bits per weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class _Counted(Protocol):
+    """What is counted: the properties of a TensorPlan that matter here."""
+
+    @property
+    def role(self) -> str: ...
+
+    @property
+    def bits(self) -> float | None: ...
+
+    @property
+    def weights(self) -> int: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Counts over tensors.
+
+    tensors: how many there are
+    quantized_tensors: how many of them are quantized
+    weights: elements of all tensors, buffers not counted
+    quantized_weights: elements of the quantized tensors
+    quantized_bytes: bytes of the quantized tensors, with norms, scales and padding
+    """
+
+    tensors: int
+    quantized_tensors: int
+    weights: int
+    quantized_weights: int
+    quantized_bytes: int
+
+    @property
+    def coverage(self) -> float:
+        """The share of weights that are quantized."""
+        return self.quantized_weights / self.weights if self.weights else 0.0
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """The mean over the quantized weights, with norms, scales and padding; None if there are none."""
+        return 8 * self.quantized_bytes / self.quantized_weights if self.quantized_weights else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals(Counts):
+    """Counts over tensors, with the sizes of files.
+
+    source_bytes, output_bytes: sizes of the weight files that are read, and of the safetensors files that are written
+    """
+
+    source_bytes: int
+    output_bytes: int
+
+    @property
+    def bits_per_parameter(self) -> float | None:
+        """The mean over the whole checkpoint: all bytes of the safetensors files, headers included, over all weights,
+        quantized or not; None if there are none.
+        """
+        return 8 * self.output_bytes / self.weights if self.weights else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the totals as plan --json and inspect --json print them."""
+        return {
+            "tensors": self.tensors,
+            "quantized_tensors": self.quantized_tensors,
+            "weights": self.weights,
+            "quantized_weights": self.quantized_weights,
+            "coverage": self.coverage,
+            "bits_per_weight": self.bits_per_weight,
+            "bits_per_parameter": self.bits_per_parameter,
+            "source_bytes": self.source_bytes,
+            "output_bytes": self.output_bytes,
+        }
+
+
+def count(tensors: Sequence[_Counted]) -> Counts:
+    """Return counts over tensors."""
+    weights = quantized_tensors = quantized_weights = quantized_bytes = 0
+    for tensor in tensors:
+        of_tensor = tensor.weights
+        if tensor.role != "buffer":
+            weights += of_tensor
+        if tensor.bits is not None:
+            quantized_tensors += 1
+            quantized_weights += of_tensor
+            quantized_bytes += tensor.bytes
+    return Counts(
+        tensors=len(tensors),
+        quantized_tensors=quantized_tensors,
+        weights=weights,
+        quantized_weights=quantized_weights,
+        quantized_bytes=quantized_bytes,
+    )
+
+
+def total(tensors: Sequence[_Counted], *, source_bytes: int, output_bytes: int) -> Totals:
+    """Return counts over tensors with the sizes of files."""
+    return Totals(**vars(count(tensors)), source_bytes=source_bytes, output_bytes=output_bytes)

@@ -1,0 +1,109 @@
+"""The report of a plan: what quantize would do with each tensor, and what that takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pqweights.checkpoint.file_uses import file_uses, most_fetched
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.hub.storage import LOW_DISK_FILES, HubStorage
+from pqweights.planning.fit import Fit
+from pqweights.planning.plan import Plan, TensorPlan
+from pqweights.planning.recipe import Recipe
+from pqweights.planning.totals import Totals
+from pqweights.quantizing import QuantizeOptions, plan_quantize
+from pqweights.rewrite.needs import ResourceNeeds, resource_needs
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubTraffic:
+    """What a plan of a repository on the Hub fetched, and what quantizing it would.
+
+    repository, revision: the repository, and the commit of the plan
+    requests, bytes: requests made and bytes fetched for the plan
+    source_bytes: the size of the repository's weight files
+    low_disk_bytes: the most of them that `low_disk` keeps at a time
+    """
+
+    repository: str
+    revision: str
+    requests: int
+    bytes: int
+    source_bytes: int
+    low_disk_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the key `hub` of plan --json."""
+        return {
+            "repository": self.repository,
+            "revision": self.revision,
+            "requests": self.requests,
+            "bytes": self.bytes,
+            "source_bytes": self.source_bytes,
+            "low_disk_bytes": self.low_disk_bytes,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """What quantizing a checkpoint would do.
+
+    plan: every output tensor and byte
+    fit: how bit widths were chosen for a target; None without one
+    needs: disk space and memory
+    hub: traffic with the Hub; None for a local source
+    """
+
+    plan: Plan
+    fit: Fit | None
+    needs: ResourceNeeds
+    hub: HubTraffic | None
+
+    @property
+    def tensors(self) -> tuple[TensorPlan, ...]:
+        """What becomes of each tensor, in the order of the checkpoint."""
+        return self.plan.tensors
+
+    @property
+    def totals(self) -> Totals:
+        """Sizes, counts and bits per weight of the whole result."""
+        return self.plan.totals
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document of plan --json."""
+        return {
+            "totals": self.totals.to_json() | self.needs.to_json(),
+            "tensors": [tensor.to_json() for tensor in self.tensors],
+            "shards": [{"file": shard.file, "bytes": shard.file_bytes} for shard in self.plan.shards],
+            "copied_files": list(self.plan.companions),
+            "left_out_files": self.plan.left_out,
+            **({} if self.fit is None else {"fit": self.fit.to_json()}),
+            **({} if self.hub is None else {"hub": self.hub.to_json()}),
+        }
+
+
+def report_plan(source: str | Path, recipe: Recipe, options: QuantizeOptions, threads: int) -> PlanReport:
+    """Plan what quantizing a source would do, from its headers alone.
+
+    threads: the number of threads for which the memory is estimated
+
+    Raises SourceError, RecipeError or HubError.
+    """
+    checkpoint, transform, plan = plan_quantize(source, recipe, options)
+    return PlanReport(plan=plan, fit=transform.fit, needs=resource_needs(plan, threads), hub=_traffic(checkpoint))
+
+
+def _traffic(checkpoint: Checkpoint) -> HubTraffic | None:
+    storage = checkpoint.storage
+    if not isinstance(storage, HubStorage):
+        return None
+    return HubTraffic(
+        repository=storage.origin.id,
+        revision=storage.origin.revision,
+        requests=storage.hub.requests,
+        bytes=storage.hub.bytes,
+        source_bytes=checkpoint.weight_file_bytes,
+        low_disk_bytes=most_fetched(file_uses(checkpoint.tensors), storage.files(), LOW_DISK_FILES),
+    )

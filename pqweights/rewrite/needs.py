@@ -1,0 +1,39 @@
+"""What fulfilling a plan takes: disk space and memory, known before anything is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pqweights.planning.plan import Plan
+
+# Measured: the interpreter and the libraries while kernels are compiled. Without compilation it is half as much.
+MEMORY_FLOOR_BYTES = 220_000_000
+# A thread's input chunk in float32 with its temporaries, and its share of the results that wait to be collected.
+MEMORY_PER_THREAD_BYTES = 32_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResourceNeeds:
+    """Upper bounds on what fulfilling a plan takes.
+
+    peak_disk_bytes: room in the output folder
+    peak_memory_bytes: memory of the process: the floor, what is under way in each thread, the parsed headers, and the
+        largest output header
+    """
+
+    peak_disk_bytes: int
+    peak_memory_bytes: int
+
+    def to_json(self) -> dict[str, int]:
+        """Return the bounds under the names that they have in the totals of plan --json."""
+        return {"peak_disk_bytes": self.peak_disk_bytes, "peak_memory_bytes": self.peak_memory_bytes}
+
+
+def resource_needs(plan: Plan, threads: int) -> ResourceNeeds:
+    """Return what fulfilling a plan with a number of threads takes."""
+    largest_header = max((len(shard.header) for shard in plan.shards), default=0)
+    memory = MEMORY_FLOOR_BYTES + threads * MEMORY_PER_THREAD_BYTES + len(plan.tensors) * 12_000 + 2 * largest_header
+    json_files = 1024 * len(plan.tensors) + 65536
+    return ResourceNeeds(
+        peak_disk_bytes=plan.output_bytes + plan.companion_bytes + json_files, peak_memory_bytes=memory
+    )

@@ -1,0 +1,181 @@
+"""The Python API: the examples of docs/python.md, arguments that mirror the commands, reports, paths and progress."""
+
+from __future__ import annotations
+
+import inspect as signatures
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import typer.main
+from commands import answer
+from helpers import small_checkpoint
+from pqweights_cli.main import app
+
+import pqweights
+from pqweights.errors import MasterError, OptionError, OutputError, RecipeError, SourceError
+
+PAGE = Path(__file__).parents[1] / "docs" / "python.md"
+FUNCTIONS = ("plan", "quantize", "export", "verify", "inspect")
+# Options that are about printing, or belong to another function of the API.
+ONLY_COMMANDS = {
+    "plan": {"json", "plot", "summary", "quiet"},
+    "quantize": {"json", "dry_run", "summary", "quiet"},
+    "export": {"json", "quiet"},
+    "verify": {"json", "quiet"},
+    "inspect": {"json", "plot", "summary", "quiet", "distribution", "threads", "allow_pickle"},
+}
+RENAMED = {"set": "set_bits"}
+
+
+def examples() -> str:
+    """The code on the page, without its indentation."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    return "\n".join(line.removeprefix("    ") for line in lines if line.startswith("    ") or not line.strip())
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_checkpoint(tmp_path_factory.mktemp("source") / "model")
+
+
+@pytest.fixture(scope="module")
+def master(source: Path) -> Path:
+    out = source.parent / "master"
+    pqweights.quantize(source, out)
+    return out
+
+
+def test_the_examples_of_the_page_run(tmp_path, monkeypatch, capsys):
+    families.build(families.FAMILIES["llama"], tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile(examples(), str(PAGE), "exec"), names)
+    printed = capsys.readouterr().out
+    assert "is kept: " in printed and "{6}" in printed and "100%" in printed
+    assert re.search(r"error 0\.00\d+$", printed, re.MULTILINE)
+    assert "another result" in printed  # as the page says of the last example
+    assert {"plan", "master", "export", "fitted", "found", "model"} <= names.keys()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_arguments_are_those_of_the_command(function):
+    command = typer.main.get_group(app).commands[function]  # type: ignore[attr-defined]
+    options = {
+        option.opts[0].removeprefix("--").replace("-", "_") for option in command.params if option.opts[0][0] == "-"
+    }
+    mirrored = {RENAMED.get(name, name) for name in options - ONLY_COMMANDS[function] - {"help"}}
+    parameters = signatures.signature(getattr(pqweights, function)).parameters
+    named = {name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
+    assert named - {"progress"} | ({"recipe"} & parameters.keys()) | ({"target"} & parameters.keys()) == mirrored
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_argument_is_in_the_docstring(function):
+    called = getattr(pqweights, function)
+    documented = called.__doc__ + (pqweights.quantize.__doc__ if "those of `quantize`" in called.__doc__ else "")
+    for name in signatures.signature(called).parameters:
+        assert re.search(rf"\b{name}\b", documented), name
+
+
+def test_the_functions_are_listed_and_typed():
+    assert set(FUNCTIONS) <= set(dir(pqweights)) and set(FUNCTIONS) <= set(pqweights.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'quantise'"):
+        pqweights.quantise  # noqa: B018
+
+
+def test_submodules_do_not_replace_functions():
+    """A module of the same name as a function would take its place as soon as it is imported."""
+    code = (
+        "import pkgutil, pqweights; names = {module.name for module in pkgutil.iter_modules(pqweights.__path__)}; "
+        "assert not names & set(pqweights.__all__), names"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_reports_hold_what_the_commands_print(source, tmp_path):
+    planned = pqweights.plan(source, bits=4, threads=2)
+    assert planned.to_json() == answer("plan", source, "--bits", 4, "--threads", 2)
+    report = pqweights.quantize(source, tmp_path / "a", bits=4)
+    printed = answer("quantize", source, tmp_path / "b", "--bits", 4)
+    assert report.to_json() == {key: value for key, value in printed.items() if key != "output"}
+    assert pqweights.inspect(tmp_path / "a").to_json() == answer("inspect", tmp_path / "a")
+    exported = pqweights.export(tmp_path / "a", tmp_path / "c", "bf16")
+    printed = answer("export", tmp_path / "a", tmp_path / "d", "--target", "bf16")
+    assert exported.to_json() == {key: value for key, value in printed.items() if key != "output"}
+
+
+def test_texts_and_paths_name_folders_alike(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pqweights.quantize(str(source), "text")
+    pqweights.quantize(source, tmp_path / "path")
+    assert pqweights.verify("text").ok and pqweights.verify(tmp_path / "path").ok
+    assert (tmp_path / "text" / "pqweights.json").read_bytes() == (tmp_path / "path" / "pqweights.json").read_bytes()
+
+
+def test_a_path_is_never_a_repository(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceError, match="no such"):
+        pqweights.plan(Path("org/model"))
+
+
+def test_rows_have_the_decision_and_the_error(source, master):
+    rows = {row.name: row for row in pqweights.inspect(master).tensors}
+    kept, rescued = rows["model.norm.weight"], rows["model.layers.0.mlp.up_proj.weight"]
+    assert (kept.action, kept.bits, kept.relative_mse, kept.rescued) == ("keep", None, None, False)
+    assert rescued.rescued and rescued.bits == 5 and rescued.relative_mse is not None and not rescued.exceeds
+    assert {row.name: row.bytes for row in pqweights.plan(source).tensors} == {name: rows[name].bytes for name in rows}
+    assert pqweights.quantize(source, master).tensors == tuple(rows.values())  # which is finished already
+
+
+def test_progress_reaches_the_end(source, tmp_path):
+    seen: list[tuple[int, int, str]] = []
+    pqweights.quantize(source, tmp_path / "out", progress=lambda *now: seen.append(now))
+    assert seen[-1][0] == seen[-1][1] > 0
+    assert {name for _, _, name in seen} >= {"lm_head.weight", "model.norm.weight"}
+    checked: list[tuple[int, int, str]] = []
+    pqweights.verify(tmp_path / "out", progress=lambda *now: checked.append(now))
+    assert checked[-1][0] == checked[-1][1] > 0
+
+
+def test_keep_and_set_decide_before_the_recipe(source):
+    changed = pqweights.plan(source, "q4", keep=["lm_head.weight"], set_bits={"*.q_proj.weight": 6})
+    bits = {tensor.name: tensor.bits for tensor in changed.tensors}
+    assert bits["lm_head.weight"] is None
+    assert bits["model.layers.0.self_attn.q_proj.weight"] == 6
+    assert bits["model.layers.0.self_attn.k_proj.weight"] == 4
+
+
+def test_a_recipe_object_is_taken_as_it_is(source):
+    from pqweights.planning.recipe import load_recipe
+
+    recipe = load_recipe("q6")
+    assert pqweights.plan(source, recipe).totals == pqweights.plan(source, "q6").totals
+    assert pqweights.plan(source, recipe, bits=3).totals == pqweights.plan(source, "q6", bits=3).totals
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda source, out: pqweights.plan(source, "q5", bits=99), OptionError, "--bits"),
+        (lambda source, out: pqweights.plan(source, keep=["nothing*"]), RecipeError, "nothing"),
+        (lambda source, out: pqweights.plan(source, target_size="many"), OptionError, "size"),
+        (lambda source, out: pqweights.quantize(source, out, max_shard_size="many"), RecipeError, "size"),
+        (lambda source, out: pqweights.quantize(out / "missing", out), SourceError, "missing"),
+        (lambda source, out: pqweights.quantize(source, source), OutputError, "source"),
+        (lambda source, out: pqweights.export(source, out, "bf17"), OptionError, "bf17"),
+        (lambda source, out: pqweights.export(source, out, "bf16", group_size=128), OptionError, "group-size"),
+        (lambda source, out: pqweights.export(source, out, "bf16"), SourceError, "master"),
+        (lambda source, out: pqweights.verify(source), MasterError, "pqweights.json"),
+        (lambda source, out: pqweights.inspect(out), MasterError, "out"),
+    ],
+)  # fmt: skip
+def test_failures_are_errors_of_one_line(source, tmp_path, call, error, message):
+    with pytest.raises(error, match=message) as caught:
+        call(source, tmp_path / "out")
+    assert isinstance(caught.value, pqweights.PqweightsError) and "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
