@@ -28,6 +28,7 @@ LAYERS = (
         "pqweights.dtypes",
         "pqweights.markdown",
         "pqweights.strict_json",
+        "pqweights.suggestions",
         "pqweights.units",
     ),
     ("pqweights.kernels",),
