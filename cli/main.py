@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from . import ablate, calibrate, card, export, inspect, interrupts, plan, push, quantize, sensitivity, verify
+from . import ablate, calibrate, card, export, inspect, interrupts, plan, push, quantize, recipes, sensitivity, verify
 from . import eval as evaluate
 
 app = typer.Typer(
@@ -42,6 +42,7 @@ def root(
 COMMANDS: dict[str, Callable[..., None]] = {
     "quantize": quantize.command,
     "plan": plan.command,
+    "recipes": recipes.command,
     "inspect": inspect.command,
     "verify": verify.command,
     "export": export.command,

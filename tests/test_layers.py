@@ -29,6 +29,7 @@ LAYERS = (
         "pqweights.markdown",
         "pqweights.notices",
         "pqweights.strict_json",
+        "pqweights.suggestions",
         "pqweights.units",
     ),
     ("pqweights.kernels",),

@@ -31,6 +31,7 @@ go to stderr. Exit codes: 0 done; 1 refused or failed, with one line that says w
 PAGES = {
     "quantize": (("Recipes", "../recipes/README.md"), ("Fitting a size", "fit.md"), ("The method", "method.md")),
     "plan": (("Recipes", "../recipes/README.md"), ("Fitting a size", "fit.md")),
+    "recipes": (("Recipes", "../recipes/README.md"),),
     "inspect": (("The format", "format.md"),),
     "verify": (("The format", "format.md"), ("Bad inputs", "bad-inputs.md")),
     "export": (("Exports", "exports.md"),),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-
 from pqweights.codecs.comparison import ComparisonCodec
 from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
 from pqweights.codecs.protocol import Codec
 from pqweights.errors import RecipeError
+from pqweights.suggestions import instead
 
 __all__ = ["CODECS", "DEFAULT_CODEC", "get_codec", "nearest_rate"]
 
@@ -25,12 +24,11 @@ CODECS: dict[str, Codec] = {
 def get_codec(name: str) -> Codec:
     """Return the codec of a name.
 
-    Raises RecipeError for an unknown name; the message names the nearest codec.
+    Raises RecipeError for an unknown name; the message lists the codecs, and names the nearest.
     """
     if name in CODECS:
         return CODECS[name]
-    near = difflib.get_close_matches(name, CODECS, n=1, cutoff=0.0)
-    raise RecipeError(f"codec: no codec is called {name!r}; the nearest is {near[0]!r}")
+    raise RecipeError(f"codec: no codec is called {name!r}; {instead(name, CODECS)}")
 
 
 def nearest_rate(codec: str, bits: float) -> float:

@@ -302,8 +302,8 @@ def _check_same_tokens(folder: Folder, ids: Ids, *, other: Folder, expected: Ids
     shared = min(len(ids), len(expected))
     differing = np.flatnonzero(ids[:shared] != expected[:shared])
     place = int(differing[0]) if len(differing) else shared
+    counts = "" if len(ids) == len(expected) else f"{len(ids)} tokens against {len(expected)}, "
     raise EvaluationError(
-        f"{folder.path}: its tokenizer splits the text into other tokens than that of {other.path} ({len(ids)}, not "
-        f"{len(expected)}; the first difference is at token {place}), so losses per token cannot be compared; "
-        "evaluate the models separately"
+        f"{folder.path}: its tokenizer splits the text into other tokens than that of {other.path} ({counts}the "
+        f"first different one is token {place}), so losses per token cannot be compared; evaluate the models separately"
     )

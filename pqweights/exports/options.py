@@ -75,7 +75,7 @@ class GroupSize:
 
         Raises OptionError for a size that the target does not have.
         """
-        checked = one_of(target, "group-size", asked, allowed=(None, *allowed))
+        checked = one_of(target, "group-size", asked, allowed=(None, *sorted(allowed)))
         return GroupSize(target=target, allowed=allowed, asked=checked)
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import math
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from pqweights.dtypes import item_bytes
 from pqweights.errors import RecipeError
 from pqweights.planning.recipe import Recipe, Rule
 from pqweights.planning.roles import Role, classify, without_numbers
+from pqweights.suggestions import nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Decision:
 def decide(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> list[Decision]:
     """Return a decision for each tensor.
 
-    Raises RecipeError for a name pattern that matches no tensor at all; the message names the nearest tensor.
+    Raises RecipeError for a name pattern that matches no tensor at all; the message names the nearest one.
     """
     _check_patterns(recipe, tensors)
     named = [rule for rule in (*recipe.overrides, *recipe.rules) if rule.names]
@@ -109,7 +109,16 @@ def _check_patterns(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> None:
     for where, rule in rules:
         for pattern in rule.names:
             if not fnmatch.filter(names, pattern):
-                fixed = pattern.replace("*", "")
-                ends = {name[-len(fixed) :] if fixed else name: name for name in names}
-                near = [ends[end] for end in difflib.get_close_matches(fixed, ends, n=1, cutoff=0.0)]
-                raise RecipeError(f"{where}: the pattern {pattern!r} matches no tensor; the nearest is {near[0]!r}")
+                raise RecipeError(
+                    f"{where}: the pattern {pattern!r} matches no tensor of the checkpoint; {_nearest(pattern, names)}"
+                )
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> str:
+    """Return which tensor is nearest to a pattern that matches none; if none is near, the first one as an example."""
+    fixed = pattern.replace("*", "")
+    ends = {name[-len(fixed) :] if fixed else name: name for name in names}
+    near = nearest(fixed, ends)
+    if near is None:
+        return f"the first of its {len(names)} tensors is {names[0]!r}"
+    return f"the nearest is {ends[near]!r}"

@@ -6,10 +6,10 @@ default policy for its role (roles.py) keeps or quantizes it. recipes/README.md 
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import importlib.resources
 import math
+import re
 from dataclasses import dataclass, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -23,6 +23,7 @@ from pqweights.errors import OptionError, PqweightsError, RecipeError
 from pqweights.planning.roles import ROLES, Role
 from pqweights.planning.target import SizeTarget, make_target
 from pqweights.strict_json import Fields
+from pqweights.suggestions import instead
 
 DEFAULT_BITS = 5
 RECIPE_KEYS = ("name", "description", "codec", "bits", "target_size", "target_bpw", "bpw_of", "sensitivity", "rules")
@@ -150,9 +151,8 @@ def load_recipe(name_or_file: str | Path) -> Recipe:
 
     Raises OptionError for an unknown name, and RecipeError for everything that is wrong in a file.
     """
-    if name_or_file in recipe_names():
-        text = (recipe_folder() / f"{name_or_file}.yaml").read_text(encoding="utf-8")
-        return parse_recipe(text, f"recipe {name_or_file!r}")
+    if isinstance(name_or_file, str) and name_or_file in recipe_names():
+        return parse_recipe(recipe_text(name_or_file), f"recipe {name_or_file!r}")
     path = Path(name_or_file)
     if isinstance(name_or_file, Path) or path.suffix in (".yaml", ".yml") or path.is_file():
         try:
@@ -160,11 +160,32 @@ def load_recipe(name_or_file: str | Path) -> Recipe:
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
         return parse_recipe(text, str(name_or_file))
-    near = difflib.get_close_matches(name_or_file, recipe_names(), n=1, cutoff=0.0)[0]
-    raise OptionError(
-        f"no recipe is called {name_or_file!r}; the nearest is {near!r}; expected {', '.join(recipe_names())}, or a "
-        ".yaml file"
-    )
+    raise _unknown_recipe(name_or_file)
+
+
+def recipe_text(name: str) -> str:
+    """Return the YAML of a recipe that comes with pqweights.
+
+    Raises OptionError for an unknown name.
+    """
+    if name not in recipe_names():
+        raise _unknown_recipe(name)
+    return (recipe_folder() / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def _unknown_recipe(name: str) -> OptionError:
+    return OptionError(f"no recipe is called {name!r}; {_other_recipe(name)}")
+
+
+def _other_recipe(name: str) -> str:
+    """Return what to give in place of an unknown name of a recipe."""
+    for file in (f"{name}.yaml", f"{name}.yml"):
+        if Path(file).is_file():
+            return f"there is a file {file!r}: give its whole name, as in --recipe {file}"
+    width = re.fullmatch(r"q(\d+)", name)
+    if width is not None and int(width[1]) in get_codec(DEFAULT_CODEC).rates:
+        return f"any recipe takes another bit width, as in --recipe q{DEFAULT_BITS} --bits {width[1]}"
+    return f"{instead(name, recipe_names())}, or a .yaml file"
 
 
 def parse_recipe(text: str, where: str) -> Recipe:
@@ -175,9 +196,9 @@ def parse_recipe(text: str, where: str) -> Recipe:
     try:
         data = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise RecipeError(f"{where}: not YAML: {' '.join(str(error).split())[:160]}") from None
+        raise RecipeError(f"{where}: not YAML: {_yaml_problem(text, error)}") from None
     fields = _checked_fields(where, data, RECIPE_KEYS)
-    codec = get_codec(fields.optional("codec", fields.text, DEFAULT_CODEC)).name
+    codec = _checked_codec(where, fields.optional("codec", fields.text, DEFAULT_CODEC))
     bits = fields.optional("bits", fields.number, nearest_rate(codec, DEFAULT_BITS))
     bits = _checked_bits(f"{where}: bits", codec, bits)
     entries = fields.optional("rules", fields.items, [])
@@ -197,6 +218,18 @@ def parse_recipe(text: str, where: str) -> Recipe:
     )
 
 
+def _yaml_problem(text: str, error: Exception) -> str:
+    """Return what is wrong with a text that is not YAML."""
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    lines = text.splitlines()
+    # For YAML, * begins the name of an alias.
+    if mark is not None and "alias" in str(error) and mark.line < len(lines):
+        pattern = re.search(r"\*[^\s,\]}]*", lines[mark.line])
+        if pattern is not None:
+            return f'line {mark.line + 1}: quote a pattern that begins with *, as in "{pattern[0][:80]}"'
+    return " ".join(str(error).split())[:160]
+
+
 def _parse_target(where: str, fields: Fields) -> SizeTarget | None:
     size, per_weight = fields.raw("target_size"), fields.raw("target_bpw")
     bpw_of = fields.optional("bpw_of", fields.text, None)
@@ -212,8 +245,7 @@ def _parse_rule(where: str, data: Any, default_codec: str) -> Rule:
     names, roles = _texts(fields, "name"), _texts(fields, "role")
     for role in roles:
         if role not in ROLES:
-            near = difflib.get_close_matches(role, ROLES, n=1, cutoff=0.0)[0]
-            raise RecipeError(f"{where}: no role is called {role!r}; the nearest of {', '.join(ROLES)} is {near!r}")
+            raise RecipeError(f"{where}: no role is called {role!r}; {instead(role, ROLES)}")
     keep = fields.optional("keep", fields.flag, False)
     codec, bits = fields.optional("codec", fields.text, None), fields.optional("bits", fields.number, None)
     if keep and (codec is not None or bits is not None):
@@ -221,7 +253,7 @@ def _parse_rule(where: str, data: Any, default_codec: str) -> Rule:
     if not keep and codec is None and bits is None:
         raise RecipeError(f"{where}: expected keep: true, bits or codec, found none of them")
     if codec is not None:
-        get_codec(codec)
+        _checked_codec(where, codec)
     if bits is not None:
         bits = _checked_bits(f"{where}: bits", codec or default_codec, bits)
     counts = {key: fields.optional(key, fields.whole, None) for key in ("min_weights", "max_weights", "dims")}
@@ -243,8 +275,7 @@ def _checked_fields(where: str, data: Any, known: tuple[str, ...]) -> Fields:
     fields = Fields(data, wrong)
     for key in data:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            raise RecipeError(f"{where}: unknown key {key!r}; the nearest of {', '.join(known)} is {near!r}")
+            raise RecipeError(f"{where}: unknown key {key!r}; {instead(str(key), known)}")
     return fields
 
 
@@ -258,5 +289,13 @@ def _checked_bits(where: str, codec: str, bits: float) -> float:
     """Return a bit width that the codec has; raises RecipeError for another one."""
     try:
         return get_codec(codec).coder(bits).bits
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}") from None
+
+
+def _checked_codec(where: str, name: str) -> str:
+    """Return the name of a codec; raises RecipeError for an unknown one."""
+    try:
+        return get_codec(name).name
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None

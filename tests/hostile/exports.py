@@ -91,10 +91,10 @@ EXPORT_CASES = [
     exporting(
         "group-size-that-no-target-has",
         {
-            TORCHAO + " --group-size 100": ("--group-size 100", "torchao-int4", "128, 64, 32, 256"),
-            VLLM + " --group-size 100": ("--group-size 100", "vllm-int4", "128, 64, 32"),
-            MLX + " --group-size 100": ("--group-size 100", "mlx-q4", "64, 32, 128"),
-            VLLM + " --group-size 0": ("--group-size 0", "128, 64, 32"),
+            TORCHAO + " --group-size 100": ("--group-size 100", "torchao-int4", "32, 64, 128, 256"),
+            VLLM + " --group-size 100": ("--group-size 100", "vllm-int4", "32, 64, 128"),
+            MLX + " --group-size 100": ("--group-size 100", "mlx-q4", "32, 64, 128"),
+            VLLM + " --group-size 0": ("--group-size 0", "32, 64, 128"),
             TORCHAO + " --group-size -128": ("--group-size -128",),
         },
     ),

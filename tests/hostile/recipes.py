@@ -11,12 +11,21 @@ def recipe(name: str, text: Content, *fragments: str) -> Case:
 
 RECIPE_CASES = [
     Case("recipe-name-unknown", {"quantize src out --recipe q55": ("'q55'", "'q5'")}, GOOD_SRC),
+    Case("recipe-name-far-from-all", {"quantize src out --recipe gptq": ("'gptq'", "expected q2, q3")}, GOOD_SRC),
+    Case("recipe-name-of-a-width", {"quantize src out --recipe q7": ("'q7'", "--recipe q5 --bits 7")}, GOOD_SRC),
+    Case(
+        "recipe-name-of-a-file",
+        {"quantize src out --recipe mine": ("'mine'", "'mine.yaml'", "--recipe mine.yaml")},
+        {**GOOD_SRC, "mine.yaml": "bits: 4\n"},
+    ),
     Case("recipe-file-missing", {RECIPE: ("recipe.yaml",)}, GOOD_SRC),
     Case("recipe-a-folder", {RECIPE: ("recipe.yaml",)}, {**GOOD_SRC, "recipe.yaml/a": b""}),
     recipe("recipe-not-yaml", "bits: [", "not YAML"),
     recipe("recipe-not-utf-8", b"name: \xff"),
     recipe("recipe-empty", ""),
     recipe("recipe-a-list", "- bits: 5\n", "keys and values"),
+    recipe("recipe-pattern-unquoted", "rules: [{name: *.up_proj, bits: 6}]\n", "line 1", "quote", '"*.up_proj"'),
+    recipe("recipe-alias-undefined", "rules:\n  - name: *up\n    bits: 6\n", "line 2", "quote", '"*up"'),
     recipe("recipe-of-tabs", "rules:\n\t- keep: true\n", "not YAML"),
     recipe("recipe-with-python", "!!python/object/apply:os.system [touch payload-ran]", "not YAML"),
     recipe("recipe-impossible-date", "name: 2020-13-45\n"),
@@ -46,6 +55,31 @@ RECIPE_CASES = [
         "recipe-codec-unknown",
         {RECIPE: ("'hadamard'", "'hadamard-absmax'")},
         {**GOOD_SRC, "recipe.yaml": "codec: hadamard\n"},
+    ),
+    recipe("recipe-codec-far-from-all", "codec: gptq\n", "'gptq'", "expected hadamard-lloyd-max, absmax"),
+    recipe("rule-role-far-from-all", "rules: [{role: wombat, bits: 4}]\n", "'wombat'", "expected attention, mlp"),
+    recipe("recipe-key-far-from-all", "wombat: 4\n", "'wombat'", "expected name, description"),
+    Case(
+        "rule-matches-nothing-near",
+        {RECIPE: ("rule 1", "'xyz'", "the first of its 2 tensors")},
+        {**GOOD_SRC, "recipe.yaml": "rules: [{name: xyz, bits: 4}]\n"},
+    ),
+    Case(
+        "set-matches-nothing",
+        {
+            "plan src --set *.mlp.up_porj.weight=6": ("--set", UP),
+            "plan src --keep *.mlp.up_porj.weight": ("--keep", UP),
+        },
+        GOOD_SRC,
+    ),
+    Case(
+        "set-malformed",
+        {
+            "plan src --set model.norm.weight": ("--set", "PATTERN=BITS"),
+            "plan src --set *=four": ("PATTERN=BITS",),
+            "plan src --set *=9": ("--set *=9", "2 to 8"),
+        },
+        GOOD_SRC,
     ),
     Case(
         "rule-matches-nothing",

@@ -88,7 +88,10 @@ def test_library_takes_widths_by_pattern_as_a_mapping_or_as_pairs() -> None:
 @pytest.mark.parametrize("option", ["--keep", "--set"])
 def test_pattern_without_a_match_names_the_option_and_the_nearest_tensor(source: Path, option: str) -> None:
     error = refused("plan", source, option, "*.q_porj.weight" + ("=4" if option == "--set" else ""))
-    assert error == f"error: {option}: the pattern '*.q_porj.weight' matches no tensor; the nearest is {Q!r}\n"
+    assert (
+        error
+        == f"error: {option}: the pattern '*.q_porj.weight' matches no tensor of the checkpoint; the nearest is {Q!r}\n"
+    )
 
 
 @pytest.mark.parametrize("text", ["lm_head.weight", "=4", "lm_head.weight=", "lm_head.weight=four", "x=nan"])

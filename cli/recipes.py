@@ -1,0 +1,37 @@
+"""The command `pqweights recipes`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from . import options, output
+
+NameArgument = Annotated[
+    str | None, typer.Argument(metavar="NAME", help="Recipe to print as YAML.", show_default="list all recipes")
+]
+
+
+def command(name: NameArgument = None, json: options.JsonOption = False) -> None:
+    """List the built-in recipes, or print one, to use it or to begin a recipe of your own.
+
+    --recipe of quantize and plan takes the name of one of these, or a file.
+    """
+    with output.errors():
+        from pqweights.planning.recipe import load_recipe, recipe_names, recipe_text
+
+        if name is not None:
+            text = recipe_text(name)
+            if json:
+                output.print_json(load_recipe(name).to_json())
+            else:
+                typer.echo(text, nl=False)
+            return
+        recipes = [load_recipe(each) for each in recipe_names()]
+        if json:
+            output.print_json({"recipes": [recipe.to_json() for recipe in recipes]})
+            return
+        columns = [("recipe", False), ("codec", False), ("bits", True), ("description", False)]
+        rows = [[recipe.name, recipe.codec, f"{recipe.bits:g}", recipe.description] for recipe in recipes]
+        typer.echo(output.table(columns, rows))

@@ -1,0 +1,36 @@
+"""The command that lists and prints the built-in recipes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from commands import answer, done, refused
+
+from pqweights.planning.recipe import load_recipe, recipe_names
+
+
+def test_recipes_are_listed_with_codec_bits_and_description() -> None:
+    heading, *lines = done("recipes").stdout.splitlines()
+    assert heading.split() == ["recipe", "codec", "bits", "description"]
+    assert [line.split()[0] for line in lines] == recipe_names()
+    for line, recipe in zip(lines, map(load_recipe, recipe_names()), strict=True):
+        assert line.split()[1:3] == [recipe.codec, str(recipe.bits)]
+        assert line.endswith(recipe.description)
+
+
+def test_recipe_is_printed_as_its_file_and_can_be_used(tmp_path: Path) -> None:
+    text = done("recipes", "q4").stdout
+    assert text == (Path(__file__).parents[2] / "recipes" / "q4.yaml").read_text()
+    (tmp_path / "mine.yaml").write_text(text)
+    assert load_recipe(tmp_path / "mine.yaml") == load_recipe("q4")
+
+
+def test_json_is_that_of_the_manifest() -> None:
+    listed = answer("recipes")["recipes"]
+    assert listed == [load_recipe(name).to_json() for name in recipe_names()]
+    assert answer("recipes", "q4") in listed
+
+
+def test_unknown_recipe_is_wrong_usage() -> None:
+    assert "'q55'; the nearest is 'q5'" in refused("recipes", "q55", code=2)
+    assert "--recipe q5 --bits 7" in refused("recipes", "q7", code=2)

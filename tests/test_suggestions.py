@@ -1,0 +1,34 @@
+"""What messages suggest in place of an unknown name."""
+
+from __future__ import annotations
+
+import pytest
+
+from pqweights.codecs import CODECS
+from pqweights.planning.recipe import RECIPE_KEYS, recipe_names
+from pqweights.planning.roles import ROLES
+from pqweights.suggestions import instead, nearest
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "near"),
+    [
+        ("hadamard", CODECS, "hadamard-absmax"),
+        ("loyd-max", CODECS, "lloyd-max"),
+        ("ABSMAX", CODECS, "absmax"),
+        ("gptq", CODECS, None),
+        ("nf4", CODECS, None),
+        ("atention", ROLES, "attention"),
+        ("Norm", ROLES, "norm"),
+        ("wombat", ROLES, None),
+        ("", ROLES, None),
+        ("q55", recipe_names(), "q5"),
+        ("int4", recipe_names(), None),
+        ("target_bwp", RECIPE_KEYS, "target_bpw"),
+        ("5", RECIPE_KEYS, None),
+    ],
+)
+def test_only_a_name_that_is_near_is_suggested(name: str, known: list[str], near: str | None) -> None:
+    assert nearest(name, known) == near
+    listed = f"expected {', '.join(known)}"
+    assert instead(name, known) == (listed if near is None else f"the nearest is {near!r}; {listed}")
