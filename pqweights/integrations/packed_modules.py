@@ -15,7 +15,7 @@ def name_packed_modules(model: Any) -> None:
     """Give each module that holds a packed weight a class of its own, which only prints in another way."""
     for module in model.modules():
         if _packed(module) and not isinstance(module, PreTrainedModel):  # the class of a model is its architecture
-            module.__class__ = _packed_class(type(module))
+            module.__class__ = _packed_class(module.__class__)
 
 
 @functools.cache
