@@ -58,6 +58,8 @@ OPTIONAL = {
         "pqweights.checkpoint.pickled",
         "pqweights.integrations.conversion",
         "pqweights.integrations.packed",
+        "pqweights.integrations.packed_modules",
+        "pqweights.integrations.packed_rows",
     },
     "triton": {"pqweights.kernels.gpu"},
     "numba": {
@@ -88,6 +90,7 @@ OPTIONAL = {
     "transformers": {
         "pqweights.measure.activations",
         "pqweights.integrations.conversion",
+        "pqweights.integrations.packed_modules",
         "pqweights.integrations.quantizer",
         "pqweights.integrations.transformers",
     },

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
 from pqweights.checkpoint.master import logical_tensors
@@ -114,13 +114,10 @@ class Master:
         return result.to(dtype)
 
     def can_stay_packed(self, parameter: str) -> bool:
-        """Whether the module of a parameter uses it as packed weights can be used: by rows, or by single experts."""
+        """Whether a name is that of a matrix, or of a stack of matrices, among the parameters of the model."""
         path, _, name = parameter.rpartition(".")
-        module = self._model.get_submodule(path)
-        if isinstance(module, nn.Linear | nn.Embedding):
-            return name == "weight"
-        # The mark of transformers' decorator for experts, whose eager forward takes one matrix at a time.
-        return hasattr(module, "is_transposed") and hasattr(module, "_apply_gate") and getattr(module, name).ndim == 3
+        found = self._model.get_submodule(path)._parameters.get(name)
+        return found is not None and found.ndim in (2, 3)
 
     def packed_bytes_per_weight(self, parameter: str) -> float | None:
         """Return the memory of a packed weight per element; None if it is decoded.

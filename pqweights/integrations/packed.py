@@ -9,114 +9,17 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pqweights.checkpoint import scales
 from pqweights.checkpoint.readers import EncodedTensor
-from pqweights.codecs.protocol import Coder, State
 from pqweights.codecs.weight import block_count
 from pqweights.errors import PqweightsError
-from pqweights.kernels.reference import TORCH_DTYPES
-from pqweights.kernels.workers import scratch
-
-NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-# How many weights a thread decodes before it multiplies them: few enough for the cache of its core.
-CHUNK_WEIGHTS = 1 << 20
-# The same on other devices, where a call costs more and memory is faster.
-DEVICE_CHUNK_WEIGHTS = 1 << 24
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PackedRows:
-    """Rows of one matrix that were encoded in the same way.
-
-    rows, columns: how many there are
-    coder, state: what decodes them
-    parts: the parts of the coder over the flattened rows, [blocks, bytes per block] u8 each
-    awq: the scales of the columns, [columns] f32; None if they are not scaled
-    """
-
-    rows: int
-    columns: int
-    coder: Coder
-    state: State
-    parts: tuple[Tensor, ...]
-    awq: Tensor | None
-
-    @torch.inference_mode()  # set for each thread: ours may write to tensors that the caller made in this mode
-    def decode(self, start: int, stop: int, out: Tensor) -> None:
-        """Decode rows [start, stop) into a contiguous tensor [stop - start, columns] on the same device."""
-        block_size = self.coder.block_size
-        first, last = start * self.columns // block_size, block_count(stop * self.columns, block_size)
-        skip, count = start * self.columns - first * block_size, (stop - start) * self.columns
-        here = slice(skip, skip + count)
-        if out.device.type == "cpu":
-            self._decode_numpy(start, range(first, last), here=here, out=out.view(-1))
-        else:
-            self._decode_torch(range(first, last), here=here, out=out.view(-1))
-
-    def _decode_numpy(self, row: int, blocks: range, *, here: slice, out: Tensor) -> None:
-        """Decode blocks on the CPU, straight into `out` if they fill it and coders have its dtype.
-
-        row: the row in which the first block begins
-        here: the part of the blocks that belongs in `out`
-        """
-        whole = len(blocks) * self.coder.block_size
-        direct = self.awq is None and out.dtype in NAMES
-        name = NAMES[out.dtype] if direct else "F32"
-        in_place = direct and whole == len(out)
-        values = out.view(torch.uint8).numpy() if in_place else scratch("packed", whole * TORCH_DTYPES[name].itemsize)
-        parts = [part[blocks.start : blocks.stop].numpy() for part in self.parts]
-        self.coder.decode(parts, values, dtype=name, state=self.state)
-        if in_place:
-            return
-        decoded = torch.from_numpy(values).view(TORCH_DTYPES[name])[here]
-        if self.awq is not None:
-            shape = (self.rows, self.columns)
-            scales.divide(decoded.numpy(), self.awq.numpy(), start=row * self.columns, shape=shape)
-        out.copy_(_saturated(decoded, out.dtype))
-
-    def _decode_torch(self, blocks: range, *, here: slice, out: Tensor) -> None:
-        """Decode blocks on another device; `here` is the part of them that belongs in `out`."""
-        parts = [part[blocks.start : blocks.stop] for part in self.parts]
-        decoded = self.coder.decode_torch(parts, self.state).reshape(-1)[here]
-        if self.awq is not None:
-            decoded = (decoded.view(-1, self.columns) / self.awq).view(-1)
-        out.copy_(_saturated(decoded, out.dtype))
-
-    def selected(self, rows: Tensor) -> PackedRows | None:
-        """Return the rows with these numbers; None if a block may hold parts of two rows."""
-        if self.columns % self.coder.block_size:
-            return None
-        parts = tuple(part.view(self.rows, -1).index_select(0, rows).view(-1, part.shape[1]) for part in self.parts)
-        return replace(self, rows=len(rows), parts=parts)
-
-    def to(self, device: torch.device) -> PackedRows:
-        """Return the rows on another device."""
-        awq = None if self.awq is None else self.awq.to(device)
-        return replace(self, parts=tuple(part.to(device) for part in self.parts), awq=awq)
-
-    @property
-    def byte_count(self) -> int:
-        """The size of parts and scales, in bytes."""
-        return sum(t.numel() * t.element_size() for t in (*self.parts, self.awq) if t is not None)
-
-
-def _saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Clamp float32 to the range of a narrower dtype."""
-    limit = torch.finfo(dtype).max
-    return values if dtype.itemsize >= 4 else values.clamp(-limit, limit)
-
-
-Matrix = tuple[PackedRows, ...]  # the rows of a matrix, from the top
+from pqweights.integrations.packed_rows import Factor, Matrix, PackedRows, buffer, decode_into, decode_rows, share
 
 
 def pack(tensor: EncodedTensor, dtype: torch.dtype) -> PackedTensor | None:
@@ -144,6 +47,7 @@ def pack(tensor: EncodedTensor, dtype: torch.dtype) -> PackedTensor | None:
                 state=tensor.state,
                 parts=tuple(part[number] for part in by_matrix),
                 awq=None if awq is None else awq[number],
+                factor=Factor(),
             ),
         )
         for number in range(count)
@@ -190,16 +94,19 @@ class PackedTensor(torch.Tensor):
 
     def decode(self) -> Tensor:
         """Return the weight as an ordinary tensor."""
-        out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        with torch.inference_mode(False):  # torch refuses to make views of a parameter out of inference tensors
+            out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         for matrix, part in zip(self.matrices, out if self.stacked else [out], strict=True):
-            _share(functools.partial(_decode_into, matrix, part), len(part), part.shape[1], device=self.device)
+            share(functools.partial(decode_into, matrix, part), len(part), part.shape[1], device=self.device)
         return out
 
-    def like(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> PackedTensor:
-        """Return the same weight with another dtype, or on another device."""
-        matrices = self.matrices
-        if device is not None and device != self.device:
-            matrices = tuple(tuple(each.to(device) for each in matrix) for matrix in matrices)
+    def like(self, dtype: torch.dtype | None = None) -> PackedTensor:
+        """Return a view of the same weight, which may have another dtype."""
+        return PackedTensor(self.matrices, self.stacked, dtype or self.dtype)
+
+    def copied(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> PackedTensor:
+        """Return a weight of its own: a change in place of one of the two does not change the other."""
+        matrices = tuple(tuple(each.copied(device or self.device) for each in matrix) for matrix in self.matrices)
         return PackedTensor(matrices, self.stacked, dtype or self.dtype)
 
     @classmethod
@@ -218,11 +125,14 @@ class PackedTensor(torch.Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default):
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0].like()
+        if func is torch.ops.aten.clone.default:
+            return args[0].copied()
         if func is torch.ops.aten._to_copy.default and (kwargs.get("dtype") or args[0].dtype).is_floating_point:
             device = kwargs.get("device")
-            return args[0].like(kwargs.get("dtype"), None if device is None else torch.empty(0, device=device).device)
+            device = None if device is None else torch.empty(0, device=device).device
+            return args[0].copied(kwargs.get("dtype"), device)
         if func._schema.is_mutable:
             raise PqweightsError(f"{func}: packed weights cannot be changed; load the model without packed=True")
         args, kwargs = tree_map_only(PackedTensor, lambda packed: packed.decode(), (tuple(args), kwargs))
@@ -253,13 +163,13 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
 
     def multiply(start: int, stop: int) -> None:
         with torch.inference_mode():  # set for each thread
-            chunk = _buffer(weight.dtype, weight.device, (stop - start) * columns).view(-1, columns)
-            _decode_rows(matrix, start, stop, out=chunk)
+            chunk = buffer(weight.dtype, weight.device, (stop - start) * columns).view(-1, columns)
+            decode_rows(matrix, start, stop, out=chunk)
             bias_of_rows = None if bias is None else bias[start:stop]
             with torch.autocast(x.device.type, enabled=False):
                 flat_out[:, start:stop] = torch.nn.functional.linear(flat, chunk, bias_of_rows)
 
-    _share(multiply, rows, columns, device=weight.device)
+    share(multiply, rows, columns, device=weight.device)
     return out
 
 
@@ -273,12 +183,12 @@ def _embedding(
     out = torch.empty(ids.numel(), weight.shape[1], dtype=weight.dtype, device=weight.device)
     selected = matrix[0].selected(ids.reshape(-1)) if len(matrix) == 1 else None
     if selected is not None:
-        _decode_rows((selected,), 0, len(out), out=out)
+        decode_rows((selected,), 0, len(out), out=out)
     else:
         for row, into in zip(ids.reshape(-1).tolist(), out, strict=True):
             if not 0 <= row < weight.shape[0]:
                 raise IndexError(f"index {row} is out of range for {weight.shape[0]} rows")
-            _decode_rows(matrix, row, row + 1, out=into[None])
+            decode_rows(matrix, row, row + 1, out=into[None])
     return out.view(*ids.shape, weight.shape[1])
 
 
@@ -290,12 +200,43 @@ def _getitem(weight: Tensor, index: Any) -> Any:
     return PackedTensor((weight.matrices[int(index)],), False, weight.dtype)
 
 
+def _bmm(input: Tensor, mat2: Tensor) -> Any:
+    """Implement torch.bmm with a stack of experts: decode and multiply one matrix at a time."""
+    if not isinstance(mat2, PackedTensor) or not mat2.stacked or isinstance(input, PackedTensor) or input.ndim != 3:
+        return NotImplemented
+    if len(input) != len(mat2) or torch.is_autocast_enabled(input.device.type):
+        return NotImplemented
+    if torch.is_grad_enabled() and input.requires_grad:
+        return NotImplemented
+    experts = (PackedTensor((matrix,), False, mat2.dtype) for matrix in mat2.matrices)
+    return torch.stack([x @ expert.decode() for x, expert in zip(input, experts, strict=True)])
+
+
+def _multiply_in_place(tensor: Tensor, other: Any) -> Any:
+    """Implement `tensor.mul_(other)` for a power of two, which changes no digit: RWKV scales some weights so."""
+    if not isinstance(tensor, PackedTensor) or not _is_power_of_two(other):
+        return NotImplemented
+    for matrix in tensor.matrices:
+        for each in matrix:
+            each.factor.value *= other
+    return tensor
+
+
+def _divide_in_place(tensor: Tensor, other: Any, *, rounding_mode: str | None = None) -> Any:
+    """Implement `tensor.div_(other)` for a power of two."""
+    return NotImplemented if rounding_mode or not _is_power_of_two(other) else _multiply_in_place(tensor, 1 / other)
+
+
+def _is_power_of_two(value: Any) -> bool:
+    return isinstance(value, int | float) and value > 0 and math.frexp(value)[0] == 0.5
+
+
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     """Implement torch.stack for matrices."""
     packed = [t for t in tensors if isinstance(t, PackedTensor) and not t.stacked]
     if len(packed) < len(tensors) or dim or len({(t.shape, t.dtype, t.device) for t in packed}) > 1:
         return NotImplemented
-    return PackedTensor(tuple(t.matrices[0] for t in packed), True, packed[0].dtype)
+    return PackedTensor(tuple(t.copied().matrices[0] for t in packed), True, packed[0].dtype)
 
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
@@ -304,7 +245,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     alike = {(t.stacked, len(t.matrices), t.shape[-1], t.dtype, t.device) for t in packed}
     if len(packed) < len(tensors) or len(alike) > 1 or dim % packed[0].ndim != packed[0].ndim - 2:
         return NotImplemented
-    matrices = tuple(sum(pieces, ()) for pieces in zip(*(t.matrices for t in packed), strict=True))
+    matrices = tuple(sum(pieces, ()) for pieces in zip(*(t.copied().matrices for t in packed), strict=True))
     return PackedTensor(matrices, packed[0].stacked, packed[0].dtype)
 
 
@@ -326,58 +267,9 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.embedding: _embedding,
     torch.Tensor.__getitem__: _getitem,
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    torch.bmm: _bmm,
+    torch.Tensor.mul_: _multiply_in_place,
+    torch.Tensor.div_: _divide_in_place,
     torch.stack: _stack,
     torch.cat: _cat,
 }
-
-
-def _decode_rows(matrix: Matrix, start: int, stop: int, *, out: Tensor) -> None:
-    """Decode rows [start, stop) of a matrix into [stop - start, columns]."""
-    above = 0
-    for each in matrix:
-        first, last = max(start - above, 0), min(stop - above, each.rows)
-        if first < last:
-            each.decode(first, last, out[first + above - start : last + above - start])
-        above += each.rows
-
-
-def _decode_into(matrix: Matrix, whole: Tensor, start: int, stop: int) -> None:
-    """Decode rows [start, stop) of a matrix into their places in the whole matrix."""
-    _decode_rows(matrix, start, stop, out=whole[start:stop])
-
-
-def _share(work: Callable[[int, int], None], rows: int, columns: int, *, device: torch.device) -> None:
-    """Call work(start, stop) for runs that cover all rows: on the CPU in several threads, in runs that fit a cache."""
-    step = max(1, (CHUNK_WEIGHTS if device.type == "cpu" else DEVICE_CHUNK_WEIGHTS) // columns)
-    starts = range(0, rows, step)
-    if device.type != "cpu" or len(starts) == 1:
-        for start in starts:
-            work(start, min(rows, start + step))
-    else:
-        for _ in _threads().map(lambda start: work(start, min(rows, start + step)), starts):
-            pass
-
-
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    """Return a pool of as many threads as torch uses; in each of them, torch itself computes with one thread."""
-    count = torch.get_num_threads()
-    started = threading.Barrier(count + 1)
-
-    def begin() -> None:
-        torch.set_num_threads(1)  # for this thread, and for threads that have not computed yet
-        started.wait()
-
-    pool = ThreadPoolExecutor(count, thread_name_prefix="pqweights", initializer=begin)
-    for _ in range(count):
-        pool.submit(int)
-    started.wait()
-    torch.set_num_threads(count)
-    return pool
-
-
-def _buffer(dtype: torch.dtype, device: torch.device, count: int) -> Tensor:
-    """Return memory of the calling thread, contents undefined, valid until it asks again."""
-    if device.type != "cpu":  # torch itself reuses the memory of other devices
-        return torch.empty(count, dtype=dtype, device=device)
-    return torch.from_numpy(scratch("packed rows", count * dtype.itemsize)).view(dtype)

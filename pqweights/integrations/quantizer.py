@@ -124,7 +124,10 @@ class PqweightsQuantizer(HfQuantizer):
                 f"{missing[0]!r}; it is damaged: quantize the model again"
             )
         if self.packed:
+            from pqweights.integrations.packed_modules import name_packed_modules
+
             model.requires_grad_(False)
+            name_packed_modules(model)
             self.decoded_weights = tuple(sorted(self._master.decoded_weights))
         self._master.close()
         del self._master

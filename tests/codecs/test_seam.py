@@ -260,9 +260,8 @@ def test_loaded_model_has_the_logits_of_the_bf16_export(packed: bool, folder: Pa
 
 def test_packed_weight_on_another_device_decodes_with_its_codec(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code path of other devices, run on the CPU."""
-    from pqweights.integrations import packed as module
+    from pqweights.integrations.packed_rows import PackedRows as rows
 
-    rows = module.PackedRows
     loaded = pqweights.load_model(folder / "master", packed=True, dtype="float32")
     monkeypatch.setattr(
         rows, "_decode_numpy", lambda self, row, *args, **keywords: rows._decode_torch(self, *args, **keywords)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 import torch  # noqa: E402
 
-from pqweights.integrations import packed as module  # noqa: E402
+from pqweights.integrations import packed_rows as module  # noqa: E402
 from pqweights.integrations.packed import PackedTensor, pack  # noqa: E402
 
 IDS = torch.tensor(families.IDS)
@@ -60,16 +60,12 @@ def test_logits_match_the_decoded_model(name: str, dtype: str, base: Path) -> No
     one, other = output(packed), output(decoded)
     # The matrices are the same, but torch may add up products in another order for fewer rows.
     assert (one - other).abs().max() <= (2.0**-6 if dtype == "bfloat16" else 1e-5) * other.abs().max()
-    left = {name for name, p in packed.named_parameters() if isinstance(p, PackedTensor)}
-    assert left or name == "gpt2"
-    # Packed weights take the size of the master, except for those that are listed as decoded.
+    # Packed weights take the size of the master.
     encoded = {t.name: t for t in open_local(families.master(base, name)).tensors if isinstance(t, EncodedTensor)}
     stored = sum(part.byte_count for tensor in encoded.values() for part in tensor.parts)
-    if not packed.hf_quantizer.decoded_weights:
-        assert packed_bytes(packed) == stored
+    assert packed.hf_quantizer.decoded_weights == ()
+    assert packed_bytes(packed) == stored
     assert packed.get_memory_footprint() < decoded.get_memory_footprint()
-    assert name != "gpt2" or "h.0.attn.c_attn.weight" in packed.hf_quantizer.decoded_weights
-    assert name == "gpt2" or not packed.hf_quantizer.decoded_weights
 
 
 def test_logits_are_the_same_with_small_chunks(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,6 +197,59 @@ def test_stacking_and_concatenating_stay_packed(weights: dict[str, Any]) -> None
         torch.nn.functional.embedding(torch.tensor([4, 9]), below), torch.cat([exact_one, exact_other])[[4, 9]]
     )
     assert both.stored_bytes == 4 * one.stored_bytes
+
+
+def test_printed_model_shows_packed_layers(base: Path) -> None:
+    packed, decoded = open_both(families.master(base, "qwen3_moe"))
+    assert "Packed" not in repr(decoded)
+    shown = repr(packed)
+    linear = (
+        "PackedLinear(in_features=256, out_features=256, bias=False, codec=hadamard-lloyd-max, bits=6, bytes=50176)"
+    )
+    assert f"(q_proj): {linear}" in shown
+    assert "(embed_tokens): PackedEmbedding(512, 256, codec=hadamard-lloyd-max, bits=6, bytes=100352)" in shown
+    assert "(down_proj): shape=(4, 256, 128), codec=hadamard-lloyd-max, bits=6, bytes=100352" in shown
+    packed.lm_head.weight = decoded.lm_head.weight
+    assert "(lm_head): PackedLinear(in_features=256, out_features=512, bias=False)" in repr(packed)
+    of_gpt2, _ = open_both(families.master(base, "gpt2"))
+    c_attn = "PackedConv1D(nf=768, nx=256, codec=hadamard-lloyd-max, bits=6, bytes=150528)"
+    assert f"(c_attn): {c_attn}" in repr(of_gpt2)
+    assert isinstance(packed.lm_head, torch.nn.Linear)
+
+
+def test_powers_of_two_are_multiplied_in_place(weights: dict[str, Any]) -> None:
+    """Views of a weight change with it, copies do not."""
+    for name in ("model.rows.weight", "model.experts.up"):
+        weight, exact = weights[name]
+        packed = weight.clone()
+        view, copy, wider, first = packed.detach(), packed.clone(), packed.double(), packed[0]
+        packed.div_(8).mul_(2.0)
+        for changed in (packed, view):
+            assert torch.equal(changed.decode(), exact / 4)
+        assert torch.equal(first.decode() if packed.stacked else packed[0], exact[0] / 4)
+        for unchanged in (weight, copy, wider):
+            assert torch.equal(unchanged.decode(), exact.to(unchanged.dtype))
+        view.mul_(4)
+        assert torch.equal(packed.decode(), exact)
+        for change in (lambda weight: weight.mul_(3), lambda weight: weight.div_(0), lambda weight: weight.mul_(-2)):
+            with pytest.raises(PqweightsError, match="cannot be changed"):
+                change(packed)
+        with pytest.raises(PqweightsError, match="cannot be changed"):
+            packed.mul_(torch.ones(()))
+        assert torch.equal(packed.decode(), exact)
+
+
+def test_batched_products_with_experts_match_plain_ones(weights: dict[str, Any]) -> None:
+    packed, exact = weights["model.experts.up"]
+    x = torch.randn(3, 5, 8)
+    assert torch.allclose(torch.bmm(x, packed), torch.bmm(x, exact), rtol=0, atol=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(torch.bmm(x, packed), torch.bmm(x, exact))
+    x.requires_grad_()
+    torch.bmm(x, packed).sum().backward()
+    assert torch.allclose(x.grad, exact.sum(2)[:, None].expand_as(x), atol=1e-4)
+    with pytest.raises(RuntimeError):
+        torch.bmm(torch.randn(2, 5, 8), packed)
 
 
 def test_packed_model_refuses_gradients_changes_and_saving(base: Path, tmp_path: Path) -> None:

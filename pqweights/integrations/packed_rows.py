@@ -1,0 +1,173 @@
+"""Rows of a matrix as they are encoded: decoded when they are used, in chunks that the threads of the CPU share."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pqweights.checkpoint import scales
+from pqweights.codecs.protocol import Coder, State
+from pqweights.codecs.weight import block_count
+from pqweights.kernels.reference import TORCH_DTYPES
+from pqweights.kernels.workers import scratch
+
+NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+# How many weights a thread decodes before it multiplies them: few enough for the cache of its core.
+CHUNK_WEIGHTS = 1 << 20
+# The same on other devices, where a call costs more and memory is faster.
+DEVICE_CHUNK_WEIGHTS = 1 << 24
+
+
+@dataclass
+class Factor:
+    """The power of two by which decoded weights are multiplied; views of a weight share it, as they share a storage."""
+
+    value: float = 1.0
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PackedRows:
+    """Rows of one matrix that were encoded in the same way.
+
+    rows, columns: how many there are
+    coder, state: what decodes them
+    parts: the parts of the coder over the flattened rows, [blocks, bytes per block] u8 each
+    awq: the scales of the columns, [columns] f32; None if they are not scaled
+    factor: what the rows were multiplied by since they were loaded
+    """
+
+    rows: int
+    columns: int
+    coder: Coder
+    state: State
+    parts: tuple[Tensor, ...]
+    awq: Tensor | None
+    factor: Factor
+
+    @torch.inference_mode()  # set for each thread: ours may write to tensors that the caller made in this mode
+    def decode(self, start: int, stop: int, out: Tensor) -> None:
+        """Decode rows [start, stop) into a contiguous tensor [stop - start, columns] on the same device."""
+        block_size = self.coder.block_size
+        first, last = start * self.columns // block_size, block_count(stop * self.columns, block_size)
+        skip, count = start * self.columns - first * block_size, (stop - start) * self.columns
+        here = slice(skip, skip + count)
+        if out.device.type == "cpu":
+            self._decode_numpy(start, range(first, last), here=here, out=out.view(-1))
+        else:
+            self._decode_torch(range(first, last), here=here, out=out.view(-1))
+        if self.factor.value != 1:
+            out.mul_(self.factor.value)
+
+    def _decode_numpy(self, row: int, blocks: range, *, here: slice, out: Tensor) -> None:
+        """Decode blocks on the CPU, straight into `out` if they fill it and coders have its dtype.
+
+        row: the row in which the first block begins
+        here: the part of the blocks that belongs in `out`
+        """
+        whole = len(blocks) * self.coder.block_size
+        direct = self.awq is None and out.dtype in NAMES
+        name = NAMES[out.dtype] if direct else "F32"
+        in_place = direct and whole == len(out)
+        values = out.view(torch.uint8).numpy() if in_place else scratch("packed", whole * TORCH_DTYPES[name].itemsize)
+        parts = [part[blocks.start : blocks.stop].numpy() for part in self.parts]
+        self.coder.decode(parts, values, dtype=name, state=self.state)
+        if in_place:
+            return
+        decoded = torch.from_numpy(values).view(TORCH_DTYPES[name])[here]
+        if self.awq is not None:
+            shape = (self.rows, self.columns)
+            scales.divide(decoded.numpy(), self.awq.numpy(), start=row * self.columns, shape=shape)
+        out.copy_(_saturated(decoded, out.dtype))
+
+    def _decode_torch(self, blocks: range, *, here: slice, out: Tensor) -> None:
+        """Decode blocks on another device; `here` is the part of them that belongs in `out`."""
+        parts = [part[blocks.start : blocks.stop] for part in self.parts]
+        decoded = self.coder.decode_torch(parts, self.state).reshape(-1)[here]
+        if self.awq is not None:
+            decoded = (decoded.view(-1, self.columns) / self.awq).view(-1)
+        out.copy_(_saturated(decoded, out.dtype))
+
+    def selected(self, rows: Tensor) -> PackedRows | None:
+        """Return the rows with these numbers; None if a block may hold parts of two rows."""
+        if self.columns % self.coder.block_size:
+            return None
+        parts = tuple(part.view(self.rows, -1).index_select(0, rows).view(-1, part.shape[1]) for part in self.parts)
+        return replace(self, rows=len(rows), parts=parts)
+
+    def copied(self, device: torch.device) -> PackedRows:
+        """Return the rows on a device, with a factor of their own; codes are shared where the device is the same."""
+        awq = None if self.awq is None else self.awq.to(device)
+        parts = tuple(part.to(device) for part in self.parts)
+        return replace(self, parts=parts, awq=awq, factor=replace(self.factor))
+
+    @property
+    def byte_count(self) -> int:
+        """The size of parts and scales, in bytes."""
+        return sum(t.numel() * t.element_size() for t in (*self.parts, self.awq) if t is not None)
+
+
+def _saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Clamp float32 to the range of a narrower dtype."""
+    limit = torch.finfo(dtype).max
+    return values if dtype.itemsize >= 4 else values.clamp(-limit, limit)
+
+
+Matrix = tuple[PackedRows, ...]  # the rows of a matrix, from the top
+
+
+def decode_rows(matrix: Matrix, start: int, stop: int, *, out: Tensor) -> None:
+    """Decode rows [start, stop) of a matrix into [stop - start, columns]."""
+    above = 0
+    for each in matrix:
+        first, last = max(start - above, 0), min(stop - above, each.rows)
+        if first < last:
+            each.decode(first, last, out[first + above - start : last + above - start])
+        above += each.rows
+
+
+def decode_into(matrix: Matrix, whole: Tensor, start: int, stop: int) -> None:
+    """Decode rows [start, stop) of a matrix into their places in the whole matrix."""
+    decode_rows(matrix, start, stop, out=whole[start:stop])
+
+
+def share(work: Callable[[int, int], None], rows: int, columns: int, *, device: torch.device) -> None:
+    """Call work(start, stop) for runs that cover all rows: on the CPU in several threads, in runs that fit a cache."""
+    step = max(1, (CHUNK_WEIGHTS if device.type == "cpu" else DEVICE_CHUNK_WEIGHTS) // columns)
+    starts = range(0, rows, step)
+    if device.type != "cpu" or len(starts) == 1:
+        for start in starts:
+            work(start, min(rows, start + step))
+    else:
+        for _ in _threads().map(lambda start: work(start, min(rows, start + step)), starts):
+            pass
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """Return a pool of as many threads as torch uses; in each of them, torch itself computes with one thread."""
+    count = torch.get_num_threads()
+    started = threading.Barrier(count + 1)
+
+    def begin() -> None:
+        torch.set_num_threads(1)  # for this thread, and for threads that have not computed yet
+        started.wait()
+
+    pool = ThreadPoolExecutor(count, thread_name_prefix="pqweights", initializer=begin)
+    for _ in range(count):
+        pool.submit(int)
+    started.wait()
+    torch.set_num_threads(count)
+    return pool
+
+
+def buffer(dtype: torch.dtype, device: torch.device, count: int) -> Tensor:
+    """Return memory of the calling thread, contents undefined, valid until it asks again."""
+    if device.type != "cpu":  # torch itself reuses the memory of other devices
+        return torch.empty(count, dtype=dtype, device=device)
+    return torch.from_numpy(scratch("packed rows", count * dtype.itemsize)).view(dtype)
