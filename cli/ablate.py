@@ -73,6 +73,7 @@ def command(
     revision: options.RevisionOption = None,
     token: options.TokenOption = None,
     json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
 ) -> None:
     """Measure what each part of the method gains over absmax on a model: rotation, levels, norms and AWQ, then INT4.
 
@@ -80,7 +81,7 @@ def command(
     It needs disk space for one master and one export at a time.
     """
     widths = parse_widths(bits)
-    with output.errors():
+    with output.errors(quiet=quiet):
         from pqweights.evaluate.evaluation import TextOptions
         from pqweights.measure.ablation import AblationOptions, ablate
         from pqweights.planning.choice import RecipeOptions, choose_recipe

@@ -55,6 +55,7 @@ def command(
     revision: options.RevisionOption = None,
     token: options.TokenOption = None,
     json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
 ) -> None:
     """Search activation-aware scales (AWQ) for quantize --awq by running the model over a text.
 
@@ -62,7 +63,7 @@ def command(
     that the recipe gives the matrix. Every fourth window of the text is held back, and a matrix that does not clearly
     gain on those windows keeps scale 1.
     """
-    with output.errors():
+    with output.errors(quiet=quiet):
         from pqweights.measure.calibrate import CalibrationOptions, calibrate
         from pqweights.planning.choice import RecipeOptions, choose_recipe
         from pqweights.runtimes.texts import read_text
@@ -84,7 +85,7 @@ def command(
         if json:
             output.print_json({"output": str(out)} | done.to_json())
         else:
-            typer.echo(_text(done, source, out))
+            output.summary(_text(done, source, out))
 
 
 def _text(done: Calibration, source: str, out: Path) -> str:

@@ -32,6 +32,7 @@ def command(
     adopt: options.AdoptOption = False,
     shown: PrintOption = False,
     json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
 ) -> None:
     """Write or update the model card, DIR/README.md, from the manifest and the recorded evaluations.
 
@@ -40,7 +41,7 @@ def command(
     """
     if shown and json:
         raise typer.BadParameter("expected either --print or --json, found both")
-    with output.errors():
+    with output.errors(quiet=quiet):
         from pqweights.card import CardOptions, make_card, read_card, write_card
 
         _check_repositories(repository, base_model)
@@ -76,7 +77,9 @@ def _show(card: Card, folder: Path, json: bool) -> None:
             }
         )
         return
-    typer.echo(f"{written}: {'written' if card.changed else 'up to date'}; {counted(card.evaluations, 'evaluation')}")
+    output.summary(
+        f"{written}: {'written' if card.changed else 'up to date'}; {counted(card.evaluations, 'evaluation')}"
+    )
     if card.base_model is None:
         output.note("the base model is not known; name it with --base-model ORG/NAME")
     if card.repository is None:

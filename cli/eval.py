@@ -83,6 +83,7 @@ def command(
     revision: options.RevisionOption = None,
     token: options.TokenOption = None,
     json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
 ) -> None:
     """Evaluate models on a text: perplexity, and how far each model is from a reference.
 
@@ -92,7 +93,7 @@ def command(
     """
     if (text is None) == (dataset is None):
         raise typer.BadParameter("expected either --text FILE or --dataset wikitext")
-    with output.errors():
+    with output.errors(quiet=quiet):
         from pqweights.evaluate.evaluation import EvaluationOptions, TextOptions
 
         options.check_plot(plot)

@@ -117,12 +117,13 @@ def command(
     revision: options.RevisionOption = None,
     token: options.TokenOption = None,
     json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
 ) -> None:
     """Export a master to a checkpoint that runtimes load.
 
     If the run is interrupted, the same command continues it. The targets are:
     """
-    with output.errors(continues=True):
+    with output.errors(continues=True, quiet=quiet):
         from pqweights.exporting import MasterFolder, export
         from pqweights.exports import get_target
         from pqweights.exports.options import ExportOptions
@@ -148,7 +149,7 @@ def _show(done: RewriteReport, folder: str, out: Path, *, json: bool) -> None:
         return
     if done.already_done:
         output.note(f"{out}: already holds this result; nothing was written")
-    typer.echo("\n".join(_lines(done, folder, out)))
+    output.summary("\n".join(_lines(done, folder, out)))
 
 
 def _lines(done: RewriteReport, folder: str, out: Path) -> list[str]:

@@ -47,9 +47,10 @@ def command(
     revision: options.RevisionOption = None,
     token: options.TokenOption = None,
     json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
 ) -> None:
     """Show what a finished folder holds: tensors, bits, relative errors, sizes and totals."""
-    with output.errors():
+    with output.errors(quiet=quiet):
         from pqweights.checkpoint.names import MANIFEST_FILE
 
         if distribution:

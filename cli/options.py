@@ -142,6 +142,16 @@ PickleOption = Annotated[
     bool,
     typer.Option("--allow-pickle", help="Also read pickled weights, with torch's restricted weights_only loader."),
 ]
+IncludeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--include-files",
+        metavar="PATTERN",
+        show_default=False,
+        help="Also copy files of the source that match PATTERN, such as 'data/*'; repeatable. Without it, only what "
+        "loading the model needs is copied.",
+    ),
+]
 RevisionOption = Annotated[
     str | None,
     typer.Option(

@@ -25,6 +25,8 @@ QUIET_SECONDS = STATUS_SECONDS = 2.0
 # Seconds between two lines of progress.
 PLAIN_LINE_SECONDS = 5.0
 
+# How lines begin that warn of a result that may be wrong.
+WARNING = "WARNING: "
 # Whether the command that is running was asked to be quiet.
 _quiet = False
 
@@ -36,9 +38,13 @@ def print_json(value: Any) -> None:
 
 
 def summary(text: str) -> None:
-    """Write what a command did to stdout, unless it is to be quiet."""
+    """Write what a command did to stdout; if it is to be quiet, only the lines that warn, and those to stderr."""
     if not _quiet:
         typer.echo(text)
+        return
+    for line in text.splitlines():
+        if line.startswith(WARNING):
+            typer.echo(line, err=True)
 
 
 def note(text: str) -> None:
@@ -49,7 +55,7 @@ def note(text: str) -> None:
 
 def warn(text: str) -> None:
     """Write a line about a result that may be wrong to stderr, also if the command is to be quiet."""
-    typer.echo(f"warning: {text}", err=True)
+    typer.echo(f"{WARNING}{text}", err=True)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import options, output, report_plan
+from . import options, output, report, report_plan
 from .report_fit import curve_lines, fit_lines
 
 if TYPE_CHECKING:
@@ -40,16 +40,18 @@ def command(
     awq: options.AwqOption = None,
     awq_any_codec: options.AnyCodecOption = False,
     allow_pickle: options.PickleOption = False,
+    include_files: options.IncludeOption = None,
     revision: options.RevisionOption = None,
     token: options.TokenOption = None,
     json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
 ) -> None:
     """Show what quantize would do with each tensor: action, codec, bits, bytes and reason.
 
     Only the headers of the checkpoint are read.
     """
     options.check_awq(awq, awq_any_codec)
-    with output.errors():
+    with output.errors(quiet=quiet):
         from pqweights.planning.choice import RecipeOptions, choose_recipe
         from pqweights.quantizing import QuantizeOptions
 
@@ -66,11 +68,13 @@ def command(
         asked = QuantizeOptions(
             access=options.access(revision, token),
             allow_pickle=allow_pickle,
+            include_files=tuple(include_files or ()),
             awq=awq,
             awq_any_codec=awq_any_codec,
             max_shard_bytes=max_shard_bytes,
         )
         used = options.thread_count(threads)
+        report.warn_of_files_beside(source)
         show_plan(PlanRequest(source=source, recipe=chosen, options=asked, threads=used, plot=plot, json=json))
 
 

@@ -44,12 +44,13 @@ def command(
     threads: options.ThreadsOption = None,
     token: options.TokenOption = None,
     json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
 ) -> None:
     """Bring a master or an export to the Hub, with a model card made from its manifest; a broken folder is refused.
 
     What is there already is not sent again: after an interruption, the same command continues.
     """
-    with output.errors(continues=True):
+    with output.errors(continues=True, quiet=quiet):
         from pqweights.push import PushOptions, push
 
         with output.progress("verifying") as verifying, output.progress("pushing") as pushing:
@@ -68,7 +69,7 @@ def command(
         if json:
             output.print_json(done.to_json() | {"dry_run": dry_run})
         else:
-            typer.echo("\n".join(_lines(done, dry_run)))
+            output.summary("\n".join(_lines(done, dry_run)))
 
 
 def _lines(done: PushReport, dry_run: bool) -> list[str]:

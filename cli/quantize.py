@@ -51,17 +51,19 @@ def command(
     awq: options.AwqOption = None,
     awq_any_codec: options.AnyCodecOption = False,
     allow_pickle: options.PickleOption = False,
+    include_files: options.IncludeOption = None,
     low_disk: LowDiskOption = False,
     revision: options.RevisionOption = None,
     token: options.TokenOption = None,
     json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
 ) -> None:
     """Quantize a checkpoint into a master: packed codes and block norms, nearly lossless at 5.125 bits per weight.
 
     If the run is interrupted, the same command continues it. Memory does not grow with the size of the model.
     """
     options.check_awq(awq, awq_any_codec)
-    with output.errors(continues=not dry_run):
+    with output.errors(continues=not dry_run, quiet=quiet):
         from pqweights.planning.choice import RecipeOptions, choose_recipe
         from pqweights.quantizing import QuantizeOptions, quantize
         from pqweights.rewrite.task import RunOptions
@@ -80,12 +82,14 @@ def command(
             access=options.access(revision, token),
             low_disk=low_disk,
             allow_pickle=allow_pickle,
+            include_files=tuple(include_files or ()),
             awq=awq,
             awq_any_codec=awq_any_codec,
             max_shard_bytes=max_shard_bytes,
             strict=strict,
         )
         used = options.thread_count(threads)
+        report.warn_of_files_beside(source)
         if dry_run:
             show_plan(PlanRequest(source=source, recipe=chosen, options=asked, threads=used, json=json))
             return
@@ -103,7 +107,7 @@ def _show(done: RewriteReport, source: str, out: Path, *, json: bool) -> None:
         output.note(f"{out}: already holds this result; nothing was written")
     elif done.resumed:
         output.note(f"continued: {done.resumed} of {len(done.records)} tensors were finished by an earlier run")
-    typer.echo("\n".join([f"{source} -> {out}", *_lines(done)]))
+    output.summary("\n".join([f"{source} -> {out}", *_lines(done)]))
 
 
 def _lines(done: RewriteReport) -> list[str]:

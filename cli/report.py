@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .output import first_names, size
+from .output import first_names, size, warn
 
 if TYPE_CHECKING:
     from pqweights.planning.fit import Fit
@@ -53,15 +53,44 @@ def lines_by_reason(tensors: Sequence[TensorPlan]) -> list[str]:
     ]
 
 
-def left_out_lines(plan: Plan) -> list[str]:
-    """Return a line for each file that is not carried over, and one for each reason why tensors are not."""
+def warn_of_files_beside(source: str) -> None:
+    """Say which files of the model are not read if the source is a single file."""
+    from pathlib import Path
+
+    from pqweights.checkpoint.source import files_beside
+
+    path = Path(source)
+    beside = files_beside(path) if path.is_file() else ()
+    if beside:
+        warn(
+            f"{path.name}: only this file is read; its folder also holds {listed(beside)} of the same model: give "
+            f"{path.parent} to take them"
+        )
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Return names in a row; of many, the first, and how many more there are."""
     from pqweights.units import counted
+
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {counted(more, 'more file')}" if more > 0 else "")
+
+
+def left_out_lines(plan: Plan) -> list[str]:
+    """Return a line for each reason why files are not carried over, and one for each reason why tensors are not."""
+    from pqweights.checkpoint.companions import NOT_GIVEN
+    from pqweights.units import counted
+
+    files: dict[str, list[str]] = defaultdict(list)
+    for name, reason in plan.left_out.items():
+        if reason != NOT_GIVEN:  # they were named before the run
+            files[reason].append(name)
 
     groups: dict[str, list[str]] = defaultdict(list)
     for name, reason in plan.left_out_tensors.items():
         groups[reason].append(name)
     return [
-        *(f"left out: {name}: {reason}" for name, reason in plan.left_out.items()),
+        *(f"left out: {listed(names)}: {reason}" for reason, names in files.items()),
         *(
             f"left out: {counted(len(names), 'tensor')}: {reason}: {first_names(names)}"
             for reason, names in groups.items()

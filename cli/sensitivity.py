@@ -44,13 +44,14 @@ def command(
     revision: options.RevisionOption = None,
     token: options.TokenOption = None,
     json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
 ) -> None:
     """Measure how much the loss rises with the error of each group of weights, for --sensitivity of quantize.
 
     The model runs with noise in one group at a time (HIGGS, arXiv:2411.17525, algorithm 3): four runs over the tokens
     for each group, and about four groups for each layer. The same file serves every target.
     """
-    with output.errors():
+    with output.errors(quiet=quiet):
         from pqweights.measure.sensitivity import SensitivityOptions, measure_sensitivity
         from pqweights.planning.choice import RecipeOptions, choose_recipe
         from pqweights.planning.sensitivity_file import write_sensitivity
@@ -73,7 +74,7 @@ def command(
         if json:
             output.print_json({"output": str(out)} | done.to_json())
         else:
-            typer.echo(_text(done, source, out))
+            output.summary(_text(done, source, out))
 
 
 def _check_free(out: Path, overwrite: bool) -> None:

@@ -13,12 +13,13 @@ def command(
     revision: options.RevisionOption = None,
     token: options.TokenOption = None,
     json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
 ) -> None:
     """Check every stored byte of a finished folder against its manifest.
 
     Prints one line for each problem, and exits with code 1 if there are any.
     """
-    with output.errors():
+    with output.errors(quiet=quiet):
         from pqweights.results.verify import verify
         from pqweights.units import counted
 
@@ -32,7 +33,7 @@ def command(
             output.print_json({"ok": result.ok, "checked": checked, "problems": list(result.problems)})
         elif result.ok:
             tensors, files = counted(result.tensors, "tensor"), counted(result.files, "file")
-            typer.echo(f"{folder}: ok: {tensors}, {files}, {counted(result.bytes, 'byte')}")
+            output.summary(f"{folder}: ok: {tensors}, {files}, {counted(result.bytes, 'byte')}")
         else:
             typer.echo("\n".join(result.problems))
         if not result.ok:

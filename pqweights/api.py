@@ -46,6 +46,7 @@ def plan(
     sensitivity: AnyPath | None = None,
     awq: AnyPath | None = None,
     awq_any_codec: bool = False,
+    include_files: Sequence[str] = (),
     max_shard_size: int | str = DEFAULT_MAX_SHARD_BYTES,
     allow_pickle: bool = False,
     threads: int | None = None,
@@ -72,6 +73,7 @@ def plan(
         access=Access(revision, token),
         awq=None if awq is None else Path(awq),
         awq_any_codec=awq_any_codec,
+        include_files=tuple(include_files),
         max_shard_bytes=parse_size(max_shard_size),
         allow_pickle=allow_pickle,
     )
@@ -93,6 +95,7 @@ def quantize(
     awq: AnyPath | None = None,
     awq_any_codec: bool = False,
     strict: bool = False,
+    include_files: Sequence[str] = (),
     max_shard_size: int | str = DEFAULT_MAX_SHARD_BYTES,
     allow_pickle: bool = False,
     low_disk: bool = False,
@@ -118,6 +121,7 @@ def quantize(
     awq: a file of scales that `pqweights calibrate` wrote
     awq_any_codec: whether to use scales that were searched for another codec or bit width
     strict: whether to refuse a weight whose error exceeds what its codec promises
+    include_files: name patterns of files to copy besides those that loading the model needs
     max_shard_size: the largest size of an output file, in bytes or as a text such as "5GB"
     allow_pickle: whether to read pickled weights, with torch's restricted loader
     low_disk: whether to keep at most two files of a source on the Hub at a time
@@ -143,6 +147,7 @@ def quantize(
         awq=None if awq is None else Path(awq),
         awq_any_codec=awq_any_codec,
         strict=strict,
+        include_files=tuple(include_files),
         max_shard_bytes=parse_size(max_shard_size),
         allow_pickle=allow_pickle,
         low_disk=low_disk,

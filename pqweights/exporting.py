@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.storage import Origin
 from pqweights.errors import SourceError
 from pqweights.exports import get_target
@@ -16,6 +15,7 @@ from pqweights.exports.target import ExportSource
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES
 from pqweights.planning.totals import count
 from pqweights.rewrite.driver import make_plan, rewrite
+from pqweights.rewrite.listed_files import open_result
 from pqweights.rewrite.manifest import read_manifest, total_relative_mse
 from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.workspace import check_paths
@@ -55,7 +55,7 @@ def export(
     settings = to.settings(options)
     for path in (master.folder, *([master.original] if master.original else [])):
         check_paths(path, out)
-    checkpoint = open_local(master.folder, origin=master.origin)
+    checkpoint = open_result(master.folder, origin=master.origin)
     if not checkpoint.is_master:
         raise SourceError(
             f"{master.folder}: expected a pqweights master (config.json with quant_method pqweights), found none"

@@ -51,6 +51,7 @@ class QuantizeOptions:
     access: how to reach a repository on the Hub
     low_disk: delete each fetched file of a repository once what was made of it is on the disk
     allow_pickle: also read pickled weights
+    include_files: patterns of files to copy besides those that loading the model needs
     awq: a file of scales that `calibrate` wrote
     awq_any_codec: use its scales even if they were searched for another codec or bit width
     max_shard_bytes: data bytes after which a new output file begins
@@ -60,6 +61,7 @@ class QuantizeOptions:
     access: Access = Access()
     low_disk: bool = False
     allow_pickle: bool = False
+    include_files: tuple[str, ...] = ()
     awq: Path | None = None
     awq_any_codec: bool = False
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
@@ -108,7 +110,13 @@ def plan_quantize(
 
     Raises SourceError, RecipeError or HubError.
     """
-    checkpoint = open_source(source, options.access, low_disk=options.low_disk, allow_pickle=options.allow_pickle)
+    checkpoint = open_source(
+        source,
+        options.access,
+        low_disk=options.low_disk,
+        allow_pickle=options.allow_pickle,
+        include=options.include_files,
+    )
     awq = None if options.awq is None else open_awq(options.awq, options.awq_any_codec)
     transform = Quantize(recipe=recipe, strict=options.strict, awq=awq)
     if recipe.target is not None:

@@ -11,6 +11,8 @@ MANIFEST_FILE = "pqweights.json"
 CARD_FILE = "README.md"
 EVALUATION_FILE = "pqweights-eval.json"
 WORK_FOLDER = ".pqweights"
+# In the work folder: which run is under way, and the tensors that it has finished.
+JOURNAL_FILE = "journal.jsonl"
 # A folder with a tokenizer has a file that matches one of these patterns.
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "tekken.json")
 

@@ -6,38 +6,33 @@ its index names.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pqweights.checkpoint import master, pickled, quantized
+from pqweights.checkpoint.companions import NOT_GIVEN, companions
 from pqweights.checkpoint.header import StoredTensor, parse_header
+from pqweights.checkpoint.interrupted import describe_interrupted, is_interrupted
 from pqweights.checkpoint.names import (
-    CARD_FILE,
     CONFIG_FILE,
-    EVALUATION_FILE,
     INDEX_FILE,
     MANIFEST_FILE,
     SINGLE_FILE,
     is_inside,
 )
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.storage import FileState, LocalStorage, Origin, Storage, read_bytes, read_file
+from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, read_bytes, read_file
 from pqweights.errors import SourceError
 from pqweights.strict_json import is_utf8, parse_json
 
-# Files of weights in any format: a result has weights of its own, so they are never copied along.
-WEIGHT_SUFFIXES = (
-    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npz", ".npy", ".ot"),
-    *(".h5", ".hdf5", ".keras", ".pb", ".tflite", ".msgpack", ".onnx", ".onnx_data", ".mlmodel"),
-    *(".gguf", ".llamafile", ".nemo", ".distcp", ".pdparams"),
-)
 # A fingerprint covers this many bytes at each end of a tensor.
 SAMPLE_BYTES = 4096
 
@@ -121,21 +116,47 @@ class Checkpoint:
         self._fingerprints.update(known)
 
 
-def open_local(path: Path, allow_pickle: bool = False, origin: Origin | None = None) -> Checkpoint:
+def open_local(
+    path: Path, allow_pickle: bool = False, *, origin: Origin | None = None, include: Sequence[str] = ()
+) -> Checkpoint:
     """Open the checkpoint in a folder, or in a single safetensors file.
 
     allow_pickle: also open pickled weights
     origin: where the folder was fetched from
+    include: patterns of files to copy, see companions.py
 
     Raises SourceError, also for a path that does not exist.
     """
     if path.is_dir():
-        return open_checkpoint(LocalStorage(path, origin=origin), allow_pickle)
+        if is_interrupted(path):
+            raise SourceError(f"{path}: {describe_interrupted(path)}")
+        return open_checkpoint(LocalStorage(path, origin=origin), allow_pickle, include=include)
     if path.is_file():
-        return open_checkpoint(LocalStorage(path.parent, only=[path.name]), allow_pickle, single_file=True)
+        storage = LocalStorage(path.parent, only=[path.name])
+        opened = open_checkpoint(storage, allow_pickle, single_file=True, include=include)
+        return replace(opened, left_out=dict.fromkeys(files_beside(path), NOT_GIVEN))
     if path.exists():
         raise SourceError(f"{path}: expected a folder or a file, found neither")
     raise SourceError(f"{path}: no such file or folder; give a local checkpoint folder or a .safetensors file")
+
+
+def files_beside(file: Path) -> tuple[str, ...]:
+    """Return the files of the same model in the folder of a single file, which are not read if that file is given.
+
+    They are its configuration, the other files that an index names beside it, and what would be copied with it.
+    """
+    names = sorted(path.name for path in file.parent.iterdir() if path.is_file() and not path.name.startswith("."))
+    weights: tuple[str, ...] = ()
+    if INDEX_FILE in names:
+        with contextlib.suppress(SourceError):
+            storage = LocalStorage(file.parent, only=names)
+            weights, _ = _indexed_files(storage, INDEX_FILE, (".safetensors",))
+    if file.name not in weights:
+        weights = ()
+        if CONFIG_FILE not in names:
+            return ()
+    of_model = {CONFIG_FILE, INDEX_FILE, *weights, *companions(names, ()).copied}
+    return tuple(name for name in names if name in of_model and name != file.name)
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
@@ -147,11 +168,14 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     return _read_json_object(storage, CONFIG_FILE) if storage.files() else None
 
 
-def open_checkpoint(storage: Storage, allow_pickle: bool = False, single_file: bool = False) -> Checkpoint:
+def open_checkpoint(
+    storage: Storage, allow_pickle: bool = False, *, single_file: bool = False, include: Sequence[str] = ()
+) -> Checkpoint:
     """Read headers and configuration, check them against each other, and find the logical tensors.
 
     allow_pickle: also open pickled weights
     single_file: the storage holds one weight file and nothing else
+    include: patterns of files to copy, see companions.py
 
     Raises SourceError for a checkpoint that cannot be read, MasterError for a damaged master.
     """
@@ -169,15 +193,15 @@ def open_checkpoint(storage: Storage, allow_pickle: bool = False, single_file: b
         tensors = master.logical_tensors(storage, stored, config)
     else:
         tensors = quantized.logical_tensors(storage, stored, config)
-    companions, left_out = _companions(files, weight_files)
+    beside = companions(files, weight_files, include)
     return Checkpoint(
         storage=storage,
         config=config,
         stored=tuple(stored.values()),
         tensors=_in_file_order(tensors, weight_files),
         weight_files=weight_files,
-        companions=companions,
-        left_out=left_out,
+        companions=beside.copied,
+        left_out=beside.left_out,
         is_master=master.is_master(config),
     )
 
@@ -196,13 +220,26 @@ def _in_file_order(tensors: list[LogicalTensor], weight_files: tuple[str, ...]) 
 def needed_files(storage: Storage) -> tuple[str, ...]:
     """Return what must be fetched of a checkpoint that lies elsewhere: configuration, companions and weights.
 
+    Of a result of pqweights, the companions are the files that its manifest lists.
+
     Raises SourceError if there are no weights that can be read.
     """
     files = storage.files()
     weight_files, index = _weight_files(storage, allow_pickle=False, single_file=False)
     others = (CONFIG_FILE, MANIFEST_FILE, *([index.file] if index is not None else []))
-    companions, _ = _companions(files, weight_files)
-    return (*(name for name in others if name in files), *companions, *weight_files)
+    listed = _listed_files(storage) if MANIFEST_FILE in files else None
+    copied = companions(files, weight_files).copied if listed is None else listed
+    wanted = [name for name in dict.fromkeys((*others, *copied)) if name in files and name not in weight_files]
+    return (*wanted, *weight_files)
+
+
+def _listed_files(storage: Storage) -> tuple[str, ...] | None:
+    """Return the files without tensors that a manifest lists; None for one that cannot be read."""
+    try:
+        listed = _read_json_object(storage, MANIFEST_FILE).get("files")
+    except SourceError:
+        return None
+    return tuple(listed) if isinstance(listed, dict) else None
 
 
 def _read_json_object(storage: Storage, name: str) -> dict[str, Any]:
@@ -327,34 +364,6 @@ def _check_index(index: Index, stored: dict[str, StoredTensor]) -> None:
             )
         if found.file != file:
             raise SourceError(f"tensor {name!r}: {index.file} places it in {file}, found it in {found.file}")
-
-
-def is_weight_file(name: str) -> bool:
-    """Whether a file holds weights, or is an index of them, judged by its name."""
-    return name.lower().endswith((*WEIGHT_SUFFIXES, ".index.json"))
-
-
-def _companions(
-    files: Mapping[str, FileState], weight_files: tuple[str, ...]
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the files that are copied along with the weights, and those that are not, each with the reason."""
-    companions: list[str] = []
-    left_out: dict[str, str] = {}
-    for name in files:
-        if name in weight_files or name in (CONFIG_FILE, INDEX_FILE):
-            continue
-        if name == MANIFEST_FILE:
-            left_out[name] = "it describes the source, not this result"
-            continue
-        if name == EVALUATION_FILE:
-            left_out[name] = "its figures are those of the source"
-        elif name == CARD_FILE:
-            left_out[name] = "it describes the source, not this result"
-        elif is_weight_file(name):
-            left_out[name] = "weights that are not part of the checkpoint read"
-        else:
-            companions.append(name)
-    return tuple(companions), left_out
 
 
 def find_non_finite(tensor: LogicalTensor, start: int, count: int) -> int:

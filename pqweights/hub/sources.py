@@ -65,21 +65,28 @@ def repository_id(source: str | Path) -> str | None:
 
 
 def open_source(
-    source: str | Path, access: Access, *, low_disk: bool = False, allow_pickle: bool = False
+    source: str | Path,
+    access: Access,
+    *,
+    low_disk: bool = False,
+    allow_pickle: bool = False,
+    include: Sequence[str] = (),
 ) -> Checkpoint:
     """Open a local checkpoint or one on the Hub; only its headers are read.
 
     low_disk: see HubStorage
     allow_pickle: whether to open weights in PyTorch's pickle files
+    include: patterns of files to copy, see checkpoint/companions.py
 
     Raises SourceError, HubError.
     """
     repository = repository_id(source)
     if repository is None:
         check_local(source, access, low_disk)
-        return open_local(Path(source), allow_pickle)
+        return open_local(Path(source), allow_pickle, include=include)
     hub = access.hub()
-    return open_checkpoint(HubStorage(hub, hub.repository(repository, access.revision), low_disk), allow_pickle)
+    storage = HubStorage(hub, hub.repository(repository, access.revision), low_disk)
+    return open_checkpoint(storage, allow_pickle, include=include)
 
 
 def local_folder(

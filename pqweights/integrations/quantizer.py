@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from transformers.quantizers import auto
@@ -18,6 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from pqweights.checkpoint.config import GUARD_KEY
 from pqweights.checkpoint.master import QUANT_METHOD
 from pqweights.errors import MasterError, OutputError, SourceError
+from pqweights.rewrite.listed_files import check_weight_files
 from pqweights.units import counted
 
 _keep_packed: contextvars.ContextVar[bool] = contextvars.ContextVar("keep_packed", default=False)
@@ -87,6 +89,7 @@ class PqweightsQuantizer(HfQuantizer):
         files = options.get("checkpoint_files")
         if not files or not all(str(file).endswith(".safetensors") for file in files):
             raise SourceError(f"expected the safetensors files of a master, found {files}")
+        check_weight_files(Path(files[0]).parent)
         if getattr(model.config, "distributed_config", None) is not None:
             raise SourceError(
                 "a master cannot be loaded in tensor-parallel parts; export it first: pqweights export MASTER OUT "

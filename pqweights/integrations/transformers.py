@@ -17,6 +17,7 @@ from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.source import read_config
 from pqweights.errors import MasterError, MissingDependencyError, SourceError
 from pqweights.hub.sources import Access, local_folder, repository_id
+from pqweights.rewrite.listed_files import check_weight_files
 from pqweights.units import counted
 
 
@@ -25,6 +26,7 @@ def load_model(
 ) -> Any:
     """Load a model, see pqweights.load_model."""
     folder = _folder(path, options)
+    check_weight_files(folder)
     config = read_config(folder)
     if config is None:
         raise SourceError(f"{folder}: expected a model with {CONFIG_FILE}, found none")

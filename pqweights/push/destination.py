@@ -7,9 +7,9 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from pqweights.card import check_names
+from pqweights.checkpoint.companions import is_weight_file
 from pqweights.checkpoint.model_card import MAX_CARD_BYTES
 from pqweights.checkpoint.names import CARD_FILE, EVALUATION_FILE, MANIFEST_FILE
-from pqweights.checkpoint.source import is_weight_file
 from pqweights.errors import HubError, MasterError
 from pqweights.hub.client import Hub
 from pqweights.hub.ids import is_repository_id

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.interrupted import describe_interrupted
 from pqweights.checkpoint.master import Encoding
 from pqweights.checkpoint.names import (
     CARD_FILE,
@@ -103,7 +104,7 @@ def _check_state(folder: Path, manifest: Manifest) -> Iterator[str]:
         yield f"{MANIFEST_FILE}: is not what pqweights writes for these tensors: its sums or sizes were changed"
     yield from _check_account(manifest)
     if (folder / WORK_FOLDER).exists():
-        yield f"{WORK_FOLDER}: an unfinished run; repeat its command to finish it"
+        yield f"{WORK_FOLDER}: the folder {describe_interrupted(folder)}"
 
 
 def _check_account(manifest: Manifest) -> Iterator[str]:

@@ -165,7 +165,7 @@ def _run_inputs(task: RewriteTask) -> RunInputs:
     read += [name for name in (CONFIG_FILE, CARD_FILE) if name in checkpoint.storage.files()]
     files = {"": (checkpoint.storage, read)}
     files |= {option: (other.storage, list(other.weight_files)) for option, other in task.transform.also_reads.items()}
-    return RunInputs.of(task.identity, files, outputs)
+    return RunInputs.of(task.identity, files, outputs=outputs, companions=plan.companions)
 
 
 def _stream_tensors(task: RewriteTask, workspace: Workspace, run: RunOptions) -> tuple[TensorRecord, ...]:

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pqweights.checkpoint.names import WORK_FOLDER
+from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
 from pqweights.checkpoint.storage import Origin, Storage
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.errors import OutputError, SourceChangedError
 from pqweights.rewrite.identity import RunIdentity
 from pqweights.rewrite.manifest import TensorRecord
-
-JOURNAL_FILE = "journal.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,26 +28,45 @@ class RunInputs:
     work: the digest of its identity
     source: size and stamp of every file that is read, by name
     outputs: every file to which the run gives its final name
+    companions: the outputs that are copied from the source as they are, at the end of the run; another choice of them
+        (--include-files) does not keep a run from being continued
     origin: the repository and commit that is read; None for a local folder
+    command: for messages: the kind of the result, and the target of an export
     """
 
     work: str
     source: dict[str, tuple[int, int]]
     outputs: list[str]
+    companions: Sequence[str]
     origin: Origin | None
+    command: dict[str, str]
 
     @staticmethod
-    def of(identity: RunIdentity, files: Mapping[str, tuple[Storage, Sequence[str]]], outputs: list[str]) -> RunInputs:
+    def of(
+        identity: RunIdentity,
+        files: Mapping[str, tuple[Storage, Sequence[str]]],
+        *,
+        outputs: list[str],
+        companions: Sequence[str],
+    ) -> RunInputs:
         """Return the inputs of a run.
 
         files: what it reads, by the option that names the checkpoint; "" for the source
+        outputs, companions: see RunInputs
         """
         source = {}
         for option, (storage, names) in files.items():
             states = storage.files()
             for name in names:
                 source[f"{option} {name}".lstrip()] = (states[name].byte_count, states[name].stamp)
-        return RunInputs(work=identity.digest(), source=source, outputs=outputs, origin=identity.origin)
+        return RunInputs(
+            work=identity.digest(),
+            source=source,
+            outputs=outputs,
+            companions=companions,
+            origin=identity.origin,
+            command={"kind": identity.kind} | {k: str(v) for k, v in identity.made_by.items() if k == "target"},
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the first line of the journal."""
@@ -58,12 +75,25 @@ class RunInputs:
         return {"work": self.work, **origin, "source": source, "outputs": self.outputs}
 
 
-def begin_journal(work: Path, inputs: RunInputs, replaces: list[str]) -> None:
-    """Write the first line. It is written before anything is removed, so the list of files survives a kill."""
+def begin_journal(work: Path, inputs: RunInputs, replaces: list[str], finished: bytes = b"") -> None:
+    """Write the first line. It is written before anything is removed, so the list of files survives a kill.
+
+    finished: the further lines of the journal of a run that is continued
+    """
     with disk_errors(work):
         new = work / (JOURNAL_FILE + ".new")
-        new.write_text(json.dumps(inputs.to_json() | {"replaces": replaces}) + "\n", encoding="utf-8")
+        first = json.dumps(inputs.to_json() | inputs.command | {"replaces": replaces}) + "\n"
+        new.write_bytes(first.encode() + finished)
         os.replace(new, work / JOURNAL_FILE)
+
+
+def change_companions(work: Path, inputs: RunInputs) -> None:
+    """Make the journal of a run that is continued state the companions of this run, and that others are replaced."""
+    with open(work / JOURNAL_FILE, "rb") as stream:
+        first = json.loads(stream.readline())
+        finished = stream.read()
+    if first["outputs"] != inputs.outputs or first["source"] != inputs.to_json()["source"]:
+        begin_journal(work, inputs, [*dict.fromkeys((*first["replaces"], *first["outputs"]))], finished)
 
 
 def read_journal(path: Path, inputs: RunInputs, *, out: Path, overwrite: bool) -> dict[str, TensorRecord] | None:
@@ -81,11 +111,27 @@ def read_journal(path: Path, inputs: RunInputs, *, out: Path, overwrite: bool) -
             f"{out}: {WORK_FOLDER}/{JOURNAL_FILE} is damaged, so the interrupted run cannot be continued; pass "
             "--overwrite to start again"
         )
-    if any(first.get(key) != value for key, value in inputs.to_json().items()):
+    if not _is_same_run(first, inputs):
         if overwrite:
             return None
         raise _different_run(first, inputs, out)
     return _read_records(path)
+
+
+def _is_same_run(first: dict[str, Any], inputs: RunInputs) -> bool:
+    """Whether a journal with this first line is that of the run, apart from which companions are copied."""
+    stated = inputs.to_json()
+    ours, theirs = set(inputs.companions), set(first["outputs"]) - (set(inputs.outputs) - set(inputs.companions))
+    differ = ours ^ theirs
+    return (
+        first.get("work") == stated["work"]
+        and first.get("origin") == stated.get("origin")
+        and _without(first["source"], differ) == _without(stated["source"], differ)
+    )
+
+
+def _without(source: dict[str, Any], names: Set[str]) -> dict[str, Any]:
+    return {name: state for name, state in source.items() if name not in names}
 
 
 def _read_records(path: Path) -> dict[str, TensorRecord]:
@@ -109,6 +155,8 @@ def _different_run(first: dict[str, Any], inputs: RunInputs, out: Path) -> Outpu
         return _other_commit(out, first["origin"], inputs.origin)
     found = first["source"]
     for name, state in inputs.source.items():
+        if name in inputs.companions and name not in found:
+            continue
         if found.get(name) != list(state) and (name in found or not name.startswith("--")):
             return SourceChangedError(
                 f"{name}: the source changed since the interrupted run in {out} (size and time were {found.get(name)}, "

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.header import TensorSpec
+from pqweights.checkpoint.interrupted import describe_interrupted
 from pqweights.checkpoint.model_card import checked_facts
 from pqweights.checkpoint.names import MANIFEST_FILE, WORK_FOLDER
 from pqweights.checkpoint.storage import Origin
@@ -247,7 +248,7 @@ def _why_no_manifest(folder: Path) -> str:
     if not folder.is_dir():
         return "expected a folder, found a file"
     if (folder / WORK_FOLDER).is_dir():
-        return "holds an unfinished run; repeat its command to finish it"
+        return describe_interrupted(folder)
     return f"expected a folder that pqweights finished, found no {MANIFEST_FILE} in it"
 
 

@@ -15,11 +15,18 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pqweights.checkpoint.names import CARD_FILE, EVALUATION_FILE, MANIFEST_FILE, WORK_FOLDER, is_inside
+from pqweights.checkpoint.names import (
+    CARD_FILE,
+    EVALUATION_FILE,
+    JOURNAL_FILE,
+    MANIFEST_FILE,
+    WORK_FOLDER,
+    is_inside,
+)
 from pqweights.checkpoint.writer import disk_errors, partial_path, sync_folder, write_whole
 from pqweights.errors import MasterError, OutputError
 from pqweights.planning.plan import plan_shards
-from pqweights.rewrite.journal import JOURNAL_FILE, RunInputs, begin_journal, read_first_line, read_journal
+from pqweights.rewrite.journal import RunInputs, begin_journal, change_companions, read_first_line, read_journal
 from pqweights.rewrite.manifest import TensorRecord, read_manifest
 
 LOCK_FILE = "lock"
@@ -132,8 +139,11 @@ def open_workspace(out: Path, inputs: RunInputs, overwrite: bool) -> Iterator[Wo
         if records is None:
             _begin(out, inputs)
             records = {}
-        elif not records:  # what the earlier run fetched may still serve
-            _empty(work, but=(LOCK_FILE, JOURNAL_FILE, FETCHED_FOLDER, FINGERPRINTS_FILE))
+        else:
+            _refuse_foreign_files(out, inputs.outputs, _files_of_journal(work))
+            change_companions(work, inputs)
+            if not records:  # what the earlier run fetched may still serve
+                _empty(work, but=(LOCK_FILE, JOURNAL_FILE, FETCHED_FOLDER, FINGERPRINTS_FILE))
         first = read_first_line(work / JOURNAL_FILE)
         assert first is not None
         journal = os.open(work / JOURNAL_FILE, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -231,15 +241,18 @@ def _begin(out: Path, inputs: RunInputs) -> None:
 
 def _files_to_replace(out: Path, work: Path) -> list[str]:
     """The files that an abandoned run or an earlier result left, as its journal or manifest lists them."""
-    names: list[str] = []
-    if (work / JOURNAL_FILE).exists():
-        first = read_first_line(work / JOURNAL_FILE)
-        names += [*first["outputs"], *first["replaces"]] if first is not None else []
+    names = _files_of_journal(work)
     if (out / MANIFEST_FILE).is_file():
         manifest = read_manifest(out)
         shards = plan_shards(manifest.tensors, manifest.identity.max_shard_bytes, {})
         names += [*(shard.file for shard in shards), *manifest.files, MANIFEST_FILE]
     return names
+
+
+def _files_of_journal(work: Path) -> list[str]:
+    """The files that a run writes or replaces according to its journal."""
+    first = read_first_line(work / JOURNAL_FILE) if (work / JOURNAL_FILE).exists() else None
+    return [] if first is None else [*first["outputs"], *first["replaces"]]
 
 
 def _refuse_foreign_files(out: Path, outputs: list[str], replaces: list[str]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pqweights.checkpoint.interrupted import describe_interrupted, is_interrupted
 from pqweights.checkpoint.master import QUANT_METHOD
 from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.readers import element_count
@@ -59,6 +60,8 @@ def read_folder(path: Path) -> Folder:
 
     Raises SourceError if the folder does not hold a model.
     """
+    if is_interrupted(path):
+        raise SourceError(f"{path}: {describe_interrupted(path)}")
     config = read_config(path)
     if config is None:
         raise SourceError(f"{path}: expected a model folder, found no {CONFIG_FILE} in it")

@@ -152,9 +152,10 @@ def test_quiet_silences_notes_progress_and_summaries(
         talk()
     assert capsys.readouterr() == ("", "")
     with output.errors(quiet=True):
+        output.summary("4 tensors\nWARNING: a large error\ndone")
         output.warn("this may be wrong")
         output.print_json({})
-    assert capsys.readouterr() == ("{}\n", "warning: this may be wrong\n")
+    assert capsys.readouterr() == ("{}\n", "WARNING: a large error\nWARNING: this may be wrong\n")
     with pytest.raises(typer.Exit), output.errors(quiet=True):
         output.fail("it broke")
     assert capsys.readouterr() == ("", "error: it broke\n")

@@ -145,7 +145,7 @@ def test_configuration_differs_from_the_source_only_in_the_dtype(tmp_path: Path)
 def test_other_files_pass_through_master_and_export(tmp_path: Path) -> None:
     source = small_checkpoint(tmp_path / "model")
     master, exported = master_and_export(source, tmp_path)
-    for name in ("tokenizer.json", "code/modeling.py", "empty.txt"):
+    for name in ("tokenizer.json", "code/modeling.py", "merges.txt"):
         assert (exported / name).read_bytes() == (master / name).read_bytes() == (source / name).read_bytes()
     assert not (exported / "README.md").exists()
 

@@ -514,7 +514,7 @@ def large(hub: LoopbackHub, tmp_path: Path) -> Path:
     shards = [
         {f"model.layers.{n}.mlp.up_proj.weight": bf16(gaussian(*shape, seed=n))} for n, shape in enumerate(shapes)
     ]
-    folder = write_checkpoint(tmp_path / "source", *shards, companions={"notes.txt": b"of the source"})
+    folder = write_checkpoint(tmp_path / "source", *shards, companions={"NOTICE.txt": b"of the source"})
     hub.commit(SOURCE, files_of(folder))
     return folder
 
@@ -582,7 +582,7 @@ def check_new_commit(hub: LoopbackHub, client: Client, large: Path, *, out: Path
     old = hub.repositories[SOURCE].sha()
     changed = bytearray((large / SHARDS[0]).read_bytes())
     changed[-2] ^= 1
-    new = hub.commit(SOURCE, {SHARDS[0]: bytes(changed), "notes.txt": b"of the new one"})
+    new = hub.commit(SOURCE, {SHARDS[0]: bytes(changed), "NOTICE.txt": b"of the new one"})
     before = folder_bytes(killed)
     line = client.line("quantize", SOURCE, killed, "--low-disk")
     assert old in line
@@ -600,9 +600,9 @@ def check_new_commit(hub: LoopbackHub, client: Client, large: Path, *, out: Path
 
     client.well("quantize", SOURCE, renewed, "--low-disk", "--overwrite")
     assert model_of(renewed)["revision"] == new
-    assert (renewed / "notes.txt").read_bytes() == b"of the new one"
+    assert (renewed / "NOTICE.txt").read_bytes() == b"of the new one"
     (large / SHARDS[0]).write_bytes(changed)
-    (large / "notes.txt").write_bytes(b"of the new one")
+    (large / "NOTICE.txt").write_bytes(b"of the new one")
     expected = killed.with_name("expected-new")
     run_command({"quantize": str(large)}, expected)
     assert without_origin(renewed) == without_origin(expected)

@@ -264,7 +264,7 @@ def test_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
         (source, r"found no pqweights\.json in it"),
         (tmp_path / "absent", "no such folder"),
         (source / "model.safetensors", "expected a folder, found a file"),
-        (tmp_path / "unfinished", "unfinished run; repeat its command"),
+        (tmp_path / "unfinished", "unfinished run: run the same command again"),
     ):
         with pytest.raises(MasterError, match=says):
             check(folder)

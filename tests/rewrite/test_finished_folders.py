@@ -66,10 +66,10 @@ def test_file_of_the_user_is_not_replaced(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run_command(command(source, recipe="q4"), out)
     own = shutil.copytree(source, tmp_path / "own")
-    (own / "NOTES.md").write_text("the model's")
-    (out / "NOTES.md").write_text("the user's")
+    (own / "NOTICE.md").write_text("the model's")
+    (out / "NOTICE.md").write_text("the user's")
     before = folder_bytes(out)
-    with pytest.raises(OutputError, match=r"NOTES\.md"):
+    with pytest.raises(OutputError, match=r"NOTICE\.md"):
         run_command(command(own, overwrite=True), out)
     assert folder_bytes(out) == before
 

@@ -245,11 +245,20 @@ def test_weight_file_of_another_size_is_refused(
         run_command(command(own_source), out)
 
 
-def test_new_companion_is_refused(own_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_companion_is_copied(own_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     interrupt(monkeypatch, command(own_source), out)
     (own_source / "vocab.txt").write_text("a")
-    with pytest.raises(SourceChangedError, match=r"vocab\.txt"):
+    assert run_command(command(own_source), out).resumed == 4
+    run_command(command(own_source), tmp_path / "fresh")
+    assert folder_bytes(out) == folder_bytes(tmp_path / "fresh")
+
+
+def test_changed_companion_is_refused(own_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    interrupt(monkeypatch, command(own_source), out)
+    (own_source / "tokenizer.json").write_text("another")
+    with pytest.raises(SourceChangedError, match=r"tokenizer\.json"):
         run_command(command(own_source), out)
 
 

@@ -1,0 +1,134 @@
+"""Which files beside the weights belong to a model: they are copied into masters and exports, everything else is not.
+
+The tables below are the whole rule. They are as wide as what transformers, tokenizers, sentence-transformers, vLLM and
+MLX read, and as custom code, licences and model cards need. A repository often holds more: data, logs, plots,
+checkpoints of the training, the same weights in other formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, EVALUATION_FILE, INDEX_FILE, MANIFEST_FILE
+from pqweights.errors import SourceError
+
+# Files of weights in any format: a result has weights of its own, so they are never copied along.
+WEIGHT_SUFFIXES = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npz", ".npy", ".ot"),
+    *(".h5", ".hdf5", ".keras", ".pb", ".tflite", ".msgpack", ".onnx", ".onnx_data", ".mlmodel"),
+    *(".gguf", ".llamafile", ".nemo", ".distcp", ".pdparams"),
+)
+
+# Patterns of file names that are copied, wherever the file lies; case does not matter.
+COPIED = (
+    # configurations: generation, processors, sentence-transformers, and those that custom code names after itself
+    *("*config*.json", "configuration.json", "modules.json", "params.json", "modelcard.json"),
+    # tokenizers, by the names that the tokenizers of transformers, mistral-common and tiktoken read
+    *("tokenizer*", "*.tokenizer", "tekken.json", "special_tokens_map.json", "added_tokens.json", "normalizer.json"),
+    *("*.model", "*.model.v*", "*.spm", "*.tiktoken", "*.bpe", "*vocab*.json", "*vocab*.txt", "*.vocab", "merges*.txt"),
+    *("bpe.codes", "dict.txt", "dict.*.txt", "byte_maps.json", "emoji.json"),
+    *("word_shape.json", "word_pronunciation.json", "speaker_embeddings_path.json"),
+    # chat templates
+    *("*.jinja", "chat_template*.json"),
+    # custom code, its kernels and what it needs
+    *("*.py", "*.cu", "*.cuh", "*.cpp", "*.h", "requirements*.txt"),
+    # licences and cards
+    *("*license*", "*licence*", "copying*", "copyright*", "notice*", "*policy*", "readme*", "citation*", "authors*"),
+)
+# Patterns of paths that are copied although they are weights: the modules of sentence-transformers, such as 2_Dense.
+COPIED_WEIGHTS = ("[0-9]_*/*.safetensors",)
+# Names that a pattern above matches, and that would mislead: adapters without their weights, formats of the source.
+NOT_COPIED = (
+    *("adapter_config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json"),
+    "accelerate_config*.json",
+)
+# Folders of which nothing is copied: the training, and the same model in other formats.
+OTHER_FOLDERS = (
+    *("checkpoint-*", "runs", "logs", "wandb", "tensorboard"),
+    *("original", "onnx", "openvino", "coreml", "gguf", "ggml", "metal", "tflite", "tensorrt"),
+)
+
+NOT_NEEDED = "not needed to load the model (--include-files PATTERN copies it)"
+OTHER_WEIGHTS = "weights that are not part of the checkpoint read"
+NOT_GIVEN = "in the folder of the file that was given; only that file is read"
+ABOUT_SOURCE = "it describes the source, not this result"
+REASONS = {
+    MANIFEST_FILE: ABOUT_SOURCE,
+    CARD_FILE: ABOUT_SOURCE,
+    EVALUATION_FILE: "its figures are those of the source",
+}
+
+
+@dataclass(frozen=True)
+class Companions:
+    """The files of a checkpoint beside its weights.
+
+    copied: those that are copied along with the weights
+    left_out: those that are not, each with the reason
+    """
+
+    copied: tuple[str, ...]
+    left_out: dict[str, str]
+
+
+def companions(files: Iterable[str], weight_files: Collection[str], include: Sequence[str] = ()) -> Companions:
+    """Tell which files of a checkpoint are copied.
+
+    files: all files, by their paths in the folder
+    weight_files: those that hold the weights that are read
+    include: patterns of paths or names that are copied as well
+
+    Raises SourceError for a pattern that matches nothing that could be copied.
+    """
+    copied: list[str] = []
+    left_out: dict[str, str] = {}
+    unused = set(include)
+    for name in files:
+        if name in weight_files or name in (CONFIG_FILE, INDEX_FILE):
+            continue
+        reason = _reason(name)
+        matching = {pattern for pattern in include if _matches(name, pattern)} if _may_be_included(name) else set()
+        unused -= matching
+        if reason is None or matching:
+            copied.append(name)
+        else:
+            left_out[name] = reason
+    if unused:
+        raise SourceError(
+            f"--include-files {min(unused)}: matches no file that could be copied; expected a path in the folder of "
+            "the source, or a pattern such as 'data/*' (weights at the top are never copied)"
+        )
+    return Companions(tuple(copied), left_out)
+
+
+def is_weight_file(name: str) -> bool:
+    """Whether a file holds weights, or is an index of them, judged by its name."""
+    return name.lower().endswith((*WEIGHT_SUFFIXES, ".index.json"))
+
+
+def _reason(name: str) -> str | None:
+    """Return why a file is not copied; None for one that is."""
+    if name in REASONS:
+        return REASONS[name]
+    path = name.lower()
+    *folders, base = path.split("/")
+    if is_weight_file(name):
+        return None if _any_match(path, COPIED_WEIGHTS) else OTHER_WEIGHTS
+    if any(_any_match(folder, OTHER_FOLDERS) for folder in folders) or _any_match(base, NOT_COPIED):
+        return NOT_NEEDED
+    return None if _any_match(base, COPIED) else NOT_NEEDED
+
+
+def _may_be_included(name: str) -> bool:
+    """Whether a file may be copied if the user asks for it: not in place of a file that a result writes itself."""
+    return name not in REASONS and ("/" in name or not is_weight_file(name))
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition("/")[2], pattern)
+
+
+def _any_match(text: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(text, pattern) for pattern in patterns)

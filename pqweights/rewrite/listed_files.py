@@ -1,0 +1,76 @@
+"""The files of a finished result that its manifest lists: whether they are all there, and which an export copies.
+
+It costs a look at each file's size. Whether every byte is right is for results/verify.py to tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from pqweights.checkpoint.companions import REASONS
+from pqweights.checkpoint.interrupted import describe_interrupted, is_interrupted
+from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, is_inside
+from pqweights.checkpoint.source import Checkpoint, open_local
+from pqweights.checkpoint.storage import Origin
+from pqweights.errors import MasterError
+from pqweights.rewrite.manifest import Manifest, read_manifest, shards_of
+
+NOT_LISTED = "it is not in the manifest of the master"
+REMEDY = "fetch or copy the folder again, or make it again; pqweights verify lists all such files"
+
+
+def open_result(folder: Path, *, origin: Origin | None = None) -> Checkpoint:
+    """Open a result of pqweights; its companions are the files that its manifest lists, whatever else lies there.
+
+    origin: where the folder was fetched from
+
+    Raises MasterError if a listed file is missing, or a file of weights has another size, SourceError as `open_local`.
+    A result without a manifest is opened like any other checkpoint.
+    """
+    if not (folder / MANIFEST_FILE).is_file():
+        return open_local(folder, origin=origin)
+    manifest = read_manifest(folder)
+    for problem in (*_weight_problems(folder, manifest), *_missing_small_files(folder, manifest)):
+        raise MasterError(f"{folder}: {problem}: {REMEDY}")
+    checkpoint = open_local(folder, origin=origin)
+    listed = manifest.files.keys() - {INDEX_FILE, CONFIG_FILE}
+    others = checkpoint.storage.files().keys() - listed - {INDEX_FILE, CONFIG_FILE, *checkpoint.weight_files}
+    return replace(
+        checkpoint,
+        companions=tuple(sorted(name for name in listed if is_inside(name))),
+        left_out={name: REASONS.get(name, NOT_LISTED) for name in sorted(others)},
+    )
+
+
+def check_weight_files(folder: Path) -> None:
+    """Check that a result can be loaded: that no run was interrupted in it, and that its weight files are complete.
+
+    Raises MasterError. A folder without a manifest that can be read, or without any, is not a problem here.
+    """
+    if is_interrupted(folder):
+        raise MasterError(f"{folder}: {describe_interrupted(folder)}")
+    manifest = None
+    if (folder / MANIFEST_FILE).is_file():
+        with contextlib.suppress(MasterError):
+            manifest = read_manifest(folder)
+    for problem in _weight_problems(folder, manifest) if manifest is not None else ():
+        raise MasterError(f"{folder}: {problem}: {REMEDY}")
+
+
+def _weight_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
+    for shard in shards_of(manifest):
+        path = folder / shard.file
+        if not path.is_file():
+            yield f"{shard.file}: expected {shard.file_bytes} bytes, as pqweights.json says, but the file is missing"
+        elif (found := path.stat().st_size) != shard.file_bytes:
+            yield f"{shard.file}: expected {shard.file_bytes} bytes, as pqweights.json says, found {found}"
+
+
+def _missing_small_files(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Yield what is missing of the other files; their sizes may differ, because users edit configurations."""
+    for name, record in manifest.files.items():
+        if is_inside(name) and not (folder / name).is_file():
+            yield f"{name}: expected {record.bytes} bytes, as pqweights.json says, but the file is missing"
