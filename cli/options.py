@@ -158,6 +158,15 @@ TokenOption = Annotated[
     ),
 ]
 
+SummaryOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--summary/--no-summary",
+        show_default="a summary on a terminal, above 200 tensors",
+        help="Show a line for each role, codec and bit width in place of one for each tensor.",
+    ),
+]
+
 # How weights are quantized
 
 RecipeOption = Annotated[

@@ -11,6 +11,8 @@ from typing import Any
 
 import typer
 
+from .tables import table as table
+
 # What progress counts by default; other units are named in the plural as well.
 BYTES = "bytes"
 # Jobs that end within this many seconds show no progress.
@@ -127,20 +129,6 @@ def _lines(verb: str, unit: str | None) -> Callable[[int, int, str], None]:
         note(f"{verb} {done / total:.0%} of {amount(total, unit)}, {speed}{(total - done) / rate:.0f} s left: {name}")
 
     return callback
-
-
-def table(columns: list[tuple[str, bool]], rows: list[list[str]]) -> str:
-    """Return aligned text. columns: the title of each column, and whether its cells are numbers."""
-    widths = [max([len(title), *(len(row[i]) for row in rows)]) for i, (title, _) in enumerate(columns)]
-
-    def line(cells: list[str]) -> str:
-        parts = [
-            cell.rjust(width) if numeric else cell.ljust(width)
-            for cell, width, (_, numeric) in zip(cells, widths, columns, strict=True)
-        ]
-        return "  ".join(parts).rstrip()
-
-    return "\n".join([line([title for title, _ in columns]), *(line(row) for row in rows)])
 
 
 def estimate(value: tuple[float, float | None] | None, form: str) -> str:

@@ -74,8 +74,8 @@ def value_name(param: Any) -> str:
 
 
 def spelling(param: Any) -> str:
-    """An option as it is typed, the long form first."""
-    names = sorted(param.opts, key=len, reverse=True)
+    """An option as it is typed, the long form first, and last the one that turns it off."""
+    names = [*sorted(param.opts, key=len, reverse=True), *param.secondary_opts]
     value = "" if param.is_flag else f" {value_name(param)}"
     return cell(", ".join(f"`{name}{value}`" for name in names))
 
