@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from . import options, output, report
-from .report_errors import integer_lines, quality_lines
+from .report_errors import integer_form_lines, quality_lines
 from .report_summary import is_summarized, summary_table
 from .tables import table, wrapped
 
@@ -139,7 +139,7 @@ def _totals_lines(found: Inspection) -> str:
 
 def _error_lines(manifest: Manifest) -> list[str]:
     if any(tensor.action == "integer" for tensor in manifest.tensors):
-        return integer_lines(manifest.pairs, measured="original_fingerprint" in manifest.made_by)
+        return integer_form_lines(manifest.pairs, measured="original_fingerprint" in manifest.made_by)
     return quality_lines(manifest.pairs)
 
 

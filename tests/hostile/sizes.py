@@ -93,11 +93,6 @@ FIT_CASES = [
         "--set: the pattern 'x*'",
         command="calibrate model s.safetensors --text text.txt --window 16 --max-tokens 64 --set x*=4",
     ),
-    evaluating(
-        "ablate-keep-matches-nothing",
-        "--keep: the pattern 'x*'",
-        command="ablate model --text text.txt --no-awq --no-int4 --keep x*",
-    ),
     evaluating("sensitivity-config-damaged", "config.json", "JSON", command=MEASURE, config=b"{"),
     evaluating(
         "sensitivity-model-unknown",
