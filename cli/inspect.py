@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from . import options, output, report
-from .report_errors import integer_lines, quality_lines
+from .report_errors import integer_form_lines, quality_lines
+from .report_summary import is_summarized, summary_table
+from .tables import table, wrapped
 
 if TYPE_CHECKING:
     from pqweights.measure.distribution import Distribution, Normality
@@ -41,6 +43,7 @@ PlotOption = Annotated[
 def command(
     folder: FolderOrSource,
     distribution: DistributionOption = False,
+    summary: options.SummaryOption = None,
     plot: PlotOption = None,
     threads: options.ThreadsOption = None,
     allow_pickle: options.PickleOption = False,
@@ -61,10 +64,10 @@ def command(
             _show_distribution(found.path, asked)
         else:
             found = options.fetched(folder, options.access(revision, token), only=[MANIFEST_FILE])
-            _show_folder(found.path, plot, json)
+            _show_folder(found.path, plot, summary=summary, json=json)
 
 
-def _show_folder(folder: Path, plot: Path | None, json: bool) -> None:
+def _show_folder(folder: Path, plot: Path | None, *, summary: bool | None, json: bool) -> None:
     from pqweights.results.inspect import inspect
 
     found = inspect(folder)
@@ -75,7 +78,16 @@ def _show_folder(folder: Path, plot: Path | None, json: bool) -> None:
     if json:
         output.print_json(found.to_json())
     else:
-        typer.echo("\n".join([_tensor_table(found.manifest), "", _totals_line(found), *_error_lines(found.manifest)]))
+        tensors = _tensor_lines(found.manifest, summary)
+        lines = [*tensors, "", _totals_lines(found), *_error_lines(found.manifest)]
+        typer.echo(wrapped("\n".join(lines)))
+
+
+def _tensor_lines(manifest: Manifest, summary: bool | None) -> list[str]:
+    if not is_summarized(summary, len(manifest.tensors)):
+        return [_tensor_table(manifest)]
+    note = [] if summary else [f"--no-summary lists all {len(manifest.tensors)} tensors"]
+    return [summary_table(manifest.tensors, manifest.records), *note]
 
 
 def _tensor_table(manifest: Manifest) -> str:
@@ -94,7 +106,7 @@ def _tensor_table(manifest: Manifest) -> str:
     mixed = len({tensor.codec for tensor in manifest.tensors if tensor.codec}) > 1
     shown = [(title, numeric) for title, numeric in columns if mixed or title != "codec"]
     rows = [_row(tensor, record) for tensor, record in manifest.pairs]
-    return output.table(shown, [[row[title] for title, _ in shown] for row in rows])
+    return table(shown, [[row[title] for title, _ in shown] for row in rows], drop=["action", "dtype"])
 
 
 def _row(tensor: TensorPlan, record: TensorRecord) -> dict[str, str]:
@@ -118,7 +130,7 @@ def _row(tensor: TensorPlan, record: TensorRecord) -> dict[str, str]:
     }
 
 
-def _totals_line(found: Inspection) -> str:
+def _totals_lines(found: Inspection) -> str:
     totals = found.totals
     return (
         f"{found.manifest.kind}: {output.size(totals.output_bytes)} in safetensors files, {totals.weights} "
@@ -128,7 +140,7 @@ def _totals_line(found: Inspection) -> str:
 
 def _error_lines(manifest: Manifest) -> list[str]:
     if any(tensor.action == "integer" for tensor in manifest.tensors):
-        return integer_lines(manifest.pairs, measured="original_fingerprint" in manifest.made_by)
+        return integer_form_lines(manifest.pairs, measured="original_fingerprint" in manifest.made_by)
     return quality_lines(manifest.pairs)
 
 
@@ -161,7 +173,7 @@ def _show_distribution(source: Path, asked: _Distributions) -> None:
     if asked.json:
         output.print_json(found.to_json())
     else:
-        typer.echo("\n".join(_distribution_lines(found)))
+        typer.echo(wrapped("\n".join(_distribution_lines(found))))
 
 
 def _distribution_lines(found: Distribution) -> list[str]:

@@ -168,6 +168,15 @@ TokenOption = Annotated[
     ),
 ]
 
+SummaryOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--summary/--no-summary",
+        show_default="a summary on a terminal, above 200 tensors",
+        help="Show a line for each role, codec and bit width in place of one for each tensor.",
+    ),
+]
+
 # How weights are quantized
 
 RecipeOption = Annotated[
@@ -219,7 +228,8 @@ TargetBitsOption = Annotated[
         "--target-bpw",
         metavar="BITS",
         show_default=False,
-        help="Choose the bit width of each weight so that the mean is at most BITS per weight, all overhead counted.",
+        help="Choose the bit width of each weight so that the mean is at most BITS, all overhead counted: per weight "
+        "that the recipe quantizes, or per parameter of the checkpoint (--bpw-of).",
     ),
 ]
 BitsOfOption = Annotated[
@@ -227,8 +237,8 @@ BitsOfOption = Annotated[
     typer.Option(
         "--bpw-of",
         show_default="quantized",
-        help="What --target-bpw is a mean over: the weights that the recipe quantizes, or all parameters of the "
-        "checkpoint with every byte of the safetensors files.",
+        help="Mean that --target-bpw limits: over the weights that the recipe quantizes, or over all parameters of the "
+        "checkpoint, with every byte of the safetensors files.",
     ),
 ]
 SensitivityOption = Annotated[

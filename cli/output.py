@@ -19,6 +19,7 @@ import typer
 from . import interrupts
 from .amounts import BYTES, amount
 from .amounts import size as size
+from .tables import table as table
 
 # Jobs, and steps without progress, that end within this many seconds show no line where stderr is not a terminal.
 QUIET_SECONDS = STATUS_SECONDS = 2.0
@@ -202,20 +203,6 @@ class _Lines:
     def _tell(self, text: str) -> None:
         self._told.add(text)
         note(f"{self._verb}: {text}" if self._verb else text)
-
-
-def table(columns: list[tuple[str, bool]], rows: list[list[str]]) -> str:
-    """Return aligned text. columns: the title of each column, and whether its cells are numbers."""
-    widths = [max([len(title), *(len(row[i]) for row in rows)]) for i, (title, _) in enumerate(columns)]
-
-    def line(cells: list[str]) -> str:
-        parts = [
-            cell.rjust(width) if numeric else cell.ljust(width)
-            for cell, width, (_, numeric) in zip(cells, widths, columns, strict=True)
-        ]
-        return "  ".join(parts).rstrip()
-
-    return "\n".join([line([title for title, _ in columns]), *(line(row) for row in rows)])
 
 
 def estimate(value: tuple[float, float | None] | None, form: str) -> str:

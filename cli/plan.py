@@ -13,6 +13,7 @@ import typer
 
 from . import options, output, report, report_plan
 from .report_fit import curve_lines, fit_lines
+from .tables import wrapped
 
 if TYPE_CHECKING:
     from pqweights.planning.recipe import Recipe
@@ -34,6 +35,7 @@ def command(
     target_bpw: options.TargetBitsOption = None,
     bpw_of: options.BitsOfOption = None,
     sensitivity: options.SensitivityOption = None,
+    summary: options.SummaryOption = None,
     plot: PlotOption = None,
     max_shard_bytes: options.ShardOption = "5GB",  # type: ignore[assignment]  # typer parses it
     threads: options.ThreadsOption = None,
@@ -75,7 +77,10 @@ def command(
         )
         used = options.thread_count(threads)
         report.warn_of_files_beside(source)
-        show_plan(PlanRequest(source=source, recipe=chosen, options=asked, threads=used, plot=plot, json=json))
+        request = PlanRequest(
+            source=source, recipe=chosen, options=asked, threads=used, summary=summary, plot=plot, json=json
+        )
+        show_plan(request)
 
 
 @contextlib.contextmanager
@@ -103,6 +108,7 @@ class PlanRequest:
     recipe: what to do with its tensors
     options: how to read and write them
     threads: number of threads for which the memory is estimated
+    summary: whether to summarize the tensors; None to choose by their number
     plot: where to plot the bit widths, if anywhere
     json: whether to print JSON
     """
@@ -111,6 +117,7 @@ class PlanRequest:
     recipe: Recipe
     options: QuantizeOptions
     threads: int
+    summary: bool | None = None
     plot: Path | None = None
     json: bool = False
 
@@ -129,7 +136,7 @@ def show_plan(request: PlanRequest) -> None:
     if request.json:
         output.print_json(report.to_json())
         return
-    lines = [report_plan.plan_text(report)]
+    lines = [report_plan.plan_text(report, request.summary)]
     if report.fit is not None:
         lines += ["", *fit_lines(report.fit), "", *curve_lines(report.fit)]
-    typer.echo("\n".join(lines))
+    typer.echo(wrapped("\n".join(lines)))

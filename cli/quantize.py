@@ -11,6 +11,8 @@ from . import options, output, report
 from .plan import PlanRequest, show_plan
 from .report_errors import quality_lines
 from .report_fit import fit_lines
+from .report_summary import is_summarized, summary_table
+from .tables import wrapped
 
 if TYPE_CHECKING:
     from pqweights.rewrite.task import RewriteReport
@@ -43,6 +45,7 @@ def command(
     bpw_of: options.BitsOfOption = None,
     sensitivity: options.SensitivityOption = None,
     dry_run: DryRunOption = False,
+    summary: options.SummaryOption = None,
     overwrite: options.OverwriteOption = False,
     strict: StrictOption = False,
     max_shard_bytes: options.ShardOption = "5GB",  # type: ignore[assignment]  # typer parses it
@@ -91,15 +94,18 @@ def command(
         used = options.thread_count(threads)
         report.warn_of_files_beside(source)
         if dry_run:
-            show_plan(PlanRequest(source=source, recipe=chosen, options=asked, threads=used, json=json))
+            show_plan(
+                PlanRequest(source=source, recipe=chosen, options=asked, threads=used, summary=summary, json=json)
+            )
             return
         with output.progress("quantizing") as progress:
             run = RunOptions(threads=used, device=device.value, overwrite=overwrite, progress=progress)
             done = quantize(source, out, chosen, options=asked, run=run)
-        _show(done, source, out, json=json)
+        _show(done, f"{source} -> {out}", out=out, summary=summary, json=json)
 
 
-def _show(done: RewriteReport, source: str, out: Path, *, json: bool) -> None:
+def _show(done: RewriteReport, what: str, *, out: Path, summary: bool | None, json: bool) -> None:
+    """Print a result. what: source and output, for people."""
     if json:
         output.print_json({"output": str(out)} | done.to_json())
         return
@@ -107,7 +113,8 @@ def _show(done: RewriteReport, source: str, out: Path, *, json: bool) -> None:
         output.note(f"{out}: already holds this result; nothing was written")
     elif done.resumed:
         output.note(f"continued: {done.resumed} of {len(done.records)} tensors were finished by an earlier run")
-    output.summary("\n".join([f"{source} -> {out}", *_lines(done)]))
+    by_role = [summary_table(done.plan.tensors, done.records), ""] if is_summarized(summary, len(done.records)) else []
+    output.summary(wrapped("\n".join([what, *by_role, *_lines(done)])))
 
 
 def _lines(done: RewriteReport) -> list[str]:

@@ -33,6 +33,17 @@ def bits_text(totals: Totals) -> str:
     return quantized if per_parameter is None else f"{quantized}, {per_parameter:.4f} per parameter"
 
 
+def reason_lines(tensors: Sequence[TensorPlan]) -> list[str]:
+    """Return a line for each reason why tensors are kept, and for each rule by which others are quantized."""
+    quantized = [tensor for tensor in tensors if tensor.action == "quantize" and not _is_default(tensor)]
+    return [*kept_lines(tensors), *(f"quantized: {group}" for group in lines_by_reason(quantized))]
+
+
+def _is_default(tensor: TensorPlan) -> bool:
+    """Whether a tensor is quantized because of its role and not by a rule."""
+    return tensor.reason.startswith(f"default for role {tensor.role}")
+
+
 def kept_lines(tensors: Sequence[TensorPlan]) -> list[str]:
     """Return a line for each reason why tensors are kept as they are."""
     kept = [tensor for tensor in tensors if tensor.action == "keep"]

@@ -63,12 +63,29 @@ def _warning(tensor: TensorPlan, record: TensorRecord) -> str:
 
 
 def integer_lines(pairs: Pairs, *, measured: bool) -> list[str]:
-    """Return how many weights an integer export holds in which form, why others are plain, and the errors.
+    """Return the bits per weight of an integer export, and what integer_form_lines returns.
 
     pairs: the tensors of the export, each with what was measured of it
     measured: whether the error against the original was measured; else it is computed from the error of the master
     """
     from pqweights.planning.totals import count
+
+    lines = integer_form_lines(pairs, measured=measured)
+    if not lines:
+        return []
+    summed = count([tensor for tensor, _ in pairs])
+    bits = (
+        f"{summed.bits_per_weight:.4f} bits per weight (scales, offsets and padding counted) over "
+        f"{summed.coverage:.4%} of {summed.weights} weights"
+    )
+    return [bits, *lines]
+
+
+def integer_form_lines(pairs: Pairs, *, measured: bool) -> list[str]:
+    """Return how many weights an integer export holds in which form, why others are plain, and the errors.
+
+    pairs, measured: see integer_lines
+    """
     from pqweights.units import counted
 
     tensors = [tensor for tensor, _ in pairs]
@@ -78,11 +95,8 @@ def integer_lines(pairs: Pairs, *, measured: bool) -> list[str]:
             forms[f"{tensor.bits} bits, {tensor.codec}, {tensor.reason}"] += 1
     if not forms:
         return []
-    summed = count(tensors)
     plain = [tensor for tensor in tensors if tensor.bits is None and tensor.action == "decode"]
     return [
-        f"{summed.bits_per_weight:.4f} bits per weight (scales, offsets and padding counted) over "
-        f"{summed.coverage:.4%} of {summed.weights} weights",
         *(f"  {form}: {counted(number, 'tensor')}" for form, number in forms.items()),
         *(f"plain: {group}" for group in lines_by_reason(plain)),
         *_integer_error_lines([record for _, record in pairs], measured=measured),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from .output import first_names, size, table
+from .output import first_names, size
+from .tables import folded, table
 
 if TYPE_CHECKING:
     from pqweights.planning.fit import Fit
@@ -36,10 +38,8 @@ def _width_lines(fit: Fit) -> list[str]:
     for group in sorted(fit.groups, key=lambda g: [int(n) for n in re.findall(r"\d+", g.name)]):
         kinds[_NUMBERS.sub(".*.", group.name)].append("kept" if group.bits is None else str(group.bits))
     width = max(len(kind) for kind in kinds)
-    return [
-        "bits of each group of weights, by layer:",
-        *(f"  {kind:{width}}  {' '.join(widths)}" for kind, widths in kinds.items()),
-    ]
+    lines = [folded(f"  {kind:{width}}  ", widths) for kind, widths in kinds.items()]
+    return ["bits of each group of weights, by layer:", *chain.from_iterable(lines)]
 
 
 def _unit(fit: Fit) -> str:

@@ -5,22 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .output import size, table
-from .report import left_out_lines, totals_text
+from . import tables
+from .output import size
+from .report import left_out_lines, reason_lines, totals_text
+from .report_summary import is_summarized, summary_table
 
 if TYPE_CHECKING:
     from pqweights.planning.plan import TensorPlan
     from pqweights.results.plan_report import HubTraffic, PlanReport
 
 
-def plan_text(report: PlanReport) -> str:
-    """Return the text of plan, without how a size was fitted."""
+COLUMNS = [("shape", False), ("dtype", False), ("action", False), ("codec", False), ("bits", True), ("bytes", True)]
+
+
+def plan_text(report: PlanReport, summary: bool | None) -> str:
+    """Return the text of plan, without how a size was fitted.
+
+    summary: whether to summarize the tensors; None to choose by their number
+    """
     from pqweights.units import counted
 
     plan, needs = report.plan, report.needs
     return "\n".join(
         [
-            *_tensor_lines(plan.tensors),
+            *_tensor_lines(plan.tensors, summary),
             "",
             totals_text(plan.totals),
             f"output: {plan.output_bytes} bytes in {counted(len(plan.shards), 'safetensors file')}; "
@@ -32,15 +40,29 @@ def plan_text(report: PlanReport) -> str:
     )
 
 
-def _tensor_lines(tensors: Sequence[TensorPlan]) -> list[str]:
+def _tensor_lines(tensors: Sequence[TensorPlan], summary: bool | None) -> list[str]:
+    """Return a summary, or a heading and a line for each tensor; the reasons stand below if there is no room beside."""
+    width = tables.terminal_width()
+    if is_summarized(summary, len(tensors)):
+        note = [] if summary else [f"--no-summary lists all {len(tensors)} tensors"]
+        return [summary_table(tensors), *note, "", *reason_lines(tensors)]
+    lines = _wide_lines(tensors)
+    if width is None or max(len(line) for line in lines) <= width:
+        return lines
+    rows = [[tensor.name, *_cells(tensor)] for tensor in tensors]
+    drop = ["codec"] if len({tensor.codec for tensor in tensors if tensor.codec}) <= 1 else []
+    shown = tables.table([("tensor", False), *COLUMNS], rows, drop=[*drop, "action", "dtype"])
+    return [shown, "", *reason_lines(tensors)]
+
+
+def _wide_lines(tensors: Sequence[TensorPlan]) -> list[str]:
     """Return a heading and a line for each tensor.
 
     Thousands of tensors differ in their names alone, so the rest of a line is laid out once for all of them.
     """
-    columns = [("shape", False), ("dtype", False), ("action", False), ("codec", False), ("bits", True), ("bytes", True)]
     kinds = [(t.shape, t.dtype, t.action, t.codec, t.bits, t.stored[0].dtype, t.reason) for t in tensors]
     one_of = dict(zip(kinds, tensors, strict=True))
-    heading, *lines = table(columns, [_cells(t) for t in one_of.values()]).split("\n")
+    heading, *lines = tables.aligned(COLUMNS, [_cells(t) for t in one_of.values()]).split("\n")
     rest = {kind: f"  {line}  {kind[-1]}".rstrip() for kind, line in zip(one_of, lines, strict=True)}
     width = max([len("tensor"), *[len(t.name) for t in tensors]])
     return [

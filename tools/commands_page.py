@@ -26,6 +26,9 @@ the Hugging Face Hub ([The Hub](hub.md)). Sizes such as `5GB` are powers of ten,
 
 With `--json` a command prints one JSON document on stdout; without it, a summary for people. Progress, notes and errors
 go to stderr. Exit codes: 0 done; 1 refused or failed, with one line that says why; 2 wrong options or arguments.
+
+On a terminal, tables fit its width, and `plan`, `quantize` and `inspect` summarize more than 200 tensors by role, codec
+and bit width (`--no-summary` lists them all). Elsewhere tables list everything, as wide as it is.
 """
 # Where a command's method, formats and measurements are described.
 PAGES = {
@@ -74,8 +77,8 @@ def value_name(param: Any) -> str:
 
 
 def spelling(param: Any) -> str:
-    """An option as it is typed, the long form first."""
-    names = sorted(param.opts, key=len, reverse=True)
+    """An option as it is typed, the long form first, and last the one that turns it off."""
+    names = [*sorted(param.opts, key=len, reverse=True), *param.secondary_opts]
     value = "" if param.is_flag else f" {value_name(param)}"
     return cell(", ".join(f"`{name}{value}`" for name in names))
 

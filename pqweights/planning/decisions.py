@@ -40,6 +40,7 @@ def decide(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> list[Decision]:
     Raises RecipeError for a name pattern that matches no tensor at all; the message names the nearest one.
     """
     _check_patterns(recipe, tensors)
+    _check_effects(recipe, tensors)
     named = [rule for rule in (*recipe.overrides, *recipe.rules) if rule.names]
     made: dict[tuple[object, ...], Decision] = {}
     decisions = []
@@ -112,6 +113,21 @@ def _check_patterns(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> None:
                 raise RecipeError(
                     f"{where}: the pattern {pattern!r} matches no tensor of the checkpoint; {_nearest(pattern, names)}"
                 )
+
+
+def _check_effects(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> None:
+    """Raise RecipeError if an option sets the bits of tensors with structural roles alone, where it has no effect."""
+    for rule in recipe.overrides:
+        matching = [tensor for tensor in tensors if not rule.keep and rule.matches_name(tensor.name)]
+        roles = (classify(tensor.name, tensor.dtype, tensor.shape) for tensor in matching)
+        if matching and all(role.structural for role in roles):
+            first = matching[0]
+            role = classify(first.name, first.dtype, first.shape)
+            hint = "" if role.name == "buffer" else f"; only a recipe's rule with role: {role.name} quantizes those"
+            raise RecipeError(
+                f"{rule.reason}: matches nothing that it can quantize, only tensors such as {first.name!r} "
+                f"({role.keep}){hint}"
+            )
 
 
 def _nearest(pattern: str, names: Sequence[str]) -> str:

@@ -181,13 +181,13 @@ class FitProblem:
         budget = math.floor(min(target.bits_per_weight * self.parameters / 8, 2.0**62))
         least = self.smallest.cost
         if budget < least:
+            fewest = _bits(least, self.parameters, math.ceil)
             raise RecipeError(
-                f"target: {target}: below the smallest possible, {8 * least / self.parameters:.4f} bits per weight "
-                f"({self.smallest_bytes} bytes)"
+                f"target: {target}: below the smallest possible, {fewest} per weight ({self.smallest_bytes} bytes)"
             )
         if budget >= self.cost_of_all_kept:
-            most = math.floor(80_000 * self.largest.cost / self.parameters) / 10_000
-            raise self._leaves_nothing(target, f"{most:.4f} bits per weight")
+            most = _bits(self.largest.cost, self.parameters, math.floor)
+            raise self._leaves_nothing(target, f"{most} per weight")
         solution = solve(self.choices, budget)
         assert solution is not None
         return solution
@@ -195,16 +195,17 @@ class FitProblem:
     def _within_bytes(self, target: SizeTarget) -> tuple[Solution, int]:
         weights, output_bytes = self.all_weights, target.file_bytes(self.all_weights)
 
-        def figure(byte_count: int) -> str:
+        def figure(byte_count: int, rounding: Callable[[float], int]) -> str:
             if target.output_bytes is not None:
                 return f"{byte_count} bytes"
-            return f"{8 * byte_count / weights:.4f} bits per parameter ({byte_count} bytes)"
+            return f"{_bits(byte_count, weights, rounding)} per parameter ({byte_count} bytes)"
 
         if output_bytes < self.smallest_bytes:
-            raise RecipeError(f"target: {target}: below the smallest possible, {figure(self.smallest_bytes)}")
+            smallest = figure(self.smallest_bytes, math.ceil)
+            raise RecipeError(f"target: {target}: below the smallest possible, {smallest}")
         most = self.file_bytes(self.planned(dict.fromkeys(self.free, None))) - 1
         if output_bytes > most:
-            raise self._leaves_nothing(target, figure(self._best_within(most)[1]))
+            raise self._leaves_nothing(target, figure(self._best_within(most)[1], math.floor))
         return self._best_within(output_bytes)
 
     def _leaves_nothing(self, target: SizeTarget, most: str) -> RecipeError:
@@ -249,3 +250,8 @@ class FitProblem:
         points = {size: max(0.0, float(rise)) for size, rise in zip(between, rises, strict=True) if rise is not None}
         points |= {self.smallest_bytes: self.smallest.loss, chosen_bytes: chosen.loss}
         return sorted(points.items())
+
+
+def _bits(byte_count: int, weights: int, rounding: Callable[[float], int]) -> str:
+    """Return bits with their mean over weights to four digits, rounded so that the figure can be a target itself."""
+    return f"{rounding(80_000 * byte_count / weights) / 10_000:.4f} bits"

@@ -154,7 +154,7 @@ def load_recipe(name_or_file: str | Path) -> Recipe:
     if isinstance(name_or_file, str) and name_or_file in recipe_names():
         return parse_recipe(recipe_text(name_or_file), f"recipe {name_or_file!r}")
     path = Path(name_or_file)
-    if isinstance(name_or_file, Path) or path.suffix in (".yaml", ".yml") or path.is_file():
+    if isinstance(name_or_file, Path) or path.suffix in (".yaml", ".yml") or len(path.parts) > 1 or path.exists():
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -18,6 +18,7 @@ RECIPE_CASES = [
         {"quantize src out --recipe mine": ("'mine'", "'mine.yaml'", "--recipe mine.yaml")},
         {**GOOD_SRC, "mine.yaml": "bits: 4\n"},
     ),
+    Case("recipe-path-missing", {"quantize src out --recipe mine/q5": ("mine/q5", "No such file")}, GOOD_SRC),
     Case("recipe-file-missing", {RECIPE: ("recipe.yaml",)}, GOOD_SRC),
     Case("recipe-a-folder", {RECIPE: ("recipe.yaml",)}, {**GOOD_SRC, "recipe.yaml/a": b""}),
     recipe("recipe-not-yaml", "bits: [", "not YAML"),
@@ -77,6 +78,7 @@ RECIPE_CASES = [
         {
             "plan src --set model.norm.weight": ("--set", "PATTERN=BITS"),
             "plan src --set *=four": ("PATTERN=BITS",),
+            "ablate src --text text.txt --set =4": ("PATTERN=BITS",),
             "plan src --set *=9": ("--set *=9", "2 to 8"),
         },
         GOOD_SRC,

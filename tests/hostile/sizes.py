@@ -87,6 +87,12 @@ FIT_CASES = [
         command="sensitivity model s.json --tokens 15 --window 16",
     ),
     evaluating("sensitivity-recipe-unknown", "'q55'", "'q5'", command=MEASURE + " --recipe q55"),
+    evaluating("sensitivity-keep-matches-nothing", "--keep: the pattern 'x*'", command=MEASURE + " --keep x*"),
+    evaluating(
+        "calibrate-set-matches-nothing",
+        "--set: the pattern 'x*'",
+        command="calibrate model s.safetensors --text text.txt --window 16 --max-tokens 64 --set x*=4",
+    ),
     evaluating("sensitivity-config-damaged", "config.json", "JSON", command=MEASURE, config=b"{"),
     evaluating(
         "sensitivity-model-unknown",

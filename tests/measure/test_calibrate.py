@@ -245,7 +245,6 @@ def test_encoder_is_calibrated(texts: Path, tmp_path: Path) -> None:
         ),
         (["--text", "{texts}/short.txt", "--window", "64"], "expected at least 1024 tokens"),
         (["--text", "{texts}/long.txt", "--window", "600"], "the 512 tokens that the model takes"),
-        (["--text", "{texts}/long.txt", "--recipe", "q99"], "no recipe is called"),
         (["--text", "{texts}/long.txt", "--tokenizer", "{texts}"], "expected a tokenizer"),
         (
             ["--text", "{texts}/long.txt", "--tokenizer", "{texts}/wide", "--window", "64"],

@@ -94,6 +94,15 @@ def test_divergence_grows_with_the_noise(source: Path, written: tuple[Path, Resu
         assert max(slopes) < 2 * min(slopes)
 
 
+def test_groups_that_options_keep_are_not_measured(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "s.json"
+    done = invoke(
+        "sensitivity", source, out, "--tokens", 16, "--window", 16, "--keep", "*layers*", "--keep", "lm_head*"
+    )
+    assert done.exit_code == 0, done.stderr
+    assert [group.name for group in read_sensitivity(out).groups] == ["model.embed_tokens"]
+
+
 def test_command_prints_the_measured_divergences(source: Path, written: tuple[Path, Result]) -> None:
     path, done = written
     lines = {
@@ -342,7 +351,6 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["--text", "{texts}/long.txt", "--tokenizer", "{texts}/wide"],
             "the text contains token 1999, but the model has only 512 tokens",
         ),
-        (["--recipe", "q99"], "no recipe is called"),
         (["--window", "16", "--device-map", "bogus"], "transformers cannot run this model"),
     ],
 )
@@ -356,7 +364,7 @@ def test_bad_input_is_one_line(source: Path, texts: Path, tmp_path: Path, option
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("options", [["--tokens", "1"], ["--window", "1"], ["--dtype", "int8"]])
+@pytest.mark.parametrize("options", [["--tokens", "1"], ["--window", "1"], ["--dtype", "int8"], ["--set", "lm_head"]])
 def test_wrong_usage_exits_with_2(source: Path, tmp_path: Path, options: list[str]) -> None:
     done = invoke("sensitivity", source, tmp_path / "s.json", *options)
     assert done.exit_code == 2

@@ -94,6 +94,18 @@ def test_pattern_without_a_match_names_the_option_and_the_nearest_tensor(source:
     )
 
 
+def test_set_that_matches_only_norms_is_refused(tmp_path: Path) -> None:
+    tensors = {"model.norm.weight": bf16(gaussian(128)), UP: bf16(gaussian(64, 128))}
+    source = write_checkpoint(tmp_path / "model", tensors)
+    error = refused("plan", source, "--set", "*norm*=8")
+    assert "--set *norm*=8: matches nothing that it can quantize" in error
+    assert "'model.norm.weight' (normalisation); only a recipe's rule with role: norm" in error
+    assert planned(source, "--set", "*=8") == {
+        "model.norm.weight": (None, "normalisation"),
+        UP: (8, "--set *=8"),
+    }
+
+
 @pytest.mark.parametrize("text", ["lm_head.weight", "=4", "lm_head.weight=", "lm_head.weight=four", "x=nan"])
 def test_set_without_pattern_or_bits_is_wrong_usage(source: Path, text: str) -> None:
     done = invoke("plan", source, "--set", text)

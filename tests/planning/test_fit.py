@@ -195,6 +195,22 @@ def test_size_is_within_half_a_percent_if_groups_are_small(tmp_path: Path) -> No
         assert 0.995 * bits <= fitted(deep, targeted(bits=bits))[0].bits_per_weight <= bits
 
 
+def test_figures_in_refusals_can_be_targets_themselves(source: Path) -> None:
+    keep = {"rules": [{"role": "embedding", "keep": True}]}
+    for bpw_of in ("quantized", "checkpoint"):
+        for wrong in (1, 32):
+            asked = keep | {"target_bpw": wrong, "bpw_of": bpw_of}
+            stated = re.search(
+                r"(?:smallest possible,|at most) (\d+\.\d{4}) bits per", refused(source, recipe_of(asked))
+            )
+            assert stated is not None
+            fitted(source, recipe_of(asked | {"target_bpw": float(stated[1])}))
+
+
+def recipe_of(keys: dict[str, Any]) -> Recipe:
+    return parse_recipe(json.dumps(keys), "mine.yaml")
+
+
 def test_sizes_of_the_curve_are_below_that_of_the_source(source: Path) -> None:
     most = ends(source, DEFAULT_MAX_SHARD_BYTES)[1]
     for size in (most - 300_000, most - 1000, most):
