@@ -58,9 +58,9 @@ def command(
 
     The scales of the input channels of a matrix are those with the least error of the layer's output, for the codec
     that the recipe gives the matrix. Every fourth window of the text is held back, and a matrix that does not clearly
-    gain on those windows keeps scale 1.
+    gain on those windows keeps scale 1. The same command continues an interrupted run.
     """
-    with output.errors():
+    with output.errors(continues=True):
         from pqweights.measure.calibrate import CalibrationOptions, calibrate
         from pqweights.runtimes.texts import read_text
 

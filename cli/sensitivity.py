@@ -46,12 +46,12 @@ def command(
     """Measure how much the loss rises with the error of each group of weights, for --sensitivity of quantize.
 
     The model runs with noise in one group at a time (HIGGS, arXiv:2411.17525, algorithm 3): four runs over the tokens
-    for each group, and about four groups for each layer. The same file serves every target.
+    for each group, and about four groups for each layer. The same file serves every target. The same command continues
+    an interrupted run.
     """
-    with output.errors():
+    with output.errors(continues=True):
         from pqweights.measure.sensitivity import SensitivityOptions, measure_sensitivity
         from pqweights.planning.recipe import load_recipe
-        from pqweights.planning.sensitivity_file import write_sensitivity
         from pqweights.runtimes.texts import read_text
 
         chosen = load_recipe(recipe)
@@ -64,10 +64,10 @@ def command(
             tokenizer=tokenizer,
             dtype=dtype.value,
             device_map=device_map,
+            overwrite=overwrite,
         )
         with output.progress("measuring", unit="groups") as progress:
-            done = measure_sensitivity(found.path, chosen, asked, progress=progress)
-        write_sensitivity(out, done)
+            done = measure_sensitivity(found.path, chosen, asked, out=out, progress=progress)
         if json:
             output.print_json({"output": str(out)} | done.to_json())
         else:
