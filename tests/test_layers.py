@@ -27,6 +27,7 @@ LAYERS = (
         "pqweights.buffers",
         "pqweights.dtypes",
         "pqweights.markdown",
+        "pqweights.notices",
         "pqweights.strict_json",
         "pqweights.units",
     ),

@@ -30,6 +30,7 @@ from pqweights.measure.preparation import plan_original, text_windows, window_si
 from pqweights.measure.recording import LoadedModel, Recording, parts_of, places_of, rows_kept
 from pqweights.measure.scale_search import FEWEST_WINDOWS, Matrix, SearchResult, search
 from pqweights.measure.unfinished import Unfinished, inputs_of, open_unfinished
+from pqweights.notices import slow_step
 from pqweights.planning.awq_file import open_awq, write_awq
 from pqweights.planning.plan import TensorPlan
 from pqweights.planning.recipe import Recipe
@@ -170,7 +171,8 @@ def calibrate(
 
     Raises SourceError, RecipeError, OutputError, EvaluationError, MissingDependencyError.
     """
-    job = _prepare(source, out, text, recipe=recipe, options=options, progress=progress)
+    with slow_step("reading the text with transformers"):
+        job = _prepare(source, out, text, recipe=recipe, options=options, progress=progress)
     with open_unfinished(out, _inputs(job, text, recipe), overwrite=options.overwrite) as work:
         _search_missing(job, work)
         found = [_from_record(tensor.name, work.found[tensor.name]) for tensor in job.planned]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pqweights.measure.scale_search import FEWEST_ROWS
 from pqweights.measure.unfinished import Unfinished
+from pqweights.notices import slow_step
 from pqweights.planning.plan import TensorPlan
 from pqweights.runtimes.packages import Refused, quiet
 
@@ -49,7 +50,7 @@ class LoadedModel:
         from pqweights.integrations.transformers import load_model
 
         if self._model is None:
-            with Refused(self.cannot_run), quiet():
+            with slow_step(f"loading {self._source}"), Refused(self.cannot_run), quiet():
                 self._model = load_model(
                     self._source, dtype=self._dtype, device_map=self._device_map, experts_implementation="eager"
                 )

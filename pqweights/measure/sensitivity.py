@@ -22,6 +22,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.errors import EvaluationError, SourceError
 from pqweights.measure.preparation import plan_original, text_windows, window_size
 from pqweights.measure.unfinished import Unfinished, inputs_of, open_unfinished
+from pqweights.notices import slow_step
 from pqweights.planning.plan import TensorPlan
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.result_file import check_free
@@ -131,7 +132,8 @@ def measure_sensitivity(
     The logits of all tokens stay in memory. Raises SourceError, RecipeError, EvaluationError, OutputError,
     MissingDependencyError.
     """
-    _torch()
+    with slow_step("loading transformers"):
+        _torch()
     checkpoint, planned = plan_original(source, recipe)
     if out is not None:
         check_free(out, options.overwrite, kind="sensitivities", read=read_sensitivity)
@@ -173,7 +175,8 @@ class _SensitivityJob:
 
 def _measure(job: _SensitivityJob, work: Unfinished | None) -> Sensitivity:
     """Measure the groups that `work` does not have, and keep each there."""
-    model, where = _load(job.source, job.planned, job.options)
+    with slow_step(f"loading {job.source}"):
+        model, where = _load(job.source, job.planned, job.options)
     groups = groups_of(job.checkpoint, [(t.name, t.role) for t in job.planned if t.name in where])
     if not groups:
         raise SourceError(f"{job.source}: transformers loads none of the weights that the recipe quantizes")
