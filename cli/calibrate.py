@@ -61,9 +61,9 @@ def command(
 
     The scales of the input channels of a matrix are those with the least error of the layer's output, for the codec
     that the recipe gives the matrix. Every fourth window of the text is held back, and a matrix that does not clearly
-    gain on those windows keeps scale 1.
+    gain on those windows keeps scale 1. The same command continues an interrupted run.
     """
-    with output.errors(quiet=quiet):
+    with output.errors(continues=True, quiet=quiet):
         from pqweights.measure.calibrate import CalibrationOptions, calibrate
         from pqweights.planning.choice import RecipeOptions, choose_recipe
         from pqweights.runtimes.texts import read_text

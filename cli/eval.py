@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import options, output
+from . import options, output, tables
 
 if TYPE_CHECKING:
     from pqweights.evaluate.evaluation import EvaluationOptions
@@ -87,9 +88,9 @@ def command(
 ) -> None:
     """Evaluate models on a text: perplexity, and how far each model is from a reference.
 
-    Each model runs in the library that it is made for; the column runtime names it. Windows slide over the text, and
-    only the last tokens of each window are scored; see docs/evaluation.md. The results of a master or an export are
-    also recorded beside it, for its model card.
+    Each model runs in the library that it is made for, which is named below the table. Windows slide over the text,
+    and only the last tokens of each window are scored; see docs/evaluation.md. The results of a master or an export
+    are also recorded beside it, for its model card.
     """
     if (text is None) == (dataset is None):
         raise typer.BadParameter("expected either --text FILE or --dataset wikitext")
@@ -227,24 +228,36 @@ def _text(report: EvaluationReport) -> str:
     rows = [*([report.reference] if report.reference else []), *report.rows]
     cells = [_cells(row, row is report.reference) for row in rows]
     shown = [name for name in cells[0] if any(each[name] for each in cells)]
-    columns = [(name, name not in ("model", "runtime")) for name in shown]
+    columns = [(name, name != "model") for name in shown]
     legend = "+-: standard error over windows"
     if report.reference:
         legend += "; change: of the perplexity, with paired errors; KL: KL(reference || model) in nats per token"
     lines = [
-        _settings_line(report.settings),
+        tables.wrapped(_settings_line(report.settings)),
         "",
-        output.table(columns, [[each[name] for name in shown] for each in cells]),
+        tables.table(columns, [[each[name] for name in shown] for each in cells]),
         "",
-        legend,
+        *(tables.wrapped(line) for line in _runtime_lines(rows)),
+        tables.wrapped(legend),
     ]
     speeds = [row.speed for row in rows if row.speed]
     if speeds:
-        lines.append(
+        meaning = (
             f"tok/s: mean of {len(speeds[0].tokens_per_second)} runs of 100 tokens, greedy, batch 1; memory: peak of "
             f"the process; computed in {', '.join(sorted({speed.dtype for speed in speeds}))}"
         )
+        lines.append(tables.wrapped(meaning))
     return "\n".join(lines)
+
+
+def _runtime_lines(rows: Sequence[ModelScores]) -> list[str]:
+    """Return which library computed which models, in a line for each library."""
+    models: dict[str, list[str]] = {}
+    for row in rows:
+        models.setdefault(row.runtime, []).append(row.model)
+    if len(models) == 1:
+        return [f"computed by {runtime}" for runtime in models]
+    return [f"{', '.join(names)}: computed by {runtime}" for runtime, names in models.items()]
 
 
 def _settings_line(settings: EvaluationSettings) -> str:
@@ -273,5 +286,4 @@ def _cells(row: ModelScores, is_reference: bool) -> dict[str, str]:
         "top-1": "" if divergence is None else output.estimate(divergence.top1, ".2%"),
         "tok/s": "" if speed is None else f"{speed.mean:.1f}",
         "memory": "" if speed is None else output.size(speed.peak_bytes),
-        "runtime": row.runtime,
     }

@@ -49,12 +49,12 @@ def command(
     """Measure how much the loss rises with the error of each group of weights, for --sensitivity of quantize.
 
     The model runs with noise in one group at a time (HIGGS, arXiv:2411.17525, algorithm 3): four runs over the tokens
-    for each group, and about four groups for each layer. The same file serves every target.
+    for each group, and about four groups for each layer. The same file serves every target. The same command continues
+    an interrupted run.
     """
-    with output.errors(quiet=quiet):
+    with output.errors(continues=True, quiet=quiet):
         from pqweights.measure.sensitivity import SensitivityOptions, measure_sensitivity
         from pqweights.planning.choice import RecipeOptions, choose_recipe
-        from pqweights.planning.sensitivity_file import write_sensitivity
         from pqweights.runtimes.texts import read_text
 
         chosen = choose_recipe(recipe, RecipeOptions(keep=tuple(keep or ()), set_bits=options.settings(set_bits)))
@@ -67,10 +67,10 @@ def command(
             tokenizer=tokenizer,
             dtype=dtype.value,
             device_map=device_map,
+            overwrite=overwrite,
         )
         with output.progress("measuring", unit="groups") as progress:
-            done = measure_sensitivity(found.path, chosen, asked, progress=progress)
-        write_sensitivity(out, done)
+            done = measure_sensitivity(found.path, chosen, asked, out=out, progress=progress)
         if json:
             output.print_json({"output": str(out)} | done.to_json())
         else:

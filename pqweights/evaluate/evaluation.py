@@ -14,6 +14,7 @@ from pqweights.evaluate.protocol import Scores, Windows, compare
 from pqweights.evaluate.report import EvaluationReport, EvaluationSettings, ModelScores
 from pqweights.evaluate.speed import Speed, measure_speed
 from pqweights.exports.target import MLX
+from pqweights.notices import slow_step
 from pqweights.runtimes.folders import Folder, Size, read_folder, size
 from pqweights.runtimes.models import AUTO, DTYPES, Model, check_options, open_model
 from pqweights.runtimes.packages import package
@@ -123,7 +124,8 @@ class _EvaluationJob:
         """Load a model."""
         self.report(done, f"loading {folder.path}")
         dtype = self.options.dtype or "float32"
-        return open_model(folder.path, device=self.device, dtype=dtype, packed=self.is_packed(folder))
+        with slow_step(f"loading {folder.path}"):
+            return open_model(folder.path, device=self.device, dtype=dtype, packed=self.is_packed(folder))
 
 
 def evaluate(
@@ -141,7 +143,8 @@ def evaluate(
     Raises SourceError for a folder that is not a causal language model or is incomplete, EvaluationError if the models
     cannot be compared on this text, DeviceError, MasterError, MissingDependencyError.
     """
-    job = _prepare(models, text, options, progress=progress)
+    with slow_step("reading the text with transformers"):
+        job = _prepare(models, text, options, progress=progress)
     computed = _score_all(job)
     speeds = _measure_speeds(job) if options.speed else [None] * len(job.folders)
     rows = [

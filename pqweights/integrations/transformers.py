@@ -17,6 +17,7 @@ from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.source import read_config
 from pqweights.errors import MasterError, MissingDependencyError, SourceError
 from pqweights.hub.sources import Access, local_folder, repository_id
+from pqweights.integrations.foreign import loading
 from pqweights.rewrite.listed_files import check_weight_files
 from pqweights.units import counted
 
@@ -44,7 +45,7 @@ def load_model(
     autoload.arrange()
     architectures = config.get("architectures") or [""]
     loader = _class_for(transformers, str(architectures[0]))
-    with packed_weights() if packed else contextlib.nullcontext():
+    with loading(folder, config), packed_weights() if packed else contextlib.nullcontext():
         model, info = loader.from_pretrained(
             folder, dtype=dtype, device_map=device_map, output_loading_info=True, **options
         )

@@ -22,6 +22,7 @@ from pqweights.evaluate.weight_errors import relative_mse
 from pqweights.exporting import MasterFolder, export
 from pqweights.exports.options import ExportOptions
 from pqweights.measure.calibrate import WINDOW, CalibrationOptions, calibrate, fewest_tokens
+from pqweights.notices import slow_step
 from pqweights.planning.recipe import Recipe
 from pqweights.quantizing import QuantizeOptions, quantize
 from pqweights.results.inspect import inspect
@@ -190,13 +191,15 @@ def ablate(
         raise RecipeError("--bits: expected at least one width, found none")
     for bits in options.widths:
         recipe.with_bits(bits)
-    read = _read_text(source, text, options)
+    with slow_step("reading the text with transformers"):
+        read = _read_text(source, text, options)
     starts = read.windows.starts(len(read.ids))
     absent = _missing_packages() if options.int4 else []
     options = replace(options, int4=options.int4 and not absent)
     total = _row_count(options)
     progress(0, total, "original")
-    reference = open_model(source)
+    with slow_step(f"loading {source}"):
+        reference = open_model(source)
     rows: list[AblationRow] = []
     with tempfile.TemporaryDirectory(prefix="pqweights-ablate-", dir=options.work) as folder:
         maker = _Maker(source, Path(folder), recipe=recipe, text=read, options=options, absent=absent)

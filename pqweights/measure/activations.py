@@ -45,7 +45,7 @@ _SAMPLES = Path("temporary file beside OUT")  # the name of the file in messages
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """What `watch` keeps of the activations.
+    """What is kept of the activations.
 
     wanted: the matrices whose inputs are kept.
     rows: how many rows are kept of each matrix, to search on and held back.
@@ -80,6 +80,15 @@ class _Sample:
         self._random = np.random.default_rng(seed)
         self._windows = np.zeros(capacity, dtype=np.int64)
         self.seen = 0
+
+    def state(self) -> dict[str, Any]:
+        """Return what continues the sample besides its rows: JSON, but for the windows of the rows [capacity]."""
+        return {"seen": self.seen, "random": self._random.bit_generator.state, "windows": self._windows}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over a state."""
+        self.seen, self._random.bit_generator.state = state["seen"], state["random"]
+        self._windows[:] = state["windows"]
 
     @property
     def windows(self) -> npt.NDArray[np.int64]:
@@ -128,12 +137,36 @@ class _Record:
 
 
 class Activations:
-    """The inputs of the wanted matrices that `watch` recorded."""
+    """The inputs of the wanted matrices that `watch` recorded. windows: of how many windows of the text."""
 
     def __init__(self, sampling: Sampling) -> None:
+        self.windows = 0
         self._sampling = sampling
         self._records: dict[Place, _Record] = {}
         self._end = 0
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return what continues the recording besides the rows in the file, one entry for each matrix."""
+        return [
+            {
+                "place": place,
+                "along_rows": record.along_rows,
+                "squares": record.squares,
+                "samples": [record.rows.state(), record.held_back.state()],
+            }
+            for place, record in self._records.items()
+        ]
+
+    def restore(self, windows: int, state: Sequence[Mapping[str, Any]]) -> None:
+        """Take over a state, in the order in which its matrices were first seen, which places their rows."""
+        self.windows = windows
+        for entry in state:
+            record = self._new_record(entry["along_rows"], len(entry["squares"]))
+            record.squares[:] = entry["squares"]
+            for sample, kept in zip((record.rows, record.held_back), entry["samples"], strict=True):
+                sample.restore(kept)
+            name, number = entry["place"]
+            self._records[name, number] = record
 
     def add(self, place: Place, values: torch.Tensor, *, along_rows: bool, window: int, held_back: bool) -> None:
         """Record the inputs [..., K] of the matrix at `place`."""
@@ -251,9 +284,9 @@ def _inputs_of_matrices(
 
 
 def watch(
-    model: Any, windows: Sequence[TextWindow], sampling: Sampling, *, progress: Callable[[int, int], None]
-) -> Activations:
-    """Run the model over windows of token ids, and keep samples of the inputs of the wanted matrices.
+    model: Any, windows: Sequence[TextWindow], activations: Activations, *, progress: Callable[[int, int], None]
+) -> None:
+    """Run the model over the windows of token ids that `activations` does not have yet, and record the inputs there.
 
     progress: called with the windows done and the windows in all. Raises SourceError if the model does not take text.
     """
@@ -262,21 +295,21 @@ def watch(
         raise SourceError(
             f"{type(model).__name__}: expected a model that reads text, found one without an embedding of tokens"
         )
-    activations = Activations(sampling)
     mode = _Watch({id(module): name for name, module in model.named_modules()}, activations)
     before = torch.nn.modules.module.register_module_forward_pre_hook(mode.enter)
     after = torch.nn.modules.module.register_module_forward_hook(mode.leave, always_call=True)
     try:
         device = embeddings.weight.device
-        for number, window in enumerate(windows):
+        for number in range(activations.windows, len(windows)):
+            window = windows[number]
             mode.window, mode.held_back = number, window.held_back
             with torch.inference_mode(), mode:
                 model(torch.from_numpy(window.ids)[None].to(device), **_without_cache(model))
+            activations.windows = number + 1
             progress(number + 1, len(windows))
     finally:
         before.remove()
         after.remove()
-    return activations
 
 
 def _without_cache(model: Any) -> dict[str, bool]:

@@ -1,15 +1,17 @@
 """Calibration: run a checkpoint over a text, and search scales for every weight that a recipe quantizes.
 
-activations.py records the inputs of the weights, scale_search.py searches. The rows of inputs lie on the disk in
-between; if those of all weights would take too much space, the model runs several times, each time for a part of the
-weights. The method is in docs/awq.md.
+recording.py runs the model, activations.py records the inputs of the weights, scale_search.py searches. What is found
+for each weight is kept in the folder of unfinished.py, from which the same command continues. The method is in
+docs/awq.md.
 """
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import hashlib
 import math
-import tempfile
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,18 +27,21 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.errors import RecipeError
 from pqweights.measure.preparation import plan_original, text_windows, window_size
-from pqweights.measure.scale_search import FEWEST_ROWS, FEWEST_WINDOWS, Matrix, SearchResult, search
+from pqweights.measure.recording import LoadedModel, Recording, parts_of, places_of, rows_kept
+from pqweights.measure.scale_search import FEWEST_WINDOWS, Matrix, SearchResult, search
+from pqweights.measure.unfinished import Unfinished, inputs_of, open_unfinished
+from pqweights.notices import slow_step
 from pqweights.planning.awq_file import open_awq, write_awq
 from pqweights.planning.plan import TensorPlan
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.result_file import check_free
 from pqweights.rewrite.manifest import coder_of
 from pqweights.runtimes.folders import read_folder
-from pqweights.runtimes.packages import Refused, package, quiet
+from pqweights.runtimes.packages import package
 from pqweights.runtimes.texts import Ids
 
 if TYPE_CHECKING:
-    from pqweights.measure.activations import Activations, Place, WeightPlace
+    from pqweights.measure.activations import Activations, WeightPlace
 
 Floats = npt.NDArray[np.float32]
 Progress = Callable[[int, int, str], None]  # called with the steps done, the steps in all, and what is being done
@@ -46,10 +51,6 @@ WINDOW = 512
 DEFAULT_TOKENS = 16384
 # One window in this many is held back from the search, to check its result.
 HELD_BACK_OF = 4
-# The most rows of inputs that are kept of each matrix, to search on and held back; fewer if the disk space is short.
-MOST_ROWS = (768, 384)
-# The most disk space for the rows of one run, in bytes; those of a single weight may take more.
-SAMPLE_BYTES = 8_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,33 +171,52 @@ def calibrate(
 
     Raises SourceError, RecipeError, OutputError, EvaluationError, MissingDependencyError.
     """
-    job = _prepare(source, out, text, recipe=recipe, options=options, progress=progress)
-    with disk_errors(out), tempfile.TemporaryFile(dir=out.absolute().parent) as file:
-        found = list(_layers(job, file.fileno()))
-    scales = {layer.name: values for layer, values in found if values is not None}
+    with slow_step("reading the text with transformers"):
+        job = _prepare(source, out, text, recipe=recipe, options=options, progress=progress)
+    with open_unfinished(out, _inputs(job, text, recipe), overwrite=options.overwrite) as work:
+        _search_missing(job, work)
+        found = [_from_record(tensor.name, work.found[tensor.name]) for tensor in job.planned]
+        scales = {layer.name: values for layer, values in found if values is not None}
+        result = _result(job, [layer for layer, _ in found], scales)
+        about = {
+            "recipe": recipe.to_json(),
+            "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+            "tokens": result.tokens,
+            "held_back_tokens": result.held_back_tokens,
+            "window": len(job.windows[0]),
+        }
+        write_awq(
+            out,
+            checkpoint=job.checkpoint.fingerprint(),
+            about=about,
+            weights=result.to_json()["weights"],
+            scales=scales,
+        )
+    return result
+
+
+def _inputs(job: _CalibrationJob, text: str, recipe: Recipe) -> dict[str, Any]:
+    """Return what decides the scales, by which an interrupted run is known."""
+    options = job.options
+    return inputs_of(
+        job.checkpoint,
+        recipe=recipe.to_json(),
+        text=text,
+        windows=job.windows,
+        dtype=options.dtype,
+        device_map=options.device_map,
+    )
+
+
+def _result(job: _CalibrationJob, layers: Sequence[LayerReport], scales: Mapping[str, Floats]) -> Calibration:
     held_back = sum(job.is_held_back(number) for number in range(len(job.windows)))
     window = len(job.windows[0])
-    result = Calibration(
+    return Calibration(
         tokens=window * (len(job.windows) - held_back),
         held_back_tokens=window * held_back,
-        layers=tuple(layer for layer, _ in found),
+        layers=tuple(layers),
         bits_per_weight=16 * sum(values.size for values in scales.values()) / sum(t.weights for t in job.planned),
     )
-    about = {
-        "recipe": recipe.to_json(),
-        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "tokens": result.tokens,
-        "held_back_tokens": result.held_back_tokens,
-        "window": window,
-    }
-    write_awq(
-        out,
-        checkpoint=job.checkpoint.fingerprint(),
-        about=about,
-        weights=result.to_json()["weights"],
-        scales=scales,
-    )
-    return result
 
 
 def _prepare(
@@ -208,6 +228,7 @@ def _prepare(
             f"recipe {recipe.name!r}: expected given widths, because scales are searched for them; found a target, "
             "which chooses the widths"
         )
+    package("transformers", "transformers", "calibrating")
     checkpoint, planned = plan_original(source, recipe)
     check_free(out, options.overwrite, kind="scales", read=open_awq)
     folder = read_folder(source)
@@ -220,96 +241,91 @@ def _prepare(
         tokenizer=options.tokenizer,
         max_tokens=options.max_tokens,
     )
-    package("transformers", "transformers", "running the model")
     return _CalibrationJob(
         source=source, checkpoint=checkpoint, planned=planned, windows=windows, options=options, progress=progress
     )
 
 
-def _layers(job: _CalibrationJob, descriptor: int) -> Iterator[tuple[LayerReport, Floats | None]]:
-    """Yield the report of each weight, and its scales [..., K] or None.
+def _search_missing(job: _CalibrationJob, work: Unfinished) -> None:
+    """Search the weights that `work` does not have, and keep the result of each there."""
+    from pqweights.measure.activations import TextWindow
+    from pqweights.measure.activations_file import load_activations
 
-    descriptor: the open file for rows of inputs.
-    """
-    from pqweights.measure.activations import Sampling, TextWindow, places, watch
-
-    cannot_run = f"{job.source}: transformers cannot run this model"
-    with Refused(cannot_run), quiet():
-        model = _load(job.source, job.options)
-        where = places(model, [tensor.name for tensor in job.planned])
-    rows = _rows(job.planned, where)
-    rounds = _rounds(job.planned, where, rows)
+    if all(tensor.name in work.found for tensor in job.planned):
+        return
+    model = LoadedModel(job.source, dtype=job.options.dtype, device_map=job.options.device_map)
+    kept = load_activations(work.state, work.samples)
+    where = model.places([tensor.name for tensor in job.planned]) if kept is None else kept.where
+    rows = rows_kept(job.planned, where)
+    parts = parts_of(job.planned, where, rows)
     windows = [TextWindow(ids, job.is_held_back(number)) for number, ids in enumerate(job.windows)]
-    for number, tensors in enumerate(rounds):
-        wanted = {place for tensor in tensors for place in _places(tensor, where.get(tensor.name))}
-        sampling = Sampling(wanted=wanted, rows=rows, descriptor=descriptor)
-        with Refused(cannot_run):
-            activations = watch(
-                model, windows, sampling, progress=lambda done, total: job.progress(done, total, "running")
-            )
-        if number == len(rounds) - 1:
-            del model  # frees the memory of a large model for the search
-        yield from _search_all(job, tensors, where=where, activations=activations)
+    with disk_errors(work.samples), _opened(work.samples) as samples:
+        for number, weights in enumerate(parts):
+            missing = [tensor for tensor in weights if tensor.name not in work.found]
+            if missing:
+                activations = Recording(work=work, samples=samples, number=number, rows=rows, where=where).run(
+                    model,
+                    windows,
+                    weights=weights,
+                    kept=kept,
+                    progress=lambda done, total: job.progress(done, total, "running"),
+                )
+                if number == len(parts) - 1:
+                    model.free()
+                _search_all(job, missing, work=work, where=where, activations=activations)
 
 
-def _load(source: Path, options: CalibrationOptions) -> Any:
-    from pqweights.integrations.transformers import load_model
-
-    return load_model(source, dtype=options.dtype, device_map=options.device_map, experts_implementation="eager")
-
-
-def _places(planned: TensorPlan, where: WeightPlace | None) -> list[Place]:
-    """Return the places of the matrices of a weight, in order.
-
-    A stack in the file is a stack in the model; an expert that is a tensor of its own is a part of a stack there.
-    """
-    if where is None or len(planned.shape) not in (2, 3):
-        return []
-    name, expert = where.place
-    return [(name, number) for number in range(planned.shape[0])] if len(planned.shape) == 3 else [(name, expert)]
-
-
-def _channels(tensors: Sequence[TensorPlan], where: Mapping[str, WeightPlace]) -> int:
-    """Return the number of input channels of all matrices; matrices with the same inputs count once."""
-    by_place = {place: t.shape[-1] for t in tensors for place in _places(t, where.get(t.name))}
-    return sum(by_place.values())
-
-
-def _rows(planned: Sequence[TensorPlan], where: Mapping[str, WeightPlace]) -> tuple[int, int]:
-    """Return how many rows are kept of each matrix, to search on and held back: fewer if there are many matrices."""
-    share = min(1.0, SAMPLE_BYTES / (4 * max(_channels(planned, where), 1) * sum(MOST_ROWS)))
-    rows = [max(fewest, int(most * share)) for most, fewest in zip(MOST_ROWS, FEWEST_ROWS, strict=True)]
-    return rows[0], rows[1]
-
-
-def _rounds(
-    planned: Sequence[TensorPlan], where: Mapping[str, WeightPlace], rows: tuple[int, int]
-) -> list[list[TensorPlan]]:
-    """Return the weights in parts, such that the rows of each part fit into SAMPLE_BYTES."""
-    rounds: list[list[TensorPlan]] = [[]]
-    for tensor in planned:
-        if rounds[-1] and 4 * sum(rows) * _channels([*rounds[-1], tensor], where) > SAMPLE_BYTES:
-            rounds.append([])
-        rounds[-1].append(tensor)
-    return rounds
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """Open a file for reading and writing, which is created if it does not exist; yield its descriptor."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _search_all(
-    job: _CalibrationJob, planned: Sequence[TensorPlan], *, where: Mapping[str, WeightPlace], activations: Activations
-) -> Iterator[tuple[LayerReport, Floats | None]]:
-    """Search all weights in threads and yield the results in order; the first error stops the search."""
+    job: _CalibrationJob,
+    planned: Sequence[TensorPlan],
+    *,
+    work: Unfinished,
+    where: Mapping[str, WeightPlace],
+    activations: Activations,
+) -> None:
+    """Search weights in threads, each of which keeps what it found; the first error stops the search."""
     tensors = {tensor.name: tensor for tensor in job.checkpoint.tensors}
     pool = ThreadPoolExecutor(job.options.threads)
+
+    def search_one(plan: TensorPlan) -> None:
+        found = _search_layer(plan, tensors[plan.name], where=where.get(plan.name), activations=activations)
+        work.keep(plan.name, _to_record(*found))
+
     try:
-        results = [
-            pool.submit(_search_layer, plan, tensors[plan.name], where=where.get(plan.name), activations=activations)
-            for plan in planned
-        ]
+        results = [pool.submit(search_one, plan) for plan in planned]
         for number, result in enumerate(results):
-            yield result.result()
+            result.result()
             job.progress(number + 1, len(results), planned[number].name)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _to_record(layer: LayerReport, scales: Floats | None) -> dict[str, Any]:
+    """Return what was found for one weight as JSON. Scales are float16 numbers."""
+    stored = None
+    if scales is not None:
+        stored = {"shape": scales.shape, "float16": base64.b64encode(scales.astype("<f2").tobytes()).decode()}
+    return {**layer.to_json(), "scales": stored}
+
+
+def _from_record(name: str, record: Mapping[str, Any]) -> tuple[LayerReport, Floats | None]:
+    matrices = tuple(SearchResult(**matrix) for matrix in record["matrices"])
+    layer = LayerReport(name=name, codec=record["codec"], bits=record["bits"], matrices=matrices)
+    stored = record["scales"]
+    if stored is None:
+        return layer, None
+    values = np.frombuffer(base64.b64decode(stored["float16"]), dtype="<f2").astype(np.float32)
+    return layer, values.reshape(stored["shape"])
 
 
 def _search_layer(
@@ -327,7 +343,7 @@ def _search_layer(
     if where is None:
         return report(SearchResult(scaled=False, reason="transformers does not load it", tokens=0)), None
     results, scales = [], np.ones((math.prod(shape[:-2]), shape[-1]), dtype=np.float32)
-    for number, place in enumerate(_places(planned, where)):
+    for number, place in enumerate(places_of(planned, where)):
         weight = Matrix(tensor=tensor, number=number, rows=shape[-2], columns=shape[-1], block_size=coder.block_size)
         result, best = search(coder, weight, activations.inputs(place), transposed=where.transposed)
         results.append(result)

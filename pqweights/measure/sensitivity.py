@@ -18,11 +18,22 @@ from typing import Any
 
 import numpy as np
 
+from pqweights.checkpoint.source import Checkpoint
 from pqweights.errors import EvaluationError, SourceError
 from pqweights.measure.preparation import plan_original, text_windows, window_size
+from pqweights.measure.unfinished import Unfinished, inputs_of, open_unfinished
+from pqweights.notices import slow_step
 from pqweights.planning.plan import TensorPlan
 from pqweights.planning.recipe import Recipe
-from pqweights.planning.sensitivity_file import Measured, Sensitivity, fitted_alpha, groups_of
+from pqweights.planning.result_file import check_free
+from pqweights.planning.sensitivity_file import (
+    Measured,
+    Sensitivity,
+    fitted_alpha,
+    groups_of,
+    read_sensitivity,
+    write_sensitivity,
+)
 from pqweights.rewrite.manifest import coder_of
 from pqweights.runtimes.folders import read_folder
 from pqweights.runtimes.packages import Refused, package, quiet
@@ -46,6 +57,7 @@ class SensitivityOptions:
     tokenizer: the folder of the tokenizer; by default the model's own.
     dtype: the dtype that the model runs in; auto for its own.
     device_map: as in transformers.
+    overwrite: whether an existing file of sensitivities may be replaced.
     """
 
     text: str | None = None
@@ -54,6 +66,7 @@ class SensitivityOptions:
     tokenizer: Path | None = None
     dtype: str = "float32"
     device_map: str | None = None
+    overwrite: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,35 +122,86 @@ def measure_sensitivity(
     recipe: Recipe,
     options: SensitivityOptions = SensitivityOptions(),
     *,
+    out: Path | None = None,
     progress: Progress = lambda done, total, name: None,
 ) -> Sensitivity:
     """Run a checkpoint once for each level of noise in each group of the weights that a recipe quantizes.
 
-    The logits of all tokens stay in memory. Raises SourceError, RecipeError, EvaluationError, MissingDependencyError.
+    out: the file for the sensitivities, beside which an interrupted run keeps what it has measured; by default none.
+
+    The logits of all tokens stay in memory. Raises SourceError, RecipeError, EvaluationError, OutputError,
+    MissingDependencyError.
     """
+    with slow_step("loading transformers"):
+        _torch()
     checkpoint, planned = plan_original(source, recipe)
+    if out is not None:
+        check_free(out, options.overwrite, kind="sensitivities", read=read_sensitivity)
     windows = _windows(source, options)
-    _torch()
-    model, where = _load(source, planned, options)
-    groups = groups_of(checkpoint, [(t.name, t.role) for t in planned if t.name in where])
+    job = _SensitivityJob(
+        source=source, checkpoint=checkpoint, planned=planned, windows=windows, options=options, progress=progress
+    )
+    if out is None:
+        return _measure(job, None)
+    inputs = inputs_of(
+        checkpoint,
+        recipe=recipe.to_json(),
+        text=options.text,
+        windows=windows,
+        dtype=options.dtype,
+        device_map=options.device_map,
+    )
+    with open_unfinished(out, inputs, overwrite=options.overwrite) as work:
+        result = _measure(job, work)
+        write_sensitivity(out, result)
+    return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SensitivityJob:
+    """A measurement of which everything but the model has been read and checked.
+
+    planned: the weights that the recipe quantizes.
+    windows: the tokens that the model reads, [tokens] each.
+    """
+
+    source: Path
+    checkpoint: Checkpoint
+    planned: list[TensorPlan]
+    windows: list[Ids]
+    options: SensitivityOptions
+    progress: Progress
+
+
+def _measure(job: _SensitivityJob, work: Unfinished | None) -> Sensitivity:
+    """Measure the groups that `work` does not have, and keep each there."""
+    with slow_step(f"loading {job.source}"):
+        model, where = _load(job.source, job.planned, job.options)
+    groups = groups_of(job.checkpoint, [(t.name, t.role) for t in job.planned if t.name in where])
     if not groups:
-        raise SourceError(f"{source}: transformers loads none of the weights that the recipe quantizes")
-    runner = _Runner(source, model, windows)
-    block_sizes = {tensor.name: coder_of(tensor).block_size for tensor in planned}
+        raise SourceError(f"{job.source}: transformers loads none of the weights that the recipe quantizes")
+    runner = _Runner(job.source, model, job.windows)
+    block_sizes = {tensor.name: coder_of(tensor).block_size for tensor in job.planned}
+    measured = {} if work is None else {name: entry["points"] for name, entry in work.found.items()}
     found = []
     for number, (name, weights) in enumerate(groups.items()):
-        progress(number, len(groups), name)
-        noise = {where[each].place[0]: _Noise(where[each].transposed, block_sizes[each]) for each in weights}
-        points = runner.divergences(name, noise)
+        job.progress(number, len(groups), name)
+        if name not in measured:
+            noise = {where[each].place[0]: _Noise(where[each].transposed, block_sizes[each]) for each in weights}
+            measured[name] = runner.divergences(name, noise)
+            if work is not None:
+                work.keep(name, {"points": measured[name]})
+        points = [(t2, kl) for t2, kl in measured[name]]
         alpha = max(0.0, fitted_alpha(points))
         found.append(Measured(name=name, weights=tuple(weights), alpha=alpha, points=tuple(points)))
-    progress(len(groups), len(groups), "")
-    return Sensitivity(checkpoint=checkpoint.fingerprint(), method=_method(windows, options), groups=tuple(found))
+    job.progress(len(groups), len(groups), "")
+    method = _method(job.windows, job.options)
+    return Sensitivity(checkpoint=job.checkpoint.fingerprint(), method=method, groups=tuple(found))
 
 
 def _torch() -> Any:
-    torch = package("torch", "transformers", "running the model")
-    package("transformers", "transformers", "running the model")
+    torch = package("torch", "transformers", "measuring sensitivities")
+    package("transformers", "transformers", "measuring sensitivities")
     return torch
 
 

@@ -17,11 +17,13 @@ import pytest
 from calls import evaluate, export, quantize
 from commands import invoke
 from families import ATTENTION, Family, build
+from pqweights_cli import tables
 
 from pqweights.errors import DeviceError, EvaluationError, MasterError, MissingDependencyError, SourceError
 from pqweights.evaluate import speed
 from pqweights.evaluate.protocol import Windows, compare
 from pqweights.evaluate.report import EvaluationReport
+from pqweights.notices import listening
 from pqweights.planning.recipe import load_recipe
 from pqweights.runtimes.models import open_model
 from pqweights.runtimes.texts import read_text, tokenize, wikitext
@@ -485,11 +487,14 @@ def test_table_shows_scores_and_settings(work: Path, monkeypatch: pytest.MonkeyP
         "KL mean",
         "KL 99%",
         "top-1",
-        "runtime",
     )
     assert table[0].split() == " ".join(titles).split()
     assert [line.split()[0] for line in table[1:4]] == ["source", "q3", "bf16"]
     assert "(reference)" in table[1]
+    assert table[5:7] == [
+        "source, bf16: computed by transformers",
+        "q3: computed by transformers, weights decoded by pqweights",
+    ]
     report = evaluate([Path("q3")], TEXT, reference=Path("source"))
     perplexity, change = report.rows[0].scores.perplexity, report.rows[0].scores.perplexity_change
     assert change is not None
@@ -501,6 +506,26 @@ def test_table_shows_scores_and_settings(work: Path, monkeypatch: pytest.MonkeyP
     assert "of each but the first masked: 287 tokens scored" in alone
     single = invoke("eval", "q3", "--text", "text.txt", "--max-tokens", 128).stdout.splitlines()[3]
     assert "+-" not in single
+
+
+def test_report_breaks_no_word_on_a_terminal_of_80_columns(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(work)
+    arguments = ("eval", "q3", "bf16", "--text", "text.txt", "--reference", "source", "--no-record")
+    wide = invoke(*arguments).stdout
+    monkeypatch.setattr(tables, "terminal_width", lambda: 80)
+    narrow = invoke(*arguments).stdout
+    assert max(map(len, wide.splitlines())) > 80
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert set(wide.split()) == set(narrow.split())
+
+
+def test_steps_without_progress_are_announced(work: Path) -> None:
+    told: list[str] = []
+    with listening(told.append):
+        evaluate([work / "q3"], TEXT, reference=work / "source")
+    loading = [f"loading {work / name}" for name in ("source", "q3")]
+    assert [step for step in told if step] == ["reading the text with transformers", *loading]
+    assert told[-1] == ""
 
 
 def test_json_holds_the_whole_report(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

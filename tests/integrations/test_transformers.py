@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ from snippets import run_snippet
 import pqweights
 from pqweights.checkpoint.config import GUARD, GUARD_KEY
 from pqweights.checkpoint.source import open_local
-from pqweights.errors import MasterError, PqweightsError, SourceError
+from pqweights.errors import MasterError, MissingDependencyError, PqweightsError, SourceError
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -359,6 +360,41 @@ pqweights.load_model(sys.argv[1])
     last = done.stderr.strip().splitlines()[-1]
     assert "MissingDependencyError" in last
     assert last.endswith("pip install 'pqweights[transformers]'")
+
+
+@pytest.mark.parametrize(
+    ("target", "needs"),
+    [
+        ("torchao-int4", "needs torchao: pip install 'torchao>=0.18'"),
+        ("vllm-int4", "needs compressed_tensors: pip install 'compressed-tensors>=0.20'"),
+    ],
+)
+def test_load_model_of_an_export_names_the_missing_package(
+    target: str, needs: str, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torchao" if target == "torchao-int4" else "compressed_tensors")
+    folder = families.exported(base, "llama", target)
+    assert pqweights.load_model(folder).config.architectures == ["LlamaForCausalLM"]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError) as raised:
+        pqweights.load_model(folder)
+    assert needs in str(raised.value)
+
+
+def test_load_model_of_an_export_that_cannot_run_is_refused(base: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(families.exported(base, "llama", "bf16"), tmp_path / "export"))
+    for settings, expected in (
+        ({"quantization": {"bits": 4, "group_size": 64}}, "for MLX; load it with mlx_lm.load"),
+        ({"quantization_config": {"quant_method": "torchao", "quant_type": "bogus"}}, "cannot load this torchao check"),
+        ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": 3}}, "load the master, or"),
+    ):
+        edit_config(folder, lambda config, settings=settings: config.update(settings))
+        with pytest.raises(SourceError) as raised:
+            pqweights.load_model(folder)
+        assert expected in str(raised.value)
+        assert "\n" not in str(raised.value)
+        edit_config(folder, lambda config: [config.pop(key, None) for key in ("quantization", "quantization_config")])
+    pqweights.load_model(folder)
 
 
 def test_error_message_is_one_line(copied: Path) -> None:

@@ -32,8 +32,9 @@ TRANSPOSED = {"gpt2": ("c_attn.weight", "c_proj.weight", "c_fc.weight"), "gpt_os
 
 
 def watched(model: Any, wanted: set[Place], descriptor: int) -> Activations:
-    sampling = Sampling(wanted=wanted, rows=ALL, descriptor=descriptor)
-    return watch(model, WINDOWS, sampling, progress=lambda done, total: None)
+    found = Activations(Sampling(wanted=wanted, rows=ALL, descriptor=descriptor))
+    watch(model, WINDOWS, found, progress=lambda done, total: None)
+    return found
 
 
 def run(

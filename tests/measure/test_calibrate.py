@@ -135,7 +135,8 @@ def test_scales_lower_the_output_error_of_every_layer_on_unseen_text(
     with tempfile.TemporaryFile(dir=tmp_path) as file:
         wanted = {found.place for found in where.values()}
         sampling = activations.Sampling(wanted=wanted, rows=(2560, 1), descriptor=file.fileno())
-        seen = activations.watch(model, windows, sampling, progress=lambda done, total: None)
+        seen = activations.Activations(sampling)
+        activations.watch(model, windows, seen, progress=lambda done, total: None)
         original, plain, changed = (
             master_weight(folder) for folder in (source, tmp_path / "plain", tmp_path / "scaled")
         )

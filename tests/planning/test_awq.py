@@ -36,7 +36,7 @@ from pqweights.checkpoint import scales
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import get_codec
 from pqweights.errors import MasterError, OutputError, PqweightsError, SourceError
-from pqweights.measure import calibrate, scale_search
+from pqweights.measure import recording, scale_search
 from pqweights.measure.activations import WeightPlace
 from pqweights.measure.scale_search import Inputs, Matrix, output_errors, search
 from pqweights.planning.awq_file import METADATA_KEY, NO_SCALES, open_awq, write_awq
@@ -530,17 +530,17 @@ def plan_of(shapes: dict[str, tuple[int, ...]]) -> list[Any]:
 def test_samples_of_a_large_model_stay_within_the_limit_on_disk() -> None:
     small = plan_of({f"w{i}": (1024, 1024) for i in range(10)})
     where = {tensor.name: WeightPlace((tensor.name, None), False) for tensor in small}
-    assert calibrate._rows(small, where) == calibrate.MOST_ROWS
-    assert calibrate._rounds(small, where, calibrate.MOST_ROWS) == [small]
+    assert recording.rows_kept(small, where) == recording.MOST_ROWS
+    assert recording.parts_of(small, where, recording.MOST_ROWS) == [small]
     # 4000 experts of two matrices each: the search needs that many rows, so the model is run several times
     shapes = {f"e{i}.{name}": (768, 2048) for i in range(4000) for name in ("gate", "up")}
     large = plan_of(shapes)
     where = {name: WeightPlace((f"experts.{name.partition('.')[0]}", None), False) for name in shapes}
-    rows = calibrate._rows(large, where)
-    rounds = calibrate._rounds(large, where, rows)
+    rows = recording.rows_kept(large, where)
+    rounds = recording.parts_of(large, where, rows)
     assert rows == scale_search.FEWEST_ROWS
     assert [tensor for part in rounds for tensor in part] == large
     for part in rounds:
         channels = 2048 * len({tensor.name.partition(".")[0] for tensor in part})  # gate and up have the same inputs
-        assert sum(rows) * 4 * channels <= calibrate.SAMPLE_BYTES
-    assert 1 < len(rounds) <= 2 + sum(rows) * 4 * 2048 * 4000 / calibrate.SAMPLE_BYTES
+        assert sum(rows) * 4 * channels <= recording.SAMPLE_BYTES
+    assert 1 < len(rounds) <= 2 + sum(rows) * 4 * 2048 * 4000 / recording.SAMPLE_BYTES

@@ -8,6 +8,7 @@ import os
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import helpers
@@ -258,3 +259,40 @@ def test_plot_of_an_unusual_manifest(master: Path, tmp_path: Path) -> None:
     (out / "pqweights.json").write_text(json.dumps(manifest))
     plot_inspection(inspect(out), tmp_path / "plot.svg")
     assert {"mlp", "novel", "conv"} <= texts(tmp_path / "plot.svg")
+
+
+def report_of(models: list[str]) -> Any:
+    """A report of models that are close to each other."""
+    rows = [
+        SimpleNamespace(
+            model=model,
+            scores=SimpleNamespace(perplexity=None, divergence=SimpleNamespace(mean=(0.01 + 1e-5 * number, 1e-3))),
+            size=SimpleNamespace(bits_per_parameter=5.2 + 1e-3 * number),
+        )
+        for number, model in enumerate(models)
+    ]
+    return SimpleNamespace(rows=rows, reference=object(), settings=SimpleNamespace(scored_tokens=192, window=128))
+
+
+@pytest.mark.parametrize("count", [1, 2, 9, 30])
+def test_labels_of_models_do_not_overlap(count: int, tmp_path: Path) -> None:
+    from pqweights.plots import evaluation
+
+    names = [f"run-{number % 2}/a-rather-long-name-of-a-master-in-a-folder-{number // 2}" for number in range(count)]
+    found: list[Any] = []
+    with pytest.MonkeyPatch.context() as patched:
+        draw = evaluation.draw_evaluation
+        patched.setattr(evaluation, "draw_evaluation", lambda report, drawn: found.append(draw(report, drawn) or drawn))
+        evaluation.plot_evaluation(report_of(names), tmp_path / "plot.png")
+    (drawn,) = found
+    drawn.draw_without_rendering()
+    (axes,), (legend,) = drawn.axes, drawn.legends
+    labels = [text.get_window_extent() for text in legend.get_texts()]
+    assert len({text.get_text() for text in legend.get_texts()}) == len(labels) == count
+    boxes = [*labels, axes.get_window_extent()]
+    for number, one in enumerate(boxes):
+        assert not any(one.overlaps(other) for other in boxes[number + 1 :])
+        assert drawn.bbox.contains(*one.min) and drawn.bbox.contains(*one.max)
+    assert axes.get_window_extent().width > 0.5 * drawn.bbox.width
+    looks = {(line.get_color(), line.get_marker()) for line, _, _ in axes.containers}
+    assert len(looks) == count

@@ -1,0 +1,215 @@
+"""What an interrupted measurement leaves beside its file, so that the same command continues it.
+
+The folder FILE.unfinished holds journal.jsonl: its first line states which measurement it belongs to, and each further
+line what was found for one weight or group. `calibrate` adds the activations that it has recorded
+(activations_file.py). The folder is removed when FILE is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pqweights import __version__
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.writer import PARTIAL_SUFFIX, disk_errors, write_whole
+from pqweights.errors import OutputError, PqweightsError, SourceChangedError
+from pqweights.runtimes.texts import Ids
+
+SUFFIX = ".unfinished"
+JOURNAL_FILE, STATE_FILE, SAMPLES_FILE = "journal.jsonl", "activations", "samples"
+UNFINISHED_VERSION = 1
+# What the fields of the first line are called in messages; those of the checkpoint have a message of their own.
+SHOWN = {
+    "recipe": "another recipe (--recipe, --bits)",
+    "text": "another text (--text)",
+    "tokens": "other tokens (--tokens, --max-tokens, --tokenizer)",
+    "window": "another window (--window)",
+    "dtype": "another --dtype",
+    "device_map": "another --device-map",
+    "pqweights": "another version of pqweights",
+}
+
+
+def inputs_of(
+    checkpoint: Checkpoint, *, recipe: Mapping[str, Any], text: str | None, windows: Sequence[Ids], **options: Any
+) -> dict[str, Any]:
+    """Return everything that decides the result of a measurement, as the first line of the journal states it.
+
+    checkpoint: the checkpoint that is measured
+    recipe: the recipe, as JSON
+    text: the text that is read; None for tokens that are drawn at random
+    windows: the tokens that the model reads
+    options: how the model runs
+    """
+    files = checkpoint.storage.files()
+    ids = hashlib.sha256()
+    for window in windows:
+        ids.update(window.astype("<i8").tobytes())
+    return {
+        "unfinished_version": UNFINISHED_VERSION,
+        "pqweights": __version__,
+        "checkpoint": checkpoint.fingerprint(),
+        "files": {name: [files[name].byte_count, files[name].stamp] for name in checkpoint.weight_files},
+        "recipe": recipe,
+        "text": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
+        "tokens": ids.hexdigest(),
+        "window": len(windows[0]),
+        **options,
+    }
+
+
+class Unfinished:
+    """The work folder of a measurement under way, made by `open_unfinished`.
+
+    folder: where it lies
+    found: what is known of each weight or group, as JSON, by its name
+    """
+
+    def __init__(self, folder: Path, found: dict[str, Any]) -> None:
+        self.folder, self.found = folder, found
+        self._turn = threading.Lock()
+
+    @property
+    def state(self) -> Path:
+        """The file of the activations that were recorded."""
+        return self.folder / STATE_FILE
+
+    @property
+    def samples(self) -> Path:
+        """The file of the sampled rows of activations."""
+        return self.folder / SAMPLES_FILE
+
+    def keep(self, name: str, entry: Mapping[str, Any]) -> None:
+        """Keep what was found for one weight or group; threads may call it at the same time."""
+        line = json.dumps({"name": name, **entry}).encode() + b"\n"
+        with self._turn, disk_errors(self.folder), open(self.folder / JOURNAL_FILE, "ab") as journal:
+            journal.write(line)
+            journal.flush()
+            os.fsync(journal.fileno())
+            self.found[name] = json.loads(line)
+
+    def remove(self) -> None:
+        """Remove the folder, the journal last: without one there is nothing to continue."""
+        names = (STATE_FILE, SAMPLES_FILE, JOURNAL_FILE)
+        for name in (*(name + PARTIAL_SUFFIX for name in names), *names):
+            (self.folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder stays if it holds other files
+            self.folder.rmdir()
+
+
+@contextlib.contextmanager
+def open_unfinished(out: Path, inputs: Mapping[str, Any], *, overwrite: bool) -> Iterator[Unfinished]:
+    """Continue what the same measurement left beside its file, or start; leave it if this run is interrupted, too.
+
+    out: the file of the result, which the body writes
+    inputs: what decides the result
+    overwrite: whether what another measurement left may be removed
+
+    Raises OutputError or SourceChangedError if another measurement left something there.
+    """
+    folder = out.with_name(out.name + SUFFIX)
+    with disk_errors(out):
+        lock = _lock(folder)
+    try:
+        work = Unfinished(folder, _found(folder, inputs, out=out, overwrite=overwrite))
+        try:
+            yield work
+        except OutputError:  # a full disk: what was found before is still good
+            raise
+        except PqweightsError:  # the same command would fail again
+            work.remove()
+            raise
+        else:
+            work.remove()
+        finally:
+            if folder.exists() and not work.found and not work.state.exists():
+                work.remove()
+    finally:
+        os.close(lock)
+
+
+def _lock(folder: Path) -> int:
+    """Make the folder and lock it; return its descriptor, which releases the lock when it is closed.
+
+    Raises OutputError if another run holds the lock.
+    """
+    while True:
+        folder.mkdir(exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise OutputError(f"{folder}: another run is writing there; wait for it, or choose another file") from None
+        # The run that held the lock may have removed the folder between our open and our lock.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+                return descriptor
+        os.close(descriptor)
+
+
+def _found(folder: Path, inputs: Mapping[str, Any], *, out: Path, overwrite: bool) -> dict[str, Any]:
+    """Return what the continued run had found; begin a new journal if there is none."""
+    wanted = json.loads(json.dumps(inputs))
+    journal = folder / JOURNAL_FILE
+    if journal.exists():
+        lines = journal.read_bytes().splitlines(keepends=True)
+        first = _parse(lines[0]) if lines else None
+        if first == wanted:
+            return _records(journal, lines)
+        if not overwrite:
+            raise _other_run(first, wanted, folder=folder, out=out)
+        Unfinished(folder, {}).remove()
+        folder.mkdir(exist_ok=True)
+    elif any(folder.iterdir()):
+        raise OutputError(f"{folder}: expected a folder of an interrupted run, or none; move it away")
+    write_whole(folder, journal, [json.dumps(wanted).encode() + b"\n"])
+    return {}
+
+
+def _records(journal: Path, lines: Sequence[bytes]) -> dict[str, Any]:
+    """Return the records of a journal; a line that is not whole is cut off, with everything behind it."""
+    found, valid = {}, len(lines[0])
+    for line in lines[1:]:
+        record = _parse(line)
+        if record is None or not isinstance(record.get("name"), str):
+            os.truncate(journal, valid)
+            break
+        found[record["name"]] = record
+        valid += len(line)
+    return found
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _other_run(first: dict[str, Any] | None, wanted: dict[str, Any], *, folder: Path, out: Path) -> PqweightsError:
+    """Return the error for what another run left; `first` is the first line of its journal."""
+    if first is None:
+        return OutputError(
+            f"{folder}: {JOURNAL_FILE} is damaged, so the interrupted run cannot be continued; pass --overwrite to "
+            "start again"
+        )
+    if any(first.get(key) != wanted[key] for key in ("checkpoint", "files")):
+        return SourceChangedError(
+            f"{out}: the checkpoint is not the one that the interrupted run in {folder.name} was reading; pass "
+            "--overwrite to start again"
+        )
+    other = [shown for key, shown in SHOWN.items() if first.get(key) != wanted.get(key)]
+    return OutputError(
+        f"{folder}: holds an interrupted run with {', '.join(other) or 'other options'}; repeat that command to "
+        "continue it, or pass --overwrite to start again"
+    )

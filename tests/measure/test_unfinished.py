@@ -1,0 +1,388 @@
+"""Interrupted runs of `calibrate` and `sensitivity`: the same command continues them to the same bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+from commands import done, invoke
+from helpers import gaussian
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+
+from pqweights.errors import EvaluationError, OutputError, SourceChangedError
+from pqweights.measure import calibrate as calibration
+from pqweights.measure import recording, sensitivity
+from pqweights.measure.calibrate import CalibrationOptions, calibrate
+from pqweights.measure.scale_search import SearchResult
+from pqweights.measure.sensitivity import SensitivityOptions, measure_sensitivity
+from pqweights.planning.recipe import parse_recipe
+
+TEXT = " ".join(f"w{number}" for number in np.random.default_rng(11).integers(0, 500, 1100))
+RECIPE = parse_recipe("bits: 3", "three")
+WINDOWS, WEIGHTS = 17, 9  # of 64 tokens; of the checkpoint
+
+Progress = Callable[[int, int, str], None]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Let torch compute on one thread: for models this small, more threads are slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    narrow = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    settings = {**families.TEXT, **families.ROPE, **narrow, "num_key_value_heads": 1}
+    family = families.Family("LlamaForCausalLM", "LlamaConfig", settings, (), ())
+
+    def with_outliers(model: Any) -> None:
+        sizes = torch.exp(1.3 * torch.from_numpy(gaussian(128, seed=5)))
+        for each in (model.model.layers[0].mlp.gate_proj, model.model.layers[0].mlp.up_proj):
+            each.weight.data.div_(sizes)
+        model.model.layers[0].post_attention_layernorm.weight.data.mul_(sizes)
+
+    return families.build(family, tmp_path_factory.mktemp("small") / "model", with_outliers)
+
+
+def run_calibrate(source: Path, out: Path, progress: Progress = lambda *_: None, **options: Any) -> None:
+    asked = CalibrationOptions(**{"window": 64, "max_tokens": WINDOWS * 64, **options})
+    calibrate(source, out, TEXT, recipe=RECIPE, options=asked, progress=progress)
+
+
+def run_sensitivity(source: Path, out: Path, progress: Progress = lambda *_: None, **options: Any) -> None:
+    asked = SensitivityOptions(**{"tokens": 32, "window": 16, **options})
+    measure_sensitivity(source, RECIPE, asked, out=out, progress=progress)
+
+
+RUNS = {"calibrate": run_calibrate, "sensitivity": run_sensitivity}
+FILES = {"calibrate": "out.safetensors", "sensitivity": "out.json"}
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The results of runs that were not interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    for name, run in RUNS.items():
+        run(source, folder / FILES[name])
+    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES.values())
+    return {name: (folder / FILES[name]).read_bytes() for name in RUNS}
+
+
+def interrupted_at(call: int) -> Progress:
+    """Return a callback that raises KeyboardInterrupt when it is called for the nth time."""
+    calls = 0
+
+    def progress(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def interrupt(command: str, source: Path, out: Path, *, call: int, **options: Any) -> Path:
+    """Interrupt a run; return the folder that it leaves."""
+    with pytest.raises(KeyboardInterrupt):
+        RUNS[command](source, out, interrupted_at(call), **options)
+    assert not out.exists()
+    return out.with_name(out.name + ".unfinished")
+
+
+# Calls of the callback: calibrate makes one for each window, then one for each weight; sensitivity one for each group.
+CALLS = [("calibrate", call) for call in (1, 4, WINDOWS, WINDOWS + 3, WINDOWS + WEIGHTS)]
+CALLS += [("sensitivity", call) for call in (1, 2, 4)]
+
+
+@pytest.mark.parametrize(("command", "call"), CALLS)
+def test_continued_run_writes_the_same_bytes(
+    command: str, call: int, source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "SECONDS_BETWEEN_SAVES", 0.0)
+    out = tmp_path / FILES[command]
+    interrupt(command, source, out, call=call)
+    RUNS[command](source, out)
+    assert out.read_bytes() == whole[command]
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_run_that_is_interrupted_again_and_again_ends_with_the_same_bytes(
+    source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of all matrices do not fit, so the model runs for one part of the weights after the other."""
+    monkeypatch.setattr(recording, "SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(recording, "SAMPLE_BYTES", 4 * 128 * sum(recording.FEWEST_ROWS) * 3)
+    out = tmp_path / "out.safetensors"
+    run_calibrate(source, out)
+    expected = out.read_bytes()
+    out.unlink()
+    calls = 0
+    while not out.exists():
+        calls += 1
+        with contextlib.suppress(KeyboardInterrupt):
+            run_calibrate(source, out, interrupted_at(2))
+    assert calls > WINDOWS
+    assert out.read_bytes() == expected
+
+
+def test_nothing_that_was_kept_is_computed_again(
+    source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[str] = []
+    search = calibration._search_layer
+
+    def counted(planned: Any, *args: Any, **keywords: Any) -> tuple[Any, Any]:
+        searched.append(planned.name)
+        return search(planned, *args, **keywords)
+
+    monkeypatch.setattr(calibration, "_search_layer", counted)
+    out = tmp_path / "out.safetensors"
+    interrupt("calibrate", source, out, call=WINDOWS + 3)
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("the model was loaded again")
+
+    monkeypatch.setattr(recording.LoadedModel, "get", never)
+    run_calibrate(source, out)
+    assert len(searched) == len(set(searched)) == WEIGHTS
+    assert out.read_bytes() == whole["calibrate"]
+
+
+def test_windows_that_were_read_are_not_read_again(
+    source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "SECONDS_BETWEEN_SAVES", 0.0)
+    out, seen = tmp_path / "out.safetensors", []
+    interrupt("calibrate", source, out, call=5)
+    run_calibrate(source, out, lambda done, total, what: seen.append(done) if what == "running" else None)
+    assert seen == list(range(6, WINDOWS + 1))
+    assert out.read_bytes() == whole["calibrate"]
+
+
+def test_groups_that_were_measured_are_not_measured_again(
+    source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, measured = tmp_path / "out.json", []
+    interrupt("sensitivity", source, out, call=3)
+    divergences = sensitivity._Runner.divergences
+
+    def counted(self: Any, group: str, noise: Any) -> Any:
+        measured.append(group)
+        return divergences(self, group, noise)
+
+    monkeypatch.setattr(sensitivity._Runner, "divergences", counted)
+    run_sensitivity(source, out)
+    groups = [group["name"] for group in json.loads(whole["sensitivity"])["groups"]]
+    assert measured == groups[2:]
+    assert out.read_bytes() == whole["sensitivity"]
+
+
+KILLED = """
+import os, signal, sys
+sys.path[:0] = {path!r}
+from pathlib import Path
+import test_unfinished as tests
+from pqweights.measure import recording
+recording.SECONDS_BETWEEN_SAVES = 0.0
+tests.torch.set_num_threads(1)
+left = {call}
+def progress(*_):
+    global left
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+tests.RUNS[{command!r}](Path({source!r}), Path({out!r}), progress)
+"""
+
+
+@pytest.mark.parametrize(("command", "call"), [("calibrate", 6), ("calibrate", WINDOWS + 4), ("sensitivity", 3)])
+def test_killed_run_continues_to_the_same_bytes(
+    command: str, call: int, source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / FILES[command]
+    path = [str(Path(__file__).parent), *(each for each in sys.path if each)]
+    script = KILLED.format(path=path, call=call, command=command, source=str(source), out=str(out))
+    killed = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert [each.name for each in tmp_path.iterdir()] == [out.name + ".unfinished"]
+    RUNS[command](source, out)
+    assert out.read_bytes() == whole[command]
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "expected"),
+    [
+        ("calibrate", {"window": 32}, "another window (--window)"),
+        ("calibrate", {"max_tokens": 16 * 64}, "other tokens (--tokens, --max-tokens, --tokenizer)"),
+        ("calibrate", {"dtype": "float32"}, "another --dtype"),
+        ("sensitivity", {"tokens": 48}, "other tokens"),
+        ("sensitivity", {"text": TEXT}, "another text (--text)"),
+        ("sensitivity", {"dtype": "bfloat16"}, "another --dtype"),
+    ],
+)
+def test_run_with_other_options_is_not_mixed_with_an_interrupted_one(
+    command: str, options: dict[str, Any], expected: str, source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / FILES[command]
+    folder = interrupt(command, source, out, call=WINDOWS + 3 if command == "calibrate" else 3)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(OutputError) as refused:
+        RUNS[command](source, out, **options)
+    assert expected in str(refused.value)
+    assert "repeat that command to continue it, or pass --overwrite to start again" in str(refused.value)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    RUNS[command](source, out, **options, overwrite=True)
+    fresh = tmp_path / "fresh" / FILES[command]
+    fresh.parent.mkdir()
+    RUNS[command](source, fresh, **options)
+    assert out.read_bytes() == fresh.read_bytes() != whole[command]
+    assert not folder.exists()
+
+
+def test_overwrite_continues_its_own_run(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    run_sensitivity(source, out, tokens=48)
+    with pytest.raises(KeyboardInterrupt):
+        run_sensitivity(source, out, interrupted_at(3), overwrite=True)
+    journal = out.with_name("out.json.unfinished") / "journal.jsonl"
+    assert len(journal.read_text().splitlines()) == 1 + 2
+    run_sensitivity(source, out, overwrite=True)
+    assert out.read_bytes() == whole["sensitivity"]
+
+
+def test_changed_checkpoint_is_refused(source: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(source, tmp_path / "model"))
+    out = tmp_path / "out.json"
+    interrupt("sensitivity", model, out, call=3)
+    (file,) = model.glob("*.safetensors")
+    os.utime(file, (1, 1))
+    with pytest.raises(SourceChangedError, match=r"not the one that the interrupted run in out\.json\.unfinished was"):
+        run_sensitivity(model, out)
+
+
+@pytest.mark.parametrize("command", RUNS)
+def test_damaged_journal_is_refused_and_a_cut_one_continued(
+    command: str, source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / FILES[command]
+    journal = interrupt(command, source, out, call=WINDOWS + 4 if command == "calibrate" else 4) / "journal.jsonl"
+    content = journal.read_bytes()
+    assert content.count(b"\n") >= 4
+    for damaged in (b"", b"{}", b"nothing\n", content[:40]):
+        journal.write_bytes(damaged)
+        with pytest.raises(OutputError, match=r"journal.jsonl is damaged, .* pass --overwrite"):
+            RUNS[command](source, out)
+    journal.write_bytes(content[:-7])
+    RUNS[command](source, out)
+    assert out.read_bytes() == whole[command]
+
+
+def test_damaged_activations_are_recorded_again(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    for number, name in enumerate(("activations", "samples")):
+        out = tmp_path / f"{number}.safetensors"
+        file = interrupt("calibrate", source, out, call=WINDOWS + 3) / name
+        content = file.read_bytes()
+        arrays = content.index(b"\n", 32) + 1
+        flipped = content[:arrays] + bytes(byte ^ 0x10 for byte in content[arrays:])
+        file.write_bytes(flipped if name == "activations" else content[:1000])
+        run_calibrate(source, out)
+        assert out.read_bytes() == whole["calibrate"]
+
+
+def test_second_run_waits_for_the_first(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+
+    def meanwhile(*_: object) -> None:
+        with pytest.raises(OutputError, match="another run is writing there"):
+            run_sensitivity(source, out)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_sensitivity(source, out, meanwhile)
+
+
+def test_folder_of_somebody_else_is_left_alone(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    foreign = tmp_path / "out.json.unfinished" / "notes.txt"
+    foreign.parent.mkdir()
+    foreign.write_text("mine")
+    with pytest.raises(OutputError, match="expected a folder of an interrupted run"):
+        run_sensitivity(source, out)
+    assert foreign.read_text() == "mine"
+
+
+def test_input_that_cannot_be_measured_leaves_nothing_behind(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.json"
+    divergence = sensitivity._divergence
+    calls = 0
+
+    def nan_later(*args: Any, **keywords: Any) -> float:
+        nonlocal calls
+        calls += 1
+        return float("nan") if calls > 8 else divergence(*args, **keywords)
+
+    monkeypatch.setattr(sensitivity, "_divergence", nan_later)
+    with pytest.raises(EvaluationError, match="NaN"):
+        run_sensitivity(source, out)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_commands_say_that_they_continue(
+    source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    arguments = {
+        "calibrate": ["--text", text, "--window", 64, "--max-tokens", WINDOWS * 64, "--bits", 3],
+        "sensitivity": ["--tokens", 32, "--window", 16],
+    }
+    for command, options in arguments.items():
+        out = tmp_path / FILES[command]
+        with monkeypatch.context() as patched:
+            patched.setattr(calibration, "_search_layer", stopped)
+            patched.setattr(sensitivity, "_divergence", stopped)
+            interrupted = invoke(command, source, out, *options)
+        assert interrupted.exit_code != 0
+        assert "interrupted; run the same command again: it continues where it stopped" in interrupted.stderr
+        done(command, source, out, *options)
+        assert out.exists() and not out.with_name(out.name + ".unfinished").exists()
+
+
+def test_results_survive_the_journal_exactly(tmp_path: Path) -> None:
+    """A float16 scale and a float64 gain are the same after they were kept."""
+    scales = np.float32(np.random.default_rng(1).uniform(0.001, 900, (2, 5)).astype(np.float16))
+    matrices = tuple(
+        SearchResult(scaled=True, reason="", tokens=3, input_exponent=1 / 3, gain=gain, held_back_gain=None)
+        for gain in (0.1 + 0.2, 1e-300)
+    )
+    layer = calibration.LayerReport(name="w", codec="lloyd-max", bits=3.5, matrices=matrices)
+    record = json.loads(json.dumps(calibration._to_record(layer, scales)))
+    found, values = calibration._from_record("w", record)
+    assert found == layer
+    assert values is not None
+    assert np.array_equal(values, scales) and values.dtype == np.float32
