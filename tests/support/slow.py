@@ -34,6 +34,7 @@ SLOW = {
     "hub/test_hub.py": HUB,
     "hub/test_hub_hostile.py": HUB,
     "hub/test_loopback_hub.py::test_transformers_loads_a_model": PROCESSES,
+    "integrations/test_incomplete_folders.py": MODELS,
     "integrations/test_packed.py": MODELS,
     "integrations/test_transformers.py": MODELS,
     "kernels/test_devices.py": PROCESSES,
