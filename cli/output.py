@@ -200,6 +200,8 @@ class _Lines:
             self._timer = None
 
     def _tell(self, text: str) -> None:
+        if interrupts.came():  # it is not worth a line that the run waits for this step to end
+            return
         self._told.add(text)
         note(f"{self._verb}: {text}" if self._verb else text)
 
