@@ -101,7 +101,7 @@ class Display(Protocol):
         ...
 
     def status(self, text: str) -> None:
-        """Show a step that cannot say how far it is; an empty text ends it."""
+        """Show a step that cannot say how far it is, until an empty text or the first call of the display ends it."""
         ...
 
     def close(self) -> None:
@@ -175,6 +175,7 @@ class _Lines:
         now = time.monotonic()
         if self._first_done < 0:
             self._first_time, self._first_done = now, done
+            self.close()
         elapsed = now - self._first_time
         pause = QUIET_SECONDS if self._last == self._start else PLAIN_LINE_SECONDS
         if now - self._last < pause or not elapsed or done == self._first_done:

@@ -110,7 +110,8 @@ def show_plan(request: PlanRequest) -> None:
     from pqweights.rewrite.driver import resource_needs
 
     options.check_plot(request.plot)
-    checkpoint, transform, planned = plan_quantize(request.source, request.recipe, request.options)
+    with output.status("reading the headers"):
+        checkpoint, transform, planned = plan_quantize(request.source, request.recipe, request.options)
     needs = resource_needs(planned, request.threads)
     if request.plot is not None:
         from pqweights.plots.layers import plot_widths

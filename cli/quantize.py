@@ -82,6 +82,7 @@ def command(
             show_plan(PlanRequest(source=source, recipe=chosen, options=asked, threads=used, json=json))
             return
         with output.progress("quantizing") as progress:
+            progress.status("reading the headers")
             run = RunOptions(threads=used, device=device.value, overwrite=overwrite, progress=progress)
             done = quantize(source, out, chosen, options=asked, run=run)
         _show(done, source, out, json=json)
