@@ -8,7 +8,7 @@ from rich import progress as rich
 from rich.console import Console
 from rich.text import Text
 
-from .amounts import BYTES, amount, size
+from .amounts import BYTES, amount_of, duration, size
 
 # Cells of the bar, and whether the speed is shown: the first that leaves room for the name is taken.
 LAYOUTS = ((30, True), (20, True), (10, True), (10, False), (0, False))
@@ -34,6 +34,8 @@ class Bar:
     def __call__(self, done: int, total: int, name: str) -> None:
         """Show how far the job is, and the name of what is done now."""
         self._show()
+        if self._progress.tasks[0].total is None:
+            self._progress.update(self._task, status="")
         self._progress.update(self._task, completed=done, total=total, name=name)
 
     def status(self, text: str) -> None:
@@ -76,9 +78,9 @@ def _line(task: rich.Task, unit: str | None, width: int) -> str:
     if task.total is None:
         since = f"{task.elapsed or 0:.0f} s"
         return _shortened(", ".join(part for part in (verb, name, since) if part), width)
-    amounts = f"{amount(task.completed, unit)} of {amount(task.total, unit)}"
+    amounts = amount_of(task.completed, task.total, unit)
     speed = f"{size(task.speed)}/s" if unit == BYTES and task.speed else ""
-    left = "" if task.time_remaining is None else f"{task.time_remaining:.0f} s left"
+    left = "" if task.time_remaining is None else f"{duration(task.time_remaining)} left"
     share = task.completed / task.total if task.total else 1.0
     text = ""
     for cells, with_speed in LAYOUTS:

@@ -43,6 +43,11 @@ class Raised(contextlib.AbstractContextManager["Raised"]):
             raise KeyboardInterrupt from error
 
 
+def came() -> bool:
+    """Whether an interrupt came inside the last Raised."""
+    return _came
+
+
 def leave() -> None:
     """End the process without waiting for threads that still compute: what they do is of no use any more."""
     for stream in (sys.stdout, sys.stderr):

@@ -102,7 +102,7 @@ class Display(Protocol):
         ...
 
     def status(self, text: str) -> None:
-        """Show a step that cannot say how far it is; an empty text ends it."""
+        """Show a step that cannot say how far it is, until an empty text or the first call of the display ends it."""
         ...
 
     def close(self) -> None:
@@ -176,6 +176,7 @@ class _Lines:
         now = time.monotonic()
         if self._first_done < 0:
             self._first_time, self._first_done = now, done
+            self.close()
         elapsed = now - self._first_time
         pause = QUIET_SECONDS if self._last == self._start else PLAIN_LINE_SECONDS
         if now - self._last < pause or not elapsed or done == self._first_done:
@@ -201,6 +202,8 @@ class _Lines:
             self._timer = None
 
     def _tell(self, text: str) -> None:
+        if interrupts.came():  # it is not worth a line that the run waits for this step to end
+            return
         self._told.add(text)
         note(f"{self._verb}: {text}" if self._verb else text)
 

@@ -128,7 +128,8 @@ def show_plan(request: PlanRequest) -> None:
     from pqweights.results.plan_report import report_plan as plan
 
     options.check_plot(request.plot)
-    report = plan(request.source, request.recipe, request.options, request.threads)
+    with output.status("reading the headers"):
+        report = plan(request.source, request.recipe, request.options, request.threads)
     if request.plot is not None:
         from pqweights.plots.layers import plot_widths
 

@@ -28,7 +28,13 @@ PullRequestOption = Annotated[
     bool, typer.Option("--create-pr", help="Open a pull request against the branch, which must exist.")
 ]
 MessageOption = Annotated[str | None, typer.Option("--message", "-m", help="Title of the commit.")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be pushed, and change nothing.")]
+DryRunOption = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Say what would be pushed, and change nothing. The folder is checked without a network or a token, too.",
+    ),
+]
 
 
 def command(
@@ -69,7 +75,8 @@ def command(
         if json:
             output.print_json(done.to_json() | {"dry_run": dry_run})
         else:
-            output.summary("\n".join(_lines(done, dry_run)))
+            show = typer.echo if dry_run else output.summary  # a dry run has nothing else to show
+            show("\n".join(_lines(done, dry_run)))
 
 
 def _lines(done: PushReport, dry_run: bool) -> list[str]:
@@ -86,6 +93,12 @@ def _lines(done: PushReport, dry_run: bool) -> list[str]:
         created = " (would be created)" if dry_run else " (created)"
     if not shown:
         lines.append(f"{where}: holds all of this already; nothing was pushed")
+    elif done.not_checked is not None:
+        lines.append(f"{where}: at most {output.size(done.sent_bytes)} would be pushed (dry run)")
+        lines.append(
+            "not checked: whether the repository can take this, which of these files it holds already, and whether it "
+            f"accepts the card: {done.not_checked}"
+        )
     elif dry_run:
         lines.append(f"{where}{created}: {output.size(done.sent_bytes)} would be pushed (dry run)")
     else:

@@ -99,6 +99,7 @@ def command(
             )
             return
         with output.progress("quantizing") as progress:
+            progress.status("reading the headers")
             run = RunOptions(threads=used, device=device.value, overwrite=overwrite, progress=progress)
             done = quantize(source, out, chosen, options=asked, run=run)
         _show(done, f"{source} -> {out}", out=out, summary=summary, json=json)

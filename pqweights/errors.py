@@ -7,6 +7,7 @@
     |-- MasterError            a folder that pqweights wrote is incomplete or contradicts itself
     |-- OutputError            the output folder or its disk cannot take the result
     |-- HubError               the Hub refuses a request, or cannot be reached
+    |   `-- HubUnavailableError it cannot be reached, is switched off or failing, or there is no token
     |-- RecipeError            a recipe, codec, bit width or pattern is not valid
     |-- ExportError            an export target cannot store this model, or not with these options
     |-- OptionError            an option has a value that is wrong for every input; commands exit with 2
@@ -44,6 +45,10 @@ class OutputError(PqweightsError):
 
 class HubError(PqweightsError):
     """The Hub does not have what was asked for, refuses access, or cannot be reached."""
+
+
+class HubUnavailableError(HubError):
+    """The Hub cannot be reached, is switched off or failing, or nobody is logged in: it did not judge the request."""
 
 
 class RecipeError(PqweightsError):

@@ -13,6 +13,7 @@ import pqweights_cli
 import pytest
 
 import pqweights
+from pqweights.installing import PACKAGES, pip_install
 
 LIBRARY = Path(pqweights.__file__).parent
 COMMANDS = Path(pqweights_cli.__file__).parent
@@ -25,6 +26,7 @@ LAYERS = (
         "pqweights",
         "pqweights.errors",
         "pqweights.buffers",
+        "pqweights.installing",
         "pqweights.dtypes",
         "pqweights.markdown",
         "pqweights.notices",
@@ -282,12 +284,36 @@ def test_quantizing_needs_neither_torch_nor_a_compiler() -> None:
     }
 
 
-def test_every_pip_command_in_a_message_names_an_extra_that_exists() -> None:
+def extras() -> dict[str, set[str]]:
+    """Return the packages that each extra of the project installs on this system."""
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    found = {}
+    for extra, packages in project["optional-dependencies"].items():
+        here = [package.partition(";")[0] for package in packages if "darwin" not in package]
+        found[extra] = {package for package in here if not package.startswith("pqweights[")}
+    found["eval"] |= found["transformers"]
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the packages of Linux are compared")
+def test_pip_commands_in_messages_install_what_the_extras_do() -> None:
+    assert {extra: set(packages) for extra, packages in PACKAGES.items()} == {e: extras()[e] for e in PACKAGES}
+    assert pip_install("plot") == "pip install 'matplotlib>=3.9'"
+
+
+def test_messages_name_extras_only_to_those_who_install_pqweights_as_well() -> None:
+    """A card and config.json are read by others; the user of a command has installed pqweights, from wherever."""
     named = {
-        extra
-        for module in MODULES.values()
-        for extra in re.findall(r"pip install 'pqweights\[(\w+)\]", ast.unparse(module))
+        module
+        for module, tree in MODULES.items()
+        for extra in re.findall(r"pip install '?pqweights\[(\w+)\]|'pqweights\[(\w+)\]", ast.unparse(tree))
+        if any(extra)
     }
-    assert {"torch", "cuda"} <= named
-    assert named <= project["optional-dependencies"].keys()
+    assert named == {"pqweights.card.loading", "pqweights.checkpoint.config", "pqweights.exports.loading"}
+    asked = {
+        call.args[1].value
+        for tree in MODULES.values()
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "package" and isinstance(call.args[1], ast.Constant)
+    }
+    assert asked and asked <= PACKAGES.keys()

@@ -203,13 +203,55 @@ def test_push_without_write_access_is_refused(
 ) -> None:
     client.token = hub.token if token == "right" else token
     for options in ([], ["--dry-run"]):
-        if options and repository != TARGET:
-            continue  # shows only when the repository is created
+        if options and (repository != TARGET or token is None):
+            continue  # shows only when the repository is created; a dry run needs no token
         line = client.line("push", master, repository, *options)
         assert says in line
         assert LOG_IN in line
     assert hub.repositories == {}
     assert puts(hub) == []
+
+
+UNCHECKED = "not checked: whether the repository can take this, which of these files it holds already, and whether it "
+
+
+@pytest.mark.parametrize("why", ["no token", "unreachable", "offline", "failing"])
+def test_dry_run_goes_as_far_as_it_can_without_the_hub(
+    why: str, hub: LoopbackHub, client: Client, master: Path
+) -> None:
+    says = {
+        "no token": "needs a token with write access",
+        "unreachable": "cannot be reached",
+        "offline": "HF_HUB_OFFLINE",
+        "failing": "(503)",
+    }
+    if why == "no token":
+        client.token = None
+    elif why == "unreachable":
+        hub.inject(Fault(Drop(), "GET", times=999))
+    elif why == "offline":
+        client.patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    else:
+        hub.inject(Fault(Status(503), "GET", times=999))
+    before = folder_bytes(master)
+    assert says[why] in client.line("push", master, TARGET)
+    lines = client.well("push", master, TARGET, "--dry-run").stdout.splitlines()
+    assert lines[-1].startswith(UNCHECKED) and says[why] in lines[-1]
+    assert lines[-2].startswith(f"{TARGET}, branch main: at most ") and "would be pushed (dry run)" in lines[-2]
+    names = {*files_of(master), "README.md"}
+    assert {line.split()[-1] for line in lines[:-2]} == names
+    assert all(line.startswith("unknown ") for line in lines[:-2])
+    report = json.loads(client.well("push", master, TARGET, "--dry-run", "--json").stdout)
+    assert report["dry_run"] and report["created"] is None and says[why] in report["not_checked"]
+    assert {file["name"] for file in report["files"]} == names and report["bytes"] > 0
+    assert folder_bytes(master) == before and hub.repositories == {} and not writes(hub)
+
+
+def test_dry_run_without_the_hub_refuses_a_broken_folder(hub: LoopbackHub, client: Client, master: Path) -> None:
+    client.token = None
+    (master / "tokenizer.json").write_text("edited")
+    assert "tokenizer.json" in client.line("push", master, TARGET, "--dry-run")
+    assert "ORG/NAME" in client.line("push", master, "no-organization", "--dry-run")
 
 
 def test_token_on_the_command_line(hub: LoopbackHub, client: Client, master: Path) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.storage import LocalStorage, Storage
 from pqweights.errors import MissingDependencyError, SourceError
+from pqweights.installing import pip_install
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,9 +68,7 @@ def stored_tensors(storage: Storage, file: str) -> list[StoredTensor]:
     try:
         import torch
     except ImportError:
-        raise MissingDependencyError(
-            f"{file}: reading pickled weights needs torch: pip install 'pqweights[torch]'"
-        ) from None
+        raise MissingDependencyError(f"{file}: reading pickled weights needs torch: {pip_install('torch')}") from None
     if not isinstance(storage, LocalStorage):
         raise SourceError(f"{file}: pickled weights can only be read from a local folder")
     records = _data_records(storage.root / file, file)

@@ -34,7 +34,7 @@ EXPORTS = {
     ),
     "mlx-q4": RegisteredTarget(
         "pqweights.exports.mlx_q4",
-        "for Apple Silicon (making it needs pip install 'pqweights[mlx]'):\n"
+        "for Apple Silicon (making it needs mlx and mlx-lm):\n"
         "pip install mlx-lm; mlx_lm.generate --model OUT --prompt ...",
     ),
     "vllm-int4": RegisteredTarget(

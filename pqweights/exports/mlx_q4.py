@@ -31,6 +31,7 @@ from pqweights.exports.loading import LoadableModel, shell
 from pqweights.exports.options import BEST, MINMAX, ExportOptions, GroupSize, one_of
 from pqweights.exports.original import integer_export
 from pqweights.exports.target import MLX, ExportTarget
+from pqweights.installing import pip_install
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups, pack_bits
 from pqweights.markdown import fenced
 from pqweights.planning.decisions import is_smaller
@@ -146,9 +147,7 @@ def _check_packages() -> None:
     except ImportError as error:
         if (error.name or "").startswith("pqweights"):
             raise  # a module of pqweights that is missing is a bug
-        raise MissingDependencyError(
-            f"--target {NAME} needs mlx and mlx-lm ({error}): pip install 'pqweights[mlx]'"
-        ) from None
+        raise MissingDependencyError(f"--target {NAME} needs mlx and mlx-lm ({error}): {pip_install('mlx')}") from None
 
 
 def _config(checkpoint: Checkpoint, model_plain: str) -> dict[str, Any]:

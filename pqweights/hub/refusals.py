@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from pqweights.errors import HubError
+from pqweights.errors import HubError, HubUnavailableError
 from pqweights.hub.official import OfficialClient
 
 # Statuses of a server that may answer the same request later.
@@ -98,8 +98,11 @@ class Refusals:
     def explain(self, failure: Failure) -> HubError:
         """Return one line: what failed, why, and what to do."""
         reason = self._reason_of_kind(failure) or self._reason_of_status(failure) or self._reason_of_connection(failure)
-        missing_token = isinstance(failure.error, self._official.errors.LocalTokenNotFoundError)
-        return HubError(reason if missing_token else f"{failure.what}: {reason}")
+        errors = self._official.errors
+        missing_token = isinstance(failure.error, errors.LocalTokenNotFoundError)
+        silent = failure.response is None or failure.response.status_code >= 500
+        kind = HubUnavailableError if silent or isinstance(failure.error, errors.OfflineModeIsEnabled) else HubError
+        return kind(reason if missing_token else f"{failure.what}: {reason}")
 
     def _reason_of_kind(self, failure: Failure) -> str | None:
         """The reason, if the official client has an exception of its own for it."""

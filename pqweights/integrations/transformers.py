@@ -17,6 +17,7 @@ from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.source import read_config
 from pqweights.errors import MasterError, MissingDependencyError, SourceError
 from pqweights.hub.sources import Access, local_folder, repository_id
+from pqweights.installing import pip_install
 from pqweights.integrations.foreign import loading
 from pqweights.rewrite.listed_files import check_weight_files
 from pqweights.units import counted
@@ -40,7 +41,7 @@ def load_model(
         from pqweights.integrations.quantizer import packed_weights
     except ImportError as error:
         raise MissingDependencyError(
-            f"load_model needs transformers 5.23 or newer, and torch ({error}): pip install 'pqweights[transformers]'"
+            f"load_model needs transformers 5.23 or newer, and torch ({error}): {pip_install('transformers')}"
         ) from None
     autoload.arrange()
     architectures = config.get("architectures") or [""]

@@ -9,6 +9,7 @@ import os
 import numpy as np
 
 from pqweights.errors import DeviceError, MissingDependencyError
+from pqweights.installing import pip_install
 from pqweights.kernels import BLOCK_SIZE, DEVICES, BlockCoding, EncodedArrays, load_backend
 from pqweights.kernels.codebook import codebook_from_levels
 
@@ -40,7 +41,7 @@ def _why_no_gpu() -> DeviceError | MissingDependencyError | None:
     missing = [package for package in GPU_PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
         return MissingDependencyError(
-            f"--device cuda: needs {' and '.join(missing)}: pip install 'pqweights[cuda]', or use --device cpu"
+            f"--device cuda: needs {' and '.join(missing)}: {pip_install('cuda')}, or use --device cpu"
         )
     if os.environ.get(INTERPRETER) == "1":
         return None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqweights.errors import MissingDependencyError, OutputError
+from pqweights.installing import pip_install
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,4 +74,4 @@ def _import_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise MissingDependencyError("plots need matplotlib: pip install 'pqweights[plot]'") from None
+        raise MissingDependencyError(f"plots need matplotlib: {pip_install('plot')}") from None

@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.card import Card, CardOptions, make_card, read_card, save_card
-from pqweights.errors import MasterError
+from pqweights.errors import HubUnavailableError, MasterError
+from pqweights.hub.client import Hub
 from pqweights.hub.sources import Access
-from pqweights.push.changes import Change, find_changes, manifest_files
+from pqweights.push.changes import UNKNOWN, Change, find_changes, manifest_files
 from pqweights.push.destination import (
+    Destination,
     card_on_hub,
     check_weights,
     checked_branch,
     files_of_earlier_push,
     find_destination,
+    unknown_destination,
 )
 from pqweights.push.options import PushOptions
 from pqweights.push.sending import PushTask, check_card, repository_url, send, sent_bytes
@@ -36,20 +39,22 @@ class PushReport:
     """What a push did, or would do.
 
     repository, branch: where it went
-    created: whether the repository did not exist before
+    created: whether the repository did not exist before; None if that was not checked
     changes: what happened to each file
     commit: the commit; None if nothing was pushed
     url: the address of the repository or of the pull request
     card: README.md as it was pushed
+    not_checked: of a dry run, why the Hub was not asked what it holds; None if it was
     """
 
     repository: str
     branch: str
-    created: bool
+    created: bool | None
     changes: tuple[Change, ...]
     commit: str | None
     url: str
     card: Card
+    not_checked: str | None = None
 
     @property
     def sent_bytes(self) -> int:
@@ -65,6 +70,7 @@ class PushReport:
             "commit": self.commit,
             "url": self.url,
             "bytes": self.sent_bytes,
+            "not_checked": self.not_checked,
             "files": [{"name": c.name, "change": c.kind, "bytes": c.byte_count} for c in self.changes],
         }
 
@@ -79,17 +85,20 @@ def push(folder: Path, repository: str, access: Access, *, options: PushOptions 
 
     Raises MasterError for a broken folder, HubError, OutputError.
     """
-    task = _prepare(folder, repository, access, options=options)
-    remote = task.destination.remote
-    report = PushReport(
-        repository=remote.id,
-        branch=task.destination.branch,
-        created=not task.destination.exists,
-        changes=task.changes,
-        commit=None,
-        url=repository_url(task.hub, remote),
-        card=task.card,
-    )
+    branch = checked_branch(repository, access.revision, options.base_model)
+    read_manifest(folder)
+    old_card = read_card(folder)
+    hub = access.hub()
+    try:
+        hub.log_in()
+        destination = find_destination(hub, repository, branch=branch, options=options)
+    except HubUnavailableError as error:
+        if not options.dry_run:
+            raise
+        return _without_hub(folder, hub, unknown_destination(repository, branch), options=options, why=str(error))
+    _check_folder(folder, options)
+    task = _prepare(folder, hub, destination, options=options, old_card=old_card)
+    report = _report(task)
     if options.dry_run:
         return report
     save_card(folder, task.card)
@@ -99,34 +108,52 @@ def push(folder: Path, repository: str, access: Access, *, options: PushOptions 
     return replace(report, commit=pushed.commit, url=pushed.url)
 
 
-def _prepare(folder: Path, repository: str, access: Access, *, options: PushOptions) -> PushTask:
-    """Check everything, here and on the Hub, and decide what changes."""
-    branch = checked_branch(repository, access.revision, options.base_model)
-    read_manifest(folder)
-    old_card = read_card(folder)
-    hub = access.hub()
-    hub.log_in()
-    destination = find_destination(hub, repository, branch=branch, options=options)
+def _report(task: PushTask) -> PushReport:
+    """Return what a push would do."""
+    remote = task.destination.remote
+    return PushReport(
+        repository=remote.id,
+        branch=task.destination.branch,
+        created=not task.destination.exists,
+        changes=task.changes,
+        commit=None,
+        url=repository_url(task.hub, remote),
+        card=task.card,
+    )
+
+
+def _prepare(
+    folder: Path, hub: Hub, destination: Destination, *, options: PushOptions, old_card: str | None
+) -> PushTask:
+    """Check what the Hub holds and says of the card, and decide what changes."""
     remote = destination.remote
-    _check_folder(folder, options)
     pushed = files_of_earlier_push(hub, remote)
     check_weights(remote, pushed, manifest_files(folder).keys())
-    card = make_card(
-        folder,
-        CardOptions(
-            repository=remote.id,
-            revision=destination.card_branch,
-            base_model=options.base_model,
-            adopt=options.adopt,
-        ),
-        old=old_card,
-        pushed=card_on_hub(hub, remote),
-    )
+    card = make_card(folder, _card_options(destination, options), old=old_card, pushed=card_on_hub(hub, remote))
     changes = find_changes(folder, card, remote, pushed=pushed)
     task = PushTask(hub=hub, folder=folder, destination=destination, card=card, changes=changes, options=options)
     if task.changes_card:
         check_card(hub, remote.id, card)
     return task
+
+
+def _without_hub(folder: Path, hub: Hub, destination: Destination, *, options: PushOptions, why: str) -> PushReport:
+    """Do what a dry run can do without the Hub: verify the folder, make the card, list the files."""
+    _check_folder(folder, options)
+    card = make_card(folder, _card_options(destination, options), old=read_card(folder))
+    changes = find_changes(folder, card, destination.remote, pushed=frozenset())
+    task = PushTask(hub=hub, folder=folder, destination=destination, card=card, changes=changes, options=options)
+    unknown = tuple(replace(change, kind=UNKNOWN) for change in changes)
+    return replace(_report(task), created=None, changes=unknown, not_checked=why)
+
+
+def _card_options(destination: Destination, options: PushOptions) -> CardOptions:
+    return CardOptions(
+        repository=destination.remote.id,
+        revision=destination.card_branch,
+        base_model=options.base_model,
+        adopt=options.adopt,
+    )
 
 
 def _check_folder(folder: Path, options: PushOptions) -> None:

@@ -12,6 +12,7 @@ from pqweights.hub.repository import RemoteFile, Repository, pieces_of
 from pqweights.rewrite.manifest import read_manifest, shards_of
 
 NEW, CHANGED, SAME, DELETED = "new", "changed", "same", "deleted"
+UNKNOWN = "unknown"  # of a file that could not be compared with the repository
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Change:
     """What happens to one file of the repository.
 
     name: its path
-    kind: new, changed, same or deleted
+    kind: new, changed, same, deleted or unknown
     byte_count: its size after the push; 0 if it is deleted
     """
 

@@ -76,6 +76,12 @@ def find_destination(hub: Hub, repository: str, *, branch: str, options: PushOpt
     return Destination(name=repository, branch=branch, remote=remote, exists=exists, has_branch=has_branch)
 
 
+def unknown_destination(repository: str, branch: str) -> Destination:
+    """Return a repository of which nothing is known."""
+    empty = Repository(id=repository, commit="", files={})
+    return Destination(name=repository, branch=branch, remote=empty, exists=False, has_branch=False)
+
+
 def _has_branch(hub: Hub, repository: str, branch: str) -> bool:
     """Return whether there is such a branch. Raises HubError for a tag."""
     found = hub.call(repository, lambda: hub.api.list_repo_refs(repository, include_pull_requests=True))

@@ -13,7 +13,7 @@ from pqweights.errors import HubError
 from pqweights.hub.client import Hub
 from pqweights.hub.repository import Repository
 from pqweights.hub.transfers import upload
-from pqweights.push.changes import CHANGED, DELETED, NEW, SAME, Change, find_changes
+from pqweights.push.changes import CHANGED, DELETED, NEW, SAME, UNKNOWN, Change, find_changes
 from pqweights.push.destination import Destination, check_private
 from pqweights.push.options import PushOptions
 from pqweights.rewrite.manifest import read_manifest
@@ -57,8 +57,8 @@ class Pushed(NamedTuple):
 
 
 def sent_bytes(changes: tuple[Change, ...]) -> int:
-    """Return the size of the files that the repository does not have, in bytes."""
-    return sum(change.byte_count for change in changes if change.kind in (NEW, CHANGED))
+    """Return the size of the files that the repository does not have, or may not have, in bytes."""
+    return sum(change.byte_count for change in changes if change.kind in (NEW, CHANGED, UNKNOWN))
 
 
 def repository_url(hub: Hub, remote: Repository) -> str:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from pqweights.errors import MissingDependencyError, SourceError
+from pqweights.installing import pip_install
 
 # Loggers that log at import, or while something is loaded.
 NOISY = ("torchao", "torch.utils._pytree", "transformers", "datasets", "huggingface_hub")
@@ -45,7 +46,7 @@ def package(name: str, extra: str, why: str = "evaluating this folder") -> Any:
             return importlib.import_module(name)
     except ImportError:
         missing = name.partition(".")[0]
-        raise MissingDependencyError(f"{why} needs {missing}: pip install 'pqweights[{extra}]'") from None
+        raise MissingDependencyError(f"{why} needs {missing}: {pip_install(extra)}") from None
 
 
 @contextlib.contextmanager

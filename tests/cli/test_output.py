@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 from pqweights_cli import bar, output
-from pqweights_cli.amounts import BYTES
+from pqweights_cli.amounts import BYTES, amount_of, duration
 from rich.console import Console
 
 from pqweights.notices import listening, slow_step
@@ -53,13 +53,23 @@ def test_progress_is_one_line_at_any_width(width: int, verb: str) -> None:
 @pytest.mark.parametrize("width", [60, 80])
 def test_narrow_progress_has_amounts_time_left_and_the_end_of_the_name(width: int) -> None:
     text = shown(width)
-    assert "20.00 GB of 40.00 GB" in text and "s left" in text
+    assert "20.00/40.00 GB" in text and "s left" in text
     assert "…" in text and text.rstrip().endswith(".down_proj.weight"[-7:])
 
 
 def test_wide_progress_has_the_whole_name() -> None:
     text = shown(160)
     assert text.rstrip().endswith(NAME) and "B/s" in text and "█" in text and "░" in text
+
+
+def test_amounts_have_one_unit_and_durations_a_fitting_one() -> None:
+    assert amount_of(5 * 10**8, 12 * 10**9, BYTES) == "0.50/12.00 GB"
+    assert (amount_of(3, 900, BYTES), amount_of(3, 12, "steps"), amount_of(3, 12, None)) == (
+        "3/900 B",
+        "3/12 steps",
+        "3/12",
+    )
+    assert [duration(seconds) for seconds in (0, 119, 120, 7199, 7200)] == ["0 s", "119 s", "2 min", "120 min", "2.0 h"]
 
 
 def test_progress_does_not_read_markup_in_names() -> None:
@@ -113,6 +123,26 @@ def test_status_is_a_line_without_a_terminal(
         assert capsys.readouterr().err == ""  # it was said already
     with output.progress("quantizing"), slow_step("compiling kernels (once)"):
         assert waited_for("quantizing: compiling kernels (once)\n", capsys)
+
+
+def test_first_progress_ends_the_step_before_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    display = bar.Bar("quantizing", BYTES, terminal(80))
+    display.status("reading the headers")
+    assert drawn(display, 80).strip() == "quantizing, reading the headers, 0 s"
+    display(1, 10, "x")
+    assert "reading" not in drawn(display, 80)
+    display.status("compiling kernels (once)")
+    display(2, 10, "x")
+    assert "compiling" in drawn(display, 80)
+    display.close()
+    monkeypatch.setattr(output, "STATUS_SECONDS", 0.02)
+    with output.progress("quantizing") as show:
+        show.status("reading the headers")
+        show(1, 10, "x")
+        time.sleep(0.05)
+    assert capsys.readouterr().err == ""
 
 
 def test_compiling_kernels_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

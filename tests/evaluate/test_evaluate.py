@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from pqweights.errors import MasterError, MissingDependencyError, SourceError
 from pqweights.evaluate.protocol import Windows, window_losses
 from pqweights.evaluate.weight_errors import relative_mse
 from pqweights.exports.options import ExportOptions
+from pqweights.installing import pip_install
 from pqweights.planning.recipe import load_recipe
 from pqweights.results.inspect import inspect
 from pqweights.rewrite.manifest import mean_error, read_manifest
@@ -292,7 +294,7 @@ def test_missing_package_is_named(
         return there(asked)
 
     monkeypatch.setattr(importlib, "import_module", without)
-    with pytest.raises(MissingDependencyError, match=rf"pip install 'pqweights\[{extra}\]'"):
+    with pytest.raises(MissingDependencyError, match=re.escape(pip_install(extra))):
         open_model(folder)
 
 

@@ -33,6 +33,7 @@ from pqweights_cli.main import app
 from typer.testing import CliRunner
 
 from pqweights.errors import ExportError
+from pqweights.installing import pip_install
 from pqweights.results.verify import verify
 from pqweights.rewrite import jobs
 from pqweights.rewrite.manifest import read_manifest
@@ -415,7 +416,7 @@ def test_missing_package_is_named(package: str, base: Path, tmp_path: Path) -> N
     )
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("\n") == 1 and done.stdout == ""
-    assert "pip install 'pqweights[mlx]'" in done.stderr and f"No module named '{package}" in done.stderr
+    assert pip_install("mlx") in done.stderr and f"No module named '{package}" in done.stderr
     assert not (tmp_path / "out").exists()
 
 

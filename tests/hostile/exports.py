@@ -194,7 +194,7 @@ EXPORT_CASES = [
     ),
     exporting(
         "export-without-mlx",
-        {MLX: ("mlx-q4", "No module named 'mlx'", "pip install 'pqweights[mlx]'")},
+        {MLX: ("mlx-q4", "No module named 'mlx'", "pip install 'mlx", "'mlx-lm>=0.32'")},
         files=ABSENT,
         own_process=True,
     ),

@@ -160,12 +160,14 @@ MASTER_CASES = [
     damaged("master-norms-flipped", flip(SHARD, UP + "_norms"), verify=(SHARD, UP + "_norms", "sha256")),
     damaged("master-kept-tensor-flipped", flip(LAST_SHARD, NORM), verify=(LAST_SHARD, NORM, "sha256")),
     damaged("master-header-flipped", flip(SHARD, None), verify=(SHARD, "header"), export=(SHARD,)),
-    damaged("master-shard-truncated", cut(SHARD, 1), verify=(SHARD, "bytes"), export=(SHARD, "truncated")),
+    damaged(
+        "master-shard-truncated", cut(SHARD, 1), verify=(SHARD, "bytes"), export=(SHARD, "expected", "bytes", "found")
+    ),
     damaged(
         "master-shard-longer",
         lambda master: write(master, {SHARD: (master / SHARD).read_bytes() + b"\0"}),
         verify=(SHARD, "bytes"),
-        export=(SHARD, "foreign"),
+        export=(SHARD, "expected", "bytes", "found"),
     ),
     damaged("master-shard-missing", delete(SHARD), verify=(f"{SHARD}: missing",), export=(SHARD, "missing")),
     damaged("master-index-missing", delete(INDEX[4:]), verify=(INDEX[4:], "missing"), export=(INDEX[4:], "missing")),
@@ -191,7 +193,12 @@ MASTER_CASES = [
     damaged(
         "master-companion-edited", replace("tokenizer.json", '{"tokens": {}}'), verify=("tokenizer.json", "sha256")
     ),
-    damaged("master-companion-missing", delete("tokenizer.json"), verify=("tokenizer.json", "missing")),
+    damaged(
+        "master-companion-missing",
+        delete("tokenizer.json"),
+        verify=("tokenizer.json", "missing"),
+        export=("tokenizer.json", "missing"),
+    ),
     damaged("master-with-another-file", replace("notes.txt", "mine"), verify=("notes.txt", "not in the manifest")),
     damaged(
         "master-with-another-shard",

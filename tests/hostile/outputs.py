@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from unittest import mock
 
-from hostile.case import GOOD_SRC, QUANTIZE, Case, write
+from hostile.case import EXPORT, GOOD_SRC, INSPECT, QUANTIZE, VERIFY, Case, write
 from hostile.masters import run_quantize
 
 
@@ -25,6 +27,19 @@ def foreign_name(folder: Path) -> None:
     (folder / "src" / b"caf\xe9.txt".decode("utf-8", "surrogateescape")).write_bytes(b"")
 
 
+def interrupted(folder: Path) -> None:
+    """What a run leaves that is interrupted after its first tensor."""
+    from pqweights.rewrite.workspace import Workspace
+
+    def die(self: Workspace, finished: object) -> None:
+        raise RuntimeError
+
+    write(folder, GOOD_SRC)
+    with mock.patch.object(Workspace, "record", die), contextlib.suppress(RuntimeError):
+        run_quantize(folder / "src", folder / "master")
+
+
+UNFINISHED = ("master", "unfinished run of pqweights quantize", "run the same command again")
 JOURNAL = "out/.pqweights/journal.jsonl"
 OUTPUT_CASES = [
     Case("out-holds-something-else", {QUANTIZE: ("out", "'notes.txt'")}, {**GOOD_SRC, "out/notes.txt": "mine"}),
@@ -59,6 +74,24 @@ OUTPUT_CASES = [
         {QUANTIZE: ("journal",)},
         {**GOOD_SRC, JOURNAL: b"{}\n", "out/.pqweights/lock": b""},
     ),
+    Case(
+        "folder-of-an-interrupted-run",
+        dict.fromkeys(
+            (
+                VERIFY,
+                INSPECT,
+                EXPORT,
+                "card master",
+                "push master me/name --dry-run",
+                "plan master",
+                "quantize master x",
+            ),
+            UNFINISHED,
+        ),
+        prepare=interrupted,
+    ),
+    Case("include-files-that-match-nothing", {QUANTIZE + " --include-files *.tyop": ("*.tyop", "no file")}, GOOD_SRC),
+    Case("include-files-of-the-weights", {QUANTIZE + " --include-files *.safetensors": ("weights",)}, GOOD_SRC),
     Case("name-of-a-file-not-utf-8", {QUANTIZE: ("caf",)}, prepare=foreign_name),
     Case("bits-out-of-range", {QUANTIZE + " --bits 9": ("--bits", "8")}, GOOD_SRC),
     Case("bits-nan", {QUANTIZE + " --bits nan": ("--bits", "nan")}, GOOD_SRC),

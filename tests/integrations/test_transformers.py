@@ -359,7 +359,7 @@ pqweights.load_model(sys.argv[1])
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert "MissingDependencyError" in last
-    assert last.endswith("pip install 'pqweights[transformers]'")
+    assert last.endswith("pip install 'accelerate>=1.10' 'torch>=2.6' 'transformers>=5.23'")
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_missing_packages_are_named(
     assert resolve_device(AUTO) == "cpu"
     error = refusal("cuda")
     assert isinstance(error, MissingDependencyError)
-    assert "pip install 'pqweights[cuda]'" in str(error) and "--device cpu" in str(error)
+    assert "pip install 'torch>=2.8' 'triton>=3.4'" in str(error) and "--device cpu" in str(error)
     assert [package for package in GPU_PACKAGES if f" {package}" in str(error)] == list(missing)
 
 

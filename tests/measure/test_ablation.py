@@ -166,11 +166,11 @@ def test_missing_torchao_leaves_out_only_the_int4_rows(source: Path, monkeypatch
     """The package is looked for before anything is measured, and the output names it."""
 
     def package(name: str, extra: str, why: str) -> None:
-        raise MissingDependencyError(f"{why} needs {name}: pip install 'pqweights[{extra}]'")
+        raise MissingDependencyError(f"{why} needs {name}: pip install {extra}")
 
     monkeypatch.setattr(ablation, "package", package)
     done = invoke("ablate", source, "--text", source / "text", "--no-awq", "--max-tokens", 256, *WINDOWS)
     assert done.exit_code == 0, done.stderr
-    assert "not measured: INT4 needs torchao: pip install 'pqweights[torchao]'" in done.stdout
+    assert "not measured: INT4 needs torchao: pip install torchao" in done.stdout
     assert "INT4 on top" not in done.stdout
     assert "+ both" in done.stdout

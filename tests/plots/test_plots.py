@@ -217,7 +217,7 @@ def test_missing_matplotlib_is_reported(
         return original(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'pqweights\[plot\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'matplotlib>="):
         check_plot_file(tmp_path / "plot.svg")
     for arguments in ([master], [source, "--distribution"]):
         refused = invoke("inspect", *arguments, "--plot", tmp_path / "plot.svg")

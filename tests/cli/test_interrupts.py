@@ -1,0 +1,137 @@
+"""SIGINT at any moment of any command, in a process of its own: one line, exit code 130, and the run continues."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import folder_bytes, run_command, small_checkpoint
+
+AGAIN = "error: interrupted; run the same command again: it continues where it stopped\n"
+ENDED = "error: interrupted\n"
+
+# Sends SIGINT to itself when a module is imported or a file opened whose name ends as given; a shell ignores SIGINT for
+# what it runs in the background.
+RUN = """
+import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+event, name, start = sys.argv[1:4]
+del sys.argv[1:4]
+left = 1
+def watch(found, arguments):
+    global left
+    if left and found == event and str(arguments[0]).endswith(name):
+        left = 0
+        os.kill(os.getpid(), signal.SIGINT)
+sys.addaudithook(watch)
+if start == "script":
+    from pqweights_cli.__main__ import main
+    main()
+else:
+    runpy.run_module("pqweights_cli", run_name="__main__", alter_sys=True)
+"""
+
+
+def interrupted(event: str, name: str, *arguments: object, start: str = "script", **environment: str) -> str:
+    """Run a command that gets SIGINT at an event; return what it writes to stderr."""
+    command = [sys.executable, "-c", RUN, event, name, start, *map(str, arguments)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | environment, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (130, ""), done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_checkpoint(tmp_path_factory.mktemp("source") / "model")
+
+
+@pytest.fixture(scope="module")
+def master(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("master") / "out"
+    run_command({"quantize": str(source)}, out)
+    return out
+
+
+@pytest.mark.parametrize("start", ["script", "module"])
+@pytest.mark.parametrize("module", ["pqweights_cli.main", "typer", "pqweights_cli.options"])
+def test_before_the_command_begins(module: str, start: str, source: Path, tmp_path: Path) -> None:
+    assert interrupted("import", module, "quantize", source, tmp_path / "out", start=start) == ENDED
+    assert not (tmp_path / "out").exists()
+
+
+# While the library is imported, headers are read, tensors are read, and the result is written.
+MOMENTS = [
+    ("import", "pqweights.quantizing"),
+    ("import", "numpy"),
+    ("import", "numpy._core._multiarray_umath"),
+    ("import", "llvmlite.binding"),
+    ("open", "config.json"),
+    ("open", "model-00002-of-00002.safetensors"),
+    ("open", "journal.jsonl"),
+    ("open", "model-00001-of-00001.safetensors.partial"),
+    ("open", "pqweights.json.partial"),
+]
+
+
+@pytest.mark.parametrize(("event", "name"), MOMENTS, ids=[name for _, name in MOMENTS])
+def test_quantize_continues(event: str, name: str, source: Path, master: Path, tmp_path: Path) -> None:
+    assert interrupted(event, name, "quantize", source, tmp_path / "out", "--threads", 2) == AGAIN
+    run_command({"quantize": str(source)}, tmp_path / "out")
+    assert folder_bytes(tmp_path / "out") == folder_bytes(master)
+
+
+@pytest.mark.parametrize("name", ["pqweights.kernels.compiler", "numba", "llvmlite"])
+def test_while_kernels_are_compiled(name: str, source: Path, master: Path, tmp_path: Path) -> None:
+    """They are compiled in a thread; the signal comes to the main thread, which waits for it."""
+    cache = str(tmp_path / "cache")
+    assert interrupted("import", name, "quantize", source, tmp_path / "out", PQWEIGHTS_CACHE=cache) == AGAIN
+    run_command({"quantize": str(source)}, tmp_path / "out")
+    assert folder_bytes(tmp_path / "out") == folder_bytes(master)
+
+
+COMMANDS = [
+    ("plan SOURCE", "open", "config.json", ENDED),
+    ("inspect MASTER", "open", "pqweights.json", ENDED),
+    ("inspect SOURCE --distribution", "open", "config.json", ENDED),
+    ("verify MASTER", "open", "model-00001-of-00001.safetensors", ENDED),
+    ("export MASTER OUT --target bf16", "open", "model-00001-of-00001.safetensors", AGAIN),
+    ("export MASTER OUT --target bf16", "import", "pqweights.exporting", AGAIN),
+    ("card MASTER", "open", "pqweights.json", ENDED),
+    ("push MASTER me/model --dry-run", "open", "pqweights.json", AGAIN),
+    ("eval SOURCE --text TEXT", "import", "pqweights.evaluate.evaluation", ENDED),
+    ("calibrate SOURCE OUT --text TEXT", "import", "pqweights.measure.calibrate", None),
+    ("sensitivity SOURCE OUT --text TEXT", "import", "pqweights.measure.sensitivity", None),
+    ("ablate SOURCE --text TEXT", "import", "pqweights.measure.ablation", ENDED),
+]
+
+
+@pytest.mark.parametrize(("line", "event", "name", "told"), COMMANDS, ids=[f"{c[0]} at {c[2]}" for c in COMMANDS])
+def test_every_command(
+    line: str, event: str, name: str, told: str | None, source: Path, master: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "text").write_text("some text")
+    places = {"SOURCE": source, "MASTER": master, "OUT": tmp_path / "out", "TEXT": tmp_path / "text"}
+    found = interrupted(event, name, *(places.get(word, word) for word in line.split()))
+    assert found == told or (told is None and found in (ENDED, AGAIN))
+
+
+def test_ignored_interrupts_stay_ignored(source: Path, tmp_path: Path) -> None:
+    """As for a command that a shell runs in the background."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pqweights_cli", "quantize", str(source), str(tmp_path / "out")],
+        stdout=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(0.02)
+        except subprocess.TimeoutExpired:
+            continue
+    assert process.returncode == 0 and (tmp_path / "out/pqweights.json").exists()
