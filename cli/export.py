@@ -20,9 +20,12 @@ class ExportCommand(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """See click.Command."""
-        from pqweights.exports import EXPORTS
+        from pqweights.exports import ALIASES, EXPORTS
 
-        summaries = [f"{name}: {target.summary}".replace("[", "\\[") for name, target in EXPORTS.items()]
+        short = {name: f" (or {alias})" for alias, name in ALIASES.items()}
+        summaries = [
+            f"{name}{short.get(name, '')}: {target.summary}".replace("[", "\\[") for name, target in EXPORTS.items()
+        ]
         self.help = "\n\n".join([(self.help or "").strip(), *summaries])
         super().format_help(ctx, formatter)
 
@@ -144,6 +147,8 @@ def command(
 
 
 def _show(done: RewriteReport, folder: str, out: Path, *, json: bool) -> None:
+    for warning in done.warnings:
+        output.warn(warning)
     if json:
         output.print_json({"output": str(out)} | done.to_json())
         return

@@ -10,6 +10,7 @@ from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.storage import Origin
 from pqweights.errors import SourceError
 from pqweights.exports import get_target
+from pqweights.exports.bf16 import Bf16Export
 from pqweights.exports.options import ExportOptions
 from pqweights.exports.target import ExportSource
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES
@@ -47,7 +48,7 @@ def export(
 ) -> RewriteReport:
     """Write a master into the folder `out` as a target loads it, continuing an interrupted run of the same call.
 
-    target: a key of EXPORTS
+    target: a key of EXPORTS, or of ALIASES
     Raises SourceError (also for a folder that is not a master), MasterError, ExportError, OptionError, OutputError,
     DeviceError or MissingDependencyError.
     """
@@ -55,6 +56,7 @@ def export(
     settings = to.settings(options)
     for path in (master.folder, *([master.original] if master.original else [])):
         check_paths(path, out)
+    _check_not_an_export(master.folder)
     checkpoint = open_result(master.folder, origin=master.origin)
     if not checkpoint.is_master:
         raise SourceError(
@@ -71,6 +73,19 @@ def export(
         lineage=_lineage(master.folder),
     )
     return rewrite(task, run)
+
+
+def _check_not_an_export(folder: Path) -> None:
+    """Raise SourceError if a folder holds an export, MasterError if its manifest is damaged."""
+    if not (folder / MANIFEST_FILE).is_file():
+        return
+    manifest = read_manifest(folder)
+    if manifest.identity.kind != Bf16Export.kind:
+        return
+    raise SourceError(
+        f"{folder}: expected a pqweights master, found an export ({manifest.made_by.get('target')}): an export is made "
+        "from the master, not from another export; give the folder of the master"
+    )
 
 
 def _lineage(master: Path) -> Lineage:

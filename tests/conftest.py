@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import typer.main
 import typer.testing
+from helpers import pack_narrow_layers
 from httpx2._transports import default as transports
 from pqweights_cli import output
 from shared import skip_flushes
@@ -61,6 +62,12 @@ def pytest_xdist_auto_num_workers() -> int:
     """The number of workers for `-n auto`: one for each core that this process may use, as far as the memory goes."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(len(os.sched_getaffinity(0)), memory // BYTES_PER_WORKER))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def narrow_layers_become_tiles() -> None:
+    """See pack_narrow_layers; tests of that limit set it themselves."""
+    pack_narrow_layers()
 
 
 @pytest.fixture(scope="session", autouse=True)

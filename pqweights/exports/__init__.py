@@ -5,6 +5,7 @@ Importing this package imports no target, so that `pqweights export --help` answ
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,13 +45,19 @@ EXPORTS = {
     ),
 }
 
+# Shorter names of targets.
+ALIASES = {"torchao": "torchao-int4", "mlx": "mlx-q4", "vllm": "vllm-int4"}
+
 
 def get_target(name: str) -> ExportTarget[Any]:
-    """Import the target of a name.
+    """Import the target of a name or an alias.
 
-    Raises OptionError for an unknown name.
+    Raises OptionError for an unknown name; the message names the nearest ones.
     """
-    if name not in EXPORTS:
-        raise OptionError(f"--target {name}: expected one of {', '.join(EXPORTS)}")
-    target: ExportTarget[Any] = importlib.import_module(EXPORTS[name].module).TARGET
+    known = ALIASES.get(name, name)
+    if known not in EXPORTS:
+        near = difflib.get_close_matches(name, [*EXPORTS, *ALIASES], n=2, cutoff=0.5)
+        nearest = f"; the nearest is {' or '.join(near)}" if near else ""
+        raise OptionError(f"--target {name}: expected one of {', '.join(EXPORTS)}{nearest}")
+    target: ExportTarget[Any] = importlib.import_module(EXPORTS[known].module).TARGET
     return target

@@ -102,6 +102,11 @@ class IntegerExport(Transform):
         return self.outline.left_out
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the target has to say about the result."""
+        return self.outline.warnings
+
+    @property
     def also_reads(self) -> dict[str, Checkpoint]:
         """The original, if it is read."""
         return {} if self.original is None else {"--source": self.original}

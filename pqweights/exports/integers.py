@@ -118,6 +118,7 @@ class Outline:
     metadata: the `__metadata__` of the safetensors files
     config: config.json
     plain_dtype: the `dtype` of plain_plan for tensors that are stored plainly
+    warnings: what the user should know of the result before using it, a sentence each
     """
 
     tensors: tuple[LogicalTensor, ...]
@@ -126,6 +127,7 @@ class Outline:
     metadata: dict[str, str]
     config: dict[str, Any]
     plain_dtype: str | None = "BF16"
+    warnings: tuple[str, ...] = ()
 
 
 class IntegerTarget(Protocol):

@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.errors import ExportError
+from pqweights.exports.architectures import check_architecture
 from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.options import GroupSize
 from pqweights.planning.roles import classify
 
 # The longest row, in weights; eight rows are held in memory at once.
 MOST_COLUMNS = 1 << 20
-# Models whose linear weights are stored transposed, [in, out] (transformers' Conv1D).
-TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 
 
-def linear_weights(checkpoint: Checkpoint, groups: GroupSize, experts: str | None) -> dict[str, str | None]:
+def linear_weights(
+    checkpoint: Checkpoint,
+    groups: GroupSize,
+    *,
+    experts: str | None = None,
+    too_large: Callable[[tuple[int, ...]], str | None] = lambda shape: None,
+) -> dict[str, str | None]:
     """Return for every weight that the master encoded why it stays plain; None for a weight that can become integers.
 
     experts: why single experts stay plain; None if they need not
+    too_large: returns why a linear layer of a shape is not worth storing as integers; None if it is
 
-    Raises ExportError if a group size that the user asked for does not divide the rows of a weight, or if no weight can
-    become integers.
+    Raises ExportError if the target cannot hold the architecture, if a group size that the user asked for does not
+    divide the rows of a weight, or if no weight can become integers.
     """
-    model_type = str((checkpoint.config or {}).get("model_type"))
-    if model_type in TRANSPOSED:
-        raise ExportError(
-            f"config.json: {model_type} stores its linear weights transposed, which {groups.target} cannot hold; use "
-            "--target bf16 or mlx-q4"
-        )
-    result = {tensor.name: _why_plain(tensor, groups, experts) for tensor in checkpoint.tensors if is_encoded(tensor)}
+    check_architecture(groups.target, checkpoint.config)
+    encoded = [tensor for tensor in checkpoint.tensors if is_encoded(tensor)]
+    result = {tensor.name: _why_plain(tensor, groups, experts) or too_large(tensor.shape) for tensor in encoded}
     if None not in result.values():
         found = [reason for reason in result.values() if reason]
-        sized = [reason for reason in found if "--group-size" in reason]  # a reason that the user can remove
-        why = next(iter([*sized, *found]), "the master quantizes no linear layer")
+        removable = [reason for reason in found if "--" in reason]  # by another option
+        why = next(iter([*removable, *found]), "the master quantizes no linear layer")
         raise ExportError(f"no weight of this model can become integers for {groups.target}: {why}")
     return result
 

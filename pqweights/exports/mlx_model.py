@@ -30,6 +30,7 @@ from pqweights.exports.mlx_trace import MLX_DTYPES, Evaluated, Moved, Sanitize, 
 RENAMED = {"num_experts": "num_local_experts", "n_ctx": "n_positions"}
 # Keys that transformers 5 writes inside of rope_parameters.
 ROPE = ("rope_theta", "partial_rotary_factor")
+GPT_NEOX_ROPE = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 DTYPE_NAMES = {dtype: name for name, dtype in MLX_DTYPES.items() if name != "F64"}
 # What mlx-lm's own code raises for configurations and weights that it does not support.
 REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -108,9 +109,12 @@ def read_model(
 
 @contextlib.contextmanager
 def _refused(what: str) -> Iterator[None]:
-    """Turn an error of mlx-lm into an ExportError that begins with `what`."""
+    """Turn an error of mlx-lm into an ExportError that begins with `what`; what mlx-lm prints is dropped."""
     try:
-        yield
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    except SystemExit as error:  # mlx-lm's OLMo, without a package of its own
+        raise ExportError(f"{what}: a package that it needs is not installed; use --target bf16") from error
     except REFUSALS as error:
         said = " ".join(str(error).split())[:300]
         raise ExportError(f"{what}: {type(error).__name__}: {said}; --target bf16 gives a plain checkpoint") from error
@@ -199,6 +203,10 @@ def _add_old_names(config: dict[str, Any]) -> None:
             for key in ROPE:
                 if key in rope:
                     place.setdefault(key, rope[key])
+            if place.get("model_type") == "gpt_neox":
+                for old, new in GPT_NEOX_ROPE.items():
+                    if new in rope:
+                        place.setdefault(old, rope[new])
             plain = rope.get("rope_type", "default") == "default"
             place.setdefault("rope_scaling", None if plain else rope)
 
@@ -260,8 +268,14 @@ def _stacked_experts(sanitize: Sanitize) -> Sanitize:
     return adapted
 
 
+def _unprefixed_gpt2(sanitize: Sanitize) -> Sanitize:
+    """Adapt GPT-2 as transformers saves it with its head: mlx-lm expects the names of the model without one."""
+    return lambda weights: sanitize({name.removeprefix("transformer."): w for name, w in weights.items()})
+
+
 # For model types whose layout in transformers is not the one that mlx-lm's sanitize expects: what converts it first.
 ADAPTERS: dict[str, Callable[[Sanitize], Sanitize]] = {
+    "gpt2": _unprefixed_gpt2,
     "gpt_oss": _unfused_gpt_oss,
     "qwen3_5_moe": _stacked_experts,
 }

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor
+from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.views import MovedTensor
 from pqweights.errors import SourceError
 from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.integer_export import IntegerExport
-from pqweights.exports.integers import IntegerTarget
+from pqweights.exports.integers import IntegerTarget, Outline, Rounding
 from pqweights.exports.target import ExportSource
 from pqweights.rewrite.manifest import Manifest, coder_of, read_manifest
 
@@ -29,6 +29,7 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
     if source.original is None:
         errors = {} if manifest is None else _additive_errors(manifest)
         known = {t.name: error for t in outline.tensors if (error := _error(t, errors)) is not None}
+        outline = replace(outline, warnings=(*outline.warnings, *_bits_warnings(outline)))
         transform = IntegerExport(target=target, outline=outline, master_errors=known)
         return replace(checkpoint, tensors=outline.tensors), transform
     original = open_local(source.original)
@@ -37,6 +38,25 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
     outline = target.outline(replace(checkpoint, tensors=_with_original_values(checkpoint, original)))
     transform = IntegerExport(target=target, outline=outline, original=original, master=masters)
     return replace(checkpoint, tensors=outline.tensors), transform
+
+
+def _bits_warnings(outline: Outline) -> tuple[str, ...]:
+    """Return a warning if the integers have more bits than the codes of the master that they are made from."""
+    weights = made = held = 0.0
+    for tensor in outline.tensors:
+        decision = outline.decisions.get(tensor.name)
+        if not isinstance(decision, Rounding):
+            continue
+        for part in tensor.sources if isinstance(tensor, MovedTensor) else (tensor,):
+            if isinstance(part, EncodedTensor):
+                count = element_count(part)
+                weights, made, held = weights + count, made + count * decision.rule.bits, held + count * part.coder.bits
+    if made <= held:
+        return ()
+    return (
+        f"the master holds {held / weights:.3g} bits a weight: integers of {made / weights:.3g} bits make the result "
+        "larger and not better; --source ORIGINAL rounds the weights of the original instead",
+    )
 
 
 def _with_original_values(master: Checkpoint, original: Checkpoint) -> tuple[LogicalTensor, ...]:

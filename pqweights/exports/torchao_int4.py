@@ -7,10 +7,11 @@ because the loader merges what the files carry, and the last file wins. torchao 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,9 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.header import TensorSpec
-from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.dtypes import from_float32
+from pqweights.dtypes import DTYPE_BITS, from_float32
 from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
 from pqweights.exports.linear import linear_weights
 from pqweights.exports.loading import LoadableModel, by_transformers
@@ -33,6 +34,10 @@ NAME = "torchao-int4"
 TILE, UNTILED = "tile_packed_to_4d", "plain"
 GROUP_SIZES = (128, 64, 32, 256)
 TILE_ROWS, PADDED_COLUMNS = 8, 1024
+# A layer that would take this many bits a weight, as many as in BF16, stays plain.
+TOO_MANY_BITS = 16
+# The share of the result that the other packing must save before a user is told of it.
+WORTH_A_WARNING = 0.1
 # Why single experts stay plain.
 EXPERTS = "transformers stacks experts as it loads them, which torchao's tensors cannot be"
 
@@ -60,15 +65,18 @@ class TorchaoInt4:
         name = "best" if self.qparams == BEST else "torchao"
         rule = GroupRule(bits=4, group_size=self.groups.size, symmetric=False, middle=True, rule=name)
         rounding = Rounding(rule, TileLayout() if self.packing == TILE else PlainLayout())
-        reasons = linear_weights(checkpoint, self.groups, EXPERTS)
+        too_large = functools.partial(_too_large, rounding)
+        reasons = linear_weights(checkpoint, self.groups, experts=EXPERTS, too_large=too_large)
         decisions = {name: rounding if why is None else Stays(why) for name, why in reasons.items()}
         rounded = [t for t in checkpoint.tensors if isinstance(decisions.get(t.name), Rounding)]
+        possible = linear_weights(checkpoint, self.groups, experts=EXPERTS)
         return Outline(
             tensors=checkpoint.tensors,
             decisions=decisions,
             left_out={},
             metadata=self._metadata(rounded, checkpoint.config),
             config=self._config(checkpoint),
+            warnings=_padding_warnings(rounding, checkpoint, decisions, {n for n in possible if possible[n] is None}),
         )
 
     def _metadata(self, rounded: Sequence[LogicalTensor], config: dict[str, Any] | None) -> dict[str, str]:
@@ -105,6 +113,44 @@ class TorchaoInt4:
         }
         old_dtype = model_dtype(checkpoint.config, checkpoint.tensors)
         return edited_config(checkpoint.config, "BF16", old_dtype=old_dtype, quantization=quantization)
+
+
+def _stored_bytes(rounding: Rounding, shape: tuple[int, ...]) -> int:
+    return sum(spec.byte_count for spec in rounding.layout.specs("weight", shape, rounding.rule))
+
+
+def _too_large(rounding: Rounding, shape: tuple[int, ...]) -> str | None:
+    """Return why a linear layer is not worth storing as integers: padded, they take as much as BF16; None if it is."""
+    bits = 8 * _stored_bytes(rounding, shape) / math.prod(shape)
+    if bits < TOO_MANY_BITS:
+        return None
+    return (
+        f"rows of {shape[1]} weights, padded to {_padded(shape)[1]}, would take {bits:.4g} bits a weight; --packing "
+        "plain pads nothing"
+    )
+
+
+def _padding_warnings(
+    rounding: Rounding, checkpoint: Checkpoint, decisions: Mapping[str, Rounding | Stays], possible: Collection[str]
+) -> tuple[str, ...]:
+    """Return a warning if the other packing would save a good share of the file.
+
+    possible: the weights that could be integers if rows were not padded
+    """
+    unpadded = replace(rounding, layout=PlainLayout())
+    found = least = 0
+    for tensor in checkpoint.tensors:
+        plain = element_count(tensor) * DTYPE_BITS[tensor.plain_dtype] // 8
+        rounded = isinstance(decisions.get(tensor.name), Rounding)
+        found += _stored_bytes(rounding, tensor.shape) if rounded else plain
+        least += _stored_bytes(unpadded, tensor.shape) if tensor.name in possible else plain
+    share = 1 - least / found
+    if share < WORTH_A_WARNING:
+        return ()
+    return (
+        f"--packing {TILE} pads rows to a multiple of {PADDED_COLUMNS} weights: --packing plain, which also needs the "
+        f"package mslk, would make the result {share:.0%} smaller",
+    )
 
 
 def _names_in_memory(weight: str, has_vision: bool) -> list[str]:

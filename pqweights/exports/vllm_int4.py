@@ -38,8 +38,10 @@ from pqweights.planning.roles import classify
 NAME = "vllm-int4"
 GROUP_SIZES = (128, 64, 32)
 
-# Models whose fused experts transformers splits, for compressed-tensors alone, into layers that no checkpoint has.
-UNPACKED_EXPERTS = ("llama4", "llama4_text")
+ROTATED_WARNING = (
+    "--basis rotated: only vLLM computes with this export as it should, and it was not tried there; transformers loads "
+    "it without a word, does not rotate the inputs, and computes nonsense"
+)
 
 # The modules of routers, by the names that they have in memory.
 ROUTERS = r"re:.*\.(gate|router)$"
@@ -69,12 +71,7 @@ class VllmInt4:
 
         Raises ExportError for a model whose layers compressed-tensors would not find, or of which none can be rotated.
         """
-        if (checkpoint.config or {}).get("model_type") in UNPACKED_EXPERTS:
-            raise ExportError(
-                f"{NAME}: transformers splits the fused experts of Llama 4 when it loads compressed-tensors, and would "
-                "not find them; use --target mlx-q4, torchao-int4 or bf16"
-            )
-        reasons = linear_weights(checkpoint, self.groups, None)
+        reasons = linear_weights(checkpoint, self.groups)
         turned = _rotatable(checkpoint, reasons) if self.basis == ROTATED else set()
         if self.basis == ROTATED and not turned:
             raise ExportError(
@@ -98,12 +95,18 @@ class VllmInt4:
             left_out={},
             metadata=DEFAULT_METADATA,
             config=self._config(checkpoint, decisions, turned),
+            warnings=(ROTATED_WARNING,) if turned else (),
         )
 
     def _config(
         self, checkpoint: Checkpoint, decisions: Mapping[str, Rounding | Stays], turned: set[str]
     ) -> dict[str, Any]:
-        """config.json with the quantization_config of compressed-tensors: all linear layers but those to be ignored."""
+        """config.json with the quantization_config of compressed-tensors: all linear layers but those to be ignored.
+
+        `dequantize` is read by transformers alone: it decodes each weight as it loads it. Otherwise it first replaces
+        the weights of all layers, fails in models that use a weight before the first call (T5, Falcon, Mamba, ...),
+        and then decodes all of them in the first call.
+        """
         weights = {
             "num_bits": self.bits,
             "type": "int",
@@ -124,8 +127,9 @@ class VllmInt4:
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
             "quantization_status": "compressed",
+            "dequantize": True,
             "config_groups": {"group_0": group},
-            "ignore": ["lm_head", *_ignored(checkpoint, layers, decisions)],
+            "ignore": _ignored(checkpoint, layers, decisions),
         }
         if turned:
             quantization["transform_config"] = {"config_groups": {"hadamard": _rotation(layers, turned)}}
@@ -135,12 +139,29 @@ class VllmInt4:
 
 def _ignored(checkpoint: Checkpoint, layers: Sequence[str], decisions: Mapping[str, Rounding | Stays]) -> list[str]:
     """Return expressions that match the layers that stay plain, and no others."""
-    rounded = {name for name in layers if isinstance(decisions.get(name), Rounding)}
-    result = patterns([name for name in layers if name not in rounded], [name for name in layers if name in rounded])
+    rounded = [name for name in layers if isinstance(decisions.get(name), Rounding)]
+    plain = sorted(set(layers) - set(rounded), key=layers.index)
+    result = ["lm_head", *patterns([name for name in plain if _is_numbered(name)], rounded)]
     routers = [t for t in checkpoint.tensors if classify(t.name, t.dtype, t.shape).name == "router"]
     if routers and not any(re.match(ROUTERS.removeprefix("re:"), _module(name)) for name in rounded):
         result.append(ROUTERS)  # transformers renames some of them as it loads the checkpoint
-    return result
+    return [*result, _outside(rounded, plain)]
+
+
+def _outside(rounded: Sequence[str], plain: Sequence[str]) -> str:
+    """Return an expression that matches every module outside of the numbered layers, except for those that are rounded.
+
+    A model may have modules there that the file does not name: a head that is tied to the embedding, whose name is
+    lm_head in some models only, or a new head.
+    """
+    outside = [name for name in rounded if not _is_numbered(name)]
+    excluded = [r"(.*\.)?\d+(\..*)?$", *(e.removeprefix("re:") for e in patterns(outside, plain))]
+    return f"re:(?!{'|'.join(excluded)})"
+
+
+def _is_numbered(weight: str) -> bool:
+    """Whether a weight belongs to one of several layers or experts."""
+    return any(component.isdigit() for component in _module(weight).split("."))
 
 
 def _rotation(layers: Sequence[str], turned: set[str]) -> dict[str, Any]:

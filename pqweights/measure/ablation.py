@@ -311,7 +311,7 @@ class _Maker:
     def _integers(self, bits: float | None, original: Path | None) -> Iterator[_Made]:
         """Yield torchao INT4 by each rule: of the master, or of the original if it is given."""
         for rule, name in RULES.items():
-            options = ExportOptions(group_size=128, qparams=rule)
+            options = ExportOptions(packing="plain", group_size=128, qparams=rule)
             try:
                 master = MasterFolder(self._master, original=original)
                 export(master, self._int4, "torchao-int4", options=options, run=self._run)

@@ -135,6 +135,11 @@ class RewriteReport:
         """The squared error over the sum of squares of all weights that were quantized; None if there are none."""
         return total_relative_mse(self.records)
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the user should know of the result before using it, a sentence each."""
+        return self.transform.warnings
+
     def to_json(self) -> dict[str, Any]:
         """Return the document of quantize --json and export --json, without the name of the output folder."""
         tensors = self.tensors
@@ -149,4 +154,5 @@ class RewriteReport:
             "copied_files": list(self.plan.companions),
             "left_out_files": self.plan.left_out,
             "left_out_tensors": self.plan.left_out_tensors,
+            "warnings": list(self.warnings),
         }

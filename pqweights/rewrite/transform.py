@@ -65,6 +65,11 @@ class Transform(Protocol):
         """Raise SourceError if the user asked to refuse such a result; by default every result is accepted."""
         return
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the user should know of the result before using it, a sentence each; by default nothing."""
+        return ()
+
     def report_json(self) -> dict[str, Any]:
         """Return what the JSON of a report says of this transform besides the tensors; by default nothing."""
         return {}

@@ -26,12 +26,12 @@ from rewriting import check_killed_runs_resume
 from typer.testing import CliRunner
 
 from pqweights.checkpoint.source import open_local
-from pqweights.errors import SourceError
-from pqweights.exports import EXPORTS, get_target
+from pqweights.errors import OptionError, SourceError
+from pqweights.exports import ALIASES, EXPORTS, get_target
 from pqweights.exports.options import ExportOptions
 from pqweights.exports.target import ExportSource
 from pqweights.results.verify import verify
-from pqweights.rewrite.manifest import OWN_KEYS
+from pqweights.rewrite.manifest import OWN_KEYS, read_manifest
 
 MAKE = {"BF16": bf16, "F16": f16, "F32": f32}
 NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -231,13 +231,49 @@ def test_help_lists_every_target_with_its_summary() -> None:
     shown = " ".join(CliRunner().invoke(app, ["export", "--help"], env={"COLUMNS": "200"}).output.split())
     for name, target in EXPORTS.items():
         assert get_target(name).name == name
-        assert f"{name}: {' '.join(target.summary.split())}" in shown
+        short = next((f" (or {alias})" for alias, known in ALIASES.items() if known == name), "")
+        assert f"{name}{short}: {' '.join(target.summary.split())}" in shown
 
 
 def test_unknown_target_error_lists_the_targets(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["export", str(tmp_path), str(tmp_path / "out"), "--target", "gguf"])
     assert result.exit_code == 2
     assert result.stderr == f"error: --target gguf: expected one of {', '.join(EXPORTS)}\n"
+
+
+@pytest.mark.parametrize(
+    ("written", "nearest"),
+    [
+        ("mlx-q8", "mlx-q4 or mlx"),
+        ("vllm-int8", "vllm-int4 or vllm"),
+        ("torch", "torchao or torchao-int4"),
+        ("bf-16", "bf16"),
+    ],
+)
+def test_unknown_target_error_names_the_nearest(written: str, nearest: str) -> None:
+    with pytest.raises(OptionError, match=rf"--target {written}: .*; the nearest is {nearest}$"):
+        get_target(written)
+
+
+@pytest.mark.parametrize(("alias", "name"), [("mlx", "mlx-q4"), ("vllm", "vllm-int4"), ("torchao", "torchao-int4")])
+def test_alias_makes_the_export_of_the_full_name(alias: str, name: str, tmp_path: Path) -> None:
+    assert get_target(alias) is get_target(name)
+    if name == "mlx-q4":
+        return  # its packages may be missing
+    run_command({"quantize": str(model_of("BF16", tmp_path / "model"))}, tmp_path / "master")
+    for target in (alias, name):
+        run_command({"export": str(tmp_path / "master"), "target": target}, tmp_path / target)
+    assert folder_bytes(tmp_path / alias) == folder_bytes(tmp_path / name)
+    assert read_manifest(tmp_path / alias).made_by["target"] == name
+
+
+@pytest.mark.parametrize("target", ["bf16", "vllm-int4"])
+def test_export_of_an_export_asks_for_the_master(target: str, tmp_path: Path) -> None:
+    run_command({"quantize": str(model_of("BF16", tmp_path / "model"))}, tmp_path / "master")
+    run_command({"export": str(tmp_path / "master"), "target": target}, tmp_path / "first")
+    with pytest.raises(SourceError, match=rf"found an export \({target}\): .* give the folder of the master"):
+        run_command({"export": str(tmp_path / "first"), "target": "bf16"}, tmp_path / "second")
+    assert not (tmp_path / "second").exists()
 
 
 @pytest.mark.parametrize("target", EXPORTS)

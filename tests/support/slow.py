@@ -11,6 +11,7 @@ EXHAUSTIVE = "tries many values or cases; others of its module try some"
 
 # Modules, and test functions: MODULE::FUNCTION. Paths are relative to tests/.
 SLOW = {
+    "architectures/test_architectures.py": MODELS,
     "card/test_card_loading.py": PROCESSES,
     "cli/test_cli.py::test_commands_run_in_a_fresh_process": PROCESSES,
     "cli/test_cli.py::test_help_imports_nothing_heavy": PROCESSES,

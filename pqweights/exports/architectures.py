@@ -1,0 +1,171 @@
+"""Architectures that a target cannot store, because of what transformers does with their weights: by model_type.
+
+An export is made from names and shapes alone, so whether it loads must be known from these names. The sets were found
+with transformers 5.23 by building each of its models on the meta device (tools/architectures.py), and
+tests/architectures checks those that can be built tiny.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pqweights.errors import ExportError
+
+TORCHAO, VLLM, MLX = "torchao-int4", "vllm-int4", "mlx-q4"
+
+# Linear weights are stored transposed, [in, out] (transformers' Conv1D).
+TRANSPOSED = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
+# transformers splits fused experts, for compressed-tensors alone, into layers that no checkpoint has.
+UNPACKED_EXPERTS = frozenset({"llama4", "llama4_text"})
+# transformers cuts a stored weight into several, or joins several, without regard to packed codes.
+RESHAPED = frozenset(
+    {
+        "depth_pro",
+        "dinov2",
+        "dinov2_with_registers",
+        "gradium_phonon_tts",
+        "gte",
+        "hrm_text",
+        "inkling_mm_model",
+        "jina_embeddings_v3",
+        "minimax_m3_vl",
+        "molmo2",
+        "molmo2_text",
+        "nemo_speechlm",
+        "nomic_bert",
+        "qianfan_ocr",
+        "radio",
+        "sapiens2",
+        "tipsv2",
+        "tipsv2_vision_model",
+        "unlimited_ocr",
+    }
+)
+# Layers have other names in memory than in the file, and torchao's metadata names tensors as they are in memory.
+RENAMED = RESHAPED | frozenset(
+    {
+        "altclip",
+        "audio-spectrogram-transformer",
+        "axk2",
+        "bailing_hybrid",
+        "beit",
+        "cohere_asr",
+        "cosmos3_edge",
+        "cosmos3_omni",
+        "csm",
+        "d_fine",
+        "deepseek_v4",
+        "deit",
+        "dinov3_vit",
+        "ernie4_5_vl_moe",
+        "glm5_next",
+        "glm5_next_text",
+        "granite_speech",
+        "granite_speech_plus",
+        "grounding-dino",
+        "hy_v3",
+        "hy_v4",
+        "ijepa",
+        "inkling2",
+        "inkling2_text",
+        "kimi_k25",
+        "kimi_linear",
+        "kyutai_speech_to_text",
+        "laguna",
+        "lfm3",
+        "lfm3_vl",
+        "lfm3_vl_vision",
+        "lw_detr",
+        "mask2former",
+        "maskformer",
+        "mimi",
+        "mistral_large4",
+        "mistral_large4_text",
+        "mm-grounding-dino",
+        "nemotron_h_omni",
+        "oneformer",
+        "paddleocr_vl",
+        "pi0",
+        "pixio",
+        "pp_doclayout_v3",
+        "pp_doclayout_v4",
+        "rf_detr",
+        "rt_detr",
+        "rt_detr_v2",
+        "sam3_tracker",
+        "sam3_tracker_video",
+        "sam3_video",
+        "segformer",
+        "step3p7",
+        "swin",
+        "t5gemma2",
+        "timesfm2_5",
+        "tipsv2_text_model",
+        "ultrabert",
+        "ultravbert",
+        "vibevoice_asr",
+        "video_llava",
+        "vision-encoder-decoder",
+        "vit",
+        "vit_mae",
+        "vit_msn",
+        "vivit",
+    }
+)
+# The model computes with a weight otherwise than by F.linear, the only product that torchao's tensors have.
+USED_DIRECTLY = frozenset({"falcon", "rwkv"})
+# Of all these, the architectures of which mlx-q4 makes a model that mlx-lm runs.
+RUN_BY_MLX = frozenset({"gpt2", "llama4"})
+
+_TRANSPOSED = "it stores its linear weights transposed, which the format cannot hold"
+_EXPERTS = "transformers splits its fused experts when it loads compressed-tensors, and would not find them"
+_RESHAPED = "transformers cuts or joins its weights as it loads them, which packed codes do not survive"
+_RENAMED = "transformers renames its layers as it loads them, and would not find torchao's tensors"
+_DIRECTLY = "it computes with its weights directly, which torchao's tensors do not support"
+# In the order in which they are reported.
+_REFUSALS: dict[str, tuple[tuple[frozenset[str], str], ...]] = {
+    TORCHAO: ((TRANSPOSED, _TRANSPOSED), (RESHAPED, _RESHAPED), (RENAMED, _RENAMED), (USED_DIRECTLY, _DIRECTLY)),
+    VLLM: ((TRANSPOSED, _TRANSPOSED), (UNPACKED_EXPERTS, _EXPERTS), (RESHAPED, _RESHAPED)),
+}
+# The keys of the configurations of towers, whose weights stay plain.
+_TOWER = re.compile(r"(vision|image|audio|speech)\w*")
+
+
+def check_architecture(target: str, config: Mapping[str, Any] | None) -> None:
+    """Raise ExportError if a target of integers cannot store a model of this configuration.
+
+    The message names the architecture, the reason, and the targets that can.
+    """
+    found = _refusal(target, config or {})
+    if found is None:
+        return
+    model_type, reason = found
+    others = [other for other in (VLLM, TORCHAO) if other != target and _refusal(other, config or {}) is None]
+    if (config or {}).get("model_type") in RUN_BY_MLX:
+        others.append(MLX)
+    raise ExportError(
+        f"config.json: {target} cannot hold a model of type {model_type}: {reason}; use --target "
+        f"{' or '.join([*others, 'bf16'])}"
+    )
+
+
+def _refusal(target: str, config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the model_type that a target cannot store, and the reason; None if there is none."""
+    for model_type, is_tower in _model_types(config):
+        for refused, reason in _REFUSALS[target]:
+            # compressed-tensors also fails at plain weights that transformers cuts.
+            if model_type in refused and (not is_tower or (target == VLLM and refused is RESHAPED)):
+                return model_type, reason
+    return None
+
+
+def _model_types(config: Mapping[str, Any], is_tower: bool = False) -> Iterator[tuple[str, bool]]:
+    """Yield each model_type of a configuration, the outermost first, and whether it is that of a tower."""
+    model_type = config.get("model_type")
+    if isinstance(model_type, str):
+        yield model_type, is_tower
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _model_types(value, is_tower or _TOWER.fullmatch(key) is not None)

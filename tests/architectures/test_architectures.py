@@ -1,0 +1,181 @@
+"""Every architecture of the table through every target: it loads and computes what it should, or it is refused.
+
+torchao's tensors have no kernel for a CPU; here they get one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import Array, as_float32, bf16, f32, master_weights, read_all, run_command, write_checkpoint
+from integer_exports import as_loaded, from_tiles, integer_names
+from table import ARCHITECTURES, LOADS, Architecture
+
+from pqweights.errors import ExportError
+from pqweights.results.verify import verify
+from pqweights.runtimes.decoders import export_weight
+from pqweights.runtimes.models import open_model
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+IDS = [5, 77, 3, 9, 100, 42, 7, 7]
+
+
+def build(about: Architecture, folder: Path) -> None:
+    """A model with random weights, biases and norms, saved in BF16."""
+    torch.manual_seed(3)
+    config = getattr(transformers, about.config)(**about.settings)
+    model = getattr(transformers, about.model)(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            elif not parameter.any():
+                parameter.normal_(0, 0.05)
+    model.save_pretrained(folder)
+
+
+def load(about: Architecture, folder: Path, dtype: Any = None) -> Any:
+    """The model in transformers; no weight is missing, none is left over."""
+    model, info = getattr(transformers, about.model).from_pretrained(
+        folder, dtype=dtype or torch.float32, output_loading_info=True
+    )
+    assert not {kind: sorted(names) for kind, names in info.items() if names}
+    return model.eval()
+
+
+def computed(about: Architecture, model: Any) -> Array:
+    """What a model makes of fixed inputs."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"image": ("pixel_values", 1, 3, 32, 32), "sound": ("input_values", 1, 800)}
+    shapes |= {"image and ids": shapes["image"], "features": ("input_features", 1, 16, 64)}
+    inputs: dict[str, Any] = {}
+    if about.takes in shapes:
+        name, *shape = shapes[about.takes]
+        inputs[name] = torch.randn(*shape, generator=generator).to(model.dtype)
+    if about.takes in ("ids", "seq2seq", "image and ids"):
+        inputs["input_ids"] = torch.tensor([IDS])
+    if about.takes in ("seq2seq", "features"):
+        inputs["decoder_input_ids"] = torch.tensor([IDS[:5]])
+    with torch.inference_mode():
+        found = model(**inputs)
+    names = ("logits", "image_embeds", "last_hidden_state")
+    values: Array = next(found[name] for name in names if getattr(found, name, None) is not None).float().numpy()
+    assert np.isfinite(values).all()
+    return values
+
+
+def distance(found: Array, expected: Array) -> float:
+    """The norm of the difference, relative to that of `expected`."""
+    assert found.shape == expected.shape
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def check_master(about: Architecture, folder: Path) -> None:
+    """The master loads as the BF16 export does, which holds the decoded weights; both compute what the source does."""
+    import pqweights
+
+    source, exported, decoded = read_all(folder / "src"), read_all(folder / "bf16"), master_weights(folder / "master")
+    for name, values in decoded.items():
+        assert exported[name][1].tobytes() == bf16(values)[1].tobytes(), name
+    for name in source.keys() - decoded.keys():
+        assert exported[name][1].tobytes() == source[name][1].tobytes(), name
+    plain = load(about, folder / "bf16", torch.bfloat16)
+    model = pqweights.load_model(folder / "master", dtype=torch.bfloat16).eval()
+    expected = plain.state_dict()
+    assert expected.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    result = computed(about, model.float())
+    assert np.array_equal(result, computed(about, plain.float()))
+    assert distance(result, computed(about, load(about, folder / "src"))) < 0.1
+
+
+def with_integers(folder: Path, exported: Path) -> Path:
+    """Write a plain float32 checkpoint with the integers of an export decoded, rounded to BF16."""
+    config = json.loads((folder / "bf16" / "config.json").read_bytes())
+    for place in (config, *(value for value in config.values() if isinstance(value, dict))):
+        if "dtype" in place:
+            place["dtype"] = "float32"
+    tensors = {n: f32(as_float32(t)) if t[0] in ("BF16", "F32") else t for n, t in read_all(folder / "bf16").items()}
+    decode = export_weight(exported)
+    tensors |= {name: f32(as_loaded(decode(name))) for name in integer_names(exported)}
+    return write_checkpoint(exported.with_name(f"{exported.name}-plain"), tensors, config=config)
+
+
+def check_vllm(about: Architecture, folder: Path, exported: Path) -> None:
+    """compressed-tensors decodes the weights, and transformers computes with them."""
+    pytest.importorskip("compressed_tensors")
+    expected = computed(about, load(about, with_integers(folder, exported)))
+    assert distance(computed(about, load(about, exported).float()), expected) < 1e-5
+
+
+def check_torchao(about: Architecture, folder: Path, exported: Path) -> None:
+    """transformers puts every integer into its place, and computes with torchao's tensors."""
+    pytest.importorskip("torchao")
+    expected = load(about, with_integers(folder, exported))
+    model = load(about, exported, torch.bfloat16)
+    weights, integers = dict(expected.named_parameters()), 0
+    for name, parameter in model.named_parameters():
+        if type(parameter.data).__name__ == "Int4TilePackedTo4dTensor":
+            integers += 1
+            rows, columns = parameter.shape
+            found = from_tiles(parameter.qdata.numpy(), parameter.scale_and_zero.float().numpy())[:rows, :columns]
+            assert np.array_equal(as_loaded(found), weights[name].detach().numpy()), name
+        else:
+            assert torch.equal(parameter, weights[name].to(parameter.dtype)), name
+    assert integers == len(integer_names(exported))
+    assert distance(computed(about, model), computed(about, expected.to(torch.bfloat16))) < 0.05
+
+
+def check_mlx(about: Architecture, folder: Path, exported: Path) -> None:
+    """With 8 bits, mlx-lm computes about what the master does."""
+    found = open_model(exported).logits(np.array(IDS), len(IDS))
+    assert distance(found, computed(about, load(about, folder / "bf16"))[0]) < 0.1
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cpu_kernel() -> Iterator[None]:
+    """Give PyTorch a CPU kernel for what torchao's tiles are multiplied with."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def multiply(inputs: Any, tiles: Any, group_size: int, pairs: Any) -> Any:
+        weights = torch.from_numpy(from_tiles(tiles.numpy(), pairs.float().numpy()))
+        return (inputs.float() @ weights.T).to(inputs.dtype)
+
+    library.impl("_weight_int4pack_mm", multiply, "CPU")
+    yield
+    library._destroy()
+
+
+CHECKS = {"vllm-int4": check_vllm, "torchao-int4": check_torchao, "mlx-q4": check_mlx}
+OPTIONS: dict[str, dict[str, Any]] = {"mlx-q4": {"bits": 8, "group_size": 32}}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_target_loads_an_architecture_or_refuses_it(name: str, tmp_path: Path) -> None:
+    about = ARCHITECTURES[name]
+    build(about, tmp_path / "src")
+    run_command({"quantize": str(tmp_path / "src"), "recipe": "q8"}, tmp_path / "master")
+    assert verify(tmp_path / "master", threads=1).ok
+    run_command({"export": str(tmp_path / "master"), "target": "bf16"}, tmp_path / "bf16")
+    check_master(about, tmp_path)
+    for target, check in CHECKS.items():
+        expected, out = about.expected[target], tmp_path / target
+        if target == "mlx-q4":
+            pytest.importorskip("mlx_lm")
+        command = {"export": str(tmp_path / "master"), "target": target, **OPTIONS.get(target, {})}
+        if expected == LOADS:
+            run_command(command, out)
+            check(about, tmp_path, out)
+        else:
+            with pytest.raises(ExportError) as refusal:
+                run_command(command, out)
+            assert re.search(expected, str(refusal.value)), str(refusal.value)
+            assert not out.exists()

@@ -1,0 +1,136 @@
+"""What an export warns of: a basis that one runtime computes, more bits than the master has, and padding."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import done, refused
+from helpers import bf16, gaussian, run_command, write_checkpoint
+from integer_exports import LAYER, integer_names, quantization
+
+from pqweights.exports import torchao_int4
+from pqweights.exports.vllm_int4 import ROTATED_WARNING
+from pqweights.rewrite.manifest import read_manifest
+
+ATTENTION, MLP = f"{LAYER}.self_attn.o_proj.weight", f"{LAYER}.mlp.down_proj.weight"
+
+
+def master(folder: Path, columns: Mapping[str, int], recipe: str = "q5", rows: int = 64) -> Path:
+    tensors = {name: bf16(gaussian(rows, width, seed=width)) for name, width in columns.items()}
+    write_checkpoint(folder / "src", tensors, config={"model_type": "llama", "dtype": "bfloat16"})
+    run_command({"quantize": str(folder / "src"), "recipe": recipe}, folder / "master")
+    return folder / "master"
+
+
+def warned(master: Path, out: Path, *options: object) -> list[str]:
+    """The warnings of an export, which are the same on stderr and in the JSON."""
+    result = done("export", master, out, *options, "--json")
+    found: list[str] = json.loads(result.stdout)["warnings"]
+    assert result.stderr == "".join(f"warning: {text}\n" for text in found)
+    return found
+
+
+def test_rotated_basis_warns_that_only_vllm_computes_it(tmp_path: Path) -> None:
+    folder = master(tmp_path, {ATTENTION: 256})
+    assert warned(folder, tmp_path / "plain", "-t", "vllm-int4") == []
+    assert warned(folder, tmp_path / "rotated", "-t", "vllm-int4", "--basis", "rotated") == [ROTATED_WARNING]
+    assert re.search("only vLLM .* transformers .* nonsense", ROTATED_WARNING)
+    again = done("export", folder, tmp_path / "rotated", "-t", "vllm-int4", "--basis", "rotated")
+    assert f"warning: {ROTATED_WARNING}\n" in again.stderr and "already holds" in again.stderr
+    shown = done("card", tmp_path / "rotated", "--print").stdout
+    assert "For vLLM alone" in shown and "computes nonsense" in shown
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "expected"),
+    [
+        ("q5", ("-t", "vllm-int4", "--bits", "8"), "the master holds 5 bits a weight: integers of 8 bits"),
+        ("q3", ("-t", "torchao-int4"), "the master holds 3 bits a weight: integers of 4 bits"),
+        ("q4", ("-t", "vllm-int4"), None),
+        ("q8", ("-t", "vllm-int4", "--bits", "8"), None),
+    ],
+)
+def test_more_bits_than_the_master_holds_are_remarked(
+    recipe: str, options: tuple[str, ...], expected: str | None, tmp_path: Path
+) -> None:
+    folder = master(tmp_path, {ATTENTION: 1024}, recipe)
+    found = warned(folder, tmp_path / "out", *options)
+    assert [text.partition(" make ")[0] for text in found] == ([expected] if expected else [])
+    assert all("--source ORIGINAL" in text for text in found)
+    assert warned(folder, tmp_path / "measured", *options, "--source", tmp_path / "src") == []
+
+
+def test_mlx_export_of_more_bits_than_the_master_is_remarked(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mlx_lm")
+    import families
+
+    (found,) = warned(families.master(base, "llama"), tmp_path / "out", "-t", "mlx", "--bits", "8")
+    assert found.startswith("the master holds 6 bits a weight: integers of 8 bits")
+
+
+@pytest.fixture
+def _real_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchao_int4, "TOO_MANY_BITS", 16)
+
+
+@pytest.mark.usefixtures("_real_limit")
+def test_layer_stays_plain_where_tiles_would_take_as_much_as_bf16(tmp_path: Path) -> None:
+    """Rows of 256 weights are padded to four times their length; those of 384 to less than three times."""
+    folder = master(tmp_path, {ATTENTION: 256, MLP: 384})
+    shown = done("export", folder, tmp_path / "out", "-t", "torchao-int4")
+    assert integer_names(tmp_path / "out") == [MLP]
+    reason = "rows of 256 weights, padded to 1024, would take 17 bits a weight; --packing plain pads nothing"
+    assert f"plain: 1 tensor, 16384 weights: {reason}: {ATTENTION}\n" in shown.stdout
+    (kept,) = (tensor for tensor in read_manifest(tmp_path / "out").tensors if tensor.name == ATTENTION)
+    assert kept.reason == reason and kept.stored[0].dtype == "BF16"
+    done("export", folder, tmp_path / "unpadded", "-t", "torchao-int4", "--packing", "plain")
+    assert set(integer_names(tmp_path / "unpadded")) == {ATTENTION, MLP}
+
+
+@pytest.mark.usefixtures("_real_limit")
+def test_model_whose_every_layer_is_too_narrow_for_tiles_is_refused(tmp_path: Path) -> None:
+    line = refused("export", master(tmp_path, {ATTENTION: 256}), tmp_path / "out", "-t", "torchao-int4")
+    assert "no weight of this model can become integers" in line and "--packing plain" in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("_real_limit")
+@pytest.mark.parametrize(("columns", "share"), [(1024, None), (2048 + 256, "25%"), (640, "38%")])
+def test_padding_that_costs_a_good_share_of_the_file_is_remarked(
+    columns: int, share: str | None, tmp_path: Path
+) -> None:
+    folder = master(tmp_path, {MLP: columns})
+    found = warned(folder, tmp_path / "out", "-t", "torchao-int4")
+    if share is None:
+        assert found == []
+    else:
+        (text,) = found
+        assert "--packing plain" in text and "mslk" in text and text.endswith(f"make the result {share} smaller")
+        assert warned(folder, tmp_path / "unpadded", "-t", "torchao-int4", "--packing", "plain") == []
+        before, after = (done("inspect", tmp_path / name, "--json").stdout for name in ("out", "unpadded"))
+        saved = 1 - json.loads(after)["totals"]["output_bytes"] / json.loads(before)["totals"]["output_bytes"]
+        assert f"{saved:.0%}" == share
+
+
+def ignored(folder: Path) -> Any:
+    from compressed_tensors.utils.match import match_name
+
+    expressions = quantization(folder)["ignore"]
+    return lambda module: any(match_name(module, expression) for expression in expressions)
+
+
+def test_vllm_ignores_modules_that_the_file_does_not_name(tmp_path: Path) -> None:
+    """Tied and new heads lie outside of the numbered layers, and have a name of their own in each architecture."""
+    pytest.importorskip("compressed_tensors")
+    done("export", master(tmp_path, {ATTENTION: 128, "pooler.dense.weight": 128}), tmp_path / "out", "-t", "vllm")
+    is_ignored = ignored(tmp_path / "out")
+    for head in ("lm_head", "cls.predictions.decoder", "proj_out", "classifier", "score", "model.decoder"):
+        assert is_ignored(head), head
+    for module in (LAYER + ".self_attn.o_proj", "layers.7.self_attn.o_proj", "pooler.dense", "bert.pooler.dense"):
+        assert not is_ignored(module), module
+    assert is_ignored("another_pooler.dense")
