@@ -142,6 +142,8 @@ def _lock(folder: Path) -> int:
     Raises OutputError if another run holds the lock.
     """
     while True:
+        if folder.exists() and not folder.is_dir():
+            raise OutputError(f"{folder}: expected a folder of an interrupted run, or none; move it away")
         folder.mkdir(exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         try:

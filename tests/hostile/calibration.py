@@ -15,7 +15,35 @@ def there(name: str, command: str, *fragments: str, content: bytes) -> Case:
     return Case(name, {command: fragments}, GOOD_MODEL | {"scales.safetensors": content})
 
 
+UNFINISHED = "scales.safetensors.unfinished"
+SENSITIVITY = "sensitivity model s.json --tokens 32 --window 16"
+
+
+def unfinished(name: str, command: str, folder: str, *fragments: str, **files: str) -> Case:
+    """Files, by suffix and name, in the folder of an interrupted measurement. `journal` is that of journal.jsonl."""
+    places = {f"{folder}/{'journal.jsonl' if key == 'journal' else key}": content for key, content in files.items()}
+    return Case(name, {command: fragments}, GOOD_MODEL | {TEXT: LONG_TEXT} | places)
+
+
 CALIBRATE_CASES = [
+    unfinished("calibrate-journal-damaged", CALIBRATE, UNFINISHED, "journal.jsonl", "damaged", journal="{"),
+    unfinished(
+        "calibrate-journal-of-another-checkpoint", CALIBRATE, UNFINISHED, "checkpoint", "--overwrite", journal="{}\n"
+    ),
+    unfinished("calibrate-journal-missing", CALIBRATE, UNFINISHED, "interrupted run", "move it away", notes="mine"),
+    unfinished(
+        "sensitivity-journal-of-another-checkpoint",
+        SENSITIVITY,
+        "s.json.unfinished",
+        "checkpoint",
+        "--overwrite",
+        journal="{}\n",
+    ),
+    Case(
+        "sensitivity-folder-is-a-file",
+        {SENSITIVITY: ("s.json.unfinished", "expected a folder")},
+        GOOD_MODEL | {"s.json.unfinished": b"x"},
+    ),
     evaluating(
         "calibrate-text-missing",
         "nowhere.txt",

@@ -24,13 +24,14 @@ pytest.importorskip("transformers")
 
 import torch
 
-from pqweights.errors import EvaluationError, OutputError, SourceChangedError
+from pqweights.errors import EvaluationError, MissingDependencyError, OutputError, SourceChangedError
 from pqweights.measure import calibrate as calibration
 from pqweights.measure import recording, sensitivity
 from pqweights.measure.calibrate import CalibrationOptions, calibrate
 from pqweights.measure.scale_search import SearchResult
 from pqweights.measure.sensitivity import SensitivityOptions, measure_sensitivity
 from pqweights.planning.recipe import parse_recipe
+from pqweights.runtimes import packages
 
 TEXT = " ".join(f"w{number}" for number in np.random.default_rng(11).integers(0, 500, 1100))
 RECIPE = parse_recipe("bits: 3", "three")
@@ -371,6 +372,22 @@ def test_commands_say_that_they_continue(
         assert "interrupted; run the same command again: it continues where it stopped" in interrupted.stderr
         done(command, source, out, *options)
         assert out.exists() and not out.with_name(out.name + ".unfinished").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "what"), [("calibrate", "calibrating"), ("sensitivity", "measuring sensitivities")]
+)
+def test_missing_transformers_is_named_with_what_needs_it(
+    command: str, what: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(packages.importlib, "import_module", missing)
+    with pytest.raises(MissingDependencyError) as raised:
+        RUNS[command](source, tmp_path / FILES[command])
+    assert str(raised.value).startswith(f"{what} needs t")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_results_survive_the_journal_exactly(tmp_path: Path) -> None:
