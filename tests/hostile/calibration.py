@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from hostile.case import Case, stored
 from hostile.evaluation import BERT, GOOD_MODEL, evaluating, language_model, language_model_config, without_tensor
 from hostile.exports import TEXT
@@ -20,15 +22,19 @@ SENSITIVITY = "sensitivity model s.json --tokens 32 --window 16"
 
 
 def unfinished(name: str, command: str, folder: str, *fragments: str, **files: str) -> Case:
-    """Files, by suffix and name, in the folder of an interrupted measurement. `journal` is that of journal.jsonl."""
-    places = {f"{folder}/{'journal.jsonl' if key == 'journal' else key}": content for key, content in files.items()}
+    """Files, by name, in the folder of an interrupted measurement."""
+    places = {f"{folder}/{key}": content for key, content in files.items()}
     return Case(name, {command: fragments}, GOOD_MODEL | {TEXT: LONG_TEXT} | places)
 
 
+# What another checkpoint would have left.
+JOURNAL = f"{hashlib.sha256(b'{}').hexdigest()} {{}}\n"
+
+
 CALIBRATE_CASES = [
-    unfinished("calibrate-journal-damaged", CALIBRATE, UNFINISHED, "journal.jsonl", "damaged", journal="{"),
+    unfinished("calibrate-journal-damaged", CALIBRATE, UNFINISHED, "journal", "damaged", journal="{"),
     unfinished(
-        "calibrate-journal-of-another-checkpoint", CALIBRATE, UNFINISHED, "checkpoint", "--overwrite", journal="{}\n"
+        "calibrate-journal-of-another-checkpoint", CALIBRATE, UNFINISHED, "checkpoint", "--overwrite", journal=JOURNAL
     ),
     unfinished("calibrate-journal-missing", CALIBRATE, UNFINISHED, "interrupted run", "move it away", notes="mine"),
     unfinished(
@@ -37,7 +43,7 @@ CALIBRATE_CASES = [
         "s.json.unfinished",
         "checkpoint",
         "--overwrite",
-        journal="{}\n",
+        journal=JOURNAL,
     ),
     Case(
         "sensitivity-folder-is-a-file",

@@ -265,7 +265,7 @@ def test_overwrite_continues_its_own_run(source: Path, whole: dict[str, bytes], 
     run_sensitivity(source, out, tokens=48)
     with pytest.raises(KeyboardInterrupt):
         run_sensitivity(source, out, interrupted_at(3), overwrite=True)
-    journal = out.with_name("out.json.unfinished") / "journal.jsonl"
+    journal = out.with_name("out.json.unfinished") / "journal"
     assert len(journal.read_text().splitlines()) == 1 + 2
     run_sensitivity(source, out, overwrite=True)
     assert out.read_bytes() == whole["sensitivity"]
@@ -286,14 +286,25 @@ def test_damaged_journal_is_refused_and_a_cut_one_continued(
     command: str, source: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / FILES[command]
-    journal = interrupt(command, source, out, call=WINDOWS + 4 if command == "calibrate" else 4) / "journal.jsonl"
+    journal = interrupt(command, source, out, call=WINDOWS + 4 if command == "calibrate" else 4) / "journal"
     content = journal.read_bytes()
     assert content.count(b"\n") >= 4
-    for damaged in (b"", b"{}", b"nothing\n", content[:40]):
+    for damaged in (
+        b"",
+        b"{}\n",
+        b"nothing\n",
+        content[:40],
+        content.replace(b"unfinished_version", b"unfinished_Version"),
+    ):
         journal.write_bytes(damaged)
-        with pytest.raises(OutputError, match=r"journal.jsonl is damaged, .* pass --overwrite"):
+        with pytest.raises(OutputError, match=r"journal is damaged, .* pass --overwrite"):
             RUNS[command](source, out)
-    journal.write_bytes(content[:-7])
+    *others, last = content.splitlines(keepends=True)
+    for last_line in (last[:-7], last[:80] + b"1" + last[81:], b"{}\n", b""):
+        journal.write_bytes(b"".join([*others, last_line]))
+        with pytest.raises(KeyboardInterrupt):
+            RUNS[command](source, out, interrupted_at(1))
+        assert journal.read_bytes().startswith(b"".join(others))
     RUNS[command](source, out)
     assert out.read_bytes() == whole[command]
 
