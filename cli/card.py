@@ -63,6 +63,7 @@ def _check_repositories(repository: str | None, base_model: str | None) -> None:
 
 def _show(card: Card, folder: Path, json: bool) -> None:
     from pqweights.checkpoint.names import CARD_FILE
+    from pqweights.results.evaluation_record import FEWEST_TOKENS_FOR_CARD
     from pqweights.units import counted
 
     written = folder / CARD_FILE
@@ -74,12 +75,18 @@ def _show(card: Card, folder: Path, json: bool) -> None:
                 "repository": card.repository,
                 "base_model": card.base_model,
                 "evaluations": card.evaluations,
+                "quick_evaluations": card.quick_evaluations,
             }
         )
         return
     output.summary(
         f"{written}: {'written' if card.changed else 'up to date'}; {counted(card.evaluations, 'evaluation')}"
     )
+    if card.quick_evaluations:
+        output.note(
+            f"{counted(card.quick_evaluations, 'evaluation')} with fewer than {FEWEST_TOKENS_FOR_CARD} scored tokens "
+            "left out of the card"
+        )
     if card.base_model is None:
         output.note("the base model is not known; name it with --base-model ORG/NAME")
     if card.repository is None:

@@ -90,7 +90,7 @@ def command(
 
     Each model runs in the library that it is made for, which is named below the table. Windows slide over the text,
     and only the last tokens of each window are scored; see docs/evaluation.md. The results of a master or an export
-    are also recorded beside it, for its model card.
+    are also recorded beside it; its model card shows those that score at least 10000 tokens.
     """
     if (text is None) == (dataset is None):
         raise typer.BadParameter("expected either --text FILE or --dataset wikitext")
@@ -215,10 +215,13 @@ def _show(done: EvaluationReport, presentation: _Presentation) -> None:
 def _record(place: Place, record: EvaluationRecord) -> None:
     """Write figures beside their model; a failure is only a note, because the figures are printed already."""
     from pqweights.errors import MasterError, OutputError
-    from pqweights.results.evaluation_record import write_record
+    from pqweights.results.evaluation_record import FEWEST_TOKENS_FOR_CARD, write_record
 
+    too_few = (
+        f"; too few tokens for the model card, which shows evaluations that score at least {FEWEST_TOKENS_FOR_CARD}"
+    )
     try:
-        output.note(f"recorded in {write_record(place, record)}")
+        output.note(f"recorded in {write_record(place, record)}{'' if record.is_for_card else too_few}")
     except (MasterError, OutputError) as error:
         output.note(f"not recorded: {error}")
 

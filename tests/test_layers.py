@@ -88,7 +88,12 @@ OPTIONAL = {
         "pqweights.card.old_card",
     },
     "huggingface_hub": set(),  # by name, in pqweights.hub.official
-    "matplotlib": {"pqweights.plots.distribution", "pqweights.plots.figure", "pqweights.plots.layers"},
+    "matplotlib": {
+        "pqweights.plots.distribution",
+        "pqweights.plots.evaluation",
+        "pqweights.plots.figure",
+        "pqweights.plots.layers",
+    },
     "transformers": {
         "pqweights.measure.activations",
         "pqweights.integrations.conversion",

@@ -48,6 +48,7 @@ class Card:
     text: all of README.md.
     repository, base_model: the repositories that it names; None if they are not known.
     evaluations: how many evaluations it reports.
+    quick_evaluations: how many it leaves out, because they scored too few tokens.
     changed: whether it differs from the card that was there.
     """
 
@@ -55,6 +56,7 @@ class Card:
     repository: str | None
     base_model: str | None
     evaluations: int
+    quick_evaluations: int
     changed: bool
 
 
@@ -117,6 +119,11 @@ class _Subject:
         """The manifest of the folder."""
         return self.found.manifest
 
+    @property
+    def shown(self) -> list[EvaluationRecord]:
+        """The evaluations that the card shows."""
+        return [record for record in self.records if record.is_for_card]
+
 
 def make_card(
     folder: Path, options: CardOptions = CardOptions(), *, old: str | None = None, pushed: str | None = None
@@ -136,7 +143,8 @@ def make_card(
         text=text,
         repository=subject.names.on_hub,
         base_model=subject.names.base_model,
-        evaluations=len(subject.records),
+        evaluations=len(subject.shown),
+        quick_evaluations=len(subject.records) - len(subject.shown),
         changed=text != old,
     )
 
@@ -201,7 +209,7 @@ def _text(subject: _Subject) -> str:
         "Load": _loading(subject),
         "Recipe": recipe(manifest),
         "Weights": weights(found),
-        "Evaluation": evaluation(subject.records, manifest),
+        "Evaluation": evaluation(subject.shown, manifest),
         "Method": provenance.method(manifest),
         "Files and hashes": provenance.files(manifest, subject.manifest_sha256, bool(subject.records)),
     }

@@ -140,7 +140,7 @@ def files(manifest: Manifest, manifest_sha256: str, has_records: bool) -> list[s
     )
     if has_records:
         about += (
-            f" {code(EVALUATION_FILE)} holds the figures of the evaluation and names the manifest that they belong to."
+            f" {code(EVALUATION_FILE)} holds the figures of evaluations and names the manifest that they belong to."
         )
     rows = [[code(shard.file), str(shard.file_bytes)] for shard in shards_of(manifest)]
     return [about, "\n".join(f"- {fact}" for fact in facts), table(["file", "bytes"], rows, [1])]

@@ -228,9 +228,9 @@ def _prepare(
             f"recipe {recipe.name!r}: expected given widths, because scales are searched for them; found a target, "
             "which chooses the widths"
         )
-    package("transformers", "transformers", "calibrating")
     checkpoint, planned = plan_original(source, recipe)
     check_free(out, options.overwrite, kind="scales", read=open_awq)
+    package("transformers", "transformers", "calibrating")
     folder = read_folder(source)
     size = window_size(folder, options.window, WINDOW)
     windows = text_windows(

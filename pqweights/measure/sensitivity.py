@@ -132,11 +132,11 @@ def measure_sensitivity(
     The logits of all tokens stay in memory. Raises SourceError, RecipeError, EvaluationError, OutputError,
     MissingDependencyError.
     """
-    with slow_step("loading transformers"):
-        _torch()
     checkpoint, planned = plan_original(source, recipe)
     if out is not None:
         check_free(out, options.overwrite, kind="sensitivities", read=read_sensitivity)
+    with slow_step("loading transformers"):
+        _torch()
     windows = _windows(source, options)
     job = _SensitivityJob(
         source=source, checkpoint=checkpoint, planned=planned, windows=windows, options=options, progress=progress

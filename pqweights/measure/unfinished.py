@@ -1,8 +1,8 @@
 """What an interrupted measurement leaves beside its file, so that the same command continues it.
 
-The folder FILE.unfinished holds journal.jsonl: its first line states which measurement it belongs to, and each further
-line what was found for one weight or group. `calibrate` adds the activations that it has recorded
-(activations_file.py). The folder is removed when FILE is written.
+The folder FILE.unfinished holds a journal: its first line states which measurement it belongs to, and each further line
+what was found for one weight or group. A line is the sha256 of its JSON, a space, and the JSON. `calibrate` adds the
+activations that it has recorded (activations_file.py). The folder is removed when FILE is written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pqweights.errors import OutputError, PqweightsError, SourceChangedError
 from pqweights.runtimes.texts import Ids
 
 SUFFIX = ".unfinished"
-JOURNAL_FILE, STATE_FILE, SAMPLES_FILE = "journal.jsonl", "activations", "samples"
+JOURNAL_FILE, STATE_FILE, SAMPLES_FILE = "journal", "activations", "samples"
 UNFINISHED_VERSION = 1
 # What the fields of the first line are called in messages; those of the checkpoint have a message of their own.
 SHOWN = {
@@ -89,12 +89,12 @@ class Unfinished:
 
     def keep(self, name: str, entry: Mapping[str, Any]) -> None:
         """Keep what was found for one weight or group; threads may call it at the same time."""
-        line = json.dumps({"name": name, **entry}).encode() + b"\n"
+        record = {"name": name, **entry}
         with self._turn, disk_errors(self.folder), open(self.folder / JOURNAL_FILE, "ab") as journal:
-            journal.write(line)
+            journal.write(_line(record))
             journal.flush()
             os.fsync(journal.fileno())
-            self.found[name] = json.loads(line)
+            self.found[name] = json.loads(json.dumps(record))
 
     def remove(self) -> None:
         """Remove the folder, the journal last: without one there is nothing to continue."""
@@ -142,6 +142,8 @@ def _lock(folder: Path) -> int:
     Raises OutputError if another run holds the lock.
     """
     while True:
+        if folder.exists() and not folder.is_dir():
+            raise OutputError(f"{folder}: expected a folder of an interrupted run, or none; move it away")
         folder.mkdir(exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -171,16 +173,16 @@ def _found(folder: Path, inputs: Mapping[str, Any], *, out: Path, overwrite: boo
         folder.mkdir(exist_ok=True)
     elif any(folder.iterdir()):
         raise OutputError(f"{folder}: expected a folder of an interrupted run, or none; move it away")
-    write_whole(folder, journal, [json.dumps(wanted).encode() + b"\n"])
+    write_whole(folder, journal, [_line(wanted)])
     return {}
 
 
 def _records(journal: Path, lines: Sequence[bytes]) -> dict[str, Any]:
-    """Return the records of a journal; a line that is not whole is cut off, with everything behind it."""
+    """Return the records of a journal; a line that is damaged is cut off, with everything behind it."""
     found, valid = {}, len(lines[0])
     for line in lines[1:]:
         record = _parse(line)
-        if record is None or not isinstance(record.get("name"), str):
+        if record is None:
             os.truncate(journal, valid)
             break
         found[record["name"]] = record
@@ -188,12 +190,19 @@ def _records(journal: Path, lines: Sequence[bytes]) -> dict[str, Any]:
     return found
 
 
+def _line(value: Mapping[str, Any]) -> bytes:
+    """Return a line of the journal."""
+    content = json.dumps(value).encode()
+    return b"%s %s\n" % (hashlib.sha256(content).hexdigest().encode(), content)
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line) if line.endswith(b"\n") else None
-    except (ValueError, RecursionError):
+    """Return the content of a line; None if it is damaged or cut."""
+    digest, _, content = line.removesuffix(b"\n").partition(b" ")
+    if not line.endswith(b"\n") or hashlib.sha256(content).hexdigest().encode() != digest:
         return None
-    return value if isinstance(value, dict) else None
+    value: dict[str, Any] = json.loads(content)
+    return value
 
 
 def _other_run(first: dict[str, Any] | None, wanted: dict[str, Any], *, folder: Path, out: Path) -> PqweightsError:

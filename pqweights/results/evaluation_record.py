@@ -17,6 +17,9 @@ from pqweights.strict_json import Fields, json_bytes, parse_json
 
 EVALUATION_VERSION = 1
 MAX_BYTES = 50_000_000
+# An evaluation that scores fewer tokens is recorded, but the model card does not show it: a quick look at a model is
+# not a figure to publish.
+FEWEST_TOKENS_FOR_CARD = 10_000
 
 
 # The fields that do not make another protocol: the measures, and the name of the text, which its hash identifies.
@@ -88,6 +91,11 @@ class EvaluationRecord:
     def protocol(self) -> tuple[Any, ...]:
         """Everything but the measures: a record replaces another with the same protocol on the same text."""
         return tuple(value for key, value in vars(self).items() if key not in NOT_OF_THE_PROTOCOL)
+
+    @property
+    def is_for_card(self) -> bool:
+        """Whether the model card shows the figures."""
+        return self.scored_tokens >= FEWEST_TOKENS_FOR_CARD
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of the file."""

@@ -26,6 +26,7 @@ def test_command_writes_the_card_and_prints_a_summary(master: Path) -> None:
         "repository": "a/b",
         "base_model": "org/base",
         "evaluations": 0,
+        "quick_evaluations": 0,
     }
     assert verify(master, threads=1).ok
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from calls import evaluate, make_card, quantize, write_card
 from cards import BASE, blocks, change_manifest, facts, sections, set_model
-from commands import done
+from commands import done, invoke
 from families import exported, model
 from families import master as master_of
 from helpers import run_command, small_checkpoint
@@ -21,6 +21,7 @@ from pqweights.errors import MasterError
 from pqweights.markdown import words
 from pqweights.planning.plan import plan_shards
 from pqweights.planning.recipe import load_recipe
+from pqweights.results import evaluation_record
 from pqweights.results.inspect import inspect
 from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import mean_error, read_manifest
@@ -322,7 +323,8 @@ def test_left_out_tensors_are_listed_and_an_unknown_target_is_refused(base: Path
         make_card(folder)
 
 
-def test_evaluation_table_has_the_recorded_figures(base: Path, tmp_path: Path) -> None:
+def test_evaluation_table_has_the_recorded_figures(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation_record, "FEWEST_TOKENS_FOR_CARD", 100)
     pytest.importorskip("transformers")
     from pqweights.evaluate.recording import make_record
     from pqweights.results.evaluation_record import find_place, write_record
@@ -362,7 +364,10 @@ def test_evaluation_table_has_the_recorded_figures(base: Path, tmp_path: Path) -
     assert "pqweights-eval.json" not in stale.text
 
 
-def test_evaluation_of_an_export_without_a_reference_shows_perplexity_alone(base: Path, tmp_path: Path) -> None:
+def test_evaluation_of_an_export_without_a_reference_shows_perplexity_alone(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation_record, "FEWEST_TOKENS_FOR_CARD", 10)
     pytest.importorskip("transformers")
     from pqweights.evaluate.recording import make_record
     from pqweights.results.evaluation_record import find_place, write_record
@@ -383,6 +388,34 @@ def test_evaluation_of_an_export_without_a_reference_shows_perplexity_alone(base
     # The master is not the checkpoint that was quantized.
     fingerprint = open_local(other).fingerprint()
     assert f"; reference `llama` (fingerprint `{fingerprint}`)." in make_card(folder).text
+
+
+def test_quick_evaluations_are_recorded_but_not_in_the_card(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    folder = Path(shutil.copytree(master_of(base, "llama"), tmp_path / "m"))
+    (tmp_path / "text.txt").write_text(" ".join(f"w{number}" for number in range(200)))
+    before = make_card(folder, "a/b").text
+    arguments = ("eval", folder, "--text", tmp_path / "text.txt", "--window", 64)
+    evaluated = done(*arguments)
+    assert evaluated.stderr.endswith(
+        f"recorded in {folder / 'pqweights-eval.json'}; too few tokens for the model card, which shows evaluations "
+        "that score at least 10000\n"
+    )
+    quick = make_card(folder, "a/b")
+    assert (quick.evaluations, quick.quick_evaluations) == (0, 1)
+    assert "Evaluation" not in quick.text and "perplexity" not in quick.text
+    about = " `pqweights-eval.json` holds the figures of evaluations and names the manifest that they belong to."
+    assert quick.text.replace(about, "") == before
+    shown = invoke("card", folder)
+    assert "1 evaluation with fewer than 10000 scored tokens left out of the card" in shown.stderr
+    (record,) = evaluation_record.read_records(*evaluation_record.find_place(folder))  # type: ignore[misc]
+    monkeypatch.setattr(evaluation_record, "FEWEST_TOKENS_FOR_CARD", record.scored_tokens)
+    enough = make_card(folder, "a/b")
+    assert (enough.evaluations, enough.quick_evaluations) == (1, 0)
+    assert f"{record.scored_tokens} tokens scored" in enough.text
+    assert "too few" not in invoke(*arguments).stderr
 
 
 def test_damaged_evaluation_record_is_refused(master: Path) -> None:

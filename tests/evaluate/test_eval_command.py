@@ -577,7 +577,7 @@ def test_json_holds_the_whole_report(work: Path, monkeypatch: pytest.MonkeyPatch
         "dtype": "bfloat16",
     }
     table = invoke("eval", *arguments).stdout
-    assert "tok/s" in table and " 100.0  2.00 GB " in table
+    assert "tok/s" in table and " 100.0  2.00 GB\n" in table
     assert "mean of 3 runs of 100 tokens, greedy, batch 1; memory: peak of the process; computed in bfloat16" in table
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from hostile.case import Case, stored
 from hostile.evaluation import BERT, GOOD_MODEL, evaluating, language_model, language_model_config, without_tensor
 from hostile.exports import TEXT
@@ -15,7 +17,39 @@ def there(name: str, command: str, *fragments: str, content: bytes) -> Case:
     return Case(name, {command: fragments}, GOOD_MODEL | {"scales.safetensors": content})
 
 
+UNFINISHED = "scales.safetensors.unfinished"
+SENSITIVITY = "sensitivity model s.json --tokens 32 --window 16"
+
+
+def unfinished(name: str, command: str, folder: str, *fragments: str, **files: str) -> Case:
+    """Files, by name, in the folder of an interrupted measurement."""
+    places = {f"{folder}/{key}": content for key, content in files.items()}
+    return Case(name, {command: fragments}, GOOD_MODEL | {TEXT: LONG_TEXT} | places)
+
+
+# What another checkpoint would have left.
+JOURNAL = f"{hashlib.sha256(b'{}').hexdigest()} {{}}\n"
+
+
 CALIBRATE_CASES = [
+    unfinished("calibrate-journal-damaged", CALIBRATE, UNFINISHED, "journal", "damaged", journal="{"),
+    unfinished(
+        "calibrate-journal-of-another-checkpoint", CALIBRATE, UNFINISHED, "checkpoint", "--overwrite", journal=JOURNAL
+    ),
+    unfinished("calibrate-journal-missing", CALIBRATE, UNFINISHED, "interrupted run", "move it away", notes="mine"),
+    unfinished(
+        "sensitivity-journal-of-another-checkpoint",
+        SENSITIVITY,
+        "s.json.unfinished",
+        "checkpoint",
+        "--overwrite",
+        journal=JOURNAL,
+    ),
+    Case(
+        "sensitivity-folder-is-a-file",
+        {SENSITIVITY: ("s.json.unfinished", "expected a folder")},
+        GOOD_MODEL | {"s.json.unfinished": b"x"},
+    ),
     evaluating(
         "calibrate-text-missing",
         "nowhere.txt",

@@ -24,13 +24,14 @@ pytest.importorskip("transformers")
 
 import torch
 
-from pqweights.errors import EvaluationError, OutputError, SourceChangedError
+from pqweights.errors import EvaluationError, MissingDependencyError, OutputError, SourceChangedError
 from pqweights.measure import calibrate as calibration
 from pqweights.measure import recording, sensitivity
 from pqweights.measure.calibrate import CalibrationOptions, calibrate
 from pqweights.measure.scale_search import SearchResult
 from pqweights.measure.sensitivity import SensitivityOptions, measure_sensitivity
 from pqweights.planning.recipe import parse_recipe
+from pqweights.runtimes import packages
 
 TEXT = " ".join(f"w{number}" for number in np.random.default_rng(11).integers(0, 500, 1100))
 RECIPE = parse_recipe("bits: 3", "three")
@@ -264,7 +265,7 @@ def test_overwrite_continues_its_own_run(source: Path, whole: dict[str, bytes], 
     run_sensitivity(source, out, tokens=48)
     with pytest.raises(KeyboardInterrupt):
         run_sensitivity(source, out, interrupted_at(3), overwrite=True)
-    journal = out.with_name("out.json.unfinished") / "journal.jsonl"
+    journal = out.with_name("out.json.unfinished") / "journal"
     assert len(journal.read_text().splitlines()) == 1 + 2
     run_sensitivity(source, out, overwrite=True)
     assert out.read_bytes() == whole["sensitivity"]
@@ -285,14 +286,25 @@ def test_damaged_journal_is_refused_and_a_cut_one_continued(
     command: str, source: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / FILES[command]
-    journal = interrupt(command, source, out, call=WINDOWS + 4 if command == "calibrate" else 4) / "journal.jsonl"
+    journal = interrupt(command, source, out, call=WINDOWS + 4 if command == "calibrate" else 4) / "journal"
     content = journal.read_bytes()
     assert content.count(b"\n") >= 4
-    for damaged in (b"", b"{}", b"nothing\n", content[:40]):
+    for damaged in (
+        b"",
+        b"{}\n",
+        b"nothing\n",
+        content[:40],
+        content.replace(b"unfinished_version", b"unfinished_Version"),
+    ):
         journal.write_bytes(damaged)
-        with pytest.raises(OutputError, match=r"journal.jsonl is damaged, .* pass --overwrite"):
+        with pytest.raises(OutputError, match=r"journal is damaged, .* pass --overwrite"):
             RUNS[command](source, out)
-    journal.write_bytes(content[:-7])
+    *others, last = content.splitlines(keepends=True)
+    for last_line in (last[:-7], last[:80] + b"1" + last[81:], b"{}\n", b""):
+        journal.write_bytes(b"".join([*others, last_line]))
+        with pytest.raises(KeyboardInterrupt):
+            RUNS[command](source, out, interrupted_at(1))
+        assert journal.read_bytes().startswith(b"".join(others))
     RUNS[command](source, out)
     assert out.read_bytes() == whole[command]
 
@@ -371,6 +383,22 @@ def test_commands_say_that_they_continue(
         assert "interrupted; run the same command again: it continues where it stopped" in interrupted.stderr
         done(command, source, out, *options)
         assert out.exists() and not out.with_name(out.name + ".unfinished").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "what"), [("calibrate", "calibrating"), ("sensitivity", "measuring sensitivities")]
+)
+def test_missing_transformers_is_named_with_what_needs_it(
+    command: str, what: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(packages.importlib, "import_module", missing)
+    with pytest.raises(MissingDependencyError) as raised:
+        RUNS[command](source, tmp_path / FILES[command])
+    assert str(raised.value).startswith(f"{what} needs t")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_results_survive_the_journal_exactly(tmp_path: Path) -> None:

@@ -90,7 +90,9 @@ def test_record_holds_protocol_and_figures(work: Path, copy: Callable[[str], Pat
     )
     assert result.exit_code == 0, result.stderr
     rows = json.loads(result.stdout)["models"]  # one document
-    assert notes(result) == [f"recorded in {folder / FILE}" for folder in (master, exported)]
+    assert [note.partition(";")[0] for note in notes(result)] == [
+        f"recorded in {folder / FILE}" for folder in (master, exported)
+    ]
     assert {path.name: path.read_bytes() for path in (work / "source").iterdir()} == before
     data = json.loads((master / FILE).read_text())
     assert (data["evaluation_version"], data["manifest_sha256"]) == (1, sha256(master / "pqweights.json"))
