@@ -67,7 +67,7 @@ def run(line: str) -> Result:
 
 def run_in_own_process(line: str) -> Result:
     """Run a command line in a process of its own, for inputs that could crash this one."""
-    command = [sys.executable, "-m", "pqweights_cli.main", *line.split()]
+    command = [sys.executable, "-m", "pqweights_cli.main", *line.split(), "--quiet"]
     done = subprocess.run(command, capture_output=True, timeout=120)
     ended = SystemExit(1) if done.returncode == 1 and b"Traceback" not in done.stderr else None
     return Result(CliRunner(), done.stdout, done.stderr, done.stdout, None, done.returncode, ended)

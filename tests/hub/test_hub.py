@@ -525,7 +525,7 @@ def stalled(
 ) -> Iterator[subprocess.Popen[str]]:
     """Run quantize until the first shard is done and the second one stalls after `at` bytes."""
     hub.inject(Fault(Stall(100, at=at), "GET", r"resolve/.*-00002-of", after=1))
-    command = [sys.executable, str(RUN), "quantize", SOURCE, str(out), *options]
+    command = [sys.executable, str(RUN), "quantize", SOURCE, str(out), "--quiet", *options]
     process = subprocess.Popen(
         command, env=hub.environment(home), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 from helpers import bf16, folder_bytes, gaussian, run_command, small_checkpoint, write_checkpoint
 
 from pqweights.errors import MasterError, PqweightsError
+from pqweights.results import verify as verification
+from pqweights.results.inspect import inspect
 from pqweights.results.verify import Verification, verify
 
 SHARD_BYTES = 20_000
@@ -279,3 +282,21 @@ def test_problems_are_identical_across_thread_counts(damaged: Path) -> None:
     data[-1] ^= 1
     (damaged / "model-00001-of-00004.safetensors").write_bytes(data)
     assert verify(damaged, threads=1).problems == verify(damaged, threads=5).problems != ()
+
+
+def test_interrupt_does_not_hash_the_rest(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[Path] = []
+
+    def slow(path: Path, *place: int) -> str:
+        hashed.append(path)
+        time.sleep(0.02)
+        return ""
+
+    def interrupt(done: int, total: int, name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verification, "sha256_of_file", slow)
+    with pytest.raises(KeyboardInterrupt):
+        verify(damaged, threads=1, progress=interrupt)
+    tensors = len(inspect(damaged).manifest.tensors)
+    assert len(hashed) <= 3 < tensors
