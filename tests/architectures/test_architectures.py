@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from helpers import Array, as_float32, bf16, f32, master_weights, read_all, run_command, write_checkpoint
 from integer_exports import as_loaded, from_tiles, integer_names
-from table import ARCHITECTURES, LOADS, Architecture
+from known_architectures import ARCHITECTURES, LOADS, Architecture
 
 from pqweights.errors import ExportError
 from pqweights.results.verify import verify
