@@ -118,11 +118,11 @@ QWEN_VISION: dict[str, Any] = {
 }
 LOADS = "loads"
 UNKNOWN_TO_MLX = "Model type .* not supported"
-TRANSPOSED = "it stores its linear weights transposed.* --target mlx-q4 or bf16$"
-FUSED = "transformers splits its fused experts .* --target torchao-int4 or (mlx-q4 or )?bf16$"
-RESHAPED = "transformers cuts or joins its weights .* --target bf16$"
-RENAMED = "transformers renames its layers .* --target vllm-int4 or bf16$"
-DIRECTLY = "computes with its weights directly.* --target vllm-int4 or bf16$"
+TRANSPOSED = "it stores its linear weights transposed"
+FUSED = "transformers splits its fused experts"
+RESHAPED = "transformers cuts or joins its weights"
+RENAMED = "transformers renames its layers"
+DIRECTLY = "computes with its weights directly"
 
 
 @dataclass(frozen=True)
@@ -618,6 +618,18 @@ ARCHITECTURES: dict[str, Architecture] = {
             "image_token_index": 99,
             "vision_feature_layer": -1,
         },
+        mlx=LOADS,
+    ),
+    "llava with dinov2": A(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {
+            "text_config": {"model_type": "llama", **TEXT},
+            "vision_config": {"model_type": "dinov2", **IMAGE, "mlp_ratio": 2},
+            "image_token_index": 99,
+            "vision_feature_layer": -1,
+        },
+        vllm=RESHAPED,
         mlx=LOADS,
     ),
     "mistral3": A(
