@@ -7,9 +7,10 @@ For each model, in a temporary folder: the masters (through their BF16 export), 
 least-squares scales and with the runtime's own min-max rule, from a master and from the original weights. Perplexity is
 measured on the first windows of the text (MODEL_DIR/eval.txt by default) as docs/evaluation.md defines them, the first
 one scored whole, in float32. The change of the log-perplexity against the original is paired over windows and shown
-with its standard error. Bits per weight count all that is stored for the quantized weights (torchao pads rows to 1024
-weights); a second column counts the whole model. Relative MSE is ||W - W'||^2 / ||W||^2 against the original, decoded
-from the files, over all weights that the master quantizes.
+with its standard error. Bits per weight count all that is stored for the quantized weights; a second column counts the
+whole model. Relative MSE is ||W - W'||^2 / ||W||^2 against the original, decoded
+from the files, over all weights that the master quantizes. torchao's exports are in the plain packing: in tiles, layers
+as narrow as those of small models stay in BF16.
 
 The last rows, `all 2-D weights`, are not exports: INT4 with an integer zero point, min-max, groups of 128, on every
 matrix, embeddings and lm_head included, in a few lines of numpy here. An integer zero point keeps 0 where it is.
@@ -125,7 +126,9 @@ class Bench:
                 original = self.source if weights_from == SOURCE else None
                 master = MasterFolder(self.work / ("q5" if original else weights_from), original=original)
                 try:
-                    export(master, out, target, options=ExportOptions(basis=basis, qparams=rule))
+                    packing = "plain" if target == "torchao-int4" else None  # tiles leave narrow layers in BF16
+                    options = ExportOptions(basis=basis, qparams=rule, packing=packing)
+                    export(master, out, target, options=options)
                 except MissingDependencyError as error:
                     self.absent.add(str(error))
                     break

@@ -15,7 +15,7 @@ from typing import Any
 import typer
 from pqweights_cli.main import app
 
-from pqweights.exports import EXPORTS
+from pqweights.exports import ALIASES, EXPORTS
 
 HEAD = """# Commands
 
@@ -102,7 +102,9 @@ def section(name: str, command: Any) -> str:
     usage = " ".join(["pqweights", name, *(param.metavar for param in arguments), "[OPTIONS]"])
     parts = [f"## {name}", f"    {usage}", text_of(command)]
     if name == "export":
-        parts.append(table(("target", "what it is"), [(f"`{key}`", cell(to.summary)) for key, to in EXPORTS.items()]))
+        short = {name: f" or `{alias}`" for alias, name in ALIASES.items()}
+        targets = [(f"`{key}`{short.get(key, '')}", cell(target.summary)) for key, target in EXPORTS.items()]
+        parts.append(table(("target", "what it is"), targets))
     parts.append(table(("argument", "what it is"), [(f"`{p.metavar}`", cell(p.help or "")) for p in arguments]))
     rows = [(spelling(param), cell(param.help or ""), default_text(param)) for param in options]
     parts.append(table(("option", "what it does", "default"), rows))

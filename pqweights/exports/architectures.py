@@ -117,7 +117,7 @@ RENAMED = RESHAPED | frozenset(
 # The model computes with a weight otherwise than by F.linear, the only product that torchao's tensors have.
 USED_DIRECTLY = frozenset({"falcon", "rwkv"})
 # Of all these, the architectures of which mlx-q4 makes a model that mlx-lm runs.
-RUN_BY_MLX = frozenset({"gpt2", "llama4"})
+RUN_BY_MLX = frozenset({"gpt2", "laguna", "llama4"})
 
 _TRANSPOSED = "it stores its linear weights transposed, which the format cannot hold"
 _EXPERTS = "transformers splits its fused experts when it loads compressed-tensors, and would not find them"

@@ -69,14 +69,15 @@ class TorchaoInt4:
         reasons = linear_weights(checkpoint, self.groups, experts=EXPERTS, too_large=too_large)
         decisions = {name: rounding if why is None else Stays(why) for name, why in reasons.items()}
         rounded = [t for t in checkpoint.tensors if isinstance(decisions.get(t.name), Rounding)]
-        possible = linear_weights(checkpoint, self.groups, experts=EXPERTS)
+        unpadded = linear_weights(checkpoint, self.groups, experts=EXPERTS)
+        possible = {name for name, why in unpadded.items() if why is None}
         return Outline(
             tensors=checkpoint.tensors,
             decisions=decisions,
             left_out={},
             metadata=self._metadata(rounded, checkpoint.config),
             config=self._config(checkpoint),
-            warnings=_padding_warnings(rounding, checkpoint, decisions, {n for n in possible if possible[n] is None}),
+            warnings=_padding_warnings(rounding, checkpoint, decisions=decisions, possible=possible),
         )
 
     def _metadata(self, rounded: Sequence[LogicalTensor], config: dict[str, Any] | None) -> dict[str, str]:
@@ -131,7 +132,7 @@ def _too_large(rounding: Rounding, shape: tuple[int, ...]) -> str | None:
 
 
 def _padding_warnings(
-    rounding: Rounding, checkpoint: Checkpoint, decisions: Mapping[str, Rounding | Stays], possible: Collection[str]
+    rounding: Rounding, checkpoint: Checkpoint, *, decisions: Mapping[str, Rounding | Stays], possible: Collection[str]
 ) -> tuple[str, ...]:
     """Return a warning if the other packing would save a good share of the file.
 

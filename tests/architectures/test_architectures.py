@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from helpers import Array, as_float32, bf16, f32, master_weights, read_all, run_command, write_checkpoint
 from integer_exports import as_loaded, from_tiles, integer_names
-from table import ARCHITECTURES, LOADS, Architecture
+from known_architectures import ARCHITECTURES, LOADS, Architecture
 
 from pqweights.errors import ExportError
 from pqweights.results.verify import verify
@@ -179,3 +179,6 @@ def test_every_target_loads_an_architecture_or_refuses_it(name: str, tmp_path: P
                 run_command(command, out)
             assert re.search(expected, str(refusal.value)), str(refusal.value)
             assert not out.exists()
+            if target != "mlx-q4":
+                advised = str(refusal.value).partition("use --target ")[2].split(" or ")
+                assert set(advised) == {other for other, found in about.expected.items() if found == LOADS}

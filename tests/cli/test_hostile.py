@@ -34,6 +34,7 @@ USAGE_ERRORS = {
     "size-zero",
     "threads-zero",
     "target-unknown",
+    "target-misspelled",
     "eval-text-twice",
     "fit-size-no-size",
     "fit-size-zero",

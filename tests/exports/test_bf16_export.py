@@ -26,7 +26,7 @@ from rewriting import check_killed_runs_resume
 from typer.testing import CliRunner
 
 from pqweights.checkpoint.source import open_local
-from pqweights.errors import OptionError, SourceError
+from pqweights.errors import MasterError, OptionError, SourceError
 from pqweights.exports import ALIASES, EXPORTS, get_target
 from pqweights.exports.options import ExportOptions
 from pqweights.exports.target import ExportSource
@@ -218,12 +218,12 @@ def test_output_is_identical_across_thread_counts(tmp_path: Path) -> None:
 
 
 def test_master_with_a_truncated_shard_is_refused(tmp_path: Path) -> None:
-    """Export checks headers; damage within the codes is found by verify."""
+    """Export checks sizes and headers; damage within the codes is found by verify."""
     master = tmp_path / "master"
     run_command({"quantize": str(model_of("BF16", tmp_path / "model"))}, master)
     (shard,) = master.glob("*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(SourceError, match=shard.name):
+    with pytest.raises(MasterError, match=shard.name):
         run_command({"export": str(master), "target": "bf16"}, tmp_path / "out")
 
 

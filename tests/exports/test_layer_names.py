@@ -35,6 +35,10 @@ MODEL_TYPES = (
     "falcon_h1",
     "bart",
     "t5",
+    "bert",
+    "roberta",
+    "modernbert",
+    "whisper",
     "electra",
     "blt",
     "rembert",
@@ -79,13 +83,18 @@ def test_ignore_list_covers_the_linear_layers_that_stay_plain(model_type: str) -
             transformers.AutoModelForCausalLM,
             transformers.AutoModelForImageTextToText,
             transformers.AutoModelForSeq2SeqLM,
+            transformers.AutoModelForSpeechSeq2Seq,
+            transformers.AutoModelForMaskedLM,
         )
         if type(config) in a._model_mapping
     )
     with torch.device("meta"):
         model = auto.from_config(config)
     tensors: list[Any] = []
+    tied = model.all_tied_weights_keys or {}  # which no file names
     for name, parameter in model.state_dict(keep_vars=True).items():
+        if name in tied:
+            continue
         dtype = "BF16" if parameter.is_floating_point() else "I64"
         shape = tuple(parameter.shape)
         encode = dtype == "BF16" and classify(name, dtype, shape).keep is None

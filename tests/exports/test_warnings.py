@@ -31,7 +31,7 @@ def warned(master: Path, out: Path, *options: object) -> list[str]:
     """The warnings of an export, which are the same on stderr and in the JSON."""
     result = done("export", master, out, *options, "--json")
     found: list[str] = json.loads(result.stdout)["warnings"]
-    assert result.stderr == "".join(f"warning: {text}\n" for text in found)
+    assert result.stderr == "".join(f"WARNING: {text}\n" for text in found)
     return found
 
 
@@ -41,7 +41,7 @@ def test_rotated_basis_warns_that_only_vllm_computes_it(tmp_path: Path) -> None:
     assert warned(folder, tmp_path / "rotated", "-t", "vllm-int4", "--basis", "rotated") == [ROTATED_WARNING]
     assert re.search("only vLLM .* transformers .* nonsense", ROTATED_WARNING)
     again = done("export", folder, tmp_path / "rotated", "-t", "vllm-int4", "--basis", "rotated")
-    assert f"warning: {ROTATED_WARNING}\n" in again.stderr and "already holds" in again.stderr
+    assert f"WARNING: {ROTATED_WARNING}\n" in again.stderr and "already holds" in again.stderr
     shown = done("card", tmp_path / "rotated", "--print").stdout
     assert "For vLLM alone" in shown and "computes nonsense" in shown
 
@@ -104,7 +104,7 @@ def test_model_whose_every_layer_is_too_narrow_for_tiles_is_refused(tmp_path: Pa
 def test_padding_that_costs_a_good_share_of_the_file_is_remarked(
     columns: int, share: str | None, tmp_path: Path
 ) -> None:
-    folder = master(tmp_path, {MLP: columns})
+    folder = master(tmp_path, {MLP: columns}, rows=1024)
     found = warned(folder, tmp_path / "out", "-t", "torchao-int4")
     if share is None:
         assert found == []
@@ -114,7 +114,7 @@ def test_padding_that_costs_a_good_share_of_the_file_is_remarked(
         assert warned(folder, tmp_path / "unpadded", "-t", "torchao-int4", "--packing", "plain") == []
         before, after = (done("inspect", tmp_path / name, "--json").stdout for name in ("out", "unpadded"))
         saved = 1 - json.loads(after)["totals"]["output_bytes"] / json.loads(before)["totals"]["output_bytes"]
-        assert f"{saved:.0%}" == share
+        assert saved == pytest.approx(int(share.rstrip("%")) / 100, abs=0.02)  # with headers
 
 
 def ignored(folder: Path) -> Any:

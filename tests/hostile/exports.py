@@ -78,6 +78,13 @@ def other_source(tensors: Mapping[str, Stored], manifest: bool = True) -> Damage
     return damage
 
 
+def export_beside(folder: Path) -> None:
+    """Export the master to BF16, into the folder `exported`."""
+    from pqweights.exporting import MasterFolder, export
+
+    export(MasterFolder(folder / "master"), folder / "exported", "bf16")
+
+
 def newer_master(folder: Path) -> None:
     set_json("config.json", "quantization_config", "format_version", to=99)(folder / "master")
 
@@ -183,6 +190,31 @@ EXPORT_CASES = [
         "export-of-transposed-weights",
         dict.fromkeys((TORCHAO, VLLM), ("config.json", "gpt2", "transposed", "mlx-q4")),
         {"model_type": "gpt2"},
+    ),
+    exporting(
+        "export-of-an-export",
+        {
+            "export exported out --target mlx": ("exported", "found an export (bf16)", "the folder of the master"),
+            "export exported out --target bf16": ("exported", "the folder of the master"),
+        },
+        damage=export_beside,
+    ),
+    exporting(
+        "export-of-layers-that-transformers-renames",
+        {TORCHAO: ("config.json", "vit", "renames its layers", "--target vllm-int4 or bf16")},
+        {"model_type": "vit"},
+    ),
+    exporting(
+        "export-of-layers-that-transformers-cuts",
+        dict.fromkeys((TORCHAO, VLLM), ("config.json", "dinov2", "cuts or joins", "--target bf16")),
+        {"model_type": "encoder-decoder", "encoder": {"model_type": "dinov2"}, "decoder": {"model_type": "bert"}},
+    ),
+    exporting(
+        "target-misspelled",
+        {
+            "export master out --target mlx_q4": ("--target mlx_q4", "the nearest is mlx-q4"),
+            "export master out --target int4": ("--target int4", "vllm-int4 or torchao-int4"),
+        },
     ),
     exporting(
         "export-of-llama-4", {VLLM: ("llama4", "fused experts", "torchao-int4 or mlx-q4")}, {"model_type": "llama4"}

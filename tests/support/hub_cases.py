@@ -177,7 +177,7 @@ def another_commit(hub: LoopbackHub) -> None:
     source = hub.repositories[SOURCE]
     data = bytearray(source.read("model-00003-of-00003.safetensors"))
     data[-1] ^= 1
-    hub.commit(SOURCE, {"model-00003-of-00003.safetensors": bytes(data), "NEWS": b"!"})
+    hub.commit(SOURCE, {"model-00003-of-00003.safetensors": bytes(data), "NOTICE": b"!"})
 
 
 TRANSIENT = {

@@ -6,6 +6,7 @@ Layers are as narrow as groups and blocks of 128 allow.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 VOCABULARY = 128
@@ -117,11 +118,11 @@ QWEN_VISION: dict[str, Any] = {
 }
 LOADS = "loads"
 UNKNOWN_TO_MLX = "Model type .* not supported"
-TRANSPOSED = "it stores its linear weights transposed.* --target mlx-q4 or bf16$"
-FUSED = "transformers splits its fused experts .* --target torchao-int4 or (mlx-q4 or )?bf16$"
-RESHAPED = "transformers cuts or joins its weights .* --target bf16$"
-RENAMED = "transformers renames its layers .* --target vllm-int4 or bf16$"
-DIRECTLY = "computes with its weights directly.* --target vllm-int4 or bf16$"
+TRANSPOSED = "it stores its linear weights transposed"
+FUSED = "transformers splits its fused experts"
+RESHAPED = "transformers cuts or joins its weights"
+RENAMED = "transformers renames its layers"
+DIRECTLY = "computes with its weights directly"
 
 
 @dataclass(frozen=True)
@@ -264,7 +265,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "xglm": A("XGLMForCausalLM", "XGLMConfig", {**SEQ2SEQ, "num_layers": 2, "attention_heads": 4, "ffn_dim": WIDE}),
     "llama": A("LlamaForCausalLM", "LlamaConfig", TEXT, mlx=LOADS),
-    "llama tied": A("LlamaForCausalLM", "LlamaConfig", {**TEXT, "tie_word_embeddings": True}, mlx=LOADS),
+    "llama with a tied head": A("LlamaForCausalLM", "LlamaConfig", {**TEXT, "tie_word_embeddings": True}, mlx=LOADS),
     "mistral": A("MistralForCausalLM", "MistralConfig", TEXT, mlx=LOADS),
     "ministral": A("MinistralForCausalLM", "MinistralConfig", TEXT),
     "mixtral": A("MixtralForCausalLM", "MixtralConfig", {**TEXT, **EXPERTS}, mlx=LOADS),
@@ -619,6 +620,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         mlx=LOADS,
     ),
+    "llava with dinov2": A(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {
+            "text_config": {"model_type": "llama", **TEXT},
+            "vision_config": {"model_type": "dinov2", **IMAGE, "mlp_ratio": 2},
+            "image_token_index": 99,
+            "vision_feature_layer": -1,
+        },
+        vllm=RESHAPED,
+        mlx=LOADS,
+    ),
     "mistral3": A(
         "Mistral3ForConditionalGeneration",
         "Mistral3Config",
@@ -679,7 +692,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"text_config": {**TEXT, **UNTIED}, **UNTIED, "vision_config": QWEN_VISION},
         mlx=LOADS,
     ),
-    "qwen3_5 sees": A(
+    "qwen3_5 with images": A(
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5Config",
         {"text_config": {**TEXT, **DELTA_NET}, "vision_config": QWEN_VISION},
@@ -705,3 +718,40 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"text_config": {"model_type": "llama", **TEXT}, "vision_config": IMAGE, "image_token_id": 99},
     ),
 }
+
+
+# What the page says of a pattern of refusal.
+IN_SHORT = {
+    LOADS: "yes",
+    TRANSPOSED: "no: its weights are stored transposed",
+    FUSED: "no: transformers splits its experts",
+    RESHAPED: "no: transformers cuts or joins its weights",
+    RENAMED: "no: transformers renames its layers",
+    DIRECTLY: "no: it computes with its weights directly",
+    UNKNOWN_TO_MLX: "no",
+}
+BEGIN, END = "<!-- architectures, from tests/architectures -->\n\n", "\n<!-- /architectures -->"
+
+
+def markdown() -> str:
+    """The table of docs/exports.md: architectures with the same outcomes share a row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, about in ARCHITECTURES.items():
+        refusals = (IN_SHORT[about.vllm], IN_SHORT[about.torchao], IN_SHORT.get(about.mlx, "refused by mlx-lm"))
+        rows.setdefault(refusals, []).append(name)
+    lines = ["| architectures | vllm-int4 | torchao-int4 | mlx-q4 |", "|---|---|---|---|"]
+    ordered = sorted(rows.items(), key=lambda row: ([cell != "yes" for cell in row[0]], -len(row[1])))
+    lines += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in ordered]
+    return "\n".join(lines) + "\n"
+
+
+def with_table(page: str) -> str:
+    """Return a page with the table between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{markdown()}{END}{after}"
+
+
+if __name__ == "__main__":
+    path = Path(__file__).parents[2] / "docs" / "exports.md"
+    path.write_text(with_table(path.read_text(encoding="utf-8")), encoding="utf-8")

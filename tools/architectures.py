@@ -1,0 +1,108 @@
+"""Find the architectures of transformers for which pqweights/exports/architectures.py needs an entry.
+
+Each model is built on the meta device from its default configuration. For the weights that an export to integers would
+round, this compares the names in the file with those in memory, and has transformers prepare for compressed-tensors.
+Run `python tools/architectures.py [MODEL_TYPE...]`; it prints a line for each architecture that differs.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import warnings
+from typing import Any
+
+import torch
+import transformers
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.quantizers.auto import AutoHfQuantizer
+
+from pqweights.exports.torchao_int4 import _names_in_memory
+from pqweights.planning.roles import classify
+
+SECONDS = 25  # for each model
+CLASSES = (
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForMaskedLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForCTC",
+    "AutoModelForImageClassification",
+    "AutoModel",
+)
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+PACKED = {
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "dequantize": True,
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
+}
+
+
+def differences(model_type: str) -> str:
+    """Return in words what transformers does with the layers of an architecture; an empty text if nothing."""
+    config = transformers.AutoConfig.for_model(model_type)
+    auto = next(
+        (c for c in (getattr(transformers, name) for name in CLASSES) if type(config) in c._model_mapping), None
+    )
+    if auto is None:
+        return ""
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    found = [*_reshaped(model)]
+    tied = model.all_tied_weights_keys or {}
+    stored = revert_weight_conversion(model, {n: v for n, v in model.state_dict().items() if n not in tied})
+    conversions = get_model_conversion_mapping(model)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    for name, value in stored.items():
+        if value.ndim != 2 or not name.endswith(".weight"):
+            continue
+        if classify(name, "BF16", tuple(value.shape)).name not in ("attention", "mlp", "linear"):
+            continue
+        loaded, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, model.state_dict())
+        if converted is not None:
+            found.append(f"reshaped: {name} -> {loaded}")
+        elif loaded not in _names_in_memory(name, "vision_config" in config.to_dict()):
+            found.append(f"renamed: {name} -> {loaded}")
+    kinds = {text.partition(":")[0]: text for text in reversed(found)}  # the first of each kind
+    return "; ".join(kinds.values())
+
+
+def _reshaped(model: Any) -> list[str]:
+    """Return the error with which transformers refuses any checkpoint of compressed-tensors for a model."""
+    quantizer = AutoHfQuantizer.from_config(transformers.CompressedTensorsConfig(**PACKED), pre_quantized=True)
+    quantizer.use_fp8_kernel = False
+    try:
+        quantizer.update_weight_conversions(get_model_conversion_mapping(model, None, quantizer), model)
+    except ValueError as error:
+        return [f"refused: {str(error)[:100]}"]
+    return []
+
+
+def _out_of_time(*_: object) -> None:
+    raise TimeoutError(f"more than {SECONDS} s")
+
+
+def main(model_types: list[str]) -> None:
+    """Print the differences of architectures, of all by default; and those that could not be built."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    signal.signal(signal.SIGALRM, _out_of_time)
+    for model_type in model_types or list(CONFIG_MAPPING):
+        signal.alarm(SECONDS)
+        try:
+            text = differences(model_type)
+        except Exception as error:  # whatever a model's own code raises
+            text = f"not built: {type(error).__name__}: {' '.join(str(error).split())[:100]}"
+        signal.alarm(0)
+        if text:
+            print(f"{model_type}: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
