@@ -30,7 +30,14 @@ def summary_table(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for number, tensor in enumerate(tensors):
         groups[tensor.role, tensor.action, tensor.codec or "", str(tensor.bits or "")].append(number)
-    rows = [_figures(kind, numbers, tensors, records) for kind, numbers in groups.items()]
+    rows = [
+        [
+            *kind,
+            *_figures([tensors[number] for number in numbers]),
+            *([] if records is None else [_error([records[number] for number in numbers])]),
+        ]
+        for kind, numbers in groups.items()
+    ]
     columns = [("role", False), ("action", False), ("codec", False), ("bits", True), ("tensors", True)]
     columns += [("weights", True), ("bytes", True), ("bits/weight", True)]
     columns += [] if records is None else [("relative MSE", True)]
@@ -41,25 +48,15 @@ def summary_table(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
     return tables.table(columns, ordered, drop=drop)
 
 
-def _figures(
-    kind: tuple[str, ...],
-    numbers: Sequence[int],
-    tensors: Sequence[TensorPlan],
-    records: Sequence[TensorRecord] | None,
-) -> list[str]:
-    """Return the cells of one line. numbers: which tensors it stands for."""
+def _figures(tensors: Sequence[TensorPlan]) -> list[str]:
+    """Return the number of tensors, their weights, bytes, and bits per weight."""
+    weights, byte_count = sum(tensor.weights for tensor in tensors), sum(tensor.bytes for tensor in tensors)
+    return [str(len(tensors)), str(weights), str(byte_count), f"{8 * byte_count / weights:.4f}" if weights else ""]
+
+
+def _error(records: Sequence[TensorRecord]) -> str:
+    """Return the relative MSE over all tensors of a line; an empty text if none was measured."""
     from pqweights.rewrite.manifest import mean_error
 
-    weights = sum(tensors[number].weights for number in numbers)
-    byte_count = sum(tensors[number].bytes for number in numbers)
-    cells = [
-        *kind,
-        str(len(numbers)),
-        str(weights),
-        str(byte_count),
-        f"{8 * byte_count / weights:.4f}" if weights else "",
-    ]
-    if records is None:
-        return cells
-    error = mean_error([records[number] for number in numbers], "relative_mse")
-    return [*cells, "" if error is None else f"{error:.6f}"]
+    error = mean_error(records, "relative_mse")
+    return "" if error is None else f"{error:.6f}"
