@@ -6,7 +6,6 @@ docs/format.md, section "config.json", has the format.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 from collections import Counter
@@ -25,6 +24,7 @@ from pqweights.codecs.weight import block_count
 from pqweights.dtypes import FLOAT_DTYPES
 from pqweights.errors import MasterError, PqweightsError, RecipeError
 from pqweights.strict_json import Fields, is_number
+from pqweights.suggestions import instead
 
 QUANT_METHOD = "pqweights"
 SETTINGS_KEYS = (
@@ -335,5 +335,4 @@ def _check_keys(where: str, found: dict[str, Any], known: Sequence[str]) -> None
     """Raise MasterError for an unknown key, which may change the meaning of the bytes."""
     for key in found:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise MasterError(f"config.json: {where}: unknown key {key!r}; the nearest known one is {near!r}")
+            raise MasterError(f"config.json: {where}: unknown key {key!r}; {instead(key, known)}")
