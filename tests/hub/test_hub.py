@@ -224,8 +224,8 @@ def test_revisions_are_branches_tags_pull_requests_and_commits(
     hub: LoopbackHub, client: Client, source: Path, tmp_path: Path
 ) -> None:
     old = hub.repositories[SOURCE].sha()
-    hub.commit(SOURCE, {"NEWS": b"1"})
-    dev = hub.commit(SOURCE, {"NEWS": b"2"}, branch="feature/x")
+    hub.commit(SOURCE, {"NOTICE": b"1"})
+    dev = hub.commit(SOURCE, {"NOTICE": b"2"}, branch="feature/x")
     hub.repositories[SOURCE].branches["v1.0"] = old  # the loopback Hub keeps a tag like a branch
     hub.repositories[SOURCE].branches["refs/pr/1"] = dev
     wanted = {"feature/x": dev, "v1.0": old, "refs/pr/1": dev, old: old, None: hub.repositories[SOURCE].sha()}
@@ -237,7 +237,7 @@ def test_revisions_are_branches_tags_pull_requests_and_commits(
             out = tmp_path / f"out-{number}"
             client.well("quantize", SOURCE, out, "--low-disk", *options)
             assert model_of(out)["revision"] == commit
-            assert (out / "NEWS").exists() == (revision == "feature/x")
+            assert (out / "NOTICE").exists() == (revision == "feature/x")
     # Files are always requested by commit.
     assert {
         request.path.split("/resolve/")[1].split("/")[0] for request in hub.requests if "/resolve/" in request.path
@@ -265,12 +265,12 @@ def test_local_folder_takes_precedence_over_repository(
     monkeypatch.chdir(tmp_path)
     (tmp_path / SOURCE).parent.mkdir()
     shutil.copytree(source, tmp_path / SOURCE)
-    hub.commit(SOURCE, {"NEWS": b"of the Hub"})
+    hub.commit(SOURCE, {"NOTICE": b"of the Hub"})
     client.well("quantize", SOURCE, "from-folder")
     assert hub.requests == []
     client.well("quantize", f"hf://{SOURCE}", "from-hub")
-    assert not (tmp_path / "from-folder/NEWS").exists()
-    assert (tmp_path / "from-hub/NEWS").read_bytes() == b"of the Hub"
+    assert not (tmp_path / "from-folder/NOTICE").exists()
+    assert (tmp_path / "from-hub/NOTICE").read_bytes() == b"of the Hub"
     assert model_of(tmp_path / "from-hub")["id"] == SOURCE  # not hf://...
     shutil.rmtree(tmp_path / "me")
     assert SOURCE in client.well("plan", SOURCE, "--json").stdout
