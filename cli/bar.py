@@ -12,6 +12,8 @@ from .amounts import BYTES, amount_of, duration, size
 
 # Cells of the bar, and whether the speed is shown: the first that leaves room for the name is taken.
 LAYOUTS = ((30, True), (20, True), (10, True), (10, False), (0, False))
+# The characters of the line that other encodings than UTF-8 lack, and what stands for them there.
+PLAIN = str.maketrans("█░…", "#-~")
 # Room for a name that is worth a shorter bar, and the least that says anything.
 NAME_CELLS, LEAST_NAME_CELLS = 24, 8
 
@@ -69,12 +71,15 @@ class _Line(rich.ProgressColumn):
 
     def render(self, task: rich.Task) -> Text:
         """Return the line of a task."""
-        return Text(_line(task, self._unit, self._console.width - 1), no_wrap=True, overflow="crop")
+        line = _line(task, self._unit, self._console.width - 1)
+        if not self._console.encoding.startswith("utf"):
+            line = line.translate(PLAIN)
+        return Text(line, no_wrap=True, overflow="crop")
 
 
 def _line(task: rich.Task, unit: str | None, width: int) -> str:
     """Return verb, bar, amounts, speed, time left and name, as far as they fit into `width` cells."""
-    verb, name = task.description, task.fields["status"] or task.fields["name"]
+    verb, name = task.description, _printable(task.fields["status"] or task.fields["name"])
     if task.total is None:
         since = f"{task.elapsed or 0:.0f} s"
         return _shortened(", ".join(part for part in (verb, name, since) if part), width)
@@ -97,6 +102,11 @@ def _line(task: rich.Task, unit: str | None, width: int) -> str:
 def _bar(share: float, cells: int) -> str:
     full = round(min(share, 1.0) * cells)
     return "█" * full + "░" * (cells - full)
+
+
+def _printable(name: str) -> str:
+    """Return a name without characters that control a terminal."""
+    return name if name.isprintable() else "".join(c if c.isprintable() else "?" for c in name)
 
 
 def _shortened(name: str, cells: int) -> str:

@@ -139,7 +139,7 @@ def status(text: str) -> Iterator[None]:
 
 def _display(verb: str, unit: str | None) -> Display:
     if _quiet:
-        return _Nothing()
+        return _Silent()
     if sys.stderr.isatty():
         from .bar import Bar
 
@@ -147,7 +147,7 @@ def _display(verb: str, unit: str | None) -> Display:
     return _Lines(verb, unit)
 
 
-class _Nothing:
+class _Silent:
     """A display that shows nothing."""
 
     def __call__(self, done: int, total: int, name: str) -> None:

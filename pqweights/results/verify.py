@@ -151,15 +151,12 @@ def _check_hashes(
         return sha256_of_file(folder / tensor.file, tensor.offset, tensor.byte_count)
 
     total, done = sum(tensor.byte_count for tensor in stored), 0
-    pool = ThreadPoolExecutor(threads)
-    try:
+    with ThreadPoolExecutor(threads) as pool:
         for tensor, found in zip(stored, pool.map(digest, stored), strict=True):
             done += tensor.byte_count
             progress(done, total, tensor.name)
             if found != expected[tensor.name]:
                 yield f"{tensor.file}: tensor {tensor.name!r}: sha256: expected {expected[tensor.name]}, found {found}"
-    finally:  # an interrupt does not wait for all other tensors
-        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _check_index(folder: Path, manifest: Manifest, shards: tuple[ShardPlan, ...]) -> Iterator[str]:

@@ -8,7 +8,8 @@ Three places ask whether two runs are the same, and all of them ask here:
 
 The content of the source is compared beside it: by the size and time of its files while a run is under way, and by its
 fingerprint when the run is finished. Whatever changes no byte is not part of the identity: threads, device, progress,
-strictness, and where files lie.
+strictness, and where files lie. Nor is the choice of files that are copied as they are: an interrupted run is continued
+with another choice (journal.py), and a finished result with another one is not the result that is asked for.
 """
 
 from __future__ import annotations

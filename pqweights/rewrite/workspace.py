@@ -191,9 +191,9 @@ def check_output(out: Path, overwrite: bool) -> None:
     if (out / MANIFEST_FILE).is_file():
         if not overwrite:
             raise OutputError(
-                f"{out}: holds another result: the source or the recipe is another, the source has changed or been "
-                "copied since, or the result is damaged (check with pqweights verify); pass --overwrite to replace it, "
-                "or choose another folder"
+                f"{out}: holds another result: the source, the recipe or the choice of copied files is another, the "
+                "source has changed or been copied since, or the result is damaged (check with pqweights verify); pass "
+                "--overwrite to replace it, or choose another folder"
             )
     elif names:
         raise OutputError(f"{out}: expected an empty or new folder, found {names[0]!r} in it; choose another folder")

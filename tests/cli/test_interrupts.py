@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from helpers import folder_bytes, run_command, small_checkpoint
+from pqweights_cli import interrupts, output
 
 AGAIN = "error: interrupted; run the same command again: it continues where it stopped\n"
 ENDED = "error: interrupted\n"
@@ -135,3 +137,26 @@ def test_ignored_interrupts_stay_ignored(source: Path, tmp_path: Path) -> None:
         except subprocess.TimeoutExpired:
             continue
     assert process.returncode == 0 and (tmp_path / "out/pqweights.json").exists()
+
+
+def test_error_that_an_interrupt_causes_counts_as_the_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
+    """Imports of compiled modules turn a KeyboardInterrupt into an ImportError."""
+
+    def import_something() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            signal.sigtimedwait([], 5)
+        except KeyboardInterrupt:
+            raise ImportError("numpy failed to import") from None
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        interrupts.answer_at_once()
+        with pytest.raises(typer.Exit) as ended, output.errors(continues=True):
+            import_something()
+        assert ended.value.exit_code == 130
+        with pytest.raises(ImportError), output.errors():  # the next command is not interrupted
+            raise ImportError("another")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == AGAIN

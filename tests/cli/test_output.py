@@ -76,6 +76,21 @@ def test_progress_does_not_read_markup_in_names() -> None:
     assert "[bold]w[/bold]" in shown(80, name="[bold]w[/bold]")
 
 
+def test_progress_does_not_print_control_characters() -> None:
+    assert "a?[31mb?c" in shown(80, name="a\x1b[31mb\nc")
+
+
+def test_progress_is_plain_where_the_encoding_is() -> None:
+    console = Console(
+        width=80, file=io.TextIOWrapper(io.BytesIO(), encoding="latin-1"), force_terminal=True, color_system=None
+    )
+    display = bar.Bar("quantizing", BYTES, console)
+    display(10**9, 2 * 10**9, NAME)
+    text = drawn(display, 80)
+    display.close()
+    assert text.isascii() and "#####-----" in text and "~" in text
+
+
 def test_new_display_replaces_the_old_one() -> None:
     console = terminal(80)
     first, second = bar.Bar("verifying", None, console), bar.Bar("pushing", None, console)

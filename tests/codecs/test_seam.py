@@ -368,6 +368,7 @@ def test_missing_part_is_named(suffix: str, folder: Path, tmp_path: Path) -> Non
     stored.pop(name)
     file.write_bytes(safetensors_bytes(stored))
     assert invoke("verify", damaged).exit_code == 1
+    (damaged / "pqweights.json").unlink()  # it says already that the file has another size
     with pytest.raises(MasterError, match=name.removesuffix(suffix)):
         pqweights.load_model(damaged)
 

@@ -145,7 +145,7 @@ def test_configuration_differs_from_the_source_only_in_the_dtype(tmp_path: Path)
 def test_other_files_pass_through_master_and_export(tmp_path: Path) -> None:
     source = small_checkpoint(tmp_path / "model")
     master, exported = master_and_export(source, tmp_path)
-    for name in ("tokenizer.json", "code/modeling.py", "merges.txt"):
+    for name in ("tokenizer.json", "code/modeling.py", "NOTICE"):
         assert (exported / name).read_bytes() == (master / name).read_bytes() == (source / name).read_bytes()
     assert not (exported / "README.md").exists()
 
@@ -224,6 +224,9 @@ def test_master_with_a_truncated_shard_is_refused(tmp_path: Path) -> None:
     (shard,) = master.glob("*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(MasterError, match=shard.name):
+        run_command({"export": str(master), "target": "bf16"}, tmp_path / "out")
+    (master / "pqweights.json").unlink()
+    with pytest.raises(SourceError, match=shard.name):
         run_command({"export": str(master), "target": "bf16"}, tmp_path / "out")
 
 

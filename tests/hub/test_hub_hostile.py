@@ -117,7 +117,7 @@ LEAVING = [
     *("../x", "/etc/x", "{sandbox}/absolute", "a/../../b", "a\\b", "..\\b", "a/./b", "a//b", "./x", "..", "a/..", "a/"),
     *("C:/x", "nul\0byte", "new\nline", "carriage\rreturn", "escape\x1b[31m", "/../../../x", "../../../../home/hub/x"),
 ]
-ODD = ["a b", " ", "übung.txt", "-rf", "$(touch x)", "x" * 200, "%2e%2e/x"]
+ODD = ["a b.py", " .py", "übung.py", "-rf.py", "$(touch x).py", "x" * 200 + ".py", "%2e%2e/x.py"]
 HIDDEN = [".git/config", ".git/hooks/post-checkout", ".gitmodules", ".pqweights/journal.jsonl", ".bashrc", "a/.ssh/id"]
 
 
@@ -142,11 +142,14 @@ def test_odd_names_are_kept(hub: LoopbackHub, client: Client, sandbox: Path, mad
         assert (line is None) != command.startswith("verify"), (command, line)
     for out in ("out", "out-"):
         assert {name: (sandbox / "a/b/work" / out / name).read_bytes() for name in ODD} == dict.fromkeys(ODD, b"odd")
+    exported = sandbox / "a/b/work/out--"
+    assert (exported / "config.json").exists()
+    assert not any((exported / name).exists() for name in ODD)  # the manifest of the master does not list them
 
 
 def test_names_too_long_for_the_disk_are_refused(hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
     for id, folder in ((SOURCE, made / "source"), (MASTER, made / "master")):
-        commit(hub, id, folder, {"x" * 300: b"odd"})
+        commit(hub, id, folder, {"x" * 300 + ".py": b"odd"})
     for command in COMMANDS[1:3]:
         assert expect_line_or_result(client, sandbox, command) is not None
 

@@ -237,6 +237,7 @@ def test_master_without_norms_is_refused(copied: Path) -> None:
     tensors = read_all(copied)
     name = "model.layers.0.mlp.up_proj.weight_norms"
     file.write_bytes(safetensors_bytes({k: v for k, v in tensors.items() if k != name}, {"format": "pt"}))
+    (copied / "pqweights.json").unlink()  # it says already that the file has another size
     with pytest.raises(MasterError, match=r"has no 'model\.layers\.0\.mlp\.up_proj\.weight_norms'"):
         load(copied)
 
@@ -246,6 +247,7 @@ def test_master_without_a_weight_is_refused(copied: Path) -> None:
     (file,) = copied.glob("*.safetensors")
     kept = {name: tensor for name, tensor in read_all(copied).items() if "layers.1.mlp.up_proj" not in name}
     file.write_bytes(safetensors_bytes(kept, {"format": "pt"}))
+    (copied / "pqweights.json").unlink()
     for way in (load, pqweights.load_model, transformers.LlamaForCausalLM.from_pretrained):
         with pytest.raises(MasterError, match=r"'model.layers.1.mlp.up_proj.weight'"):
             way(copied)
@@ -273,6 +275,9 @@ def test_truncated_or_missing_shard_is_refused(copied: Path) -> None:
     (file,) = copied.glob("*.safetensors")
     data = file.read_bytes()
     file.write_bytes(data[:-100])
+    with pytest.raises(MasterError, match=f"expected {len(data)} bytes"):
+        load(copied)
+    (copied / "pqweights.json").unlink()
     with pytest.raises(SourceError, match="truncated"):
         load(copied)
     file.unlink()
@@ -318,6 +323,7 @@ def scaled_master(master: Path, folder: Path) -> Path:
     file.write_bytes(safetensors_bytes(tensors, {"format": "pt"}))
     (folder / "model.safetensors.index.json").unlink()
     file.rename(folder / "model.safetensors")
+    (folder / "pqweights.json").unlink()
     return folder
 
 
@@ -422,5 +428,6 @@ def test_plain_weights_with_the_configuration_of_a_master_are_refused(copied: Pa
         path.unlink()
     for path in plain.glob("model*"):
         shutil.copy(path, copied)
+    (copied / "pqweights.json").unlink()
     with pytest.raises(MasterError, match="hold no codes"):
         load(copied)

@@ -188,7 +188,7 @@ def small_checkpoint(folder: Path, config: dict[str, Any] | None = None) -> Path
         companions={
             "tokenizer.json": b'{"tokens": []}\n',
             "code/modeling.py": b"pass\n",
-            "merges.txt": b"",
+            "NOTICE": b"",
             "README.md": b"#",
         },
     )
