@@ -95,16 +95,12 @@ def wrapped(text: str) -> str:
     width = terminal_width()
     if width is None:
         return text
-    lines = []
-    for line in text.split("\n"):
-        indent = " " * (len(line) - len(line.lstrip()) + 2)
-        fits = len(line) <= width
-        lines += (
-            [line]
-            if fits
-            else textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-        )
-    return "\n".join(lines)
+    return "\n".join(line if len(line) <= width else _folded_line(line, width) for line in text.split("\n"))
+
+
+def _folded_line(line: str, width: int) -> str:
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _without(components: Sequence[str], kept: Sequence[bool]) -> str:
