@@ -63,7 +63,7 @@ def computed(about: Architecture, model: Any) -> Array:
         inputs["input_ids"] = torch.tensor([IDS])
     if about.takes in ("seq2seq", "features"):
         inputs["decoder_input_ids"] = torch.tensor([IDS[:5]])
-    with torch.inference_mode():
+    with torch.no_grad():  # weights that a first call decodes in inference mode cannot be converted
         found = model(**inputs)
     names = ("logits", "image_embeds", "last_hidden_state")
     values: Array = next(found[name] for name in names if getattr(found, name, None) is not None).float().numpy()
@@ -112,7 +112,10 @@ def check_vllm(about: Architecture, folder: Path, exported: Path) -> None:
     """compressed-tensors decodes the weights, and transformers computes with them."""
     pytest.importorskip("compressed_tensors")
     expected = computed(about, load(about, with_integers(folder, exported)))
-    assert distance(computed(about, load(about, exported).float()), expected) < 1e-5
+    model = load(about, exported, torch.bfloat16)
+    computed(about, model)  # decodes what is still packed
+    torch.nn.Module.float(model)  # the method of transformers refuses
+    assert distance(computed(about, model), expected) < 1e-4  # constants have been BF16
 
 
 def check_torchao(about: Architecture, folder: Path, exported: Path) -> None:
