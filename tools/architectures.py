@@ -1,7 +1,8 @@
 """Find the architectures of transformers for which pqweights/exports/architectures.py needs an entry.
 
 Each model is built on the meta device from its default configuration. For the weights that an export to integers would
-round, this compares the names in the file with those in memory, and has transformers prepare for compressed-tensors.
+round, this compares the names in the file with those in memory, and has transformers prepare for compressed-tensors and
+initialize what a checkpoint might not hold.
 Run `python tools/architectures.py [MODEL_TYPE...]`; it prints a line for each architecture that differs.
 """
 
@@ -23,7 +24,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from pqweights.exports.torchao_int4 import _names_in_memory
 from pqweights.planning.roles import classify
 
-SECONDS = 25  # for each model
+SECONDS = 40  # for each model
 CLASSES = (
     "AutoModelForCausalLM",
     "AutoModelForImageTextToText",
@@ -34,53 +35,82 @@ CLASSES = (
     "AutoModelForImageClassification",
     "AutoModel",
 )
-WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+OUTSIDE = r"re:(?!(.*\.)?\d+(\..*)?$)"  # of the numbered layers
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 PACKED = {
     "format": "pack-quantized",
     "quantization_status": "compressed",
-    "dequantize": True,
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
+    "config_groups": {"group_0": {"targets": ["Linear"], "format": "pack-quantized", "weights": WEIGHTS}},
 }
 
 
 def differences(model_type: str) -> str:
     """Return in words what transformers does with the layers of an architecture; an empty text if nothing."""
     config = transformers.AutoConfig.for_model(model_type)
-    auto = next(
-        (c for c in (getattr(transformers, name) for name in CLASSES) if type(config) in c._model_mapping), None
-    )
-    if auto is None:
-        return ""
-    with torch.device("meta"):
-        model = auto.from_config(config)
-    found = [*_reshaped(model)]
+    classes = [c for c in (getattr(transformers, name) for name in CLASSES) if type(config) in c._model_mapping]
+    found: list[str] = []
+    for auto in dict.fromkeys([*classes[:1], *classes[-1:]]):
+        with torch.device("meta"):
+            model = auto.from_config(config)
+        found += [*_refused(model), *_moved(model, "vision_config" in config.to_dict())]
+        found += _used_early(model)  # last, because it packs the weights
+    kinds = {text.partition(":")[0]: text for text in reversed(found)}  # the first of each kind
+    return "; ".join(kinds.values())
+
+
+def _moved(model: Any, has_vision: bool) -> list[str]:
+    """Return the weights that have other names in memory than in the file, or are cut or joined there."""
     tied = model.all_tied_weights_keys or {}
     stored = revert_weight_conversion(model, {n: v for n, v in model.state_dict().items() if n not in tied})
     conversions = get_model_conversion_mapping(model)
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    found = []
     for name, value in stored.items():
-        if value.ndim != 2 or not name.endswith(".weight"):
-            continue
-        if classify(name, "BF16", tuple(value.shape)).name not in ("attention", "mlp", "linear"):
+        if value.ndim != 2 or not name.endswith(".weight") or not _is_rounded(name, value):
             continue
         loaded, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, model.state_dict())
         if converted is not None:
             found.append(f"reshaped: {name} -> {loaded}")
-        elif loaded not in _names_in_memory(name, "vision_config" in config.to_dict()):
+        elif loaded not in _names_in_memory(name, has_vision):
             found.append(f"renamed: {name} -> {loaded}")
-    kinds = {text.partition(":")[0]: text for text in reversed(found)}  # the first of each kind
-    return "; ".join(kinds.values())
+    return found
 
 
-def _reshaped(model: Any) -> list[str]:
-    """Return the error with which transformers refuses any checkpoint of compressed-tensors for a model."""
-    quantizer = AutoHfQuantizer.from_config(transformers.CompressedTensorsConfig(**PACKED), pre_quantized=True)
+def _is_rounded(name: str, value: Any) -> bool:
+    """Whether an export to integers would round a weight."""
+    return classify(name, "BF16", tuple(value.shape)).name in ("attention", "mlp", "linear", "expert")
+
+
+def _quantizer(ignore: list[str]) -> Any:
+    config = transformers.CompressedTensorsConfig(**PACKED, ignore=ignore)
+    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
     quantizer.use_fp8_kernel = False
+    return quantizer
+
+
+def _refused(model: Any) -> list[str]:
+    """Return the error with which transformers refuses any checkpoint of compressed-tensors for a model."""
+    quantizer = _quantizer([])
     try:
         quantizer.update_weight_conversions(get_model_conversion_mapping(model, None, quantizer), model)
     except ValueError as error:
         return [f"refused: {str(error)[:100]}"]
+    return []
+
+
+def _used_early(model: Any) -> list[str]:
+    """Pack the layers of a model; return the error of its own code that initializes them."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    plain = [name for name, layer in layers.items() if not _is_rounded(f"{name}.weight", layer.weight)]
+    with torch.device("meta"):
+        _quantizer(["lm_head", OUTSIDE, *plain])._process_model_before_weight_loading(model)
+    for module in model.modules():
+        module._is_hf_initialized = False
+    try:
+        model.initialize_weights()
+    except AttributeError as error:
+        return [f"used early: {str(error)[:100]}"]
     return []
 
 

@@ -115,7 +115,89 @@ RENAMED = RESHAPED | frozenset(
     }
 )
 # The model computes with a weight otherwise than by F.linear, the only product that torchao's tensors have.
-USED_DIRECTLY = frozenset({"falcon", "rwkv"})
+USED_DIRECTLY = frozenset({"falcon", "rwkv", "wavlm"})
+# Code of the model that initializes linear weights needs them as they are loaded.
+USED_EARLY = frozenset(
+    {
+        "bit",
+        "blt",
+        "bridgetower",
+        "chinese_clip_vision_model",
+        "clap",
+        "clipseg",
+        "clvp",
+        "cvt",
+        "d_fine",
+        "deimv2",
+        "depth_pro",
+        "dinov2",
+        "dinov2_with_registers",
+        "dinov3_vit",
+        "falcon",
+        "falcon_mamba",
+        "fastspeech2_conformer",
+        "fastspeech2_conformer_with_hifigan",
+        "gpt_bigcode",
+        "grounding-dino",
+        "groupvit",
+        "hiera",
+        "ijepa",
+        "kosmos-2",
+        "longt5",
+        "lw_detr",
+        "mamba",
+        "mamba2",
+        "mask2former",
+        "mgp-str",
+        "mlcd",
+        "mlcd_vision_model",
+        "mm-grounding-dino",
+        "modernbert",
+        "modernbert-decoder",
+        "modernvbert",
+        "mt5",
+        "nanochat",
+        "neomme",
+        "oneformer",
+        "owlv2",
+        "owlvit",
+        "pe_audio",
+        "pix2struct",
+        "pop2piano",
+        "pp_doclayout_v3",
+        "pp_doclayout_v4",
+        "pvt",
+        "pvt_v2",
+        "radio",
+        "recurrent_gemma",
+        "regnet",
+        "resnet",
+        "rf_detr",
+        "rt_detr",
+        "rt_detr_v2",
+        "rwkv",
+        "sapiens2",
+        "seggpt",
+        "siglip",
+        "siglip2",
+        "siglip2_vision_model",
+        "siglip_vision_model",
+        "swiftformer",
+        "swin2sr",
+        "switch_transformers",
+        "t5",
+        "timesformer",
+        "tipsv2_vision_model",
+        "udop",
+        "umt5",
+        "videoprism",
+        "videoprism_vision_model",
+        "vitdet",
+        "vjepa2",
+        "xclip",
+        "xlstm",
+    }
+)
 # Of all these, the architectures of which mlx-q4 makes a model that mlx-lm runs.
 RUN_BY_MLX = frozenset({"gpt2", "laguna", "llama4"})
 
@@ -149,6 +231,11 @@ def check_architecture(target: str, config: Mapping[str, Any] | None) -> None:
         f"config.json: {target} cannot hold a model of type {model_type}: {reason}; use --target "
         f"{' or '.join([*others, 'bf16'])}"
     )
+
+
+def uses_weights_early(config: Mapping[str, Any] | None) -> bool:
+    """Whether transformers needs the linear weights of a model as it loads it, so that they must not be packed then."""
+    return any(model_type in USED_EARLY and not is_tower for model_type, is_tower in _model_types(config or {}))
 
 
 def _refusal(target: str, config: Mapping[str, Any]) -> tuple[str, str] | None:

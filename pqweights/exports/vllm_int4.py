@@ -23,6 +23,7 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.dtypes import from_float32
 from pqweights.errors import ExportError
+from pqweights.exports.architectures import uses_weights_early
 from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
 from pqweights.exports.linear import linear_weights
 from pqweights.exports.loading import LoadableModel, by_transformers, shell
@@ -101,12 +102,7 @@ class VllmInt4:
     def _config(
         self, checkpoint: Checkpoint, decisions: Mapping[str, Rounding | Stays], turned: set[str]
     ) -> dict[str, Any]:
-        """config.json with the quantization_config of compressed-tensors: all linear layers but those to be ignored.
-
-        `dequantize` is read by transformers alone: it decodes each weight as it loads it. Otherwise it first replaces
-        the weights of all layers, fails in models that use a weight before the first call (T5, Falcon, Mamba, ...),
-        and then decodes all of them in the first call.
-        """
+        """config.json with the quantization_config of compressed-tensors: all linear layers but those to be ignored."""
         weights = {
             "num_bits": self.bits,
             "type": "int",
@@ -127,10 +123,13 @@ class VllmInt4:
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
             "quantization_status": "compressed",
-            "dequantize": True,
             "config_groups": {"group_0": group},
             "ignore": _ignored(checkpoint, layers, decisions),
         }
+        if uses_weights_early(checkpoint.config):
+            # Read by transformers alone, which then decodes each weight as it loads it. By default it keeps all of them
+            # packed until the first call, and such a model asks for them before.
+            quantization["dequantize"] = True
         if turned:
             quantization["transform_config"] = {"config_groups": {"hadamard": _rotation(layers, turned)}}
         old_dtype = model_dtype(checkpoint.config, checkpoint.tensors)

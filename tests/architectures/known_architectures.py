@@ -597,7 +597,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "wav2vec2": A("Wav2Vec2ForCTC", "Wav2Vec2Config", SPEECH, "sound"),
     "hubert": A("HubertForCTC", "HubertConfig", SPEECH, "sound"),
-    "wavlm": A("WavLMForCTC", "WavLMConfig", SPEECH, "sound"),
+    "wavlm": A("WavLMForCTC", "WavLMConfig", SPEECH, "sound", torchao=DIRECTLY),
     "blip": A(
         "BlipForConditionalGeneration",
         "BlipConfig",
