@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 MOST_ROWS = (768, 384)
 # The most disk space for the rows of one run, in bytes; those of a single weight may take more.
 SAMPLE_BYTES = 8_000_000_000
-# How often the activations are saved while the model runs, for a run that continues this one.
-SECONDS_BETWEEN_SAVES = 30.0
+# The activations are saved while the model runs, for a run that continues this one: at most this often, and so that
+# saving takes at most this share of the time.
+SECONDS_BETWEEN_SAVES = 5.0
+SAVING_SHARE = 0.05
 
 
 class LoadedModel:
@@ -105,13 +107,15 @@ class Recording:
         activations = Activations(Sampling(wanted=wanted, rows=self.rows, descriptor=self.samples))
         if kept is not None and (kept.number, kept.rows) == (self.number, self.rows):
             activations.restore(kept.windows, kept.records)
-        last = time.monotonic()
+        due = time.monotonic() + SECONDS_BETWEEN_SAVES
 
         def after_window(done: int, total: int) -> None:
-            nonlocal last
-            if done == total or time.monotonic() - last >= SECONDS_BETWEEN_SAVES:
+            nonlocal due
+            start = time.monotonic()
+            if done == total or start >= due:
                 self._save(activations)
-                last = time.monotonic()
+                end = time.monotonic()
+                due = end + max(SECONDS_BETWEEN_SAVES, (end - start) / SAVING_SHARE)
             progress(done, total)
 
         if activations.windows < len(windows):

@@ -167,7 +167,8 @@ def _found(folder: Path, inputs: Mapping[str, Any], *, out: Path, overwrite: boo
         first = _parse(lines[0]) if lines else None
         if first == wanted:
             return _records(journal, lines)
-        if not overwrite:
+        has_something = first is None or len(lines) > 1 or (folder / STATE_FILE).exists()
+        if has_something and not overwrite:
             raise _other_run(first, wanted, folder=folder, out=out)
         Unfinished(folder, {}).remove()
         folder.mkdir(exist_ok=True)

@@ -109,6 +109,11 @@ def interrupt(command: str, source: Path, out: Path, *, call: int, **options: An
     return out.with_name(out.name + ".unfinished")
 
 
+def save_after_each_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(recording, "SAVING_SHARE", float("inf"))
+
+
 # Calls of the callback: calibrate makes one for each window, then one for each weight; sensitivity one for each group.
 CALLS = [("calibrate", call) for call in (1, 4, WINDOWS, WINDOWS + 3, WINDOWS + WEIGHTS)]
 CALLS += [("sensitivity", call) for call in (1, 2, 4)]
@@ -118,7 +123,7 @@ CALLS += [("sensitivity", call) for call in (1, 2, 4)]
 def test_continued_run_writes_the_same_bytes(
     command: str, call: int, source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "SECONDS_BETWEEN_SAVES", 0.0)
+    save_after_each_window(monkeypatch)
     out = tmp_path / FILES[command]
     interrupt(command, source, out, call=call)
     RUNS[command](source, out)
@@ -130,7 +135,7 @@ def test_run_that_is_interrupted_again_and_again_ends_with_the_same_bytes(
     source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows of all matrices do not fit, so the model runs for one part of the weights after the other."""
-    monkeypatch.setattr(recording, "SECONDS_BETWEEN_SAVES", 0.0)
+    save_after_each_window(monkeypatch)
     monkeypatch.setattr(recording, "SAMPLE_BYTES", 4 * 128 * sum(recording.FEWEST_ROWS) * 3)
     out = tmp_path / "out.safetensors"
     run_calibrate(source, out)
@@ -171,7 +176,7 @@ def test_nothing_that_was_kept_is_computed_again(
 def test_windows_that_were_read_are_not_read_again(
     source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "SECONDS_BETWEEN_SAVES", 0.0)
+    save_after_each_window(monkeypatch)
     out, seen = tmp_path / "out.safetensors", []
     interrupt("calibrate", source, out, call=5)
     run_calibrate(source, out, lambda done, total, what: seen.append(done) if what == "running" else None)
@@ -203,7 +208,7 @@ sys.path[:0] = {path!r}
 from pathlib import Path
 import test_unfinished as tests
 from pqweights.measure import recording
-recording.SECONDS_BETWEEN_SAVES = 0.0
+recording.SECONDS_BETWEEN_SAVES, recording.SAVING_SHARE = 0.0, float("inf")
 tests.torch.set_num_threads(1)
 left = {call}
 def progress(*_):
@@ -258,6 +263,15 @@ def test_run_with_other_options_is_not_mixed_with_an_interrupted_one(
     RUNS[command](source, fresh, **options)
     assert out.read_bytes() == fresh.read_bytes() != whole[command]
     assert not folder.exists()
+
+
+def test_run_that_was_killed_before_it_kept_anything_is_in_nobodys_way(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / FILES["sensitivity"]
+    folder = interrupt("sensitivity", source, out, call=3)
+    journal = folder / "journal"
+    journal.write_bytes(journal.read_bytes().splitlines(keepends=True)[0])
+    RUNS["sensitivity"](source, out, tokens=48)
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_overwrite_continues_its_own_run(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
