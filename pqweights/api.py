@@ -6,17 +6,16 @@ examples.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from os import PathLike
 
+from pqweights import arguments
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.exporting import MasterFolder
 from pqweights.exporting import export as export_master
 from pqweights.exports import get_target
 from pqweights.exports.options import ExportOptions
 from pqweights.hub.sources import Access, Fetched, local_folder
-from pqweights.planning.choice import RecipeOptions, choose_recipe
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES
 from pqweights.planning.recipe import Recipe
 from pqweights.quantizing import QuantizeOptions
@@ -26,27 +25,26 @@ from pqweights.results.inspect import inspect as inspect_folder
 from pqweights.results.plan_report import PlanReport, report_plan
 from pqweights.results.verify import Verification
 from pqweights.results.verify import verify as verify_folder
-from pqweights.rewrite.task import RewriteReport, RunOptions, usable_cores
+from pqweights.rewrite.task import RewriteReport, RunOptions
 from pqweights.units import parse_size
 
-AnyPath = str | os.PathLike[str]
 Progress = Callable[[int, int, str], None]
 
 
 def plan(
-    source: AnyPath,
-    recipe: AnyPath | Recipe = "q5",
+    source: str | PathLike[str],
+    recipe: str | PathLike[str] | Recipe = "q5",
     *,
     bits: float | None = None,
-    keep: Sequence[str] = (),
+    keep: str | Sequence[str] = (),
     set_bits: Mapping[str, float] | None = None,
     target_size: int | str | None = None,
     target_bpw: float | None = None,
     bpw_of: str | None = None,
-    sensitivity: AnyPath | None = None,
-    awq: AnyPath | None = None,
+    sensitivity: str | PathLike[str] | None = None,
+    awq: str | PathLike[str] | None = None,
     awq_any_codec: bool = False,
-    include_files: Sequence[str] = (),
+    include_files: str | Sequence[str] = (),
     max_shard_size: int | str = DEFAULT_MAX_SHARD_BYTES,
     allow_pickle: bool = False,
     threads: int | None = None,
@@ -60,49 +58,50 @@ def plan(
 
     Raises SourceError, RecipeError, OptionError or HubError.
     """
-    asked = RecipeOptions(
+    chosen = arguments.chosen_recipe(
+        recipe,
         bits=bits,
-        keep=tuple(keep),
-        set_bits=set_bits or {},
+        keep=keep,
+        set_bits=set_bits,
         target_size=target_size,
         target_bpw=target_bpw,
         bpw_of=bpw_of,
-        sensitivity=None if sensitivity is None else os.fspath(sensitivity),
+        sensitivity=sensitivity,
     )
     options = QuantizeOptions(
         access=Access(revision, token),
-        awq=None if awq is None else Path(awq),
+        awq=None if awq is None else arguments.local("awq", awq),
         awq_any_codec=awq_any_codec,
-        include_files=tuple(include_files),
+        include_files=arguments.patterns("include_files", include_files),
         max_shard_bytes=parse_size(max_shard_size),
         allow_pickle=allow_pickle,
     )
-    return report_plan(_path(source), choose_recipe(_recipe(recipe), asked), options, threads or usable_cores())
+    return report_plan(arguments.local_or_hub("source", source), chosen, options, arguments.threads(threads))
 
 
 def quantize(
-    source: AnyPath,
-    out: AnyPath,
-    recipe: AnyPath | Recipe = "q5",
+    source: str | PathLike[str],
+    out: str | PathLike[str],
+    recipe: str | PathLike[str] | Recipe = "q5",
     *,
     bits: float | None = None,
-    keep: Sequence[str] = (),
+    keep: str | Sequence[str] = (),
     set_bits: Mapping[str, float] | None = None,
     target_size: int | str | None = None,
     target_bpw: float | None = None,
     bpw_of: str | None = None,
-    sensitivity: AnyPath | None = None,
-    awq: AnyPath | None = None,
+    sensitivity: str | PathLike[str] | None = None,
+    awq: str | PathLike[str] | None = None,
     awq_any_codec: bool = False,
     strict: bool = False,
-    include_files: Sequence[str] = (),
+    include_files: str | Sequence[str] = (),
     max_shard_size: int | str = DEFAULT_MAX_SHARD_BYTES,
     allow_pickle: bool = False,
     low_disk: bool = False,
     threads: int | None = None,
     device: str = "cpu",
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
     revision: str | None = None,
     token: str | None = None,
 ) -> RewriteReport:
@@ -110,9 +109,9 @@ def quantize(
 
     source: a folder of safetensors files, one such file, or ORG/MODEL on the Hub
     out: the folder for the master: new, empty, or that of an earlier run
-    recipe: the name of a built-in recipe, a YAML file, or a Recipe
+    recipe: the name of a built-in recipe, a YAML file, or a pqweights.planning.recipe.Recipe
     bits: another default bit width
-    keep: name patterns of tensors that are kept
+    keep: a name pattern of tensors that are kept, or several
     set_bits: bit widths by name pattern
     target_size: choose bit widths so that the safetensors files take at most this many bytes; "9GB" is 9 * 10**9
     target_bpw: choose bit widths so that the mean is at most this many bits per weight
@@ -121,7 +120,7 @@ def quantize(
     awq: a file of scales that `pqweights calibrate` wrote
     awq_any_codec: whether to use scales that were searched for another codec or bit width
     strict: whether to refuse a weight whose error exceeds what its codec promises
-    include_files: name patterns of files to copy besides those that loading the model needs
+    include_files: a name pattern of files to copy besides those that loading the model needs, or several
     max_shard_size: the largest size of an output file, in bytes or as a text such as "5GB"
     allow_pickle: whether to read pickled weights, with torch's restricted loader
     low_disk: whether to keep at most two files of a source on the Hub at a time
@@ -133,38 +132,40 @@ def quantize(
 
     Raises SourceError, RecipeError, OptionError, OutputError, DeviceError or HubError.
     """
-    asked = RecipeOptions(
+    chosen = arguments.chosen_recipe(
+        recipe,
         bits=bits,
-        keep=tuple(keep),
-        set_bits=set_bits or {},
+        keep=keep,
+        set_bits=set_bits,
         target_size=target_size,
         target_bpw=target_bpw,
         bpw_of=bpw_of,
-        sensitivity=None if sensitivity is None else os.fspath(sensitivity),
+        sensitivity=sensitivity,
     )
     options = QuantizeOptions(
         access=Access(revision, token),
-        awq=None if awq is None else Path(awq),
+        awq=None if awq is None else arguments.local("awq", awq),
         awq_any_codec=awq_any_codec,
         strict=strict,
-        include_files=tuple(include_files),
+        include_files=arguments.patterns("include_files", include_files),
         max_shard_bytes=parse_size(max_shard_size),
         allow_pickle=allow_pickle,
         low_disk=low_disk,
     )
     run = _run(threads=threads, device=device, overwrite=overwrite, progress=progress)
-    return quantize_source(_path(source), Path(out), choose_recipe(_recipe(recipe), asked), options=options, run=run)
+    place = arguments.local_or_hub("source", source)
+    return quantize_source(place, arguments.local("out", out), chosen, options=options, run=run)
 
 
 def export(
-    master: AnyPath,
-    out: AnyPath,
+    master: str | PathLike[str],
+    out: str | PathLike[str],
     target: str,
     *,
     bits: int | None = None,
     group_size: int | None = None,
     qparams: str | None = None,
-    source: AnyPath | None = None,
+    source: str | PathLike[str] | None = None,
     basis: str | None = None,
     packing: str | None = None,
     mode: str | None = None,
@@ -173,7 +174,7 @@ def export(
     threads: int | None = None,
     device: str = "cpu",
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
     revision: str | None = None,
     token: str | None = None,
 ) -> RewriteReport:
@@ -201,14 +202,15 @@ def export(
     found = _folder(master, Access(revision, token), run.progress)
     original = None if source is None else _folder(source, Access(None, token), run.progress, ours=False).path
     folder = MasterFolder(found.path, found.origin, original)
-    return export_master(folder, Path(out), target, options=asked, max_shard_bytes=parse_size(max_shard_size), run=run)
+    place = arguments.local("out", out)
+    return export_master(folder, place, target, options=asked, max_shard_bytes=parse_size(max_shard_size), run=run)
 
 
 def verify(
-    folder: AnyPath,
+    folder: str | PathLike[str],
     *,
     threads: int | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
     revision: str | None = None,
     token: str | None = None,
 ) -> Verification:
@@ -222,10 +224,10 @@ def verify(
     """
     show = progress or _ignore
     found = _folder(folder, Access(revision, token), show)
-    return verify_folder(found.path, threads=threads or usable_cores(), beside=found.not_fetched, progress=show)
+    return verify_folder(found.path, threads=arguments.threads(threads), beside=found.not_fetched, progress=show)
 
 
-def inspect(folder: AnyPath, *, revision: str | None = None, token: str | None = None) -> Inspection:
+def inspect(folder: str | PathLike[str], *, revision: str | None = None, token: str | None = None) -> Inspection:
     """Return what a master or an export holds according to its manifest: tensors, bits, errors and sizes.
 
     folder: a folder, or ORG/NAME on the Hub, of which only the manifest is fetched
@@ -233,17 +235,8 @@ def inspect(folder: AnyPath, *, revision: str | None = None, token: str | None =
 
     Raises MasterError, SourceError or HubError.
     """
-    found = local_folder(_path(folder), Access(revision, token), only=[MANIFEST_FILE])
+    found = local_folder(arguments.local_or_hub("folder", folder), Access(revision, token), only=[MANIFEST_FILE])
     return inspect_folder(found.path)
-
-
-def _path(source: AnyPath) -> str | Path:
-    """Return a text as it is, since it may name a repository on the Hub, and everything else as a local path."""
-    return source if isinstance(source, str) else Path(source)
-
-
-def _recipe(recipe: AnyPath | Recipe) -> str | Path | Recipe:
-    return recipe if isinstance(recipe, str | Recipe) else Path(recipe)
 
 
 def _ignore(done: int, total: int, name: str) -> None:
@@ -252,10 +245,10 @@ def _ignore(done: int, total: int, name: str) -> None:
 
 def _run(*, threads: int | None, device: str, overwrite: bool, progress: Progress | None) -> RunOptions:
     return RunOptions(
-        threads=threads or usable_cores(), device=device, overwrite=overwrite, progress=progress or _ignore
+        threads=arguments.threads(threads), device=device, overwrite=overwrite, progress=progress or _ignore
     )
 
 
-def _folder(source: AnyPath, access: Access, progress: Progress, *, ours: bool = True) -> Fetched:
+def _folder(source: str | PathLike[str], access: Access, progress: Progress, *, ours: bool = True) -> Fetched:
     """Return a local folder, or a repository on the Hub as a folder in the cache."""
-    return local_folder(_path(source), access, ours=ours, progress=progress)
+    return local_folder(arguments.local_or_hub("folder", source), access, ours=ours, progress=progress)

@@ -158,9 +158,44 @@ def test_a_recipe_object_is_taken_as_it_is(source):
     assert pqweights.plan(source, recipe, bits=3).totals == pqweights.plan(source, "q6", bits=3).totals
 
 
+def test_a_text_is_one_pattern(source):
+    assert (
+        pqweights.plan(source, keep="lm_head.weight").totals == pqweights.plan(source, keep=["lm_head.weight"]).totals
+    )
+
+
+def test_reports_are_displayed_in_one_line(source, master):
+    shown = [repr(pqweights.plan(source)), repr(pqweights.quantize(source, master)), repr(pqweights.inspect(master))]
+    for line in shown:
+        assert "10 tensors" in line and "per quantized weight" in line and len(line) < 160
+    assert shown[1].startswith("<RewriteReport of the master: ") and shown[2].startswith("<Inspection of the master: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"recipe": {"bits": 4}}, "recipe: expected the name of a recipe, a path or a Recipe"),
+        ({"bits": "4"}, "bits: expected a number, found '4'"),
+        ({"bits": True}, "bits: expected a number"),
+        ({"keep": [4]}, "keep: expected a pattern"),
+        ({"set_bits": ["*.down_proj.weight=6"]}, "set_bits: expected bit widths by pattern"),
+        ({"set_bits": {"*": "6"}}, "set_bits: expected a number"),
+        ({"target_size": [1]}, "target_size: expected a number"),
+        ({"threads": "2"}, "threads: expected a number of threads"),
+        ({"source": 5}, "source: expected a path"),
+        ({"awq": 5}, "awq: expected a path"),
+    ],
+)
+def test_wrong_types_are_named(source, arguments, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        pqweights.plan(**({"source": source} | arguments))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
+        (lambda source, out: pqweights.plan(source, threads=0), OptionError, "threads: expected 1 to 256"),
+        (lambda source, out: pqweights.plan(source, target_size=1e5 + 0.5), OptionError, "whole number of bytes"),
         (lambda source, out: pqweights.plan(source, "q5", bits=99), OptionError, "--bits"),
         (lambda source, out: pqweights.plan(source, keep=["nothing*"]), RecipeError, "nothing"),
         (lambda source, out: pqweights.plan(source, target_size="many"), OptionError, "size"),

@@ -44,7 +44,7 @@ LAYERS = (
     ("pqweights.integrations", "pqweights.results"),
     ("pqweights.runtimes",),
     ("pqweights.evaluate", "pqweights.measure"),
-    ("pqweights.card", "pqweights.plots", "pqweights.push", "pqweights.api"),
+    ("pqweights.card", "pqweights.plots", "pqweights.push", "pqweights.arguments", "pqweights.api"),
     ("pqweights_cli",),
 )
 # Modules that import no other module of the library.

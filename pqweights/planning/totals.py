@@ -68,6 +68,13 @@ class Totals(Counts):
         """
         return 8 * self.output_bytes / self.weights if self.weights else None
 
+    def __str__(self) -> str:
+        per_weight, per_parameter = self.bits_per_weight, self.bits_per_parameter
+        sizes = f"{self.tensors} tensors, {self.source_bytes} -> {self.output_bytes} bytes"
+        if per_weight is None or per_parameter is None:
+            return f"{sizes}, nothing is quantized"
+        return f"{sizes}, {per_weight:.4f} bits per quantized weight, {per_parameter:.4f} per parameter"
+
     def to_json(self) -> dict[str, Any]:
         """Return the totals as plan --json and inspect --json print them."""
         return {

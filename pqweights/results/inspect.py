@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from pqweights.rewrite.manifest import Manifest, coder_of, read_manifest, shards
 from pqweights.rewrite.tensor_report import TensorReport, tensor_reports
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Inspection:
     """What a master or an export holds.
 
@@ -24,6 +25,16 @@ class Inspection:
 
     manifest: Manifest
     totals: Totals
+
+    @property
+    def kind(self) -> str:
+        """What it is: "master" or "export"."""
+        return self.manifest.kind
+
+    @property
+    def made_by(self) -> Mapping[str, Any]:
+        """How it was made: a recipe, with the scales and the fit if there are any, or a target with its options."""
+        return self.manifest.made_by
 
     @functools.cached_property
     def tensors(self) -> tuple[TensorReport, ...]:
@@ -39,6 +50,9 @@ class Inspection:
     def exceeding(self) -> list[str]:
         """The tensors whose error is above what their codec promises."""
         return [tensor.name for tensor in self.tensors if tensor.exceeds]
+
+    def __repr__(self) -> str:
+        return f"<Inspection of the {self.kind}: {self.totals}>"
 
     def to_json(self) -> dict[str, Any]:
         """Return what `inspect --json` prints."""

@@ -46,7 +46,7 @@ class HubTraffic:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PlanReport:
     """What quantizing a checkpoint would do.
 
@@ -70,6 +70,9 @@ class PlanReport:
     def totals(self) -> Totals:
         """Sizes, counts and bits per weight of the whole result."""
         return self.plan.totals
+
+    def __repr__(self) -> str:
+        return f"<PlanReport: {self.totals}>"
 
     def to_json(self) -> dict[str, Any]:
         """Return the document of plan --json."""

@@ -97,7 +97,7 @@ class RunOptions:
     progress: Progress = lambda done, total, name: None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class RewriteReport:
     """What a rewrite did.
 
@@ -139,6 +139,9 @@ class RewriteReport:
     def warnings(self) -> tuple[str, ...]:
         """What the user should know of the result before using it, a sentence each."""
         return self.transform.warnings
+
+    def __repr__(self) -> str:
+        return f"<RewriteReport of the {self.transform.kind}: {self.totals}>"
 
     def to_json(self) -> dict[str, Any]:
         """Return the document of quantize --json and export --json, without the name of the output folder."""

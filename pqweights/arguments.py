@@ -1,0 +1,108 @@
+"""Checks of the arguments of the Python API, which nothing has parsed: a wrong type is a TypeError that names it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pqweights.errors import OptionError
+from pqweights.planning.choice import RecipeOptions, choose_recipe
+from pqweights.planning.recipe import Recipe
+from pqweights.rewrite.task import usable_cores
+
+MOST_THREADS = 256
+
+
+def local_or_hub(name: str, value: str | os.PathLike[str]) -> str | Path:
+    """Return a text as it is, since it may name a repository on the Hub, and everything else as a local path."""
+    return value if isinstance(value, str) else local(name, value)
+
+
+def local(name: str, value: str | os.PathLike[str]) -> Path:
+    """Return a local path."""
+    if not isinstance(value, str | os.PathLike):
+        raise _wrong(name, "a path", value)
+    return Path(value)
+
+
+def chosen_recipe(
+    recipe: str | os.PathLike[str] | Recipe,
+    *,
+    bits: float | None,
+    keep: str | Sequence[str],
+    set_bits: Mapping[str, float] | None,
+    target_size: int | str | None,
+    target_bpw: float | None,
+    bpw_of: str | None,
+    sensitivity: str | os.PathLike[str] | None,
+) -> Recipe:
+    """Return the recipe that the arguments of plan and quantize describe.
+
+    Raises OptionError or RecipeError, see choose_recipe.
+    """
+    if not isinstance(recipe, str | os.PathLike | Recipe):
+        raise _wrong("recipe", "the name of a recipe, a path or a Recipe", recipe)
+    asked = RecipeOptions(
+        bits=number("bits", bits),
+        keep=patterns("keep", keep),
+        set_bits=bits_by_pattern(set_bits),
+        target_size=size("target_size", target_size),
+        target_bpw=number("target_bpw", target_bpw),
+        bpw_of=bpw_of,
+        sensitivity=None if sensitivity is None else str(local("sensitivity", sensitivity)),
+    )
+    return choose_recipe(recipe if isinstance(recipe, str | Recipe) else Path(recipe), asked)
+
+
+def patterns(name: str, value: str | Sequence[str]) -> tuple[str, ...]:
+    """Return name patterns; a text is one pattern."""
+    found = (value,) if isinstance(value, str) else tuple(value)
+    for each in found:
+        if not isinstance(each, str):
+            raise _wrong(name, "a pattern, or a list of patterns", each)
+    return found
+
+
+def bits_by_pattern(value: Mapping[str, float] | None) -> dict[str, float]:
+    """Return bit widths by name pattern."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise _wrong("set_bits", "bit widths by pattern, such as {'*.down_proj.weight': 6}", value)
+    return {patterns("set_bits", [key])[0]: _number("set_bits", bits) for key, bits in value.items()}
+
+
+def number(name: str, value: float | None) -> float | None:
+    """Return a number, or None."""
+    return None if value is None else _number(name, value)
+
+
+def size(name: str, value: int | str | None) -> int | str | None:
+    """Return a size in bytes, or a text such as "9GB", or None."""
+    if value is None or isinstance(value, str):
+        return value
+    if _number(name, value) != int(value):
+        raise OptionError(f"{name}: expected a whole number of bytes, found {value}")
+    return int(value)
+
+
+def threads(value: int | None) -> int:
+    """Return a number of threads; by default one for each core."""
+    if value is None:
+        return usable_cores()
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _wrong("threads", "a number of threads", value)
+    if not 1 <= value <= MOST_THREADS:
+        raise OptionError(f"threads: expected 1 to {MOST_THREADS}, found {value}")
+    return value
+
+
+def _number(name: str, value: float) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise _wrong(name, "a number", value)
+    return value
+
+
+def _wrong(name: str, expected: str, found: object) -> TypeError:
+    return TypeError(f"{name}: expected {expected}, found {found!r}")
