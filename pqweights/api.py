@@ -26,7 +26,6 @@ from pqweights.results.plan_report import PlanReport, report_plan
 from pqweights.results.verify import Verification
 from pqweights.results.verify import verify as verify_folder
 from pqweights.rewrite.task import RewriteReport, RunOptions
-from pqweights.units import parse_size
 
 Progress = Callable[[int, int, str], None]
 
@@ -73,7 +72,7 @@ def plan(
         awq=None if awq is None else arguments.local("awq", awq),
         awq_any_codec=awq_any_codec,
         include_files=arguments.patterns("include_files", include_files),
-        max_shard_bytes=parse_size(max_shard_size),
+        max_shard_bytes=arguments.shard_bytes(max_shard_size),
         allow_pickle=allow_pickle,
     )
     return report_plan(arguments.local_or_hub("source", source), chosen, options, arguments.threads(threads))
@@ -148,7 +147,7 @@ def quantize(
         awq_any_codec=awq_any_codec,
         strict=strict,
         include_files=arguments.patterns("include_files", include_files),
-        max_shard_bytes=parse_size(max_shard_size),
+        max_shard_bytes=arguments.shard_bytes(max_shard_size),
         allow_pickle=allow_pickle,
         low_disk=low_disk,
     )
@@ -202,8 +201,8 @@ def export(
     found = _folder(master, Access(revision, token), run.progress)
     original = None if source is None else _folder(source, Access(None, token), run.progress, ours=False).path
     folder = MasterFolder(found.path, found.origin, original)
-    place = arguments.local("out", out)
-    return export_master(folder, place, target, options=asked, max_shard_bytes=parse_size(max_shard_size), run=run)
+    place, shard_bytes = arguments.local("out", out), arguments.shard_bytes(max_shard_size)
+    return export_master(folder, place, target, options=asked, max_shard_bytes=shard_bytes, run=run)
 
 
 def verify(

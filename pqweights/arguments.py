@@ -6,10 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pqweights.errors import OptionError
+from pqweights.errors import OptionError, RecipeError
 from pqweights.planning.choice import RecipeOptions, choose_recipe
 from pqweights.planning.recipe import Recipe
 from pqweights.rewrite.task import usable_cores
+from pqweights.units import parse_size
 
 MOST_THREADS = 256
 
@@ -85,6 +86,16 @@ def size(name: str, value: int | str | None) -> int | str | None:
     if _number(name, value) != int(value):
         raise OptionError(f"{name}: expected a whole number of bytes, found {value}")
     return int(value)
+
+
+def shard_bytes(value: int | str) -> int:
+    """Return the largest size of an output file, in bytes."""
+    checked = size("max_shard_size", value)
+    assert checked is not None
+    try:
+        return parse_size(checked)
+    except RecipeError as error:
+        raise OptionError(f"max_shard_size: {error}") from None
 
 
 def threads(value: int | None) -> int:

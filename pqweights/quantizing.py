@@ -18,7 +18,7 @@ from pqweights.checkpoint.model_card import model_facts
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import get_codec, nearest_rate
-from pqweights.errors import OutputError, RecipeError, SourceError, StrictError
+from pqweights.errors import OptionError, OutputError, RecipeError, SourceError, StrictError
 from pqweights.hub.sources import Access, open_source
 from pqweights.hub.storage import HubStorage
 from pqweights.planning.awq_file import AwqScales, open_awq
@@ -108,8 +108,10 @@ def plan_quantize(
 ) -> tuple[Checkpoint, Quantize, Plan]:
     """Open a source, and decide from its headers alone what quantizing it would do.
 
-    Raises SourceError, RecipeError or HubError.
+    Raises SourceError, RecipeError, OptionError or HubError.
     """
+    if options.awq_any_codec and options.awq is None:
+        raise OptionError("--awq-any-codec: expected --awq FILE as well")
     checkpoint = open_source(
         source,
         options.access,

@@ -21,11 +21,14 @@ def parse_size(text: str | int) -> int:
     Raises RecipeError for a text that is not a size.
     """
     if isinstance(text, int):
-        return text
+        return _checked(text, str(text))
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _BY_CASE:
         raise RecipeError(f"expected a size such as 5GB (10**9 bytes), 5GiB (2**30) or 500MB, found {text!r}")
-    size = int(Decimal(match[1]) * _BY_CASE[match[2].upper()])
+    return _checked(int(Decimal(match[1]) * _BY_CASE[match[2].upper()]), text)
+
+
+def _checked(size: int, text: str) -> int:
     if not 1 <= size < 2**63:
         raise RecipeError(f"expected at least one byte, at most 2**63, found {text[:40]!r}")
     return size

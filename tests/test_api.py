@@ -18,6 +18,8 @@ from pqweights_cli.main import app
 
 import pqweights
 from pqweights.errors import MasterError, OptionError, OutputError, RecipeError, SourceError
+from pqweights.planning.choice import RecipeOptions, choose_recipe
+from pqweights.quantizing import plan_quantize
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 FUNCTIONS = ("plan", "quantize", "export", "verify", "inspect")
@@ -171,6 +173,13 @@ def test_reports_are_displayed_in_one_line(source, master):
     assert shown[1].startswith("<RewriteReport of the master: ") and shown[2].startswith("<Inspection of the master: ")
 
 
+def test_the_recipe_of_a_report_keeps_what_options_added(source):
+    _, transform, _ = plan_quantize(source, choose_recipe("q5", RecipeOptions(keep=("lm_head.weight",))))
+    again = pqweights.plan(source, transform.recipe, set_bits={"*.q_proj.weight": 6})
+    bits = {tensor.name: tensor.bits for tensor in again.tensors}
+    assert bits["lm_head.weight"] is None and bits["model.layers.0.self_attn.q_proj.weight"] == 6
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -195,11 +204,14 @@ def test_wrong_types_are_named(source, arguments, message):
     ("call", "error", "message"),
     [
         (lambda source, out: pqweights.plan(source, threads=0), OptionError, "threads: expected 1 to 256"),
+        (lambda source, out: pqweights.plan(source, threads=-1), OptionError, "threads: expected 1 to 256"),
+        (lambda source, out: pqweights.plan(source, max_shard_size=0), OptionError, "at least one byte"),
+        (lambda source, out: pqweights.plan(source, awq_any_codec=True), OptionError, "--awq"),
         (lambda source, out: pqweights.plan(source, target_size=1e5 + 0.5), OptionError, "whole number of bytes"),
         (lambda source, out: pqweights.plan(source, "q5", bits=99), OptionError, "--bits"),
         (lambda source, out: pqweights.plan(source, keep=["nothing*"]), RecipeError, "nothing"),
         (lambda source, out: pqweights.plan(source, target_size="many"), OptionError, "size"),
-        (lambda source, out: pqweights.quantize(source, out, max_shard_size="many"), RecipeError, "size"),
+        (lambda source, out: pqweights.quantize(source, out, max_shard_size="many"), OptionError, "max_shard_size"),
         (lambda source, out: pqweights.quantize(out / "missing", out), SourceError, "missing"),
         (lambda source, out: pqweights.quantize(source, source), OutputError, "source"),
         (lambda source, out: pqweights.export(source, out, "bf17"), OptionError, "bf17"),

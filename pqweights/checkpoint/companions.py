@@ -29,7 +29,7 @@ COPIED = (
     *("tokenizer*", "*.tokenizer", "tekken.json", "special_tokens_map.json", "added_tokens.json", "normalizer.json"),
     *("*.model", "*.model.v*", "*.spm", "*.tiktoken", "*.bpe", "*vocab*.json", "*vocab*.txt", "*.vocab", "merges*.txt"),
     *("bpe.codes", "dict.txt", "dict.*.txt", "byte_maps.json", "emoji.json"),
-    *("word_shape.json", "word_pronunciation.json", "speaker_embeddings_path.json"),
+    *("calibration.json", "word_shape.json", "word_pronunciation.json", "speaker_embeddings_path.json"),
     # chat templates
     *("*.jinja", "chat_template*.json"),
     # custom code, its kernels and what it needs
@@ -106,6 +106,11 @@ def companions(files: Iterable[str], weight_files: Collection[str], include: Seq
 def is_weight_file(name: str) -> bool:
     """Whether a file holds weights, or is an index of them, judged by its name."""
     return name.lower().endswith((*WEIGHT_SUFFIXES, ".index.json"))
+
+
+def is_needed(name: str) -> bool:
+    """Whether loading a model may need a file beside its weights, judged by its name."""
+    return _reason(name) is None
 
 
 def _reason(name: str) -> str | None:

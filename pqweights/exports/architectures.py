@@ -212,7 +212,7 @@ _REFUSALS: dict[str, tuple[tuple[frozenset[str], str], ...]] = {
     VLLM: ((TRANSPOSED, _TRANSPOSED), (UNPACKED_EXPERTS, _EXPERTS), (RESHAPED, _RESHAPED)),
 }
 # The keys of the configurations of towers, whose weights stay plain.
-_TOWER = re.compile(r"(vision|image|audio|speech)\w*")
+_TOWER = re.compile(r"(vision|visual|vit|image|audio|speech)\w*")
 
 
 def check_architecture(target: str, config: Mapping[str, Any] | None) -> None:

@@ -155,7 +155,9 @@ def _outside(rounded: Sequence[str], plain: Sequence[str]) -> str:
     """
     outside = [name for name in rounded if not _is_numbered(name)]
     excluded = [r"(.*\.)?\d+(\..*)?$", *(e.removeprefix("re:") for e in patterns(outside, plain))]
-    return f"re:(?!{'|'.join(excluded)})"
+    # Not a match of the empty name, which modules of vLLM have that are built without one; and the same whether the
+    # expression is searched or matched.
+    return f"re:^(?!(?:{'|'.join(excluded)})).+$"
 
 
 def _is_numbered(weight: str) -> bool:

@@ -10,14 +10,12 @@ from typing import Any
 
 from pqweights.checkpoint.master import QUANT_METHOD
 from pqweights.errors import MissingDependencyError, SourceError
+from pqweights.installing import pip_install
 
-# The module that each method of quantization needs, and what installs it.
-PACKAGES = {
-    "torchao": ("torchao", "torchao>=0.18"),
-    "compressed-tensors": ("compressed_tensors", "compressed-tensors>=0.20"),
-}
+# The module that each method of quantization needs, and the extra that has it.
+NEEDED = {"torchao": ("torchao", "torchao"), "compressed-tensors": ("compressed_tensors", "vllm")}
 # What transformers and these libraries raise for a checkpoint that they do not take.
-REFUSALS = (AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+REFUSALS = (AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, ValueError)
 
 
 @contextlib.contextmanager
@@ -29,21 +27,21 @@ def loading(folder: Path, config: Mapping[str, Any]) -> Iterator[None]:
     """
     settings = config.get("quantization_config")
     method = settings.get("quant_method") if isinstance(settings, dict) else None
-    if method is None and "quantization" in config:
+    if method is None and config.get("quantization"):
         raise SourceError(
             f"{folder}: transformers cannot load a checkpoint for MLX; load it with mlx_lm.load, or load the master"
         )
     if method in (None, QUANT_METHOD):
         yield
         return
-    module, requirement = PACKAGES.get(str(method), ("", ""))
+    module, extra = NEEDED.get(str(method), ("", ""))
     if module and importlib.util.find_spec(module) is None:
-        raise MissingDependencyError(
-            f"{folder}: loading a {method} checkpoint needs {module}: pip install '{requirement}'"
-        )
+        raise MissingDependencyError(f"{folder}: loading a {method} checkpoint needs {module}: {pip_install(extra)}")
     try:
         yield
     except REFUSALS as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which says nothing about the checkpoint
+            raise
         said = " ".join(str(error).split())[:300]
         raise SourceError(
             f"{folder}: transformers cannot load this {method} checkpoint: {type(error).__name__}: {said}; load the "

@@ -26,9 +26,19 @@ def _packed_class(kind: Any) -> Any:
             own = kind.__repr__(module).partition("(")[2].removesuffix(")")
         return _describe(own, _packed(module))
 
-    # A class that prints itself in its own way, as Conv1D does, would leave extra_repr out.
-    members: dict[str, Any] = {"extra_repr": extra_repr, "__repr__": nn.Module.__repr__}
+    def reduced(module: Any, protocol: int) -> tuple[Any, ...]:
+        return (_new, (kind,), *kind.__reduce_ex__(module, protocol)[2:])
+
+    # A class that prints itself in its own way, as Conv1D does, would leave extra_repr out. Nothing finds this class by
+    # its name, so modules are pickled as what makes them.
+    members: dict[str, Any] = {"extra_repr": extra_repr, "__repr__": nn.Module.__repr__, "__reduce_ex__": reduced}
     return type(f"Packed{kind.__name__}", (kind,), members)
+
+
+def _new(kind: Any) -> Any:
+    """Return a module without its state, for pickle."""
+    packed = _packed_class(kind)
+    return packed.__new__(packed)
 
 
 def _describe(own: str, packed: dict[str, PackedTensor]) -> str:

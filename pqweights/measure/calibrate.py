@@ -27,7 +27,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.errors import RecipeError
 from pqweights.measure.preparation import plan_original, text_windows, window_size
-from pqweights.measure.recording import LoadedModel, Recording, parts_of, places_of, rows_kept
+from pqweights.measure.recording import LoadedModel, ModelRun, parts_of, places_of, rows_kept
 from pqweights.measure.scale_search import FEWEST_WINDOWS, Matrix, SearchResult, search
 from pqweights.measure.unfinished import Unfinished, inputs_of, open_unfinished
 from pqweights.notices import slow_step
@@ -263,7 +263,7 @@ def _search_missing(job: _CalibrationJob, work: Unfinished) -> None:
         for number, weights in enumerate(parts):
             missing = [tensor for tensor in weights if tensor.name not in work.found]
             if missing:
-                activations = Recording(work=work, samples=samples, number=number, rows=rows, where=where).run(
+                activations = ModelRun(work=work, samples=samples, number=number, rows=rows, where=where).run(
                     model,
                     windows,
                     weights=weights,

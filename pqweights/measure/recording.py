@@ -72,7 +72,7 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recording:
+class ModelRun:
     """A run of the model for one part of the weights.
 
     work: where the activations are kept

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.metadata
 import json
 import os
 import threading
@@ -18,23 +19,29 @@ from pathlib import Path
 from typing import Any
 
 from pqweights import __version__
+from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.storage import read_bytes
 from pqweights.checkpoint.writer import PARTIAL_SUFFIX, disk_errors, write_whole
-from pqweights.errors import OutputError, PqweightsError, SourceChangedError
+from pqweights.errors import EvaluationError, OutputError, PqweightsError, SourceChangedError
 from pqweights.runtimes.texts import Ids
 
 SUFFIX = ".unfinished"
 JOURNAL_FILE, STATE_FILE, SAMPLES_FILE = "journal", "activations", "samples"
+# Everything that the folder may hold, the journal last.
+OWN_FILES = tuple(
+    f"{name}{suffix}" for suffix in (PARTIAL_SUFFIX, "") for name in (STATE_FILE, SAMPLES_FILE, JOURNAL_FILE)
+)
 UNFINISHED_VERSION = 1
 # What the fields of the first line are called in messages; those of the checkpoint have a message of their own.
 SHOWN = {
-    "recipe": "another recipe (--recipe, --bits)",
+    "recipe": "another recipe (--recipe, --bits, --keep, --set)",
     "text": "another text (--text)",
     "tokens": "other tokens (--tokens, --max-tokens, --tokenizer)",
     "window": "another window (--window)",
     "dtype": "another --dtype",
     "device_map": "another --device-map",
-    "pqweights": "another version of pqweights",
+    "libraries": "other versions of pqweights, torch or transformers",
 }
 
 
@@ -55,15 +62,31 @@ def inputs_of(
         ids.update(window.astype("<i8").tobytes())
     return {
         "unfinished_version": UNFINISHED_VERSION,
-        "pqweights": __version__,
+        "libraries": {"pqweights": __version__, **_versions("torch", "transformers")},
         "checkpoint": checkpoint.fingerprint(),
         "files": {name: [files[name].byte_count, files[name].stamp] for name in checkpoint.weight_files},
+        "model": {name: _sha256(checkpoint, name) for name in files if name == CONFIG_FILE or name.endswith(".py")},
         "recipe": recipe,
         "text": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
         "tokens": ids.hexdigest(),
         "window": len(windows[0]),
         **options,
     }
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    """Return the versions of the packages that are installed."""
+    installed = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[package] = importlib.metadata.version(package)
+    return installed
+
+
+def _sha256(checkpoint: Checkpoint, name: str) -> str:
+    """Return the hash of a small file of the checkpoint."""
+    size = checkpoint.storage.files()[name].byte_count
+    return hashlib.sha256(read_bytes(checkpoint.storage, name, 0, size)).hexdigest()
 
 
 class Unfinished:
@@ -98,11 +121,15 @@ class Unfinished:
 
     def remove(self) -> None:
         """Remove the folder, the journal last: without one there is nothing to continue."""
-        names = (STATE_FILE, SAMPLES_FILE, JOURNAL_FILE)
-        for name in (*(name + PARTIAL_SUFFIX for name in names), *names):
-            (self.folder / name).unlink(missing_ok=True)
+        _clear(self.folder)
         with contextlib.suppress(OSError):  # the folder stays if it holds other files
             self.folder.rmdir()
+
+
+def _clear(folder: Path) -> None:
+    """Remove our files from a folder, but not the folder, which is locked."""
+    for name in OWN_FILES:
+        (folder / name).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -122,9 +149,7 @@ def open_unfinished(out: Path, inputs: Mapping[str, Any], *, overwrite: bool) ->
         work = Unfinished(folder, _found(folder, inputs, out=out, overwrite=overwrite))
         try:
             yield work
-        except OutputError:  # a full disk: what was found before is still good
-            raise
-        except PqweightsError:  # the same command would fail again
+        except EvaluationError:  # the input cannot be measured: the same command would fail again
             work.remove()
             raise
         else:
@@ -170,10 +195,11 @@ def _found(folder: Path, inputs: Mapping[str, Any], *, out: Path, overwrite: boo
         has_something = first is None or len(lines) > 1 or (folder / STATE_FILE).exists()
         if has_something and not overwrite:
             raise _other_run(first, wanted, folder=folder, out=out)
-        Unfinished(folder, {}).remove()
-        folder.mkdir(exist_ok=True)
-    elif any(folder.iterdir()):
-        raise OutputError(f"{folder}: expected a folder of an interrupted run, or none; move it away")
+        _clear(folder)
+    else:  # a run that was interrupted before it had a journal may have left files of ours
+        if any(path.name not in OWN_FILES for path in folder.iterdir()):
+            raise OutputError(f"{folder}: expected a folder of an interrupted run, or none; move it away")
+        _clear(folder)
     write_whole(folder, journal, [_line(wanted)])
     return {}
 
@@ -213,7 +239,7 @@ def _other_run(first: dict[str, Any] | None, wanted: dict[str, Any], *, folder: 
             f"{folder}: {JOURNAL_FILE} is damaged, so the interrupted run cannot be continued; pass --overwrite to "
             "start again"
         )
-    if any(first.get(key) != wanted[key] for key in ("checkpoint", "files")):
+    if any(first.get(key) != wanted[key] for key in ("checkpoint", "files", "model")):
         return SourceChangedError(
             f"{out}: the checkpoint is not the one that the interrupted run in {folder.name} was reading; pass "
             "--overwrite to start again"

@@ -51,7 +51,8 @@ def choose_recipe(recipe: str | Path | Recipe, options: RecipeOptions = RecipeOp
     if options.bits is not None:
         recipe = recipe.with_bits(options.bits)
     recipe = recipe.with_target(target, options.sensitivity)
-    return replace(recipe, overrides=(*map(_keeping, options.keep), *_setting_bits(recipe.codec, options.set_bits)))
+    added = (*map(_keeping, options.keep), *_setting_bits(recipe.codec, options.set_bits))
+    return replace(recipe, overrides=(*added, *recipe.overrides))
 
 
 def _target(recipe: Recipe, options: RecipeOptions) -> SizeTarget | None:

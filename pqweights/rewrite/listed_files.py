@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from pqweights.checkpoint.companions import REASONS
+from pqweights.checkpoint.companions import REASONS, is_needed
 from pqweights.checkpoint.interrupted import describe_interrupted, is_interrupted
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, is_inside
 from pqweights.checkpoint.source import Checkpoint, open_local
@@ -19,6 +19,7 @@ from pqweights.errors import MasterError
 from pqweights.rewrite.manifest import Manifest, read_manifest, shards_of
 
 NOT_LISTED = "it is not in the manifest of the master"
+GONE = "it was removed from the master"
 REMEDY = "fetch or copy the folder again, or make it again; pqweights verify lists all such files"
 
 
@@ -37,11 +38,13 @@ def open_result(folder: Path, *, origin: Origin | None = None) -> Checkpoint:
         raise MasterError(f"{folder}: {problem}: {REMEDY}")
     checkpoint = open_local(folder, origin=origin)
     listed = manifest.files.keys() - {INDEX_FILE, CONFIG_FILE}
-    others = checkpoint.storage.files().keys() - listed - {INDEX_FILE, CONFIG_FILE, *checkpoint.weight_files}
+    there = checkpoint.storage.files().keys()
+    others = there - listed - {INDEX_FILE, CONFIG_FILE, *checkpoint.weight_files}
+    left_out = {name: REASONS.get(name, NOT_LISTED) for name in others} | dict.fromkeys(listed - there, GONE)
     return replace(
         checkpoint,
-        companions=tuple(sorted(name for name in listed if is_inside(name))),
-        left_out={name: REASONS.get(name, NOT_LISTED) for name in sorted(others)},
+        companions=tuple(sorted(name for name in listed & there if is_inside(name))),
+        left_out=dict(sorted(left_out.items())),
     )
 
 
@@ -70,7 +73,7 @@ def _weight_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _missing_small_files(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield what is missing of the other files; their sizes may differ, because users edit configurations."""
+    """Yield which of the other files are missing that loading may need; their sizes may differ, as users edit them."""
     for name, record in manifest.files.items():
-        if is_inside(name) and not (folder / name).is_file():
+        if is_inside(name) and is_needed(name) and not (folder / name).is_file():
             yield f"{name}: expected {record.bytes} bytes, as pqweights.json says, but the file is missing"

@@ -36,7 +36,7 @@ def answer(command: str) -> tuple[int, str]:
 
 
 def answer_of_process(command: str) -> tuple[int, str]:
-    result = subprocess.run([*PQWEIGHTS, *shlex.split(command)], capture_output=True, text=True, check=False)
+    result = subprocess.run([*PQWEIGHTS, *shlex.split(command), "--quiet"], capture_output=True, text=True, check=False)
     return result.returncode, first_line(result.stderr or result.stdout)
 
 

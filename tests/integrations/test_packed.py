@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -197,6 +199,16 @@ def test_stacking_and_concatenating_stay_packed(weights: dict[str, Any]) -> None
         torch.nn.functional.embedding(torch.tensor([4, 9]), below), torch.cat([exact_one, exact_other])[[4, 9]]
     )
     assert both.stored_bytes == 4 * one.stored_bytes
+
+
+def test_packed_model_can_be_copied_and_pickled(base: Path) -> None:
+    packed, _ = open_both(families.master(base, "llama"))
+    ids = torch.tensor(families.IDS)
+    with torch.inference_mode():
+        expected = packed(ids).logits
+        for again in (pickle.loads(pickle.dumps(packed)), copy.deepcopy(packed)):
+            assert repr(again) == repr(packed)
+            assert torch.equal(again(ids).logits, expected)
 
 
 def test_printed_model_shows_packed_layers(base: Path) -> None:

@@ -24,7 +24,7 @@ pytest.importorskip("transformers")
 
 import torch
 
-from pqweights.errors import EvaluationError, MissingDependencyError, OutputError, SourceChangedError
+from pqweights.errors import EvaluationError, MissingDependencyError, OutputError, SourceChangedError, SourceError
 from pqweights.measure import calibrate as calibration
 from pqweights.measure import recording, sensitivity
 from pqweights.measure.calibrate import CalibrationOptions, calibrate
@@ -335,8 +335,11 @@ def test_damaged_activations_are_recorded_again(source: Path, whole: dict[str, b
         assert out.read_bytes() == whole["calibrate"]
 
 
-def test_second_run_waits_for_the_first(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_second_run_waits_for_the_first(overwrite: bool, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
+    if overwrite:
+        interrupt("sensitivity", source, out, call=3, tokens=48)
 
     def meanwhile(*_: object) -> None:
         with pytest.raises(OutputError, match="another run is writing there"):
@@ -344,7 +347,7 @@ def test_second_run_waits_for_the_first(source: Path, tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_sensitivity(source, out, meanwhile)
+        run_sensitivity(source, out, meanwhile, overwrite=overwrite)
 
 
 def test_folder_of_somebody_else_is_left_alone(source: Path, tmp_path: Path) -> None:
@@ -428,3 +431,45 @@ def test_results_survive_the_journal_exactly(tmp_path: Path) -> None:
     assert found == layer
     assert values is not None
     assert np.array_equal(values, scales) and values.dtype == np.float32
+
+
+def test_passing_error_of_a_library_keeps_what_was_found(
+    source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as too little memory while something else runs."""
+    out = tmp_path / FILES["sensitivity"]
+    folder = interrupt("sensitivity", source, out, call=3)
+    kept = (folder / "journal").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", fail)
+        with pytest.raises(SourceError, match="no memory left"):
+            RUNS["sensitivity"](source, out)
+    assert (folder / "journal").read_bytes() == kept
+    RUNS["sensitivity"](source, out)
+    assert out.read_bytes() == whole["sensitivity"]
+
+
+def fail(*_: Any) -> None:
+    raise RuntimeError("no memory left")
+
+
+def test_another_configuration_of_the_model_is_refused(source: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(source, tmp_path / "model")
+    out = tmp_path / FILES["sensitivity"]
+    interrupt("sensitivity", copied, out, call=3)
+    config = json.loads((copied / "config.json").read_text()) | {"rms_norm_eps": 0.1}
+    (copied / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SourceChangedError, match="the checkpoint is not the one"):
+        RUNS["sensitivity"](copied, out)
+
+
+@pytest.mark.parametrize("left", ["journal.partial", "samples", "activations.partial"])
+def test_run_that_died_before_its_journal_is_started_again(
+    left: str, source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / FILES["sensitivity"]
+    (tmp_path / f"{out.name}.unfinished").mkdir()
+    (tmp_path / f"{out.name}.unfinished" / left).write_bytes(b"half")
+    RUNS["sensitivity"](source, out)
+    assert out.read_bytes() == whole["sensitivity"]
+    assert list(tmp_path.iterdir()) == [out]

@@ -165,3 +165,12 @@ def test_export_refuses_a_master_without_a_listed_file_but_not_an_edited_one(sou
     (master / "tokenizer.json").unlink()
     with pytest.raises(MasterError, match=r"tokenizer\.json: expected \d+ bytes, .*missing"):
         run_command(export(master), tmp_path / "second")
+
+
+def test_stray_file_that_was_removed_from_an_old_master_does_not_stop_an_export(littered: Path, tmp_path: Path) -> None:
+    """Masters made before stray files were left out hold them; removing one is what a user may well do."""
+    master = tmp_path / "master"
+    run_command(command(littered) | {"include_files": ["train.parquet"]}, master)
+    (master / "train.parquet").unlink()
+    report = run_command(export(master), tmp_path / "export")
+    assert report.plan.left_out["train.parquet"] == "it was removed from the master"
