@@ -135,9 +135,9 @@ def test_each_option_of_a_target_replaces_its_own_key(tmp_path: Path) -> None:
     ("options", "fragment"),
     [
         (RecipeOptions(bits=4, target_bpw=4), "found both"),
-        (RecipeOptions(target_size=5, target_bpw=4), "found both"),
+        (RecipeOptions(target_size=5, target_bpw=4), "give either --target-size or --target-bpw, not both"),
         (RecipeOptions(target_size="9XB"), "'9XB'"),
-        (RecipeOptions(bpw_of="checkpoint"), "beside bpw_of"),
+        (RecipeOptions(bpw_of="checkpoint"), "--bpw-of needs --target-bpw"),
         (RecipeOptions(bits=9), "2 to 8"),
     ],
 )

@@ -62,7 +62,7 @@ KEEP_ALL = "{rules: [{name: '*', keep: true}]}"
 
 
 def targeted(size: str | int | None = None, bits: float | None = None, sensitivity: str | None = None) -> Recipe:
-    return load_recipe("q5").with_target(make_target("test", size, bits), sensitivity)
+    return load_recipe("q5").with_target(make_target(size, bits), sensitivity)
 
 
 def fitted(source: Path, recipe: Recipe, shard: int = DEFAULT_MAX_SHARD_BYTES) -> tuple[Fit, Plan]:
@@ -657,15 +657,15 @@ USAGE: list[tuple[list[Any], str]] = [
     (["--target-size", "250kB", "--bits", "4"], "which chooses the bit widths"),
     (["--target-bpw", "4", "--bits", "4"], "which chooses the bit widths"),
     (["--target-bpw", "four"], "--target-bpw"),
-    (["--target-size", "250kB", "--target-bpw", "4"], "found both"),
-    (["--sensitivity", "heuristic"], "--target-size or --target-bpw beside it"),
-    (["--target-bpw", "nan"], "positive number, found nan"),
-    (["--target-bpw", "0"], "positive number, found 0.0"),
-    (["--target-bpw", "-4"], "positive number, found -4.0"),
-    (["--target-bpw", "inf"], "positive number, found inf"),
-    (["--bpw-of", "checkpoint"], "target bits per weight beside bpw_of"),
+    (["--target-size", "250kB", "--target-bpw", "4"], "error: give either --target-size or --target-bpw, not both"),
+    (["--sensitivity", "heuristic"], "error: --sensitivity needs --target-size or --target-bpw"),
+    (["--target-bpw", "nan"], "positive number of bits per weight, found nan"),
+    (["--target-bpw", "0"], "positive number of bits per weight, found 0.0"),
+    (["--target-bpw", "-4"], "positive number of bits per weight, found -4.0"),
+    (["--target-bpw", "inf"], "positive number of bits per weight, found inf"),
+    (["--bpw-of", "checkpoint"], "error: --bpw-of needs --target-bpw"),
     (["--target-bpw", "4", "--bpw-of", "model"], "--bpw-of"),
-    (["--target-size", "250kB", "--bpw-of", "checkpoint"], "target bits per weight beside bpw_of"),
+    (["--target-size", "250kB", "--bpw-of", "checkpoint"], "error: --bpw-of needs --target-bpw"),
 ]
 
 
