@@ -34,8 +34,12 @@ class SizeTarget:
     def __str__(self) -> str:
         if self.output_bytes is not None:
             return f"{self.output_bytes} bytes"
-        what = "parameter of the checkpoint" if self.bpw_of == CHECKPOINT else "weight"
-        return f"{self.bits_per_weight:g} bits per {what}"
+        return f"{self.bits_per_weight:g} bits per {self.counted}"
+
+    @property
+    def counted(self) -> str:
+        """What bits per weight are a mean over, for messages."""
+        return "parameter of the checkpoint" if self.bpw_of == CHECKPOINT else "weight"
 
     @property
     def bounds_files(self) -> bool:
