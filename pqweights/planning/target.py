@@ -34,12 +34,8 @@ class SizeTarget:
     def __str__(self) -> str:
         if self.output_bytes is not None:
             return f"{self.output_bytes} bytes"
-        return f"{self.bits_per_weight:g} bits per {self.counted}"
-
-    @property
-    def counted(self) -> str:
-        """What bits per weight are a mean over, for messages."""
-        return "parameter of the checkpoint" if self.bpw_of == CHECKPOINT else "weight"
+        what = "parameter of the checkpoint" if self.bpw_of == CHECKPOINT else "weight"
+        return f"{self.bits_per_weight:g} bits per {what}"
 
     @property
     def bounds_files(self) -> bool:

@@ -587,17 +587,17 @@ def test_plan_prints_the_fit_and_writes_nothing(source: Path, tmp_path: Path) ->
 
 
 def test_rise_by_size_states_the_bits_that_the_target_counts(source: Path) -> None:
-    for of, unit in (("quantized", "weight"), ("checkpoint", "parameter of the checkpoint")):
+    for of, unit in (("quantized", "bits/weight"), ("checkpoint", "bits/param")):
         text = invoke("plan", source, "--target-bpw", 4.5, "--bpw-of", of).stdout
         heading, *lines = text[text.index("predicted rise by size:") :].splitlines()[1:]
-        assert f"  bits per {unit}  " in heading
+        assert heading.split() == ["safetensors", "files", unit, "predicted", "rise"]
         (bits,) = [line.split()[2] for line in lines if "<- the target" in line]
         means = re.search(r"([0-9.]+) per weight that the recipe quantizes, ([0-9.]+) per parameter", text)
         assert means is not None
         assert float(bits) == pytest.approx(float(means[1 if of == "quantized" else 2]), abs=1e-3)
         smallest = 2.125 if of == "quantized" else 2.125 + float(means[2]) - float(means[1])
         assert float(lines[0].split()[2]) == pytest.approx(smallest, abs=0.03)
-    assert "bits per" not in invoke("plan", source, "--target-size", "250kB").stdout.split("predicted rise by size:")[1]
+    assert "bits/" not in invoke("plan", source, "--target-size", "250kB").stdout.split("predicted rise by size:")[1]
 
 
 def test_mean_says_how_many_weights_the_target_keeps(source: Path) -> None:
