@@ -95,7 +95,7 @@ def _text(done: Calibration, source: str, out: Path) -> str:
             output.table(COLUMNS, [_row(layer) for layer in done.layers]),
             "",
             "gain: the share by which the error of the layer's output falls, on the text and on its held-back windows",
-            f"{source} -> {out}: scales for {scaled} of {len(done.layers)} weights, which add "
+            f"{source} -> {out}: scales for {scaled} of {len(done.layers)} tensors, which add "
             f"{done.bits_per_weight:.4f} bits per weight; searched on {done.tokens} tokens and checked on "
             f"another {done.held_back_tokens}",
             f"Next: pqweights quantize {source} OUT --awq {out}",

@@ -260,7 +260,8 @@ def _runtime_lines(rows: Sequence[ModelScores]) -> list[str]:
         models.setdefault(row.runtime, []).append(row.model)
     if len(models) == 1:
         return [f"computed by {runtime}" for runtime in models]
-    return [f"{', '.join(names)}: computed by {runtime}" for runtime, names in models.items()]
+    # A model may also be the reference.
+    return [f"{', '.join(dict.fromkeys(names))}: computed by {runtime}" for runtime, names in models.items()]
 
 
 def _settings_line(settings: EvaluationSettings) -> str:

@@ -208,7 +208,7 @@ SetOption = Annotated[
         "--set",
         metavar="PATTERN=BITS",
         show_default=False,
-        help="Quantize the tensors whose names match a shell-style PATTERN with BITS, e.g. '*.down_proj.weight=6'; "
+        help="Quantize the tensors whose names match a shell-style PATTERN with BITS, e.g. '*.mlp.*=6'; "
         "the first that matches decides, before the rules of the recipe. Can be repeated.",
     ),
 ]

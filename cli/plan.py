@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from . import options, output, report, report_plan
+from .report import warn_if_nothing_is_quantized
 from .report_fit import curve_lines, fit_lines
 from .tables import wrapped
 
@@ -134,6 +135,7 @@ def show_plan(request: PlanRequest) -> None:
         from pqweights.plots.layers import plot_widths
 
         plot_widths(report.tensors, request.plot)
+    warn_if_nothing_is_quantized(report.plan.totals)
     if request.json:
         output.print_json(report.to_json())
         return

@@ -9,7 +9,10 @@ import typer
 from . import options, output
 
 NameArgument = Annotated[
-    str | None, typer.Argument(metavar="NAME", help="Recipe to print as YAML.", show_default="list all recipes")
+    str | None,
+    typer.Argument(
+        metavar="NAME|FILE", help="Recipe to print as YAML; a file is checked.", show_default="list all recipes"
+    ),
 ]
 
 
@@ -22,11 +25,11 @@ def command(name: NameArgument = None, json: options.JsonOption = False) -> None
         from pqweights.planning.recipe import load_recipe, recipe_names, recipe_text
 
         if name is not None:
-            text = recipe_text(name)
+            recipe = load_recipe(name)
             if json:
-                output.print_json(load_recipe(name).to_json())
+                output.print_json(recipe.to_json())
             else:
-                typer.echo(text, nl=False)
+                typer.echo(recipe_text(name), nl=False)
             return
         recipes = [load_recipe(each) for each in recipe_names()]
         if json:

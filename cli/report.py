@@ -17,13 +17,25 @@ if TYPE_CHECKING:
 
 def totals_text(totals: Totals) -> str:
     """Return lines with the sizes, the bits per weight and per parameter, and how many weights are quantized."""
-    ratio = totals.source_bytes / totals.output_bytes if totals.output_bytes else 0.0
     return (
-        f"weights: {size(totals.source_bytes)} -> {size(totals.output_bytes)} ({ratio:.2f}x smaller)\n"
+        f"weights: {size(totals.source_bytes)} -> {size(totals.output_bytes)}{_ratio(totals)}\n"
         f"bits, all overhead counted: {bits_text(totals)}\n"
         f"coverage: {totals.coverage:.4%} of {totals.weights} weights quantized, "
         f"{totals.quantized_tensors} of {totals.tensors} tensors"
     )
+
+
+def _ratio(totals: Totals) -> str:
+    before, after = totals.source_bytes, totals.output_bytes
+    if not before or not after:
+        return ""
+    return f" ({before / after:.2f}x smaller)" if before > after else f" ({after / before:.2f}x the size)"
+
+
+def warn_if_nothing_is_quantized(totals: Totals) -> None:
+    """Say that a plan or a result keeps all tensors as they are, if it does."""
+    if not totals.quantized_tensors:
+        warn("nothing is quantized: every tensor is kept as it is (pqweights plan says why)")
 
 
 def bits_text(totals: Totals) -> str:
@@ -58,7 +70,7 @@ def lines_by_reason(tensors: Sequence[TensorPlan]) -> list[str]:
     for tensor in tensors:
         groups[tensor.reason].append(tensor)
     return [
-        f"{counted(len(group), 'tensor')}, {counted(sum(t.weights for t in group), 'weight')}: {reason}: "
+        f"{counted(len(group), 'tensor')} ({counted(sum(t.weights for t in group), 'weight')}), {reason}: "
         f"{first_names([t.name for t in group])}"
         for reason, group in groups.items()
     ]

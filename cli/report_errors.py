@@ -43,7 +43,7 @@ def _worst_lines(pairs: Pairs) -> list[str]:
     shares = [(record.relative_mse or 0) / (promise(tensor) or 1) for tensor, record in pairs]
     worst = sorted(range(len(pairs)), key=shares.__getitem__, reverse=True)[:WORST_SHOWN]
     return [
-        f"  worst: {tensor.name} at {tensor.bits} bits: {record.relative_mse:.6f} ({share:.0%} of the limit)"
+        f"  worst: {tensor.name} at {tensor.bits} bits: {record.relative_mse:.6f} ({share:.0%} of its codec's limit)"
         for (tensor, record), share in ((pairs[number], shares[number]) for number in worst)
     ]
 

@@ -87,7 +87,7 @@ def _check_free(out: Path, overwrite: bool) -> None:
 
 def _text(done: Sensitivity, source: str, out: Path) -> str:
     levels = [f"KL at {t2:g}" for t2, _ in done.groups[0].points]
-    columns = [("group", False), ("weights", True), ("alpha", True), *((level, True) for level in levels)]
+    columns = [("group", False), ("tensors", True), ("alpha", True), *((level, True) for level in levels)]
     rows = [
         [group.name, str(len(group.weights)), f"{group.alpha:.4f}", *(f"{kl:.6f}" for _, kl in group.points)]
         for group in done.groups

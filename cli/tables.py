@@ -26,7 +26,8 @@ def terminal_width() -> int | None:
 def table(columns: Columns, rows: Rows, *, drop: Sequence[str] = ()) -> str:
     """Return aligned text.
 
-    On a terminal that is too narrow, columns are left out if they may be, text is folded (in the last column) or
+    On a terminal that is too narrow, columns are left out if they may be (a line below
+    names them), text is folded (in the last column) or
     shortened (in the others), and if that is not enough, the table is printed in parts that repeat the first column.
 
     columns: the title of each column, and whether its cells are numbers
@@ -41,7 +42,14 @@ def table(columns: Columns, rows: Rows, *, drop: Sequence[str] = ()) -> str:
         if _total(_least(*_part(columns, rows, shown))) > width:
             shown = [number for number in shown if columns[number][0] != title]
     parts = _parts(columns, rows, shown, width)
-    return "\n\n".join(_fitted(*_part(columns, rows, numbers), width) for numbers in parts)
+    text = "\n\n".join(_fitted(*_part(columns, rows, numbers), width) for numbers in parts)
+    left_out = [title for number, (title, _) in enumerate(columns) if number not in shown]
+    return f"{text}\n{wrapped(_left_out(left_out))}" if left_out else text
+
+
+def _left_out(titles: Sequence[str]) -> str:
+    """Return how to see columns that there is no room for."""
+    return f"not shown: {', '.join(titles)} (for these: a wider terminal, or | cat)"
 
 
 def aligned(columns: Columns, rows: Rows, widths: Sequence[int] | None = None) -> str:

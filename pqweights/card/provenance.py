@@ -44,8 +44,10 @@ def _sizes(manifest: Manifest, totals: Totals) -> str:
     source = "source" if manifest.kind == "master" else "master that it was made from"
     sizes = f"The weight files take {size(after)}"
     if before and after:
-        factor = f"{before / after:.2f} times smaller" if before >= after else f"{after / before:.2f} times larger"
-        sizes += f" and are {factor} than those of the {source}, which take {size(before)}"
+        factor = (
+            f"{before / after:.2f} times smaller than" if before > after else f"{after / before:.2f} times the size of"
+        )
+        sizes += f" and are {factor} those of the {source}, which take {size(before)}"
     bits, weights = totals.bits_per_weight, totals.weights
     if bits is None:
         return f"{sizes}."

@@ -130,7 +130,9 @@ class ScalarCodec(ABC):
         """
         if bits not in self.rates:
             low, high = self.rates[0], self.rates[-1]
-            raise RecipeError(f"expected {low} to {high} whole bits for {self.name}, found {exact_rate(bits)}")
+            raise RecipeError(
+                f"expected a whole number of bits from {low} to {high} for {self.name}, found {exact_rate(bits)}"
+            )
         return int(bits)
 
 

@@ -179,7 +179,7 @@ def _prepare(models: Sequence[Path], text: str, options: EvaluationOptions, *, p
         sizes=tuple(size(folder.path) for folder in folders),
         ids=ids,
         windows=windows,
-        starts=windows.starts(len(ids)),
+        starts=windows.starts(len(ids), max_tokens=options.reading.max_tokens),
         device=device,
         options=options,
         progress=progress,

@@ -46,8 +46,8 @@ class Windows:
     score_first: bool = False
     count: int | None = None
 
-    def starts(self, tokens: int) -> range:
-        """Return the first token of each window in a text of `tokens` tokens.
+    def starts(self, tokens: int, *, max_tokens: int | None = None) -> range:
+        """Return the first token of each window in a text of `tokens` tokens, which were cut to `max_tokens` if given.
 
         Raises EvaluationError if the stride does not fit the window, or if the text is too short.
         """
@@ -58,9 +58,12 @@ class Windows:
             )
         needed = self.size + ((self.count or 1) - 1) * self.stride
         if tokens < needed:
+            found = f"found {tokens}; give a longer text"
+            if tokens == max_tokens:
+                found = f"--max-tokens {tokens} leaves fewer; raise it"
             raise EvaluationError(
                 f"the text: expected at least {needed} tokens for {counted(self.count or 1, 'window')} of {self.size}, "
-                f"found {tokens}; give a longer text or smaller windows"
+                f"{found}, or pass a smaller --window"
             )
         fitting = (tokens - self.size) // self.stride + 1
         return range(0, (self.count or fitting) * self.stride, self.stride)

@@ -15,7 +15,7 @@ from pqweights.checkpoint.config import AUTO_CLASSES
 from pqweights.checkpoint.master import is_master
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.source import read_config
-from pqweights.errors import MasterError, MissingDependencyError, SourceError
+from pqweights.errors import MasterError, MissingDependencyError, OptionError, SourceError
 from pqweights.hub.sources import Access, local_folder, repository_id
 from pqweights.installing import pip_install
 from pqweights.integrations.foreign import loading
@@ -35,6 +35,12 @@ def load_model(
     ours = is_master(config)
     if packed and not ours:
         raise SourceError(f"{folder}: packed=True: expected a pqweights master, found another model")
+    experts = options.get("experts_implementation")
+    if packed and experts not in (None, "eager"):
+        raise OptionError(
+            f"experts_implementation={experts!r}: packed experts are computed one by one, which is 'eager'; leave it "
+            "out, or load the model without packed=True"
+        )
     try:
         import transformers
 

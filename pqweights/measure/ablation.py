@@ -193,7 +193,7 @@ def ablate(
         recipe.with_bits(bits)
     with slow_step("reading the text with transformers"):
         read = _read_text(source, text, options)
-    starts = read.windows.starts(len(read.ids))
+    starts = read.windows.starts(len(read.ids), max_tokens=options.reading.max_tokens)
     absent = _missing_packages() if options.int4 else []
     options = replace(options, int4=options.int4 and not absent)
     total = _row_count(options)

@@ -65,7 +65,7 @@ def _target(recipe: Recipe, options: RecipeOptions) -> SizeTarget | None:
         elif bits is not None and bpw_of is None:
             bpw_of = old.bpw_of
     try:
-        return make_target("--target-size, --target-bpw and --bpw-of", options.target_size, bits, bpw_of=bpw_of)
+        return make_target(options.target_size, bits, bpw_of=bpw_of)
     except RecipeError as error:
         raise OptionError(str(error)) from None
 

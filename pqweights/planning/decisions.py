@@ -15,6 +15,7 @@ from pqweights.errors import RecipeError
 from pqweights.planning.recipe import Recipe, Rule
 from pqweights.planning.roles import Role, classify, without_numbers
 from pqweights.suggestions import nearest
+from pqweights.units import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +112,7 @@ def _check_patterns(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> None:
         for pattern in rule.names:
             if not fnmatch.filter(names, pattern):
                 raise RecipeError(
-                    f"{where}: the pattern {pattern!r} matches no tensor of the checkpoint; {_nearest(pattern, names)}"
+                    f"{where}: the pattern {pattern!r} matches no tensor of the checkpoint; {_instead(pattern, names)}"
                 )
 
 
@@ -130,11 +131,27 @@ def _check_effects(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> None:
             )
 
 
-def _nearest(pattern: str, names: Sequence[str]) -> str:
-    """Return which tensor is nearest to a pattern that matches none; if none is near, the first one as an example."""
-    fixed = pattern.replace("*", "")
-    ends = {name[-len(fixed) :] if fixed else name: name for name in names}
-    near = nearest(fixed, ends)
+def _instead(pattern: str, names: Sequence[str]) -> str:
+    """Return what to give in place of a pattern that matches no tensor.
+
+    That is a wider pattern which matches some; else the nearest tensor; if none is near, the first one as an example.
+    """
+    for wider in (f"{pattern}.weight", f"*.{pattern}.weight", f"{pattern}.*", f"*.{pattern}.*", f"*{pattern}*"):
+        matching = fnmatch.filter(names, wider)
+        if matching:
+            return f"did you mean {wider.replace('**', '*')!r} ({counted(len(matching), 'tensor')})?"
+    fixed = pattern.replace("*", "").strip(".")
+    by_part: dict[str, str] = {}
+    for name in names:
+        for part in (name[-len(fixed) :], *_runs(name, fixed.count(".") + 1)):
+            by_part.setdefault(part, name)
+    near = nearest(fixed, by_part) if fixed else None
     if near is None:
         return f"the first of its {len(names)} tensors is {names[0]!r}"
-    return f"the nearest is {ends[near]!r}"
+    return f"the nearest is {by_part[near]!r}"
+
+
+def _runs(name: str, count: int) -> list[str]:
+    """Return all runs of `count` components of a dotted name."""
+    components = name.split(".")
+    return [".".join(components[at : at + count]) for at in range(len(components) - count + 1)]

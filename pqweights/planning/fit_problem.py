@@ -181,12 +181,12 @@ class FitProblem:
         budget = math.floor(min(target.bits_per_weight * self.parameters / 8, 2.0**62))
         least = self.smallest.cost
         if budget < least:
-            fewest = _bits(least, self.parameters, math.ceil)
+            fewest = _bits(least, self.parameters)
             raise RecipeError(
                 f"target: {target}: below the smallest possible, {fewest} per weight ({self.smallest_bytes} bytes)"
             )
         if budget >= self.cost_of_all_kept:
-            most = _bits(self.largest.cost, self.parameters, math.floor)
+            most = _bits(self.largest.cost, self.parameters, most=self.cost_of_all_kept - 1)
             raise self._leaves_nothing(target, f"{most} per weight")
         solution = solve(self.choices, budget)
         assert solution is not None
@@ -195,17 +195,17 @@ class FitProblem:
     def _within_bytes(self, target: SizeTarget) -> tuple[Solution, int]:
         weights, output_bytes = self.all_weights, target.file_bytes(self.all_weights)
 
-        def figure(byte_count: int, rounding: Callable[[float], int]) -> str:
+        def figure(byte_count: int, most: int | None = None) -> str:
             if target.output_bytes is not None:
                 return f"{byte_count} bytes"
-            return f"{_bits(byte_count, weights, rounding)} per parameter ({byte_count} bytes)"
+            return f"{_bits(byte_count, weights, most=most)} per parameter ({byte_count} bytes)"
 
         if output_bytes < self.smallest_bytes:
-            smallest = figure(self.smallest_bytes, math.ceil)
+            smallest = figure(self.smallest_bytes)
             raise RecipeError(f"target: {target}: below the smallest possible, {smallest}")
         most = self.file_bytes(self.planned(dict.fromkeys(self.free, None))) - 1
         if output_bytes > most:
-            raise self._leaves_nothing(target, figure(self._best_within(most)[1], math.floor))
+            raise self._leaves_nothing(target, figure(self._best_within(most)[1], most))
         return self._best_within(output_bytes)
 
     def _leaves_nothing(self, target: SizeTarget, most: str) -> RecipeError:
@@ -252,6 +252,12 @@ class FitProblem:
         return sorted(points.items())
 
 
-def _bits(byte_count: int, weights: int, rounding: Callable[[float], int]) -> str:
-    """Return bits with their mean over weights to four digits, rounded so that the figure can be a target itself."""
-    return f"{rounding(80_000 * byte_count / weights) / 10_000:.4f} bits"
+def _bits(byte_count: int, weights: int, *, most: int | None = None) -> str:
+    """Return bits with their mean over weights to four digits, rounded so that the figure can be a target itself.
+
+    A target must not be below the size, so the figure is rounded up, or down if it would be above `most` bytes.
+    """
+    ten_thousandths = math.ceil(80_000 * byte_count / weights)
+    if most is not None and ten_thousandths * weights > 80_000 * most:
+        ten_thousandths -= 1
+    return f"{ten_thousandths / 10_000:.4f} bits"

@@ -23,10 +23,12 @@ from pqweights.errors import OptionError, PqweightsError, RecipeError
 from pqweights.planning.roles import ROLES, Role
 from pqweights.planning.target import SizeTarget, make_target
 from pqweights.strict_json import Fields
-from pqweights.suggestions import instead
+from pqweights.suggestions import instead, nearest
 
 DEFAULT_BITS = 5
 RECIPE_KEYS = ("name", "description", "codec", "bits", "target_size", "target_bpw", "bpw_of", "sensitivity", "rules")
+# How the names of recipe files end.
+SUFFIXES = (".yaml", ".yml")
 RULE_KEYS = ("name", "role", "min_weights", "max_weights", "dims", "keep", "codec", "bits", "reason")
 
 
@@ -116,7 +118,7 @@ class Recipe:
         """
         target = target or self.target
         if sensitivity is not None and target is None:
-            raise OptionError("--sensitivity: expected --target-size or --target-bpw beside it")
+            raise OptionError("--sensitivity needs --target-size or --target-bpw")
         return replace(self, target=target, sensitivity=sensitivity or self.sensitivity)
 
     def to_json(self) -> dict[str, Any]:
@@ -151,35 +153,39 @@ def load_recipe(name_or_file: str | Path) -> Recipe:
 
     Raises OptionError for an unknown name, and RecipeError for everything that is wrong in a file.
     """
-    if isinstance(name_or_file, str) and name_or_file in recipe_names():
-        return parse_recipe(recipe_text(name_or_file), f"recipe {name_or_file!r}")
-    path = Path(name_or_file)
-    if isinstance(name_or_file, Path) or path.suffix in (".yaml", ".yml") or len(path.parts) > 1 or path.exists():
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-        return parse_recipe(text, str(name_or_file))
-    raise _unknown_recipe(name_or_file)
+    is_name = isinstance(name_or_file, str) and name_or_file in recipe_names()
+    return parse_recipe(recipe_text(name_or_file), f"recipe {name_or_file!r}" if is_name else str(name_or_file))
 
 
-def recipe_text(name: str) -> str:
-    """Return the YAML of a recipe that comes with pqweights.
+def recipe_text(name_or_file: str | Path) -> str:
+    """Return the YAML of a recipe by its name, or that of a file; a Path is always a file.
 
-    Raises OptionError for an unknown name.
+    Raises OptionError for an unknown name, and RecipeError for a file that cannot be read.
     """
-    if name not in recipe_names():
-        raise _unknown_recipe(name)
-    return (recipe_folder() / f"{name}.yaml").read_text(encoding="utf-8")
+    if isinstance(name_or_file, str) and name_or_file in recipe_names():
+        return (recipe_folder() / f"{name_or_file}.yaml").read_text(encoding="utf-8")
+    path = Path(name_or_file)
+    if isinstance(name_or_file, str) and path.suffix not in SUFFIXES and len(path.parts) == 1 and not path.exists():
+        raise OptionError(f"no recipe is called {name_or_file!r}; {_other_recipe(name_or_file)}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RecipeError(f"{path}: cannot be read: {reason}{_file_beside(path)}") from None
 
 
-def _unknown_recipe(name: str) -> OptionError:
-    return OptionError(f"no recipe is called {name!r}; {_other_recipe(name)}")
+def _file_beside(path: Path) -> str:
+    """Return what to give in place of a file that does not exist: a YAML file beside it with a similar name."""
+    if path.exists() or not path.parent.is_dir():
+        return ""
+    by_stem = {other.stem: other for other in sorted(path.parent.iterdir()) if other.suffix in SUFFIXES}
+    near = nearest(path.stem, by_stem)
+    return "" if near is None else f"; did you mean {str(by_stem[near])!r}?"
 
 
 def _other_recipe(name: str) -> str:
     """Return what to give in place of an unknown name of a recipe."""
-    for file in (f"{name}.yaml", f"{name}.yml"):
+    for file in (f"{name}{suffix}" for suffix in SUFFIXES):
         if Path(file).is_file():
             return f"there is a file {file!r}: give its whole name, as in --recipe {file}"
     width = re.fullmatch(r"q(\d+)", name)
@@ -197,6 +203,8 @@ def parse_recipe(text: str, where: str) -> Recipe:
         data = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RecipeError(f"{where}: not YAML: {_yaml_problem(text, error)}") from None
+    if data is None:
+        raise RecipeError(f"{where}: the recipe is empty; expected keys and values, such as bits: 5")
     fields = _checked_fields(where, data, RECIPE_KEYS)
     codec = _checked_codec(where, fields.optional("codec", fields.text, DEFAULT_CODEC))
     bits = fields.optional("bits", fields.number, nearest_rate(codec, DEFAULT_BITS))
@@ -206,7 +214,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
     target = _parse_target(where, fields)
     sensitivity = fields.optional("sensitivity", fields.text, None)
     if sensitivity is not None and target is None:
-        raise RecipeError(f"{where}: sensitivity: expected target_size or target_bpw beside it")
+        raise RecipeError(f"{where}: sensitivity needs target_size or target_bpw")
     return Recipe(
         name=fields.optional("name", fields.text, Path(where).stem),
         description=fields.optional("description", fields.text, "").strip(),
@@ -220,13 +228,21 @@ def parse_recipe(text: str, where: str) -> Recipe:
 
 def _yaml_problem(text: str, error: Exception) -> str:
     """Return what is wrong with a text that is not YAML."""
-    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    mark, problem = None, ""
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark, problem = error.problem_mark, error.problem or ""
     lines = text.splitlines()
     # For YAML, * begins the name of an alias.
     if mark is not None and "alias" in str(error) and mark.line < len(lines):
         pattern = re.search(r"\*[^\s,\]}]*", lines[mark.line])
         if pattern is not None:
             return f'line {mark.line + 1}: quote a pattern that begins with *, as in "{pattern[0][:80]}"'
+    if isinstance(error, yaml.reader.ReaderError):  # it has a position, but no mark
+        before = text[: error.position]
+        line, column = before.count("\n"), error.position - (before.rfind("\n") + 1)
+        return f"line {line + 1}, column {column + 1}: {error.reason}"
+    if mark is not None:
+        return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
     return " ".join(str(error).split())[:160]
 
 
@@ -237,7 +253,7 @@ def _parse_target(where: str, fields: Fields) -> SizeTarget | None:
         raise RecipeError(f"{where}: target_size: expected a size such as 9GB, found {size!r}")
     if per_weight is not None and (not isinstance(per_weight, float | int) or isinstance(per_weight, bool)):
         raise RecipeError(f"{where}: target_bpw: expected a number, found {per_weight!r}")
-    return make_target(where, size, per_weight, bpw_of=bpw_of)
+    return make_target(size, per_weight, bpw_of=bpw_of, file=where)
 
 
 def _parse_rule(where: str, data: Any, default_codec: str) -> Rule:

@@ -13,6 +13,9 @@ from pqweights.units import parse_size
 # every byte of the safetensors files.
 QUANTIZED, CHECKPOINT = "quantized", "checkpoint"
 BPW_OF = (QUANTIZED, CHECKPOINT)
+# How recipe files and options spell the three values that make a target.
+KEYS = ("target_size", "target_bpw", "bpw_of")
+OPTIONS = ("--target-size", "--target-bpw", "--bpw-of")
 
 
 @dataclass(frozen=True)
@@ -54,30 +57,34 @@ class SizeTarget:
 
 
 def make_target(
-    where: str, size: str | int | None, bits_per_weight: float | None, *, bpw_of: str | None = None
+    size: str | int | None, bits_per_weight: float | None, *, bpw_of: str | None = None, file: str | None = None
 ) -> SizeTarget | None:
     """Return the target for a size, as text or in bytes, or for bits per weight; None without either.
 
-    where: what messages call the source of the target
     bpw_of: what the bits per weight are a mean over; None for QUANTIZED
+    file: the recipe file that gives the target, whose keys messages name; None for options
 
     Raises RecipeError for both at once, for a value that is not a size, and for an unknown bpw_of or one without bits
     per weight.
     """
+    where = "" if file is None else f"{file}: "
+    size_key, bits_key, of_key = KEYS if file is not None else OPTIONS
     if bpw_of is not None and bpw_of not in BPW_OF:
-        raise RecipeError(f"{where}: expected bpw_of {' or '.join(BPW_OF)}, found {bpw_of!r}")
+        raise RecipeError(f"{where}{of_key}: expected {' or '.join(BPW_OF)}, found {bpw_of!r}")
     if size is not None and bits_per_weight is not None:
-        raise RecipeError(f"{where}: expected a target size or target bits per weight, found both")
+        raise RecipeError(f"{where}give either {size_key} or {bits_key}, not both")
     if bits_per_weight is not None:
-        return SizeTarget(bits_per_weight=_checked_bits(where, bits_per_weight), bpw_of=bpw_of or QUANTIZED)
+        return SizeTarget(
+            bits_per_weight=_checked_bits(f"{where}{bits_key}", bits_per_weight), bpw_of=bpw_of or QUANTIZED
+        )
     if bpw_of is not None:
-        raise RecipeError(f"{where}: expected target bits per weight beside bpw_of, found none")
+        raise RecipeError(f"{where}{of_key} needs {bits_key}")
     if size is None:
         return None
     try:
         return SizeTarget(output_bytes=parse_size(size))
     except RecipeError as error:
-        raise RecipeError(f"{where}: target size: {error}") from None
+        raise RecipeError(f"{where}{size_key}: {error}") from None
 
 
 def _checked_bits(where: str, bits_per_weight: float) -> float:
@@ -86,5 +93,5 @@ def _checked_bits(where: str, bits_per_weight: float) -> float:
     except OverflowError:  # an integer of hundreds of digits
         value = math.inf
     if not 0 < value < math.inf:
-        raise RecipeError(f"{where}: target bits per weight: expected a positive number, found {value}")
+        raise RecipeError(f"{where}: expected a positive number of bits per weight, found {value}")
     return value

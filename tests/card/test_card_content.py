@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,15 @@ from commands import done, invoke
 from families import exported, model
 from families import master as master_of
 from helpers import run_command, small_checkpoint
+from pqweights_cli.report import totals_text
 
+from pqweights.card.provenance import _sizes
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import MasterError
 from pqweights.markdown import words
 from pqweights.planning.plan import plan_shards
 from pqweights.planning.recipe import load_recipe
+from pqweights.planning.totals import Totals, total
 from pqweights.results import evaluation_record
 from pqweights.results.inspect import inspect
 from pqweights.results.verify import verify
@@ -59,6 +63,17 @@ def test_unknown_facts_are_left_out(master: Path) -> None:
         "The author of this card names [org/base](https://huggingface.co/org/base) as the base model; the manifest "
         "names" in named
     )
+
+
+def test_larger_result_has_a_multiple_of_the_size() -> None:
+    def totals(before: int, after: int) -> Totals:
+        return total((), source_bytes=before, output_bytes=after)
+
+    manifest = SimpleNamespace(kind="export")
+    for after, text in ((250, "are 4.00 times smaller than those"), (1040, "are 1.04 times the size of those")):
+        assert text in _sizes(manifest, totals(1000, after))  # type: ignore[arg-type]
+    assert "(4.00x smaller)" in totals_text(totals(1000, 250))
+    assert "(1.04x the size)" in totals_text(totals(1000, 1040))
 
 
 def test_figures_match_the_manifest(master: Path) -> None:

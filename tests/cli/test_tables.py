@@ -78,9 +78,12 @@ def test_names_are_shortened_and_the_last_column_is_folded(terminal: None) -> No
 
 def test_columns_that_may_be_left_out_are_left_out_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "terminal_width", lambda: 50)
-    assert tables.table(WIDE, ROWS, drop=["shape", "bytes"]).splitlines()[0].split() == ["name", "reason"]
+    lines = tables.table(WIDE, ROWS, drop=["shape", "bytes"]).splitlines()
+    assert lines[0].split() == ["name", "reason"]
+    assert lines[-2:] == ["not shown: shape, bytes (for these: a wider", "  terminal, or | cat)"]
     monkeypatch.setattr(tables, "terminal_width", lambda: 80)
-    assert "shape" in tables.table(WIDE, ROWS, drop=["shape", "bytes"])
+    everything = tables.table(WIDE, ROWS, drop=["shape", "bytes"])
+    assert "shape" in everything and "not shown" not in everything
 
 
 def test_table_of_many_numbers_is_printed_in_parts_with_the_names_in_each(terminal: None) -> None:
@@ -190,10 +193,11 @@ def test_reasons_stand_below_a_table_that_has_no_room_for_them(source: Path, ter
     text = done("plan", source, "--no-summary", "--keep", "*.1.*", "--set", "*.0.*=6").stdout
     table, reasons = text.split("\n\n")[:2]
     assert "reason" not in table.splitlines()[0]
-    assert "kept: 80 tensors, 10240 weights: normalisation" not in reasons  # those of layer 1 have another reason
-    assert "kept: 79 tensors, 10112 weights: normalisation" in reasons
-    assert "kept: 3 tensors, 16512 weights: --keep *.1.*" in reasons
-    assert "quantized: 2 tensors, 16384 weights: --set *.0.*=6" in reasons
+    assert "kept: 80 tensors (10240 weights), normalisation" not in reasons  # those of layer 1 have another reason
+    assert "not shown: " in table.splitlines()[-1]
+    assert "kept: 79 tensors (10112 weights), normalisation" in reasons
+    assert "kept: 3 tensors (16512 weights), --keep *.1.*" in reasons
+    assert "quantized: 2 tensors (16384 weights), --set *.0.*=6" in reasons
 
 
 def test_bits_by_layer_are_folded(source: Path, terminal: None) -> None:

@@ -18,6 +18,7 @@ from calls import evaluate, export, quantize
 from commands import invoke
 from families import ATTENTION, Family, build
 from pqweights_cli import tables
+from pqweights_cli.eval import _runtime_lines
 
 from pqweights.errors import DeviceError, EvaluationError, MasterError, MissingDependencyError, SourceError
 from pqweights.evaluate import speed
@@ -229,8 +230,15 @@ def test_window_longer_than_the_context_is_refused(work: Path) -> None:
 
 
 def test_text_shorter_than_a_window_is_refused(work: Path) -> None:
-    with pytest.raises(EvaluationError, match=r"at least 128 tokens for 1 window of 128, found 100;"):
+    with pytest.raises(
+        EvaluationError,
+        match=r"128 tokens for 1 window of 128, --max-tokens 100 leaves fewer; raise it, or .* --window",
+    ):
         evaluate([work / "source"], TEXT, max_tokens=100)
+    with pytest.raises(
+        EvaluationError, match=r"at least 128 tokens for .* found \d+; give a longer text, or .* --window"
+    ):
+        evaluate([work / "source"], TEXT[:50], max_tokens=100)
 
 
 @pytest.mark.parametrize("beside", ["reference", "model"])
@@ -465,6 +473,13 @@ def test_generation_is_greedy_whatever_the_generation_config_says(copy: Callable
 
 
 # --- the command ---
+
+
+def test_model_that_is_also_the_reference_is_named_once() -> None:
+    rows = [
+        types.SimpleNamespace(model=name, runtime=runtime) for name, runtime in (("a", "x"), ("a", "x"), ("b", "y"))
+    ]
+    assert _runtime_lines(rows) == ["a: computed by x", "b: computed by y"]  # type: ignore[arg-type]
 
 
 def test_table_shows_scores_and_settings(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

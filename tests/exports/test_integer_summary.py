@@ -22,10 +22,10 @@ def test_summary_says_which_tensors_stay_plain_and_why(target: str, driven: Path
     assert lines[0].endswith("tensors in 1 file")
     (plain,) = [line for line in lines if "fc1" in line]
     assert plain.startswith(
-        "plain: 1 tensor, 5200 weights: groups of 128 do not divide its rows of 130 weights "
+        "plain: 1 tensor (5200 weights), groups of 128 do not divide its rows of 130 weights "
         "(--group-size that would: none)"
     )
-    assert any(line.startswith("plain: 1 tensor, 12288 weights: embedding") for line in lines)
+    assert any(line.startswith("plain: 1 tensor (12288 weights), embedding") for line in lines)
     assert any(line.strip().startswith("4 bits, ") and line.endswith(": 6 tensors") for line in lines)
     assert any("computed from the error of the master; --source measures it" in line for line in lines)
     reasons = {t.name: t.reason for t in read_manifest(tmp_path / "out").tensors}

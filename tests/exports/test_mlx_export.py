@@ -432,7 +432,7 @@ def test_summary_says_which_tensors_stay_plain_and_why(tmp_path: Path) -> None:
     master, out = small_llama(tmp_path, 144), tmp_path / "out"
     result = CliRunner().invoke(app, ["export", str(master), str(out), "-t", "mlx-q4"])
     (plain,) = [line for line in result.stdout.splitlines() if line.startswith("plain: ")]
-    assert plain.startswith("plain: 1 tensor, 18432 weights: groups of 64 do not divide its rows of 144 weights")
+    assert plain.startswith("plain: 1 tensor (18432 weights), groups of 64 do not divide its rows of 144 weights")
     assert plain.endswith("model.layers.0.mlp.down_proj.weight")
 
 

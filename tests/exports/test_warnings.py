@@ -85,7 +85,7 @@ def test_layer_stays_plain_where_tiles_would_take_as_much_as_bf16(tmp_path: Path
     shown = done("export", folder, tmp_path / "out", "-t", "torchao-int4")
     assert integer_names(tmp_path / "out") == [MLP]
     reason = "rows of 256 weights, padded to 1024, would take 17 bits a weight; --packing plain pads nothing"
-    assert f"plain: 1 tensor, 16384 weights: {reason}: {ATTENTION}\n" in shown.stdout
+    assert f"plain: 1 tensor (16384 weights), {reason}: {ATTENTION}\n" in shown.stdout
     (kept,) = (tensor for tensor in read_manifest(tmp_path / "out").tensors if tensor.name == ATTENTION)
     assert kept.reason == reason and kept.stored[0].dtype == "BF16"
     done("export", folder, tmp_path / "unpadded", "-t", "torchao-int4", "--packing", "plain")

@@ -39,16 +39,20 @@ FIT_CASES = [
     fitting("fit-size-beyond-all-files", "--target-size " + "9" * 5000, "at most 2**63"),
     fitting("fit-bits-no-number", "--target-bpw many", "--target-bpw"),
     fitting("fit-bits-and-target", "--target-bpw 4.5 --bits 4", "which chooses the bit widths"),
-    fitting("fit-both-targets", "--target-size 15kB --target-bpw 4.5", "found both"),
-    fitting("fit-bits-nan", "--target-bpw nan", "positive number, found nan"),
-    fitting("fit-bits-negative", "--target-bpw -4.5", "positive number, found -4.5"),
+    fitting(
+        "fit-both-targets", "--target-size 15kB --target-bpw 4.5", "give either --target-size or --target-bpw, not both"
+    ),
+    fitting("fit-bits-nan", "--target-bpw nan", "positive number of bits per weight, found nan"),
+    fitting("fit-bits-negative", "--target-bpw -4.5", "positive number of bits per weight, found -4.5"),
     fitting("fit-bits-beyond-numbers", "--target-bpw 1e308", "leaves nothing to quantize", "at most"),
     fitting("fit-bits-below-the-smallest", "--target-bpw 2", "below the smallest possible", "2.1250 bits per weight"),
     fitting("fit-bits-of-the-source", "--target-bpw 32", "leaves nothing to quantize", "expected at most"),
     fitting("fit-size-below-the-smallest", "--target-size 1kB", "1000 bytes: below the smallest possible"),
     fitting("fit-size-above-the-source", "--target-size 1GB", "leaves nothing to quantize", "at most"),
-    fitting("fit-sensitivity-without-target", "--sensitivity heuristic", "--target-size or --target-bpw beside it"),
-    fitting("fit-recipe-both-targets", "", "recipe.yaml", "found both", recipe="{target_size: 15kB, target_bpw: 4.5}"),
+    fitting(
+        "fit-sensitivity-without-target", "--sensitivity heuristic", "--sensitivity needs --target-size or --target-bpw"
+    ),
+    fitting("fit-recipe-both-targets", "", "recipe.yaml", "not both", recipe="{target_size: 15kB, target_bpw: 4.5}"),
     fitting("fit-recipe-size-no-size", "", "recipe.yaml", "'9 XB'", "5GiB", recipe="target_size: 9 XB"),
     fitting("fit-recipe-size-a-list", "", "recipe.yaml", "target_size", "[5]", recipe="target_size: [5]"),
     fitting("fit-recipe-bits-a-text", "", "recipe.yaml", "target_bpw", "'4.5'", recipe="target_bpw: '4.5'"),

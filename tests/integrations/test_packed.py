@@ -20,7 +20,7 @@ from test_transformers import scaled_master
 import pqweights
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
-from pqweights.errors import OutputError, PqweightsError
+from pqweights.errors import OptionError, OutputError, PqweightsError
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -43,6 +43,13 @@ def open_both(folder: Path, **options: Any) -> tuple[Any, Any]:
     options = {"attn_implementation": "eager", **options}
     decoded = pqweights.load_model(folder, experts_implementation="eager", **options)
     return pqweights.load_model(folder, packed=True, **options), decoded
+
+
+def test_packed_experts_with_another_implementation_are_refused(base: Path) -> None:
+    folder = families.master(base, "mixtral")
+    with pytest.raises(OptionError, match="'grouped_mm': packed experts are computed one by one"):
+        pqweights.load_model(folder, packed=True, experts_implementation="grouped_mm")
+    pqweights.load_model(folder, packed=True, experts_implementation="eager")
 
 
 def output(model: Any) -> torch.Tensor:

@@ -67,6 +67,13 @@ def test_weights_that_options_set_are_not_fitted(source: Path) -> None:
     assert "to keep 7 bits per weight" in found[UP][1]
 
 
+def test_warning_if_nothing_is_quantized(source: Path, tmp_path: Path) -> None:
+    warning = "WARNING: nothing is quantized: every tensor is kept as it is"
+    for command in (("plan", source), ("quantize", source, tmp_path / "out")):
+        assert warning in invoke(*command, "--keep", "*", "--quiet").stderr
+        assert warning not in invoke(*command, "--overwrite" if "quantize" in command else "--quiet").stderr
+
+
 def test_manifest_states_options_as_rules(source: Path, tmp_path: Path) -> None:
     assert invoke("quantize", source, tmp_path / "out", "--keep", "lm_head*", "--set", "*q_proj*=6").exit_code == 0
     assert json.loads((tmp_path / "out" / "pqweights.json").read_text())["recipe"]["rules"] == [
@@ -135,9 +142,9 @@ def test_each_option_of_a_target_replaces_its_own_key(tmp_path: Path) -> None:
     ("options", "fragment"),
     [
         (RecipeOptions(bits=4, target_bpw=4), "found both"),
-        (RecipeOptions(target_size=5, target_bpw=4), "found both"),
+        (RecipeOptions(target_size=5, target_bpw=4), "give either --target-size or --target-bpw, not both"),
         (RecipeOptions(target_size="9XB"), "'9XB'"),
-        (RecipeOptions(bpw_of="checkpoint"), "beside bpw_of"),
+        (RecipeOptions(bpw_of="checkpoint"), "--bpw-of needs --target-bpw"),
         (RecipeOptions(bits=9), "2 to 8"),
     ],
 )

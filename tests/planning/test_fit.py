@@ -16,6 +16,7 @@ import pytest
 from calls import plan_quantize, quantize
 from commands import invoke
 from helpers import Tensor, bf16, f32, folder_bytes, gaussian, write_checkpoint
+from pqweights_cli.report_fit import _gap
 
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import RecipeError, SourceError
@@ -62,7 +63,7 @@ KEEP_ALL = "{rules: [{name: '*', keep: true}]}"
 
 
 def targeted(size: str | int | None = None, bits: float | None = None, sensitivity: str | None = None) -> Recipe:
-    return load_recipe("q5").with_target(make_target("test", size, bits), sensitivity)
+    return load_recipe("q5").with_target(make_target(size, bits), sensitivity)
 
 
 def fitted(source: Path, recipe: Recipe, shard: int = DEFAULT_MAX_SHARD_BYTES) -> tuple[Fit, Plan]:
@@ -160,7 +161,7 @@ def test_smallest_and_largest_bits_per_weight(source: Path) -> None:
     fit, _ = fitted(source, targeted(bits=15.9999))
     assert 15.5 < fit.bits_per_weight < 16
     assert {group.bits for group in fit.groups} == {None, 8}
-    most = math.floor(fit.bits_per_weight * 10_000) / 10_000
+    most = math.ceil(fit.bits_per_weight * 10_000) / 10_000
     refusal = f"leaves nothing to quantize; expected at most {most:.4f} bits per weight"
     assert refusal in refused(source, targeted(bits=16))
     assert refusal in refused(source, targeted(bits=1e308))
@@ -204,7 +205,9 @@ def test_figures_in_refusals_can_be_targets_themselves(source: Path) -> None:
                 r"(?:smallest possible,|at most) (\d+\.\d{4}) bits per", refused(source, recipe_of(asked))
             )
             assert stated is not None
-            fitted(source, recipe_of(asked | {"target_bpw": float(stated[1])}))
+            fit, _ = fitted(source, recipe_of(asked | {"target_bpw": float(stated[1])}))
+            bits = fit.bits_per_weight if bpw_of == "quantized" else fit.bits_per_parameter
+            assert float(stated[1]) - 1e-4 <= bits <= float(stated[1])
 
 
 def recipe_of(keys: dict[str, Any]) -> Recipe:
@@ -583,6 +586,34 @@ def test_plan_prints_the_fit_and_writes_nothing(source: Path, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
+def test_rise_by_size_states_the_bits_that_the_target_counts(source: Path) -> None:
+    for of, unit in (("quantized", "bits/weight"), ("checkpoint", "bits/param")):
+        text = invoke("plan", source, "--target-bpw", 4.5, "--bpw-of", of).stdout
+        heading, *lines = text[text.index("predicted rise by size:") :].splitlines()[1:]
+        assert heading.split() == ["safetensors", "files", unit, "predicted", "rise"]
+        (bits,) = [line.split()[2] for line in lines if "<- the target" in line]
+        means = re.search(r"([0-9.]+) per weight that the recipe quantizes, ([0-9.]+) per parameter", text)
+        assert means is not None
+        assert float(bits) == pytest.approx(float(means[1 if of == "quantized" else 2]), abs=1e-3)
+        smallest = 2.125 if of == "quantized" else 2.125 + float(means[2]) - float(means[1])
+        assert float(lines[0].split()[2]) == pytest.approx(smallest, abs=0.03)
+    assert "bits/" not in invoke("plan", source, "--target-size", "250kB").stdout.split("predicted rise by size:")[1]
+
+
+def test_mean_says_how_many_weights_the_target_keeps(source: Path) -> None:
+    fit, _ = fitted(source, targeted(bits=12))
+    kept = sum(group.parameters for group in fit.groups if group.bits is None)
+    assert kept
+    text = invoke("plan", source, "--target-bpw", 12).stdout
+    assert f"per weight that the recipe quantizes ({kept} of them kept for the target), " in text
+
+
+def test_gap_is_optimal_only_if_it_is_zero() -> None:
+    assert _gap(0.0) == "optimal"
+    assert _gap(1e-9) == "within 0.0001% of the optimum"
+    assert _gap(0.00012) == "within 0.0120% of the optimum"
+
+
 def test_few_bits_give_a_warning(source: Path) -> None:
     assert "below 3 bits, where the loss rises more" in invoke("plan", source, "--target-bpw", 2.5).stdout
     assert "below 3 bits" not in invoke("plan", source, "--target-bpw", 4.5).stdout
@@ -657,15 +688,15 @@ USAGE: list[tuple[list[Any], str]] = [
     (["--target-size", "250kB", "--bits", "4"], "which chooses the bit widths"),
     (["--target-bpw", "4", "--bits", "4"], "which chooses the bit widths"),
     (["--target-bpw", "four"], "--target-bpw"),
-    (["--target-size", "250kB", "--target-bpw", "4"], "found both"),
-    (["--sensitivity", "heuristic"], "--target-size or --target-bpw beside it"),
-    (["--target-bpw", "nan"], "positive number, found nan"),
-    (["--target-bpw", "0"], "positive number, found 0.0"),
-    (["--target-bpw", "-4"], "positive number, found -4.0"),
-    (["--target-bpw", "inf"], "positive number, found inf"),
-    (["--bpw-of", "checkpoint"], "target bits per weight beside bpw_of"),
+    (["--target-size", "250kB", "--target-bpw", "4"], "error: give either --target-size or --target-bpw, not both"),
+    (["--sensitivity", "heuristic"], "error: --sensitivity needs --target-size or --target-bpw"),
+    (["--target-bpw", "nan"], "positive number of bits per weight, found nan"),
+    (["--target-bpw", "0"], "positive number of bits per weight, found 0.0"),
+    (["--target-bpw", "-4"], "positive number of bits per weight, found -4.0"),
+    (["--target-bpw", "inf"], "positive number of bits per weight, found inf"),
+    (["--bpw-of", "checkpoint"], "error: --bpw-of needs --target-bpw"),
     (["--target-bpw", "4", "--bpw-of", "model"], "--bpw-of"),
-    (["--target-size", "250kB", "--bpw-of", "checkpoint"], "target bits per weight beside bpw_of"),
+    (["--target-size", "250kB", "--bpw-of", "checkpoint"], "error: --bpw-of needs --target-bpw"),
 ]
 
 

@@ -150,9 +150,15 @@ def test_recipe_of_a_manifest_parses_back() -> None:
 @pytest.mark.parametrize(
     ("text", "fragments"),
     [
-        ("bits: [", ["not YAML"]),
+        ("bits: [", ["not YAML: line 1, column 8: expected the node content"]),
         ("[]", ["keys and values", "found []"]),
-        ("", ["keys and values", "found None"]),
+        ("", ["test.yaml: the recipe is empty"]),
+        ("# no keys\n", ["test.yaml: the recipe is empty"]),
+        (
+            "rules:\n\t- keep: true\n",
+            ["test.yaml: not YAML: line 2, column 1: found character '\\t' that cannot start"],
+        ),
+        ("bits: 5\nname: a\x00b\n", ["not YAML: line 2, column 8: special characters are not allowed"]),
         ("bitz: 5", ["'bitz'", "'bits'"]),
         ("rule: []", ["'rule'", "'rules'"]),
         ("codec: lloyd", ["'lloyd'", "'lloyd-max'"]),
@@ -174,9 +180,9 @@ def test_recipe_of_a_manifest_parses_back() -> None:
         ("rules: [{name: [], bits: 4}]", ["rule 1", "condition"]),
         ("rules: [{name: [1], bits: 4}]", ["rule 1", "name"]),
         ("rules: [{min_weights: many, bits: 4}]", ["rule 1", "min_weights", "'many'"]),
-        ("{target_size: 9GB, target_bpw: 4.5}", ["test.yaml", "both"]),
-        ("target_size: 9 XB", ["test.yaml", "target size", "'9 XB'", "5GiB (2**30)"]),
-        ("target_size: ''", ["target size", "''"]),
+        ("{target_size: 9GB, target_bpw: 4.5}", ["test.yaml: give either target_size or target_bpw, not both"]),
+        ("target_size: 9 XB", ["test.yaml: target_size:", "'9 XB'", "5GiB (2**30)"]),
+        ("target_size: ''", ["target_size", "''"]),
         ("target_size: 1.5", ["target_size", "1.5"]),
         ("target_size: true", ["target_size", "True"]),
         ("target_size: [9GB]", ["target_size", "['9GB']"]),
@@ -190,8 +196,8 @@ def test_recipe_of_a_manifest_parses_back() -> None:
         ("sensitivity: heuristic", ["sensitivity", "target_size or target_bpw"]),
         ("{target_bpw: 4.5, bpw_of: model}", ["bpw_of", "quantized or checkpoint", "'model'"]),
         ("{target_bpw: 4.5, bpw_of: 5}", ["bpw_of", "a text", "found 5"]),
-        ("{bpw_of: checkpoint}", ["beside bpw_of"]),
-        ("{target_size: 1GB, bpw_of: checkpoint}", ["beside bpw_of"]),
+        ("{bpw_of: checkpoint}", ["test.yaml: bpw_of needs target_bpw"]),
+        ("{target_size: 1GB, bpw_of: checkpoint}", ["bpw_of needs target_bpw"]),
         ("{target_bpw: 4.5, sensitivity: 5}", ["sensitivity", "a text", "found 5"]),
         ("target_bwp: 4", ["'target_bwp'", "'target_bpw'"]),
     ],
@@ -209,6 +215,8 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
         load_recipe(str(tmp_path / "mine.yaml"))
     with pytest.raises(RecipeError, match=r"absent\.yaml.*No such file"):
         load_recipe(str(tmp_path / "absent.yaml"))
+    with pytest.raises(RecipeError, match=r"mine\.yml: .*No such file.*; did you mean '.*mine\.yaml'\?"):
+        load_recipe(str(tmp_path / "mine.yml"))
 
 
 @pytest.mark.parametrize(("name", "nearest"), [("q55", "q5"), ("Q4", "q4"), ("q2x", "q2")])
@@ -270,6 +278,26 @@ def test_name_patterns_match_whole_names_and_case() -> None:
     for pattern in ("mlp.up_proj.weight", "*.MLP.*"):
         with pytest.raises(RecipeError, match="matches no tensor"):
             decisions(f"rules: [{{name: '{pattern}', bits: 8}}]")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "suggestion"),
+    [
+        ("q_proj", "did you mean '*.q_proj.weight' (1 tensor)?"),
+        ("lm_head", "did you mean 'lm_head.weight' (1 tensor)?"),
+        ("*.up_proj", "did you mean '*.up_proj.weight' (2 tensors)?"),
+        ("model.layers.1", "did you mean 'model.layers.1.*' (1 tensor)?"),
+        ("up_pr", "did you mean '*up_pr*' (2 tensors)?"),
+        ("*.up_pr", "did you mean '*.up_pr*' (2 tensors)?"),
+        ("lm_haed*", "the nearest is 'lm_head.weight'"),
+        ("q_porj", "the nearest is 'model.layers.0.self_attn.q_proj.weight'"),
+        ("xyz", "the first of its"),
+    ],
+)
+def test_error_for_a_pattern_without_match_suggests_a_wider_one_or_the_nearest(pattern: str, suggestion: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        decisions(f"rules: [{{name: '{pattern}', bits: 8}}]")
+    assert f"matches no tensor of the checkpoint; {suggestion}" in str(caught.value)
 
 
 def test_error_for_a_pattern_without_match_names_the_nearest_tensor() -> None:
@@ -398,12 +426,12 @@ def test_manifest_does_not_hold_the_path_of_the_sensitivity_file() -> None:
 def test_options_override_the_target_of_the_recipe() -> None:
     recipe = parse_recipe("{target_size: 9GB, sensitivity: s.json}", "a.yaml")
     assert recipe.with_target(None, None) == recipe
-    changed = recipe.with_target(make_target("x", None, 3), None)
+    changed = recipe.with_target(make_target(None, 3), None)
     assert (changed.target, changed.sensitivity) == (SizeTarget(bits_per_weight=3.0), "s.json")
     assert recipe.with_target(None, "heuristic").sensitivity == "heuristic"
     with pytest.raises(OptionError, match="leave --bits out"):
         recipe.with_bits(4)
-    with pytest.raises(OptionError, match="--target-size or --target-bpw beside it"):
+    with pytest.raises(OptionError, match="--sensitivity needs --target-size or --target-bpw"):
         load_recipe("q5").with_target(None, "heuristic")
 
 
