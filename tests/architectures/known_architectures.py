@@ -508,7 +508,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mamba2": A(
         "Mamba2ForCausalLM",
         "Mamba2Config",
-        {**MAMBA, "num_heads": 8, "head_dim": 32, "n_groups": 1, "intermediate_size": WIDE},
+        {**MAMBA, "num_heads": 8, "head_dim": 32, "n_groups": 1},
         mlx=LOADS,
     ),
     "falcon_mamba": A("FalconMambaForCausalLM", "FalconMambaConfig", MAMBA, mlx=LOADS),
@@ -555,7 +555,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "lfm2": A(
         "Lfm2ForCausalLM",
         "Lfm2Config",
-        {**TEXT, "layer_types": ["conv", "full_attention"], "block_dim": WIDTH, "block_ff_dim": WIDE},
+        {**TEXT, "layer_types": ["conv", "full_attention"]},
         mlx=LOADS,
     ),
     "minimax": A(
