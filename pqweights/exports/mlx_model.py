@@ -240,13 +240,15 @@ def _add_computed(config: dict[str, Any], arguments_class: Any) -> None:
     Only those are added without which mlx-lm refuses the model.
     """
     model_type, text = config["model_type"], config.get("text_config") or {}
-    required = {field.name for field in dataclasses.fields(arguments_class) if field.default is dataclasses.MISSING}
-    if model_type in OTHER_HEAD_DIM:
-        required.add("head_dim")
-    for name, compute in COMPUTED.items():
-        if name in required and name not in config:
-            with contextlib.suppress(KeyError):  # mlx-lm will say what is missing
-                config[name] = compute(config)
+    for field in dataclasses.fields(arguments_class):
+        compute = COMPUTED.get(field.name)
+        has_right_default = field.default is not dataclasses.MISSING and model_type not in OTHER_HEAD_DIM
+        if compute is None or field.name in config or has_right_default:
+            continue
+        with contextlib.suppress(KeyError):  # mlx-lm will say what is missing
+            value = compute(config)
+            if value != field.default:
+                config[field.name] = value
     if model_type == "gemma3" and text.get("vocab_size", GEMMA3_VOCABULARY) != GEMMA3_VOCABULARY:
         config.setdefault("vocab_size", text["vocab_size"])
     tied = config.get("tie_word_embeddings")
