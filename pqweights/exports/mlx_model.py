@@ -44,9 +44,9 @@ COMPUTED: dict[str, Callable[[dict[str, Any]], int]] = {
 OTHER_HEAD_DIM = frozenset({"falcon_h1"})
 # The default of mlx-lm, which looks for the size in the outer configuration only.
 GEMMA3_VOCABULARY = 262208
-# Models with images whose text_config must say whether the head is tied: if it is not, or in any case.
-UNTIED_TEXT = frozenset({"qwen2_vl", "qwen2_5_vl"})
-TIED_OR_NOT = frozenset({"qwen3_vl", "qwen3_vl_moe"})
+# Models with images whose text_config must say whether the head is tied. For the first two, tied is the default.
+TEXT_HEAD = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
+TIED_BY_DEFAULT = frozenset({"qwen2_vl", "qwen2_5_vl"})
 DTYPE_NAMES = {dtype: name for name, dtype in MLX_DTYPES.items() if name != "F64"}
 # What mlx-lm's own code raises for configurations and weights that it does not support.
 REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -252,7 +252,7 @@ def _add_computed(config: dict[str, Any], arguments_class: Any) -> None:
     if model_type == "gemma3" and text.get("vocab_size", GEMMA3_VOCABULARY) != GEMMA3_VOCABULARY:
         config.setdefault("vocab_size", text["vocab_size"])
     tied = config.get("tie_word_embeddings")
-    if (tied is False and model_type in UNTIED_TEXT) or (tied is not None and model_type in TIED_OR_NOT):
+    if model_type in TEXT_HEAD and tied is not None and not (tied and model_type in TIED_BY_DEFAULT):
         text.setdefault("tie_word_embeddings", tied)
 
 

@@ -692,6 +692,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"text_config": {**TEXT, **UNTIED}, **UNTIED, "vision_config": QWEN_VISION},
         mlx=LOADS,
     ),
+    "qwen3_vl_moe": A(
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3VLMoeConfig",
+        {"text_config": {**TEXT, **EXPERTS, **UNTIED}, **UNTIED, "vision_config": QWEN_VISION},
+        mlx="norm_topk_prob",
+    ),
     "qwen3_5 with images": A(
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5Config",
