@@ -16,17 +16,19 @@ if TYPE_CHECKING:
 
 
 def totals_text(totals: Totals) -> str:
-    """Return lines with the sizes, the bits per weight and per parameter, and how many weights are quantized."""
+    """Return lines with the sizes, and what bits_and_coverage returns."""
     ratio = totals.source_bytes / totals.output_bytes if totals.output_bytes else 0.0
     sizes = f"weights: {size(totals.source_bytes)} -> {size(totals.output_bytes)} ({ratio:.2f}x smaller)"
     return f"{sizes}\n{bits_and_coverage(totals)}"
 
 
 def bits_and_coverage(totals: Totals) -> str:
-    """Return lines with the bits per weight and per parameter, and how many weights are quantized."""
+    """Return lines with the bits per weight and per parameter, and how many weights are quantized, if any."""
+    bits = f"bits, all overhead counted: {bits_text(totals)}"
+    if not totals.quantized_tensors:
+        return bits
     return (
-        f"bits, all overhead counted: {bits_text(totals)}\n"
-        f"coverage: {totals.coverage:.4%} of {totals.weights} weights quantized, "
+        f"{bits}\ncoverage: {totals.coverage:.4%} of {totals.weights} weights quantized, "
         f"{totals.quantized_tensors} of {totals.tensors} tensors"
     )
 

@@ -37,6 +37,7 @@ def test_summary_has_the_bits_of_inspect_and_no_records_of_pqweights(target: str
     result = done("export", driven / "master", tmp_path / "out", "-t", target)
     (bits,) = [line for line in result.stdout.splitlines() if line.startswith("bits, all overhead counted: ")]
     assert bits in done("inspect", tmp_path / "out").stdout.splitlines() and bits.endswith(" per parameter")
+    assert ("coverage: " in result.stdout) == (target != "bf16")
     assert "pqweights.json" not in result.stdout
     found = json.loads(done("export", driven / "master", tmp_path / "out", "-t", target, "--json").stdout)
     assert "pqweights.json" in found["left_out_files"]
