@@ -9,7 +9,8 @@ import typer
 from typer.core import TyperCommand
 
 from . import options, output, report
-from .report_errors import integer_lines
+from .report_errors import integer_form_lines
+from .tables import wrapped
 
 if TYPE_CHECKING:
     from pqweights.rewrite.task import RewriteReport
@@ -28,6 +29,17 @@ class ExportCommand(TyperCommand):
         ]
         self.help = "\n\n".join([(self.help or "").strip(), *summaries])
         super().format_help(ctx, formatter)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """See click.Command; a missing target is an error that lists the targets."""
+        from pqweights.exports import EXPORTS
+
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            if error.param is not None and error.param.name == "target" and not error.message:
+                error.message = f"Expected one of {', '.join(EXPORTS)}"
+            raise
 
 
 TargetOption = Annotated[
@@ -154,7 +166,7 @@ def _show(done: RewriteReport, folder: str, out: Path, *, json: bool) -> None:
         return
     if done.already_done:
         output.note(f"{out}: already holds this result; nothing was written")
-    output.summary("\n".join(_lines(done, folder, out)))
+    output.summary(wrapped("\n".join(_lines(done, folder, out))))
 
 
 def _lines(done: RewriteReport, folder: str, out: Path) -> list[str]:
@@ -165,6 +177,7 @@ def _lines(done: RewriteReport, folder: str, out: Path) -> list[str]:
     stored = f"{counted(len(plan.tensors), 'tensor')} in {counted(len(plan.shards), 'file')}"
     return [
         f"{folder} -> {out}: {sizes}, {stored}",
-        *integer_lines(done.pairs, measured=bool(done.transform.also_reads)),
+        report.bits_and_coverage(done.totals),
+        *integer_form_lines(done.pairs, measured=bool(done.transform.also_reads)),
         *report.left_out_lines(plan),
     ]

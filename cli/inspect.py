@@ -10,7 +10,7 @@ import typer
 
 from . import options, output, report
 from .report_errors import integer_form_lines, quality_lines
-from .report_summary import is_summarized, summary_table
+from .report_summary import action_text, is_summarized, summary_table
 from .tables import table, wrapped
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _row(tensor: TensorPlan, record: TensorRecord) -> dict[str, str]:
         "tensor": tensor.name,
         "shape": "x".join(map(str, tensor.shape)),
         "dtype": tensor.dtype,
-        "action": tensor.action,
+        "action": action_text(tensor),
         "codec": tensor.codec or "",
         "bits": str(tensor.bits or ""),
         "bytes": str(tensor.bytes),

@@ -20,6 +20,7 @@ from . import interrupts
 from .amounts import BYTES, amount
 from .amounts import size as size
 from .tables import table as table
+from .tables import wrapped
 
 # Jobs, and steps without progress, that end within this many seconds show no line where stderr is not a terminal.
 QUIET_SECONDS = STATUS_SECONDS = 2.0
@@ -56,7 +57,7 @@ def note(text: str) -> None:
 
 def warn(text: str) -> None:
     """Write a line about a result that may be wrong to stderr, also if the command is to be quiet."""
-    typer.echo(f"{WARNING}{text}", err=True)
+    typer.echo(wrapped(f"{WARNING}{text}", sys.stderr), err=True)
 
 
 @contextlib.contextmanager

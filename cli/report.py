@@ -16,11 +16,18 @@ if TYPE_CHECKING:
 
 
 def totals_text(totals: Totals) -> str:
-    """Return lines with the sizes, the bits per weight and per parameter, and how many weights are quantized."""
+    """Return lines with the sizes, and what bits_and_coverage returns."""
+    sizes = f"weights: {size(totals.source_bytes)} -> {size(totals.output_bytes)}{_ratio(totals)}"
+    return f"{sizes}\n{bits_and_coverage(totals)}"
+
+
+def bits_and_coverage(totals: Totals) -> str:
+    """Return lines with the bits per weight and per parameter, and how many weights are quantized, if any."""
+    bits = f"bits, all overhead counted: {bits_text(totals)}"
+    if not totals.quantized_tensors:
+        return bits
     return (
-        f"weights: {size(totals.source_bytes)} -> {size(totals.output_bytes)}{_ratio(totals)}\n"
-        f"bits, all overhead counted: {bits_text(totals)}\n"
-        f"coverage: {totals.coverage:.4%} of {totals.weights} weights quantized, "
+        f"{bits}\ncoverage: {totals.coverage:.4%} of {totals.weights} weights quantized, "
         f"{totals.quantized_tensors} of {totals.tensors} tensors"
     )
 
@@ -100,13 +107,16 @@ def listed(names: Sequence[str], most: int = 8) -> str:
 
 
 def left_out_lines(plan: Plan) -> list[str]:
-    """Return a line for each reason why files are not carried over, and one for each reason why tensors are not."""
-    from pqweights.checkpoint.companions import NOT_GIVEN
+    """Return a line for each reason why files are not carried over, and one for each reason why tensors are not.
+
+    Not listed are the records of pqweights itself, and files beside a single file, which were named before the run.
+    """
+    from pqweights.checkpoint.companions import NOT_GIVEN, OWN_RECORDS
     from pqweights.units import counted
 
     files: dict[str, list[str]] = defaultdict(list)
     for name, reason in plan.left_out.items():
-        if reason != NOT_GIVEN:  # they were named before the run
+        if reason != NOT_GIVEN and name not in OWN_RECORDS:
             files[reason].append(name)
 
     groups: dict[str, list[str]] = defaultdict(list)

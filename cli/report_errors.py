@@ -62,29 +62,11 @@ def _warning(tensor: TensorPlan, record: TensorRecord) -> str:
     )
 
 
-def integer_lines(pairs: Pairs, *, measured: bool) -> list[str]:
-    """Return the bits per weight of an integer export, and what integer_form_lines returns.
-
-    pairs: the tensors of the export, each with what was measured of it
-    measured: whether the error against the original was measured; else it is computed from the error of the master
-    """
-    from pqweights.planning.totals import count
-
-    lines = integer_form_lines(pairs, measured=measured)
-    if not lines:
-        return []
-    summed = count([tensor for tensor, _ in pairs])
-    bits = (
-        f"{summed.bits_per_weight:.4f} bits per weight (scales, offsets and padding counted) over "
-        f"{summed.coverage:.4%} of {summed.weights} weights"
-    )
-    return [bits, *lines]
-
-
 def integer_form_lines(pairs: Pairs, *, measured: bool) -> list[str]:
     """Return how many weights an integer export holds in which form, why others are plain, and the errors.
 
-    pairs, measured: see integer_lines
+    pairs: the tensors of the export, each with what was measured of it
+    measured: whether the error against the original was measured; else it is computed from the error of the master
     """
     from pqweights.units import counted
 

@@ -17,6 +17,11 @@ MOST_LISTED = 200
 BYTES_COLUMN = 6
 
 
+def action_text(tensor: TensorPlan) -> str:
+    """Return what was done with a tensor, in the words of the summary of an export."""
+    return "plain" if tensor.action == "decode" else tensor.action
+
+
 def is_summarized(asked: bool | None, tensors: int) -> bool:
     """Whether to print a summary. asked: what the user asked for; None to choose by the number of tensors."""
     return asked if asked is not None else tables.terminal_width() is not None and tensors > MOST_LISTED
@@ -29,7 +34,7 @@ def summary_table(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
     """
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for number, tensor in enumerate(tensors):
-        groups[tensor.role, tensor.action, tensor.codec or "", str(tensor.bits or "")].append(number)
+        groups[tensor.role, action_text(tensor), tensor.codec or "", str(tensor.bits or "")].append(number)
     rows = [
         [
             *kind,

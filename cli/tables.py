@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
+from typing import TextIO
 
 GAP = "  "
 # A narrower terminal is treated as one of this many columns.
@@ -20,7 +22,14 @@ Rows = Sequence[Sequence[str]]
 
 def terminal_width() -> int | None:
     """Return the number of columns of the terminal that stdout is; None if stdout is something else."""
-    return max(LEAST_TERMINAL, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
+    return _columns_of(sys.stdout)
+
+
+def _columns_of(stream: TextIO) -> int | None:
+    if not stream.isatty():
+        return None
+    fallback = os.get_terminal_size(stream.fileno())  # because shutil asks stdout alone
+    return max(LEAST_TERMINAL, shutil.get_terminal_size(fallback).columns)
 
 
 def table(columns: Columns, rows: Rows, *, drop: Sequence[str] = ()) -> str:
@@ -98,9 +107,12 @@ def folded(label: str, words: Sequence[str]) -> list[str]:
     return [f"{label}{lines[0]}", *(f"{' ' * len(label)}{line}" for line in lines[1:])]
 
 
-def wrapped(text: str) -> str:
-    """Return a text whose lines are folded between words where a terminal is too narrow for them."""
-    width = terminal_width()
+def wrapped(text: str, stream: TextIO | None = None) -> str:
+    """Return a text whose lines are folded between words where a terminal is too narrow for them.
+
+    stream: where it is printed, stdout by default
+    """
+    width = terminal_width() if stream is None else _columns_of(stream)
     if width is None:
         return text
     return "\n".join(line if len(line) <= width else _folded_line(line, width) for line in text.split("\n"))

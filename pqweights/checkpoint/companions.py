@@ -54,6 +54,8 @@ NOT_NEEDED = "not needed to load the model (--include-files PATTERN copies it)"
 OTHER_WEIGHTS = "weights that are not part of the checkpoint read"
 NOT_GIVEN = "in the folder of the file that was given; only that file is read"
 ABOUT_SOURCE = "it describes the source, not this result"
+# Records that pqweights writes beside weights, and writes anew for each result.
+OWN_RECORDS = (MANIFEST_FILE, EVALUATION_FILE)
 REASONS = {
     MANIFEST_FILE: ABOUT_SOURCE,
     CARD_FILE: ABOUT_SOURCE,

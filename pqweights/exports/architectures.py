@@ -14,6 +14,7 @@ from typing import Any
 from pqweights.errors import ExportError
 
 TORCHAO, VLLM, MLX = "torchao-int4", "vllm-int4", "mlx-q4"
+PLAIN = "bf16"
 
 # Linear weights are stored transposed, [in, out] (transformers' Conv1D).
 TRANSPOSED = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
@@ -224,13 +225,18 @@ def check_architecture(target: str, config: Mapping[str, Any] | None) -> None:
     if found is None:
         return
     model_type, reason = found
-    others = [other for other in (VLLM, TORCHAO) if other != target and _refusal(other, config or {}) is None]
-    if (config or {}).get("model_type") in RUN_BY_MLX:
-        others.append(MLX)
     raise ExportError(
-        f"config.json: {target} cannot hold a model of type {model_type}: {reason}; use --target "
-        f"{' or '.join([*others, 'bf16'])}"
+        f"config.json: {target} cannot hold a model of type {model_type}: {reason}; {other_targets(target, config)}"
     )
+
+
+def other_targets(target: str, config: Mapping[str, Any] | None) -> str:
+    """Return advice to use the other targets that can store a model of this configuration."""
+    config = config or {}
+    others = [other for other in (VLLM, TORCHAO) if other != target and _refusal(other, config) is None]
+    if target != MLX and config.get("model_type") in RUN_BY_MLX:
+        others.append(MLX)
+    return f"use --target {' or '.join([*others, PLAIN])}"
 
 
 def uses_weights_early(config: Mapping[str, Any] | None) -> bool:

@@ -7,11 +7,13 @@ read.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import io
 import json
 import re
 import tempfile
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm import utils as mlx_lm_utils
 
 from pqweights.errors import ExportError
+from pqweights.exports.architectures import MLX, other_targets
 from pqweights.exports.mlx_trace import MLX_DTYPES, Evaluated, Moved, Sanitize, Spec, Weights, evaluate, record, trace
 
 # Keys of a configuration: the old name, and the name that transformers 5 writes.
@@ -31,9 +34,24 @@ RENAMED = {"num_experts": "num_local_experts", "n_ctx": "n_positions"}
 # Keys that transformers 5 writes inside of rope_parameters.
 ROPE = ("rope_theta", "partial_rotary_factor")
 GPT_NEOX_ROPE = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
+# Settings that some of mlx-lm's models require, and that transformers computes where the configuration lacks them.
+COMPUTED: dict[str, Callable[[dict[str, Any]], int]] = {
+    "head_dim": lambda config: config["hidden_size"] // config["num_attention_heads"],
+    "intermediate_size": lambda config: int(config["expand"] * config["hidden_size"]),  # Mamba2
+    "block_dim": lambda config: config["hidden_size"],  # LFM2
+}
+# Models for which mlx-lm has a default head_dim that is not the one of transformers.
+OTHER_HEAD_DIM = frozenset({"falcon_h1"})
+# The default of mlx-lm, which looks for the size in the outer configuration only.
+GEMMA3_VOCABULARY = 262208
+# Models with images whose text_config must say whether the head is tied. For the first two, tied is the default.
+TEXT_HEAD = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
+TIED_BY_DEFAULT = frozenset({"qwen2_vl", "qwen2_5_vl"})
 DTYPE_NAMES = {dtype: name for name, dtype in MLX_DTYPES.items() if name != "F64"}
 # What mlx-lm's own code raises for configurations and weights that it does not support.
 REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+# The longest message of mlx-lm that is quoted whole.
+MOST_QUOTED = 240
 
 
 @dataclass(frozen=True)
@@ -81,7 +99,8 @@ def read_model(
 
     Raises ExportError if mlx-lm does not support the model.
     """
-    refused = functools.partial(_refused, f"mlx-lm does not support this model ({config.get('model_type')!r})")
+    what = f"mlx-lm does not support this model ({config.get('model_type')!r})"
+    refused = functools.partial(_refused, what, other_targets(MLX, config))
     with refused():
         config = _loaded(config, generation_config)
     _add_old_names(config)
@@ -108,16 +127,19 @@ def read_model(
 
 
 @contextlib.contextmanager
-def _refused(what: str) -> Iterator[None]:
-    """Turn an error of mlx-lm into an ExportError that begins with `what`; what mlx-lm prints is dropped."""
+def _refused(what: str, advice: str) -> Iterator[None]:
+    """Turn an error of mlx-lm into an ExportError that begins with `what`, and ends with `advice`.
+
+    What mlx-lm prints is dropped.
+    """
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             yield
     except SystemExit as error:  # mlx-lm's OLMo, without a package of its own
-        raise ExportError(f"{what}: a package that it needs is not installed; use --target bf16") from error
+        raise ExportError(f"{what}: a package that it needs is not installed; {advice}") from error
     except REFUSALS as error:
-        said = " ".join(str(error).split())[:300]
-        raise ExportError(f"{what}: {type(error).__name__}: {said}; --target bf16 gives a plain checkpoint") from error
+        said = textwrap.shorten(str(error), MOST_QUOTED, placeholder=" ...")
+        raise ExportError(f"{what}: {type(error).__name__}: {said}; {advice}") from error
 
 
 def _quantized(
@@ -179,6 +201,7 @@ def _saved(config: dict[str, Any], keep_vision_config: bool) -> dict[str, Any]:
 def _builder(config: dict[str, Any]) -> Callable[[], Any]:
     """Return a function that makes the model, without memory for its parameters."""
     model_class, arguments_class = mlx_lm_utils._get_classes(config)
+    _add_computed(config, arguments_class)
     arguments = arguments_class.from_dict(config)
     return lambda: model_class(arguments)
 
@@ -209,6 +232,28 @@ def _add_old_names(config: dict[str, Any]) -> None:
                         place.setdefault(old, rope[new])
             plain = rope.get("rope_type", "default") == "default"
             place.setdefault("rope_scaling", None if plain else rope)
+
+
+def _add_computed(config: dict[str, Any], arguments_class: Any) -> None:
+    """Add settings that mlx-lm reads, and that transformers computes from others or has in another place.
+
+    Only those are added without which mlx-lm refuses the model.
+    """
+    model_type, text = config["model_type"], config.get("text_config") or {}
+    for field in dataclasses.fields(arguments_class):
+        compute = COMPUTED.get(field.name)
+        has_right_default = field.default is not dataclasses.MISSING and model_type not in OTHER_HEAD_DIM
+        if compute is None or field.name in config or has_right_default:
+            continue
+        with contextlib.suppress(KeyError):  # mlx-lm will say what is missing
+            value = compute(config)
+            if value != field.default:
+                config[field.name] = value
+    if model_type == "gemma3" and text.get("vocab_size", GEMMA3_VOCABULARY) != GEMMA3_VOCABULARY:
+        config.setdefault("vocab_size", text["vocab_size"])
+    tied = config.get("tie_word_embeddings")
+    if model_type in TEXT_HEAD and tied is not None and not (tied and model_type in TIED_BY_DEFAULT):
+        text.setdefault("tie_word_embeddings", tied)
 
 
 def _cast(model: Any, config: dict[str, Any]) -> None:

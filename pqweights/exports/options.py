@@ -50,7 +50,8 @@ def one_of(target: str, option: str, asked: T | None, *, allowed: Sequence[T]) -
     if asked is None:
         return allowed[0]
     if asked not in allowed:
-        listed = ", ".join(str(a) for a in allowed if a is not None)
+        ordered = sorted(allowed, key=lambda value: value if isinstance(value, int) else 0)
+        listed = ", ".join(str(value) for value in ordered if value is not None)
         raise OptionError(f"--{option} {asked}: the target {target} takes {listed}")
     return asked
 

@@ -17,6 +17,9 @@ from pqweights.exports.integers import IntegerTarget, Outline, Rounding
 from pqweights.exports.target import ExportSource
 from pqweights.rewrite.manifest import Manifest, coder_of, read_manifest
 
+# Integers are remarked that have at least this many bits more than the codes of the master, on average.
+REMARKED_BITS = 0.5
+
 
 def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpoint, IntegerExport]:
     """Return the checkpoint to be rewritten, and the transform that does it.
@@ -41,7 +44,7 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
 
 
 def _bits_warnings(outline: Outline) -> tuple[str, ...]:
-    """Return a warning if the integers have more bits than the codes of the master that they are made from."""
+    """Return a warning if the integers have clearly more bits than the codes that they are made from."""
     weights = made = held = 0.0
     for tensor in outline.tensors:
         decision = outline.decisions.get(tensor.name)
@@ -51,11 +54,11 @@ def _bits_warnings(outline: Outline) -> tuple[str, ...]:
             if isinstance(part, EncodedTensor):
                 count = element_count(part)
                 weights, made, held = weights + count, made + count * decision.rule.bits, held + count * part.coder.bits
-    if made <= held:
+    if made - held < REMARKED_BITS * weights or not weights:
         return ()
     return (
-        f"the master holds {held / weights:.3g} bits a weight: integers of {made / weights:.3g} bits make the result "
-        "larger and not better; --source ORIGINAL rounds the weights of the original instead",
+        f"integers of {made / weights:.3g} bits cannot be more accurate than the {held / weights:.3g}-bit master, and "
+        "take more room; --source ORIGINAL rounds the original's weights",
     )
 
 

@@ -41,7 +41,7 @@ GROUP_SIZES = (128, 64, 32)
 
 ROTATED_WARNING = (
     "--basis rotated: only vLLM computes with this export as it should, and it was not tried there; transformers loads "
-    "it without a word, does not rotate the inputs, and computes nonsense"
+    "it silently but does not rotate the inputs, so its output is meaningless"
 )
 
 # The modules of routers, by the names that they have in memory.
@@ -320,7 +320,7 @@ def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]
     if made_by.get("basis") == ROTATED:
         return [
             "For vLLM alone, on a single GPU: the weights are rotated, and vLLM rotates the inputs to match "
-            "(`transform_config` in config.json). Plain transformers ignores that key and computes nonsense.",
+            "(`transform_config` in config.json). Plain transformers ignores that key, and its output is meaningless.",
             serve,
         ]
     by_library = by_transformers(model, "torch transformers compressed-tensors")

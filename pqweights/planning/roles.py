@@ -60,7 +60,8 @@ _NORM = re.compile(r"\w*norm(s|\d+|_\w+)?|\w*normali[sz]ation|ln|ln_\w+|ln\d+", 
 _CONV = re.compile(r"\w*conv\w*|patch_embed\w*")
 _ROUTER = re.compile(r"gate|router|\w*_router|shared_expert_gate|gate_weight|wg")
 _LM_HEAD = re.compile(r"lm_head|embed_out|output|output_projection")
-_EMBEDDING = re.compile(r"\w*embed\w*|wte|wpe|emb|\w+_emb|shared")
+# embed_q and unembed_out are mlx-lm's names for the two halves of kv_b_proj in multi-head latent attention.
+_EMBEDDING = re.compile(r"(?!(embed_q|unembed_out)$)\w*embed\w*|wte|wpe|emb|\w+_emb|shared")
 _EXPERTS = re.compile(r"experts|\w*_experts(?<!shared_experts)")
 _ATTENTION = re.compile(r"\w*attn\w*|\w*attention\w*|mixer", re.IGNORECASE)
 _MLP = re.compile(

@@ -508,7 +508,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mamba2": A(
         "Mamba2ForCausalLM",
         "Mamba2Config",
-        {**MAMBA, "num_heads": 8, "head_dim": 32, "n_groups": 1, "intermediate_size": WIDE},
+        {**MAMBA, "num_heads": 8, "head_dim": 32, "n_groups": 1},
         mlx=LOADS,
     ),
     "falcon_mamba": A("FalconMambaForCausalLM", "FalconMambaConfig", MAMBA, mlx=LOADS),
@@ -555,7 +555,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "lfm2": A(
         "Lfm2ForCausalLM",
         "Lfm2Config",
-        {**TEXT, "layer_types": ["conv", "full_attention"], "block_dim": WIDTH, "block_ff_dim": WIDE},
+        {**TEXT, "layer_types": ["conv", "full_attention"]},
         mlx=LOADS,
     ),
     "minimax": A(
@@ -691,6 +691,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Qwen3VLConfig",
         {"text_config": {**TEXT, **UNTIED}, **UNTIED, "vision_config": QWEN_VISION},
         mlx=LOADS,
+    ),
+    "qwen3_vl_moe": A(
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3VLMoeConfig",
+        {"text_config": {**TEXT, **EXPERTS, **UNTIED}, **UNTIED, "vision_config": QWEN_VISION},
+        mlx="norm_topk_prob",
     ),
     "qwen3_5 with images": A(
         "Qwen3_5ForConditionalGeneration",

@@ -236,6 +236,11 @@ def test_wrong_usage_exits_2(arguments: tuple[str, ...]) -> None:
     assert refused(*arguments, code=2)
 
 
+def test_export_without_a_target_lists_the_targets() -> None:
+    text = " ".join(refused("export", "somewhere", "out", code=2).replace("│", " ").split())
+    assert "Missing option '--target' / '-t'. Expected one of bf16, torchao-int4, mlx-q4, vllm-int4" in text
+
+
 def test_unexpected_errors_keep_their_traceback(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: Any, **keywords: Any) -> None:
         raise ValueError("our own mistake")

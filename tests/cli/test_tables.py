@@ -214,18 +214,32 @@ def test_plan_follows_a_real_terminal(source: Path) -> None:
         assert "layers.79.mlp.down_proj.weight" in text
 
 
-def on_terminal(columns: int, *arguments: object) -> str:
-    """What a command prints on a terminal."""
+@pytest.mark.parametrize("columns", [60, 100])
+def test_export_folds_its_summary_and_warnings_between_words(columns: int, source: Path, tmp_path: Path) -> None:
+    done("quantize", source, tmp_path / "master", "--bits", "3")
+    arguments = ("export", tmp_path / "master", tmp_path / "out", "-t", "vllm-int4", "--overwrite")
+    plain = done(*arguments)
+    for stream, text in (("stdout", plain.stdout), ("stderr", plain.stderr)):
+        shown = on_terminal(columns, *arguments, stream=stream)
+        shown = shown[shown.index(text[:8]) :]  # without the bar
+        assert widest(text) > columns
+        assert shown.split() == text.split()
+        assert all(len(line) <= columns or " " not in line.strip() for line in shown.splitlines())
+
+
+def on_terminal(columns: int, *arguments: object, stream: str = "stdout") -> str:
+    """What a command prints on a terminal. stream: the one that is a terminal; the other is not."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     command = [sys.executable, "-m", "pqweights_cli.main", *map(str, arguments)]
-    with subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE, env=environment) as process:
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, stream: theirs}
+    with subprocess.Popen(command, env=environment, **streams) as process:
         os.close(theirs)
         pieces = []
         while piece := read_or_end(ours):
             pieces.append(piece)
-        assert process.wait() == 0, process.stderr
+        assert process.wait() == 0, pieces
     os.close(ours)
     return b"".join(pieces).decode().replace("\r\n", "\n")
 

@@ -32,6 +32,26 @@ def test_summary_says_which_tensors_stay_plain_and_why(target: str, driven: Path
     assert reasons[f"{LAYER}.mlp.fc1.weight"].startswith("groups of 128 do not divide its rows of 130")
 
 
+@pytest.mark.parametrize("target", ["bf16", "vllm-int4"])
+def test_summary_has_the_bits_of_inspect_and_no_records_of_pqweights(target: str, driven: Path, tmp_path: Path) -> None:
+    result = done("export", driven / "master", tmp_path / "out", "-t", target)
+    (bits,) = [line for line in result.stdout.splitlines() if line.startswith("bits, all overhead counted: ")]
+    assert bits in done("inspect", tmp_path / "out").stdout.splitlines() and bits.endswith(" per parameter")
+    assert ("coverage: " in result.stdout) == (target != "bf16")
+    assert "pqweights.json" not in result.stdout
+    found = json.loads(done("export", driven / "master", tmp_path / "out", "-t", target, "--json").stdout)
+    assert "pqweights.json" in found["left_out_files"]
+
+
+@pytest.mark.parametrize("option", ["--summary", "--no-summary"])
+def test_inspect_calls_plain_what_the_summary_calls_plain(option: str, driven: Path, tmp_path: Path) -> None:
+    done("export", driven / "master", tmp_path / "out", "-t", "vllm-int4")
+    words = done("inspect", tmp_path / "out", option).stdout.partition("\n\n")[0].split()
+    assert "plain" in words and "decode" not in words
+    found = json.loads(done("inspect", tmp_path / "out", "--json").stdout)
+    assert "decode" in {tensor["action"] for tensor in found["tensors"]}
+
+
 def test_bits_per_weight_count_scales_and_padding(driven: Path, tmp_path: Path) -> None:
     result = done("export", driven / "master", tmp_path / "out", "-t", "torchao-int4", "--json")
     totals = json.loads(result.stdout)["totals"]

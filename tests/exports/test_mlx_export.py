@@ -462,7 +462,7 @@ def test_group_size_error_names_the_sizes_that_fit(tmp_path: Path) -> None:
         (("--mode", "mxfp4", "--qparams", "best"), "--qparams best: the target mlx-q4 in mode mxfp4 takes minmax"),
         (("--mode", "mxfp4", "--bits", "8"), "--bits 8: the target mlx-q4 in mode mxfp4 takes 4"),
         (("--mode", "nvfp4", "--group-size", "32"), "--group-size 32: the target mlx-q4 in mode nvfp4 takes 16"),
-        (("--bits", "7"), "--bits 7: the target mlx-q4 takes 4, 2, 3, 5, 6, 8"),
+        (("--bits", "7"), "--bits 7: the target mlx-q4 takes 2, 3, 4, 5, 6, 8"),
         (("--basis", "rotated"), "--basis: the target mlx-q4 does not take this option"),
         (("--packing", "plain"), "--packing: the target mlx-q4 does not take this option"),
         (("--dtype", "source"), "--dtype: the target mlx-q4 does not take this option"),
@@ -494,10 +494,23 @@ def test_model_unknown_to_mlx_lm_is_refused(
     )
     run_command({"quantize": str(source)}, tmp_path / "master")
     line = refused("export", tmp_path / "master", tmp_path / "out", "-t", "mlx-q4")
-    assert "--target bf16" in line
+    assert "use --target " in line and line.endswith("bf16\n")
     for fragment in fragments:
         assert fragment in line
     assert not (tmp_path / "out").exists()
+
+
+def test_message_of_mlx_lm_is_shortened_between_names(tmp_path: Path) -> None:
+    small_llama(tmp_path)
+    tensors = read_all(tmp_path / "model")
+    others = {f"model.layers.0.other_attention.{number}.weight": bf16(gaussian(64, 128)) for number in range(9)}
+    (tmp_path / "model" / "model.safetensors").write_bytes(safetensors_bytes({**tensors, **others}))
+    run_command({"quantize": str(tmp_path / "model"), "overwrite": True}, tmp_path / "master")
+    line = refused("export", tmp_path / "master", tmp_path / "out", "-t", "mlx-q4")
+    quoted, _, advice = line.partition("; use --target ")
+    assert advice == "vllm-int4 or torchao-int4 or bf16\n"
+    named = quoted.partition("not in model: ")[2].removesuffix(" ...").replace(",", "").split()
+    assert quoted.endswith(", ...") and 3 < len(named) < 9 and set(named) <= set(others)
 
 
 @pytest.mark.parametrize("change", ["a tensor less", "a tensor more", "another shape"])

@@ -39,18 +39,18 @@ def test_rotated_basis_warns_that_only_vllm_computes_it(tmp_path: Path) -> None:
     folder = master(tmp_path, {ATTENTION: 256})
     assert warned(folder, tmp_path / "plain", "-t", "vllm-int4") == []
     assert warned(folder, tmp_path / "rotated", "-t", "vllm-int4", "--basis", "rotated") == [ROTATED_WARNING]
-    assert re.search("only vLLM .* transformers .* nonsense", ROTATED_WARNING)
+    assert re.search("only vLLM .* transformers .* meaningless", ROTATED_WARNING)
     again = done("export", folder, tmp_path / "rotated", "-t", "vllm-int4", "--basis", "rotated")
     assert f"WARNING: {ROTATED_WARNING}\n" in again.stderr and "already holds" in again.stderr
     shown = done("card", tmp_path / "rotated", "--print").stdout
-    assert "For vLLM alone" in shown and "computes nonsense" in shown
+    assert "For vLLM alone" in shown and "its output is meaningless" in shown
 
 
 @pytest.mark.parametrize(
     ("recipe", "options", "expected"),
     [
-        ("q5", ("-t", "vllm-int4", "--bits", "8"), "the master holds 5 bits a weight: integers of 8 bits"),
-        ("q3", ("-t", "torchao-int4"), "the master holds 3 bits a weight: integers of 4 bits"),
+        ("q5", ("-t", "vllm-int4", "--bits", "8"), "integers of 8 bits cannot be more accurate than the 5-bit master"),
+        ("q3", ("-t", "torchao-int4"), "integers of 4 bits cannot be more accurate than the 3-bit master"),
         ("q4", ("-t", "vllm-int4"), None),
         ("q8", ("-t", "vllm-int4", "--bits", "8"), None),
     ],
@@ -60,9 +60,18 @@ def test_more_bits_than_the_master_holds_are_remarked(
 ) -> None:
     folder = master(tmp_path, {ATTENTION: 1024}, recipe)
     found = warned(folder, tmp_path / "out", *options)
-    assert [text.partition(" make ")[0] for text in found] == ([expected] if expected else [])
+    assert [text.partition(", and take ")[0] for text in found] == ([expected] if expected else [])
     assert all("--source ORIGINAL" in text for text in found)
     assert warned(folder, tmp_path / "measured", *options, "--source", tmp_path / "src") == []
+
+
+def test_less_than_half_a_bit_more_is_not_remarked(tmp_path: Path) -> None:
+    """The master has 3.75 bits a weight."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text('bits: 4\nrules: [{name: "*.mlp.*", bits: 3}]\n')
+    folder = master(tmp_path, {ATTENTION: 3 * 128, MLP: 128}, str(recipe))
+    assert {tensor.bits for tensor in read_manifest(folder).tensors} == {3, 4}
+    assert warned(folder, tmp_path / "out", "-t", "vllm-int4") == []
 
 
 def test_mlx_export_of_more_bits_than_the_master_is_remarked(base: Path, tmp_path: Path) -> None:
@@ -70,7 +79,7 @@ def test_mlx_export_of_more_bits_than_the_master_is_remarked(base: Path, tmp_pat
     import families
 
     (found,) = warned(families.master(base, "llama"), tmp_path / "out", "-t", "mlx", "--bits", "8")
-    assert found.startswith("the master holds 6 bits a weight: integers of 8 bits")
+    assert found.startswith("integers of 8 bits cannot be more accurate than the 6-bit master")
 
 
 @pytest.fixture

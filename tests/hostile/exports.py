@@ -118,7 +118,7 @@ EXPORT_CASES = [
         {
             TORCHAO + " --bits 3": ("--bits 3", "torchao-int4", "takes 4"),
             VLLM + " --bits 3": ("--bits 3", "vllm-int4", "takes 4, 8"),
-            MLX + " --bits 7": ("--bits 7", "mlx-q4", "2, 3, 5, 6, 8"),
+            MLX + " --bits 7": ("--bits 7", "mlx-q4", "2, 3, 4, 5, 6, 8"),
             MLX + " --mode mxfp4 --bits 8": ("--bits 8", "mode mxfp4", "takes 4"),
             EXPORT + " --bits 4": ("--bits", "bf16"),
             VLLM + " --bits 0": ("--bits 0",),
@@ -235,10 +235,10 @@ EXPORT_CASES = [
     ),
     exporting(
         "export-of-a-model-unknown-to-mlx",
-        {MLX: ("mlx-lm", "no_such_model", "--target bf16")},
+        {MLX: ("mlx-lm", "no_such_model", "--target vllm-int4 or torchao-int4 or bf16")},
         {"model_type": "no_such_model"},
     ),
     exporting("export-of-an-unnamed-model-to-mlx", {MLX: ("mlx-lm", "model_type", "--target bf16")}, {}),
-    exporting("export-of-half-a-configuration-to-mlx", {MLX: ("mlx-lm", "'llama'", "--target bf16")}),
+    exporting("export-of-half-a-configuration-to-mlx", {MLX: ("mlx-lm", "'llama'", "or bf16")}),
 ]
 MODEL, TEXT = "model/model.safetensors", "text.txt"

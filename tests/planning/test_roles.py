@@ -46,6 +46,8 @@ QUANTIZED: list[tuple[str, Shape, str]] = [
     ("model.layers.0.self_attn.q_a_proj.weight", (1536, 7168), "attention"),
     ("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", (576, 7168), "attention"),
     ("model.layers.0.self_attn.kv_b_proj.weight", (32768, 512), "attention"),
+    ("model.layers.0.self_attn.embed_q.weight", (64, 512, 128), "attention"),  # these two: the same in mlx-lm
+    ("model.layers.0.self_attn.unembed_out.weight", (64, 128, 512), "attention"),
     # linear attention and state spaces
     ("model.layers.0.linear_attn.in_proj_qkv.weight", (256, 256), "attention"),
     ("model.layers.0.linear_attn.in_proj_z.weight", (128, 256), "attention"),
