@@ -58,7 +58,7 @@ def leave() -> None:
 
 def _end(number: int, frame: FrameType | None) -> None:
     with contextlib.suppress(OSError):
-        os.write(2, b"error: interrupted\n")
+        os.write(2, b"interrupted\n")
     leave()
 
 

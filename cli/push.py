@@ -83,7 +83,11 @@ def _lines(done: PushReport, dry_run: bool) -> list[str]:
     from pqweights.units import counted
 
     shown = [change for change in done.changes if change.kind != "same"]
-    lines = [f"{change.kind:8} {output.size(change.byte_count):>10}  {change.name}" for change in shown]
+    compared = done.not_checked is None
+    lines = [
+        f"{f'{change.kind:8} ' if compared else ''}{output.size(change.byte_count):>10}  {change.name}"
+        for change in shown
+    ]
     same = len(done.changes) - len(shown)
     if same:
         lines.append(f"same: {counted(same, 'file')}")

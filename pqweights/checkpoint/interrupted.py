@@ -24,7 +24,7 @@ def describe_interrupted(folder: Path) -> str:
     """Say that a run was interrupted in a folder, which command it was, and how to continue it."""
     command = _command(folder / WORK_FOLDER / JOURNAL_FILE)
     of = f" of {command}" if command else ""
-    return f"holds an unfinished run{of}: run the same command again, it continues where it stopped"
+    return f"holds an unfinished run{of}: run the same command again to continue where it stopped"
 
 
 def _command(journal: Path) -> str:
