@@ -82,6 +82,20 @@ def check_awq(awq: Path | None, any_codec: bool) -> None:
         raise typer.BadParameter("--awq-any-codec: expected --awq FILE as well")
 
 
+def has_journal(out: Path) -> bool:
+    """Whether a folder holds what an interrupted run keeps."""
+    from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
+
+    return (out / WORK_FOLDER / JOURNAL_FILE).exists()
+
+
+def has_unfinished(out: Path) -> bool:
+    """Whether an interrupted measurement left what it had found beside its file."""
+    from pqweights.checkpoint.names import UNFINISHED_SUFFIX
+
+    return out.with_name(out.name + UNFINISHED_SUFFIX).exists()
+
+
 def access(revision: str | None, token: str | None) -> Access:
     """Return how to access the Hub, with waits reported on stderr."""
     from pqweights.hub.sources import Access

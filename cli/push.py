@@ -56,7 +56,7 @@ def command(
 
     What is there already is not sent again: after an interruption, the same command continues.
     """
-    with output.errors(continues=True, quiet=quiet):
+    with output.errors(kept=None if dry_run else lambda: True, quiet=quiet):
         from pqweights.push import PushOptions, push
 
         with output.progress("verifying") as verifying, output.progress("pushing") as pushing:

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from pqweights import __version__
+from pqweights.checkpoint.names import UNFINISHED_SUFFIX
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import PARTIAL_SUFFIX, disk_errors, write_whole
 from pqweights.errors import OutputError, PqweightsError, SourceChangedError
 from pqweights.runtimes.texts import Ids
 
-SUFFIX = ".unfinished"
 JOURNAL_FILE, STATE_FILE, SAMPLES_FILE = "journal", "activations", "samples"
 UNFINISHED_VERSION = 1
 # What the fields of the first line are called in messages; those of the checkpoint have a message of their own.
@@ -115,7 +115,7 @@ def open_unfinished(out: Path, inputs: Mapping[str, Any], *, overwrite: bool) ->
 
     Raises OutputError or SourceChangedError if another measurement left something there.
     """
-    folder = out.with_name(out.name + SUFFIX)
+    folder = out.with_name(out.name + UNFINISHED_SUFFIX)
     with disk_errors(out):
         lock = _lock(folder)
     try:
