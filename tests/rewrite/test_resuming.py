@@ -276,6 +276,15 @@ def test_interrupted_run_of_another_command_is_refused(
     assert folder_bytes(out) == undisturbed
 
 
+def test_interrupted_run_of_another_kind_is_named(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_command(command(source), tmp_path / "master")
+    interrupt(monkeypatch, {"export": str(tmp_path / "master"), "target": "bf16"}, tmp_path / "out")
+    with pytest.raises(OutputError, match="holds an interrupted run of pqweights export --target bf16; repeat that"):
+        run_command(command(source), tmp_path / "out")
+
+
 def test_overwrite_resumes_its_own_interrupted_run(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
