@@ -63,7 +63,7 @@ def command(
     that the recipe gives the matrix. Every fourth window of the text is held back, and a matrix that does not clearly
     gain on those windows keeps scale 1. The same command continues an interrupted run.
     """
-    with output.errors(kept=lambda: options.has_unfinished(out), quiet=quiet):
+    with output.errors(kept=lambda: options.measurement_continues(source, out), quiet=quiet):
         from pqweights.measure.calibrate import CalibrationOptions, calibrate
         from pqweights.planning.choice import RecipeOptions, choose_recipe
         from pqweights.runtimes.texts import read_text

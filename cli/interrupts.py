@@ -16,6 +16,7 @@ from types import FrameType, TracebackType
 EXIT_CODE = 130  # 128 + SIGINT, as shells have it
 # Said at once where the command goes on for seconds: LLVM cannot be stopped.
 STOPPING = "stopping when the kernels are compiled; press Ctrl-C again to stop now\n"
+CLEAR_LINE = "\r\x1b[2K"  # takes the place of the progress that the terminal shows
 # Whether an interrupt came inside Raised. Some libraries turn the KeyboardInterrupt into an error of their own.
 _came = False
 
@@ -69,7 +70,7 @@ def _raise(number: int, frame: FrameType | None) -> None:
     global _came
     if not _came and _others_compile():
         with contextlib.suppress(OSError):
-            os.write(2, STOPPING.encode())
+            os.write(2, f"{CLEAR_LINE if os.isatty(2) else ''}{STOPPING}".encode())
     _came = True
     raise KeyboardInterrupt
 
