@@ -42,9 +42,9 @@ class Bar:
 
     def status(self, text: str) -> None:
         """Show a step that cannot say how far it is; an empty text ends it."""
+        self._progress.update(self._task, status=text)
         if text:
             self._show()
-        self._progress.update(self._task, status=text)
 
     def close(self) -> None:
         """Remove the line."""

@@ -63,7 +63,7 @@ def command(
     that the recipe gives the matrix. Every fourth window of the text is held back, and a matrix that does not clearly
     gain on those windows keeps scale 1. The same command continues an interrupted run.
     """
-    with output.errors(continues=True, quiet=quiet):
+    with output.errors(kept=lambda: options.measurement_continues(source, out), quiet=quiet):
         from pqweights.measure.calibrate import CalibrationOptions, calibrate
         from pqweights.planning.choice import RecipeOptions, choose_recipe
         from pqweights.runtimes.texts import read_text
@@ -80,7 +80,7 @@ def command(
             threads=options.thread_count(threads),
             overwrite=overwrite,
         )
-        with output.progress("calibrating", unit=None) as progress:
+        with output.progress("calibrating", unit="steps") as progress:
             done = calibrate(found.path, out, read_text(text), recipe=chosen, options=asked, progress=progress)
         if json:
             output.print_json({"output": str(out)} | done.to_json())

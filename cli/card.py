@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import options, output
+from . import options, output, report
 
 if TYPE_CHECKING:
     from pqweights.card import Card
@@ -43,8 +43,10 @@ def command(
         raise typer.BadParameter("expected either --print or --json, found both")
     with output.errors(quiet=quiet):
         from pqweights.card import CardOptions, make_card, read_card, write_card
+        from pqweights.rewrite.manifest import read_manifest
 
         _check_repositories(repository, base_model)
+        report.warn_of_broken_files(folder, read_manifest(folder))
         asked = CardOptions(repository=repository, base_model=base_model, adopt=adopt)
         if shown:
             sys.stdout.write(make_card(folder, asked, old=read_card(folder)).text)

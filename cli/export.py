@@ -138,7 +138,7 @@ def command(
 
     If the run is interrupted, the same command continues it. The targets are:
     """
-    with output.errors(continues=True, quiet=quiet):
+    with output.errors(kept=lambda: options.run_continues(folder, out), quiet=quiet):
         from pqweights.exporting import MasterFolder, export
         from pqweights.exports import get_target
         from pqweights.exports.options import ExportOptions

@@ -64,10 +64,12 @@ def command(
             _show_distribution(found.path, asked)
         else:
             found = options.fetched(folder, options.access(revision, token), only=[MANIFEST_FILE])
-            _show_folder(found.path, plot, summary=summary, json=json)
+            shown = _show_folder(found.path, plot, summary=summary, json=json)
+            if found.origin is None:
+                report.warn_of_broken_files(found.path, shown.manifest)
 
 
-def _show_folder(folder: Path, plot: Path | None, *, summary: bool | None, json: bool) -> None:
+def _show_folder(folder: Path, plot: Path | None, *, summary: bool | None, json: bool) -> Inspection:
     from pqweights.results.inspect import inspect
 
     found = inspect(folder)
@@ -81,6 +83,7 @@ def _show_folder(folder: Path, plot: Path | None, *, summary: bool | None, json:
         tensors = _tensor_lines(found.manifest, summary)
         lines = [*tensors, "", _totals_lines(found), *_error_lines(found.manifest)]
         typer.echo(wrapped("\n".join(lines)))
+    return found
 
 
 def _tensor_lines(manifest: Manifest, summary: bool | None) -> list[str]:

@@ -1,7 +1,8 @@
-"""What an interrupt (Ctrl-C, SIGINT) does: one line on stderr, and exit code 130, at any moment of a command.
+"""What an interrupt (Ctrl-C, SIGINT) does: one line on stderr, and exit code 130, from the start of a command.
 
-`answer_at_once` is called before anything large is imported. Outside `Raised`, there is nothing to clean up, and an
-exception could be swallowed by an import, so the process ends right away.
+`answer_at_once` is called before anything large is imported; only Python's own start-up comes before it. Outside
+`Raised`, there is nothing to clean up, and an exception could be swallowed by an import, so the process ends right
+away.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import sys
 from types import FrameType, TracebackType
 
 EXIT_CODE = 130  # 128 + SIGINT, as shells have it
+# Said at once where the command goes on for seconds: LLVM cannot be stopped.
+STOPPING = "stopping when the kernels are compiled; press Ctrl-C again to stop now\n"
+CLEAR_LINE = "\r\x1b[2K"  # takes the place of the progress that the terminal shows
 # Whether an interrupt came inside Raised. Some libraries turn the KeyboardInterrupt into an error of their own.
 _came = False
 
@@ -58,11 +62,21 @@ def leave() -> None:
 
 def _end(number: int, frame: FrameType | None) -> None:
     with contextlib.suppress(OSError):
-        os.write(2, b"error: interrupted\n")
+        os.write(2, b"interrupted\n")
     leave()
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
     global _came
+    if not _came and _others_compile():
+        with contextlib.suppress(OSError):
+            os.write(2, f"{CLEAR_LINE if os.isatty(2) else ''}{STOPPING}".encode())
     _came = True
     raise KeyboardInterrupt
+
+
+def _others_compile() -> bool:
+    """Whether the command will wait for a thread that compiles kernels."""
+    notices = sys.modules.get("pqweights.notices")
+    others_compile = getattr(notices, "others_compile", None)
+    return others_compile is not None and bool(others_compile())

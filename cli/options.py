@@ -82,6 +82,20 @@ def check_awq(awq: Path | None, any_codec: bool) -> None:
         raise typer.BadParameter("--awq-any-codec: expected --awq FILE as well")
 
 
+def run_continues(source: str, out: Path) -> bool:
+    """Whether an interrupted run left something: finished tensors in its folder, or fetched files of a repository."""
+    from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
+
+    return (out / WORK_FOLDER / JOURNAL_FILE).exists() or not Path(source).exists()
+
+
+def measurement_continues(source: str, out: Path) -> bool:
+    """Whether an interrupted measurement left something: what it found, or fetched files of a repository."""
+    from pqweights.checkpoint.names import UNFINISHED_SUFFIX
+
+    return out.with_name(out.name + UNFINISHED_SUFFIX).exists() or not Path(source).exists()
+
+
 def access(revision: str | None, token: str | None) -> Access:
     """Return how to access the Hub, with waits reported on stderr."""
     from pqweights.hub.sources import Access

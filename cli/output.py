@@ -11,7 +11,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
 import typer
@@ -61,10 +61,10 @@ def warn(text: str) -> None:
 
 
 @contextlib.contextmanager
-def errors(continues: bool = False, quiet: bool = False) -> Iterator[None]:
+def errors(kept: Callable[[], bool] | None = None, quiet: bool = False) -> Iterator[None]:
     """Turn expected errors into one line on stderr and exit code 1, or 2 for wrong options; a bug keeps its traceback.
 
-    continues: whether the same command, run again after an interrupt, goes on where it stopped
+    kept: whether an interrupted run left something from which the same command continues; None if it never does
     quiet: whether to print only errors, warnings, and what the command was asked to show
     """
     global _quiet
@@ -79,14 +79,20 @@ def errors(continues: bool = False, quiet: bool = False) -> Iterator[None]:
     except PqweightsError as error:
         fail(str(error))
     except KeyboardInterrupt:
-        again = "; run the same command again: it continues where it stopped" if continues else ""
-        fail(f"interrupted{again}", code=interrupts.EXIT_CODE)
+        typer.echo(f"interrupted{_how_to_continue(kept)}", err=True)
+        raise typer.Exit(interrupts.EXIT_CODE) from None
     except BrokenPipeError:
         raise
     except OSError as error:
         fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
     finally:
         _quiet = False
+
+
+def _how_to_continue(kept: Callable[[], bool] | None) -> str:
+    if kept is None:
+        return ""
+    return "; run the same command again to continue where it stopped" if kept() else "; no results were kept"
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
@@ -167,17 +173,20 @@ class _Lines:
     def __init__(self, verb: str, unit: str | None) -> None:
         self._verb, self._unit = verb, unit
         self._start = self._last = time.monotonic()
-        # The rate counts from the first call on: the time before went into start-up, or into compiling the kernels.
+        # The rate counts from the first call on: the time before went into start-up, or into compiling the kernels, and
+        # what was done before was done by an earlier run.
         self._first_time, self._first_done = 0.0, -1
+        self._done = self._total = -1
         self._timer: threading.Timer | None = None
         self._told: set[str] = set()
 
     def __call__(self, done: int, total: int, name: str) -> None:
         """See Display."""
         now = time.monotonic()
-        if self._first_done < 0:
+        if done < self._done or total != self._total:  # the first call, or the first of another count
             self._first_time, self._first_done = now, done
             self.close()
+        self._done, self._total = done, total
         elapsed = now - self._first_time
         pause = QUIET_SECONDS if self._last == self._start else PLAIN_LINE_SECONDS
         if now - self._last < pause or not elapsed or done == self._first_done:
@@ -186,7 +195,7 @@ class _Lines:
         rate = (done - self._first_done) / elapsed
         speed = f"{size(rate)}/s, " if self._unit == BYTES else ""
         left = f"{speed}{(total - done) / rate:.0f} s left"
-        note(f"{self._verb} {done / total:.0%} of {amount(total, self._unit)}, {left}: {name}")
+        note(f"{self._verb} {done / total:.0%} of {amount(total, self._unit)}, {left}{f': {name}' if name else ''}")
 
     def status(self, text: str) -> None:
         """See Display; a step that ends soon is not shown."""

@@ -56,7 +56,7 @@ def command(
 
     What is there already is not sent again: after an interruption, the same command continues.
     """
-    with output.errors(continues=True, quiet=quiet):
+    with output.errors(kept=None if dry_run else lambda: True, quiet=quiet):
         from pqweights.push import PushOptions, push
 
         with output.progress("verifying") as verifying, output.progress("pushing") as pushing:
@@ -83,7 +83,11 @@ def _lines(done: PushReport, dry_run: bool) -> list[str]:
     from pqweights.units import counted
 
     shown = [change for change in done.changes if change.kind != "same"]
-    lines = [f"{change.kind:8} {output.size(change.byte_count):>10}  {change.name}" for change in shown]
+    compared = done.not_checked is None
+    lines = [
+        f"{f'{change.kind:8} ' if compared else ''}{output.size(change.byte_count):>10}  {change.name}"
+        for change in shown
+    ]
     same = len(done.changes) - len(shown)
     if same:
         lines.append(f"same: {counted(same, 'file')}")

@@ -66,7 +66,7 @@ def command(
     If the run is interrupted, the same command continues it. Memory does not grow with the size of the model.
     """
     options.check_awq(awq, awq_any_codec)
-    with output.errors(continues=not dry_run, quiet=quiet):
+    with output.errors(kept=None if dry_run else lambda: options.run_continues(source, out), quiet=quiet):
         from pqweights.planning.choice import RecipeOptions, choose_recipe
         from pqweights.quantizing import QuantizeOptions, quantize
         from pqweights.rewrite.task import RunOptions

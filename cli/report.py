@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING
 from .output import first_names, size, warn
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pqweights.planning.fit import Fit
     from pqweights.planning.plan import Plan, TensorPlan
     from pqweights.planning.totals import Totals
+    from pqweights.rewrite.manifest import Manifest
     from pqweights.rewrite.task import RewriteReport
 
 
@@ -96,6 +99,16 @@ def warn_of_files_beside(source: str) -> None:
             f"{path.name}: only this file is read; its folder also holds {listed(beside)} of the same model: give "
             f"{path.parent} to take them"
         )
+
+
+def warn_of_broken_files(folder: Path, manifest: Manifest) -> None:
+    """Warn if files that the manifest of a folder lists are missing, or weight files have another size."""
+    from pqweights.rewrite.listed_files import file_problems
+    from pqweights.units import counted
+
+    problems = file_problems(folder, manifest)
+    if problems:
+        warn(f"{folder}: {problems[0]} ({counted(len(problems), 'problem')}); pqweights verify lists them all")
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:

@@ -52,7 +52,7 @@ def command(
     for each group, and about four groups for each layer. The same file serves every target. The same command continues
     an interrupted run.
     """
-    with output.errors(continues=True, quiet=quiet):
+    with output.errors(kept=lambda: options.measurement_continues(source, out), quiet=quiet):
         from pqweights.measure.sensitivity import SensitivityOptions, measure_sensitivity
         from pqweights.planning.choice import RecipeOptions, choose_recipe
         from pqweights.runtimes.texts import read_text

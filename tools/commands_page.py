@@ -25,7 +25,8 @@ This page is generated from the command line by `make docs-commands`; `pqweights
 the Hugging Face Hub ([The Hub](hub.md)). Sizes such as `5GB` are powers of ten, `5GiB` is 2^30 bytes.
 
 With `--json` a command prints one JSON document on stdout; without it, a summary for people. Progress, notes and errors
-go to stderr. Exit codes: 0 done; 1 refused or failed, with one line that says why; 2 wrong options or arguments.
+go to stderr. Exit codes: 0 done; 1 refused or failed, with one line that says why; 2 wrong options or arguments;
+130 interrupted.
 
 On a terminal, tables fit its width, and `plan`, `quantize` and `inspect` summarize more than 200 tensors by role, codec
 and bit width (`--no-summary` lists them all). Elsewhere tables list everything, as wide as it is.

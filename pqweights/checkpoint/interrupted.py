@@ -7,7 +7,9 @@ command it belongs to.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pqweights.checkpoint.names import JOURNAL_FILE, MANIFEST_FILE, WORK_FOLDER
 
@@ -22,20 +24,23 @@ def is_interrupted(folder: Path) -> bool:
 
 def describe_interrupted(folder: Path) -> str:
     """Say that a run was interrupted in a folder, which command it was, and how to continue it."""
-    command = _command(folder / WORK_FOLDER / JOURNAL_FILE)
+    command = _command_of_journal(folder / WORK_FOLDER / JOURNAL_FILE)
     of = f" of {command}" if command else ""
-    return f"holds an unfinished run{of}: run the same command again, it continues where it stopped"
+    return f"holds an unfinished run{of}: run the same command again to continue where it stopped"
 
 
-def _command(journal: Path) -> str:
+def _command_of_journal(journal: Path) -> str:
     """Return the command to which a journal belongs, as far as it tells."""
     try:
         with open(journal, "rb") as stream:
             first = json.loads(stream.readline())
     except (OSError, ValueError, RecursionError):
         return ""
-    if not isinstance(first, dict):
-        return ""
+    return command_of(first) if isinstance(first, dict) else ""
+
+
+def command_of(first: Mapping[str, Any]) -> str:
+    """Return the command that the first line of a journal names; an empty text if it names none."""
     target = first.get("target")
     target = f" --target {target}" if isinstance(target, str) and target.isprintable() else ""
     command = COMMANDS.get(str(first.get("kind")))

@@ -13,6 +13,8 @@ EVALUATION_FILE = "pqweights-eval.json"
 WORK_FOLDER = ".pqweights"
 # In the work folder: which run is under way, and the tensors that it has finished.
 JOURNAL_FILE = "journal.jsonl"
+# Ends the name of the folder in which an interrupted measurement keeps what it has found, beside its file.
+UNFINISHED_SUFFIX = ".unfinished"
 # A folder with a tokenizer has a file that matches one of these patterns.
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "tekken.json")
 

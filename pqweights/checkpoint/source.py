@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from pqweights.checkpoint import master, pickled, quantized
-from pqweights.checkpoint.companions import NOT_GIVEN, companions
+from pqweights.checkpoint.companions import NOT_GIVEN, WEIGHT_SUFFIXES, companions
 from pqweights.checkpoint.header import StoredTensor, parse_header
 from pqweights.checkpoint.interrupted import describe_interrupted, is_interrupted
 from pqweights.checkpoint.names import (
@@ -30,7 +30,7 @@ from pqweights.checkpoint.names import (
 )
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, read_bytes, read_file
-from pqweights.errors import SourceError
+from pqweights.errors import MasterError, SourceError
 from pqweights.strict_json import is_utf8, parse_json
 
 # A fingerprint covers this many bytes at each end of a tensor.
@@ -125,11 +125,11 @@ def open_local(
     origin: where the folder was fetched from
     include: patterns of files to copy, see companions.py
 
-    Raises SourceError, also for a path that does not exist.
+    Raises SourceError, also for a path that does not exist; MasterError for a damaged master or an unfinished one.
     """
     if path.is_dir():
         if is_interrupted(path):
-            raise SourceError(f"{path}: {describe_interrupted(path)}")
+            raise MasterError(f"{path}: {describe_interrupted(path)}")
         return open_checkpoint(LocalStorage(path, origin=origin), allow_pickle, include=include)
     if path.is_file():
         storage = LocalStorage(path.parent, only=[path.name])
@@ -145,6 +145,8 @@ def files_beside(file: Path) -> tuple[str, ...]:
 
     They are its configuration, the other files that an index names beside it, and what would be copied with it.
     """
+    if not file.name.lower().endswith(WEIGHT_SUFFIXES):
+        return ()
     names = sorted(path.name for path in file.parent.iterdir() if path.is_file() and not path.name.startswith("."))
     weights: tuple[str, ...] = ()
     if INDEX_FILE in names:
@@ -258,6 +260,8 @@ def _weight_files(storage: Storage, *, allow_pickle: bool, single_file: bool) ->
     files = storage.files()
     if single_file:
         (only,) = files
+        if not only.lower().endswith(WEIGHT_SUFFIXES):
+            raise SourceError(f"{only}: expected a folder, or a safetensors file; give the folder")
         if pickled.is_pickle(only) and not allow_pickle:
             raise _pickle_refused(only)
         return (only,), None

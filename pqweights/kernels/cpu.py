@@ -32,7 +32,7 @@ from pqweights.buffers import pageable
 from pqweights.dtypes import item_bytes
 from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES, BlockCoding, EncodedArrays, EncodeStats
 from pqweights.kernels.codebook import Codebook
-from pqweights.notices import slow_step
+from pqweights.notices import COMPILING, slow_step
 
 # The files that machine code is made from, beside this one.
 SOURCES = (
@@ -216,7 +216,7 @@ def _compiled(name: str) -> tuple[str, bytes]:
     with _alone(name):
         found = _kept(name)
         if found is None:
-            with slow_step("compiling kernels (once)"):
+            with slow_step(COMPILING):
                 from pqweights.kernels.compiler import compile_kernel
 
                 found = compile_kernel(name)

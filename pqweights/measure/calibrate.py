@@ -268,7 +268,7 @@ def _search_missing(job: _CalibrationJob, work: Unfinished) -> None:
                     windows,
                     weights=weights,
                     kept=kept,
-                    progress=lambda done, total: job.progress(done, total, "running"),
+                    progress=lambda done, total: job.progress(done, total, "running the model"),
                 )
                 if number == len(parts) - 1:
                     model.free()

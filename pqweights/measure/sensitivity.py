@@ -185,8 +185,8 @@ def _measure(job: _SensitivityJob, work: Unfinished | None) -> Sensitivity:
     measured = {} if work is None else {name: entry["points"] for name, entry in work.found.items()}
     found = []
     for number, (name, weights) in enumerate(groups.items()):
-        job.progress(number, len(groups), name)
         if name not in measured:
+            job.progress(number, len(groups), name)
             noise = {where[each].place[0]: _Noise(where[each].transposed, block_sizes[each]) for each in weights}
             measured[name] = runner.divergences(name, noise)
             if work is not None:

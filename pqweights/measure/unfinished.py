@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from pqweights import __version__
-from pqweights.checkpoint.names import CONFIG_FILE
+from pqweights.checkpoint.names import CONFIG_FILE, UNFINISHED_SUFFIX
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
 from pqweights.checkpoint.writer import PARTIAL_SUFFIX, disk_errors, write_whole
 from pqweights.errors import EvaluationError, OutputError, PqweightsError, SourceChangedError
 from pqweights.runtimes.texts import Ids
 
-SUFFIX = ".unfinished"
 JOURNAL_FILE, STATE_FILE, SAMPLES_FILE = "journal", "activations", "samples"
 # Everything that the folder may hold, the journal last.
 OWN_FILES = tuple(
@@ -142,7 +141,7 @@ def open_unfinished(out: Path, inputs: Mapping[str, Any], *, overwrite: bool) ->
 
     Raises OutputError or SourceChangedError if another measurement left something there.
     """
-    folder = out.with_name(out.name + SUFFIX)
+    folder = out.with_name(out.name + UNFINISHED_SUFFIX)
     with disk_errors(out):
         lock = _lock(folder)
     try:

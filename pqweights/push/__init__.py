@@ -27,7 +27,7 @@ from pqweights.push.destination import (
 )
 from pqweights.push.options import PushOptions
 from pqweights.push.sending import PushTask, check_card, repository_url, send, sent_bytes
-from pqweights.results.verify import verify
+from pqweights.results.verify import NOT_IN_MANIFEST, verify
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.units import counted
 
@@ -160,7 +160,9 @@ def _check_folder(folder: Path, options: PushOptions) -> None:
     """Verify the folder. Raises MasterError for the first problem."""
     checked = verify(folder, threads=options.threads, progress=options.verifying)
     if not checked.ok:
+        first = checked.problems[0]
+        remedy = "; remove that file from the folder" if first.endswith(NOT_IN_MANIFEST) else ""
         raise MasterError(
-            f"{folder}: {checked.problems[0]} ({counted(len(checked.problems), 'problem')}): nothing was pushed; "
+            f"{folder}: {first}{remedy} ({counted(len(checked.problems), 'problem')}): nothing was pushed; "
             "pqweights verify lists them all"
         )

@@ -50,7 +50,8 @@ class Destination:
 def checked_branch(repository: str, revision: str | None, base_model: str | None) -> str:
     """Return the branch that --revision names. Raises HubError, OutputError for names that cannot be pushed to."""
     if not is_repository_id(repository):
-        raise HubError(f"{repository}: expected ORG/NAME; include the user or organization")
+        hint = "" if "/" in repository else "; include the user or organization"
+        raise HubError(f"{repository}: expected ORG/NAME{hint}")
     branch = (revision or MAIN).removeprefix("refs/heads/")
     check_names(base_model, branch)
     if _COMMIT.fullmatch(branch):

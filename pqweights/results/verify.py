@@ -31,6 +31,7 @@ from pqweights.results.evaluation_record import read_records
 from pqweights.rewrite.manifest import Manifest, read_manifest, shards_of
 from pqweights.strict_json import json_bytes
 
+NOT_IN_MANIFEST = "is not in the manifest"
 # The keys under which a manifest says how a result was made; an export's also has the options of its target.
 ACCOUNT_KEYS = {
     "master": {"recipe", "awq", "fit"},
@@ -42,7 +43,7 @@ ACCOUNT_KEYS = {
 class Verification:
     """The outcome of a verification.
 
-    tensors, files, bytes: how many were checked
+    tensors, files, bytes: how many were checked; what is missing or has another size is not counted
     problems: one line each
     """
 
@@ -89,13 +90,19 @@ def verify(
     problems += _check_foreign(folder, manifest, shards=shards, beside=beside)
     if manifest.kind == "master" and not any(p.startswith((CONFIG_FILE, "model-")) for p in problems):
         problems += _check_config(folder, manifest)
-    shard_bytes = sum(shard.file_bytes for shard in shards)
+    hashed = {stored.name for shard in good for stored in shard.stored}
+    files = [record.bytes for name, record in manifest.files.items() if _has_size(folder, name, record.bytes)]
     return Verification(
-        tensors=len(manifest.tensors),
-        files=len(shards) + len(manifest.files),
-        bytes=shard_bytes + sum(record.bytes for record in manifest.files.values()),
+        tensors=sum(all(spec.name in hashed for spec in tensor.stored) for tensor in manifest.tensors),
+        files=len(good) + len(files),
+        bytes=sum(shard.file_bytes for shard in good) + sum(files),
         problems=tuple(problems),
     )
+
+
+def _has_size(folder: Path, name: str, byte_count: int) -> bool:
+    """Whether a listed file is there with its size, so that its content was compared."""
+    return is_inside(name) and (folder / name).is_file() and (folder / name).stat().st_size == byte_count
 
 
 def _check_state(folder: Path, manifest: Manifest) -> Iterator[str]:
@@ -197,7 +204,7 @@ def _check_foreign(
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     for name in sorted({*names, *beside} - known):
         if not any(part.startswith(".") for part in name.split("/")):
-            yield f"{name}: is not in the manifest"
+            yield f"{name}: {NOT_IN_MANIFEST}"
     try:
         read_records(folder, "")
     except MasterError as error:

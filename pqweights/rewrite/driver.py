@@ -21,6 +21,7 @@ from pqweights.checkpoint.writer import COPY_BYTES, partial_path, sync_folder, w
 from pqweights.errors import OutputError, SourceError, StrictError
 from pqweights.kernels.devices import resolve_device
 from pqweights.planning.plan import Plan, index_json, plan_shards
+from pqweights.rewrite.differences import difference
 from pqweights.rewrite.journal import RunInputs
 from pqweights.rewrite.manifest import FileRecord, Manifest, TensorRecord, read_manifest
 from pqweights.rewrite.stream import Stream
@@ -76,7 +77,7 @@ def rewrite(task: RewriteTask, run: RunOptions) -> RewriteReport:
             task.transform.accept(planned, record)
         tidy(task.out)
         return _report(task, done.records, already_done=True, resumed=len(done.records))
-    check_output(task.out, run.overwrite)
+    check_output(task.out, run.overwrite, lambda: difference(task, read_manifest(task.out)))
     _check_space(task)
     with open_workspace(task.out, _run_inputs(task), run.overwrite) as workspace:
         resumed = len(workspace.records)

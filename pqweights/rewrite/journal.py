@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pqweights.checkpoint.interrupted import command_of
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
 from pqweights.checkpoint.storage import Origin, Storage
 from pqweights.checkpoint.writer import disk_errors
@@ -151,6 +152,12 @@ def _read_records(path: Path) -> dict[str, TensorRecord]:
 
 def _different_run(first: dict[str, Any], inputs: RunInputs, out: Path) -> OutputError | SourceChangedError:
     """Say how the interrupted run differs from the one that is asked for; `first` is the first line of its journal."""
+    command = command_of(first)
+    if command and command != command_of(inputs.command):
+        return OutputError(
+            f"{out}: holds an interrupted run of {command}; repeat that command to continue it, or pass --overwrite to "
+            "start again"
+        )
     if inputs.origin is not None and first.get("origin") not in (None, list(inputs.origin)):
         return _other_commit(out, first["origin"], inputs.origin)
     found = first["source"]

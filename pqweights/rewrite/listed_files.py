@@ -34,8 +34,8 @@ def open_result(folder: Path, *, origin: Origin | None = None) -> Checkpoint:
     if not (folder / MANIFEST_FILE).is_file():
         return open_local(folder, origin=origin)
     manifest = read_manifest(folder)
-    for problem in (*_weight_problems(folder, manifest), *_missing_small_files(folder, manifest)):
-        raise MasterError(f"{folder}: {problem}: {REMEDY}")
+    for problem in file_problems(folder, manifest):
+        raise MasterError(f"{folder}: {problem}; {REMEDY}")
     checkpoint = open_local(folder, origin=origin)
     listed = manifest.files.keys() - {INDEX_FILE, CONFIG_FILE}
     there = checkpoint.storage.files().keys()
@@ -59,15 +59,27 @@ def check_weight_files(folder: Path) -> None:
     if (folder / MANIFEST_FILE).is_file():
         with contextlib.suppress(MasterError):
             manifest = read_manifest(folder)
-    for problem in _weight_problems(folder, manifest) if manifest is not None else ():
-        raise MasterError(f"{folder}: {problem}: {REMEDY}")
+    for problem in _loading_problems(folder, manifest) if manifest is not None else ():
+        raise MasterError(f"{folder}: {problem}; {REMEDY}")
+
+
+def file_problems(folder: Path, manifest: Manifest) -> tuple[str, ...]:
+    """Return which of the files that a manifest lists are missing, and which weight files have another size."""
+    return (*_weight_problems(folder, manifest), *_missing_small_files(folder, manifest))
+
+
+def _loading_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Yield what keeps a model from being loaded: transformers finds weight files by the index."""
+    yield from _weight_problems(folder, manifest)
+    if INDEX_FILE in manifest.files and not (folder / INDEX_FILE).is_file():
+        yield _missing(INDEX_FILE, manifest.files[INDEX_FILE].bytes)
 
 
 def _weight_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
     for shard in shards_of(manifest):
         path = folder / shard.file
         if not path.is_file():
-            yield f"{shard.file}: expected {shard.file_bytes} bytes, as pqweights.json says, but the file is missing"
+            yield _missing(shard.file, shard.file_bytes)
         elif (found := path.stat().st_size) != shard.file_bytes:
             yield f"{shard.file}: expected {shard.file_bytes} bytes, as pqweights.json says, found {found}"
 
@@ -76,4 +88,8 @@ def _missing_small_files(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Yield which of the other files are missing that loading may need; their sizes may differ, as users edit them."""
     for name, record in manifest.files.items():
         if is_inside(name) and is_needed(name) and not (folder / name).is_file():
-            yield f"{name}: expected {record.bytes} bytes, as pqweights.json says, but the file is missing"
+            yield _missing(name, record.bytes)
+
+
+def _missing(name: str, byte_count: int) -> str:
+    return f"{name} is missing ({MANIFEST_FILE} lists it with {byte_count} bytes)"

@@ -15,7 +15,7 @@ from typing import Any
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.interrupted import describe_interrupted
 from pqweights.checkpoint.model_card import checked_facts
-from pqweights.checkpoint.names import MANIFEST_FILE, WORK_FOLDER
+from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, WORK_FOLDER
 from pqweights.checkpoint.storage import Origin
 from pqweights.codecs import get_codec
 from pqweights.codecs.protocol import Coder, State, exceeds_promise
@@ -249,7 +249,19 @@ def _why_no_manifest(folder: Path) -> str:
         return "expected a folder, found a file"
     if (folder / WORK_FOLDER).is_dir():
         return describe_interrupted(folder)
-    return f"expected a folder that pqweights finished, found no {MANIFEST_FILE} in it"
+    problem = f"expected a folder that pqweights finished, found no {MANIFEST_FILE} in it"
+    if not _is_ordinary(folder):
+        return problem
+    return f"{problem}: it is an ordinary checkpoint; pqweights plan {folder} shows what quantize would make of it"
+
+
+def _is_ordinary(folder: Path) -> bool:
+    """Whether a folder without a manifest looks like a checkpoint that nobody has quantized."""
+    try:
+        config = parse_json((folder / CONFIG_FILE).read_bytes())
+    except (OSError, ValueError):
+        return next(folder.glob("*.safetensors"), None) is not None
+    return isinstance(config, dict) and not {"quantization_config", "quantization"} & config.keys()
 
 
 def parse_manifest(data: bytes) -> Manifest:

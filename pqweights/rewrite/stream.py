@@ -199,6 +199,7 @@ class Stream:
             case _LastChunkDone():
                 record = self._finished(step)
                 self._workspace.record(record)
+                self._show(step.place, 1.0)
                 self._pass(step.place, record, records)
                 self._release_files(step.place, step.sink.writer)
             case _Known():
@@ -227,11 +228,10 @@ class Stream:
         """Add the record of a finished tensor, if the transform accepts it."""
         self._transform.accept(self._plan.tensors[place], record)
         records.append(record)
-        self._show(place, 1.0)
         self._passed_bytes += self._part_bytes[place]
 
     def _show(self, place: int, share: float) -> None:
-        """Report progress: the tensors passed, and a share of this one."""
+        """Report progress: the tensors passed, and a share of this one; those of an earlier run are only counted."""
         done = self._passed_bytes + round(self._part_bytes[place] * share)
         self._progress(done, self._total_bytes, self._plan.tensors[place].name)
 

@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pqweights.checkpoint.names import (
@@ -179,8 +179,11 @@ def check_paths(source: Path, out: Path) -> None:
         )
 
 
-def check_output(out: Path, overwrite: bool) -> None:
-    """Raise OutputError if the output folder holds something else. Nothing is created or changed."""
+def check_output(out: Path, overwrite: bool, difference: Callable[[], str] = lambda: "holds a result by now") -> None:
+    """Raise OutputError if the output folder holds something else. Nothing is created or changed.
+
+    difference: says how the result in the folder differs from the one that is asked for
+    """
     if not out.exists():
         return
     if not out.is_dir():
@@ -190,11 +193,7 @@ def check_output(out: Path, overwrite: bool) -> None:
     names = sorted(path.name for path in out.iterdir() if path.name not in (WORK_FOLDER, CARD_FILE, EVALUATION_FILE))
     if (out / MANIFEST_FILE).is_file():
         if not overwrite:
-            raise OutputError(
-                f"{out}: holds another result: the source, the recipe or the choice of copied files is another, the "
-                "source has changed or been copied since, or the result is damaged (check with pqweights verify); pass "
-                "--overwrite to replace it, or choose another folder"
-            )
+            raise OutputError(f"{out}: {difference()}; pass --overwrite to replace it, or choose another folder")
     elif names:
         raise OutputError(f"{out}: expected an empty or new folder, found {names[0]!r} in it; choose another folder")
 

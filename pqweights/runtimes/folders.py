@@ -11,7 +11,7 @@ from pqweights.checkpoint.master import QUANT_METHOD
 from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.readers import element_count
 from pqweights.checkpoint.source import open_local, read_config
-from pqweights.errors import SourceError
+from pqweights.errors import MasterError, SourceError
 from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO, TRANSFORMERS
 from pqweights.results.inspect import inspect
 
@@ -58,10 +58,12 @@ class Size:
 def read_folder(path: Path) -> Folder:
     """Read the configuration of a model's folder.
 
-    Raises SourceError if the folder does not hold a model.
+    Raises SourceError if the folder does not hold a model, MasterError if a run into it was interrupted.
     """
     if is_interrupted(path):
-        raise SourceError(f"{path}: {describe_interrupted(path)}")
+        raise MasterError(f"{path}: {describe_interrupted(path)}")
+    if not path.exists():
+        raise SourceError(f"{path}: no such folder")
     config = read_config(path)
     if config is None:
         raise SourceError(f"{path}: expected a model folder, found no {CONFIG_FILE} in it")

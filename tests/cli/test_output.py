@@ -91,6 +91,34 @@ def test_progress_is_plain_where_the_encoding_is() -> None:
     assert text.isascii() and "#####-----" in text and "~" in text
 
 
+def test_first_line_names_the_step() -> None:
+    console = terminal(80)
+    display = bar.Bar("", None, console)
+    display.status("reading the headers")
+    display.close()
+    assert isinstance(console.file, io.StringIO)
+    first, *_ = console.file.getvalue().partition("0 s")
+    assert first.endswith("reading the headers, ")
+
+
+def test_time_left_counts_only_what_this_run_did(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    display = output._Lines("measuring", "groups")
+    for seconds, done, total, name in ((0, 12, 18, "a"), (10, 13, 18, "b"), (60, 18, 18, "")):
+        now[0] = seconds
+        display(done, total, name)
+    assert (
+        capsys.readouterr().err == "measuring 72% of 18 groups, 50 s left: b\nmeasuring 100% of 18 groups, 0 s left\n"
+    )
+    for seconds, done, total, name in ((61, 1, 16, "c"), (71, 2, 16, "d")):  # another count
+        now[0] = seconds
+        display(done, total, name)
+    assert capsys.readouterr().err == "measuring 12% of 16 groups, 140 s left: d\n"
+
+
 def test_new_display_replaces_the_old_one() -> None:
     console = terminal(80)
     first, second = bar.Bar("verifying", None, console), bar.Bar("pushing", None, console)

@@ -27,8 +27,8 @@ def unfinished(name: str, command: str, folder: str, *fragments: str, **files: s
     return Case(name, {command: fragments}, GOOD_MODEL | {TEXT: LONG_TEXT} | places)
 
 
-# What another checkpoint would have left: what was measured, and a record.
-JOURNAL = f"{hashlib.sha256(b'{}').hexdigest()} {{}}\n" * 2
+# What another checkpoint would have left: its first line, and one that it had found.
+JOURNAL = 2 * f"{hashlib.sha256(b'{}').hexdigest()} {{}}\n"
 
 
 CALIBRATE_CASES = [
@@ -135,7 +135,7 @@ CALIBRATE_CASES = [
         command="ablate model --text text.txt --no-awq",
         text="w1 w2 w3",
     ),
-    evaluating("ablate-model-missing", "nowhere", "config.json", command="ablate nowhere --text text.txt --no-awq"),
+    evaluating("ablate-model-missing", "nowhere", "no such folder", command="ablate nowhere --text text.txt --no-awq"),
     evaluating(
         "ablate-an-encoder",
         "BertModel",

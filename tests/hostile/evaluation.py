@@ -120,7 +120,7 @@ EVAL_CASES = [
     evaluating("eval-text-twice", "either --text FILE or --dataset", command=EVAL + " --dataset wikitext"),
     evaluating("eval-window-beyond-the-model", "--window 17", "model", "16 tokens", command=EVAL + " --window 17"),
     evaluating("eval-stride-beyond-the-window", "--stride 17", "16 tokens", command=EVAL + " --stride 17"),
-    evaluating("eval-model-missing", "nowhere", "config.json", command="eval nowhere --text text.txt"),
+    evaluating("eval-model-missing", "nowhere", "no such folder", command="eval nowhere --text text.txt"),
     evaluating("eval-config-damaged", "config.json", "JSON", config=b"{"),
     evaluating(
         "eval-model-unknown",
@@ -153,7 +153,7 @@ EVAL_CASES = [
     evaluating("eval-logits-nan", "logits are NaN", weights=stored(language_model(value=float("nan")))),
     evaluating("eval-packed-without-a-master", "--packed", "expected a pqweights master", command=EVAL + " --packed"),
     evaluating("eval-plot-of-another-kind", "plot.doc", ".png or .svg", command=EVAL + " --plot plot.doc"),
-    evaluating("eval-reference-missing", "nowhere", "config.json", command=EVAL + " --reference nowhere"),
+    evaluating("eval-reference-missing", "nowhere", "no such folder", command=EVAL + " --reference nowhere"),
     beside("eval-reference-of-another-vocabulary", "16 tokens", "18", vocabulary=18),
     beside(
         "eval-reference-of-another-tokenizer",

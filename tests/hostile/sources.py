@@ -11,7 +11,9 @@ SOURCE_CASES = [
     Case("source-of-a-config-alone", {QUANTIZE: ("no weights",)}, {CONFIG: {"model_type": "llama"}}),
     Case("source-of-texts", {QUANTIZE: ("no weights",)}, {CONFIG: {}, "src/tokenizer.json": {}}),
     Case(
-        "source-a-text-file", {"quantize src/notes.txt out": ("notes.txt", "header")}, {"src/notes.txt": "hello, world"}
+        "source-a-text-file",
+        {"quantize src/notes.txt out": ("notes.txt", "expected a folder, or a safetensors file")},
+        {"src/notes.txt": "hello, world"},
     ),
     Case("gguf-folder", {QUANTIZE: ("GGUF",)}, {"src/model.gguf": b"GGUF\3\0\0\0" + bytes(24), CONFIG: {}}),
     Case("gguf-file", {"quantize src/a.gguf out": ("GGUF",)}, {"src/a.gguf": b"GGUF\3\0\0\0" + bytes(24)}),

@@ -49,7 +49,13 @@ def test_weight_file_of_another_size_is_refused(change: int, load: Load, copied:
 def test_missing_weight_file_is_refused(copied: Path) -> None:
     name = shard(copied).name
     shard(copied).unlink()
-    with pytest.raises(MasterError, match=rf"{name}: expected \d+ bytes, .*missing: fetch or copy"):
+    with pytest.raises(MasterError, match=rf"{name} is missing \(pqweights.json lists it with \d+ bytes\); fetch"):
+        pqweights.load_model(copied)
+
+
+def test_missing_index_is_refused(copied: Path) -> None:
+    (copied / "model.safetensors.index.json").unlink()
+    with pytest.raises(MasterError, match=r"model\.safetensors\.index\.json is missing"):
         pqweights.load_model(copied)
 
 

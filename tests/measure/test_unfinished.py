@@ -179,7 +179,7 @@ def test_windows_that_were_read_are_not_read_again(
     save_after_each_window(monkeypatch)
     out, seen = tmp_path / "out.safetensors", []
     interrupt("calibrate", source, out, call=5)
-    run_calibrate(source, out, lambda done, total, what: seen.append(done) if what == "running" else None)
+    run_calibrate(source, out, lambda done, total, what: seen.append(done) if what == "running the model" else None)
     assert seen == list(range(6, WINDOWS + 1))
     assert out.read_bytes() == whole["calibrate"]
 
@@ -196,9 +196,11 @@ def test_groups_that_were_measured_are_not_measured_again(
         return divergences(self, group, noise)
 
     monkeypatch.setattr(sensitivity._Runner, "divergences", counted)
-    run_sensitivity(source, out)
+    shown: list[int] = []
+    run_sensitivity(source, out, lambda done, total, name: shown.append(done))
     groups = [group["name"] for group in json.loads(whole["sensitivity"])["groups"]]
     assert measured == groups[2:]
+    assert shown == list(range(2, len(groups) + 1))
     assert out.read_bytes() == whole["sensitivity"]
 
 
@@ -397,7 +399,10 @@ def test_commands_say_that_they_continue(
             patched.setattr(sensitivity, "_divergence", stopped)
             interrupted = invoke(command, source, out, *options)
         assert interrupted.exit_code != 0
-        assert "interrupted; run the same command again: it continues where it stopped" in interrupted.stderr
+        kept = out.with_name(out.name + ".unfinished").exists()
+        continues = "run the same command again to continue where it stopped" if kept else "no results were kept"
+        assert interrupted.stderr == f"interrupted; {continues}\n"
+        assert kept == (command == "calibrate")
         done(command, source, out, *options)
         assert out.exists() and not out.with_name(out.name + ".unfinished").exists()
 

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from calls import make_card
-from commands import answer, done
-from helpers import Tensor, as_float32, bf16, f16, f32, gaussian, read_all, run_command, write_checkpoint
+from commands import answer, done, refused
+from helpers import (
+    Tensor,
+    as_float32,
+    bf16,
+    f16,
+    f32,
+    gaussian,
+    read_all,
+    run_command,
+    small_checkpoint,
+    write_checkpoint,
+)
 
 from pqweights.errors import MasterError
 from pqweights.results.inspect import inspect
@@ -145,11 +157,35 @@ def test_total_error_does_not_depend_on_the_python_version(monkeypatch: pytest.M
     assert len(found) == 1
 
 
+def test_ordinary_checkpoint_is_named(tmp_path: Path) -> None:
+    folder = small_checkpoint(tmp_path / "model")
+    line = refused("inspect", folder)
+    assert f"found no pqweights.json in it: it is an ordinary checkpoint; pqweights plan {folder} shows" in line
+    (folder / "config.json").write_text('{"quantization_config": {"quant_method": "pqweights"}}')
+    assert refused("inspect", folder).endswith("found no pqweights.json in it\n")
+
+
+@pytest.mark.parametrize("command", ["inspect", "card"])
+def test_missing_and_truncated_files_are_warned_of(command: str, tmp_path: Path) -> None:
+    run_command({"quantize": str(small_checkpoint(tmp_path / "model"))}, tmp_path / "out")
+    assert "WARNING" not in done(command, tmp_path / "out").stderr
+    shard = tmp_path / "out/model-00001-of-00001.safetensors"
+    size = shard.stat().st_size
+    os.truncate(shard, size - 1)
+    lists = "pqweights verify lists them all\n"
+    warning = f"{shard.name}: expected {size} bytes, as pqweights.json says, found {size - 1} (1 problem); {lists}"
+    assert done(command, tmp_path / "out", "--quiet").stderr == f"WARNING: {tmp_path / 'out'}: {warning}"
+    shard.unlink()
+    (tmp_path / "out/tokenizer.json").unlink()
+    warning = f"{shard.name} is missing (pqweights.json lists it with {size} bytes) (2 problems); {lists}"
+    assert done(command, tmp_path / "out", "--quiet").stderr == f"WARNING: {tmp_path / 'out'}: {warning}"
+
+
 def test_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "model", {"mlp.up_proj.weight": bf16(gaussian(64, 128))})
     (tmp_path / "unfinished" / ".pqweights").mkdir(parents=True)
     for folder, says in (
-        (source, r"found no pqweights\.json in it"),
+        (source, "it is an ordinary checkpoint"),
         (tmp_path / "absent", "no such folder"),
         (source / "model.safetensors", "expected a folder, found a file"),
         (tmp_path / "unfinished", "unfinished run: run the same command again"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from helpers import bf16, folder_bytes, gaussian, run_command, small_checkpoint, write_checkpoint
+from safetensors import safe_open
 
 from pqweights.errors import MasterError, PqweightsError
 from pqweights.results import verify as verification
@@ -211,6 +212,19 @@ def test_longer_and_shorter_files_are_found(damaged: Path) -> None:
         (damaged / name).write_bytes(data)
 
 
+def test_only_what_was_checked_is_counted(damaged: Path) -> None:
+    whole = verify(damaged, threads=2)
+    lost = damaged / "model-00001-of-00004.safetensors"
+    tensors, lost_bytes = len(safe_open(lost, framework="numpy").keys()), lost.stat().st_size
+    lost.unlink()
+    tokenizer_bytes = (damaged / "tokenizer.json").stat().st_size
+    (damaged / "tokenizer.json").unlink()
+    found = verify(damaged, threads=2)
+    assert found.bytes == whole.bytes - lost_bytes - tokenizer_bytes
+    assert found.files == whole.files - 2
+    assert whole.tensors - tensors <= found.tensors < whole.tensors
+
+
 def test_all_damaged_files_are_named(damaged: Path) -> None:
     (damaged / "tokenizer.json").unlink()
     (damaged / "model-00001-of-00004.safetensors").unlink()
@@ -264,7 +278,7 @@ def test_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "plain", {"mlp.up_proj.weight": bf16(gaussian(64, 128))})
     (tmp_path / "unfinished" / ".pqweights").mkdir(parents=True)
     for folder, says in (
-        (source, r"found no pqweights\.json in it"),
+        (source, "it is an ordinary checkpoint"),
         (tmp_path / "absent", "no such folder"),
         (source / "model.safetensors", "expected a folder, found a file"),
         (tmp_path / "unfinished", "unfinished run: run the same command again"),

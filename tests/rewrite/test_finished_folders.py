@@ -43,7 +43,7 @@ def test_result_older_than_its_source_is_not_recognised(own_source: Path, tmp_pa
     data = bytearray(weights.read_bytes())
     data[len(data) // 2] ^= 1
     weights.write_bytes(data)
-    with pytest.raises(OutputError, match="overwrite"):
+    with pytest.raises(OutputError, match="files of its source were changed or copied since; pass --overwrite"):
         run_command(command(own_source), out)
 
 
@@ -80,7 +80,7 @@ def test_result_with_other_small_files_is_not_recognised(file: str, own_source: 
     out = tmp_path / "out"
     run_command(command(own_source), out)
     (own_source / file).write_text(json.dumps({"torch_dtype": "bfloat16", "changed": True}))
-    with pytest.raises(OutputError, match="overwrite"):
+    with pytest.raises(OutputError, match="holds this result, but files of its source were changed"):
         run_command(command(own_source), out)
     run_command(command(own_source, overwrite=True), out)
     assert b"changed" in (out / file).read_bytes()
@@ -90,16 +90,35 @@ def test_result_that_lost_a_shard_is_not_recognised(source: Path, tmp_path: Path
     out = tmp_path / "out"
     run_command(command(source), out)
     (out / "model-00002-of-00004.safetensors").unlink()
-    try:
-        report = run_command(command(source), out)
-    except PqweightsError:
-        return  # refused: fine
-    assert not report.already_done or (out / "model-00002-of-00004.safetensors").exists()
+    with pytest.raises(OutputError, match=r"holds this result, but model-00002-of-00004\.safetensors is missing"):
+        run_command(command(source), out)
 
 
-@pytest.mark.parametrize("other", [{"recipe": "q4"}, {"max_shard_bytes": 2 * SHARD_BYTES}])
+def test_result_of_another_source_or_target_is_named(source: Path, own_source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run_command(command(source), out)
+    weights = sorted(own_source.glob("*.safetensors"))[0]
+    weights.write_bytes(weights.read_bytes()[:-2] + b"\0\0")
+    with pytest.raises(OutputError, match="holds another result: a master made from another source;"):
+        run_command(command(own_source), out)
+    export: dict[str, Any] = {"export": str(out), "target": "bf16"}
+    run_command(export, tmp_path / "export")
+    with pytest.raises(OutputError, match="holds another result: an export for bf16;"):
+        run_command(command(source), tmp_path / "export")
+    run_command(command(source, recipe="q4", overwrite=True), out)
+    with pytest.raises(OutputError, match="holds another result: an export for bf16 made from another master;"):
+        run_command(export, tmp_path / "export")
+
+
+@pytest.mark.parametrize(
+    ("other", "differs"),
+    [
+        ({"recipe": "q4"}, r"a master made with another recipe \(q4, 4 bits\)"),
+        ({"max_shard_bytes": 2 * SHARD_BYTES}, f"a master made with --max-shard-size {2 * SHARD_BYTES}"),
+    ],
+)
 def test_finished_folder_of_another_command_is_only_replaced_on_request(
-    other: dict[str, Any], source: Path, undisturbed: dict[str, bytes], tmp_path: Path
+    other: dict[str, Any], differs: str, source: Path, undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     run_command(command(source, **other), out)
@@ -107,7 +126,7 @@ def test_finished_folder_of_another_command_is_only_replaced_on_request(
     (out / "code/notes.txt").write_text("foreign")
     (out / "model-99999.safetensors").write_bytes(b"foreign")
     before = folder_bytes(out)
-    with pytest.raises(OutputError, match="--overwrite"):
+    with pytest.raises(OutputError, match=f"holds another result: {differs}; pass --overwrite"):
         run_command(command(source), out)
     assert folder_bytes(out) == before
     run_command(command(source, overwrite=True), out)

@@ -10,10 +10,11 @@ from commands import refused
 from helpers import run_command
 from rewriting import command, interrupt
 
-from pqweights.errors import PqweightsError
+from pqweights.checkpoint.source import open_local
+from pqweights.errors import MasterError, SourceError
 from pqweights.runtimes.folders import read_folder
 
-AGAIN = "run the same command again, it continues where it stopped"
+AGAIN = "run the same command again to continue where it stopped"
 
 
 @pytest.fixture
@@ -44,8 +45,14 @@ def test_commands_say_how_to_continue(arguments: tuple[str, ...], folder: Path, 
 
 
 def test_models_are_not_loaded_from_it(folder: Path) -> None:
-    with pytest.raises(PqweightsError, match="unfinished run of pqweights quantize"):
-        read_folder(folder)
+    for read in (read_folder, open_local):
+        with pytest.raises(MasterError, match="unfinished run of pqweights quantize"):
+            read(folder)
+
+
+def test_folder_that_does_not_exist_is_no_model_folder(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="nosuch: no such folder"):
+        read_folder(tmp_path / "nosuch")
 
 
 def test_interrupted_export_names_its_target(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,6 +276,27 @@ def test_interrupted_run_of_another_command_is_refused(
     assert folder_bytes(out) == undisturbed
 
 
+def test_progress_of_a_resumed_run_begins_with_its_own_tensors(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    shown: list[tuple[int, int, str]] = []
+    interrupt(monkeypatch, command(source), out)
+    known = journaled(out)
+    run_command(command(source, progress=lambda *call: shown.append(call)), out)
+    assert known and not known & {name for _, _, name in shown}
+    assert shown[0][0] > 0 and shown[-1][0] == shown[-1][1]
+
+
+def test_interrupted_run_of_another_kind_is_named(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_command(command(source), tmp_path / "master")
+    interrupt(monkeypatch, {"export": str(tmp_path / "master"), "target": "bf16"}, tmp_path / "out")
+    with pytest.raises(OutputError, match="holds an interrupted run of pqweights export --target bf16; repeat that"):
+        run_command(command(source), tmp_path / "out")
+
+
 def test_overwrite_resumes_its_own_interrupted_run(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
