@@ -38,7 +38,7 @@ SLOW = {
     "hub/test_loopback_hub.py::test_transformers_loads_a_model": PROCESSES,
     "integrations/test_incomplete_folders.py": MODELS,
     "integrations/test_packed.py": MODELS,
-    "integrations/test_packed_architectures.py": MODELS,
+    "architectures/test_packed_architectures.py": MODELS,
     "integrations/test_transformers.py": MODELS,
     "kernels/test_devices.py": PROCESSES,
     "kernels/test_gpu.py": COMPILES,

@@ -1,0 +1,85 @@
+"""Building, loading and running the models of known_architectures.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import Array
+from known_architectures import Architecture
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+# Settings that a model reads although the class of its configuration does not name them.
+READ_BY_MODEL = ("position_buckets",)
+IDS = [5, 77, 3, 9, 100, 42, 7, 7]
+
+
+def build(about: Architecture, folder: Path) -> None:
+    """A model with random weights, biases and norms, saved in BF16."""
+    torch.manual_seed(3)
+    config = getattr(transformers, about.config)(**about.settings)
+    model = getattr(transformers, about.model)(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            elif not parameter.any():
+                parameter.normal_(0, 0.05)
+    model.save_pretrained(folder)
+    path = folder / "config.json"
+    saved = json.loads(path.read_bytes())
+    _drop_unknown(saved, about.settings, config)
+    path.write_text(json.dumps(saved))
+
+
+def _drop_unknown(saved: dict[str, Any], settings: dict[str, Any], config: Any) -> None:
+    """Drop settings that the class of a configuration does not have.
+
+    transformers saves any argument that it is given, but a configuration that it makes by itself lacks them.
+    """
+    known = {*type(config)().to_dict(), *READ_BY_MODEL}
+    for key, value in settings.items():
+        if isinstance(value, dict) and key in config.sub_configs:
+            _drop_unknown(saved[key], value, getattr(config, key))
+        elif key not in known and key not in config.attribute_map:
+            saved.pop(key, None)
+
+
+def load(about: Architecture, folder: Path, dtype: Any = None) -> Any:
+    """The model in transformers; no weight is missing, none is left over."""
+    model, info = getattr(transformers, about.model).from_pretrained(
+        folder, dtype=dtype or torch.float32, output_loading_info=True
+    )
+    assert not {kind: sorted(names) for kind, names in info.items() if names}
+    return model.eval()
+
+
+def computed(about: Architecture, model: Any) -> Array:
+    """What a model makes of fixed inputs."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"image": ("pixel_values", 1, 3, 32, 32), "sound": ("input_values", 1, 800)}
+    shapes |= {"image and ids": shapes["image"], "features": ("input_features", 1, 16, 64)}
+    inputs: dict[str, Any] = {}
+    if about.takes in shapes:
+        name, *shape = shapes[about.takes]
+        inputs[name] = torch.randn(*shape, generator=generator).to(model.dtype)
+    if about.takes in ("ids", "seq2seq", "image and ids"):
+        inputs["input_ids"] = torch.tensor([IDS])
+    if about.takes in ("seq2seq", "features"):
+        inputs["decoder_input_ids"] = torch.tensor([IDS[:5]])
+    with torch.no_grad():  # weights that a first call decodes in inference mode cannot be converted
+        found = model(**inputs)
+    names = ("logits", "image_embeds", "last_hidden_state")
+    values: Array = next(found[name] for name in names if getattr(found, name, None) is not None).float().numpy()
+    assert np.isfinite(values).all()
+    return values
+
+
+def distance(found: Array, expected: Array) -> float:
+    """The norm of the difference, relative to that of `expected`."""
+    assert found.shape == expected.shape
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
