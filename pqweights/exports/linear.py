@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
@@ -33,7 +34,8 @@ def linear_weights(
     """
     check_architecture(groups.target, checkpoint.config)
     encoded = [tensor for tensor in checkpoint.tensors if is_encoded(tensor)]
-    result = {tensor.name: _why_plain(tensor, groups, experts) or too_large(tensor.shape) for tensor in encoded}
+    tokens = _vocabulary_sizes(checkpoint.config or {})
+    result = {t.name: _why_plain(t, groups, experts, tokens) or too_large(t.shape) for t in encoded}
     if None not in result.values():
         found = [reason for reason in result.values() if reason]
         removable = [reason for reason in found if "--" in reason]  # by another option
@@ -42,15 +44,20 @@ def linear_weights(
     return result
 
 
-def _why_plain(tensor: LogicalTensor, groups: GroupSize, experts: str | None) -> str | None:
-    reason = _not_linear(tensor, experts)
+def _vocabulary_sizes(config: Mapping[str, Any]) -> set[object]:
+    """Return how many tokens the model knows, as its configuration says."""
+    return {part.get("vocab_size") for part in (config, config.get("text_config")) if isinstance(part, dict)}
+
+
+def _why_plain(tensor: LogicalTensor, groups: GroupSize, experts: str | None, tokens: set[object]) -> str | None:
+    reason = _not_linear(tensor, experts, tokens)
     columns = tensor.shape[-1] if tensor.shape else 1
     if reason is None and columns > MOST_COLUMNS:
         reason = f"rows of {columns} weights: only up to {MOST_COLUMNS} are held in memory"
     return reason or groups.why_not(tensor.name, columns)
 
 
-def _not_linear(tensor: LogicalTensor, experts: str | None) -> str | None:
+def _not_linear(tensor: LogicalTensor, experts: str | None, tokens: set[object]) -> str | None:
     role = classify(tensor.name, tensor.dtype, tensor.shape).name
     if role in ("embedding", "lm_head"):
         return f"{role}: the runtime does not quantize it"
@@ -60,4 +67,7 @@ def _not_linear(tensor: LogicalTensor, experts: str | None) -> str | None:
         return experts
     if role not in ("attention", "mlp", "linear", "expert") or not tensor.name.endswith(".weight"):
         return f"{role}: not known to be a linear layer"
+    is_numbered = any(component.isdigit() for component in tensor.name.split("."))
+    if role == "linear" and tensor.shape[0] in tokens and not is_numbered:
+        return "a row for each token, so an embedding or a head: the runtime does not quantize it"
     return None

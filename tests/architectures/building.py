@@ -14,7 +14,7 @@ from known_architectures import Architecture
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 # Settings that a model reads although the class of its configuration does not name them.
-READ_BY_MODEL = ("position_buckets",)
+READ_BY_MODEL = ("position_buckets", "rope_theta")
 IDS = [5, 77, 3, 9, 100, 42, 7, 7]
 
 

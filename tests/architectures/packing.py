@@ -13,7 +13,6 @@ import pqweights
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 
-
 # transformers cuts or joins some of their weights as it loads them; these are decoded.
 REARRANGED = ("GteConfig", "NomicBertConfig", "JinaEmbeddingsV3Config", "HrmTextConfig")
 
