@@ -10,7 +10,6 @@ from typer.core import TyperCommand
 
 from . import options, output, report
 from .report_errors import integer_form_lines
-from .tables import wrapped
 
 if TYPE_CHECKING:
     from pqweights.rewrite.task import RewriteReport
@@ -166,7 +165,7 @@ def _show(done: RewriteReport, folder: str, out: Path, *, json: bool) -> None:
         return
     if done.already_done:
         output.note(f"{out}: already holds this result; nothing was written")
-    output.summary(wrapped("\n".join(_lines(done, folder, out))))
+    output.summary("\n".join(_lines(done, folder, out)))
 
 
 def _lines(done: RewriteReport, folder: str, out: Path) -> list[str]:

@@ -76,12 +76,6 @@ def _setting(text: str) -> tuple[str, float]:
     return pattern, bits
 
 
-def check_awq(awq: Path | None, any_codec: bool) -> None:
-    """Refuse --awq-any-codec without --awq."""
-    if any_codec and awq is None:
-        raise typer.BadParameter("--awq-any-codec: expected --awq FILE as well")
-
-
 def run_continues(source: str, out: Path) -> bool:
     """Whether an interrupted run left something: finished tensors in its folder, or fetched files of a repository."""
     from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER

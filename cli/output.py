@@ -40,13 +40,13 @@ def print_json(value: Any) -> None:
 
 
 def summary(text: str) -> None:
-    """Write what a command did to stdout; if it is to be quiet, only the lines that warn, and those to stderr."""
+    """Write what a command did to stdout, folded; if it is to be quiet, only lines that warn, and these to stderr."""
     if not _quiet:
-        typer.echo(text)
+        typer.echo(wrapped(text))
         return
     for line in text.splitlines():
         if line.startswith(WARNING):
-            typer.echo(line, err=True)
+            typer.echo(wrapped(line, sys.stderr), err=True)
 
 
 def note(text: str) -> None:

@@ -53,7 +53,6 @@ def command(
 
     Only the headers of the checkpoint are read.
     """
-    options.check_awq(awq, awq_any_codec)
     with output.errors(quiet=quiet):
         from pqweights.planning.choice import RecipeOptions, choose_recipe
         from pqweights.quantizing import QuantizeOptions

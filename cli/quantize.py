@@ -12,7 +12,6 @@ from .plan import PlanRequest, show_plan
 from .report_errors import quality_lines
 from .report_fit import fit_lines
 from .report_summary import is_summarized, summary_table
-from .tables import wrapped
 
 if TYPE_CHECKING:
     from pqweights.rewrite.task import RewriteReport
@@ -65,7 +64,6 @@ def command(
 
     If the run is interrupted, the same command continues it. Memory does not grow with the size of the model.
     """
-    options.check_awq(awq, awq_any_codec)
     with output.errors(kept=None if dry_run else lambda: options.run_continues(source, out), quiet=quiet):
         from pqweights.planning.choice import RecipeOptions, choose_recipe
         from pqweights.quantizing import QuantizeOptions, quantize
@@ -116,7 +114,7 @@ def _show(done: RewriteReport, what: str, *, out: Path, summary: bool | None, js
     elif done.resumed:
         output.note(f"continued: {done.resumed} of {len(done.records)} tensors were finished by an earlier run")
     by_role = [summary_table(done.plan.tensors, done.records), ""] if is_summarized(summary, len(done.records)) else []
-    output.summary(wrapped("\n".join([what, *by_role, *_lines(done)])))
+    output.summary("\n".join([what, *by_role, *_lines(done)]))
 
 
 def _lines(done: RewriteReport) -> list[str]:

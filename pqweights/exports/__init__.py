@@ -5,11 +5,11 @@ Importing this package imports no target, so that `pqweights export --help` answ
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pqweights.errors import OptionError
+from pqweights.suggestions import instead
 
 if TYPE_CHECKING:
     from pqweights.exports.target import ExportTarget
@@ -52,12 +52,10 @@ ALIASES = {"torchao": "torchao-int4", "mlx": "mlx-q4", "vllm": "vllm-int4"}
 def get_target(name: str) -> ExportTarget[Any]:
     """Import the target of a name or an alias.
 
-    Raises OptionError for an unknown name; the message names the nearest ones.
+    Raises OptionError for an unknown name; the message names the nearest one.
     """
     known = ALIASES.get(name, name)
     if known not in EXPORTS:
-        near = difflib.get_close_matches(name, [*EXPORTS, *ALIASES], n=2, cutoff=0.5)
-        nearest = f"; the nearest is {' or '.join(near)}" if near else ""
-        raise OptionError(f"--target {name}: expected one of {', '.join(EXPORTS)}{nearest}")
+        raise OptionError(f"--target {name}: {instead(name, [*EXPORTS, *ALIASES])}")
     target: ExportTarget[Any] = importlib.import_module(EXPORTS[known].module).TARGET
     return target
