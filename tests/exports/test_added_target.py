@@ -17,7 +17,7 @@ from helpers import folder_bytes, read_all, run_command
 from rewriting import interrupt
 
 from pqweights.errors import OptionError, OutputError
-from pqweights.exports import EXPORTS, get_target
+from pqweights.exports import ALIASES, EXPORTS, get_target
 from pqweights.exports.options import ExportOptions
 from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import read_manifest
@@ -83,7 +83,7 @@ def test_library_refuses_an_option_that_a_target_lacks() -> None:
 def test_help_and_errors_list_the_target(tmp_path: Path) -> None:
     assert f"{NAME}: a target of the tests" in " ".join(invoke("export", "--help").output.split())
     line = refused("export", tmp_path, tmp_path / "out", "-t", "gguf", code=2)
-    assert line == f"error: --target gguf: expected one of {', '.join(EXPORTS)}\n" and NAME in line
+    assert line == f"error: --target gguf: expected {', '.join([*EXPORTS, *ALIASES])}\n" and NAME in line
 
 
 def test_verify_accepts_the_export_and_finds_damage(labelled: Path, tmp_path: Path) -> None:

@@ -371,8 +371,8 @@ pqweights.load_model(sys.argv[1])
 @pytest.mark.parametrize(
     ("target", "needs"),
     [
-        ("torchao-int4", "needs torchao: pip install 'torchao>=0.18'"),
-        ("vllm-int4", "needs compressed_tensors: pip install 'compressed-tensors>=0.20'"),
+        ("torchao-int4", "needs torchao: pip install 'torch>=2.6' 'torchao>=0.18'"),
+        ("vllm-int4", "needs compressed_tensors: pip install 'compressed-tensors>=0.20' 'torch>=2.6'"),
     ],
 )
 def test_load_model_of_an_export_names_the_missing_package(

@@ -147,7 +147,7 @@ def test_options_leave_out_awq_and_int4(source: Path, tmp_path: Path) -> None:
         (["--bits", "9"], 2, "expected a whole number of bits from 2 to 8"),
         (["--max-tokens", "600"], 1, "calibration for AWQ: expected at least 8192 tokens, found 200"),
         (["--no-awq", "--window", "4096"], 1, "takes at most 512 tokens"),
-        (["--no-awq", "--window", "512", "--max-tokens", "300"], 1, "found 300"),
+        (["--no-awq", "--window", "512", "--max-tokens", "300"], 1, "--max-tokens 300 leaves fewer"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], code: int, expected: str, source: Path) -> None:
