@@ -29,8 +29,7 @@ def command(
                 found.path, threads=options.thread_count(threads), beside=found.not_fetched, progress=progress
             )
         if json:
-            checked = {"tensors": result.tensors, "files": result.files, "bytes": result.bytes}
-            output.print_json({"ok": result.ok, "checked": checked, "problems": list(result.problems)})
+            output.print_json(result.to_json())
         elif result.ok:
             tensors, files = counted(result.tensors, "tensor"), counted(result.files, "file")
             output.summary(f"{folder}: ok: {tensors}, {files}, {counted(result.bytes, 'byte')}")

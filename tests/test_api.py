@@ -106,6 +106,7 @@ def test_reports_hold_what_the_commands_print(source, tmp_path):
     printed = answer("quantize", source, tmp_path / "b", "--bits", 4)
     assert report.to_json() == {key: value for key, value in printed.items() if key != "output"}
     assert pqweights.inspect(tmp_path / "a").to_json() == answer("inspect", tmp_path / "a")
+    assert pqweights.verify(tmp_path / "a").to_json() == answer("verify", tmp_path / "a")
     exported = pqweights.export(tmp_path / "a", tmp_path / "c", "bf16")
     printed = answer("export", tmp_path / "a", tmp_path / "d", "--target", "bf16")
     assert exported.to_json() == {key: value for key, value in printed.items() if key != "output"}

@@ -57,6 +57,11 @@ class Verification:
         """Whether the folder has no problems."""
         return not self.problems
 
+    def to_json(self) -> dict[str, Any]:
+        """Return what `verify --json` prints."""
+        checked = {"tensors": self.tensors, "files": self.files, "bytes": self.bytes}
+        return {"ok": self.ok, "checked": checked, "problems": list(self.problems)}
+
 
 def verify(
     folder: Path,
