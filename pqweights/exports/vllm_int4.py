@@ -40,8 +40,8 @@ NAME = "vllm-int4"
 GROUP_SIZES = (128, 64, 32)
 
 ROTATED_WARNING = (
-    "--basis rotated: only vLLM computes with this export as it should, and it was not tried there; transformers loads "
-    "it silently but does not rotate the inputs, so its output is meaningless"
+    "--basis rotated: only vLLM rotates the inputs as this export needs (never tested there); transformers loads it "
+    "silently without rotating them, so its output is meaningless"
 )
 
 # The modules of routers, by the names that they have in memory.
