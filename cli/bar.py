@@ -110,5 +110,5 @@ def _printable(name: str) -> str:
 
 
 def _shortened(name: str, cells: int) -> str:
-    """Return a name in at most so many cells; of a long one, the end, which tells tensors of a layer apart."""
+    """Return a name, cut from the left if it has more cells than given: its end tells the tensors of a layer apart."""
     return name if len(name) <= cells else "…" + name[len(name) - cells + 1 :]
