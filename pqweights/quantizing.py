@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pqweights.buffers import BufferPool
 from pqweights.checkpoint.config import edited_config, guarded_config, model_dtype
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.master import Encoding, encoded_specs, quantization_config
@@ -39,7 +38,8 @@ from pqweights.planning.target import SizeTarget
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.encode_job import EncodeJob, WeightToEncode
 from pqweights.rewrite.jobs import CopyJob, Job
-from pqweights.rewrite.manifest import TensorRecord, coder_of, exceeds
+from pqweights.rewrite.manifest import coder_of, exceeds
+from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import Transform
 
@@ -204,12 +204,12 @@ class Quantize(Transform):
         """The file of the scales, if there is one."""
         return {} if self.awq is None else {"--awq": self.awq.file}
 
-    def job(self, planned: TensorPlan, tensor: LogicalTensor, buffers: BufferPool) -> Job:
+    def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
         """Return the job that encodes a weight or copies a tensor that is kept."""
         if planned.action == KEEP:
-            return CopyJob(planned, tensor, buffers)
+            return CopyJob(planned, tensor)
         awq = self.awq.read(planned.name) if self.awq is not None and planned.is_scaled else None
-        return EncodeJob(WeightToEncode(planned=planned, tensor=tensor, awq=awq, buffers=buffers))
+        return EncodeJob(WeightToEncode(planned=planned, tensor=tensor, awq=awq))
 
     def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
         """Raise StrictError for a weight that exceeds what its codec promises, if the user asked to be strict."""
