@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import mmap
 import os
 import sys
 import threading
@@ -23,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.buffers import whole_pages
 from pqweights.checkpoint.writer import disk_errors, partial_path, sync_folder
 from pqweights.errors import OutputError
 
@@ -81,7 +81,7 @@ class Disk:
         try:
             return self._free.pop()
         except IndexError:
-            return np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), dtype=np.uint8)
+            return whole_pages(BLOCK_BYTES)
 
     def give(self, memory: Bytes) -> None:
         """Take back the memory of a block."""
