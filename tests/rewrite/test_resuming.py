@@ -24,12 +24,10 @@ def kill_points(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     for name in KILL_FUNCTIONS:
         step = 4 if name == "pwrite" else 1
         moments = ("before", "half", "after") if name in ("write", "pwrite") else ("before", "after")
-        # How many writes there are depends on what has come when a save begins.
-        may_end = {"may_end": True} if name == "pwrite" else {}
         for number in range(1, counts[name] + 1, step):
             for when in moments:
                 out = folder / f"{name}-{number}-{when}"
-                points[name].append({"out": str(out), "function": name, "number": number, "when": when, **may_end})
+                points[name].append({"out": str(out), "function": name, "number": number, "when": when})
     killed_runs(command(source), [point for group in points.values() for point in group])
     return points
 
