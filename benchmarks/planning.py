@@ -138,7 +138,7 @@ def main() -> None:
         for name, values in found.items()
     ]
     document = {"machine": machine(start), "settings": {"rounds": options.rounds}, "rows": rows}
-    publish("planning", document, sections(document), options.out)
+    publish("planning", document, sections(document), options)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,11 @@ import numpy.typing as npt
 from pqweights.buffers import whole_pages
 from pqweights.errors import SourceError
 
-BLOCK_BYTES = 1 << 21
+BLOCK_BYTES = 1 << 20
 # Reads of fewer bytes are left to the system.
 LARGE_READ_BYTES = 1 << 18
 # Blocks that are fetched behind the one that is needed, by how many threads, and how many stay at most besides.
-BLOCKS_AHEAD = 2
+BLOCKS_AHEAD = 3
 FETCHING_THREADS = 2
 SPARE_BLOCKS = 1
 # A checkpoint may have more files than a process may hold open.

@@ -27,9 +27,9 @@ from pqweights.checkpoint.writer import disk_errors, partial_path, sync_folder
 from pqweights.errors import OutputError
 
 # What is written at once: enough that a fast disk is busy, and whole pages on every machine.
-BLOCK_BYTES = 1 << 21
+BLOCK_BYTES = 1 << 20
 # At most this many blocks and other tasks wait for the disk; the threads that bring more wait, too.
-MOST_WAITING = 3
+MOST_WAITING = 2
 # Without direct access: a flush begins when this many bytes have been written since the last one.
 FLUSH_BYTES = 1 << 27
 
