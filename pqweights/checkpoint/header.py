@@ -110,12 +110,27 @@ def _read_json(file: str, file_bytes: int, read: Callable[[int, int], bytes]) ->
         left = file_bytes - 8
         raise _damaged(file, f"header length: expected at most the {left} bytes that follow it, found {header_bytes}")
     try:
-        header = json.loads(read(8, header_bytes).decode("utf-8"), object_pairs_hook=_unique_keys)
+        header = _with_unique_keys(read(8, header_bytes).decode("utf-8"))
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise _damaged(file, f"header: expected a JSON object, found {str(error)[:120]!r}") from None
     if not isinstance(header, dict):
         raise _damaged(file, f"header: expected a JSON object, found {type(header).__name__}")
     return header, 8 + header_bytes
+
+
+def _with_unique_keys(text: str) -> Any:
+    """Parse the JSON of a header; raises ValueError for a key that is there twice.
+
+    The cheap test comes first: a header of which no key was dropped has two quotes for each string that is left.
+    """
+    header = json.loads(text)
+    if isinstance(header, dict):
+        metadata = header.get("__metadata__")
+        # An entry has its name, three keys and a dtype; the metadata, which are no entry, a name, keys and values.
+        strings = 5 * len(header) - (4 - 2 * len(metadata) if isinstance(metadata, dict) else 0)
+        if text.count('"') == 2 * strings:
+            return header
+    return json.loads(text, object_pairs_hook=_unique_keys)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
