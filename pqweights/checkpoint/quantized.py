@@ -47,7 +47,7 @@ def logical_tensors(
     _refuse_foreign(settings, stored)
     tensors: list[LogicalTensor] = [*_decoded(storage, stored, settings)]
     taken = {part.name for tensor in tensors for part in tensor.parts}
-    tensors += [PlainTensor(storage, tensor) for name, tensor in stored.items() if name not in taken]
+    tensors += [PlainTensor.of(storage, tensor) for name, tensor in stored.items() if name not in taken]
     _check_names([tensor.name for tensor in tensors])
     return tensors
 
