@@ -16,9 +16,6 @@ LARGEST_NUMBER = 1e300
 # UTF-8 has no surrogates, so JSON can only hold half of a surrogate pair as an escape.
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
-# How the most frequent values are written. The types are exact, because True is an int, too.
-_SCALARS: dict[type, Callable[[Any], str]] = {str: encode_basestring, int: int.__repr__}
-
 Wrong = Callable[[str, str, Any], PqweightsError]  # which field, what was expected, what was found -> the error
 Item = TypeVar("Item")
 Default = TypeVar("Default")
@@ -36,12 +33,17 @@ def json_text(value: Any, newline: str = "\n") -> str:
 
     Raises TypeError for what JSON does not have, and for keys that are not strings.
     """
-    scalar = _SCALARS.get(type(value))
-    if scalar is not None:
-        return scalar(value)
+    if type(value) is str:
+        return encode_basestring(value)
+    if type(value) is int:
+        return int.__repr__(value)
     inner = f"{newline}  "
     if isinstance(value, dict) and value:
-        pairs = [f"{encode_basestring(key)}: {json_text(item, inner)}" for key, item in value.items()]
+        # Strings are the most frequent values, and a call would take as long as they do.
+        pairs = [
+            f"{encode_basestring(key)}: {encode_basestring(item) if type(item) is str else json_text(item, inner)}"
+            for key, item in value.items()
+        ]
         return f"{{{inner}{f',{inner}'.join(pairs)}{newline}}}"
     if isinstance(value, list | tuple) and value:
         return f"[{inner}{f',{inner}'.join([json_text(item, inner) for item in value])}{newline}]"
