@@ -168,27 +168,42 @@ class Quantize(Transform):
         """
         if checkpoint.is_master:
             raise SourceError("the source is already a pqweights master; give the original, or export it to BF16 first")
-        return [
-            self._planned(tensor, decision, rates)
-            for tensor, decision in zip(checkpoint.tensors, decisions, strict=True)
-        ]
+        made: dict[tuple[object, ...], TensorPlan] = {}
+        planned = []
+        for tensor, decision in zip(checkpoint.tensors, decisions, strict=True):
+            name = tensor.name
+            chosen = (rates[name],) if decision.free and name in rates else ()
+            scaled = self.awq is not None and name in self.awq.searched
+            # Everything that a plan depends on but the name; thousands of experts have it in common.
+            kind = (decision, tensor.shape, tensor.dtype, tensor.plain_dtype, chosen, scaled)
+            nameless = made.get(kind)
+            if nameless is None:
+                nameless = made[kind] = self._nameless(tensor, decision, chosen, scaled)
+            planned.append(nameless.named(name))
+        return planned
 
-    def _planned(self, tensor: LogicalTensor, decision: Decision, rates: Rates) -> TensorPlan:
-        name, codec, bits, reason = tensor.name, decision.codec, decision.bits, decision.reason
-        if name in rates and decision.free:
-            bits, reason = rates[name], f"{reason}; to keep {self.recipe.target}"
+    def _nameless(
+        self, tensor: LogicalTensor, decision: Decision, chosen: tuple[float | None, ...], scaled: bool
+    ) -> TensorPlan:
+        """Return the plan of a tensor, and of all that differ from it in name alone, with an empty name.
+
+        chosen: the rate that was chosen in place of the decision's, if any; a rate of None keeps the tensor
+        scaled: whether its input channels are scaled if it is quantized
+        """
+        codec, bits, reason = decision.codec, decision.bits, decision.reason
+        if chosen:
+            (rate,), reason = chosen, f"{reason}; to keep {self.recipe.target}"
             # The rate of a group; codecs that share one may have other rates.
-            bits = None if bits is None or codec is None else nearest_rate(codec, bits)
+            bits = None if rate is None or codec is None else nearest_rate(codec, rate)
             if bits is None or not is_smaller(tensor, codec, bits):
                 codec = bits = None
         if codec is not None and bits is not None:
-            scaled = self.awq is not None and name in self.awq.searched
-            stored = encoded_specs(name, tensor.shape, get_codec(codec).coder(bits), awq=scaled)
+            stored = encoded_specs("", tensor.shape, get_codec(codec).coder(bits), awq=scaled)
             reason += ", input channels scaled" if scaled else ""
         else:
-            stored = (TensorSpec(name, tensor.plain_dtype, tensor.shape),)
+            stored = (TensorSpec("", tensor.plain_dtype, tensor.shape),)
         return TensorPlan(
-            name=name,
+            name="",
             shape=tensor.shape,
             dtype=tensor.dtype,
             role=decision.role,
