@@ -137,7 +137,7 @@ def files(manifest: Manifest, manifest_sha256: str, has_records: bool) -> list[s
     if "original_fingerprint" in manifest.made_by:
         facts.append(f"fingerprint of the original: {code(as_text(manifest.made_by['original_fingerprint']))}")
     about = (
-        f"{code(MANIFEST_FILE)} lists the sha256 of every stored tensor and of every other file; `pqweights verify` "
+        f"{code(MANIFEST_FILE)} lists a hash of every stored tensor and of every other file; `pqweights verify` "
         "checks the folder against it."
     )
     if has_records:
