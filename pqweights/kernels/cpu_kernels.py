@@ -193,18 +193,18 @@ def _measure_lengths(room: Any, count: Any) -> Any:
 
 
 @inlined
-def _quantize(room: Any, count: Any, bits: Any, cells_per_unit: Any, most: Any, table: Any) -> None:
+def _quantize(room: Any, count: Any, bits: Any, table: Any) -> None:
     """Rotate the blocks, find the nearest levels, and compute the sums that norms and errors need."""
     x, inverse, codes, sums = room.x, room.inverse, room.codes, room.sums
     for i in range(count):
         if bits <= 5:
-            quantize_5(x, i, inverse[i], cells_per_unit, most, table, codes, sums)
+            quantize_5(x, i, inverse[i], table, codes, sums)
         elif bits == 6:
-            quantize_6(x, i, inverse[i], cells_per_unit, most, table, codes, sums)
+            quantize_6(x, i, inverse[i], table, codes, sums)
         elif bits == 7:
-            quantize_7(x, i, inverse[i], cells_per_unit, most, table, codes, sums)
+            quantize_7(x, i, inverse[i], table, codes, sums)
         else:
-            quantize_8(x, i, inverse[i], cells_per_unit, most, table, codes, sums)
+            quantize_8(x, i, inverse[i], table, codes, sums)
 
 
 @inlined
@@ -257,7 +257,7 @@ def _words(address: Any, count: Any) -> Any:
 # ctypes calls the kernels, so their parameters are plain pointers and numbers. They are longer than other functions
 # because that is where arrays get their shapes, and because memory on the stack ends with the function that asks for
 # it.
-ENCODE = types.void(*[types.voidptr] * 8, *[types.int64] * 4, *[types.float64] * 2, *[types.float32] * 2)
+ENCODE = types.void(*[types.voidptr] * 8, *[types.int64] * 4, *[types.float64] * 2)
 DECODE = types.void(*[types.voidptr] * 5, *[types.int64] * 5, types.float64)
 
 
@@ -276,8 +276,6 @@ def _encode(
     signed: Any,
     to_stored: Any,  # 2**-norm_exponent
     from_stored: Any,  # 2**norm_exponent
-    cells_per_unit: Any,
-    most: Any,
 ) -> None:
     words16, words32 = _words(values_at, blocks * 128)
     table = carray(table_at, 1, np.float32)
@@ -315,7 +313,7 @@ def _encode(
         bad = _measure_lengths(room, count)
         if bad >= 0 and first_bad < 0:
             first_bad = first + bad
-        _quantize(room, count, bits, cells_per_unit, most, table)
+        _quantize(room, count, bits, table)
         smallest, largest = _fit_norms(room, to_stored, norms[first:end], smallest, largest)
         _measure_errors(room, from_stored, energies[first:end], errors[first:end])
         for i in range(count):

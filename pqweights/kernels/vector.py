@@ -1,8 +1,9 @@
 """The inner steps that LLVM does not vectorise well by itself, as LLVM vector code for numba.
 
 A block is eight vectors of 16 floats. Butterflies below 16 and the last folds of a sum stay within a vector, by
-shuffles. A table look-up is a permutation of registers where the machine has one (AVX-512), and loads lane by lane
-elsewhere. Every operation is one of docs/format.md, in its order.
+shuffles. A polynomial estimates the number of a level, and one comparison with a threshold corrects it. A table look-up
+is a permutation of registers where the machine has one (AVX-512), and loads lane by lane elsewhere. Every operation is
+one of docs/format.md, in its order.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ _FOR_THIS_MACHINE = (
 )
 _FEATURES = llvm.get_host_cpu_features() if _FOR_THIS_MACHINE else {}
 _HAS_PERMUTE = bool(_FEATURES.get("avx512f", False))
-# Fused operations are used only where they change no result: with factors of 1 and -1, and to find a cell, where the
-# table allows for half an ulp more.
+# Fused operations are used only where they change no result: with factors of 1 and -1, and to estimate the number of a
+# level, which may be off by one.
 _HAS_FMA = bool(_FEATURES.get("fma", False))
 # Tables of more entries than this are read lane by lane: permuting so many registers costs more.
 _MOST_PERMUTED = 256
@@ -96,34 +97,23 @@ def rotate_block(typingctx: Any, x: Any, block: Any, factor: Any) -> Any:
     return types.void(x, block, factor), codegen
 
 
-def _make_quantize(cells: int, levels: int) -> Any:
+def _make_quantize(entries: int, degree: int) -> Any:
     @intrinsic
     def quantize(
         typingctx: Any,
         x: Any,  # f32, 128 for each block
         block: Any,
         factor: Any,
-        cells_per_unit: Any,
-        most: Any,  # the magnitude (f32) from which on the last cell counts
-        table: Any,  # f32: thresholds of the cells, levels below them (i32 bits), levels by code modulo their number
+        table: Any,  # f32: see _Quantizer
         codes: Any,  # out: u8, 128 for each block, the number of the nearest level minus half the number of levels
         sums: Any,  # out: f32, 4 for each block, of z * c, of c * c and of (z - c)**2
     ) -> Any:
-        """Rotate a block, multiply it by `factor` to z, and find the nearest levels c, which are symmetric about 0.
-
-        Cells are places rounded to whole numbers.
-        """
+        """Rotate a block, multiply it by `factor` to z, and find the nearest levels c, which are symmetric about 0."""
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             source, table, codes, sums = array_pointers(context, builder, signature, args)
-            _, block, factor, cells_per_unit, most, *_ = args
-            quantizer = _Quantizer(
-                thresholds=_Table(builder, table, 0, cells),
-                levels_below=_Table(builder, table, cells, cells),
-                levels=_Table(builder, table, 2 * cells, levels),
-                cells_per_unit=splat(builder, cells_per_unit),
-                most=splat(builder, most),
-            )
+            _, block, factor, *_ = args
+            quantizer = _load_quantizer(builder, table, entries, degree)
             factors = splat(builder, factor)
             rotated = _butterflies(_load_block(builder, source, block))
             terms = _quantized(quantizer, rotated, factors, codes, _places(builder, block))
@@ -131,19 +121,38 @@ def _make_quantize(cells: int, levels: int) -> Any:
             store(shuffled(folded, folded, [0, 4, 8, 12]), sums, builder.mul(block, I64(4)))
             return context.get_dummy_value()
 
-        return types.void(x, block, factor, cells_per_unit, most, table, codes, sums), codegen
+        return types.void(x, block, factor, table, codes, sums), codegen
 
     return quantize
 
 
 class _Quantizer(NamedTuple):
-    """What the search for the nearest level reads; see quantize."""
+    """What the search for the nearest level reads, in the order in which it lies in memory.
+
+    thresholds: those that are not negative; the first is 0.
+    levels: the positive ones.
+    coefficients: of a polynomial without a constant, the highest power first. At thresholds[k] it is nearer to k than
+        to any other integer, and it grows up to the last threshold.
+    last: the last threshold.
+    one: the integer 1. (LLVM does not know it, and so makes one operation of a choice between m and m - 1.)
+    """
 
     thresholds: _Table
-    levels_below: _Table
     levels: _Table
-    cells_per_unit: Lanes
-    most: Lanes
+    coefficients: list[Lanes]
+    last: Lanes
+    one: Lanes
+
+
+def _load_quantizer(builder: Any, table: Any, entries: int, degree: int) -> _Quantizer:
+    numbers = [splat(builder, builder.load(builder.gep(table, [I32(2 * entries + i)]))) for i in range(degree + 2)]
+    return _Quantizer(
+        thresholds=_Table(builder, table, 0, entries),
+        levels=_Table(builder, table, entries, entries),
+        coefficients=numbers[:degree],
+        last=numbers[degree],
+        one=numbers[degree + 1].bits(),
+    )
 
 
 def _quantized(
@@ -152,30 +161,31 @@ def _quantized(
     """Store the codes of each vector of a block at its place, and return its terms z * c, c * c and (z - c)**2."""
     terms = []
     for place, v in zip(places, rotated, strict=True):
-        # Adding 0 turns -0 into 0, which belongs to the upper level as every tie does. (Not fused: a product that
-        # underflows from below would stay -0.)
-        z = v * factors + 0.0
-        code, c = _nearest(quantizer, z)
+        z = v * factors
+        code, size = _nearest(quantizer, z)
         store(code.bytes(), codes, place)
-        distance = z - c
-        terms.append((z * c, c * c, distance * distance))
+        # z and its level have the same sign, if either has one, so that the terms are those of their magnitudes.
+        length = z.magnitude()
+        distance = length - size
+        terms.append((length * size, size * size, distance * distance))
     return terms
 
 
 def _nearest(quantizer: _Quantizer, z: Lanes) -> tuple[Lanes, Lanes]:
-    """The number of the nearest level minus half the number of levels, i32, and that level."""
-    bits = z.bits()
-    magnitude = z.magnitude().minimum(quantizer.most)
-    # Above 2**23 floats are integers: the low bits of the sum are the number of the cell.
-    cell = _multiply_add(magnitude, quantizer.cells_per_unit, z.of(2.0**23)).bits()
-    sign = bits & -(2**31)
-    threshold = (quantizer.thresholds.look_up(cell).bits() | sign).floats()
-    # z >= threshold counts up from the level below it; the mirror image of a negative cell lies one lower.
-    above = z >= threshold
-    negative = bits.all_ones_where_negative()
-    code = (quantizer.levels_below.look_up(cell).bits() ^ negative) + negative
-    code = above.choose(code + 1, code)
-    return code, quantizer.levels.look_up(code)
+    """The number of the nearest level minus half the number of levels, i32, and the magnitude of that level."""
+    one = quantizer.one
+    negative = z < 0.0  # not -0, which belongs to the upper level as every tie does
+    length = z.magnitude()
+    place, sum_ = length.minimum(quantizer.last), quantizer.coefficients[0]
+    # Above 2**23 floats are integers: the low bits of the last sum count the thresholds up to `length`, or one more.
+    for coefficient in [*quantizer.coefficients[1:], z.of(2.0**23)]:
+        sum_ = _multiply_add(sum_, place, coefficient)
+    number = sum_.bits()
+    # Bit patterns of floats that are not negative are in the order of the floats. A tie of a negative z goes to the
+    # level of smaller magnitude.
+    reach = negative.choose(length.bits() - one, length.bits())
+    number = (reach < quantizer.thresholds.look_up(number).bits()).choose(number - one, number)
+    return negative.choose(number ^ -one, number), quantizer.levels.look_up(number)
 
 
 def _make_look_up(entries: int) -> Any:
@@ -200,10 +210,10 @@ def _make_look_up(entries: int) -> Any:
     return look_up
 
 
-# By cells and levels: widths up to 5, then 6, 7 and 8.
-CELLS = {5: 32, 6: 64, 7: 128, 8: 512}
-quantize_5, quantize_6, quantize_7, quantize_8 = (_make_quantize(CELLS[bits], 1 << bits) for bits in CELLS)
-look_up_5, look_up_6, look_up_7, look_up_8 = (_make_look_up(1 << bits) for bits in CELLS)
+# Widths up to 5, then 6, 7 and 8, and the degrees of their polynomials.
+DEGREES = {5: 2, 6: 2, 7: 4, 8: 4}
+quantize_5, quantize_6, quantize_7, quantize_8 = (_make_quantize(1 << (b - 1), DEGREES[b]) for b in DEGREES)
+look_up_5, look_up_6, look_up_7, look_up_8 = (_make_look_up(1 << bits) for bits in DEGREES)
 
 
 class _Table:
@@ -226,7 +236,7 @@ class _Table:
 
         registers = self._registers
         if len(registers) == 1:
-            return permuted(registers[0], registers[0])
+            return call(self._builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, registers[0], index)
         parts = [permuted(a, b) for a, b in zip(registers[::2], registers[1::2], strict=True)]
         bit = 2 * LANES  # each call looked at the index bits below this one
         while len(parts) > 1:
