@@ -41,29 +41,40 @@ SOURCES = (
     "cpu_groups.py",
     "cpu_kernels.py",
     "emit.py",
+    "encoding.py",
     "jit.py",
     "lanes.py",
     "packing.py",
+    "prescaling.py",
     "sixteen.py",
     "vector.py",
 )
 
-# Degrees of the polynomials of the level search for widths up to 5, then 6, 7 and 8; vector.py has the same.
+# Degrees of the polynomials of the level search for widths up to 5, then 6, 7 and 8; encoding.py has the same.
 _DEGREES = {5: 2, 6: 2, 7: 4, 8: 4}
 
 
 @functools.lru_cache(maxsize=32)
 def _encode_table(levels: tuple[float, ...], thresholds: tuple[float, ...]) -> npt.NDArray[np.float32]:
-    """The table of vector.quantize for symmetric levels (see vector._Quantizer)."""
-    half = len(levels) // 2
+    """The table that encoding.py reads, for symmetric levels (see encoding._Search)."""
+    half, bits = len(levels) // 2, len(levels).bit_length() - 1
     upper, lower = np.array(levels[half:], dtype=np.float32), np.array(levels[:half], dtype=np.float32)
     limits = np.array(thresholds[half - 1 :], dtype=np.float64)
     assert np.array_equal(upper, -lower[::-1]) and limits[0] == 0
-    bits = max(5, len(levels).bit_length() - 1)
-    coefficients = _counting_polynomial(limits, _DEGREES[bits])
-    unused = np.zeros((1 << (bits - 1)) - half)
-    numbers = np.concatenate([limits, unused, upper, unused, coefficients, limits[-1:]]).astype(np.float32)
-    return np.append(numbers, np.int32(1).view(np.float32))
+    if bits < 6:  # by code modulo the size of the table; codes count from the middle
+        unused = np.zeros((16 if bits < 5 else 32) - 2 * half)
+        tables = [thresholds[half:], [np.inf], unused, thresholds[:half], upper, unused, lower]
+    else:
+        tables = [limits, upper]
+    coefficients = _counting_polynomial(limits, _DEGREES[max(bits, 5)])
+    head = np.zeros(16, dtype=np.float32)
+    head[0], head[1], head[2], head[3 : 3 + len(coefficients)] = (
+        -1,
+        np.int32(1).view(np.float32),
+        limits[-1],
+        coefficients,
+    )
+    return np.concatenate([head, *tables]).astype(np.float32)
 
 
 def _counting_polynomial(limits: npt.NDArray[np.float64], degree: int) -> npt.NDArray[np.float64]:

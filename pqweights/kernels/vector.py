@@ -1,15 +1,14 @@
 """The inner steps that LLVM does not vectorise well by itself, as LLVM vector code for numba.
 
-A block is eight vectors of 16 floats. Butterflies below 16 and the last folds of a sum stay within a vector, by
-shuffles. A polynomial estimates the number of a level, and one comparison with a threshold corrects it. A table look-up
-is a permutation of registers where the machine has one (AVX-512), and loads lane by lane elsewhere. Every operation is
-one of docs/format.md, in its order.
+A block is eight vectors of 16 floats here, and butterflies below 16 stay within a vector, by shuffles. (encoding.py has
+another layout.) A table look-up is a permutation of registers where the machine has one (AVX-512), and loads lane by
+lane elsewhere. Every operation is one of docs/format.md, in its order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -71,18 +70,6 @@ def stack(typingctx: Any, byte_count: Any) -> Any:
 
 
 @intrinsic
-def sum_of_squares(typingctx: Any, x: Any, block: Any) -> Any:
-    """The sum of squares of the 128 floats of a block, by folding the upper half onto the lower one."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        (source,) = array_pointers(context, builder, signature, args)
-        squares = [v * v for v in _load_block(builder, source, args[1])]
-        return builder.extract_element(_fold_lanes([_fold_vectors(squares)]).value, I32(0))
-
-    return types.float32(x, block), codegen
-
-
-@intrinsic
 def rotate_block(typingctx: Any, x: Any, block: Any, factor: Any) -> Any:
     """Rotate the 128 floats of a block, in place, and multiply them by `factor`."""
 
@@ -97,97 +84,6 @@ def rotate_block(typingctx: Any, x: Any, block: Any, factor: Any) -> Any:
     return types.void(x, block, factor), codegen
 
 
-def _make_quantize(entries: int, degree: int) -> Any:
-    @intrinsic
-    def quantize(
-        typingctx: Any,
-        x: Any,  # f32, 128 for each block
-        block: Any,
-        factor: Any,
-        table: Any,  # f32: see _Quantizer
-        codes: Any,  # out: u8, 128 for each block, the number of the nearest level minus half the number of levels
-        sums: Any,  # out: f32, 4 for each block, of z * c, of c * c and of (z - c)**2
-    ) -> Any:
-        """Rotate a block, multiply it by `factor` to z, and find the nearest levels c, which are symmetric about 0."""
-
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            source, table, codes, sums = array_pointers(context, builder, signature, args)
-            _, block, factor, *_ = args
-            quantizer = _load_quantizer(builder, table, entries, degree)
-            factors = splat(builder, factor)
-            rotated = _butterflies(_load_block(builder, source, block))
-            terms = _quantized(quantizer, rotated, factors, codes, _places(builder, block))
-            folded = _fold_lanes([_fold_vectors(list(term)) for term in zip(*terms, strict=True)])
-            store(shuffled(folded, folded, [0, 4, 8, 12]), sums, builder.mul(block, I64(4)))
-            return context.get_dummy_value()
-
-        return types.void(x, block, factor, table, codes, sums), codegen
-
-    return quantize
-
-
-class _Quantizer(NamedTuple):
-    """What the search for the nearest level reads, in the order in which it lies in memory.
-
-    thresholds: those that are not negative; the first is 0.
-    levels: the positive ones.
-    coefficients: of a polynomial without a constant, the highest power first. At thresholds[k] it is nearer to k than
-        to any other integer, and it grows up to the last threshold.
-    last: the last threshold.
-    one: the integer 1. (LLVM does not know it, and so makes one operation of a choice between m and m - 1.)
-    """
-
-    thresholds: _Table
-    levels: _Table
-    coefficients: list[Lanes]
-    last: Lanes
-    one: Lanes
-
-
-def _load_quantizer(builder: Any, table: Any, entries: int, degree: int) -> _Quantizer:
-    numbers = [splat(builder, builder.load(builder.gep(table, [I32(2 * entries + i)]))) for i in range(degree + 2)]
-    return _Quantizer(
-        thresholds=_Table(builder, table, 0, entries),
-        levels=_Table(builder, table, entries, entries),
-        coefficients=numbers[:degree],
-        last=numbers[degree],
-        one=numbers[degree + 1].bits(),
-    )
-
-
-def _quantized(
-    quantizer: _Quantizer, rotated: list[Lanes], factors: Lanes, codes: Any, places: list[Any]
-) -> list[tuple[Lanes, Lanes, Lanes]]:
-    """Store the codes of each vector of a block at its place, and return its terms z * c, c * c and (z - c)**2."""
-    terms = []
-    for place, v in zip(places, rotated, strict=True):
-        z = v * factors
-        code, size = _nearest(quantizer, z)
-        store(code.bytes(), codes, place)
-        # z and its level have the same sign, if either has one, so that the terms are those of their magnitudes.
-        length = z.magnitude()
-        distance = length - size
-        terms.append((length * size, size * size, distance * distance))
-    return terms
-
-
-def _nearest(quantizer: _Quantizer, z: Lanes) -> tuple[Lanes, Lanes]:
-    """The number of the nearest level minus half the number of levels, i32, and the magnitude of that level."""
-    one = quantizer.one
-    negative = z < 0.0  # not -0, which belongs to the upper level as every tie does
-    length = z.magnitude()
-    place, sum_ = length.minimum(quantizer.last), quantizer.coefficients[0]
-    # Above 2**23 floats are integers: the low bits of the last sum count the thresholds up to `length`, or one more.
-    for coefficient in [*quantizer.coefficients[1:], z.of(2.0**23)]:
-        sum_ = _multiply_add(sum_, place, coefficient)
-    number = sum_.bits()
-    # Bit patterns of floats that are not negative are in the order of the floats. A tie of a negative z goes to the
-    # level of smaller magnitude.
-    reach = negative.choose(length.bits() - one, length.bits())
-    number = (reach < quantizer.thresholds.look_up(number).bits()).choose(number - one, number)
-    return negative.choose(number ^ -one, number), quantizer.levels.look_up(number)
-
-
 def _make_look_up(entries: int) -> Any:
     @intrinsic
     def look_up(typingctx: Any, codes: Any, table: Any, block: Any, factor: Any, out: Any) -> Any:
@@ -195,7 +91,7 @@ def _make_look_up(entries: int) -> Any:
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             source, table, target = array_pointers(context, builder, signature, args)
-            levels_of, factors = _Table(builder, table, 0, entries), splat(builder, args[3])
+            levels_of, factors = Table(builder, table, 0, entries), splat(builder, args[3])
             places = _places(builder, args[2])
             levels = []
             for place in places:
@@ -210,13 +106,11 @@ def _make_look_up(entries: int) -> Any:
     return look_up
 
 
-# Widths up to 5, then 6, 7 and 8, and the degrees of their polynomials.
-DEGREES = {5: 2, 6: 2, 7: 4, 8: 4}
-quantize_5, quantize_6, quantize_7, quantize_8 = (_make_quantize(1 << (b - 1), DEGREES[b]) for b in DEGREES)
-look_up_5, look_up_6, look_up_7, look_up_8 = (_make_look_up(1 << bits) for bits in DEGREES)
+# Widths up to 5, then 6, 7 and 8.
+look_up_5, look_up_6, look_up_7, look_up_8 = (_make_look_up(1 << bits) for bits in (5, 6, 7, 8))
 
 
-class _Table:
+class Table:
     """A table of floats in memory, held in registers where look-ups are permutations."""
 
     def __init__(self, builder: Any, pointer: Any, start: int, entries: int) -> None:
@@ -256,9 +150,17 @@ class _Table:
         return Lanes(builder, result)
 
 
-def _multiply_add(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
+def multiply_add(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
     """a * b + c, fused where the machine can; only for uses in which fusing changes no result."""
     return call(a.builder, "llvm.fma.v16f32", FLOATS, a, b, c) if _HAS_FMA else a * b + c
+
+
+def difference(a: Lanes, b: Lanes, minus_one: Lanes) -> Lanes:
+    """a - b, as b * -1 + a where the machine can fuse: some can then add and subtract side by side.
+
+    minus_one: -1, which LLVM must not know, because it would subtract.
+    """
+    return multiply_add(b, minus_one, a) if _HAS_FMA else a - b
 
 
 def _butterflies(x: Sequence[Lanes]) -> list[Lanes]:
@@ -269,7 +171,7 @@ def _butterflies(x: Sequence[Lanes]) -> list[Lanes]:
         signs = constant(values[0].builder, FLOATS, [-1.0 if lane & h else 1.0 for lane in range(LANES)])
         for i, v in enumerate(values):
             # Low lane: x + partner. High lane: -x + partner, which is the float partner - x.
-            values[i] = _multiply_add(v, signs, shuffled(v, v, [lane ^ h for lane in range(LANES)]))
+            values[i] = multiply_add(v, signs, shuffled(v, v, [lane ^ h for lane in range(LANES)]))
         h *= 2
     step = 1
     while step < VECTORS:
@@ -281,31 +183,12 @@ def _butterflies(x: Sequence[Lanes]) -> list[Lanes]:
     return values
 
 
-def _fold_vectors(values: list[Lanes]) -> Lanes:
-    """Eight vectors to one: the first three folds of a sum."""
+def fold_vectors(values: list[Lanes]) -> Lanes:
+    """Vectors to one, by folding the upper half onto the lower one."""
     while len(values) > 1:
         half = len(values) // 2
         values = [values[i] + values[i + half] for i in range(half)]
     return values[0]
-
-
-def _fold_lanes(values: list[Lanes]) -> Lanes:
-    """The last four folds of up to four sums: sum i is in lane 4 * i of the result.
-
-    Lanes are halved for two vectors at once, whose halves then share one vector, twice.
-    """
-    a, b, c, d = (values * 4)[:4]
-    first = _join(a, b, 8)
-    v = _join(first, first if len(values) <= 2 else _join(c, d, 8), 4)
-    for h in (2, 1):
-        v = v + shuffled(v, v, [lane // 4 * 4 + (lane + h) % 4 for lane in range(LANES)])
-    return v
-
-
-def _join(u: Lanes, v: Lanes, h: int) -> Lanes:
-    """Add lane + h to each lane whose number has no bit h, and close the gaps: the results of u, then those of v."""
-    lower = [lane for lane in range(2 * LANES) if not lane & h]
-    return shuffled(u, v, lower) + shuffled(u, v, [lane + h for lane in lower])
 
 
 def _places(builder: Any, block: Any) -> list[Any]:
