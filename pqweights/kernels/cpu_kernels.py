@@ -112,7 +112,7 @@ def _flip(x: Any, count: Any, signs: Any) -> None:
 @inlined
 def _load_rows(room: Any, words16: Any, words32: Any, dtype: Any, signed: Any, signs: Any) -> None:
     """Convert up to GROUP blocks of any dtype to float32."""
-    size = max(len(words16), len(words32))
+    size = len(words16)
     room.x[size:] = 0
     load_values(words16, words32, dtype, room.bits[:size], room.x[:size])
     if signed:

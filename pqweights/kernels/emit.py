@@ -179,17 +179,34 @@ def shuffled(a: Lanes, b: Lanes, order: Sequence[int]) -> Lanes:
 
 
 def transposed(rows: list[Lanes]) -> list[Lanes]:
-    """Sixteen vectors of sixteen lanes as the columns of what they are the rows of.
-
-    In two steps within quarters of the vectors, and two that move whole quarters: machines have instructions for these.
-    """
-    quarters = range(0, LANES, 4)
-    for distance, first, second in ((1, (0, 16, 1, 17), (2, 18, 3, 19)), (2, (0, 1, 16, 17), (2, 3, 18, 19))):
-        rows = _in_pairs(rows, distance, [[q + lane for q in quarters for lane in order] for order in (first, second)])
+    """Sixteen vectors of sixteen lanes as the columns of what they are the rows of."""
+    rows = _transposed_quarters(rows)
     for distance in (4, 8):
-        alternate = [[4 * q + lane for q in range(start, 8, 2) for lane in range(4)] for start in (0, 1)]
-        rows = _in_pairs(rows, distance, alternate)
-    return [rows[quarter + k] for quarter in quarters for k in (0, 2, 1, 3)]
+        rows = _in_pairs(rows, distance, _ALTERNATE_QUARTERS)
+    return rows
+
+
+def transposed_halves(left: list[Lanes], right: list[Lanes]) -> list[Lanes]:
+    """The columns of sixteen rows of sixteen lanes, of which the left and the right halves were loaded apart.
+
+    Each vector holds the halves of two rows, i and i + 4, in the order of i. That leaves fewer shuffles, which few
+    units can do, and more loads.
+    """
+    columns = []
+    for halves in (left, right):
+        columns += _in_pairs(_transposed_quarters(halves), 4, _ALTERNATE_QUARTERS)
+    return columns
+
+
+_QUARTERS = range(0, LANES, 4)
+_ALTERNATE_QUARTERS = [[4 * q + lane for q in range(start, 8, 2) for lane in range(4)] for start in (0, 1)]
+
+
+def _transposed_quarters(rows: list[Lanes]) -> list[Lanes]:
+    """Transpose each four by four lanes of four adjacent rows."""
+    for distance, first, second in ((1, (0, 16, 1, 17), (2, 18, 3, 19)), (2, (0, 1, 16, 17), (2, 3, 18, 19))):
+        rows = _in_pairs(rows, distance, [[q + lane for q in _QUARTERS for lane in order] for order in (first, second)])
+    return [rows[i + k] for i in range(0, len(rows), 4) for k in (0, 2, 1, 3)]
 
 
 def _in_pairs(rows: list[Lanes], distance: int, orders: list[list[int]]) -> list[Lanes]:

@@ -38,8 +38,9 @@ from pqweights.kernels.emit import (
     splat,
     store,
     transposed,
+    transposed_halves,
 )
-from pqweights.kernels.vector import BLOCK, VECTORS, Table, difference, fold_vectors, multiply_add
+from pqweights.kernels.vector import BLOCK, VECTORS, Table, clipped, difference, fold_vectors, multiply_add
 
 # Degrees of the polynomials of the level search for widths up to 5, then 6, 7 and 8.
 DEGREES = {5: 2, 6: 2, 7: 4, 8: 4}
@@ -65,7 +66,7 @@ def load_words(typingctx: Any, words: Any, first: Any, table: Any, work: Any, te
             places = [builder.add(start, I64(BLOCK * row)) for row in range(LANES)]
             for place in places:
                 prefetch(builder, source, builder.add(place, I64(LANES * BLOCK)))
-            pairs = transposed([load(builder, source, place, INTS, align=2) for place in places])
+            pairs = _load_columns(builder, source, places, INTS, 2)
             for half in range(2):
                 eight = pairs[half * VECTORS : (half + 1) * VECTORS]
                 # The first weight of a pair is in the lower half of the word.
@@ -89,14 +90,27 @@ def load_floats(typingctx: Any, x: Any, table: Any, work: Any, terms: Any) -> An
 
         def sixteen(g: Any, nothing: tuple[()]) -> tuple[()]:
             start = builder.mul(g, I64(LANES))
-            rows = [load(builder, source, builder.add(start, I64(BLOCK * row))) for row in range(LANES)]
-            _rotate_sixteen(transposed(rows), g, minus_one, work, terms)
+            places = [builder.add(start, I64(BLOCK * row)) for row in range(LANES)]
+            _rotate_sixteen(_load_columns(builder, source, places, FLOATS, 1), g, minus_one, work, terms)
             return nothing
 
         loop(builder, I64(VECTORS), (), sixteen)
         return context.get_dummy_value()
 
     return types.void(x, table, work, terms), codegen
+
+
+def _load_columns(builder: Any, pointer: Any, places: list[Any], kind: Any, items: int) -> list[Lanes]:
+    """Sixteen vectors that have a lane for each of the places, from which on `items` elements go to each vector."""
+    half = ir.VectorType(kind.element, LANES // 2)
+
+    def both(i: int, k: int, offset: int) -> Lanes:
+        starts = (builder.add(places[row], I64(offset)) for row in (i, k))
+        return shuffled(*(load(builder, pointer, start, half, align=4 // items) for start in starts), range(LANES))
+
+    rows = [(i, i + 4) for i in (0, 1, 2, 3, 8, 9, 10, 11)]
+    left, right = ([both(i, k, offset) for i, k in rows] for offset in (0, items * LANES // 2))
+    return transposed_halves(left, right)
 
 
 def _rotate_sixteen(x: list[Lanes], g: Any, minus_one: Lanes, work: Any, terms: Any) -> None:
@@ -166,10 +180,10 @@ class _Search(NamedTuple):
 class _Found(NamedTuple):
     """The nearest levels to a vector of z.
 
-    code: i32, of which the lowest byte is the number of the level minus half the number of levels, up to its highest
-        bits, and the other bytes are those of the result of _base.
-    value, level: z and the level, or the magnitudes of both. (They have the same sign, if either has one, so that both
-        give the same products, and the same square of their difference.)
+    code: i32. Its low bits, as many as the width, are the number of the level minus half the number of levels, and its
+        upper three bytes are those of _base.
+    value, level: z and the level, or the magnitudes of both. (The signs are the same, so that products and the square
+        of the difference are, too.)
     """
 
     code: Lanes
@@ -205,7 +219,7 @@ def _load_search(builder: Any, table: Any, bits: int) -> _Search:
 
 def _find(search: _Search, z: Lanes, bits: int) -> _Found:
     """The tables are indexed by code, modulo their size; the threshold of a code is its upper end."""
-    place = _clipped(z, search.last)
+    place = clipped(z, search.last)
     slope = _polynomial(search.coefficients, place.magnitude())
     # One less than the number of thresholds up to z, from the middle, or by chance that number.
     number = multiply_add(slope, place, z.of(_base(bits) - 1)).bits()
@@ -226,16 +240,6 @@ def _find_by_magnitude(search: _Search, z: Lanes, bits: int) -> _Found:
     reach = negative.choose(length.bits() - one, length.bits())
     number = (reach < search.thresholds.look_up(number).bits()).choose(number - one, number)
     return _Found(negative.choose(number ^ 255, number), length, search.levels.look_up(number))
-
-
-def _clipped(z: Lanes, most: Lanes) -> Lanes:
-    """z where its magnitude is at most `most`, which is positive, or else `most` with the sign of z.
-
-    Bit patterns of positive floats are in the order of the floats, and those of negative ones, without sign, too. More
-    units compare integers than floats.
-    """
-    bits, limit = z.bits().minimum(most.bits()), most.bits() | -(2**31)
-    return bits.unsigned_minimum(limit).floats()
 
 
 def _square(x: Lanes) -> Lanes:

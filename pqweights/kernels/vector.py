@@ -20,6 +20,7 @@ from pqweights.kernels.emit import (
     BYTES,
     FLOATS,
     I8,
+    I16,
     I32,
     I64,
     INTS,
@@ -45,6 +46,7 @@ _FOR_THIS_MACHINE = (
 )
 _FEATURES = llvm.get_host_cpu_features() if _FOR_THIS_MACHINE else {}
 _HAS_PERMUTE = bool(_FEATURES.get("avx512f", False))
+_HAS_RANGE = bool(_FEATURES.get("avx512dq", False))
 # Fused operations are used only where they change no result: with factors of 1 and -1, and to estimate the number of a
 # level, which may be off by one.
 _HAS_FMA = bool(_FEATURES.get("fma", False))
@@ -153,6 +155,17 @@ class Table:
 def multiply_add(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
     """a * b + c, fused where the machine can; only for uses in which fusing changes no result."""
     return call(a.builder, "llvm.fma.v16f32", FLOATS, a, b, c) if _HAS_FMA else a * b + c
+
+
+def clipped(x: Lanes, most: Lanes) -> Lanes:
+    """x where its magnitude is at most `most`, which is positive, and `most` with the sign of x elsewhere."""
+    if _HAS_RANGE:
+        smaller_magnitude, every_lane = Lanes(x.builder, I32(0b0010)), Lanes(x.builder, I16(-1))
+        as_always = Lanes(x.builder, I32(4))  # the rounding mode, which does not matter here
+        operands = (x, most, smaller_magnitude, x, every_lane, as_always)
+        return call(x.builder, "llvm.x86.avx512.mask.range.ps.512", FLOATS, *operands)
+    # Bit patterns of positive floats are in the order of the floats, and those of negative ones, without sign, too.
+    return x.bits().minimum(most.bits()).unsigned_minimum(most.bits() | -(2**31)).floats()
 
 
 def difference(a: Lanes, b: Lanes, minus_one: Lanes) -> Lanes:
