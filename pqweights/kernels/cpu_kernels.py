@@ -34,6 +34,8 @@ from pqweights.kernels.vector import look_up_5, look_up_6, look_up_7, look_up_8,
 
 # Blocks that are encoded or decoded together, as many as a vector has lanes; the L1 cache holds their floats and sums.
 GROUP = 16
+# How far ahead weights are fetched into the cache. The processor does not foresee their order by itself.
+_GROUPS_AHEAD = 2
 
 
 @jit
@@ -120,24 +122,24 @@ def _load_rows(room: Any, words16: Any, words32: Any, dtype: Any, signed: Any, s
 
 
 @inlined
-def _quantize(room: Any, bits: Any, table: Any, rows: Any) -> None:
+def _quantize(room: Any, bits: Any, table: Any, rows: Any, words: Any, upcoming: Any) -> None:
     """Find the nearest levels, pack their codes into rows, and compute the sums that norms and errors need."""
     work, squares, radius = room.work, room.squares, room.radius
     terms, packed, sums = room.terms, room.packed, room.sums
     if bits == 2:
-        quantize_2(work, squares, table, radius, terms, packed, sums)
+        quantize_2(work, squares, table, radius, terms, packed, sums, words, upcoming)
     elif bits == 3:
-        quantize_3(work, squares, table, radius, terms, packed, sums)
+        quantize_3(work, squares, table, radius, terms, packed, sums, words, upcoming)
     elif bits == 4:
-        quantize_4(work, squares, table, radius, terms, packed, sums)
+        quantize_4(work, squares, table, radius, terms, packed, sums, words, upcoming)
     elif bits == 5:
-        quantize_5(work, squares, table, radius, terms, packed, sums)
+        quantize_5(work, squares, table, radius, terms, packed, sums, words, upcoming)
     elif bits == 6:
-        quantize_6(work, squares, table, radius, terms, packed, sums)
+        quantize_6(work, squares, table, radius, terms, packed, sums, words, upcoming)
     elif bits == 7:
-        quantize_7(work, squares, table, radius, terms, packed, sums)
+        quantize_7(work, squares, table, radius, terms, packed, sums, words, upcoming)
     else:
-        quantize_8(work, squares, table, radius, terms, packed, sums)
+        quantize_8(work, squares, table, radius, terms, packed, sums, words, upcoming)
     for word in range(1 if bits <= 4 else 2):
         store_rows(packed, word * GROUP * 16, min(4, bits - 4 * word), rows, word * 64, bits * 16)
 
@@ -270,7 +272,8 @@ def _encode(
                 first_bad = first + bad
             plain, scaled = False, True
         part = codes[first * 16 * bits : end * 16 * bits]
-        _quantize(room, bits, table, part if count == GROUP else room.rows)
+        upcoming = (first + _GROUPS_AHEAD * GROUP) * 128 * (2 if dtype == 2 else 1)
+        _quantize(room, bits, table, part if count == GROUP else room.rows, words16, upcoming)
         _fit_norms(room, to_stored)
         _measure_errors(room, from_stored)
         if count == GROUP:

@@ -64,8 +64,6 @@ def load_words(typingctx: Any, words: Any, first: Any, table: Any, work: Any, te
         def two_sixteens(i: Any, nothing: tuple[()]) -> tuple[()]:
             start = builder.add(args[1], builder.mul(i, I64(2 * LANES)))
             places = [builder.add(start, I64(BLOCK * row)) for row in range(LANES)]
-            for place in places:
-                prefetch(builder, source, builder.add(place, I64(LANES * BLOCK)))
             pairs = _load_columns(builder, source, places, INTS, 2)
             for half in range(2):
                 eight = pairs[half * VECTORS : (half + 1) * VECTORS]
@@ -264,11 +262,14 @@ def _make_quantize(bits: int) -> Any:
         terms: Any,  # room: f32 [3, 16, 16], the three terms of the sums, for each j added over g
         packed: Any,  # out: i32 [2, 16, 16], for each j one or two words, as _packed returns them
         sums: Any,  # out: f32 [3, 16], of z * c, of c * c and of (z - c)**2
+        words: Any,  # u16: from words[upcoming] on, 4 KiB are fetched meanwhile, for a later call
+        upcoming: Any,
     ) -> Any:
         """Multiply the rotated blocks by 1 / radius to z, and find the nearest levels c."""
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            work, squares, table, radius, terms, packed, sums = array_pointers(context, builder, signature, args)
+            work, squares, table, radius, terms, packed, sums, words = array_pointers(context, builder, signature, args)
+            upcoming = args[-1]
             root = call(builder, "llvm.sqrt.v16f32", FLOATS, load(builder, squares, I64(0), align=64))
             store(root, radius, I64(0), align=64)
             inverse = (root > 0.0).choose(1.0 / root, 0.0)
@@ -276,6 +277,9 @@ def _make_quantize(bits: int) -> Any:
 
             def eight_weights(j: Any, nothing: tuple[()]) -> tuple[()]:
                 at = builder.mul(j, I64(LANES))
+                line = builder.add(upcoming, builder.mul(j, I64(128)))
+                for offset in range(0, 128, 32):  # 64 bytes each; few at a time, in the order of memory
+                    prefetch(builder, words, builder.add(line, I64(offset)))
                 places = [builder.add(at, I64(g * LANES * LANES)) for g in range(VECTORS)]
                 x = _rotated([load(builder, work, place, align=64) for place in places], search.minus_one)
                 found = [(_find if bits < 6 else _find_by_magnitude)(search, v * inverse, bits) for v in x]
@@ -291,7 +295,7 @@ def _make_quantize(bits: int) -> Any:
                 store(fold_vectors(list(sixteen)), sums, I64(i * LANES), align=64)
             return context.get_dummy_value()
 
-        return types.void(work, squares, table, radius, terms, packed, sums), codegen
+        return types.void(work, squares, table, radius, terms, packed, sums, words, upcoming), codegen
 
     return quantize
 
