@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv quantize fit int4 mlx vllm bf16 eval publish demo test test-fast lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-phases bench-peers bench-scaling bench-exports bench-loading bench-quality bench-hub bench-fit bench-report bench-kills bad-inputs docs docs-commands dist clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 eval publish demo test test-fast lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-phases bench-peers bench-scaling bench-exports bench-loading bench-quality bench-hub bench-fit bench-report bench-kills bad-inputs docs docs-commands dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -83,11 +83,12 @@ format: $(READY) ## format the code
 
 # DOCS: where the JSON documents and the plots go. PAGES: the pages whose tables are written from them. FOLDER: where
 # checkpoints are made (20 GB at most), by default a temporary folder. EXTRAS: bench, or bench,bench-llama.
+# MACHINE: a short name of another machine than that of the pages, whose figures then stand in columns beside theirs.
 DOCS ?= docs/benchmarks
 PAGES ?= docs/benchmarks.md docs/exports.md docs/fit.md docs/hub.md docs/quality.md README.md
 EXTRAS ?= bench
-BENCHMARK = $(BIN)/python benchmarks/$(1).py --out $(DOCS)
-REPORT = $(call BENCHMARK,report) $(PAGES)
+BENCHMARK = $(BIN)/python benchmarks/$(1).py --out $(DOCS) $(if $(MACHINE),--machine $(MACHINE))
+REPORT = $(BIN)/python benchmarks/report.py --out $(DOCS) $(PAGES)
 WORK = $(if $(FOLDER),--folder $(FOLDER))
 
 bench: $(READY) ## kernels, start-up, commands, peers, scaling: tables, JSON and plots in docs/ (20 GB of disk, minutes)
@@ -112,6 +113,10 @@ bench-planning: $(READY) ## start-up: --help, and plan of up to 60,000 tensors
 
 bench-commands: $(READY) ## wall time and peak memory of whole commands beside cp -r
 	$(call BENCHMARK,commands) $(WORK) $(ARGS)
+	$(REPORT)
+
+bench-cold: $(READY) ## the same with an empty page cache, which only root can empty
+	$(call BENCHMARK,commands) --cold --sizes 4GB --largest 1GB $(WORK) $(ARGS)
 	$(REPORT)
 
 bench-phases: $(READY) ## where the time of quantize and export goes

@@ -1,12 +1,15 @@
 """Wall time, CPU time and peak memory of whole commands, beside `cp -r` of the same checkpoint on the same disk.
 
     python benchmarks/commands.py --sizes 1GB 4GB 8GB --largest 100MB 1GB 1GB
+    python benchmarks/commands.py --cold --sizes 4GB --largest 1GB        # as root
 
-Everything that a command reads is read once before it runs, so that it comes from the page cache. Every command is
-timed until a `sync` after it returns. The commands take turns, and the tables show medians. Quantize reads what cp
-reads; the BF16 export writes as much as cp, the integer exports (best scales and offsets) a quarter; verify writes
-nothing. Peaks are the kernel's ru_maxrss of the process, the largest of all rounds, beside an idle interpreter that
-imported pqweights, torch and numpy. cp has no peak: the kernel would report that of this script.
+Everything that a command reads is read once before it runs, so that it comes from the page cache; with --cold the
+cache is emptied instead. Every command is timed until a `sync` after it returns. The commands take turns, and the
+tables show medians. Quantize reads what cp reads; the BF16 export writes as much as cp, the integer exports (best
+scales and offsets) a quarter; verify writes nothing. What bounds a command is told by two shares of its time: the CPU
+seconds over the cores, and the bytes that it writes (cold: and reads) over what the disk moves with direct access.
+Peaks are the kernel's ru_maxrss of the process, the largest of all rounds, beside an idle interpreter that imported
+pqweights, torch and numpy. cp has no peak: the kernel would report that of this script.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from harness import (
     Document,
     Run,
     argument_parser,
+    disk_rates,
+    folder_bytes,
     gigabytes,
     machine,
     make_source,
@@ -42,7 +47,7 @@ EXPORTS = {
 COMMANDS = ("cp", "quantize", *EXPORTS, "verify")
 
 
-def measure(folder: Path, total: str, largest: str, rounds: int) -> list[dict]:
+def measure(folder: Path, total: str, largest: str, *, rounds: int, cold: bool) -> list[dict]:
     """The rows of one checkpoint, one per command."""
     source, master, out = (folder / name for name in ("source", "master", "out"))
     source_bytes = make_source(source, total, largest)
@@ -59,7 +64,7 @@ def measure(folder: Path, total: str, largest: str, rounds: int) -> list[dict]:
     runs: dict[str, list[Run]] = {name: [] for name in commands}
     for _ in range(rounds):
         for name, (command, read, written) in commands.items():
-            runs[name].append(run_command(command, [read], written))
+            runs[name].append(run_command(command, [read], written, cold=cold))
     cp_seconds = median_of(runs["cp"], "seconds")
     return [
         {
@@ -74,6 +79,8 @@ def measure(folder: Path, total: str, largest: str, rounds: int) -> list[dict]:
             "user_seconds": median_of(done, "user_seconds"),
             "system_seconds": median_of(done, "system_seconds"),
             "peak_bytes": max(run.peak_bytes for run in done) if name != "cp" else None,
+            "read_bytes": folder_bytes(commands[name][1]),
+            "written_bytes": done[0].written_bytes,
         }
         for name, done in runs.items()
     ]
@@ -89,10 +96,24 @@ TIMES_HEADER = (
     "until it returned",
     "user",
     "system",
+    "CPU busy",
+    "disk busy",
 )
 
 
-def times_row(row: Document) -> list[Cell]:
+def shares(row: Document, document: Document) -> list[Cell]:
+    """The shares of a command's time for which it kept the cores and the disk busy; cp has one thread."""
+    seconds, rates = row["median_seconds"], document["settings"]["disk"]
+    cores = 1 if row["command"] == "cp" else document["machine"]["cores"]
+    disk = None
+    if rates is not None:
+        busy = row["written_bytes"] / rates["write"]
+        busy += row["read_bytes"] / rates["read"] if document["settings"]["cold"] else 0
+        disk = f"{busy / seconds:.0%}"
+    return [f"{(row['user_seconds'] + row['system_seconds']) / cores / seconds:.0%}", disk]
+
+
+def times_row(row: Document, document: Document) -> list[Cell]:
     """A line of the table of times."""
     return [
         row["checkpoint"],
@@ -102,6 +123,7 @@ def times_row(row: Document) -> list[Cell]:
         f"{row['of_cp']:.2f}",
         ", ".join(f"{value:.2f}" for value in row["seconds"]),
         *(f"{row[field]:.2f}" for field in ("exit_seconds", "user_seconds", "system_seconds")),
+        *shares(row, document),
     ]
 
 
@@ -109,7 +131,16 @@ def sections(document: Document) -> dict[str, str]:
     """The tables, in Markdown."""
     settings, rows, idle = document["settings"], document["rows"], document["idle_peak_bytes"]
     note = f"{settings['dtype']} source, {settings['bits']} bits, blocks of {settings['block_size']}"
-    times = table(TIMES_HEADER, [times_row(row) for row in rows])
+    times = table(TIMES_HEADER, [times_row(row, document) for row in rows])
+    cache = "empty" if settings["cold"] else "warm"
+    disk = settings["disk"]
+    moved = (
+        ""
+        if disk is None
+        else f" Disk, direct: writes {gigabytes(disk['write'])}/s, reads {gigabytes(disk['read'])}/s."
+    )
+    if settings["cold"]:
+        return {"cold": f"{note}; median of {settings['rounds']}, page cache empty, through sync.{moved}\n\n{times}"}
     shown = [name for name in COMMANDS if name != "cp"]
     peaks = {(row["checkpoint"], row["command"]): row["peak_bytes"] for row in rows}
     checkpoints = dict.fromkeys((row["checkpoint"], row["largest_tensor"]) for row in rows)
@@ -118,7 +149,7 @@ def sections(document: Document) -> dict[str, str]:
     ]
     beside = "torch is not installed" if idle is None else gigabytes(idle)
     return {
-        "wall-time": f"{note}; median of {settings['rounds']}, page cache warm, through sync.\n\n{times}",
+        "wall-time": f"{note}; median of {settings['rounds']}, page cache {cache}, through sync.{moved}\n\n{times}",
         "memory": (
             f"{note}. Idle `python -c 'import pqweights, torch, numpy'`: {beside}.\n\n"
             + table(["checkpoint", "largest tensor", *shown], memory)
@@ -126,12 +157,27 @@ def sections(document: Document) -> dict[str, str]:
     }
 
 
+def compared(documents: dict[str, Document]) -> dict[str, str]:
+    """The times as multiples of cp's, a column for each machine."""
+    found = {
+        name: {(row["checkpoint"], row["command"]): row for row in document["rows"]}
+        for name, document in documents.items()
+    }
+    places = dict.fromkeys(place for rows in found.values() for place in rows if place[1] != "cp")
+    lines = [
+        [*place, *(f"{rows[place]['of_cp']:.2f}" if place in rows else None for rows in found.values())]
+        for place in places
+    ]
+    return {"machines": table(["checkpoint", "command", *found], lines)}
+
+
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--folder", type=Path, help="where checkpoints are made; by default a temporary folder")
     parser.add_argument("--sizes", nargs="+", default=["1GB", "4GB", "8GB"])
     parser.add_argument("--largest", nargs="+", default=["100MB", "1GB", "1GB"], help="largest tensor, one per size")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cold", action="store_true", help="empty the page cache before each command; as root")
     options = parser.parse_args()
     start = now()
     if len(options.sizes) != len(options.largest):
@@ -142,10 +188,10 @@ def main() -> None:
     rows = []
     for size, largest in zip(options.sizes, options.largest, strict=True):
         with tempfile.TemporaryDirectory(dir=options.folder) as work:
-            rows += measure(Path(work), size, largest, options.rounds)
-    settings = {**SETTINGS, "rounds": options.rounds}
+            rows += measure(Path(work), size, largest, rounds=options.rounds, cold=options.cold)
+    settings = {**SETTINGS, "rounds": options.rounds, "cold": options.cold, "disk": disk_rates(options.folder)}
     document = {"machine": machine(start), "settings": settings, "idle_peak_bytes": idle, "rows": rows}
-    publish("commands", document, sections(document), options.out)
+    publish("cold" if options.cold else "commands", document, sections(document), options)
 
 
 if __name__ == "__main__":

@@ -441,7 +441,7 @@ def main() -> None:
         "weights": weights,
         "absent": sorted(absent),
     }
-    publish("exports", document, sections(document), options.out)
+    publish("exports", document, sections(document), options)
 
 
 if __name__ == "__main__":

@@ -347,7 +347,7 @@ def main() -> None:
     models = [measured_model(folder, options) for folder in options.models]
     settings = {"max_tokens": options.max_tokens, "tokens": options.tokens, "dtype": "float32"}
     document = {"machine": machine(start), "settings": settings, "models": models}
-    publish("fit", document, sections(document), options.out)
+    publish("fit", document, sections(document), options)
 
 
 if __name__ == "__main__":

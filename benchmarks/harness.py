@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import mmap
 import os
 import platform
 import shutil
@@ -21,8 +22,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from pqweights.rewrite.task import usable_cores
 
 PQWEIGHTS = [sys.executable, "-c", "from pqweights_cli.main import main; main()"]
 SYNTHETIC = [sys.executable, str(Path(__file__).with_name("synthetic.py"))]
@@ -39,6 +38,7 @@ class Run:
     exit_seconds: wall time until the command returned.
     user_seconds, system_seconds: CPU time over all threads.
     peak_bytes: peak resident memory of the process.
+    written_bytes: size of the files that it wrote.
     """
 
     seconds: float
@@ -46,12 +46,23 @@ class Run:
     user_seconds: float
     system_seconds: float
     peak_bytes: int
+    written_bytes: int = 0
 
 
-def run_command(command: Sequence[str], inputs: Sequence[Path] = (), out: Path | None = None) -> Run:
-    """Run a command after reading its inputs into the page cache, `sync`, and delete what it wrote."""
-    for folder in inputs:
-        read_all(folder)
+def run_command(
+    command: Sequence[str], inputs: Sequence[Path] = (), out: Path | None = None, *, cold: bool = False
+) -> Run:
+    """Run a command, `sync`, and delete what it wrote.
+
+    inputs: what is read into the page cache before
+    cold: empty the page cache instead, which only root may do
+    """
+    if cold:
+        subprocess.run(["sync"], check=True)
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+    else:
+        for folder in inputs:
+            read_all(folder)
     subprocess.run(["sync"], check=True)
     with tempfile.TemporaryFile() as messages:  # progress, shown only if the command fails
         start = time.monotonic()
@@ -65,10 +76,54 @@ def run_command(command: Sequence[str], inputs: Sequence[Path] = (), out: Path |
             raise SystemExit(f"error: {' '.join(command)} exited with {process.returncode}\n{said}")
     subprocess.run(["sync"], check=True)
     seconds = time.monotonic() - start
+    written_bytes = 0
     if out is not None:
+        written_bytes = folder_bytes(out)
         shutil.rmtree(out)
     peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Run(seconds, exit_seconds, usage.ru_utime, usage.ru_stime, peak_bytes)
+    return Run(seconds, exit_seconds, usage.ru_utime, usage.ru_stime, peak_bytes, written_bytes)
+
+
+def folder_bytes(folder: Path) -> int:
+    """The size of the files in a folder."""
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+
+
+def usable_cores() -> int:
+    """The number of cores that this process may use; macOS has no affinity."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+DISK_BLOCK = 1 << 22
+
+
+def disk_rates(folder: Path | None, total: int = 2_000_000_000) -> dict[str, float] | None:
+    """Bytes per second that the disk of a folder writes and reads with direct access, a request at a time.
+
+    None if the file system has no direct access.
+    """
+    if not hasattr(os, "O_DIRECT"):
+        return None
+    memory = mmap.mmap(-1, DISK_BLOCK)
+    memory[:] = os.urandom(DISK_BLOCK)  # a host might not store zeros
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        path = os.path.join(work, "file")
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+        except OSError:
+            return None
+        try:
+            os.posix_fallocate(descriptor, 0, total)
+            start = time.monotonic()
+            for offset in range(0, total // DISK_BLOCK * DISK_BLOCK, DISK_BLOCK):
+                os.pwrite(descriptor, memory, offset)
+            os.fsync(descriptor)
+            written = time.monotonic()
+            for offset in range(0, total // DISK_BLOCK * DISK_BLOCK, DISK_BLOCK):
+                os.preadv(descriptor, [memory], offset)
+            return {"write": total / (written - start), "read": total / (time.monotonic() - written)}
+        finally:
+            os.close(descriptor)
 
 
 def read_all(folder: Path) -> None:
@@ -177,12 +232,16 @@ def argument_parser(doc: str) -> argparse.ArgumentParser:
     """A parser with --out, which every benchmark has."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder for the JSON document; by default, only print the tables")
+    parser.add_argument(
+        "--machine", help="a short name: the document is of another machine than that of the pages, beside its figures"
+    )
     return parser
 
 
-def publish(name: str, document: Document, sections: dict[str, str], out: Path | None) -> None:
-    """Print the tables, and write OUT/NAME.json if there is an OUT."""
+def publish(name: str, document: Document, sections: dict[str, str], options: argparse.Namespace) -> None:
+    """Print the tables, and write OUT/NAME.json if there is an OUT; OUT/NAME@MACHINE.json of another machine."""
     print(machine_line(document), *sections.values(), sep="\n\n", flush=True)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        file = f"{name}@{options.machine}.json" if options.machine else f"{name}.json"
+        (options.out / file).write_text(json.dumps(document, indent=1) + "\n")

@@ -240,7 +240,7 @@ def main() -> None:
     about["versions"] |= {name: version(name) for name in ("transformers", "safetensors")}
     settings = {"dtype": "BF16", "bits": 5, "rounds": options.rounds, "runs": options.runs, "tokens": TOKENS}
     document = {"machine": about, "settings": settings, "loading": loading, "tokens": tokens}
-    publish("loading", document, sections(document), options.out)
+    publish("loading", document, sections(document), options)
 
 
 if __name__ == "__main__":

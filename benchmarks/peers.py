@@ -549,7 +549,7 @@ def main() -> None:
     }
     document = {"machine": machine(start), "settings": settings, "versions": versions, "absent": absent, "rows": rows}
     shown = sections(document)
-    publish("peers", document, {"peers": shown["peers"]}, options.out)
+    publish("peers", document, {"peers": shown["peers"]}, options)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python benchmarks/phases.py --size 4GB --largest 1GB
 
-Each command runs once in a process of its own, in which the functions below are wrapped. The rest of the CPU seconds is
-start-up, scheduling, and Python between them. Wall seconds above CPU seconds are waiting: for the disk, for a turn to
-write to a file, or for a core.
+Each command runs in a process of its own, in which the functions below are wrapped, with one thread and with all. The
+rest of the CPU seconds is start-up, scheduling, and Python between them. Wall seconds above CPU seconds are waiting:
+for the disk, for room in its queue, or for a core. Of the main thread and of the disk's there is one, whatever the
+number of threads: what they do is the serial share, beside which the times tell what Amdahl's law makes of them.
 """
 
 from __future__ import annotations
@@ -21,17 +22,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import PQWEIGHTS, Document, argument_parser, machine, make_source, now, publish, read_all, table
+from harness import (
+    PQWEIGHTS,
+    Cell,
+    Document,
+    argument_parser,
+    machine,
+    make_source,
+    now,
+    publish,
+    read_all,
+    table,
+    usable_cores,
+)
 
+DISK = "write to the disk"  # in a thread of its own
 # phase -> module, class (or none), functions
 PHASES = {
-    "read the source": ("pqweights.checkpoint.storage", "LocalStorage", ("read_into",)),
+    "read the source": ("pqweights.checkpoint.file_reader", "FileReader", ("read_into",)),
     "encode": ("pqweights.kernels.cpu", None, ("encode",)),
     "decode": ("pqweights.kernels.cpu", None, ("decode",)),
-    "write to the page cache": ("pqweights.checkpoint.writer", "ShardWriter", ("write",)),
-    "flush to the disk": ("pqweights.checkpoint.writer", "ShardWriter", ("flush", "finish")),
-    "sha256 and sums, encoded": ("pqweights.rewrite.encode_job", "EncodeJob", ("collect",)),
-    "sha256, copied or decoded": ("pqweights.rewrite.jobs", "CopyJob", ("collect",)),
+    "hash": ("pqweights.checkpoint.digests", "PieceHasher", ("add",)),
+    "collect in blocks": ("pqweights.checkpoint.shard_writer", "ShardWriter", ("write",)),
+    "sums of errors": ("pqweights.rewrite.encode_job", "EncodeJob", ("collect",)),
+    DISK: ("pqweights.checkpoint.shard_writer", "ShardWriter", ("_write_block", "save", "finish")),
 }
 
 
@@ -70,24 +84,61 @@ def profiled(arguments: list[str]) -> dict[str, Any]:
 
     app(arguments, standalone_mode=False)
     seconds, times = time.perf_counter() - start, os.times()
-    return {"seconds": seconds, "cpu_seconds": times.user + times.system, "phases": found}
+    main_thread = time.thread_time()
+    return {
+        "seconds": seconds,
+        "cpu_seconds": times.user + times.system,
+        "main_thread_cpu_seconds": main_thread,
+        "phases": found,
+    }
 
 
 def sections(document: Document) -> dict[str, str]:
-    """The table, in Markdown."""
-    rows = []
-    for row in document["rows"]:
+    """The tables, in Markdown."""
+    settings = document["settings"]
+    note = f"{settings['size']} checkpoint, largest tensor {settings['largest']}, 5 bits"
+    phases = table(["command", "phase", "calls", "wall", "CPU"], _phase_lines(document["rows"]))
+    return {
+        "phases": f"{note}; seconds summed over the threads.\n\n{phases}",
+        "amdahl": f"{note}; the run of median time of {settings['rounds']}.\n\n{_serial_table(document['rows'])}",
+    }
+
+
+def _phase_lines(rows: list[Document]) -> list[list[Cell]]:
+    """The phases of each command with the most threads."""
+    most, lines = max(row["threads"] for row in rows), []
+    for row in (row for row in rows if row["threads"] == most):
         label = f"{row['command']}: {row['seconds']:.2f} s"
         for phase, (calls, wall, cpu) in row["phases"].items():
             if calls:
-                rows.append([label, phase, calls, f"{wall:.2f}", f"{cpu:.2f}"])
+                lines.append([label, phase, calls, f"{wall:.2f}", f"{cpu:.2f}"])
         rest = row["cpu_seconds"] - sum(cpu for _, _, cpu in row["phases"].values())
-        rows.append([label, "the rest", None, None, f"{rest:.2f}"])
-    settings = document["settings"]
-    note = (
-        f"{settings['size']} checkpoint, largest tensor {settings['largest']}, 5 bits; seconds summed over the threads."
-    )
-    return {"phases": f"{note}\n\n{table(['command', 'phase', 'calls', 'wall', 'CPU'], rows)}"}
+        lines.append([label, "the rest", None, None, f"{rest:.2f}"])
+    return lines
+
+
+def _serial_table(rows: list[Document]) -> str:
+    """The CPU seconds of the threads of which there is one, and how the time falls with the number of the others."""
+    header = [
+        "command",
+        "threads",
+        "seconds",
+        "CPU",
+        "main thread",
+        "disk's thread",
+        "serial share of CPU",
+        "by Amdahl",
+    ]
+    alone = {row["command"]: row["seconds"] for row in rows if row["threads"] == 1}
+    lines = []
+    for row in rows:
+        threads, main = row["threads"], row["main_thread_cpu_seconds"]
+        gain = row["seconds"] / alone[row["command"]]
+        by_amdahl = None if threads == 1 else f"{(threads * gain - 1) / (threads - 1):.0%}"
+        disk = row["phases"][DISK][2]
+        cells = [f"{seconds:.2f}" for seconds in (row["seconds"], row["cpu_seconds"], main, disk)]
+        lines.append([row["command"], threads, *cells, f"{main / row['cpu_seconds']:.0%}", by_amdahl])
+    return table(header, lines)
 
 
 def main() -> None:
@@ -98,8 +149,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the checkpoint is made; by default a temporary folder")
     parser.add_argument("--size", default="4GB")
     parser.add_argument("--largest", default="1GB")
+    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, usable_cores()}))
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    start, rows = now(), []
+    start = now()
     with tempfile.TemporaryDirectory(dir=options.folder) as work:
         source, master, out = (str(Path(work) / name) for name in ("source", "master", "out"))
         make_source(Path(source), options.size, options.largest)
@@ -108,17 +161,29 @@ def main() -> None:
             "quantize": ["quantize", source, out],
             "export": ["export", master, out, "--target", "bf16"],
         }
-        for name, arguments in commands.items():
-            read_all(Path(arguments[1]))
-            subprocess.run(["rm", "-rf", out], check=True)
-            subprocess.run(["sync"], check=True)
-            done = subprocess.run(
-                [sys.executable, __file__, "--inside", *arguments], check=True, capture_output=True, text=True
-            )
-            rows.append({"command": name, **json.loads(done.stderr.splitlines()[-1])})
-    settings = {"size": options.size, "largest": options.largest}
+        found: dict[tuple[str, int], list[Document]] = {}
+        for _ in range(options.rounds):
+            for name, arguments in commands.items():
+                for threads in options.threads:
+                    limited = [*arguments, "--threads", str(threads)]
+                    found.setdefault((name, threads), []).append(run_profiled(limited, Path(arguments[1]), out))
+    rows = []
+    for (name, threads), runs in found.items():
+        median = sorted(runs, key=lambda run: run["seconds"])[len(runs) // 2]
+        rows.append({"command": name, "threads": threads, **median})
+    settings = {"size": options.size, "largest": options.largest, "rounds": options.rounds}
     document = {"machine": machine(start), "settings": settings, "rows": rows}
-    publish("phases", document, sections(document), options.out)
+    publish("phases", document, sections(document), options)
+
+
+def run_profiled(arguments: list[str], source: Path, out: str) -> Document:
+    """Run one command in a process of its own, the page cache warm and nothing else to be written."""
+    read_all(source)
+    subprocess.run(["rm", "-rf", out], check=True)
+    subprocess.run(["sync"], check=True)
+    command = [sys.executable, __file__, "--inside", *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return dict(json.loads(done.stderr.splitlines()[-1]))
 
 
 if __name__ == "__main__":

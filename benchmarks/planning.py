@@ -1,11 +1,16 @@
-"""Wall time of `pqweights plan` on checkpoints of many tensors and many shards, start-up included.
+"""Wall time and memory of `pqweights plan` on checkpoints of many tensors and many shards, start-up included.
 
     python benchmarks/planning.py
 
 The checkpoints have the names and shapes of DeepSeek-V3. Only their headers are written; each file is then extended to
 its full size with os.truncate, so that it takes no room on the disk (nominally terabytes: the file system must support
 sparse files). They are planned in turns, headers warm in the page cache, each time in a fresh process; the table shows
-medians. The last two rows are the least that any command costs: --help, and a plan of one small file.
+medians. The last rows are the least that any command costs: --help, and a plan of one small file. Memory for each
+tensor is the peak above that of the same command with the small file, over the number of tensors.
+
+Linux carries the peak of this script over to what it starts. So the checkpoints are made in another process, and the
+peak of --help, which is lower, is not shown. Python may write bytecode, as in an installed package, even if the
+environment says otherwise; the first run of each command is not counted.
 """
 
 from __future__ import annotations
@@ -13,14 +18,26 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import statistics
-import subprocess
 import tempfile
-import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from harness import PQWEIGHTS, Document, argument_parser, machine, now, publish, table
+from harness import (
+    PQWEIGHTS,
+    Cell,
+    Document,
+    Run,
+    argument_parser,
+    machine,
+    median_of,
+    now,
+    publish,
+    run_command,
+    table,
+)
 
 from pqweights.checkpoint.header import TensorSpec, build_header
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, shard_name
@@ -90,21 +107,76 @@ def make_checkpoint(folder: Path, shards: int, tensors_per_shard: int, fp8: bool
     return folder
 
 
-def seconds(arguments: list[str]) -> float:
-    """The wall time of one command in a process of its own."""
-    start = time.perf_counter()
-    subprocess.run([*PQWEIGHTS, *arguments], check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - start
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the table.
+
+    name: what the table calls it
+    arguments: those of pqweights
+    tensors: how many tensors it plans
+    base: the name of the case whose memory does not count as that of tensors, if there is one
+    """
+
+    name: str
+    arguments: list[str]
+    tensors: int = 0
+    base: str | None = None
+
+
+def make_cases(work: Path, shards: int, tensors: int) -> list[Case]:
+    """Make the checkpoints, and return the cases. tensors: how many each shard has."""
+    bf16, fp8 = (str(make_checkpoint(work / name, shards, tensors, fp8=name == "fp8")) for name in ("bf16", "fp8"))
+    few, one = str(make_checkpoint(work / "few", shards, 10)), str(make_checkpoint(work / "one", 1, 10))
+    many, small, small_json = (
+        f"{shards} shards of {tensors}",
+        "plan, 1 shard of 10 BF16 tensors",
+        "plan --json of the same",
+    )
+    count = shards * tensors
+    return [
+        Case(name=f"plan, {many} BF16 tensors", arguments=["plan", bf16], tensors=count, base=small),
+        Case(
+            name=f"plan --json, {many} BF16 tensors",
+            arguments=["plan", bf16, "--json"],
+            tensors=count,
+            base=small_json,
+        ),
+        Case(name=f"plan, {many} tensors, FP8 with scales", arguments=["plan", fp8], tensors=count, base=small),
+        Case(name=f"plan, {shards} shards of 10 BF16 tensors", arguments=["plan", few]),
+        Case(name=small, arguments=["plan", one]),
+        Case(name=small_json, arguments=["plan", one, "--json"]),
+        Case(name="--help", arguments=["--help"]),
+    ]
+
+
+def row_of(case: Case, found: dict[str, list[Run]]) -> dict[str, Any]:
+    """Return a row of the document: the times, their median, the median of the peaks, and what of it a tensor takes."""
+    runs = found[case.name]
+    peak = median_of(runs, "peak_bytes") if "plan" in case.arguments else None
+    base = None if case.base is None else median_of(found[case.base], "peak_bytes")
+    return {
+        "command": case.name,
+        "median_seconds": median_of(runs, "exit_seconds"),
+        "seconds": [run.exit_seconds for run in runs],
+        "peak_bytes": peak,
+        "bytes_per_tensor": None if peak is None or base is None else (peak - base) / case.tensors,
+    }
 
 
 def sections(document: Document) -> dict[str, str]:
     """The table, in Markdown."""
-    rows = [
-        [row["command"], f"{row['median_seconds']:.3f}", ", ".join(f"{value:.3f}" for value in row["seconds"])]
+    rows: list[list[Cell]] = [
+        [
+            row["command"],
+            f"{row['median_seconds']:.3f}",
+            ", ".join(f"{value:.3f}" for value in row["seconds"]),
+            None if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:.0f} MB",
+            None if row["bytes_per_tensor"] is None else f"{row['bytes_per_tensor'] / 1e3:.1f} kB",
+        ]
         for row in document["rows"]
     ]
     note = f"Median of {document['settings']['rounds']}, page cache warm, start-up of Python included."
-    return {"planning": f"{note}\n\n{table(['command', 'seconds', 'the runs'], rows)}"}
+    return {"planning": f"{note}\n\n{table(['command', 'seconds', 'the runs', 'peak memory', 'per tensor'], rows)}"}
 
 
 def main() -> None:
@@ -115,30 +187,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     start = now()
-    shards, tensors = options.shards, options.tensors
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     with tempfile.TemporaryDirectory(dir=options.folder) as work:
-        bf16 = str(make_checkpoint(Path(work) / "bf16", shards, tensors))
-        fp8 = str(make_checkpoint(Path(work) / "fp8", shards, tensors, fp8=True))
-        few = str(make_checkpoint(Path(work) / "few", shards, 10))
-        one = str(make_checkpoint(Path(work) / "one", 1, 10))
-        commands = {
-            f"plan, {shards} shards of {tensors} BF16 tensors": ["plan", bf16],
-            f"plan --json, {shards} shards of {tensors} BF16 tensors": ["plan", bf16, "--json"],
-            f"plan, {shards} shards of {tensors} tensors, FP8 with scales": ["plan", fp8],
-            f"plan, {shards} shards of 10 BF16 tensors": ["plan", few],
-            "plan, 1 shard of 10 BF16 tensors": ["plan", one],
-            "--help": ["--help"],
-        }
-        found: dict[str, list[float]] = {name: [] for name in commands}
-        for _ in range(options.rounds):
-            for name, arguments in commands.items():
-                found[name].append(seconds(arguments))
-    rows = [
-        {"command": name, "median_seconds": statistics.median(values), "seconds": values}
-        for name, values in found.items()
-    ]
+        with ProcessPoolExecutor(max_workers=1) as pool:
+            cases = pool.submit(make_cases, Path(work), options.shards, options.tensors).result()
+        found: dict[str, list[Run]] = {case.name: [] for case in cases}
+        for number in range(options.rounds + 1):
+            for case in cases:
+                run = run_command([*PQWEIGHTS, *case.arguments])
+                if number:
+                    found[case.name].append(run)
+    rows = [row_of(case, found) for case in cases]
     document = {"machine": machine(start), "settings": {"rounds": options.rounds}, "rows": rows}
-    publish("planning", document, sections(document), options.out)
+    publish("planning", document, sections(document), options)
 
 
 if __name__ == "__main__":

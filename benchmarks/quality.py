@@ -335,7 +335,7 @@ def main() -> None:
                 print(f"{about}: {row['perplexity']:.3f}", flush=True)
             absent |= bench.absent
     document = {"machine": machine(start), "settings": settings, "rows": rows, "absent": absent}
-    publish("quality", document, sections(document), options.out)
+    publish("quality", document, sections(document), options)
 
 
 if __name__ == "__main__":

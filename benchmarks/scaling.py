@@ -24,9 +24,8 @@ from harness import (
     publish,
     run_command,
     table,
+    usable_cores,
 )
-
-from pqweights.rewrite.task import usable_cores
 
 SETTINGS = {"dtype": "BF16", "recipe": "q5", "bits": 5, "block_size": 128}
 TIMES = ("seconds", "exit_seconds")
@@ -137,7 +136,7 @@ def main() -> None:
             options.folder, options.threads_size, options.largest, threads=threads, rounds=options.rounds
         ),
     }
-    publish("scaling", document, sections(document), options.out)
+    publish("scaling", document, sections(document), options)
 
 
 if __name__ == "__main__":

@@ -113,6 +113,18 @@ def sections(document: Document) -> dict[str, str]:
     return {"throughput": f"{note}\n\n{table(header, rows)}"}
 
 
+def compared(documents: dict[str, Document]) -> dict[str, str]:
+    """Rates of one thread as shares of memcpy's, a pair of columns for each machine."""
+    found = [{row["operation"]: row for row in doc["rows"] if row["threads"] == 1} for doc in documents.values()]
+    header = ["bits", *(f"{name}: {operation}" for name in documents for operation in ("encode", "decode"))]
+    widths = dict.fromkeys(bits for document in documents.values() for bits in document["settings"]["bits"])
+    lines = []
+    for bits in widths:
+        rows = [rates.get(f"{operation} {bits}") for rates in found for operation in ("encode", "decode")]
+        lines.append([str(bits), *(None if row is None else f"{row['of_memcpy']:.3f}" for row in rows)])
+    return {"throughput-machines": table(header, lines)}
+
+
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--weights", type=int, default=1 << 26)
@@ -132,7 +144,7 @@ def main() -> None:
     }
     rows = [row for count in options.threads for row in measure(blocks, options.bits, count, options.rounds)]
     document = {"machine": machine(start), "settings": settings, "rows": rows}
-    publish("throughput", document, sections(document), options.out)
+    publish("throughput", document, sections(document), options)
 
 
 if __name__ == "__main__":

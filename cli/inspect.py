@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from pqweights.measure.distribution import Distribution, Normality
     from pqweights.planning.plan import TensorPlan
     from pqweights.results.inspect import Inspection
-    from pqweights.rewrite.manifest import Manifest, TensorRecord
+    from pqweights.rewrite.manifest import Manifest
+    from pqweights.rewrite.records import TensorRecord
 
 FolderOrSource = Annotated[
     str,

@@ -7,7 +7,6 @@ command was asked to show are.
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import threading
 import time
@@ -35,7 +34,10 @@ _quiet = False
 
 def print_json(value: Any) -> None:
     """Write the one JSON document of a command to stdout."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    from pqweights.strict_json import json_text
+
+    sys.stdout.write(json_text(value))
+    sys.stdout.write("\n")
     sys.stdout.flush()
 
 

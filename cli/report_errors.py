@@ -10,7 +10,7 @@ from .report import lines_by_reason
 
 if TYPE_CHECKING:
     from pqweights.planning.plan import TensorPlan
-    from pqweights.rewrite.manifest import TensorRecord
+    from pqweights.rewrite.records import TensorRecord
 
     Pairs = Sequence[tuple[TensorPlan, TensorRecord]]
 
@@ -22,7 +22,8 @@ def quality_lines(pairs: Pairs) -> list[str]:
 
     pairs: the tensors of a result, each with what was measured of it; those without an error do not count.
     """
-    from pqweights.rewrite.manifest import exceeds, total_relative_mse
+    from pqweights.rewrite.manifest import exceeds
+    from pqweights.rewrite.records import total_relative_mse
     from pqweights.rewrite.tensor_report import is_rescued
 
     measured = [(tensor, record) for tensor, record in pairs if record.relative_mse is not None]
@@ -86,7 +87,7 @@ def integer_form_lines(pairs: Pairs, *, measured: bool) -> list[str]:
 
 
 def _integer_error_lines(records: Sequence[TensorRecord], *, measured: bool) -> list[str]:
-    from pqweights.rewrite.manifest import mean_error
+    from pqweights.rewrite.records import mean_error
 
     against = "relative MSE against the original"
     added, total, by_master = (mean_error(records, of) for of in ("relative_mse", "total_mse", "master_mse"))

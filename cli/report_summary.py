@@ -10,7 +10,7 @@ from . import tables
 
 if TYPE_CHECKING:
     from pqweights.planning.plan import TensorPlan
-    from pqweights.rewrite.manifest import TensorRecord
+    from pqweights.rewrite.records import TensorRecord
 
 # On a terminal, more tensors than this are summarized unless the user asks for all of them.
 MOST_LISTED = 200
@@ -61,7 +61,7 @@ def _figures(tensors: Sequence[TensorPlan]) -> list[str]:
 
 def _error(records: Sequence[TensorRecord]) -> str:
     """Return the relative MSE over all tensors of a line; an empty text if none was measured."""
-    from pqweights.rewrite.manifest import mean_error
+    from pqweights.rewrite.records import mean_error
 
     error = mean_error(records, "relative_mse")
     return "" if error is None else f"{error:.6f}"

@@ -17,7 +17,8 @@ from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES
 from pqweights.planning.totals import count
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.listed_files import open_result
-from pqweights.rewrite.manifest import read_manifest, total_relative_mse
+from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.records import total_relative_mse
 from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.workspace import check_paths
 

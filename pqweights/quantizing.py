@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pqweights.buffers import BufferPool
 from pqweights.checkpoint.config import edited_config, guarded_config, model_dtype
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.master import Encoding, encoded_specs, quantization_config
@@ -39,7 +38,8 @@ from pqweights.planning.target import SizeTarget
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.encode_job import EncodeJob, WeightToEncode
 from pqweights.rewrite.jobs import CopyJob, Job
-from pqweights.rewrite.manifest import TensorRecord, coder_of, exceeds
+from pqweights.rewrite.manifest import coder_of, exceeds
+from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import Transform
 
@@ -168,27 +168,42 @@ class Quantize(Transform):
         """
         if checkpoint.is_master:
             raise SourceError("the source is already a pqweights master; give the original, or export it to BF16 first")
-        return [
-            self._planned(tensor, decision, rates)
-            for tensor, decision in zip(checkpoint.tensors, decisions, strict=True)
-        ]
+        made: dict[tuple[object, ...], TensorPlan] = {}
+        planned = []
+        for tensor, decision in zip(checkpoint.tensors, decisions, strict=True):
+            name = tensor.name
+            chosen = (rates[name],) if decision.free and name in rates else ()
+            scaled = self.awq is not None and name in self.awq.searched
+            # Everything that a plan depends on but the name; thousands of experts have it in common.
+            kind = (decision, tensor.shape, tensor.dtype, tensor.plain_dtype, chosen, scaled)
+            nameless = made.get(kind)
+            if nameless is None:
+                nameless = made[kind] = self._nameless(tensor, decision, chosen, scaled)
+            planned.append(nameless.named(name))
+        return planned
 
-    def _planned(self, tensor: LogicalTensor, decision: Decision, rates: Rates) -> TensorPlan:
-        name, codec, bits, reason = tensor.name, decision.codec, decision.bits, decision.reason
-        if name in rates and decision.free:
-            bits, reason = rates[name], f"{reason}; to keep {self.recipe.target}"
+    def _nameless(
+        self, tensor: LogicalTensor, decision: Decision, chosen: tuple[float | None, ...], scaled: bool
+    ) -> TensorPlan:
+        """Return the plan of a tensor, and of all that differ from it in name alone, with an empty name.
+
+        chosen: the rate that was chosen in place of the decision's, if any; a rate of None keeps the tensor
+        scaled: whether its input channels are scaled if it is quantized
+        """
+        codec, bits, reason = decision.codec, decision.bits, decision.reason
+        if chosen:
+            (rate,), reason = chosen, f"{reason}; to keep {self.recipe.target}"
             # The rate of a group; codecs that share one may have other rates.
-            bits = None if bits is None or codec is None else nearest_rate(codec, bits)
+            bits = None if rate is None or codec is None else nearest_rate(codec, rate)
             if bits is None or not is_smaller(tensor, codec, bits):
                 codec = bits = None
         if codec is not None and bits is not None:
-            scaled = self.awq is not None and name in self.awq.searched
-            stored = encoded_specs(name, tensor.shape, get_codec(codec).coder(bits), awq=scaled)
+            stored = encoded_specs("", tensor.shape, get_codec(codec).coder(bits), awq=scaled)
             reason += ", input channels scaled" if scaled else ""
         else:
-            stored = (TensorSpec(name, tensor.plain_dtype, tensor.shape),)
+            stored = (TensorSpec("", tensor.plain_dtype, tensor.shape),)
         return TensorPlan(
-            name=name,
+            name="",
             shape=tensor.shape,
             dtype=tensor.dtype,
             role=decision.role,
@@ -204,12 +219,12 @@ class Quantize(Transform):
         """The file of the scales, if there is one."""
         return {} if self.awq is None else {"--awq": self.awq.file}
 
-    def job(self, planned: TensorPlan, tensor: LogicalTensor, buffers: BufferPool) -> Job:
+    def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
         """Return the job that encodes a weight or copies a tensor that is kept."""
         if planned.action == KEEP:
-            return CopyJob(planned, tensor, buffers)
+            return CopyJob(planned, tensor)
         awq = self.awq.read(planned.name) if self.awq is not None and planned.is_scaled else None
-        return EncodeJob(WeightToEncode(planned=planned, tensor=tensor, awq=awq, buffers=buffers))
+        return EncodeJob(WeightToEncode(planned=planned, tensor=tensor, awq=awq))
 
     def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
         """Raise StrictError for a weight that exceeds what its codec promises, if the user asked to be strict."""

@@ -158,7 +158,7 @@ def flip_a_byte(folder: Path) -> None:
 
 
 BROKEN = {
-    "a flipped byte": (flip_a_byte, "sha256"),
+    "a flipped byte": (flip_a_byte, "blake3_of_pieces"),
     "a shard that is missing": (lambda folder: (folder / SHARD).unlink(), SHARD),
     "a file that is missing": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
     "a file that is not in the manifest": (lambda folder: (folder / "more.bin").write_bytes(b"x"), "remove that file"),

@@ -10,7 +10,8 @@ from pqweights.markdown import code, listed, number, table, words
 from pqweights.planning.plan import DECODE, INTEGER, KEEP, TensorPlan
 from pqweights.planning.roles import ROLES
 from pqweights.results.inspect import Inspection
-from pqweights.rewrite.manifest import Manifest, TensorRecord, mean_error
+from pqweights.rewrite.manifest import Manifest
+from pqweights.rewrite.records import TensorRecord, mean_error
 from pqweights.rewrite.tensor_report import is_rescued
 from pqweights.units import counted
 

@@ -12,14 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.readers import StoredAlone
 from pqweights.checkpoint.storage import Storage
 from pqweights.dtypes import FLOAT4_VALUES, float8_table, from_float32, item_bytes, to_float32
 from pqweights.kernels.workers import scratch, worker
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float8Tensor(StoredAlone):
+class Float8Tensor:
     """FP8 values times scales: one for all, one per row, or one per block (DeepSeek-V3, arXiv:2412.19437, section 3.3).
 
     storage: where the stored tensors lie
@@ -32,6 +31,21 @@ class Float8Tensor(StoredAlone):
     stored: StoredTensor
     scales: StoredTensor | None
     scale_block: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the stored tensor."""
+        return self.stored.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the stored tensor."""
+        return self.stored.shape
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the stored tensor."""
+        return self.stored.dtype
 
     @property
     def plain_dtype(self) -> str:

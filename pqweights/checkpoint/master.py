@@ -169,7 +169,7 @@ def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: d
     unknown = settings.overrides.keys() - {tensor.name for tensor in encoded}
     if unknown:
         raise MasterError(f"config.json: overrides: {min(unknown)!r} is not a quantized weight of this checkpoint")
-    return [*encoded, *(PlainTensor(storage, tensor) for name, tensor in stored.items() if name not in taken)]
+    return [*encoded, *(PlainTensor.of(storage, tensor) for name, tensor in stored.items() if name not in taken)]
 
 
 class _Settings:

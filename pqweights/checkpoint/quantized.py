@@ -47,7 +47,7 @@ def logical_tensors(
     _refuse_foreign(settings, stored)
     tensors: list[LogicalTensor] = [*_decoded(storage, stored, settings)]
     taken = {part.name for tensor in tensors for part in tensor.parts}
-    tensors += [PlainTensor(storage, tensor) for name, tensor in stored.items() if name not in taken]
+    tensors += [PlainTensor.of(storage, tensor) for name, tensor in stored.items() if name not in taken]
     _check_names([tensor.name for tensor in tensors])
     return tensors
 
@@ -58,10 +58,9 @@ def _decoded(
     """Yield the tensors that are stored in FP8 or MXFP4."""
     default_block = _weight_block(settings)
     for name, tensor in stored.items():
-        scales_name = name.removesuffix("_blocks") + "_scales"
-        if name.endswith("_blocks") and _is_mxfp4(tensor, stored.get(scales_name), settings):
-            weight = name.removesuffix("_blocks")
-            yield Mxfp4Tensor(storage=storage, blocks=tensor, scales=stored[scales_name], name=weight)
+        weight = name.removesuffix("_blocks")
+        if weight != name and _is_mxfp4(tensor, stored.get(f"{weight}_scales"), settings):
+            yield Mxfp4Tensor(storage=storage, blocks=tensor, scales=stored[f"{weight}_scales"], name=weight)
         elif tensor.dtype in FLOAT8_DTYPES:
             scales = stored.get(name + "_scale_inv") or stored.get(name + "_scale")
             if scales is None and settings:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -66,38 +66,28 @@ def element_count(tensor: LogicalTensor) -> int:
     return math.prod(tensor.shape)
 
 
-class StoredAlone:
-    """Base of tensors that are stored under their own names: name, shape and dtype are those of the stored tensor."""
+class PlainTensor(NamedTuple):
+    """A tensor that is stored as it is.
 
-    stored: StoredTensor
-
-    @property
-    def name(self) -> str:
-        """The name of the stored tensor."""
-        return self.stored.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the stored tensor."""
-        return self.stored.shape
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of the stored tensor."""
-        return self.stored.dtype
-
-
-@dataclass(frozen=True)
-class PlainTensor(StoredAlone):
-    """A tensor that is stored as it is."""
+    storage, stored: where it is stored
+    name, shape, dtype: those of the stored tensor; as fields, because a plan reads them a dozen times
+    """
 
     storage: Storage
     stored: StoredTensor
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @staticmethod
+    def of(storage: Storage, stored: StoredTensor) -> PlainTensor:
+        """Return a stored tensor as a logical one."""
+        return PlainTensor(storage, stored, stored.name, stored.shape, stored.dtype)
 
     @property
     def plain_dtype(self) -> str:
         """The dtype of the stored tensor."""
-        return self.stored.dtype
+        return self.dtype
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:

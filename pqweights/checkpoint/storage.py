@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.checkpoint.file_reader import FileReader
 from pqweights.errors import SourceError
 
 
@@ -107,6 +108,7 @@ class LocalStorage:
         self.root = root
         self._origin = origin
         self.bytes_read = 0
+        self._reader = FileReader()
         self._lock = threading.Lock()
         names = sorted(self._walk()) if only is None else only
         self._files = {}
@@ -162,28 +164,6 @@ class LocalStorage:
 
     def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
         """Fill the buffer with bytes of a file from `offset` on."""
-        read_at(self.root / file, file, offset, buffer)
+        self._reader.read_into(self.root / file, file, offset, buffer)
         with self._lock:
             self.bytes_read += buffer.nbytes
-
-
-def read_at(path: Path, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
-    """Fill the buffer with bytes of a file on this machine from `offset` on.
-
-    Raises SourceError if the file ends early; the message calls it `file`.
-    """
-    # Opened for each read: a checkpoint may have more files than a process may hold open.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        view = buffer.data
-        done = 0
-        while done < len(view):
-            count = os.preadv(descriptor, [view[done:]], offset + done)
-            if count == 0:
-                raise SourceError(
-                    f"{file}: expected {len(view)} bytes at offset {offset}, found the end of the file after {done}; "
-                    "it was cut while it was being read: fetch it again"
-                )
-            done += count
-    finally:
-        os.close(descriptor)

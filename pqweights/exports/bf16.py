@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pqweights.buffers import BufferPool
 from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor
@@ -19,7 +18,7 @@ from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget
 from pqweights.planning.plan import DECODE, KEEP, TensorPlan
 from pqweights.planning.roles import classify
 from pqweights.rewrite.jobs import CopyJob, Job
-from pqweights.rewrite.manifest import TensorRecord
+from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.transform import Transform
 
 NAME = "bf16"
@@ -49,9 +48,9 @@ class Bf16Export(Transform):
         dtype = "BF16" if self.dtype == "bf16" else None
         return [plain_plan(tensor, model=model, dtype=dtype) for tensor in checkpoint.tensors]
 
-    def job(self, planned: TensorPlan, tensor: LogicalTensor, buffers: BufferPool) -> Job:
+    def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
         """Return the job that copies a tensor; reading a weight decodes it."""
-        return CopyJob(planned, tensor, buffers)
+        return CopyJob(planned, tensor)
 
     def config(
         self, checkpoint: Checkpoint, tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]

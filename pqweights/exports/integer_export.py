@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.buffers import BufferPool
 from pqweights.checkpoint.config import model_dtype
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
@@ -34,7 +33,7 @@ from pqweights.planning.plan import INTEGER, TensorPlan
 from pqweights.planning.roles import classify
 from pqweights.rewrite import jobs
 from pqweights.rewrite.jobs import CopyJob, Job, Sink
-from pqweights.rewrite.manifest import TensorRecord
+from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.transform import Transform
 from pqweights.strict_json import rounded
 
@@ -111,11 +110,11 @@ class IntegerExport(Transform):
         """The original, if it is read."""
         return {} if self.original is None else {"--source": self.original}
 
-    def job(self, planned: TensorPlan, tensor: LogicalTensor, buffers: BufferPool) -> Job:
+    def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
         """Return the job that rounds a weight or copies another tensor."""
         decision = self.outline.decisions.get(tensor.name)
         if not isinstance(decision, Rounding):
-            return CopyJob(planned, tensor, buffers)
+            return CopyJob(planned, tensor)
         return IntegerJob(
             planned,
             tensor,
@@ -154,8 +153,7 @@ class IntegerJob:
         self._rows = math.prod(tensor.shape[:-1])
         multiple = rounding.layout.row_multiple
         self._rows_per_chunk = max(1, jobs.CHUNK_WEIGHTS // self._columns // multiple) * multiple
-        self._digests = {spec.name: hashlib.sha256() for spec in planned.stored}
-        self._scattered: dict[str, Sink] = {}  # stored tensors whose bytes are not written in order
+        self._by_columns: dict[str, list[npt.NDArray[np.uint8]]] = {}  # of stored tensors that come by columns
         self._energy = self._error = self._error_by_master = 0.0
 
     @property
@@ -183,18 +181,17 @@ class IntegerJob:
             self._planned.name, self._planned.shape, self._rounding.rule, first_row=first, groups=groups
         )
         for piece in pieces:
-            for row, data in enumerate(piece.data):
-                sink.write(piece.stored_name, piece.offset + row * piece.step, data)
+            if piece.offset is not None:
+                sink.write(piece.stored_name, piece.offset, piece.data.reshape(-1))
         by_master = np.empty(0)
         if self._master is not None:
             of_master = self._quantized(self._values(self._master, first, count, purpose="master"))
             by_master = _errors(values, of_master, self._rounding.rule)
         return _RoundedChunk(
-            pieces=pieces,
+            columns=[piece for piece in pieces if piece.offset is None],
             energies=groups.energies,
             errors=groups.errors,
             errors_by_master=by_master,
-            sink=sink,
         )
 
     def _values(self, tensor: LogicalTensor, row: int, rows: int, *, purpose: str) -> npt.NDArray[np.float32]:
@@ -220,20 +217,18 @@ class IntegerJob:
         return replace(groups, energies=energies, errors=_errors(values, groups, rule))
 
     def collect(self, result: _RoundedChunk) -> None:
-        """Hash the pieces of a chunk, and add up its errors."""
-        for piece in result.pieces:
-            if piece.step:
-                self._scattered[piece.stored_name] = result.sink
-            else:
-                self._digests[piece.stored_name].update(np.ascontiguousarray(piece.data).data)
+        """Keep the columns of a chunk, and add up its errors."""
+        for piece in result.columns:
+            self._by_columns.setdefault(piece.stored_name, []).append(piece.data)
         self._energy = add_in_order(self._energy, result.energies)
         self._error = add_in_order(self._error, result.errors)
         self._error_by_master = add_in_order(self._error_by_master, result.errors_by_master)
 
-    def finish(self) -> TensorRecord:
-        """Return the record of the weight, with its errors against the original as far as they are known."""
-        digests = {name: digest.hexdigest() for name, digest in self._digests.items()}
-        digests |= {name: sink.sha256(name) for name, sink in self._scattered.items()}
+    def finish(self, sink: Sink) -> TensorRecord:
+        """Write what came by columns, and return the record with the errors as far as they are known."""
+        while self._by_columns:
+            stored_name, columns = self._by_columns.popitem()
+            sink.write(stored_name, 0, np.concatenate(columns, axis=1).reshape(-1))
         own = self._error / self._energy if self._energy else 0.0
         total: float | None = None
         by_master: float | None = None
@@ -245,7 +240,6 @@ class IntegerJob:
             total = by_master = self._master_error + own * (1 - self._master_error)
         return TensorRecord(
             name=self._planned.name,
-            sha256=digests,
             relative_mse=rounded(own),
             energy=rounded(self._energy),
             total_mse=None if total is None else rounded(total),
@@ -260,13 +254,12 @@ def _digest(errors: Mapping[str, float]) -> str | None:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _RoundedChunk:
-    """What was written of a chunk, and what was measured: sums of squares by group."""
+    """What is still to be written of a chunk, and what was measured: sums of squares by group."""
 
-    pieces: list[StoredPiece]
+    columns: list[StoredPiece]
     energies: npt.NDArray[np.float64]
     errors: npt.NDArray[np.float64]
     errors_by_master: npt.NDArray[np.float64]
-    sink: Sink
 
 
 def is_rotated(tensor: EncodedTensor) -> bool:

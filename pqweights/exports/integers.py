@@ -24,15 +24,13 @@ class StoredPiece:
     """Bytes of a stored tensor.
 
     stored_name: the stored tensor
-    offset: where the first row of the data goes, in bytes from the start of the tensor
-    step: distance from one row to the next, in bytes; 0 for a single row, in order with those of earlier rows of
-        weights
-    data: [rows, bytes] u8
+    offset: where the data goes, in bytes from the start of the tensor; None if its columns follow those that came with
+        earlier rows of weights
+    data: u8, contiguous; [rows of the stored tensor, bytes] for columns
     """
 
     stored_name: str
-    offset: int
-    step: int = 0
+    offset: int | None
     data: npt.NDArray[np.uint8]
 
 

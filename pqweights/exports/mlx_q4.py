@@ -305,18 +305,16 @@ class MlxLayout:
         """Return the bytes of some rows, in order."""
         columns, module = shape[-1], name.removesuffix(".weight")
         first_group = first_row * (columns // rule.group_size)
-        data = pack_bits(groups.codes, rule.bits)[None]
+        data = pack_bits(groups.codes, rule.bits)
         codes = StoredPiece(stored_name=name, offset=first_row * columns * rule.bits // 8, data=data)
         if not self.affine:
-            scales = groups.scales.astype(np.uint8)[None]
+            scales = groups.scales.astype(np.uint8)
             return [codes, StoredPiece(stored_name=f"{module}.scales", offset=first_group, data=scales)]
         numbers = (("scales", groups.scales), ("biases", groups.offsets))
         return [
             codes,
             *(
-                StoredPiece(
-                    stored_name=f"{module}.{part}", offset=first_group * 2, data=from_float32(values, "BF16")[None]
-                )
+                StoredPiece(stored_name=f"{module}.{part}", offset=first_group * 2, data=from_float32(values, "BF16"))
                 for part, values in numbers
             ),
         ]

@@ -201,16 +201,16 @@ class PlainLayout:
         self, name: str, shape: tuple[int, ...], rule: RoundingRule, *, first_row: int, groups: Groups
     ) -> list[StoredPiece]:
         """Return the bytes of some rows: codes in order, scales and zero points as columns of their tensors."""
-        rows, columns = shape
+        columns = shape[1]
         codes = pack_bits(groups.codes, 4) ^ np.uint8(0x88)
         per_row = columns // rule.group_size
         result = [
-            StoredPiece(stored_name=_stored(name, "qdata"), offset=first_row * columns // 2, data=codes[None]),
+            StoredPiece(stored_name=_stored(name, "qdata"), offset=first_row * columns // 2, data=codes),
         ]
         for part, numbers in (("scale", groups.scales), ("zero_point", groups.offsets)):
             by_group = np.ascontiguousarray(numbers.reshape(-1, per_row).T)
             data = from_float32(by_group.reshape(-1), "BF16").reshape(per_row, -1)
-            result.append(StoredPiece(stored_name=_stored(name, part), offset=first_row * 2, step=rows * 2, data=data))
+            result.append(StoredPiece(stored_name=_stored(name, part), offset=None, data=data))
         return result
 
 
@@ -238,7 +238,7 @@ class TileLayout:
         self, name: str, shape: tuple[int, ...], rule: RoundingRule, *, first_row: int, groups: Groups
     ) -> list[StoredPiece]:
         """Return the bytes of some rows: tiles in order, scales and zero points as columns of their tensor."""
-        rows, columns = _padded(shape)
+        columns = _padded(shape)[1]
         size = rule.group_size
         count = groups.codes.size // shape[1]
         padded_count = -(-count // TILE_ROWS) * TILE_ROWS
@@ -249,10 +249,10 @@ class TileLayout:
         pairs[: shape[1] // size, :count, 0] = groups.scales.reshape(count, -1).T
         pairs[: shape[1] // size, :count, 1] = groups.offsets.reshape(count, -1).T
         data = from_float32(pairs.reshape(-1), "BF16").reshape(len(pairs), -1)
-        tiles = pack_tiles(codes)[None]
+        tiles = pack_tiles(codes)
         return [
             StoredPiece(stored_name=_stored(name, "qdata"), offset=first_row * columns // 2, data=tiles),
-            StoredPiece(stored_name=_stored(name, "scale_and_zero"), offset=first_row * 4, step=rows * 4, data=data),
+            StoredPiece(stored_name=_stored(name, "scale_and_zero"), offset=None, data=data),
         ]
 
 

@@ -287,17 +287,17 @@ class PackedLayout:
             StoredPiece(
                 stored_name=f"{name}_packed",
                 offset=first_row * columns * rule.bits // 8,
-                data=pack_bits(groups.codes, rule.bits)[None],
+                data=pack_bits(groups.codes, rule.bits),
             ),
             StoredPiece(
                 stored_name=f"{name}_scale",
                 offset=first_row * (columns // rule.group_size) * 2,
-                data=from_float32(groups.scales, "BF16")[None],
+                data=from_float32(groups.scales, "BF16"),
             ),
         ]
         if first_row == 0:
             shape_bytes = np.array(shape, dtype="<i8").view(np.uint8)
-            result.append(StoredPiece(stored_name=f"{name}_shape", offset=0, data=shape_bytes[None]))
+            result.append(StoredPiece(stored_name=f"{name}_shape", offset=0, data=shape_bytes))
         return result
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.storage import FileState, Origin, read_at
+from pqweights.checkpoint.file_reader import FileReader
+from pqweights.checkpoint.storage import FileState, Origin
 from pqweights.errors import OutputError, SourceError
 from pqweights.hub.cache import cache_room, cached, download_to_cache
 from pqweights.hub.client import Hub, Stop
@@ -61,6 +62,8 @@ class HubStorage:
         self._headers: dict[str, str] = {}  # SHA-256 of each header that was read, with its length in front
         self._small: dict[str, bytes] = {}
         self._fetcher: Fetcher | None = None
+        self._folder = Path()  # where files are fetched to
+        self._reader = FileReader()
 
     @property
     def origin(self) -> Origin:
@@ -96,6 +99,7 @@ class HubStorage:
     @contextlib.contextmanager
     def fetching(self, folder: Path, files: Mapping[str, int]) -> Iterator[None]:
         """Fetch files ahead while the context is open, see Storage."""
+        self._folder = folder
         self._fetcher = Fetcher(
             lambda file, stop: self._fetch(file, folder, stop),
             files,
@@ -113,13 +117,16 @@ class HubStorage:
         """Note that a file is no longer needed."""
         self._small.pop(file, None)
         if self._fetcher is not None:
-            self._fetcher.release(file, self._local_name(file) if self.low_disk else None)
+            name = self._local_name(file) if self.low_disk else None
+            if name is not None:
+                self._reader.forget(self._folder / name)
+            self._fetcher.release(file, name)
 
     def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
         """Fill the buffer with bytes of a file from `offset` on, see Storage."""
         count = buffer.nbytes
         if self._fetcher is not None and file not in self._small:
-            read_at(self._fetcher.path(file), file, offset, buffer)
+            self._reader.read_into(self._fetcher.path(file), file, offset, buffer)
         else:
             data = self._requested(file, offset, count)
             if len(data) != count:
@@ -206,7 +213,7 @@ class HubStorage:
         if path is None:
             return read_range(self.hub, self.repository, file, start=offset, count=count)
         data = np.empty(count, dtype=np.uint8)
-        read_at(path, file, offset, data)
+        self._reader.read_into(path, file, offset, data)
         return data.tobytes()
 
     def _cached(self, file: str) -> Path | None:

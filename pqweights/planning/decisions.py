@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pqweights.checkpoint.master import encoded_specs
 from pqweights.checkpoint.readers import LogicalTensor
@@ -18,9 +18,10 @@ from pqweights.suggestions import nearest
 from pqweights.units import counted
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decision:
+class Decision(NamedTuple):
     """What a recipe decides about a tensor.
+
+    It is a named tuple because it is often a part of keys.
 
     role: the tensor's role
     codec, bits: how to encode it; None if it is kept
@@ -50,9 +51,10 @@ def decide(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> list[Decision]:
         matching = tuple([rule.matches_name(name) for rule in named]) if named else ()
         # Everything that a decision depends on; thousands of experts have it in common.
         kind = (without_numbers(name), matching, tensor.dtype, tensor.plain_dtype, tensor.shape)
-        if kind not in made:
-            made[kind] = _decide_one(recipe, tensor)
-        decisions.append(made[kind])
+        decision = made.get(kind)
+        if decision is None:
+            decision = made[kind] = _decide_one(recipe, tensor)
+        decisions.append(decision)
     return decisions
 
 

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from pqweights.checkpoint.header import StoredTensor, TensorSpec, encode_header, in_file_order, stored_tensors
+from pqweights.checkpoint.header import (
+    StoredTensor,
+    TensorSpec,
+    byte_count,
+    encode_header,
+    in_file_order,
+    stored_tensors,
+)
 from pqweights.checkpoint.names import awq_name, shard_name
 from pqweights.planning.totals import Totals, total
 
@@ -60,9 +67,14 @@ class TensorPlan(NamedTuple):
     def bytes(self) -> int:
         """The size in the output, in bytes, headers not counted."""
         total = 0
-        for spec in self.stored:
-            total += spec.byte_count
+        for _, dtype, shape in self.stored:
+            total += byte_count(dtype, shape)
         return total
+
+    def named(self, name: str) -> TensorPlan:
+        """Return the same plan for a tensor of another name. The name of this one must be empty."""
+        stored = tuple([TensorSpec(name + suffix, dtype, shape) for suffix, dtype, shape in self.stored])
+        return TensorPlan._make((name, *self[1:-1], stored))
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of `plan --json`."""
@@ -154,11 +166,11 @@ def plan_shards(tensors: Sequence[TensorPlan], max_shard_bytes: int, metadata: d
     """Divide tensors, in their order, into files of at most max_shard_bytes of data, or of one larger tensor."""
     cuts, sizes = [0], [0]
     for place, tensor in enumerate(tensors):
-        byte_count = tensor.bytes
-        if sizes[-1] and sizes[-1] + byte_count > max_shard_bytes:
+        size = tensor.bytes
+        if sizes[-1] and sizes[-1] + size > max_shard_bytes:
             cuts.append(place)
             sizes.append(0)
-        sizes[-1] += byte_count
+        sizes[-1] += size
     cuts.append(len(tensors))
     shards = []
     for number, ((first, last), size) in enumerate(zip(pairwise(cuts), sizes, strict=True)):

@@ -16,7 +16,7 @@ from pqweights.planning.plan import TensorPlan
 from pqweights.planning.roles import ROLES
 from pqweights.plots.figure import check_plot_file, figure
 from pqweights.results.inspect import Inspection
-from pqweights.rewrite.manifest import TensorRecord
+from pqweights.rewrite.records import TensorRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,8 @@ from typing import Any
 from pqweights.codecs.protocol import largest_error
 from pqweights.planning.plan import QUANTIZE, TensorPlan
 from pqweights.planning.totals import Totals, total
-from pqweights.rewrite.manifest import Manifest, coder_of, read_manifest, shards_of, total_relative_mse
+from pqweights.rewrite.manifest import Manifest, coder_of, read_manifest, shards_of
+from pqweights.rewrite.records import total_relative_mse
 from pqweights.rewrite.tensor_report import TensorReport, tensor_reports
 
 

@@ -156,19 +156,27 @@ def _check_hashes(
     progress: Callable[[int, int, str], None],
 ) -> Iterator[str]:
     """Check the hash of every tensor in some shards."""
-    expected = {name: digest for record in manifest.records for name, digest in record.sha256.items()}
-    stored = [tensor for shard in shards for tensor in shard.stored]
+    expected = {name: digest for record in manifest.records for name, digest in record.digests.items()}
+    tensor_hash, stored = manifest.tensor_hash, [tensor for shard in shards for tensor in shard.stored]
+    work = [(tensor, *part) for tensor in stored for part in tensor_hash.parts(tensor.byte_count)]
 
-    def digest(tensor: StoredTensor) -> str:
-        return sha256_of_file(folder / tensor.file, tensor.offset, tensor.byte_count)
+    def of_part(part: tuple[StoredTensor, int, int]) -> bytes:
+        tensor, begin, end = part
+        with open(folder / tensor.file, "rb", buffering=0) as stream:
+            return tensor_hash.of_part(stream.fileno(), tensor.offset + begin, end - begin)
 
     total, done = sum(tensor.byte_count for tensor in stored), 0
+    digests: list[bytes] = []
     with ThreadPoolExecutor(threads) as pool:
-        for tensor, found in zip(stored, pool.map(digest, stored), strict=True):
-            done += tensor.byte_count
+        for (tensor, begin, end), digest in zip(work, pool.map(of_part, work), strict=True):
+            digests.append(digest)
+            done += end - begin
             progress(done, total, tensor.name)
-            if found != expected[tensor.name]:
-                yield f"{tensor.file}: tensor {tensor.name!r}: sha256: expected {expected[tensor.name]}, found {found}"
+            if end == tensor.byte_count:
+                found, digests = tensor_hash.combined(digests), []
+                if found != expected[tensor.name]:
+                    wrong = f"{tensor_hash.key}: expected {expected[tensor.name]}, found {found}"
+                    yield f"{tensor.file}: tensor {tensor.name!r}: {wrong}"
 
 
 def _check_index(folder: Path, manifest: Manifest, shards: tuple[ShardPlan, ...]) -> Iterator[str]:

@@ -23,7 +23,8 @@ from pqweights.kernels.devices import resolve_device
 from pqweights.planning.plan import Plan, index_json, plan_shards
 from pqweights.rewrite.differences import difference
 from pqweights.rewrite.journal import RunInputs
-from pqweights.rewrite.manifest import FileRecord, Manifest, TensorRecord, read_manifest
+from pqweights.rewrite.manifest import Manifest, read_manifest
+from pqweights.rewrite.records import FileRecord, TensorRecord
 from pqweights.rewrite.stream import Stream
 from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import Transform

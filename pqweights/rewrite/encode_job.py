@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from pqweights.buffers import BufferPool
 from pqweights.checkpoint import scales
 from pqweights.checkpoint.names import awq_name
 from pqweights.checkpoint.readers import LogicalTensor, element_count
@@ -21,11 +18,9 @@ from pqweights.kernels.workers import scratch
 from pqweights.planning.plan import TensorPlan
 from pqweights.rewrite import jobs
 from pqweights.rewrite.jobs import Job, Sink
-from pqweights.rewrite.manifest import TensorRecord, coder_of
+from pqweights.rewrite.manifest import coder_of
+from pqweights.rewrite.records import TensorRecord
 from pqweights.strict_json import rounded
-
-# Each part of a chunk begins at a multiple of this many bytes in the chunk's buffer.
-ALIGNMENT = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +30,11 @@ class WeightToEncode:
     planned: what the plan says about it
     tensor: where its values are read from
     awq: the scales [..., K] of its input channels, as bytes of float16; None if it is not scaled
-    buffers: the pool that holds encoded chunks
     """
 
     planned: TensorPlan
     tensor: LogicalTensor
     awq: Bytes | None
-    buffers: BufferPool
 
     @property
     def coder(self) -> Coder:
@@ -53,14 +46,6 @@ class WeightToEncode:
         """The dtype in which the weight is read and handed to the coder."""
         exact = self.tensor.dtype in VALUE_DTYPES or self.tensor.dtype == "MXFP4"
         return self.tensor.plain_dtype if exact and self.awq is None else "F32"
-
-
-class EncodedChunk(NamedTuple):
-    """An encoded chunk: its parts, [blocks, bytes per block] each, as views of one buffer."""
-
-    buffer: Bytes
-    parts: tuple[Bytes, ...]
-    measures: Measures
 
 
 class EncodeJob:
@@ -78,14 +63,13 @@ class EncodeJob:
         block_size = self._coder.block_size
         self._chunk_weights = max(1, jobs.CHUNK_WEIGHTS // block_size) * block_size
         self._totals = PassTotals(self._state)
-        self._digests = {spec.name: hashlib.sha256() for spec in self._planned.stored}
 
     @property
     def chunks(self) -> int:
         """The number of chunks."""
         return -(-self._weights // self._chunk_weights)
 
-    def run(self, chunk: int, sink: Sink) -> EncodedChunk:
+    def run(self, chunk: int, sink: Sink) -> Measures:
         """Encode one chunk, and write its parts.
 
         Raises SourceError if a weight is not finite.
@@ -95,15 +79,14 @@ class EncodeJob:
         values = self._read(start, count)
         if chunk == 0 and self._weight.awq is not None:
             sink.write(awq_name(self._planned.name), 0, self._weight.awq)
-        buffer = self._weight.buffers.take()
-        parts = self._parts_in(buffer, block_count(count, self._coder.block_size))
+        parts = self._parts(block_count(count, self._coder.block_size))
         measures = encode_chunk(self._coder, values, count, dtype=self._weight.dtype, state=self._state, parts=parts)
         if measures.first_bad_block >= 0:
             self._refuse_non_finite(start, count)
         first_block = start // self._coder.block_size
         for part, data in zip(self._coder.parts, parts, strict=True):
             sink.write(self._planned.name + part.suffix, first_block * part.bytes_per_block, data.reshape(-1))
-        return EncodedChunk(buffer, parts, measures)
+        return measures
 
     def _read(self, start: int, count: int) -> Bytes:
         """Read elements [start, start + count), scaled if the weight is; the padding to whole blocks is undefined."""
@@ -117,14 +100,12 @@ class EncodeJob:
                 scales.multiply(numbers, self._factors, start=start, shape=self._planned.shape)
         return values
 
-    def _parts_in(self, buffer: Bytes, blocks: int) -> tuple[Bytes, ...]:
-        """Divide a buffer into the parts of some blocks: [blocks, bytes per block] each."""
-        parts, begin = [], 0
-        for part in self._coder.parts:
-            end = begin + blocks * part.bytes_per_block
-            parts.append(buffer[begin:end].reshape(blocks, part.bytes_per_block))
-            begin = -(-end // ALIGNMENT) * ALIGNMENT
-        return tuple(parts)
+    def _parts(self, blocks: int) -> tuple[Bytes, ...]:
+        """Return memory for the parts of some blocks: [blocks, bytes per block] each."""
+        return tuple(
+            scratch(f"encoded{part.suffix}", blocks * part.bytes_per_block).reshape(blocks, part.bytes_per_block)
+            for part in self._coder.parts
+        )
 
     def _refuse_non_finite(self, start: int, count: int) -> None:
         """Raise SourceError with the place of the first element of a chunk that is not finite."""
@@ -141,25 +122,19 @@ class EncodeJob:
             "checkpoint"
         )
 
-    def collect(self, result: EncodedChunk) -> None:
-        """Add up what was measured of a chunk, hash its parts, and give its buffer back."""
-        self._totals.add(result.measures)
-        for part, data in zip(self._coder.parts, result.parts, strict=True):
-            self._digests[self._planned.name + part.suffix].update(data.data)
-        self._weight.buffers.give(result.buffer)
+    def collect(self, result: Measures) -> None:
+        """Add up what was measured of a chunk."""
+        self._totals.add(result)
 
-    def finish(self) -> TensorRecord | Job:
+    def finish(self, sink: Sink) -> TensorRecord | Job:
         """Return the record of the weight, or another pass if the coder asks for one."""
         history = (*self._history, self._totals.result())
         following = self._coder.next_state(history)
         if following is not None:
             return EncodeJob(self._weight, following, history)
-        if self._weight.awq is not None:
-            self._digests[awq_name(self._planned.name)].update(self._weight.awq.data)
         last = history[-1]
         return TensorRecord(
             name=self._planned.name,
-            sha256={name: digest.hexdigest() for name, digest in self._digests.items()},
             state=last.state.to_json(),
             relative_mse=rounded(last.relative_mse),
             energy=rounded(last.energy),

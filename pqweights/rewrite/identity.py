@@ -19,9 +19,12 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from pqweights import __version__
 from pqweights.checkpoint.storage import Origin
 from pqweights.planning.plan import DEFAULT_METADATA, TensorPlan
+
+# The first version that makes the same bytes as this one: a run is continued only by a version that agrees. To be
+# raised with every change of what a codec, a recipe or an export writes.
+SAME_BYTES_SINCE = "0.2.0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +55,9 @@ class RunIdentity:
     master: dict[str, Any] = field(default_factory=dict)
 
     def digest(self) -> str:
-        """Return the sha256 over all fields and the version of pqweights.
-
-        The version is part of it because a run is only continued by the version that began it.
-        """
-        stated = {**vars(self), "version": __version__}  # in JSON, tensors and origin are the lists of their fields
+        """Return the sha256 over all fields and SAME_BYTES_SINCE."""
+        stated = {
+            **vars(self),
+            "version": SAME_BYTES_SINCE,
+        }  # in JSON, tensors and origin are the lists of their fields
         return hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()

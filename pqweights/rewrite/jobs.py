@@ -6,35 +6,31 @@ encodes a weight is in encode_job.py.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.buffers import BufferPool
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.dtypes import DTYPE_BITS
+from pqweights.kernels.workers import scratch
 from pqweights.planning.plan import TensorPlan
-from pqweights.rewrite.manifest import TensorRecord
+from pqweights.rewrite.records import TensorRecord
 
 # 2**20 weights are 2 MiB of BF16: few enough for the caches, and enough that the cost of a chunk does not show.
 CHUNK_WEIGHTS = 1 << 20
-
-# Size of the buffer that holds a chunk's output from `run` to `collect`; 8 bytes hold a weight of any dtype.
-OUTPUT_BYTES_PER_WEIGHT = 8
+COPY_MARGIN = 1 << 12
 
 
 class Sink(Protocol):
     """Where a job's output goes."""
 
     def write(self, stored_name: str, offset: int, data: npt.NDArray[np.uint8]) -> None:
-        """Write data at `offset` bytes from the start of a stored tensor, in any order and from any thread."""
-        ...
+        """Write data at `offset` bytes from the start of a stored tensor, in any order and from any thread.
 
-    def sha256(self, stored_name: str) -> str:
-        """Return the sha256 of a stored tensor, all of which must have been written."""
+        Each byte is written once. The caller may change `data` afterwards.
+        """
         ...
 
 
@@ -54,18 +50,20 @@ class Job(Protocol):
         """Take what `run` returned. Called in the order of the chunks, in one thread."""
         ...
 
-    def finish(self) -> TensorRecord | Job:
-        """Return the record of the finished tensor, or the next pass over it."""
+    def finish(self, sink: Sink) -> TensorRecord | Job:
+        """Write what is still to be written, and return what was measured, or the next pass over the tensor.
+
+        The record has no digests yet: whoever owns the sink adds them.
+        """
         ...
 
 
 class CopyJob:
     """The job that stores a tensor plainly, in the dtype that the plan gives it."""
 
-    def __init__(self, planned: TensorPlan, tensor: LogicalTensor, buffers: BufferPool) -> None:
+    def __init__(self, planned: TensorPlan, tensor: LogicalTensor) -> None:
         (self._spec,) = planned.stored
-        self._tensor, self._buffers = tensor, buffers
-        self._digest = hashlib.sha256()
+        self._tensor = tensor
         self._weights = math.prod(self._spec.shape)
 
     @property
@@ -73,23 +71,20 @@ class CopyJob:
         """The number of chunks."""
         return -(-self._weights // CHUNK_WEIGHTS)
 
-    def run(self, chunk: int, sink: Sink) -> tuple[npt.NDArray[np.uint8], int]:
-        """Copy one chunk, and return its buffer with the number of bytes used in it."""
+    def run(self, chunk: int, sink: Sink) -> None:
+        """Copy one chunk."""
         start = chunk * CHUNK_WEIGHTS
         count = min(CHUNK_WEIGHTS, self._weights - start)
         bits = DTYPE_BITS[self._spec.dtype]
-        buffer = self._buffers.take()
-        self._tensor.read(start, count, self._spec.dtype, buffer)
         byte_count = count * bits // 8
+        # A few more bytes than needed, in which encoded tensors can decode whole blocks.
+        buffer = scratch("copied", byte_count + COPY_MARGIN)
+        self._tensor.read(start, count, self._spec.dtype, buffer)
         sink.write(self._spec.name, start * bits // 8, buffer[:byte_count])
-        return buffer, byte_count
 
-    def collect(self, result: tuple[npt.NDArray[np.uint8], int]) -> None:
-        """Hash the chunk, and give its buffer back."""
-        buffer, byte_count = result
-        self._digest.update(buffer[:byte_count].data)
-        self._buffers.give(buffer)
+    def collect(self, result: None) -> None:
+        """Do nothing: a copy has no errors."""
 
-    def finish(self) -> TensorRecord:
-        """Return the record, which holds nothing but the hash."""
-        return TensorRecord(name=self._spec.name, sha256={self._spec.name: self._digest.hexdigest()})
+    def finish(self, sink: Sink) -> TensorRecord:
+        """Return a record without measures."""
+        return TensorRecord(name=self._spec.name)

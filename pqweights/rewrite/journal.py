@@ -11,15 +11,16 @@ import os
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from pqweights.checkpoint.digests import HASH_OF_PIECES, SHA256, TensorHash
 from pqweights.checkpoint.interrupted import command_of
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
 from pqweights.checkpoint.storage import Origin, Storage
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.errors import OutputError, SourceChangedError
 from pqweights.rewrite.identity import RunIdentity
-from pqweights.rewrite.manifest import TensorRecord
+from pqweights.rewrite.records import TensorRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,20 @@ class RunInputs:
         return {"work": self.work, **origin, "source": source, "outputs": self.outputs}
 
 
+class FinishedTensor(NamedTuple):
+    """A tensor that the run to be continued has finished, and which hash its digests are."""
+
+    record: TensorRecord
+    tensor_hash: TensorHash
+
+
+def record_line(record: TensorRecord) -> bytes:
+    """Return the line of a finished tensor."""
+    fields = vars(record) | {HASH_OF_PIECES.key: record.digests}
+    del fields["digests"]
+    return (json.dumps(fields) + "\n").encode()
+
+
 def begin_journal(work: Path, inputs: RunInputs, replaces: list[str], finished: bytes = b"") -> None:
     """Write the first line. It is written before anything is removed, so the list of files survives a kill.
 
@@ -97,7 +112,7 @@ def change_companions(work: Path, inputs: RunInputs) -> None:
         begin_journal(work, inputs, [*dict.fromkeys((*first["replaces"], *first["outputs"]))], finished)
 
 
-def read_journal(path: Path, inputs: RunInputs, *, out: Path, overwrite: bool) -> dict[str, TensorRecord] | None:
+def read_journal(path: Path, inputs: RunInputs, *, out: Path, overwrite: bool) -> dict[str, FinishedTensor] | None:
     """Return the tensors that the run to be continued has finished, by name; None if there is no run to continue.
 
     Raises OutputError or SourceChangedError for a run that cannot be continued, unless it may be overwritten.
@@ -135,17 +150,17 @@ def _without(source: dict[str, Any], names: Set[str]) -> dict[str, Any]:
     return {name: state for name, state in source.items() if name not in names}
 
 
-def _read_records(path: Path) -> dict[str, TensorRecord]:
+def _read_records(path: Path) -> dict[str, FinishedTensor]:
     """Read the tensors of a journal, and cut off a line that is not whole with everything behind it."""
-    records: dict[str, TensorRecord] = {}
+    records: dict[str, FinishedTensor] = {}
     data = path.read_bytes()
     valid = data.index(b"\n") + 1
     for line in data[valid:].splitlines(keepends=True):
-        record = _parse_record(line)
-        if record is None:  # cut by a kill or a power failure: the tensors from here on are done again
+        finished = _parse_record(line)
+        if finished is None:  # cut by a kill or a power failure: the tensors from here on are done again
             os.truncate(path, valid)
             break
-        records[record.name] = record
+        records[finished.record.name] = finished
         valid += len(line)
     return records
 
@@ -186,13 +201,16 @@ def _other_commit(out: Path, found: Any, origin: Origin) -> SourceChangedError:
     )
 
 
-def _parse_record(line: bytes) -> TensorRecord | None:
-    """Read a journal line; None if it is not whole. Its hashes are compared with the bytes on the disk later."""
+def _parse_record(line: bytes) -> FinishedTensor | None:
+    """Read a journal line; None if it is not whole. Its digests are compared with the bytes on the disk later."""
     try:
-        record = TensorRecord(**json.loads(line)) if line.endswith(b"\n") else None
-    except (ValueError, TypeError, RecursionError):
+        fields = json.loads(line) if line.endswith(b"\n") else {}
+        tensor_hash = SHA256 if SHA256.key in fields else HASH_OF_PIECES
+        record = TensorRecord(digests=fields.pop(tensor_hash.key), **fields)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    return record if record is not None and isinstance(record.name, str) and isinstance(record.sha256, dict) else None
+    whole = isinstance(record.name, str) and isinstance(record.digests, dict)
+    return FinishedTensor(record, tensor_hash) if whole else None
 
 
 def read_first_line(journal: Path) -> dict[str, Any] | None:

@@ -6,12 +6,12 @@ everywhere. docs/format.md, section "pqweights.json", has the format.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pqweights.checkpoint.digests import HASH_OF_PIECES, SHA256, TensorHash
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.interrupted import describe_interrupted
 from pqweights.checkpoint.model_card import checked_facts
@@ -32,9 +32,12 @@ from pqweights.planning.plan import (
     plan_shards,
 )
 from pqweights.rewrite.identity import RunIdentity
-from pqweights.strict_json import Fields, json_bytes, parse_json, rounded
+from pqweights.rewrite.records import FileRecord, TensorRecord, error_totals
+from pqweights.strict_json import Fields, json_bytes, parse_json
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
+# The hash of stored tensors in each version; nothing else differs.
+TENSOR_HASHES: dict[int, TensorHash] = {1: SHA256, MANIFEST_VERSION: HASH_OF_PIECES}
 # The key of a transform's account of itself (Transform.describe) that tells which kind of result it makes.
 KINDS = {"recipe": "master", "target": "export"}
 # The manifest's own keys. Every other key belongs to the account.
@@ -59,41 +62,6 @@ OWN_KEYS = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorRecord:
-    """What a run measured of one tensor. A measure that means nothing for the tensor is None.
-
-    name: the tensor
-    sha256: hashes of its stored tensors, by stored name
-    state: the state in which a weight was encoded (State.to_json)
-    relative_mse: squared error over `energy`
-    energy: sum of squares of the weight that was read
-    total_mse: in an export of integers, the relative error against the original weight; measured if the original was
-        read, else computed from what the master's manifest states
-    master_mse: in an export of integers, the total_mse that going through the master gives, or would have given
-    """
-
-    name: str
-    sha256: dict[str, str]
-    state: dict[str, Any] | None = None
-    relative_mse: float | None = None
-    energy: float | None = None
-    total_mse: float | None = None
-    master_mse: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the record as its line in the journal."""
-        return dict(vars(self))
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """The size and sha256 of a file without tensors."""
-
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """The content of pqweights.json.
 
@@ -101,12 +69,19 @@ class Manifest:
     source_fingerprint: that of the checkpoint that was read (Checkpoint.fingerprint)
     records: what was measured of each tensor, in the order of identity.tensors
     files: the files without tensors, by name
+    version: that of the format; new manifests have the latest
     """
 
     identity: RunIdentity
     source_fingerprint: str
     records: tuple[TensorRecord, ...]
     files: dict[str, FileRecord]
+    version: int = MANIFEST_VERSION
+
+    @property
+    def tensor_hash(self) -> TensorHash:
+        """The hash that the records' digests are."""
+        return TENSOR_HASHES[self.version]
 
     @property
     def kind(self) -> str:
@@ -134,7 +109,7 @@ class Manifest:
         origin = {"id": None} if identity.origin is None else identity.origin._asdict()
         metadata = {"metadata": identity.metadata} if identity.metadata != DEFAULT_METADATA else {}
         return {
-            "manifest_version": MANIFEST_VERSION,
+            "manifest_version": self.version,
             "kind": identity.kind,
             **identity.made_by,
             "source": {**origin, "bytes": identity.source_bytes, "fingerprint": self.source_fingerprint},
@@ -145,46 +120,13 @@ class Manifest:
             **metadata,
             **({"left_out": identity.left_out} if identity.left_out else {}),
             "exceeding": [tensor.name for tensor, record in self.pairs if exceeds(tensor, record)],
-            "tensors": [_tensor_json(tensor, record) for tensor, record in self.pairs],
+            "tensors": [_tensor_json(tensor, record, self.tensor_hash.key) for tensor, record in self.pairs],
             "files": {name: vars(record) for name, record in sorted(self.files.items())},
         }
 
     def to_bytes(self) -> bytes:
         """Return the content of the file."""
         return json_bytes(self.to_json())
-
-
-def total_relative_mse(records: Sequence[TensorRecord]) -> float | None:
-    """Return the squared error over the sum of squares of all quantized tensors; None if there are none."""
-    return mean_error(records, "relative_mse")
-
-
-def error_totals(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]) -> dict[str, float | None]:
-    """Return the errors of a whole result by name; an export of integers also has errors against the original."""
-    names = ["relative_mse"]
-    if any(tensor.action == INTEGER for tensor in tensors):
-        names += ["total_mse", "master_mse"]
-    return {name: mean_error(records, name) for name in names}
-
-
-def mean_error(records: Sequence[TensorRecord], of: str) -> float | None:
-    """Return the mean of one measure of TensorRecord over all tensors with an energy; None if one of them lacks it.
-
-    The mean is weighted by the sum of squares of the weights that the errors refer to. For errors against the original
-    that is energy / (1 - m), where m is the master's error. (total_mse is only known if the master's error is
-    orthogonal to its weights, so that this holds, or if the original itself was read, so that m = 0.)
-    """
-    errors = []
-    for record in records:
-        if record.energy is not None and record.relative_mse is not None:
-            against_original = of != "relative_mse" and record.total_mse is not None and record.total_mse < 1
-            share = (1 - record.relative_mse) / (1 - (record.total_mse or 0)) if against_original else 1.0
-            errors.append((getattr(record, of), record.energy * share))
-    pairs = [(error, energy) for error, energy in errors if error is not None]
-    if len(pairs) < len(errors):
-        return None
-    energy = math.fsum(energy for _, energy in pairs)  # exactly rounded: sum() differs between versions of Python
-    return rounded(math.fsum(error * energy for error, energy in pairs) / energy if energy else 0.0) if pairs else None
 
 
 def coder_of(tensor: TensorPlan) -> Coder:
@@ -211,7 +153,7 @@ def exceeds(tensor: TensorPlan, record: TensorRecord) -> bool:
     return exceeds_promise(coder_of(tensor), record.relative_mse)
 
 
-def _tensor_json(tensor: TensorPlan, record: TensorRecord) -> dict[str, Any]:
+def _tensor_json(tensor: TensorPlan, record: TensorRecord, hash_key: str) -> dict[str, Any]:
     measured = {"relative_mse": record.relative_mse, "energy": record.energy}
     entry = tensor.to_json()
     if tensor.action == INTEGER:
@@ -224,7 +166,7 @@ def _tensor_json(tensor: TensorPlan, record: TensorRecord) -> dict[str, Any]:
             "dtype": spec.dtype,
             "shape": list(spec.shape),
             "bytes": spec.byte_count,
-            "sha256": record.sha256[spec.name],
+            hash_key: record.digests[spec.name],
         }
         for spec in tensor.stored
     ]
@@ -274,13 +216,17 @@ def parse_manifest(data: bytes) -> Manifest:
     except ValueError as error:
         raise MasterError(f"{MANIFEST_FILE}: {error}; restore it, or delete the folder") from None
     version = found.get("manifest_version") if isinstance(found, dict) else type(found).__name__
-    if version != MANIFEST_VERSION:
-        raise MasterError(f"{MANIFEST_FILE}: manifest_version: expected {MANIFEST_VERSION}, found {version!r}")
-    return _parse(Fields(found, _damaged))
+    if type(version) is not int or version not in TENSOR_HASHES:
+        raise MasterError(
+            f"{MANIFEST_FILE}: manifest_version: expected {min(TENSOR_HASHES)} to {MANIFEST_VERSION}, found "
+            f"{version!r}; a newer pqweights may read it"
+        )
+    return _parse(Fields(found, _damaged), version)
 
 
-def _parse(fields: Fields) -> Manifest:
-    entries = [_parse_tensor(entry) for entry in fields.objects("tensors")]
+def _parse(fields: Fields, version: int) -> Manifest:
+    hash_key = TENSOR_HASHES[version].key
+    entries = [_parse_tensor(entry, hash_key) for entry in fields.objects("tensors")]
     files = fields.fields("files")
     source = fields.fields("source")
     identity = RunIdentity(
@@ -304,6 +250,7 @@ def _parse(fields: Fields) -> Manifest:
             for name in fields.mapping("files")
             for record in [files.fields(name)]
         },
+        version=version,
     )
 
 
@@ -332,7 +279,7 @@ def _parse_model(fields: Fields) -> dict[str, Any]:
     return expected
 
 
-def _parse_tensor(entry: Fields) -> tuple[TensorPlan, TensorRecord]:
+def _parse_tensor(entry: Fields, hash_key: str) -> tuple[TensorPlan, TensorRecord]:
     name, stored = entry.text("name"), entry.objects("stored")
     specs = tuple(TensorSpec(spec.text("name"), spec.text("dtype"), spec.shape("shape")) for spec in stored)
     for spec in specs:
@@ -349,8 +296,8 @@ def _parse_tensor(entry: Fields) -> tuple[TensorPlan, TensorRecord]:
         reason=entry.text("reason"),
         stored=specs,
     )
-    digests = {spec.text("name"): spec.text("sha256") for spec in stored}
-    return plan, TensorRecord(name=name, sha256=digests, **_parse_measures(plan, entry))
+    digests = {spec.text("name"): spec.text(hash_key) for spec in stored}
+    return plan, TensorRecord(name=name, digests=digests, **_parse_measures(plan, entry))
 
 
 def _parse_measures(plan: TensorPlan, entry: Fields) -> Mapping[str, Any]:

@@ -1,37 +1,37 @@
 """All tensors of a task through a pool of threads, chunk by chunk, into the shards.
 
 A bounded number of chunks is under way at a time, so memory grows neither with the checkpoint nor with its largest
-tensor. Results are collected in the order of the plan, so hashes, errors and the journal do not depend on the number of
-threads. One more thread flushes what the others have written, so that little is left to flush at the end.
+tensor. The threads read, compute, hash, and hand blocks of the shards to one more thread, which writes them. Errors are
+added up and tensors recorded in the order of the plan, so nothing depends on the number of threads.
 """
 
 from __future__ import annotations
 
+import functools
+import os
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.buffers import BufferPool
+from pqweights.checkpoint.digests import HASH_OF_PIECES, PieceHasher, TensorHash, digest_of
 from pqweights.checkpoint.file_uses import file_uses
-from pqweights.checkpoint.writer import ShardWriter
-from pqweights.kernels import DEVICES, load_backend
+from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.shard_writer import Disk, ShardWriter
 from pqweights.kernels.workers import compute_on
 from pqweights.planning.plan import ShardPlan
-from pqweights.rewrite import jobs
 from pqweights.rewrite.jobs import Job
-from pqweights.rewrite.manifest import TensorRecord
+from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.task import RewriteTask, RunOptions
 from pqweights.rewrite.workspace import Workspace
 
-# A flush begins when this many bytes have been written since the last one.
-FLUSH_BYTES = 1 << 27
-# At most this many complete shards wait for the disk; each holds a file open.
-MOST_UNFINISHED = 4
+# A kill loses at most what was finished in this time.
+SAVE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class _Chunk:
     place: int
     number: int
     job: Job
-    sink: _ShardSink
+    sink: _Sink
     result: Future[Any]
 
 
@@ -51,7 +51,7 @@ class _LastChunkDone:
 
     place: int
     job: Job
-    sink: _ShardSink
+    sink: _Sink
 
 
 @dataclass(frozen=True)
@@ -78,27 +78,22 @@ class _Drain:
 _Step = _Chunk | _LastChunkDone | _Known | _ShardDone | _Drain
 
 
-class _ShardSink:
-    """The sink that writes a tensor's bytes to their places in a shard."""
+class _Sink:
+    """The sink of one pass over one tensor, which writes its bytes to their places in a shard and hashes them."""
 
-    def __init__(self, writer: ShardWriter, shard: ShardPlan) -> None:
-        self.writer = writer
-        self._stored = {stored.name: stored for stored in shard.stored}
+    def __init__(self, writer: ShardWriter, stored: tuple[StoredTensor, ...]) -> None:
+        self.writer, self.stored = writer, stored
+        self._places = {each.name: (each.offset, PieceHasher(each.byte_count)) for each in stored}
 
     def write(self, stored_name: str, offset: int, data: npt.NDArray[np.uint8]) -> None:
         """Write data at `offset` bytes from the start of a stored tensor."""
-        stored = self._stored[stored_name]
-        assert offset + data.nbytes <= stored.byte_count, stored_name
-        self.writer.write(stored.offset + offset, data)
+        start, hasher = self._places[stored_name]
+        hasher.add(offset, data)
+        self.writer.write(start + offset, data)
 
-    def sha256(self, stored_name: str) -> str:
-        """Return the sha256 of a stored tensor."""
-        stored = self._stored[stored_name]
-        return self.writer.sha256(stored.offset, stored.byte_count)
-
-    def holds(self, record: TensorRecord) -> bool:
-        """Whether the partial file holds every byte of a tensor that the journal calls finished."""
-        return all(self.sha256(name) == digest for name, digest in record.sha256.items())
+    def digests(self) -> dict[str, str]:
+        """Return the hash of each stored tensor, all of which must have been written."""
+        return {name: hasher.hexdigest() for name, (_, hasher) in self._places.items()}
 
 
 class Stream:
@@ -110,11 +105,12 @@ class Stream:
         self._workspace = workspace
         self._progress = run.progress
         self._window = 2 * run.threads  # steps under way: bounds the memory
-        capacity = jobs.CHUNK_WEIGHTS * jobs.OUTPUT_BYTES_PER_WEIGHT
-        self._buffers = BufferPool(capacity, load_backend(DEVICES[run.device]).empty)
         self._pool = ThreadPoolExecutor(run.threads, "pqweights", compute_on, (run.device,))
-        self._flusher = ThreadPoolExecutor(1, thread_name_prefix="pqweights-flush")
-        self._flushes: deque[Future[None]] = deque()
+        self._disk = Disk()
+        self._writers: list[ShardWriter] = []
+        # Tensors that are finished and not yet in the journal, and when the journal was last up to date.
+        self._unsaved: deque[tuple[TensorRecord, ShardWriter]] = deque()
+        self._saved = time.monotonic()
         self._part_bytes = [sum(part.byte_count for part in tensor.parts) for tensor in self._tensors]
         self._total_bytes = sum(self._part_bytes)
         self._passed_bytes = 0
@@ -131,19 +127,21 @@ class Stream:
     def run(self) -> tuple[TensorRecord, ...]:
         """Write all tensors, and return their records in the order of the plan."""
         records: list[TensorRecord] = []
-        writers: list[ShardWriter] = []
         try:
             # `fetching` ends before the pool is shut down: no thread then waits for a file that is still to come.
             with self._checkpoint.storage.fetching(self._workspace.fetched, self._needed_files()):
-                for step in self._ahead(self._steps(writers)):
+                for step in self._ahead(self._steps()):
                     self._take(step, records)
-                for flush in self._flushes:
-                    flush.result()
+                self._disk.wait()
         finally:
             self._pool.shutdown(wait=True, cancel_futures=True)
-            self._flusher.shutdown(wait=True)  # a shard that is complete counts as complete when the run is continued
-            for writer in writers:
-                writer.close()
+            try:
+                if not self._disk.has_failed:
+                    self._save()  # of an interrupted run: what is finished need not be done again
+            finally:
+                self._disk.close()  # a shard that is complete counts as complete when the run is continued
+                for writer in self._writers:
+                    writer.close()
         return tuple(records)
 
     def _needed_files(self) -> dict[str, int]:
@@ -152,29 +150,71 @@ class Stream:
         needed = {part.file for t in self._tensors if t.name not in known for part in t.parts} if self._uses else set()
         return {file: use.together for file, use in self._uses.items() if file in needed}
 
-    def _steps(self, writers: list[ShardWriter]) -> Iterator[_Step]:
+    def _steps(self) -> Iterator[_Step]:
         """Yield all steps in order; a chunk is given to the threads when its step is asked for."""
-        known = self._workspace.records
         for shard in self._plan.shards:
-            names = [self._plan.tensors[place].name for place in shard.tensors]
-            if self._workspace.is_complete(shard.file) and all(name in known for name in names):
-                yield from (_Known(place, known[name]) for place, name in zip(shard.tensors, names, strict=True))
+            stored = {each.name: each for each in shard.stored}
+            parts = {
+                place: tuple(stored[spec.name] for spec in self._plan.tensors[place].stored) for place in shard.tensors
+            }
+            if (known := self._known_shard(shard, parts)) is not None:
+                yield from known
                 continue
-            writer = ShardWriter(self._workspace.folder / shard.file, shard.header, shard.file_bytes)
-            writers.append(writer)
-            sink = _ShardSink(writer, shard)
-            for place, name in zip(shard.tensors, names, strict=True):
-                if name in known and sink.holds(known[name]):
-                    yield _Known(place, known[name], writer)
+            writer = ShardWriter(self._workspace.folder / shard.file, shard.header, shard.file_bytes, self._disk)
+            self._writers.append(writer)
+            for place in shard.tensors:
+                record = self._held(place, writer.descriptor, parts[place])
+                if record is not None:
+                    for part in parts[place]:
+                        writer.keep(part.offset, part.byte_count)
+                    yield _Known(place, record, writer)
                     continue
                 if place in self._first_uses:
                     yield _Drain()
-                job = self._transform.job(self._plan.tensors[place], self._tensors[place], self._buffers)
+                job, sink = (
+                    self._transform.job(self._plan.tensors[place], self._tensors[place]),
+                    _Sink(writer, parts[place]),
+                )
                 yield from self._chunks(place, job, sink)
                 yield _LastChunkDone(place, job, sink)
             yield _ShardDone(writer)
 
-    def _chunks(self, place: int, job: Job, sink: _ShardSink) -> Iterator[_Chunk]:
+    def _known_shard(self, shard: ShardPlan, parts: dict[int, tuple[StoredTensor, ...]]) -> list[_Known] | None:
+        """Return the steps of a shard that an earlier run completed; None for another one."""
+        known = self._workspace.records
+        path = self._workspace.complete_path(shard.file)
+        if path is None or any(self._plan.tensors[place].name not in known for place in shard.tensors):
+            return None
+        finished = {place: known[self._plan.tensors[place].name] for place in shard.tensors}
+        if all(each.tensor_hash is HASH_OF_PIECES for each in finished.values()):
+            return [_Known(place, each.record) for place, each in finished.items()]
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            records = [self._held(place, descriptor, parts[place]) for place in shard.tensors]
+        finally:
+            os.close(descriptor)
+        steps = [_Known(place, record) for place, record in zip(shard.tensors, records, strict=True) if record]
+        return steps if len(steps) == len(records) else None
+
+    def _held(self, place: int, descriptor: int, parts: tuple[StoredTensor, ...]) -> TensorRecord | None:
+        """Return the record of a tensor that the journal calls finished if a file holds its bytes.
+
+        The digests of the record are of the present hash, whichever hash the journal has.
+        """
+        finished = self._workspace.records.get(self._plan.tensors[place].name)
+        if finished is None:
+            return None
+
+        def digests(tensor_hash: TensorHash) -> dict[str, str]:
+            return {p.name: digest_of(tensor_hash, descriptor, p.offset, p.byte_count, self._pool) for p in parts}
+
+        if digests(finished.tensor_hash) != finished.record.digests:
+            return None
+        if finished.tensor_hash is HASH_OF_PIECES:
+            return finished.record
+        return replace(finished.record, digests=digests(HASH_OF_PIECES))
+
+    def _chunks(self, place: int, job: Job, sink: _Sink) -> Iterator[_Chunk]:
         """Yield the chunks of a job; each is given to the threads when it is asked for."""
         for number in range(job.chunks):
             result = self._pool.submit(job.run, number, sink)
@@ -195,10 +235,11 @@ class Stream:
             case _Chunk():
                 step.job.collect(step.result.result())
                 self._show(step.place, (step.number + 1) / step.job.chunks)
-                self._flush_behind(step.sink.writer)
             case _LastChunkDone():
                 record = self._finished(step)
-                self._workspace.record(record)
+                self._unsaved.append((record, step.sink.writer))
+                if time.monotonic() - self._saved >= SAVE_SECONDS:
+                    self._save()
                 self._show(step.place, 1.0)
                 self._pass(step.place, record, records)
                 self._release_files(step.place, step.sink.writer)
@@ -208,21 +249,29 @@ class Stream:
             case _Drain():
                 pass
             case _ShardDone():
-                self._flushes.append(self._flusher.submit(step.writer.finish))
-                while len(self._flushes) > MOST_UNFINISHED:
-                    self._flushes.popleft().result()
+                self._save()
+                self._disk.do(step.writer.finish)
 
     def _finished(self, step: _LastChunkDone) -> TensorRecord:
         """Return the record of a tensor, after as many further passes as its job asks for."""
-        outcome = step.job.finish()
+        sink = step.sink
+        outcome = step.job.finish(sink)
         while not isinstance(outcome, TensorRecord):
-            job = outcome
-            for chunk in self._ahead(self._chunks(step.place, job, step.sink)):
+            job, sink = outcome, _Sink(sink.writer, sink.stored)
+            for chunk in self._ahead(self._chunks(step.place, job, sink)):
                 assert isinstance(chunk, _Chunk)
                 job.collect(chunk.result.result())
-                self._flush_behind(step.sink.writer)
-            outcome = job.finish()
-        return outcome
+            outcome = job.finish(sink)
+        return replace(outcome, digests=sink.digests())
+
+    def _save(self) -> None:
+        """Add finished tensors to the journal, once the system has all of their bytes."""
+        for writer in {writer for _, writer in self._unsaved}:
+            self._disk.do(writer.save).result()
+        while self._unsaved:
+            self._workspace.record(self._unsaved[0][0])
+            self._unsaved.popleft()
+        self._saved = time.monotonic()
 
     def _pass(self, place: int, record: TensorRecord, records: list[TensorRecord]) -> None:
         """Add the record of a finished tensor, if the transform accepts it."""
@@ -235,30 +284,25 @@ class Stream:
         done = self._passed_bytes + round(self._part_bytes[place] * share)
         self._progress(done, self._total_bytes, self._plan.tensors[place].name)
 
-    def _flush_behind(self, writer: ShardWriter) -> None:
-        """Begin to flush a file if enough was written to it. A failed flush raises here or at the end of the run."""
-        while self._flushes and self._flushes[0].done():
-            self._flushes.popleft().result()
-        if not self._flushes and writer.unflushed_bytes >= FLUSH_BYTES:
-            self._flushes.append(self._flusher.submit(writer.flush))
-
     def _release_files(self, place: int, writer: ShardWriter | None) -> None:
         """Release the files of the source that no tensor after this one reads.
 
-        What was made of them is flushed first: the shard being written here, and earlier shards by the flushes that are
-        queued before this one.
+        What was made of them is flushed first: the shard being written here, and earlier shards by the tasks that the
+        disk was given before this one.
         """
 
         def release(files: list[str]) -> None:
             try:
-                if writer is not None and self._checkpoint.storage.frees:
-                    writer.flush()
-                self._workspace.sync_records()
-                known = self._workspace.fingerprints()
-                self._workspace.keep_fingerprints(known | {f: self._checkpoint.file_fingerprint(f) for f in files})
+                if not self._disk.has_failed:
+                    if writer is not None and self._checkpoint.storage.frees:
+                        writer.flush()
+                    self._workspace.sync_records()
+                    known = self._workspace.fingerprints()
+                    self._workspace.keep_fingerprints(known | {f: self._checkpoint.file_fingerprint(f) for f in files})
             finally:  # also if the disk failed, which the next step reports: a thread may be waiting for this room
                 for file in files:
                     self._checkpoint.storage.release(file)
 
         if files := self._last_uses.pop(place, None):
-            self._flushes.append(self._flusher.submit(release, files))
+            self._save()
+            self._disk.do(functools.partial(release, files), always=True)

@@ -13,7 +13,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.planning.plan import Plan, TensorPlan
 from pqweights.planning.totals import Totals
 from pqweights.rewrite.identity import RunIdentity
-from pqweights.rewrite.manifest import TensorRecord, error_totals, total_relative_mse
+from pqweights.rewrite.records import TensorRecord, error_totals, total_relative_mse
 from pqweights.rewrite.tensor_report import TensorReport, tensor_reports
 from pqweights.rewrite.transform import Transform
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pqweights.planning.plan import INTEGER, QUANTIZE, TensorPlan
-from pqweights.rewrite.manifest import TensorRecord, exceeds, state_of
+from pqweights.rewrite.manifest import exceeds, state_of
+from pqweights.rewrite.records import TensorRecord
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from pqweights.buffers import BufferPool
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.planning.plan import DEFAULT_METADATA, TensorPlan
 from pqweights.rewrite.jobs import Job
-from pqweights.rewrite.manifest import TensorRecord
+from pqweights.rewrite.records import TensorRecord
 
 
 class Transform(Protocol):
@@ -36,8 +35,8 @@ class Transform(Protocol):
         """Decide from the headers what becomes of each logical tensor, in the order of the checkpoint."""
         ...
 
-    def job(self, planned: TensorPlan, tensor: LogicalTensor, buffers: BufferPool) -> Job:
-        """Return the first pass over one tensor; it takes the memory for its results from `buffers`."""
+    def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
+        """Return the first pass over one tensor."""
         ...
 
     def config(

@@ -26,8 +26,17 @@ from pqweights.checkpoint.names import (
 from pqweights.checkpoint.writer import disk_errors, partial_path, sync_folder, write_whole
 from pqweights.errors import MasterError, OutputError
 from pqweights.planning.plan import plan_shards
-from pqweights.rewrite.journal import RunInputs, begin_journal, change_companions, read_first_line, read_journal
-from pqweights.rewrite.manifest import TensorRecord, read_manifest
+from pqweights.rewrite.journal import (
+    FinishedTensor,
+    RunInputs,
+    begin_journal,
+    change_companions,
+    read_first_line,
+    read_journal,
+    record_line,
+)
+from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.records import TensorRecord
 
 LOCK_FILE = "lock"
 FINGERPRINTS_FILE = "fingerprints.json"
@@ -41,7 +50,7 @@ class Workspace:
         self,
         out: Path,
         *,
-        records: dict[str, TensorRecord],
+        records: dict[str, FinishedTensor],
         journal: int,
         outputs: list[str],
         replaces: list[str],
@@ -63,7 +72,7 @@ class Workspace:
 
     def record(self, record: TensorRecord) -> None:
         """Add a finished tensor to the journal; a line that a kill cuts short is dropped when the journal is read."""
-        line = (json.dumps(record.to_json()) + "\n").encode()
+        line = record_line(record)
         with disk_errors(self.folder / JOURNAL_FILE):
             while line:
                 line = line[os.write(self._journal, line) :]
@@ -85,14 +94,16 @@ class Workspace:
         """Store fingerprints for the run that continues this one."""
         write_whole(self.folder, self.folder / FINGERPRINTS_FILE, [json.dumps(known).encode()])
 
-    def is_complete(self, shard: str) -> bool:
-        """Whether a shard whose tensors are all in the journal is complete, be it staged here or published.
+    def complete_path(self, shard: str) -> Path | None:
+        """Return where a shard lies whose tensors are all in the journal, staged or published; None if not complete.
 
         A file of that name in the output folder is the published shard only if neither a partial nor a staged one is
         left; until then it belongs to the result that is being replaced.
         """
-        staged = self.folder / shard
-        return not partial_path(staged).exists() and (staged.exists() or (self.out / shard).exists())
+        staged, published = self.folder / shard, self.out / shard
+        if partial_path(staged).exists():
+            return None
+        return next((path for path in (staged, published) if path.exists()), None)
 
     def publish(self, shards: list[str]) -> None:
         """Give the staged shards their final names, and remove what they replace; a killed call can be repeated."""

@@ -28,7 +28,8 @@ from pqweights.planning.totals import Totals, total
 from pqweights.results import evaluation_record
 from pqweights.results.inspect import inspect
 from pqweights.results.verify import verify
-from pqweights.rewrite.manifest import mean_error, read_manifest
+from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.records import mean_error
 
 TARGETS = ("bf16", "torchao-int4", "mlx-q4", "vllm-int4")
 

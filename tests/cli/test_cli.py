@@ -422,6 +422,7 @@ def test_slow_run_shows_progress(source: Path, tmp_path: Path, clock: Clock, mon
         record(self, finished)
 
     monkeypatch.setattr(Workspace, "record", slow)
+    monkeypatch.setattr("pqweights.rewrite.stream.SAVE_SECONDS", 0.0)
     result = invoke("quantize", source, tmp_path / "out", "--json")
     lines = result.stderr.splitlines()
     assert 1 <= len(lines) <= 3 and all(line.startswith("quantizing ") for line in lines)

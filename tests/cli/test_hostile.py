@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import bf16, f32, folder_bytes, gaussian, read_all, small_checkpoint, write_checkpoint
+from helpers import SMALL_BLOCK, bf16, f32, folder_bytes, gaussian, read_all, small_checkpoint, write_checkpoint
 from hostile import case as parts
 from hostile import evaluation, generate, masters, pickles
 from hostile.case import DOWN, UP, Case
@@ -255,6 +255,8 @@ def test_full_disk_gives_one_line_and_the_same_command_finishes_later(
     call: str, passing: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = undisturbed(tmp_path)
+    monkeypatch.setattr("pqweights.checkpoint.shard_writer.BLOCK_BYTES", SMALL_BLOCK)
+    monkeypatch.setattr("pqweights.rewrite.stream.SAVE_SECONDS", 0.0)
     with monkeypatch.context() as patched:
         patched.setattr(os, call, failing(getattr(os, call), passing, code))
         result = run(COMMAND.format(tmp_path))

@@ -24,7 +24,8 @@ from pqweights.exports.options import ExportOptions
 from pqweights.installing import pip_install
 from pqweights.planning.recipe import load_recipe
 from pqweights.results.inspect import inspect
-from pqweights.rewrite.manifest import mean_error, read_manifest
+from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.records import mean_error
 from pqweights.runtimes import models as runtimes
 from pqweights.runtimes.decoders import export_weight, rotated, unpack_nibbles, unpack_stream, unpack_tiles
 from pqweights.runtimes.folders import read_folder

@@ -63,7 +63,7 @@ def test_verify_accepts_an_export_and_finds_a_flipped_byte(kind: str, driven: Pa
             data[at] ^= 1
             path.write_bytes(data)
             (problem,) = verify(damaged, threads=1).problems
-            assert name in problem and path.name in problem and "sha256" in problem
+            assert name in problem and path.name in problem and "blake3_of_pieces" in problem
             data[at] ^= 1
         path.write_bytes(data)
 

@@ -156,9 +156,9 @@ def manifest(name: str, *path: str | int, to: Any) -> Case:
 
 
 MASTER_CASES = [
-    damaged("master-codes-flipped", flip(SHARD, UP + "_codes"), verify=(SHARD, UP + "_codes", "sha256")),
-    damaged("master-norms-flipped", flip(SHARD, UP + "_norms"), verify=(SHARD, UP + "_norms", "sha256")),
-    damaged("master-kept-tensor-flipped", flip(LAST_SHARD, NORM), verify=(LAST_SHARD, NORM, "sha256")),
+    damaged("master-codes-flipped", flip(SHARD, UP + "_codes"), verify=(SHARD, UP + "_codes", "blake3_of_pieces")),
+    damaged("master-norms-flipped", flip(SHARD, UP + "_norms"), verify=(SHARD, UP + "_norms", "blake3_of_pieces")),
+    damaged("master-kept-tensor-flipped", flip(LAST_SHARD, NORM), verify=(LAST_SHARD, NORM, "blake3_of_pieces")),
     damaged("master-header-flipped", flip(SHARD, None), verify=(SHARD, "header"), export=(SHARD,)),
     damaged(
         "master-shard-truncated", cut(SHARD, 1), verify=(SHARD, "bytes"), export=(SHARD, "expected", "bytes", "found")
@@ -307,7 +307,12 @@ MASTER_CASES = [
     damaged("manifest-a-list", replace(MANIFEST, "[]"), verify=(MANIFEST, "list"), inspect=(MANIFEST, "list")),
     damaged("manifest-nested", replace(MANIFEST, "[" * 100_000), verify=(MANIFEST,), inspect=(MANIFEST,)),
     damaged("manifest-without-tensors", remove_key(MANIFEST, "tensors"), verify=(MANIFEST,), inspect=(MANIFEST,)),
-    damaged("manifest-without-hashes", remove_key(MANIFEST, "tensors", 0, "stored", 0, "sha256"), verify=(MANIFEST,)),
+    damaged(
+        "manifest-without-hashes",
+        remove_key(MANIFEST, "tensors", 0, "stored", 0, "blake3_of_pieces"),
+        verify=(MANIFEST,),
+    ),
+    manifest("manifest-of-the-version-before", "manifest_version", to=1),
     manifest("manifest-version-99", "manifest_version", to=99),
     manifest("manifest-source-null", "source", to=None),
     manifest("manifest-tensors-a-number", "tensors", to=5),
@@ -346,8 +351,8 @@ MASTER_CASES = [
     damaged("manifest-without-the-index", remove_key(MANIFEST, "files", INDEX[4:]), verify=(MANIFEST, INDEX[4:])),
     damaged(
         "manifest-of-other-hashes",
-        set_json(MANIFEST, "tensors", 0, "stored", 0, "sha256", to="0" * 64),
-        verify=("sha256",),
+        set_json(MANIFEST, "tensors", 0, "stored", 0, "blake3_of_pieces", to="0" * 64),
+        verify=("blake3_of_pieces",),
     ),
     damaged(
         "manifest-of-another-name", set_json(MANIFEST, "tensors", 0, "stored", 0, "name", to="x_codes"), verify=(SHARD,)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from pqweights.checkpoint.header import TensorSpec, build_header, parse_header
 from pqweights.checkpoint.storage import LocalStorage
 from pqweights.dtypes import DTYPE_BITS
+from pqweights.errors import SourceError
 from pqweights.planning.plan import DEFAULT_METADATA, KEEP, QUANTIZE, Plan, TensorPlan, plan_shards
 from pqweights.planning.recipe import load_recipe
 
@@ -180,6 +181,30 @@ def test_header_is_the_json_that_python_writes(names: list[str], data: st.DataOb
     assert header[8:] == text + b" " * (-len(text) % 8)
     assert int.from_bytes(header[:8], "little") == len(header) - 8
     assert sorted(tensor.name for tensor in stored) == sorted(names)
+
+
+KEYS = st.lists(st.sampled_from(["a", "b", 'b"', '"', "\\", "\\\\", "é", "dtype"]), max_size=4)
+
+
+@settings(max_examples=300, deadline=None)
+@given(names=KEYS, keys=KEYS, value=st.text(st.sampled_from('ab"\\é'), max_size=3), ensure_ascii=st.booleans())
+def test_key_that_appears_twice_is_refused(names: list[str], keys: list[str], value: str, ensure_ascii: bool) -> None:
+    """Whatever quotes are in names and metadata, and however they are escaped."""
+
+    def encoded(text: str) -> str:
+        return json.dumps(text, ensure_ascii=ensure_ascii)
+
+    metadata = ",".join(f"{encoded(key)}:{encoded(value)}" for key in keys)
+    entries = [f'{encoded(name)}:{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for name in names]
+    text = ("{" + ",".join([f'"__metadata__":{{{metadata}}}', *entries]) + "}").encode()
+    data = len(text).to_bytes(8, "little") + text
+    if len(set(names)) < len(names) or len(set(keys)) < len(keys):
+        with pytest.raises(SourceError, match="appears twice"):
+            parse_header("file", len(data), lambda offset, count: data[offset : offset + count])
+    else:
+        tensors, found = parse_header("file", len(data), lambda offset, count: data[offset : offset + count])
+        assert sorted(tensor.name for tensor in tensors) == sorted(names)
+        assert found == dict.fromkeys(keys, value)
 
 
 def tensor_plan(name: str, dtype: str, shape: list[int], stored: tuple[TensorSpec, ...]) -> TensorPlan:

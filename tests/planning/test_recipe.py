@@ -35,7 +35,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 def tensor(name: str, shape: tuple[int, ...]) -> PlainTensor:
     dtype = "I64" if "ids" in name else "BF16"
     stored = StoredTensor(name=name, dtype=dtype, shape=shape, file="f", offset=0, byte_count=0)
-    return PlainTensor(None, stored)  # type: ignore[arg-type]
+    return PlainTensor.of(None, stored)  # type: ignore[arg-type]
 
 
 def decisions(text: str) -> dict[str, Decision]:

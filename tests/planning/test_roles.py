@@ -148,7 +148,7 @@ KEPT: list[tuple[str, Shape, str]] = [
 
 def tensor(name: str, shape: Shape, dtype: str = "BF16") -> PlainTensor:
     stored = StoredTensor(name=name, dtype=dtype, shape=shape, file="model.safetensors", offset=0, byte_count=0)
-    return PlainTensor(None, stored)  # type: ignore[arg-type]
+    return PlainTensor.of(None, stored)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "shape", "role"), QUANTIZED)

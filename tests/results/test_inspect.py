@@ -27,7 +27,7 @@ from helpers import (
 from pqweights.errors import MasterError
 from pqweights.results.inspect import inspect
 from pqweights.rewrite import manifest
-from pqweights.rewrite.manifest import TensorRecord, total_relative_mse
+from pqweights.rewrite.records import TensorRecord, total_relative_mse
 from pqweights.runtimes.folders import size
 
 HEAVY = (np.random.default_rng(9).standard_t(3, size=(96, 128)) * 0.02).astype(np.float32)
@@ -140,8 +140,8 @@ def test_total_error_does_not_depend_on_the_python_version(monkeypatch: pytest.M
     """The sum() of Python 3.12 compensates rounding errors, and that of 3.11 does not."""
     # The first value is just below the middle of two seven-digit numbers: plain additions lose the 4096 small terms,
     # and a compensated sum carries the total over the middle.
-    records = [TensorRecord(name="x", sha256={}, relative_mse=math.nextafter(1.0000005, 0.0), energy=1.0)]
-    records += [TensorRecord(name="x", sha256={}, relative_mse=2.0**10, energy=2.0**-64)] * 4096
+    records = [TensorRecord(name="x", relative_mse=math.nextafter(1.0000005, 0.0), energy=1.0)]
+    records += [TensorRecord(name="x", relative_mse=2.0**10, energy=2.0**-64)] * 4096
 
     def one_by_one(values: Iterable[float]) -> float:
         total = 0.0

@@ -14,8 +14,8 @@ import pytest
 from helpers import bf16, folder_bytes, gaussian, run_command, small_checkpoint, write_checkpoint
 from safetensors import safe_open
 
+from pqweights.checkpoint.digests import HashOfPieces
 from pqweights.errors import MasterError, PqweightsError
-from pqweights.results import verify as verification
 from pqweights.results.inspect import inspect
 from pqweights.results.verify import Verification, verify
 
@@ -145,7 +145,9 @@ def test_rewriting_the_manifest_unchanged_verifies(damaged: Path) -> None:
 
 
 LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "version": lambda m: m.update(manifest_version=2),
+    "version": lambda m: m.update(manifest_version=1),
+    "version unknown": lambda m: m.update(manifest_version=3),
+    "version no number": lambda m: m.update(manifest_version=True),
     "kind unknown": lambda m: m.update(kind="nonsense"),
     "kind of an export": lambda m: m.update(kind="export"),
     "shard size": lambda m: m.update(max_shard_bytes=10**9),
@@ -172,7 +174,7 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "rotation": lambda m: tensor_of(m).update(rotation="signed-hadamard"),
     "exponent": lambda m: tensor_of(m).update(norm_exponent=1),
     "error": lambda m: tensor_of(m).update(relative_mse=1e-9),
-    "stored hash": lambda m: stored_of(m).update(sha256="0" * 64),
+    "stored hash": lambda m: stored_of(m).update(blake3_of_pieces="0" * 64),
     "stored bytes": lambda m: stored_of(m).update(bytes=1),
     "stored dtype": lambda m: stored_of(m).update(dtype="I8"),
     "stored dtype unknown": lambda m: stored_of(m).update(dtype="U9"),
@@ -299,17 +301,17 @@ def test_problems_are_identical_across_thread_counts(damaged: Path) -> None:
 
 
 def test_interrupt_does_not_hash_the_rest(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[Path] = []
+    hashed: list[int] = []
 
-    def slow(path: Path, *place: int) -> str:
-        hashed.append(path)
+    def slow(self: HashOfPieces, descriptor: int, offset: int, count: int) -> bytes:
+        hashed.append(offset)
         time.sleep(0.02)
-        return ""
+        return b""
 
     def interrupt(done: int, total: int, name: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(verification, "sha256_of_file", slow)
+    monkeypatch.setattr(HashOfPieces, "of_part", slow)
     with pytest.raises(KeyboardInterrupt):
         verify(damaged, threads=1, progress=interrupt)
     tensors = len(inspect(damaged).manifest.tensors)

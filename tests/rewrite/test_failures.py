@@ -13,9 +13,8 @@ import pytest
 from helpers import bf16, folder_bytes, gaussian, read_all, run_command, write_checkpoint
 from rewriting import Killed, check_final_names, command
 
-from pqweights.checkpoint import writer
+from pqweights.checkpoint import shard_writer
 from pqweights.errors import OutputError, SourceError
-from pqweights.rewrite import stream
 
 
 def test_non_finite_weight_leaves_nothing(tmp_path: Path) -> None:
@@ -32,7 +31,7 @@ def test_run_resumes_after_a_full_disk(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    pwrite, calls = os.pwrite, iter(range(40))
+    pwrite, calls = os.pwrite, iter(range(12))
 
     def full(*arguments: Any) -> int:
         if next(calls, None) is None:
@@ -100,8 +99,8 @@ def test_few_files_are_open_on_a_slow_disk(source: Path, tmp_path: Path, monkeyp
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "fsync", slow)
     run_command({"quantize": source, "max_shard_bytes": 1}, tmp_path / "out")
-    assert len(opened) > 2 * stream.MOST_UNFINISHED
-    assert max(opened) < before + stream.MOST_UNFINISHED + 16
+    assert len(opened) > 2 * shard_writer.MOST_WAITING
+    assert max(opened) < before + 2 * shard_writer.MOST_WAITING + 16
 
 
 @pytest.mark.parametrize(
@@ -116,8 +115,8 @@ def test_file_that_could_not_be_flushed_is_not_resumed(
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "_sync_data", fail)
-        patch.setattr(stream, "FLUSH_BYTES", 1)
+        patch.setattr(shard_writer, "_sync_data", fail)
+        patch.setattr(shard_writer, "FLUSH_BYTES", 1)
         with pytest.raises(OutputError, match=message):
             run_command({"quantize": source}, tmp_path / "out")
     assert not list((tmp_path / "out" / ".pqweights").glob("*.partial"))

@@ -56,9 +56,9 @@ def watched(monkeypatch: pytest.MonkeyPatch, work: dict[str, Any], out: Path) ->
     begun = set()
     job = Quantize.job
 
-    def watching(self: Quantize, planned: Any, tensor: Any, buffers: Any) -> Any:
+    def watching(self: Quantize, planned: Any, tensor: Any) -> Any:
         begun.add(planned.name)
-        return job(self, planned, tensor, buffers)
+        return job(self, planned, tensor)
 
     with monkeypatch.context() as patch:
         patch.setattr(Quantize, "job", watching)

@@ -1,0 +1,157 @@
+"""Hashes of stored tensors: the one that manifests state, and that of manifests of version 1.
+
+A hash of pieces is BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs) of the BLAKE3 digests of a tensor's pieces of
+128 KiB, so threads hash pieces as they come, in any order. docs/format.md, section 5, defines it for other readers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+PIECE_BYTES = 1 << 17
+# What is read at once, and the work that is given to a thread at once; both are whole pieces.
+READ_BYTES = 1 << 20
+PART_BYTES = 1 << 23
+
+
+class TensorHash(Protocol):
+    """A hash of stored tensors, computed part by part."""
+
+    @property
+    def key(self) -> str:
+        """What manifests call it."""
+        ...
+
+    def parts(self, byte_count: int) -> list[tuple[int, int]]:
+        """Return the parts of a tensor that can be hashed apart, at least one: where each begins and ends, in bytes."""
+        ...
+
+    def of_part(self, descriptor: int, offset: int, count: int) -> bytes:
+        """Hash a part: `count` bytes of an open file from `offset` on. The hash of a file that ends early is wrong."""
+        ...
+
+    def combined(self, parts: Sequence[bytes]) -> str:
+        """Return the hash of a tensor from those of its parts."""
+        ...
+
+
+class HashOfPieces:
+    """BLAKE3 of the BLAKE3 digests of pieces."""
+
+    key = "blake3_of_pieces"
+
+    def parts(self, byte_count: int) -> list[tuple[int, int]]:
+        """See TensorHash."""
+        return [(begin, min(begin + PART_BYTES, byte_count)) for begin in range(0, max(byte_count, 1), PART_BYTES)]
+
+    def of_part(self, descriptor: int, offset: int, count: int) -> bytes:
+        """See TensorHash; the digests of the pieces, one after the other."""
+        digests = []
+        for data in _pieces_read(descriptor, offset, count):
+            digests += [blake3(data[at : at + PIECE_BYTES].data).digest() for at in range(0, len(data), PIECE_BYTES)]
+        return b"".join(digests)
+
+    def combined(self, parts: Sequence[bytes]) -> str:
+        """See TensorHash."""
+        return blake3(b"".join(parts)).hexdigest()
+
+
+class Sha256:
+    """SHA-256 of the whole tensor, which no two threads can share."""
+
+    key = "sha256"
+
+    def parts(self, byte_count: int) -> list[tuple[int, int]]:
+        """See TensorHash."""
+        return [(0, byte_count)]
+
+    def of_part(self, descriptor: int, offset: int, count: int) -> bytes:
+        """See TensorHash."""
+        digest = hashlib.sha256()
+        for data in _pieces_read(descriptor, offset, count):
+            digest.update(data.data)
+        return digest.digest()
+
+    def combined(self, parts: Sequence[bytes]) -> str:
+        """See TensorHash."""
+        (digest,) = parts
+        return digest.hex()
+
+
+HASH_OF_PIECES = HashOfPieces()
+SHA256 = Sha256()
+
+
+def _pieces_read(descriptor: int, offset: int, count: int) -> Iterator[npt.NDArray[np.uint8]]:
+    """Yield bytes of an open file, READ_BYTES at a time, in memory that is used again; fewer if the file ends early."""
+    memory = np.empty(min(READ_BYTES, count), dtype=np.uint8)
+    for begin in range(0, count, READ_BYTES):
+        data = memory[: min(READ_BYTES, count - begin)]
+        done = 0
+        while done < len(data):
+            read = os.preadv(descriptor, [data[done:].data], offset + begin + done)
+            if read == 0:
+                yield data[:done]
+                return
+            done += read
+        yield data
+
+
+def digest_of(tensor_hash: TensorHash, descriptor: int, offset: int, byte_count: int, pool: Executor) -> str:
+    """Hash a stored tensor, which begins at `offset` in an open file, with the threads of a pool."""
+
+    def of_part(part: tuple[int, int]) -> bytes:
+        begin, end = part
+        return tensor_hash.of_part(descriptor, offset + begin, end - begin)
+
+    return tensor_hash.combined(list(pool.map(of_part, tensor_hash.parts(byte_count))))
+
+
+class PieceHasher:
+    """The hash of pieces of one tensor whose bytes come in any order, from any thread, each of them once."""
+
+    def __init__(self, byte_count: int) -> None:
+        self._byte_count = byte_count
+        self._digests = [b""] * -(-byte_count // PIECE_BYTES)
+        # Pieces of which only some bytes have come, each with the number of bytes that are missing.
+        self._open: dict[int, tuple[npt.NDArray[np.uint8], int]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
+        """Take the bytes from `offset` on."""
+        begin, count = 0, len(data)
+        while begin < count:
+            number, at = divmod(offset + begin, PIECE_BYTES)
+            size = min(PIECE_BYTES, self._byte_count - number * PIECE_BYTES)
+            part = data[begin : begin + size - at]
+            if len(part) == size:
+                self._digests[number] = blake3(part.data).digest()
+            else:
+                self._fill(number, size, at=at, part=part)
+            begin += len(part)
+
+    def _fill(self, number: int, size: int, *, at: int, part: npt.NDArray[np.uint8]) -> None:
+        """Take some bytes of a piece, and hash it if they were the last ones."""
+        with self._lock:
+            piece, missing = self._open.get(number) or (np.empty(size, dtype=np.uint8), size)
+            piece[at : at + len(part)] = part
+            missing -= len(part)
+            if missing:
+                self._open[number] = piece, missing
+                return
+            self._open.pop(number, None)
+        self._digests[number] = blake3(piece.data).digest()
+
+    def hexdigest(self) -> str:
+        """Return the hash; all bytes must have come."""
+        assert not self._open and all(self._digests), "bytes of the tensor are missing"
+        return HASH_OF_PIECES.combined(self._digests)

@@ -1,0 +1,221 @@
+"""Positioned reads of files on this machine: from the page cache what is there, the rest around it and ahead of use.
+
+A checkpoint is read once, and often is larger than the memory: in the page cache it would evict everything else, and on
+its way there every byte is copied once more. Large reads that the cache cannot serve are made in blocks with direct
+access, which two threads fetch before they are needed. Small reads are left to the system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.buffers import whole_pages
+from pqweights.errors import SourceError
+
+BLOCK_BYTES = 1 << 20
+# Reads of fewer bytes are left to the system.
+LARGE_READ_BYTES = 1 << 18
+# Blocks that are fetched behind the one that is needed, by how many threads, and how many stay at most besides.
+BLOCKS_AHEAD = 3
+FETCHING_THREADS = 2
+SPARE_BLOCKS = 1
+# A checkpoint may have more files than a process may hold open.
+MOST_OPEN_FILES = 8
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class FileReader:
+    """Reads files, from any thread, which stay open for a while."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[Path, _OpenFile] = OrderedDict()  # the least recently used first
+        self._blocks = _BlockCache()
+        self._lock = threading.Lock()
+
+    def read_into(self, path: Path, file: str, offset: int, buffer: Bytes) -> None:
+        """Fill the buffer with bytes of a file from `offset` on.
+
+        Raises SourceError if the file ends early; the message calls it `file`.
+        """
+        opened, view = self._opened(path), buffer.data
+        done = 0
+        if len(view) >= LARGE_READ_BYTES:
+            done = opened.read_cached(offset, view)
+            if done < len(view):
+                done += self._blocks.read(opened, offset + done, buffer[done:])
+        while done < len(view):
+            count = os.preadv(opened.descriptor, [view[done:]], offset + done)
+            if count == 0:
+                raise SourceError(
+                    f"{file}: expected {len(view)} bytes at offset {offset}, found the end of the file after {done}; "
+                    "it was cut while it was being read: fetch it again"
+                )
+            done += count
+
+    def forget(self, path: Path) -> None:
+        """Close a file once nobody reads it any more."""
+        with self._lock:
+            opened = self._files.pop(path, None)
+        if opened is not None:
+            self._blocks.forget(opened)
+
+    def _opened(self, path: Path) -> _OpenFile:
+        with self._lock:
+            found = self._files.get(path)
+            if found is None:
+                found = self._files[path] = _OpenFile(path)
+                if len(self._files) > MOST_OPEN_FILES:
+                    self._files.popitem(last=False)
+            self._files.move_to_end(path)
+            return found
+
+
+class _OpenFile:
+    """An open file, closed when it is no longer referred to.
+
+    descriptor: the file
+    direct: the same with direct access; -1 if there is none
+    last_block: the block that was needed last
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.direct = -1
+        if hasattr(os, "O_DIRECT"):  # macOS has none
+            with contextlib.suppress(OSError):  # nor have some file systems
+                self.direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        self.size = os.fstat(self.descriptor).st_size
+        self.last_block = -1
+        weakref.finalize(self, _close, [self.descriptor, self.direct])
+
+    def read_cached(self, offset: int, view: memoryview) -> int:
+        """Read what the page cache holds of the bytes from `offset` on, without a gap, and return how many."""
+        done = 0
+        with contextlib.suppress(AttributeError, OSError):  # the system cannot say, or the next byte is not there
+            while done < len(view):
+                count = os.preadv(self.descriptor, [view[done:]], offset + done, os.RWF_NOWAIT)
+                if count == 0:
+                    break
+                done += count
+        return done
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class _Block:
+    """A part of a file in memory.
+
+    fetched: how many bytes the file has there, once it is read
+    unused: how many bytes nobody has asked for yet
+    users: how many threads wait for it or copy from it
+    """
+
+    def __init__(self, memory: Bytes, fetched: Future[int]) -> None:
+        self.memory, self.fetched = memory, fetched
+        self.unused = len(memory)
+        self.users = 0
+
+
+class _BlockCache:
+    """Blocks of files that are read with direct access, each of them once if the reads are in order."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[tuple[_OpenFile, int], _Block] = OrderedDict()  # the oldest first
+        self._free: deque[Bytes] = deque()
+        self._most = SPARE_BLOCKS + BLOCKS_AHEAD + (os.cpu_count() or 1)
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+
+    def read(self, file: _OpenFile, offset: int, buffer: Bytes) -> int:
+        """Fill the buffer from `offset` on, as far as direct access goes, and return how many bytes were read."""
+        done = 0
+        while done < len(buffer) and file.direct >= 0:
+            number, at = divmod(offset + done, BLOCK_BYTES)
+            wanted = min(BLOCK_BYTES - at, len(buffer) - done)
+            block = self._needed(file, number)
+            try:
+                found = max(0, min(wanted, block.fetched.result() - at))
+                buffer[done : done + found] = block.memory[at : at + found]
+            except OSError:  # the file system wants larger pages, or cannot after all
+                file.direct = -1
+                found = 0
+            finally:
+                self._used(file, number, block, found)
+            done += found
+            if found < wanted:
+                break
+        return done
+
+    def _needed(self, file: _OpenFile, number: int) -> _Block:
+        """Return a block, and have those fetched that will be needed next if the file is read in order."""
+        with self._lock:
+            block = self._requested(file, number)
+            block.users += 1
+            if abs(number - file.last_block) <= BLOCKS_AHEAD:
+                for ahead in range(number + 1, number + 1 + BLOCKS_AHEAD):
+                    if ahead * BLOCK_BYTES < file.size:
+                        self._requested(file, ahead)
+            file.last_block = number
+            return block
+
+    def _requested(self, file: _OpenFile, number: int) -> _Block:
+        found = self._blocks.get((file, number))
+        if found is None:
+            while len(self._blocks) >= self._most and self._drop_oldest():
+                pass
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(FETCHING_THREADS, thread_name_prefix="pqweights-read")
+            memory = self._free.pop() if self._free else whole_pages(BLOCK_BYTES)
+            fetched = self._pool.submit(_fetch, file, number * BLOCK_BYTES, memory)
+            found = self._blocks[file, number] = _Block(memory, fetched)
+        return found
+
+    def _drop_oldest(self) -> bool:
+        """Drop the oldest block that nobody uses; return whether there was one."""
+        for key, block in self._blocks.items():
+            if block.users == 0 and block.fetched.done():
+                del self._blocks[key]
+                self._free.append(block.memory)
+                return True
+        return False
+
+    def forget(self, file: _OpenFile) -> None:
+        """Drop the blocks of a file that were fetched for nothing."""
+        with self._lock:
+            for key in [key for key, block in self._blocks.items() if key[0] is file and block.users == 0]:
+                del self._blocks[key]
+
+    def _used(self, file: _OpenFile, number: int, block: _Block, count: int) -> None:
+        """Note that `count` bytes of a block were copied, and drop it if they were the last."""
+        with self._lock:
+            block.users -= 1
+            block.unused -= count
+            at_end = number * BLOCK_BYTES + len(block.memory) - block.unused >= file.size
+            if block.users == 0 and (block.unused <= 0 or at_end) and self._blocks.pop((file, number), None) is block:
+                self._free.append(block.memory)
+
+
+def _fetch(file: _OpenFile, offset: int, memory: Bytes) -> int:
+    """Fill memory from a file, and return how many bytes there were before its end."""
+    done = 0
+    while done < len(memory):
+        count = os.preadv(file.direct, [memory[done:].data], offset + done)
+        done += count
+        if count == 0 or count % 512:  # only the end of the file is not a whole sector
+            break
+    return done

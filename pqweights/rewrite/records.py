@@ -1,0 +1,75 @@
+"""What a run records of each tensor and file, and the errors of a whole result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pqweights.planning.plan import INTEGER, TensorPlan
+from pqweights.strict_json import rounded
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRecord:
+    """What a run measured of one tensor. A measure that means nothing for the tensor is None.
+
+    name: the tensor
+    digests: hashes of its stored tensors, by stored name
+    state: the state in which a weight was encoded (State.to_json)
+    relative_mse: squared error over `energy`
+    energy: sum of squares of the weight that was read
+    total_mse: in an export of integers, the relative error against the original weight; measured if the original was
+        read, else computed from what the master's manifest states
+    master_mse: in an export of integers, the total_mse that going through the master gives, or would have given
+    """
+
+    name: str
+    digests: dict[str, str] = field(default_factory=dict)
+    state: dict[str, Any] | None = None
+    relative_mse: float | None = None
+    energy: float | None = None
+    total_mse: float | None = None
+    master_mse: float | None = None
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """The size and sha256 of a file without tensors."""
+
+    bytes: int
+    sha256: str
+
+
+def total_relative_mse(records: Sequence[TensorRecord]) -> float | None:
+    """Return the squared error over the sum of squares of all quantized tensors; None if there are none."""
+    return mean_error(records, "relative_mse")
+
+
+def error_totals(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]) -> dict[str, float | None]:
+    """Return the errors of a whole result by name; an export of integers also has errors against the original."""
+    names = ["relative_mse"]
+    if any(tensor.action == INTEGER for tensor in tensors):
+        names += ["total_mse", "master_mse"]
+    return {name: mean_error(records, name) for name in names}
+
+
+def mean_error(records: Sequence[TensorRecord], of: str) -> float | None:
+    """Return the mean of one measure of TensorRecord over all tensors with an energy; None if one of them lacks it.
+
+    The mean is weighted by the sum of squares of the weights that the errors refer to. For errors against the original
+    that is energy / (1 - m), where m is the master's error. (total_mse is only known if the master's error is
+    orthogonal to its weights, so that this holds, or if the original itself was read, so that m = 0.)
+    """
+    errors = []
+    for record in records:
+        if record.energy is not None and record.relative_mse is not None:
+            against_original = of != "relative_mse" and record.total_mse is not None and record.total_mse < 1
+            share = (1 - record.relative_mse) / (1 - (record.total_mse or 0)) if against_original else 1.0
+            errors.append((getattr(record, of), record.energy * share))
+    pairs = [(error, energy) for error, energy in errors if error is not None]
+    if len(pairs) < len(errors):
+        return None
+    energy = math.fsum(energy for _, energy in pairs)  # exactly rounded: sum() differs between versions of Python
+    return rounded(math.fsum(error * energy for error, energy in pairs) / energy if energy else 0.0) if pairs else None
