@@ -26,6 +26,32 @@ def json_bytes(value: Any) -> bytes:
     return f"{json_text(value)}\n".encode()
 
 
+def json_pieces(value: Mapping[str, Any]) -> Iterator[bytes]:
+    """Yield what json_bytes returns for an object, so that the whole of a long file is never in memory.
+
+    A value that is an iterator is written as a list, an item at a time.
+    """
+    before = "{"
+    for key, item in value.items():
+        yield f"{before}\n  {encode_basestring(key)}: ".encode()
+        before = ","
+        if isinstance(item, Iterator):
+            yield from _list_pieces(item)
+        else:
+            yield json_text(item, "\n  ").encode()
+    yield b"\n}\n" if value else b"{}\n"
+
+
+def _list_pieces(items: Iterator[Any]) -> Iterator[bytes]:
+    """Yield the text of a list that is a value of the outermost object."""
+    before = "["
+    for item in items:
+        text = json_text(item, "\n    ")
+        yield f"{before}\n    {text}".encode()
+        before = ","
+    yield b"[]" if before == "[" else b"\n  ]"
+
+
 def json_text(value: Any, newline: str = "\n") -> str:
     """Return what json.dumps returns with indent=2 and ensure_ascii=False, in 40 % of the time.
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pqweights.strict_json import json_bytes, json_text
+from pqweights.strict_json import json_bytes, json_pieces, json_text
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 VALUES = st.recursive(
@@ -32,3 +32,9 @@ def test_keys_are_strings_and_values_are_those_of_json(value: Any) -> None:
 
 def test_files_end_with_a_newline() -> None:
     assert json_bytes({"a": ["é", 1]}) == '{\n  "a": [\n    "é",\n    1\n  ]\n}\n'.encode()
+
+
+@given(st.dictionaries(st.text(), VALUES | st.lists(VALUES)))
+def test_pieces_are_the_bytes(value: dict[str, Any]) -> None:
+    lazy = {key: iter(item) if isinstance(item, list) else item for key, item in value.items()}
+    assert b"".join(json_pieces(value)) == b"".join(json_pieces(lazy)) == json_bytes(value)

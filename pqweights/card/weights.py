@@ -105,7 +105,7 @@ def _exceptions(pairs: Sequence[Pair], manifest: Manifest) -> list[str]:
             f"Rescued: {counted(len(rescued), 'tensor')} with an error above {RESCUE_FACTOR} times what the codec "
             f"promises for Gaussian weights, encoded in the codec's second way instead: {listed(rescued)}"
         )
-    exceeding = manifest.to_json()["exceeding"]
+    exceeding = manifest.exceeding
     if exceeding:
         lines.append(
             f"**{counted(len(exceeding), 'tensor')} with an error above {RESCUE_FACTOR} times what the codec "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from pqweights.planning.plan import QUANTIZE, ShardPlan, index_json
 from pqweights.quantizing import encodings
 from pqweights.results.evaluation_record import read_records
 from pqweights.rewrite.manifest import Manifest, read_manifest, shards_of
-from pqweights.strict_json import json_bytes
+from pqweights.strict_json import json_pieces
 
 NOT_IN_MANIFEST = "is not in the manifest"
 # The keys under which a manifest says how a result was made; an export's also has the options of its target.
@@ -112,11 +112,17 @@ def _has_size(folder: Path, name: str, byte_count: int) -> bool:
 
 def _check_state(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Check that the manifest is as pqweights writes it, and that no run is unfinished."""
-    if (folder / MANIFEST_FILE).read_bytes() != manifest.to_bytes():
+    if not _is(folder / MANIFEST_FILE, manifest.to_pieces()):
         yield f"{MANIFEST_FILE}: is not what pqweights writes for these tensors: its sums or sizes were changed"
     yield from _check_account(manifest)
     if (folder / WORK_FOLDER).exists():
         yield f"{WORK_FOLDER}: the folder {describe_interrupted(folder)}"
+
+
+def _is(path: Path, pieces: Iterable[bytes]) -> bool:
+    """Whether the pieces, one after the other, are the content of a file."""
+    with open(path, "rb") as stream:
+        return all(stream.read(len(piece)) == piece for piece in pieces) and not stream.read(1)
 
 
 def _check_account(manifest: Manifest) -> Iterator[str]:
@@ -182,7 +188,7 @@ def _check_hashes(
 def _check_index(folder: Path, manifest: Manifest, shards: tuple[ShardPlan, ...]) -> Iterator[str]:
     """Check the index, and the names in the manifest."""
     path = folder / INDEX_FILE
-    if path.is_file() and path.read_bytes() != json_bytes(index_json(shards)):
+    if path.is_file() and not _is(path, json_pieces(index_json(shards))):
         yield f"{INDEX_FILE}: is not the index of the tensors in the manifest"
     names = [tensor.name for tensor in manifest.tensors]
     for tensor in manifest.tensors:

@@ -37,7 +37,7 @@ from pqweights.rewrite.workspace import (
     open_workspace,
     tidy,
 )
-from pqweights.strict_json import json_bytes
+from pqweights.strict_json import json_pieces
 
 
 def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int) -> Plan:
@@ -191,7 +191,7 @@ def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], workspace: Wor
         files = _write_small_files(task, records, workspace)
         fingerprint = task.checkpoint.fingerprint()
     manifest = Manifest(identity=task.identity, source_fingerprint=fingerprint, records=records, files=files)
-    write_whole(workspace.folder, task.out / MANIFEST_FILE, [manifest.to_bytes()])
+    write_whole(workspace.folder, task.out / MANIFEST_FILE, manifest.to_pieces())
     sync_folder(task.out)
     workspace.finish()
 
@@ -211,10 +211,10 @@ def _small_files(task: RewriteTask, records: Sequence[TensorRecord]) -> dict[str
     """Companions, index and configuration: the content of each, in pieces, by name."""
     plan = task.plan
     contents: dict[str, Iterable[bytes]] = {name: _pieces(task.checkpoint, name) for name in plan.companions}
-    contents[INDEX_FILE] = [json_bytes(index_json(plan.shards))]
+    contents[INDEX_FILE] = json_pieces(index_json(plan.shards))
     config = task.transform.config(task.checkpoint, plan.tensors, records)
     if config is not None:
-        contents[CONFIG_FILE] = [json_bytes(config)]
+        contents[CONFIG_FILE] = json_pieces(config)
     return contents
 
 

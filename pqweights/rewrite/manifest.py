@@ -6,7 +6,7 @@ everywhere. docs/format.md, section "pqweights.json", has the format.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from pqweights.planning.plan import (
 )
 from pqweights.rewrite.identity import RunIdentity
 from pqweights.rewrite.records import FileRecord, TensorRecord, error_totals
-from pqweights.strict_json import Fields, json_bytes, parse_json
+from pqweights.strict_json import Fields, json_pieces, parse_json
 
 MANIFEST_VERSION = 2
 # The hash of stored tensors in each version; nothing else differs.
@@ -103,8 +103,17 @@ class Manifest:
         """Each tensor with what was measured of it."""
         return list(zip(self.tensors, self.records, strict=True))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON of the file."""
+    @property
+    def exceeding(self) -> list[str]:
+        """The names of the weights whose error is above 1.25 times what their codec promises."""
+        return [tensor.name for tensor, record in self.pairs if exceeds(tensor, record)]
+
+    def to_pieces(self) -> Iterator[bytes]:
+        """Yield the content of the file."""
+        return json_pieces(self._document())
+
+    def _document(self) -> dict[str, Any]:
+        """Return the JSON of the file; the tensors, of which there may be many, are made as they are asked for."""
         identity = self.identity
         origin = {"id": None} if identity.origin is None else identity.origin._asdict()
         metadata = {"metadata": identity.metadata} if identity.metadata != DEFAULT_METADATA else {}
@@ -119,14 +128,13 @@ class Manifest:
             **error_totals(self.tensors, self.records),
             **metadata,
             **({"left_out": identity.left_out} if identity.left_out else {}),
-            "exceeding": [tensor.name for tensor, record in self.pairs if exceeds(tensor, record)],
-            "tensors": [_tensor_json(tensor, record, self.tensor_hash.key) for tensor, record in self.pairs],
+            "exceeding": self.exceeding,
+            "tensors": (
+                _tensor_json(tensor, record, self.tensor_hash.key)
+                for tensor, record in zip(self.tensors, self.records, strict=True)
+            ),
             "files": {name: vars(record) for name, record in sorted(self.files.items())},
         }
-
-    def to_bytes(self) -> bytes:
-        """Return the content of the file."""
-        return json_bytes(self.to_json())
 
 
 def coder_of(tensor: TensorPlan) -> Coder:

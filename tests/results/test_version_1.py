@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from golden import make
-from helpers import folder_bytes, read_all, run_command, small_checkpoint
+from helpers import folder_bytes, run_command, small_checkpoint
 from rewriting import command, interrupt, journaled, watched
 
 from pqweights.checkpoint.header import parse_header
@@ -42,7 +42,7 @@ def test_only_hashes_and_the_version_differ() -> None:
 
 def test_old_master_is_read_and_verified(old_master: Path) -> None:
     manifest = read_manifest(old_master)
-    assert manifest.to_bytes() == VERSION_1.read_bytes()
+    assert b"".join(manifest.to_pieces()) == VERSION_1.read_bytes()
     assert verify(old_master, threads=2).problems == ()
     assert inspect(old_master).manifest.tensors == inspect(make.MASTER).manifest.tensors
 
@@ -88,6 +88,8 @@ def to_version_1(out: Path) -> None:
     hashes: dict[str, str] = {}
     for shard in (out / ".pqweights").glob("*.safetensors*"):
         data = shard.read_bytes()
+        if not any(data[:8]):
+            continue  # its room is reserved, and nothing of it written
         for tensor in parse_header(shard.name, len(data), lambda at, count, data=data: data[at : at + count])[0]:
             hashes[tensor.name] = hashlib.sha256(data[tensor.offset : tensor.offset + tensor.byte_count]).hexdigest()
     for entry in entries:
@@ -121,7 +123,8 @@ def test_damaged_tensor_of_an_older_run_is_redone(tmp_path: Path, monkeypatch: p
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
+    finished = journaled(out)
     _, begun = watched(monkeypatch, command(source), out)
-    assert begun & journaled(out) == set()
-    assert read_all(out).keys() == read_all(make.MASTER).keys() or begun
-    assert verify(out, threads=1).problems == ()
+    assert begun & finished
+    run_command(command(source), tmp_path / "undisturbed")
+    assert folder_bytes(out) == folder_bytes(tmp_path / "undisturbed")

@@ -36,7 +36,7 @@ def set_model(folder: Path, about: dict[str, Any]) -> None:
     """Change the manifest to that of a run whose source had a model card with these facts."""
     manifest = read_manifest(folder)
     changed = replace(manifest, identity=replace(manifest.identity, model=about))
-    (folder / "pqweights.json").write_bytes(changed.to_bytes())
+    (folder / "pqweights.json").write_bytes(b"".join(changed.to_pieces()))
 
 
 def facts(text: str) -> dict[str, Any]:
