@@ -41,40 +41,62 @@ SOURCES = (
     "cpu_groups.py",
     "cpu_kernels.py",
     "emit.py",
+    "encoding.py",
     "jit.py",
     "lanes.py",
     "packing.py",
+    "prescaling.py",
     "sixteen.py",
     "vector.py",
 )
 
-# Cells of the level search for widths up to 5, then 6, 7 and 8; vector.py has the same.
-_CELLS = {5: 32, 6: 64, 7: 128, 8: 512}
+# Degrees of the polynomials of the level search for widths up to 5, then 6, 7 and 8; encoding.py has the same.
+_DEGREES = {5: 2, 6: 2, 7: 4, 8: 4}
 
 
 @functools.lru_cache(maxsize=32)
-def _encode_table(
-    levels: tuple[float, ...], thresholds: tuple[float, ...]
-) -> tuple[npt.NDArray[np.float32], float, float]:
-    """The table of vector.quantize for symmetric levels, its cells per unit, and where its last cell begins.
-
-    Magnitudes are rounded to whole cells that are narrower than the smallest gap between thresholds, so that at most
-    one threshold lies in a cell or so near to its ends that rounding could place a value on the wrong side of one.
-    """
-    half = len(levels) // 2
+def _encode_table(levels: tuple[float, ...], thresholds: tuple[float, ...]) -> npt.NDArray[np.float32]:
+    """The table that encoding.py reads, for symmetric levels (see encoding._Search)."""
+    half, bits = len(levels) // 2, len(levels).bit_length() - 1
     upper, lower = np.array(levels[half:], dtype=np.float32), np.array(levels[:half], dtype=np.float32)
-    limits = np.array(thresholds[half:], dtype=np.float64)
-    assert np.array_equal(upper, -lower[::-1]) and thresholds[half - 1] == 0
-    bits = max(5, len(levels).bit_length() - 1)
-    cells = _CELLS[bits]
-    width = float(limits[-1]) / (cells - 2)
-    slack = width / 1000
-    assert len(limits) == 1 or width + 2 * slack < np.diff(limits).min()
-    below = np.searchsorted(limits, (np.arange(cells) - 0.5) * width - slack, side="right").astype(np.int32)
-    threshold_of = np.append(limits, np.inf).astype(np.float32)[below]
-    unused = np.zeros((1 << bits) - 2 * half, dtype=np.float32)
-    table = np.concatenate([threshold_of, below.view(np.float32), upper, unused, lower])
-    return table, float(np.float32(1 / width)), float(np.float32((cells - 1) * width))
+    limits = np.array(thresholds[half - 1 :], dtype=np.float64)
+    assert np.array_equal(upper, -lower[::-1]) and limits[0] == 0
+    if bits < 6:  # by code modulo the size of the table; codes count from the middle
+        unused = np.zeros((16 if bits < 5 else 32) - 2 * half)
+        tables = [thresholds[half:], [np.inf], unused, thresholds[:half], upper, unused, lower]
+    else:
+        tables = [limits, upper]
+    coefficients = _counting_polynomial(limits, _DEGREES[max(bits, 5)])
+    head = np.zeros(16, dtype=np.float32)
+    head[0], head[1], head[2], head[3 : 3 + len(coefficients)] = (
+        -1,
+        np.int32(1).view(np.float32),
+        limits[-1],
+        coefficients,
+    )
+    return np.concatenate([head, *tables]).astype(np.float32)
+
+
+def _counting_polynomial(limits: npt.NDArray[np.float64], degree: int) -> npt.NDArray[np.float64]:
+    """The coefficients, highest power first, of a polynomial without a constant that is about k at limits[k].
+
+    The largest deviation is what counts, so fits by least squares follow each other, in which limits weigh more if the
+    one before missed them (Lawson's algorithm).
+    """
+    powers = np.arange(degree, 0, -1)
+    matrix, wanted = (limits[:, None] / limits[-1]) ** powers, np.arange(len(limits), dtype=np.float64)
+    weights, best = np.ones(len(limits)), (np.inf, np.zeros(degree))
+    for _ in range(40):
+        root = np.sqrt(weights)
+        solution = np.linalg.lstsq(matrix * root[:, None], wanted * root, rcond=None)[0]
+        missed = np.abs(matrix @ solution - wanted)
+        best = min(best, (missed.max(), solution), key=lambda pair: pair[0])
+        weights *= missed + 1e-9
+        weights /= weights.max()
+    scaled = best[1]
+    steps = np.diff((np.linspace(0, 1, 1000)[:, None] ** powers) @ scaled)
+    assert best[0] < 0.45 and steps.min() > 0
+    return np.asarray(scaled / limits[-1] ** powers)
 
 
 def _padded_levels(codebook: Codebook) -> npt.NDArray[np.float32]:
@@ -90,7 +112,7 @@ empty = pageable  # see `pqweights.kernels.Backend.empty`
 def encode(values: npt.NDArray[np.uint8], dtype: str, coding: BlockCoding, out: EncodedArrays) -> EncodeStats:
     """See `pqweights.kernels.Backend.encode`."""
     book, exponent = coding.codebook, coding.norm_exponent
-    table, cells_per_unit, most = _encode_table(tuple(book.levels.tolist()), tuple(book.thresholds.tolist()))
+    table = _encode_table(tuple(book.levels.tolist()), tuple(book.thresholds.tolist()))
     blocks, stats = len(out.codes), np.empty(3, dtype=np.float64)
     pointers = (
         address(values, np.uint8, blocks * BLOCK_SIZE * item_bytes(dtype)),
@@ -103,7 +125,7 @@ def encode(values: npt.NDArray[np.uint8], dtype: str, coding: BlockCoding, out: 
         stats.ctypes.data,
     )
     settings = (blocks, VALUE_DTYPES[dtype], book.bits, coding.signed)
-    scales = (math.ldexp(1, -exponent), math.ldexp(1, exponent), cells_per_unit, most)
+    scales = (math.ldexp(1, -exponent), math.ldexp(1, exponent))
     run("encode", *pointers, *settings, *scales)
     return EncodeStats(float(stats[0]), float(stats[1]), int(stats[2]))
 
@@ -138,7 +160,7 @@ _IGNORED_ADDRESSES = (_IGNORED.ctypes.data, _IGNORED.ctypes.data + 8)
 
 # name -> types of its arguments: numba's own two pointers, ours, then numbers
 _ARGUMENTS: dict[str, list[Any]] = {
-    "encode": [ctypes.c_void_p] * (2 + 8) + [ctypes.c_int64] * 4 + [ctypes.c_double] * 2 + [ctypes.c_float] * 2,
+    "encode": [ctypes.c_void_p] * (2 + 8) + [ctypes.c_int64] * 4 + [ctypes.c_double] * 2,
     "decode": [ctypes.c_void_p] * (2 + 5) + [ctypes.c_int64] * 5 + [ctypes.c_double],
     "fit": [ctypes.c_void_p] * (2 + 7) + [ctypes.c_int64] * 5,
     "round": [ctypes.c_void_p] * (2 + 6) + [ctypes.c_int64] * 4,

@@ -18,10 +18,11 @@ from numba.np.arrayobj import make_array
 
 LANES = 16
 
-F32, F64, I64, I32, I8 = ir.FloatType(), ir.DoubleType(), ir.IntType(64), ir.IntType(32), ir.IntType(8)
+F32, F64 = ir.FloatType(), ir.DoubleType()
+I64, I32, I16, I8 = (ir.IntType(width) for width in (64, 32, 16, 8))
 FLOATS, DOUBLES, INTS, BYTES = (ir.VectorType(kind, LANES) for kind in (F32, F64, I32, I8))
 # Addresses that numba's arrays promise to be divisible by: the size of an element, in bytes.
-_ALIGNMENT = {F32: 4, F64: 8, I8: 1}
+_ALIGNMENT = {F32: 4, F64: 8, I32: 4, I8: 1}
 
 
 class Lanes:
@@ -118,6 +119,11 @@ class Lanes:
         """The larger; of two zeros, or with a NaN, the other."""
         return (self > other).choose(self, other)
 
+    def unsigned_minimum(self, other: Lanes) -> Lanes:
+        """The smaller of integers without a sign."""
+        smaller = Lanes(self.builder, self.builder.icmp_unsigned("<", self.value, other.value))
+        return smaller.choose(self, other)
+
     def rint(self) -> Lanes:
         """The nearest integer to each float32, ties to even."""
         return call(self.builder, "llvm.rint.v16f32", FLOATS, self)
@@ -173,12 +179,43 @@ def shuffled(a: Lanes, b: Lanes, order: Sequence[int]) -> Lanes:
 
 
 def transposed(rows: list[Lanes]) -> list[Lanes]:
-    """Sixteen vectors of sixteen lanes as the columns of what they are the rows of, by four perfect shuffles."""
-    half = LANES // 2
-    orders = [[start + k // 2 + (LANES if k % 2 else 0) for k in range(LANES)] for start in (0, half)]
-    for _ in range(4):
-        rows = [shuffled(rows[i], rows[i + half], order) for i in range(half) for order in orders]
+    """Sixteen vectors of sixteen lanes as the columns of what they are the rows of."""
+    rows = _transposed_quarters(rows)
+    for distance in (4, 8):
+        rows = _in_pairs(rows, distance, _ALTERNATE_QUARTERS)
     return rows
+
+
+def transposed_halves(left: list[Lanes], right: list[Lanes]) -> list[Lanes]:
+    """The columns of sixteen rows of sixteen lanes, of which the left and the right halves were loaded apart.
+
+    Each vector holds the halves of two rows, i and i + 4, in the order of i. That leaves fewer shuffles, which few
+    units can do, and more loads.
+    """
+    columns = []
+    for halves in (left, right):
+        columns += _in_pairs(_transposed_quarters(halves), 4, _ALTERNATE_QUARTERS)
+    return columns
+
+
+_QUARTERS = range(0, LANES, 4)
+_ALTERNATE_QUARTERS = [[4 * q + lane for q in range(start, 8, 2) for lane in range(4)] for start in (0, 1)]
+
+
+def _transposed_quarters(rows: list[Lanes]) -> list[Lanes]:
+    """Transpose each four by four lanes of four adjacent rows."""
+    for distance, first, second in ((1, (0, 16, 1, 17), (2, 18, 3, 19)), (2, (0, 1, 16, 17), (2, 3, 18, 19))):
+        rows = _in_pairs(rows, distance, [[q + lane for q in _QUARTERS for lane in order] for order in (first, second)])
+    return [rows[i + k] for i in range(0, len(rows), 4) for k in (0, 2, 1, 3)]
+
+
+def _in_pairs(rows: list[Lanes], distance: int, orders: list[list[int]]) -> list[Lanes]:
+    """Replace the rows i and i + distance by their lanes in the first and in the second order."""
+    result = list(rows)
+    for i in range(len(rows)):
+        if not i & distance:
+            result[i], result[i + distance] = (shuffled(rows[i], rows[i + distance], order) for order in orders)
+    return result
 
 
 def call(builder: Any, name: str, kind: Any, *arguments: Lanes) -> Lanes:
@@ -210,6 +247,14 @@ def store(lanes: Lanes, pointer: Any, index: Any, align: int | None = None) -> N
     builder, kind = lanes.builder, lanes.value.type
     at = builder.bitcast(builder.gep(pointer, [index]), ir.PointerType(kind))
     builder.store(lanes.value, at).align = align or _ALIGNMENT[kind.element]
+
+
+def prefetch(builder: Any, pointer: Any, index: Any) -> None:
+    """Ask for the cache line of pointer[index], which may lie beyond the array."""
+    at = builder.bitcast(builder.gep(pointer, [index]), ir.PointerType(I8))
+    signature = ir.FunctionType(ir.VoidType(), [at.type, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    builder.call(function, [at, I32(0), I32(3), I32(1)])  # to read, into the nearest cache, data
 
 
 # What a loop carries from one turn to the next: vectors, or tuples and NamedTuples of such, nested to any depth.

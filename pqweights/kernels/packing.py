@@ -1,4 +1,4 @@
-"""The codes of a block to the bytes of its row and back, a field of the codes at a time, as LLVM vector code for numba.
+"""The bytes of a row to the codes of its block, a field of the codes at a time, as LLVM vector code for numba.
 
 A field is 8, 4, 2 or 1 adjacent bits of a code; docs/format.md has the order of the bits in a row. Here a vector is
 half a block: 64 codes of one byte each.
@@ -6,7 +6,6 @@ half a block: 64 codes of one byte each.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from llvmlite import ir
@@ -20,36 +19,14 @@ HALF = BLOCK // 2
 _HALF = ir.VectorType(I8, HALF)
 
 
-def _make_pack(width: int) -> Any:
-    @intrinsic
-    def pack(typingctx: Any, codes: Any, block: Any, added: Any, lowest: Any, row: Any, at: Any) -> Any:
-        """Fold one field of the 128 codes (u8) of a block, plus `added`, into 16 * width bytes of row from `at`.
-
-        lowest: the value of the field's lowest bit in a code (u8), 1 for widths 4 and 8.
-        """
-
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            source, target = array_pointers(context, builder, signature, args)
-            added = splat(builder, args[2], HALF)
-            halves = [load(builder, source, place, _HALF) + added for place in _half_places(builder, args[1])]
-            if width == 8:
-                packed = shuffled(halves[0], halves[1], range(BLOCK))
-            elif width == 4:
-                packed = (halves[0] & 15) | (halves[1] << 4)
-            else:
-                packed = _folded(halves, width, args[3])
-            store(packed, target, args[5])
-            return context.get_dummy_value()
-
-        return types.void(codes, block, added, lowest, row, at), codegen
-
-    return pack
-
-
 def _make_unpack(width: int) -> Any:
     @intrinsic
     def unpack(typingctx: Any, row: Any, at: Any, lowest: Any, codes: Any, block: Any) -> Any:
-        """The inverse of pack. Widths 8 and 4 set the 128 codes of a block, 2 and 1 add their bits to them."""
+        """Unfold one field of the 128 codes (u8) of a block from 16 * width bytes of row from `at`.
+
+        Widths 8 and 4 set the codes, 2 and 1 add their bits to them. lowest: the value of the field's lowest bit in a
+        code (u8), 1 for widths 4 and 8.
+        """
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             source, target = array_pointers(context, builder, signature, args)
@@ -71,27 +48,11 @@ def _make_unpack(width: int) -> Any:
     return unpack
 
 
-pack_8, pack_4, pack_2, pack_1 = (_make_pack(width) for width in (8, 4, 2, 1))
 unpack_8, unpack_4, unpack_2, unpack_1 = (_make_unpack(width) for width in (8, 4, 2, 1))
 
 
-def _folded(halves: list[Lanes], width: int, lowest: Any) -> Lanes:
-    """One field of the codes of both half blocks, folded into 16 * width bytes; for the widths 1 and 2."""
-    builder, parts = halves[0].builder, []
-    for half, masks in zip(halves, _bit_masks(width), strict=True):
-        for place, mask in enumerate(masks):
-            bit = splat(builder, builder.shl(lowest, I8(place)), HALF)
-            parts.append(_where_set(half, bit, constant(builder, _HALF, mask)))
-    packed = functools.reduce(Lanes.__or__, parts)
-    lanes = HALF
-    while lanes > 16 * width:
-        lanes //= 2
-        packed = shuffled(packed, packed, range(lanes)) | shuffled(packed, packed, range(lanes, 2 * lanes))
-    return packed
-
-
 def _with_field(halves: list[Lanes], packed: Lanes, width: int, lowest: Any) -> list[Lanes]:
-    """The inverse of _folded: the codes of both half blocks with the bits of the field added."""
+    """The codes of both half blocks with the bits of the field added; for the widths 1 and 2."""
     builder, results = packed.builder, []
     repeated = shuffled(packed, packed, [lane % (16 * width) for lane in range(HALF)])
     for half, masks in zip(halves, _bit_masks(width), strict=True):

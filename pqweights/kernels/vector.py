@@ -1,14 +1,14 @@
 """The inner steps that LLVM does not vectorise well by itself, as LLVM vector code for numba.
 
-A block is eight vectors of 16 floats. Butterflies below 16 and the last folds of a sum stay within a vector, by
-shuffles. A table look-up is a permutation of registers where the machine has one (AVX-512), and loads lane by lane
-elsewhere. Every operation is one of docs/format.md, in its order.
+A block is eight vectors of 16 floats here, and butterflies below 16 stay within a vector, by shuffles. (encoding.py has
+another layout.) A table look-up is a permutation of registers where the machine has one (AVX-512), and loads lane by
+lane elsewhere. Every operation is one of docs/format.md, in its order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -20,6 +20,7 @@ from pqweights.kernels.emit import (
     BYTES,
     FLOATS,
     I8,
+    I16,
     I32,
     I64,
     INTS,
@@ -45,8 +46,9 @@ _FOR_THIS_MACHINE = (
 )
 _FEATURES = llvm.get_host_cpu_features() if _FOR_THIS_MACHINE else {}
 _HAS_PERMUTE = bool(_FEATURES.get("avx512f", False))
-# Fused operations are used only where they change no result: with factors of 1 and -1, and to find a cell, where the
-# table allows for half an ulp more.
+_HAS_RANGE = bool(_FEATURES.get("avx512dq", False))
+# Fused operations are used only where they change no result: with factors of 1 and -1, and to estimate the number of a
+# level, which may be off by one.
 _HAS_FMA = bool(_FEATURES.get("fma", False))
 # Tables of more entries than this are read lane by lane: permuting so many registers costs more.
 _MOST_PERMUTED = 256
@@ -70,18 +72,6 @@ def stack(typingctx: Any, byte_count: Any) -> Any:
 
 
 @intrinsic
-def sum_of_squares(typingctx: Any, x: Any, block: Any) -> Any:
-    """The sum of squares of the 128 floats of a block, by folding the upper half onto the lower one."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        (source,) = array_pointers(context, builder, signature, args)
-        squares = [v * v for v in _load_block(builder, source, args[1])]
-        return builder.extract_element(_fold_lanes([_fold_vectors(squares)]).value, I32(0))
-
-    return types.float32(x, block), codegen
-
-
-@intrinsic
 def rotate_block(typingctx: Any, x: Any, block: Any, factor: Any) -> Any:
     """Rotate the 128 floats of a block, in place, and multiply them by `factor`."""
 
@@ -96,88 +86,6 @@ def rotate_block(typingctx: Any, x: Any, block: Any, factor: Any) -> Any:
     return types.void(x, block, factor), codegen
 
 
-def _make_quantize(cells: int, levels: int) -> Any:
-    @intrinsic
-    def quantize(
-        typingctx: Any,
-        x: Any,  # f32, 128 for each block
-        block: Any,
-        factor: Any,
-        cells_per_unit: Any,
-        most: Any,  # the magnitude (f32) from which on the last cell counts
-        table: Any,  # f32: thresholds of the cells, levels below them (i32 bits), levels by code modulo their number
-        codes: Any,  # out: u8, 128 for each block, the number of the nearest level minus half the number of levels
-        sums: Any,  # out: f32, 4 for each block, of z * c, of c * c and of (z - c)**2
-    ) -> Any:
-        """Rotate a block, multiply it by `factor` to z, and find the nearest levels c, which are symmetric about 0.
-
-        Cells are places rounded to whole numbers.
-        """
-
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            source, table, codes, sums = array_pointers(context, builder, signature, args)
-            _, block, factor, cells_per_unit, most, *_ = args
-            quantizer = _Quantizer(
-                thresholds=_Table(builder, table, 0, cells),
-                levels_below=_Table(builder, table, cells, cells),
-                levels=_Table(builder, table, 2 * cells, levels),
-                cells_per_unit=splat(builder, cells_per_unit),
-                most=splat(builder, most),
-            )
-            factors = splat(builder, factor)
-            rotated = _butterflies(_load_block(builder, source, block))
-            terms = _quantized(quantizer, rotated, factors, codes, _places(builder, block))
-            folded = _fold_lanes([_fold_vectors(list(term)) for term in zip(*terms, strict=True)])
-            store(shuffled(folded, folded, [0, 4, 8, 12]), sums, builder.mul(block, I64(4)))
-            return context.get_dummy_value()
-
-        return types.void(x, block, factor, cells_per_unit, most, table, codes, sums), codegen
-
-    return quantize
-
-
-class _Quantizer(NamedTuple):
-    """What the search for the nearest level reads; see quantize."""
-
-    thresholds: _Table
-    levels_below: _Table
-    levels: _Table
-    cells_per_unit: Lanes
-    most: Lanes
-
-
-def _quantized(
-    quantizer: _Quantizer, rotated: list[Lanes], factors: Lanes, codes: Any, places: list[Any]
-) -> list[tuple[Lanes, Lanes, Lanes]]:
-    """Store the codes of each vector of a block at its place, and return its terms z * c, c * c and (z - c)**2."""
-    terms = []
-    for place, v in zip(places, rotated, strict=True):
-        # Adding 0 turns -0 into 0, which belongs to the upper level as every tie does. (Not fused: a product that
-        # underflows from below would stay -0.)
-        z = v * factors + 0.0
-        code, c = _nearest(quantizer, z)
-        store(code.bytes(), codes, place)
-        distance = z - c
-        terms.append((z * c, c * c, distance * distance))
-    return terms
-
-
-def _nearest(quantizer: _Quantizer, z: Lanes) -> tuple[Lanes, Lanes]:
-    """The number of the nearest level minus half the number of levels, i32, and that level."""
-    bits = z.bits()
-    magnitude = z.magnitude().minimum(quantizer.most)
-    # Above 2**23 floats are integers: the low bits of the sum are the number of the cell.
-    cell = _multiply_add(magnitude, quantizer.cells_per_unit, z.of(2.0**23)).bits()
-    sign = bits & -(2**31)
-    threshold = (quantizer.thresholds.look_up(cell).bits() | sign).floats()
-    # z >= threshold counts up from the level below it; the mirror image of a negative cell lies one lower.
-    above = z >= threshold
-    negative = bits.all_ones_where_negative()
-    code = (quantizer.levels_below.look_up(cell).bits() ^ negative) + negative
-    code = above.choose(code + 1, code)
-    return code, quantizer.levels.look_up(code)
-
-
 def _make_look_up(entries: int) -> Any:
     @intrinsic
     def look_up(typingctx: Any, codes: Any, table: Any, block: Any, factor: Any, out: Any) -> Any:
@@ -185,7 +93,7 @@ def _make_look_up(entries: int) -> Any:
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             source, table, target = array_pointers(context, builder, signature, args)
-            levels_of, factors = _Table(builder, table, 0, entries), splat(builder, args[3])
+            levels_of, factors = Table(builder, table, 0, entries), splat(builder, args[3])
             places = _places(builder, args[2])
             levels = []
             for place in places:
@@ -200,13 +108,11 @@ def _make_look_up(entries: int) -> Any:
     return look_up
 
 
-# By cells and levels: widths up to 5, then 6, 7 and 8.
-CELLS = {5: 32, 6: 64, 7: 128, 8: 512}
-quantize_5, quantize_6, quantize_7, quantize_8 = (_make_quantize(CELLS[bits], 1 << bits) for bits in CELLS)
-look_up_5, look_up_6, look_up_7, look_up_8 = (_make_look_up(1 << bits) for bits in CELLS)
+# Widths up to 5, then 6, 7 and 8.
+look_up_5, look_up_6, look_up_7, look_up_8 = (_make_look_up(1 << bits) for bits in (5, 6, 7, 8))
 
 
-class _Table:
+class Table:
     """A table of floats in memory, held in registers where look-ups are permutations."""
 
     def __init__(self, builder: Any, pointer: Any, start: int, entries: int) -> None:
@@ -226,7 +132,7 @@ class _Table:
 
         registers = self._registers
         if len(registers) == 1:
-            return permuted(registers[0], registers[0])
+            return call(self._builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, registers[0], index)
         parts = [permuted(a, b) for a, b in zip(registers[::2], registers[1::2], strict=True)]
         bit = 2 * LANES  # each call looked at the index bits below this one
         while len(parts) > 1:
@@ -246,9 +152,28 @@ class _Table:
         return Lanes(builder, result)
 
 
-def _multiply_add(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
+def multiply_add(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
     """a * b + c, fused where the machine can; only for uses in which fusing changes no result."""
     return call(a.builder, "llvm.fma.v16f32", FLOATS, a, b, c) if _HAS_FMA else a * b + c
+
+
+def clipped(x: Lanes, most: Lanes) -> Lanes:
+    """x where its magnitude is at most `most`, which is positive, and `most` with the sign of x elsewhere."""
+    if _HAS_RANGE:
+        smaller_magnitude, every_lane = Lanes(x.builder, I32(0b0010)), Lanes(x.builder, I16(-1))
+        as_always = Lanes(x.builder, I32(4))  # the rounding mode, which does not matter here
+        operands = (x, most, smaller_magnitude, x, every_lane, as_always)
+        return call(x.builder, "llvm.x86.avx512.mask.range.ps.512", FLOATS, *operands)
+    # Bit patterns of positive floats are in the order of the floats, and those of negative ones, without sign, too.
+    return x.bits().minimum(most.bits()).unsigned_minimum(most.bits() | -(2**31)).floats()
+
+
+def difference(a: Lanes, b: Lanes, minus_one: Lanes) -> Lanes:
+    """a - b, as b * -1 + a where the machine can fuse: some can then add and subtract side by side.
+
+    minus_one: -1, which LLVM must not know, because it would subtract.
+    """
+    return multiply_add(b, minus_one, a) if _HAS_FMA else a - b
 
 
 def _butterflies(x: Sequence[Lanes]) -> list[Lanes]:
@@ -259,7 +184,7 @@ def _butterflies(x: Sequence[Lanes]) -> list[Lanes]:
         signs = constant(values[0].builder, FLOATS, [-1.0 if lane & h else 1.0 for lane in range(LANES)])
         for i, v in enumerate(values):
             # Low lane: x + partner. High lane: -x + partner, which is the float partner - x.
-            values[i] = _multiply_add(v, signs, shuffled(v, v, [lane ^ h for lane in range(LANES)]))
+            values[i] = multiply_add(v, signs, shuffled(v, v, [lane ^ h for lane in range(LANES)]))
         h *= 2
     step = 1
     while step < VECTORS:
@@ -271,31 +196,12 @@ def _butterflies(x: Sequence[Lanes]) -> list[Lanes]:
     return values
 
 
-def _fold_vectors(values: list[Lanes]) -> Lanes:
-    """Eight vectors to one: the first three folds of a sum."""
+def fold_vectors(values: list[Lanes]) -> Lanes:
+    """Vectors to one, by folding the upper half onto the lower one."""
     while len(values) > 1:
         half = len(values) // 2
         values = [values[i] + values[i + half] for i in range(half)]
     return values[0]
-
-
-def _fold_lanes(values: list[Lanes]) -> Lanes:
-    """The last four folds of up to four sums: sum i is in lane 4 * i of the result.
-
-    Lanes are halved for two vectors at once, whose halves then share one vector, twice.
-    """
-    a, b, c, d = (values * 4)[:4]
-    first = _join(a, b, 8)
-    v = _join(first, first if len(values) <= 2 else _join(c, d, 8), 4)
-    for h in (2, 1):
-        v = v + shuffled(v, v, [lane // 4 * 4 + (lane + h) % 4 for lane in range(LANES)])
-    return v
-
-
-def _join(u: Lanes, v: Lanes, h: int) -> Lanes:
-    """Add lane + h to each lane whose number has no bit h, and close the gaps: the results of u, then those of v."""
-    lower = [lane for lane in range(2 * LANES) if not lane & h]
-    return shuffled(u, v, lower) + shuffled(u, v, [lane + h for lane in lower])
 
 
 def _places(builder: Any, block: Any) -> list[Any]:

@@ -208,11 +208,27 @@ def test_rotated_coordinates_are_levels_times_the_norm(backend, bits):
     assert np.abs(weights).max() > 1e3 * bound.max()
 
 
-def test_tables_and_kernels_have_the_same_cells():
-    """cpu.py makes the tables that vector.py reads, but may not import it."""
-    from pqweights.kernels import cpu, vector
+def test_tables_and_kernels_have_the_same_degrees():
+    """cpu.py makes the tables that encoding.py reads, but may not import it."""
+    from pqweights.kernels import cpu, encoding
 
-    assert cpu._CELLS == vector.CELLS
+    assert cpu._DEGREES == encoding.DEGREES
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_polynomial_counts_thresholds(bits):
+    """In float32, fused or not, it is off by less than half, so that one comparison is enough to find the level."""
+    from pqweights.kernels import cpu, encoding
+
+    book = codebook(bits)
+    table = cpu._encode_table(tuple(book.levels.tolist()), tuple(book.thresholds.tolist()))
+    limits = book.thresholds[2 ** (bits - 1) - 1 :]
+    assert len(table) == 16 + 2 * encoding.entries(bits) and table[2] == limits[-1]
+    for kind in (np.float32, np.float64):
+        counted = np.zeros(len(limits), kind)
+        for coefficient in table[3 : 3 + cpu._DEGREES[max(bits, 5)]]:
+            counted = (counted + kind(coefficient)) * limits.astype(kind)
+        assert np.abs(counted - np.arange(len(limits))).max() < 0.46
 
 
 def normalised(blocks):

@@ -236,7 +236,7 @@ def fused(instructions: list[str]) -> list[str]:
 
 
 def test_operations_are_fused_only_where_that_changes_no_result(others: dict[str, OtherRun]) -> None:
-    """The target could fuse everywhere. Butterflies multiply by 1 and -1, and encode looks up a cell of its table."""
+    """The target could fuse everywhere. Butterflies multiply by 1 and -1, and encode estimates numbers of levels."""
     run = others[FUSING]
     found = {kernel: bool(fused(instructions)) for kernel, instructions in run.instructions.items()}
     fuses = run.answer["fuses"]
