@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import report
-sections = report.all_sections(report.read_documents(Path(sys.argv[2])))
+sections = report.all_sections(report.read_documents(Path(sys.argv[2])), Path(sys.argv[2]))
 for page in sys.argv[3:]:
     report.fill(Path(page), sections)
 """

@@ -40,10 +40,9 @@ class PassTotals:
 
 def add_in_order(total: float, values: Doubles) -> float:
     """Return total + values[0] + values[1] + ..., added one after the other."""
-    if len(values) == 0:
-        return total
-    running = np.add.accumulate(np.concatenate([[total], values]))
-    return float(running[-1])
+    from pqweights.kernels.cpu import add_in_order
+
+    return add_in_order(total, values)
 
 
 def encode_chunk(

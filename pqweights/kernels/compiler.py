@@ -12,9 +12,9 @@ import llvmlite.binding as llvm
 import numba
 from numba.core import config
 
-from pqweights.kernels import cpu_groups, cpu_kernels
+from pqweights.kernels import cpu_groups, cpu_kernels, cpu_sums
 
-KERNELS = cpu_kernels.KERNELS | cpu_groups.KERNELS
+KERNELS = cpu_kernels.KERNELS | cpu_groups.KERNELS | cpu_sums.KERNELS
 
 
 def compile_kernel(name: str) -> tuple[str, bytes]:

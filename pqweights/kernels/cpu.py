@@ -40,6 +40,7 @@ SOURCES = (
     "conversions.py",
     "cpu_groups.py",
     "cpu_kernels.py",
+    "cpu_sums.py",
     "emit.py",
     "encoding.py",
     "jit.py",
@@ -152,6 +153,13 @@ def decode(
     run("decode", *pointers, *settings, scale)
 
 
+def add_in_order(total: float, values: npt.NDArray[np.float64]) -> float:
+    """Return total + values[0] + values[1] + ..., added one after the other."""
+    result = np.array([total])
+    run("sum", address(values, np.float64, len(values)), result.ctypes.data, len(values))
+    return float(result[0])
+
+
 # --- calling machine code ---
 
 # Where numba's calling convention puts a result (a null pointer) and an exception (none).
@@ -162,6 +170,7 @@ _IGNORED_ADDRESSES = (_IGNORED.ctypes.data, _IGNORED.ctypes.data + 8)
 _ARGUMENTS: dict[str, list[Any]] = {
     "encode": [ctypes.c_void_p] * (2 + 8) + [ctypes.c_int64] * 4 + [ctypes.c_double] * 2,
     "decode": [ctypes.c_void_p] * (2 + 5) + [ctypes.c_int64] * 5 + [ctypes.c_double],
+    "sum": [ctypes.c_void_p] * (2 + 2) + [ctypes.c_int64],
     "fit": [ctypes.c_void_p] * (2 + 7) + [ctypes.c_int64] * 5,
     "round": [ctypes.c_void_p] * (2 + 6) + [ctypes.c_int64] * 4,
     "round_floats": [ctypes.c_void_p] * (2 + 5) + [ctypes.c_int64] * 3,
