@@ -59,7 +59,11 @@ def command(
     with output.errors(kept=None if dry_run else lambda: True, quiet=quiet):
         from pqweights.push import PushOptions, push
 
-        with output.progress("verifying") as verifying, output.progress("pushing") as pushing:
+        with (
+            output.progress("verifying") as verifying,
+            output.progress("hashing") as hashing,
+            output.progress("pushing") as pushing,
+        ):
             asked = PushOptions(
                 private=private,
                 create_pr=create_pr,
@@ -69,6 +73,7 @@ def command(
                 dry_run=dry_run,
                 threads=options.thread_count(threads),
                 verifying=verifying,
+                hashing=hashing,
                 progress=pushing,
             )
             done = push(folder, repository, options.access(revision, token), options=asked)

@@ -33,6 +33,7 @@ LAYERS = (
         "pqweights.strict_json",
         "pqweights.suggestions",
         "pqweights.units",
+        "pqweights.user_cache",
     ),
     ("pqweights.kernels",),
     ("pqweights.codecs",),

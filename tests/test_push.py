@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,12 @@ import pytest
 from helpers import folder_bytes, run_command
 from hub_cases import CARD, SOURCE, TARGET, Client, files_of, write_source
 from loopback_hub import Cut, Drop, Fault, LoopbackHub, Status
+from pqweights_cli import output
+
+from pqweights.hub.repository import pieces_of
+from pqweights.hub.sources import Access
+from pqweights.push import PushOptions, hash_cache, hashing, push
+from pqweights.push.folder import read_folder
 
 pytest.importorskip("huggingface_hub")
 # The official client's upload of large files.
@@ -26,6 +36,13 @@ SHARD = "model-00001-of-00001.safetensors"
 def hub() -> Iterator[LoopbackHub]:
     with LoopbackHub() as hub:
         yield hub
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which hashes are kept, empty; kernels stay where they are."""
+    monkeypatch.setattr(hash_cache, "users_cache", lambda: tmp_path / "cache")
+    return tmp_path / "cache" / "sha256"
 
 
 @pytest.fixture
@@ -736,4 +753,301 @@ def test_failed_xet_upload_is_reported_in_one_line(
         line = client.line("push", master, TARGET)
     assert "the upload failed: CAS: 403 for https://cas.example/x with hf_***" in line
     client.well("push", master, TARGET)
+    assert_holds(hub, master)
+
+
+# --- The SHA-256 that the Hub needs -----------------------------------------------------------------------------------
+
+OTHER = "me/other"
+
+
+@pytest.fixture
+def sharded(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made / "sharded", tmp_path / "sharded"))
+
+
+def shards(folder: Path) -> Counter[str]:
+    """Return the names of the shards of a folder, each once."""
+    return Counter(path.name for path in folder.glob("*.safetensors"))
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each file was hashed for the Hub. The official client must not hash any."""
+    import huggingface_hub.lfs
+
+    found: Counter[str] = Counter()
+
+    def read(path: Path) -> Iterator[bytes]:
+        found[path.name] += 1
+        return pieces_of(path)
+
+    def by_the_client(file: Any, *arguments: object) -> bytes:
+        found[f"{Path(file.name).name} by the official client"] += 1
+        return hashlib.file_digest(file, "sha256").digest()
+
+    monkeypatch.setattr(hashing, "pieces_of", read)
+    monkeypatch.setattr(huggingface_hub.lfs, "sha_fileobj", by_the_client)
+    return found
+
+
+def test_each_shard_is_hashed_once_and_never_again(
+    hub: LoopbackHub, client: Client, sharded: Path, hashed: Counter[str]
+) -> None:
+    client.well("push", sharded, TARGET)
+    assert hashed == shards(sharded)
+    assert len(hashed) > 2
+    assert_holds(hub, sharded)
+    elsewhere = shutil.copytree(sharded, sharded.parent / "elsewhere", copy_function=shutil.copyfile)
+    hub.objects.clear()  # so that the files are sent
+    client.well("push", elsewhere, OTHER)
+    assert hashed == shards(sharded)
+    assert set(puts(hub)) == {hashlib.sha256(path.read_bytes()).hexdigest() for path in sharded.glob("*.safetensors")}
+    for name in shards(sharded):
+        assert hub.repositories[OTHER].read(name) == (sharded / name).read_bytes()
+
+
+def test_official_client_would_hash_what_it_is_not_told(sharded: Path, hashed: Counter[str]) -> None:
+    """That is, the fixture sees it."""
+    from huggingface_hub import CommitOperationAdd
+
+    addition = CommitOperationAdd(path_in_repo="x", path_or_fileobj=sharded / "config.json")
+    assert not addition.upload_info.is_hashed
+    assert addition.upload_info.sha256 == hashlib.sha256((sharded / "config.json").read_bytes()).digest()
+    assert hashed == {"config.json by the official client": 1}
+
+
+def test_push_that_failed_is_repeated_without_hashing(
+    hub: LoopbackHub, client: Client, sharded: Path, hashed: Counter[str]
+) -> None:
+    for fault in (Fault(Cut(1_000), "PUT", times=1000), Fault(Status(403), "POST", "/commit/", times=1000)):
+        hub.inject(fault)
+        client.line("push", sharded, TARGET)
+        hub.clear_faults()
+    client.well("push", sharded, TARGET)
+    assert hashed == shards(sharded)
+    assert_holds(hub, sharded)
+
+
+def test_changed_content_is_hashed(hub: LoopbackHub, client: Client, master: Path, hashed: Counter[str]) -> None:
+    client.well("push", master, TARGET)
+    source = write_source(master.parent / "source")
+    run_command({"quantize": str(source), "overwrite": True, "recipe": "q4"}, master)
+    client.well("push", master, TARGET)
+    assert hashed == {SHARD: 2}
+    assert_holds(hub, master)
+
+
+def test_only_what_is_compared_or_sent_is_hashed(
+    hub: LoopbackHub, client: Client, master: Path, cache: Path, hashed: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.well("push", master, TARGET, "--dry-run")
+    assert hashed == {}
+    hub.commit(TARGET, {SHARD: b"of another size"})
+    client.well("push", master, TARGET, "--dry-run")
+    assert hashed == {}
+    client.well("push", master, TARGET)
+    assert hashed == {SHARD: 1}
+    shutil.rmtree(cache)
+    told = client.well("push", master, TARGET, "--dry-run").stdout
+    assert "holds all of this already" in told
+    assert hashed == {SHARD: 2}
+    monkeypatch.setattr(hashing, "SMALL_BYTES", 0)
+    hub.commit(TARGET, {"pqweights.json": b"{}"})
+    client.well("push", master, TARGET)
+    assert hashed == {SHARD: 2, "pqweights.json": 1}
+
+
+def test_shard_of_the_same_size_with_other_bytes_is_sent(
+    hub: LoopbackHub, client: Client, master: Path, hashed: Counter[str]
+) -> None:
+    client.well("push", master, TARGET)
+    other = bytearray((master / SHARD).read_bytes())
+    other[-1] ^= 1
+    hub.commit(TARGET, {SHARD: bytes(other)})
+    report = json.loads(client.well("push", master, TARGET, "--json").stdout)
+    assert {each["name"] for each in report["files"] if each["change"] == "changed"} == {SHARD}
+    assert_holds(hub, master)
+    assert hashed == {SHARD: 1}
+
+
+DAMAGED_ENTRIES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda entry: b"",
+    "cut": lambda entry: entry[:70],
+    "longer": lambda entry: entry + b"\n",
+    "zeros": lambda entry: bytes(len(entry)),
+    "no text": lambda entry: b"\xff" * len(entry),
+    "another digit of the hash": lambda entry: bytes([ord("0") if entry[0] != ord("0") else ord("1")]) + entry[1:],
+    "another digit of the check": lambda entry: entry[:-2] + (b"0" if entry[-2:-1] != b"0" else b"1") + b"\n",
+}
+
+
+@pytest.mark.parametrize("name", [*DAMAGED_ENTRIES, "of another file", "that others may write"])
+def test_damaged_entry_is_not_used(
+    name: str, hub: LoopbackHub, client: Client, sharded: Path, cache: Path, hashed: Counter[str]
+) -> None:
+    client.well("push", sharded, TARGET)
+    entry, another, *_ = sorted(cache.iterdir())
+    right = entry.read_bytes()
+    if name in DAMAGED_ENTRIES:
+        entry.write_bytes(DAMAGED_ENTRIES[name](right))
+    elif name == "of another file":
+        entry.write_bytes(another.read_bytes())
+    else:
+        entry.chmod(0o666)
+    client.well("push", sharded, OTHER)
+    assert hashed.total() == len(shards(sharded)) + 1
+    for file in shards(sharded):
+        assert hub.repositories[OTHER].read(file) == (sharded / file).read_bytes()
+    assert entry.read_bytes() == right
+
+
+@pytest.mark.parametrize("where", ["a file in its place", "no home"])
+def test_push_without_a_cache(
+    where: str, hub: LoopbackHub, client: Client, master: Path, hashed: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (master.parent / "file").write_bytes(b"")
+    folder = None if where == "no home" else master.parent / "file"
+    monkeypatch.setattr(hash_cache, "users_cache", lambda: folder)
+    client.well("push", master, TARGET)
+    assert_holds(hub, master)
+    client.well("push", master, OTHER)
+    assert hashed == {SHARD: 2}
+
+
+def test_oldest_entries_are_dropped(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hash_cache, "MOST_ENTRIES", 3)
+    for number in range(5):
+        hash_cache.keep_hash(str(number), f"{number:064}")
+        time.sleep(0.01)
+    assert sorted(path.name for path in cache.iterdir()) == ["2", "3", "4"]
+    assert hash_cache.kept_hash("1") is None
+    assert hash_cache.kept_hash("4") == f"{4:064}"
+
+
+def test_entries_written_at_once_are_whole(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hash_cache, "MOST_ENTRIES", 2)
+    keys = ["a", "b", "c"]
+    found: set[str | None] = set()
+
+    def work() -> None:
+        for number in range(100):
+            hash_cache.keep_hash(keys[number % 3], "f" * 64)
+            found.add(hash_cache.kept_hash(keys[number % 2]))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found <= {None, "f" * 64}
+    hash_cache.keep_hash("a", "e" * 64)
+    assert hash_cache.kept_hash("a") == "e" * 64
+
+
+def test_wrong_hash_is_refused_by_the_hub_and_forgotten(
+    hub: LoopbackHub, client: Client, master: Path, hashed: Counter[str]
+) -> None:
+    """Of a processor that computed wrong: the entry itself is whole."""
+    folder = read_folder(master)
+    hash_cache.keep_hash(folder.content_key(folder.shards[0]), "0" * 64)
+    line = client.line("push", master, TARGET)
+    assert SHARD in line and "does not match what was computed" in line
+    assert set(hub.repositories[TARGET].files()) == {".gitattributes"} and hub.objects == {} == hashed
+    client.well("push", master, TARGET)
+    assert hashed == {SHARD: 1}
+    assert_holds(hub, master)
+
+
+@pytest.mark.parametrize("name", [SHARD, "tokenizer.json"])
+def test_file_that_changes_after_it_was_verified_is_not_pushed(
+    name: str, hub: LoopbackHub, client: Client, master: Path, cache: Path
+) -> None:
+    def changed_before(*arguments: Any) -> dict[str, str]:
+        time.sleep(0.02)  # a file system may count time in hundredths of a second
+        data = bytearray((master / name).read_bytes())
+        data[-1] ^= 1
+        (master / name).write_bytes(data)
+        return hashing.hash_files(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pqweights.push.hash_files", changed_before)
+        line = client.line("push", master, TARGET)
+    assert f"{name}: was changed after it was verified: nothing was pushed" in line
+    assert writes(hub) == []
+    if name == SHARD:
+        assert not cache.exists()
+
+
+def test_progress_of_hashing(hub: LoopbackHub, client: Client, sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(path: Path) -> Iterator[bytes]:
+        for piece in pieces_of(path):
+            for start in range(0, len(piece), 10_000):
+                time.sleep(0.002)
+                yield piece[start : start + 10_000]
+
+    monkeypatch.setattr(hashing, "PROGRESS_SECONDS", 0.001)
+    monkeypatch.setattr(hashing, "pieces_of", slowly)
+    shown: list[tuple[int, int, str]] = []
+    access = Access(token=hub.token)
+    asked = PushOptions(threads=2, hashing=lambda *step: shown.append(step))
+    push(sharded, TARGET, access, options=asked)
+    sizes = [path.stat().st_size for path in sharded.glob("*.safetensors")]
+    amounts = [done for done, _, _ in shown]
+    assert amounts == sorted(amounts)
+    assert {total for _, total, _ in shown} == {sum(sizes)} == {amounts[-1]}
+    assert len(set(amounts)) > len(sizes)
+    assert {name for _, _, name in shown} <= set(shards(sharded))
+    shown.clear()
+    push(sharded, OTHER, access, options=asked)
+    assert shown == []
+
+    monkeypatch.setattr(output, "QUIET_SECONDS", 0)
+    monkeypatch.setattr(output, "PLAIN_LINE_SECONDS", 0)
+    for options, expected in (((), True), (("--json",), True), (("--quiet",), False)):
+        shutil.rmtree(hash_cache._path("x").parent)
+        told = client.well("push", sharded, f"me/told{len(hub.repositories)}", *options)
+        assert ("hashing " in told.stderr) == expected
+        assert "hashing" not in told.stdout
+
+
+def test_interrupt_stops_the_threads_that_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: Counter[str] = Counter()
+
+    def endless(path: Path) -> Iterator[bytes]:
+        for _ in range(5_000):
+            time.sleep(0.002)
+            read[path.name] += 1
+            yield b"x"
+
+    def interrupt(*step: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hashing, "pieces_of", endless)
+    with pytest.raises(KeyboardInterrupt):
+        dict(hashing._side_by_side(Path("x"), {"a": 1, "b": 1, "c": 1}, threads=2, progress=interrupt))
+    assert set(read) == {"a", "b"} and max(read.values()) < 2_500
+
+
+def test_xet_gets_the_hash(
+    hub: LoopbackHub, client: Client, master: Path, hashed: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With xet, too, the official client takes the hash that it is given."""
+    pytest.importorskip("hf_xet")
+    given: list[tuple[str, str]] = []
+
+    class Session:
+        @contextlib.contextmanager
+        def new_upload_commit(self, **options: object) -> Iterator[Session]:
+            yield self
+
+        def start_upload_file(self, path: str, sha256: str) -> None:
+            given.append((Path(path).name, sha256))
+            hub.objects[sha256] = (Path(path), Path(path).stat().st_size)
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)
+    monkeypatch.setattr("huggingface_hub.utils._xet.get_xet_session", Session)
+    client.well("push", master, TARGET)
+    assert given == [(SHARD, hashlib.sha256((master / SHARD).read_bytes()).hexdigest())]
+    assert hashed == {SHARD: 1} and puts(hub) == []
     assert_holds(hub, master)

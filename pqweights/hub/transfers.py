@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pqweights.checkpoint.writer import disk_errors, partial_path, sync_folder
-from pqweights.errors import HubError
+from pqweights.errors import HubError, HubUnavailableError
 from pqweights.hub.client import TIMEOUT_SECONDS, Hub, Interrupted, Show, Stop
 from pqweights.hub.repository import RemoteFile, Repository, pieces_of
 
@@ -103,27 +103,41 @@ def _fetch_rest(hub: Hub, repository: Repository, file: RemoteFile, *, target: P
         os.fsync(stream.fileno())
 
 
-def upload(hub: Hub, repository: Repository, name: str, *, content: str | bytes, branch: str, create_pr: bool) -> Any:
+class Upload(NamedTuple):
+    """A file that is sent.
+
+    name: its path in the repository
+    content: the path of the local file, or the bytes
+    sha256: the SHA-256 of the content in hex; if None, the official client computes it for a large file
+    """
+
+    name: str
+    content: str | bytes
+    sha256: str | None
+
+
+def upload(hub: Hub, repository: Repository, file: Upload, *, branch: str, create_pr: bool) -> Any:
     """Return the operation that adds a file to a commit. A large file is sent here, before the commit.
 
-    content: the path of the file, or its bytes
-
-    Raises HubError.
+    Raises HubError, also if the content of a large file does not have its hash.
     """
     official = hub.official
 
     def send() -> Any:
-        addition = official.library.CommitOperationAdd(path_in_repo=name, path_or_fileobj=content)
+        addition = official.library.CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=file.content)
+        if file.sha256 is not None:
+            addition.upload_info.sha256 = bytes.fromhex(file.sha256)
         try:
             hub.api.preupload_lfs_files(repository.id, additions=[addition], revision=branch, create_pr=create_pr)
         except RuntimeError as error:  # the client raises it around the real error; xet raises nothing else
             if isinstance(error.__cause__, official.http.HTTPError | OSError):
                 raise error.__cause__ from None
-            raise HubError(f"{repository.id}: {name}: the upload failed: {hub.clean(str(error))[:200]}") from None
+            failed = f"{repository.id}: {file.name}: the upload failed: {hub.clean(str(error))[:200]}"
+            raise HubUnavailableError(failed) from None  # xet does not tell a refusal from a lost connection
         return addition
 
     # The official client makes six attempts of its own.
-    return hub.call(repository.id, send, about=f": {name}", attempts=1)
+    return hub.call(repository.id, send, about=f": {file.name}", attempts=1)
 
 
 def _stream(hub: Hub, repository: Repository, file: str, *, start: int, count: int) -> Iterator[bytes]:

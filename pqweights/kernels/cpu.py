@@ -16,7 +16,6 @@ import importlib.metadata
 import json
 import math
 import os
-import stat
 import sys
 import threading
 import time
@@ -33,6 +32,7 @@ from pqweights.dtypes import item_bytes
 from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES, BlockCoding, EncodedArrays, EncodeStats
 from pqweights.kernels.codebook import Codebook
 from pqweights.notices import COMPILING, slow_step
+from pqweights.user_cache import read_trusted, users_cache, write_trusted
 
 # The files that machine code is made from, beside this one.
 SOURCES = (
@@ -233,11 +233,10 @@ _MOST_SECONDS_OF_WAITING = 60.0
 def _kept(name: str) -> tuple[str, bytes] | None:
     """The symbol and the object file that an earlier run kept; None if there are none, or none to be trusted."""
     for folder in _cache_folders():
-        with contextlib.suppress(OSError), open(folder / _cache_name(name), "rb") as stream:
-            status = os.fstat(stream.fileno())
+        with contextlib.suppress(OSError):
             # It is code that will run, so nobody else may have been able to write it.
-            trusted = status.st_uid in (os.getuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            if trusted and (found := _unpacked(stream.read())) is not None:
+            file = read_trusted(folder / _cache_name(name))
+            if file is not None and (found := _unpacked(file)) is not None:
                 return found
     return None
 
@@ -296,25 +295,16 @@ def _keep(name: str, symbol: str, machine_code: bytes) -> None:
     """Write a compiled kernel to the first folder that can be written; without one, every run compiles."""
     for folder in _cache_folders():
         with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            partial = folder / f"{_cache_name(name)}.{os.getpid()}"
-            try:
-                partial.write_bytes(_packed(symbol, machine_code))
-                partial.chmod(0o644)  # whatever the umask: a file that others may write is not used
-                os.replace(partial, folder / _cache_name(name))
-            finally:
-                partial.unlink(missing_ok=True)
+            write_trusted(folder / _cache_name(name), _packed(symbol, machine_code))
             break
 
 
 def _cache_folders() -> list[Path]:
     """Where machine code may be kept: PQWEIGHTS_CACHE if set, or else beside the sources or in the user's cache."""
-    chosen = os.environ.get("PQWEIGHTS_CACHE")
-    if chosen:
-        return [Path(chosen)]
-    users = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    beside = [] if sys.dont_write_bytecode else [Path(__file__).parent / "__pycache__"]
-    return [*beside, *([Path(users) / "pqweights"] if os.path.isabs(users) else [])]  # without a home, ~ stays ~
+    users = users_cache()
+    beside_sources = not (os.environ.get("PQWEIGHTS_CACHE") or sys.dont_write_bytecode)
+    beside = [Path(__file__).parent / "__pycache__"] if beside_sources else []
+    return [*beside, *([users] if users else [])]
 
 
 @functools.cache

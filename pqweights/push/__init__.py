@@ -15,7 +15,7 @@ from pqweights.card import Card, CardOptions, make_card, read_card, save_card
 from pqweights.errors import HubUnavailableError, MasterError
 from pqweights.hub.client import Hub
 from pqweights.hub.sources import Access
-from pqweights.push.changes import UNKNOWN, Change, find_changes, manifest_files
+from pqweights.push.changes import UNKNOWN, Change, find_changes, has_card
 from pqweights.push.destination import (
     Destination,
     card_on_hub,
@@ -25,10 +25,11 @@ from pqweights.push.destination import (
     find_destination,
     unknown_destination,
 )
+from pqweights.push.folder import FinishedFolder, read_folder
+from pqweights.push.hashing import hash_files
 from pqweights.push.options import PushOptions
 from pqweights.push.sending import PushTask, check_card, repository_url, send, sent_bytes
 from pqweights.results.verify import NOT_IN_MANIFEST, verify
-from pqweights.rewrite.manifest import read_manifest
 from pqweights.units import counted
 
 __all__ = ["PushOptions", "PushReport", "push"]
@@ -86,7 +87,7 @@ def push(folder: Path, repository: str, access: Access, *, options: PushOptions 
     Raises MasterError for a broken folder, HubError, OutputError.
     """
     branch = checked_branch(repository, access.revision, options.base_model)
-    read_manifest(folder)
+    finished = read_folder(folder)
     old_card = read_card(folder)
     hub = access.hub()
     try:
@@ -95,9 +96,9 @@ def push(folder: Path, repository: str, access: Access, *, options: PushOptions 
     except HubUnavailableError as error:
         if not options.dry_run:
             raise
-        return _without_hub(folder, hub, unknown_destination(repository, branch), options=options, why=str(error))
+        return _without_hub(finished, hub, unknown_destination(repository, branch), options=options, why=str(error))
     _check_folder(folder, options)
-    task = _prepare(folder, hub, destination, options=options, old_card=old_card)
+    task = _prepare(finished, hub, destination, options=options, old_card=old_card)
     report = _report(task)
     if options.dry_run:
         return report
@@ -123,26 +124,37 @@ def _report(task: PushTask) -> PushReport:
 
 
 def _prepare(
-    folder: Path, hub: Hub, destination: Destination, *, options: PushOptions, old_card: str | None
+    folder: FinishedFolder, hub: Hub, destination: Destination, *, options: PushOptions, old_card: str | None
 ) -> PushTask:
-    """Check what the Hub holds and says of the card, and decide what changes."""
+    """Check what the Hub holds and says of the card, and decide what changes. Hashing takes long, so it comes last."""
     remote = destination.remote
     pushed = files_of_earlier_push(hub, remote)
-    check_weights(remote, pushed, manifest_files(folder).keys())
-    card = make_card(folder, _card_options(destination, options), old=old_card, pushed=card_on_hub(hub, remote))
-    changes = find_changes(folder, card, remote, pushed=pushed)
-    task = PushTask(hub=hub, folder=folder, destination=destination, card=card, changes=changes, options=options)
-    if task.changes_card:
+    check_weights(remote, pushed, folder.sizes.keys())
+    card = make_card(folder.path, _card_options(destination, options), old=old_card, pushed=card_on_hub(hub, remote))
+    if not has_card(remote, card):
         check_card(hub, remote.id, card)
-    return task
+    hashes = hash_files(folder, remote, options)
+    return PushTask(
+        hub=hub,
+        folder=folder,
+        destination=destination,
+        card=card,
+        hashes=hashes,
+        changes=find_changes(folder, card, remote, pushed=pushed, hashes=hashes),
+        options=options,
+    )
 
 
-def _without_hub(folder: Path, hub: Hub, destination: Destination, *, options: PushOptions, why: str) -> PushReport:
+def _without_hub(
+    folder: FinishedFolder, hub: Hub, destination: Destination, *, options: PushOptions, why: str
+) -> PushReport:
     """Do what a dry run can do without the Hub: verify the folder, make the card, list the files."""
-    _check_folder(folder, options)
-    card = make_card(folder, _card_options(destination, options), old=read_card(folder))
-    changes = find_changes(folder, card, destination.remote, pushed=frozenset())
-    task = PushTask(hub=hub, folder=folder, destination=destination, card=card, changes=changes, options=options)
+    _check_folder(folder.path, options)
+    card = make_card(folder.path, _card_options(destination, options), old=read_card(folder.path))
+    changes = find_changes(folder, card, destination.remote, pushed=frozenset(), hashes={})
+    task = PushTask(
+        hub=hub, folder=folder, destination=destination, card=card, hashes={}, changes=changes, options=options
+    )
     unknown = tuple(replace(change, kind=UNKNOWN) for change in changes)
     return replace(_report(task), created=None, changes=unknown, not_checked=why)
 

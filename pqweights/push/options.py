@@ -19,8 +19,9 @@ class PushOptions:
     message: the title of the commit
     base_model, adopt: see CardOptions
     dry_run: change nothing, neither on the Hub nor in the folder
-    threads: how many threads verify the folder
-    verifying, progress: called while the folder is verified, and while files are sent
+    threads: how many threads verify the folder and hash its files
+    verifying, hashing, progress: called while the folder is verified, while files are hashed for the Hub, and while
+        they are sent
     """
 
     private: bool = False
@@ -31,4 +32,5 @@ class PushOptions:
     dry_run: bool = False
     threads: int = field(default_factory=usable_cores)
     verifying: Progress = lambda done, total, name: None
+    hashing: Progress = lambda done, total, name: None
     progress: Progress = lambda done, total, name: None

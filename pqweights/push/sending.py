@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pqweights.card import Card
 from pqweights.checkpoint.names import CARD_FILE
-from pqweights.errors import HubError
+from pqweights.errors import HubError, HubUnavailableError
 from pqweights.hub.client import Hub
 from pqweights.hub.repository import Repository
-from pqweights.hub.transfers import upload
+from pqweights.hub.transfers import Upload, upload
 from pqweights.push.changes import CHANGED, DELETED, NEW, SAME, UNKNOWN, Change, find_changes
 from pqweights.push.destination import Destination, check_private
+from pqweights.push.folder import FinishedFolder
+from pqweights.push.hashing import forget_hash_of
 from pqweights.push.options import PushOptions
-from pqweights.rewrite.manifest import read_manifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,21 +28,18 @@ class PushTask:
     folder: the folder that is pushed
     destination: the repository and branch
     card: what README.md will be
+    hashes: the SHA-256, in hex, of files that the Hub has or will have as large files
     changes: what happens to each file
     options: the options of the push
     """
 
     hub: Hub
-    folder: Path
+    folder: FinishedFolder
     destination: Destination
     card: Card
+    hashes: Mapping[str, str]
     changes: tuple[Change, ...]
     options: PushOptions
-
-    @property
-    def changes_card(self) -> bool:
-        """Whether the card in the repository is created or replaced."""
-        return any(change.name == CARD_FILE and change.kind != SAME for change in self.changes)
 
     @property
     def changes_something(self) -> bool:
@@ -117,7 +115,7 @@ def send(task: PushTask) -> Pushed:
 def _commit(task: PushTask) -> Pushed:
     hub, remote, create_pr = task.hub, task.destination.remote, task.options.create_pr
     operations = _operations(task)
-    title = task.options.message or f"pqweights push: {read_manifest(task.folder).kind}"
+    title = task.options.message or f"pqweights push: {task.folder.manifest.kind}"
 
     def commit() -> Any:
         try:
@@ -147,7 +145,7 @@ def _commit(task: PushTask) -> Pushed:
 def _committed(task: PushTask) -> Repository | None:
     """Return what the branch holds after a commit without a reply, or None if that is not the commit."""
     after = task.hub.repository(task.destination.remote.id, task.destination.branch)
-    changes = find_changes(task.folder, task.card, after, pushed=frozenset())
+    changes = find_changes(task.folder, task.card, after, pushed=frozenset(), hashes=task.hashes)
     return None if any(change.kind != SAME for change in changes) else after
 
 
@@ -157,25 +155,28 @@ def _operations(task: PushTask) -> list[Any]:
     Files are sent one by one; those that were sent stay on the Hub if a later one fails.
     """
     library: Any = task.hub.official.library
-    destination, options = task.destination, task.options
     total, done = sent_bytes(task.changes), 0
     operations: list[Any] = []
     for change in task.changes:
         if change.kind == DELETED:
             operations.append(library.CommitOperationDelete(path_in_repo=change.name))
         elif change.kind != SAME:
-            options.progress(done, total, change.name)
-            content = task.card.text.encode() if change.name == CARD_FILE else str(task.folder / change.name)
-            operations.append(
-                upload(
-                    task.hub,
-                    destination.remote,
-                    change.name,
-                    content=content,
-                    branch=destination.branch,
-                    create_pr=options.create_pr,
-                )
-            )
+            task.options.progress(done, total, change.name)
+            operations.append(_send_file(task, change.name))
             done += change.byte_count
-            options.progress(done, total, change.name)
+            task.options.progress(done, total, change.name)
     return operations
+
+
+def _send_file(task: PushTask, name: str) -> Any:
+    """Send a file if it is large, and return the operation that adds it."""
+    destination = task.destination
+    content = task.card.text.encode() if name == CARD_FILE else str(task.folder.path / name)
+    file = Upload(name, content, task.hashes.get(name))
+    try:
+        return upload(task.hub, destination.remote, file, branch=destination.branch, create_pr=task.options.create_pr)
+    except HubUnavailableError:
+        raise
+    except HubError:  # perhaps because the hash was computed wrong
+        forget_hash_of(task.folder, name)
+        raise

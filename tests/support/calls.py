@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from pqweights import card, exporting, quantizing
-from pqweights import push as pushing
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.evaluate import evaluation
 from pqweights.evaluate.report import EvaluationReport
 from pqweights.exports.options import ExportOptions
-from pqweights.hub.sources import Access
 from pqweights.measure import sensitivity as measuring
 from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import Recipe
@@ -58,10 +56,6 @@ def write_card(
     folder: Path, repository: str | None = None, base_model: str | None = None, adopt: bool = False
 ) -> card.Card:
     return card.write_card(folder, card.CardOptions(repository=repository, base_model=base_model, adopt=adopt))
-
-
-def push(folder: Path, repository: str, access: Access, **keywords: Any) -> pushing.PushReport:
-    return pushing.push(folder, repository, access, pushing.PushOptions(**keywords))
 
 
 def evaluate(models: Sequence[Path], text: str, name: str = "the text", **keywords: Any) -> EvaluationReport:
