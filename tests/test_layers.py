@@ -68,6 +68,7 @@ OPTIONAL = {
     "numba": {
         "pqweights.kernels.compiler",
         "pqweights.kernels.cpu_groups",
+        "pqweights.kernels.cpu_sums",
         "pqweights.kernels.cpu_kernels",
         "pqweights.kernels.emit",
         "pqweights.kernels.encoding",

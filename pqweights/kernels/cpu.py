@@ -155,7 +155,7 @@ def decode(
 
 def add_in_order(total: float, values: npt.NDArray[np.float64]) -> float:
     """Return total + values[0] + values[1] + ..., added one after the other."""
-    result = np.array([total])
+    result, values = np.array([total]), np.ascontiguousarray(values)
     run("sum", address(values, np.float64, len(values)), result.ctypes.data, len(values))
     return float(result[0])
 

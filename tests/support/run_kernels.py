@@ -155,7 +155,21 @@ def pack_tiles_digest(backend: str) -> str:
     return _digest(pack(_random_codes(4)))
 
 
+def sum_digest(backend: str) -> str:
+    """Numbers of all sizes and signs, added one after the other, as Python adds."""
+    found = []
+    for count in (0, 1, 2, 1000):
+        rng = np.random.default_rng(count)
+        values = rng.standard_normal(count) * 10.0 ** rng.integers(-8, 8, count)
+        total = 0.1
+        for value in values.tolist():
+            total += value
+        found.append(np.array([total if backend == "reference" else cpu.add_in_order(0.1, values)]))
+    return _digest(*found)
+
+
 DIGESTS: dict[str, Callable[[str], str]] = {
+    "sum": sum_digest,
     "encode": encode_digest,
     "decode": decode_digest,
     "fit": fit_digest,
