@@ -23,8 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PQWEIGHTS = [sys.executable, "-c", "from pqweights_cli.main import main; main()"]
+PQWEIGHTS = [sys.executable, "-m", "pqweights_cli"]
 SYNTHETIC = [sys.executable, str(Path(__file__).with_name("synthetic.py"))]
+
+# With it, every command would compile the modules that it imports anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 Document = dict[str, Any]  # what one benchmark writes: machine, settings, rows
 Cell = str | int | float | None

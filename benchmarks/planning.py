@@ -187,7 +187,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     start = now()
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     with tempfile.TemporaryDirectory(dir=options.folder) as work:
         with ProcessPoolExecutor(max_workers=1) as pool:
             cases = pool.submit(make_cases, Path(work), options.shards, options.tensors).result()
