@@ -178,6 +178,8 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "pack_bits": [ctypes.c_void_p] * (2 + 2) + [ctypes.c_int64] * 2,
     "pack_tiles": [ctypes.c_void_p] * (2 + 3) + [ctypes.c_int64] * 2,
 }
+# Kernels that are called with the GIL: getting it back would take longer than they do.
+_SHORT = ("sum",)
 _loading = threading.Lock()
 _loaded: dict[str, Any] = {}
 _engines: list[Any] = []  # own the machine code
@@ -221,7 +223,8 @@ def _linked(name: str, symbol: str, machine_code: bytes) -> Any:
     engine.add_object_file(llvm.ObjectFileRef.from_data(machine_code))
     engine.finalize_object()
     _engines.append(engine)
-    return ctypes.CFUNCTYPE(ctypes.c_int32, *_ARGUMENTS[name])(engine.get_function_address(symbol))
+    kind = ctypes.PYFUNCTYPE if name in _SHORT else ctypes.CFUNCTYPE
+    return kind(ctypes.c_int32, *_ARGUMENTS[name])(engine.get_function_address(symbol))
 
 
 # --- keeping machine code ---
