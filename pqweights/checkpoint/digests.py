@@ -1,7 +1,7 @@
 """Hashes of stored tensors: the one that manifests state, and that of manifests of version 1.
 
 A hash of pieces is BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs) of the BLAKE3 digests of a tensor's pieces of
-128 KiB, so threads hash pieces as they come, in any order. docs/format.md, section 5, defines it for other readers.
+128 KiB, so threads hash pieces as they come, in any order. docs/format.md, section 6, defines it for other readers.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class PieceHasher:
     """The hash of pieces of one tensor whose bytes come in any order, from any thread, each of them once."""
 
     def __init__(self, byte_count: int) -> None:
-        self._byte_count = byte_count
+        self.byte_count = byte_count
         self._digests = [b""] * -(-byte_count // PIECE_BYTES)
         # Pieces of which only some bytes have come, each with the number of bytes that are missing.
         self._open: dict[int, tuple[npt.NDArray[np.uint8], int]] = {}
@@ -131,7 +131,7 @@ class PieceHasher:
         begin, count = 0, len(data)
         while begin < count:
             number, at = divmod(offset + begin, PIECE_BYTES)
-            size = min(PIECE_BYTES, self._byte_count - number * PIECE_BYTES)
+            size = min(PIECE_BYTES, self.byte_count - number * PIECE_BYTES)
             part = data[begin : begin + size - at]
             if len(part) == size:
                 self._digests[number] = blake3(part.data).digest()

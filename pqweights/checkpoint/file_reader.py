@@ -25,10 +25,12 @@ from pqweights.errors import SourceError
 BLOCK_BYTES = 1 << 20
 # Reads of fewer bytes are left to the system.
 LARGE_READ_BYTES = 1 << 18
-# Blocks that are fetched behind the one that is needed, by how many threads, and how many stay at most besides.
+# Blocks that are fetched behind the one that is needed, and by how many threads.
 BLOCKS_AHEAD = 3
 FETCHING_THREADS = 2
+# Blocks that are kept besides, and how many more for each thread that reads.
 SPARE_BLOCKS = 1
+BLOCKS_FOR_A_USER = 2
 # A checkpoint may have more files than a process may hold open.
 MOST_OPEN_FILES = 8
 
@@ -137,7 +139,8 @@ class _BlockCache:
     def __init__(self) -> None:
         self._blocks: OrderedDict[tuple[_OpenFile, int], _Block] = OrderedDict()  # the oldest first
         self._free: deque[Bytes] = deque()
-        self._most = SPARE_BLOCKS + BLOCKS_AHEAD + (os.cpu_count() or 1)
+        self._most = BLOCKS_AHEAD + SPARE_BLOCKS
+        self._most_users = 0  # at once, so far
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
@@ -147,13 +150,12 @@ class _BlockCache:
         while done < len(buffer) and file.direct >= 0:
             number, at = divmod(offset + done, BLOCK_BYTES)
             wanted = min(BLOCK_BYTES - at, len(buffer) - done)
-            block = self._needed(file, number)
+            block, found = self._needed(file, number), 0
             try:
                 found = max(0, min(wanted, block.fetched.result() - at))
                 buffer[done : done + found] = block.memory[at : at + found]
             except OSError:  # the file system wants larger pages, or cannot after all
                 file.direct = -1
-                found = 0
             finally:
                 self._used(file, number, block, found)
             done += found
@@ -166,6 +168,8 @@ class _BlockCache:
         with self._lock:
             block = self._requested(file, number)
             block.users += 1
+            self._most_users = max(self._most_users, sum(each.users for each in self._blocks.values()))
+            self._most = BLOCKS_AHEAD + SPARE_BLOCKS + BLOCKS_FOR_A_USER * self._most_users
             if abs(number - file.last_block) <= BLOCKS_AHEAD:
                 for ahead in range(number + 1, number + 1 + BLOCKS_AHEAD):
                     if ahead * BLOCK_BYTES < file.size:

@@ -37,7 +37,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Disk:
-    """The thread that writes, in the order in which it is told to. After a failure it does nothing more."""
+    """The thread that writes, in the order in which it is told to. After a failure every task fails alike."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pqweights-disk")
@@ -56,19 +56,26 @@ class Disk:
         always: do it even after a failure
         """
         self._room.acquire()
-        if self._failure is not None and not always:
-            self._room.release()
-            raise self._failure
-        return self._thread.submit(self._run, task, always)
+        submitted = False
+        try:
+            if self._failure is not None and not always:
+                raise self._failure
+            future = self._thread.submit(self._run, task, always)
+            submitted = True
+            return future
+        finally:
+            if not submitted:
+                self._room.release()
 
     def _run(self, task: Callable[[], None], always: bool) -> None:
         failed = True
         try:
-            if self._failure is None or always:
-                task()
+            if self._failure is not None and not always:
+                raise self._failure
+            task()
             failed = False
         finally:
-            if failed:
+            if failed and self._failure is None:
                 self._failure = sys.exception()
             self._room.release()
 
@@ -128,6 +135,7 @@ class ShardWriter:
         self._file_bytes, self._disk = file_bytes, disk
         self._blocks: dict[int, _Block] = {}
         self._complete: deque[tuple[int, _Block]] = deque()  # not yet written
+        self._written: set[int] = set()
         self._lock = threading.Lock()
         self._unflushed_bytes = 0
         self._direct = -1
@@ -147,23 +155,40 @@ class ShardWriter:
         while done < len(data):
             number, at = divmod(offset + done, BLOCK_BYTES)
             part = data[done : done + BLOCK_BYTES - at]
-            with self._lock:
-                block = self._blocks.get(number)
-                if block is None:
-                    size = min(BLOCK_BYTES, self._file_bytes - number * BLOCK_BYTES)
-                    block = self._blocks[number] = _Block(self._disk.take(), size)
-                block.comers += 1
-            block.memory[at : at + len(part)] = part
-            with self._lock:
-                block.comers -= 1
-                block.hold(at, at + len(part))
-                complete = block.is_complete
-                if complete:
-                    del self._blocks[number]
-                    self._complete.append((number, block))
-            if complete:
-                self._disk.do(functools.partial(self._write_block, number, block))
+            block = self._entered(number)
+            if block is None:
+                self._disk.do(functools.partial(self._write_out, offset + done, part.copy(), direct=False))
+            else:
+                block.memory[at : at + len(part)] = part
+                self._left(number, block, at, at + len(part))
             done += len(part)
+
+    def _entered(self, number: int) -> _Block | None:
+        """Return the block to which the caller brings bytes; None for one that was written, which stays as it is.
+
+        Bytes of a second pass would wait in it for those of its neighbours, which do not come again.
+        """
+        with self._lock:
+            block = self._blocks.get(number)
+            if block is None:
+                if number in self._written:
+                    return None
+                size = min(BLOCK_BYTES, self._file_bytes - number * BLOCK_BYTES)
+                block = self._blocks[number] = _Block(self._disk.take(), size)
+            block.comers += 1
+            return block
+
+    def _left(self, number: int, block: _Block, begin: int, end: int) -> None:
+        """Note that the caller has brought bytes [begin, end) of a block, and have the block written if it is whole."""
+        with self._lock:
+            block.comers -= 1
+            block.hold(begin, end)
+            complete = block.is_complete
+            if complete:
+                del self._blocks[number]
+                self._complete.append((number, block))
+        if complete:
+            self._disk.do(functools.partial(self._write_block, number, block))
 
     def keep(self, offset: int, count: int) -> None:
         """Keep bytes that an earlier run wrote. Those in a block with others are written again."""
@@ -179,6 +204,7 @@ class ShardWriter:
         self._write_out(number * BLOCK_BYTES, block.memory[: block.size], direct=block.size == BLOCK_BYTES)
         with self._lock:
             self._complete.remove((number, block))
+            self._written.add(number)
         self._disk.give(block.memory)
 
     def _write_out(self, offset: int, data: Bytes, *, direct: bool) -> None:
@@ -224,19 +250,21 @@ class ShardWriter:
         self._sync(_sync_data)
 
     def _sync(self, sync: Callable[[int], None]) -> None:
-        """Call `sync`; if the disk fails, remove the file and raise OutputError.
+        """Call `sync`; if the disk fails, empty the file and raise OutputError.
 
-        The kernel forgets which bytes it could not write, so a run that is continued could not trust the file.
+        The kernel forgets which bytes it could not write, so a run that is continued could not trust the file. The
+        empty file stays: without it, the shard of an older result would be taken for this one.
         """
         try:
             sync(self.descriptor)
         except OSError as error:
-            self.partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.descriptor, 0)
             with disk_errors(self.path):
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise
             raise OutputError(
-                f"{self.path.name}: cannot be flushed to the disk ({error.strerror}), and was removed; check the disk "
+                f"{self.path.name}: cannot be flushed to the disk ({error.strerror}), and was emptied; check the disk "
                 "and run the same command again"
             ) from None
 

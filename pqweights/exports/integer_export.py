@@ -37,6 +37,9 @@ from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.transform import Transform
 from pqweights.strict_json import rounded
 
+# Columns are put together to rows in strips of this size.
+STRIP_BYTES = 1 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class IntegerExport(Transform):
@@ -228,7 +231,11 @@ class IntegerJob:
         """Write what came by columns, and return the record with the errors as far as they are known."""
         while self._by_columns:
             stored_name, columns = self._by_columns.popitem()
-            sink.write(stored_name, 0, np.concatenate(columns, axis=1).reshape(-1))
+            row_bytes = sum(part.shape[1] for part in columns)
+            step = max(1, STRIP_BYTES // row_bytes)
+            for row in range(0, len(columns[0]), step):
+                strip = np.concatenate([part[row : row + step] for part in columns], axis=1)
+                sink.write(stored_name, row * row_bytes, strip.reshape(-1))
         own = self._error / self._energy if self._energy else 0.0
         total: float | None = None
         by_master: float | None = None

@@ -21,6 +21,7 @@ class Stamp(NamedTuple):
     inode: int
     byte_count: int
     modified_ns: int
+    changed_ns: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,4 +81,4 @@ def _stamp(path: Path) -> Stamp | None:
         status = path.stat()
     except (OSError, ValueError):
         return None
-    return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)

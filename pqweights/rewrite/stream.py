@@ -7,6 +7,7 @@ added up and tensors recorded in the order of the plan, so nothing depends on th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
@@ -23,6 +24,7 @@ from pqweights.checkpoint.digests import HASH_OF_PIECES, PieceHasher, TensorHash
 from pqweights.checkpoint.file_uses import file_uses
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.shard_writer import Disk, ShardWriter
+from pqweights.errors import OutputError
 from pqweights.kernels.workers import compute_on
 from pqweights.planning.plan import ShardPlan
 from pqweights.rewrite.jobs import Job
@@ -30,7 +32,7 @@ from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.task import RewriteTask, RunOptions
 from pqweights.rewrite.workspace import Workspace
 
-# A kill loses at most what was finished in this time.
+# A kill loses the tensors under way, and those that were finished in this time.
 SAVE_SECONDS = 2.0
 
 
@@ -88,6 +90,7 @@ class _Sink:
     def write(self, stored_name: str, offset: int, data: npt.NDArray[np.uint8]) -> None:
         """Write data at `offset` bytes from the start of a stored tensor."""
         start, hasher = self._places[stored_name]
+        assert offset + len(data) <= hasher.byte_count, stored_name
         hasher.add(offset, data)
         self.writer.write(start + offset, data)
 
@@ -136,7 +139,7 @@ class Stream:
         finally:
             self._pool.shutdown(wait=True, cancel_futures=True)
             try:
-                if not self._disk.has_failed:
+                with contextlib.suppress(OutputError):  # whatever ends the run counts
                     self._save()  # of an interrupted run: what is finished need not be done again
             finally:
                 self._disk.close()  # a shard that is complete counts as complete when the run is continued
@@ -235,11 +238,11 @@ class Stream:
             case _Chunk():
                 step.job.collect(step.result.result())
                 self._show(step.place, (step.number + 1) / step.job.chunks)
+                self._save_at_times()
             case _LastChunkDone():
                 record = self._finished(step)
                 self._unsaved.append((record, step.sink.writer))
-                if time.monotonic() - self._saved >= SAVE_SECONDS:
-                    self._save()
+                self._save_at_times()
                 self._show(step.place, 1.0)
                 self._pass(step.place, record, records)
                 self._release_files(step.place, step.sink.writer)
@@ -263,6 +266,10 @@ class Stream:
                 job.collect(chunk.result.result())
             outcome = job.finish(sink)
         return replace(outcome, digests=sink.digests())
+
+    def _save_at_times(self) -> None:
+        if self._unsaved and time.monotonic() - self._saved >= SAVE_SECONDS:
+            self._save()
 
     def _save(self) -> None:
         """Add finished tensors to the journal, once the system has all of their bytes."""

@@ -7,7 +7,7 @@ import itertools
 import os
 import random
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +133,26 @@ def test_few_files_stay_open_and_a_forgotten_one_is_closed(tmp_path: Path) -> No
     for number in range(40):
         reader.forget(tmp_path / str(number))
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_interrupt_while_a_block_is_fetched_stays_one(
+    data: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_reader, "LARGE_READ_BYTES", 1000)
+    monkeypatch.setattr(file_reader._OpenFile, "read_cached", lambda self, offset, view: 0)
+
+    def interrupted(self: Future[int]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Future, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        FileReader()._blocks.read(DirectFile(tmp_path / "file"), 0, np.zeros(2_000, dtype=np.uint8))
+
+
+class DirectFile(file_reader._OpenFile):
+    """A file that counts as one with direct access."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        if self.direct < 0:
+            self.direct = os.dup(self.descriptor)

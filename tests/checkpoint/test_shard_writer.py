@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import random
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -147,3 +148,31 @@ def test_failure_of_the_disk_is_raised_by_what_follows(
     disk.do(lambda: done.append("done all the same"), always=True).result()
     assert done == ["done all the same"]
     writer.close()
+
+
+def test_blocks_that_were_written_wait_for_nobody(disk: Disk, tmp_path: Path) -> None:
+    """Every tensor is encoded twice; its neighbours' bytes come only once, so no block may wait for them."""
+    tensors = [content(9_000, seed) for seed in range(40)]
+    writer = ShardWriter(tmp_path / "shard", HEADER, 24 + 9_000 * len(tensors), disk)
+    for number, data in enumerate(tensors):
+        for passed in (content(9_000, 1000 + number), data):
+            for at in range(0, 9_000, 1_000):
+                writer.write(24 + 9_000 * number + at, passed[at : at + 1_000])
+            disk.wait()
+        assert len(writer._blocks) <= 3
+    assert finished(writer, disk) == HEADER + b"".join(data.tobytes() for data in tensors)
+
+
+def test_tasks_behind_a_failed_one_fail_alike(disk: Disk) -> None:
+    """Also those that were queued before it failed: nobody may take them for done."""
+
+    def fail() -> None:
+        time.sleep(0.2)
+        raise OutputError("the disk is gone")
+
+    disk.do(fail)
+    behind = disk.do(lambda: None)
+    with pytest.raises(OutputError, match="gone"):
+        behind.result()
+    with pytest.raises(OutputError, match="gone"):
+        disk.wait()

@@ -702,3 +702,9 @@ def test_decoding_saturates_and_rounds_to_nearest_even(backend):
     assert first("F16", 2.0**-24, 0) == 3 * 2.0**-24
     assert first("F16", 2.0**-24, -1) == 2 * 2.0**-24  # 1.5 steps: the tie goes to the even one
     assert first("F32", 0.0, 0) == 0.0
+
+
+def test_polynomials_have_the_degree_that_the_kernel_evaluates() -> None:
+    from pqweights.kernels import cpu, encoding
+
+    assert cpu._DEGREES == encoding.DEGREES

@@ -119,7 +119,39 @@ def test_file_that_could_not_be_flushed_is_not_resumed(
         patch.setattr(shard_writer, "FLUSH_BYTES", 1)
         with pytest.raises(OutputError, match=message):
             run_command({"quantize": source}, tmp_path / "out")
-    assert not list((tmp_path / "out" / ".pqweights").glob("*.partial"))
+    assert {path.stat().st_size for path in (tmp_path / "out" / ".pqweights").glob("*.partial")} == {0}
     for name in ("out", "undisturbed"):
         run_command({"quantize": source}, tmp_path / name)
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "undisturbed")
+
+
+def fail_late(patch: pytest.MonkeyPatch, shards: int) -> None:
+    """Let the flush of the last of some shards fail after a while, when everything else has been handed to the disk."""
+    sync, calls = os.fsync, iter(range(shards - 1))
+
+    def late(descriptor: int) -> None:
+        if not os.readlink(f"/proc/self/fd/{descriptor}").endswith(".safetensors.partial"):
+            return sync(descriptor)
+        if next(calls, None) is None:
+            time.sleep(0.3)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return sync(descriptor)
+
+    patch.setattr(os, "fsync", late)
+
+
+@pytest.mark.parametrize("replacing", [False, True])
+def test_late_failure_of_the_last_shard_fails_the_run(
+    replacing: bool, source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing waits behind the last shard, and an older result's shard of that name is not taken for it."""
+    out = tmp_path / "out"
+    if replacing:
+        run_command({**command(source), "recipe": "q4"}, out)
+    with monkeypatch.context() as patch:
+        fail_late(patch, shards=4)
+        with pytest.raises(OutputError, match="cannot be flushed"):
+            run_command(command(source, overwrite=replacing), out)
+    assert replacing or not list(out.glob("*.json"))
+    run_command(command(source, overwrite=replacing), out)
+    assert folder_bytes(out) == undisturbed
