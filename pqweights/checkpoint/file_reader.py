@@ -119,7 +119,7 @@ def _close(descriptors: Iterable[int]) -> None:
             os.close(descriptor)
 
 
-class _Block:
+class _FetchedBlock:
     """A part of a file in memory.
 
     fetched: how many bytes the file has there, once it is read
@@ -137,7 +137,7 @@ class _BlockCache:
     """Blocks of files that are read with direct access, each of them once if the reads are in order."""
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[tuple[_OpenFile, int], _Block] = OrderedDict()  # the oldest first
+        self._blocks: OrderedDict[tuple[_OpenFile, int], _FetchedBlock] = OrderedDict()  # the oldest first
         self._free: deque[Bytes] = deque()
         self._most = BLOCKS_AHEAD + SPARE_BLOCKS
         self._most_users = 0  # at once, so far
@@ -163,7 +163,7 @@ class _BlockCache:
                 break
         return done
 
-    def _needed(self, file: _OpenFile, number: int) -> _Block:
+    def _needed(self, file: _OpenFile, number: int) -> _FetchedBlock:
         """Return a block, and have those fetched that will be needed next if the file is read in order."""
         with self._lock:
             block = self._requested(file, number)
@@ -177,7 +177,7 @@ class _BlockCache:
             file.last_block = number
             return block
 
-    def _requested(self, file: _OpenFile, number: int) -> _Block:
+    def _requested(self, file: _OpenFile, number: int) -> _FetchedBlock:
         found = self._blocks.get((file, number))
         if found is None:
             while len(self._blocks) >= self._most and self._drop_oldest():
@@ -186,7 +186,7 @@ class _BlockCache:
                 self._pool = ThreadPoolExecutor(FETCHING_THREADS, thread_name_prefix="pqweights-read")
             memory = self._free.pop() if self._free else whole_pages(BLOCK_BYTES)
             fetched = self._pool.submit(_fetch, file, number * BLOCK_BYTES, memory)
-            found = self._blocks[file, number] = _Block(memory, fetched)
+            found = self._blocks[file, number] = _FetchedBlock(memory, fetched)
         return found
 
     def _drop_oldest(self) -> bool:
@@ -204,7 +204,7 @@ class _BlockCache:
             for key in [key for key, block in self._blocks.items() if key[0] is file and block.users == 0]:
                 del self._blocks[key]
 
-    def _used(self, file: _OpenFile, number: int, block: _Block, count: int) -> None:
+    def _used(self, file: _OpenFile, number: int, block: _FetchedBlock, count: int) -> None:
         """Note that `count` bytes of a block were copied, and drop it if they were the last."""
         with self._lock:
             block.users -= 1

@@ -99,8 +99,8 @@ class Disk:
         self._thread.shutdown(wait=True)
 
 
-class _Block:
-    """A part of a file that is not complete.
+class _ShardBlock:
+    """A part of a file that is not written yet.
 
     held: the runs of bytes that have come, in order, never touching
     comers: how many threads are bringing bytes; a second pass over a tensor brings them again
@@ -133,8 +133,8 @@ class ShardWriter:
         """Open the partial file of `path`, which is created with its header and full size if it does not exist."""
         self.path, self.partial = path, partial_path(path)
         self._file_bytes, self._disk = file_bytes, disk
-        self._blocks: dict[int, _Block] = {}
-        self._complete: deque[tuple[int, _Block]] = deque()  # not yet written
+        self._blocks: dict[int, _ShardBlock] = {}
+        self._complete: deque[tuple[int, _ShardBlock]] = deque()  # not yet written
         self._written: set[int] = set()
         self._lock = threading.Lock()
         self._unflushed_bytes = 0
@@ -163,7 +163,7 @@ class ShardWriter:
                 self._left(number, block, at, at + len(part))
             done += len(part)
 
-    def _entered(self, number: int) -> _Block | None:
+    def _entered(self, number: int) -> _ShardBlock | None:
         """Return the block to which the caller brings bytes; None for one that was written, which stays as it is.
 
         Bytes of a second pass would wait in it for those of its neighbours, which do not come again.
@@ -174,11 +174,11 @@ class ShardWriter:
                 if number in self._written:
                     return None
                 size = min(BLOCK_BYTES, self._file_bytes - number * BLOCK_BYTES)
-                block = self._blocks[number] = _Block(self._disk.take(), size)
+                block = self._blocks[number] = _ShardBlock(self._disk.take(), size)
             block.comers += 1
             return block
 
-    def _left(self, number: int, block: _Block, begin: int, end: int) -> None:
+    def _left(self, number: int, block: _ShardBlock, begin: int, end: int) -> None:
         """Note that the caller has brought bytes [begin, end) of a block, and have the block written if it is whole."""
         with self._lock:
             block.comers -= 1
@@ -199,7 +199,7 @@ class ShardWriter:
             if last - first < min(BLOCK_BYTES, self._file_bytes - start):
                 self.write(first, np.frombuffer(os.pread(self.descriptor, last - first, first), dtype=np.uint8))
 
-    def _write_block(self, number: int, block: _Block) -> None:
+    def _write_block(self, number: int, block: _ShardBlock) -> None:
         """Write a complete block; the last one of a file may not be whole pages."""
         self._write_out(number * BLOCK_BYTES, block.memory[: block.size], direct=block.size == BLOCK_BYTES)
         with self._lock:

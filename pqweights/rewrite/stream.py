@@ -174,10 +174,8 @@ class Stream:
                     continue
                 if place in self._first_uses:
                     yield _Drain()
-                job, sink = (
-                    self._transform.job(self._plan.tensors[place], self._tensors[place]),
-                    _Sink(writer, parts[place]),
-                )
+                job = self._transform.job(self._plan.tensors[place], self._tensors[place])
+                sink = _Sink(writer, parts[place])
                 yield from self._chunks(place, job, sink)
                 yield _LastChunkDone(place, job, sink)
             yield _ShardDone(writer)
