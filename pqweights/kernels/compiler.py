@@ -12,9 +12,9 @@ import llvmlite.binding as llvm
 import numba
 from numba.core import config
 
-from pqweights.kernels import cpu_groups, cpu_kernels, cpu_sums
+from pqweights.kernels import cpu_groups, cpu_kernels, cpu_sums, trellis_kernels
 
-KERNELS = cpu_kernels.KERNELS | cpu_groups.KERNELS | cpu_sums.KERNELS
+KERNELS = cpu_kernels.KERNELS | cpu_groups.KERNELS | cpu_sums.KERNELS | trellis_kernels.KERNELS
 
 
 def compile_kernel(name: str) -> tuple[str, bytes]:
@@ -48,5 +48,5 @@ def compile_kernel(name: str) -> tuple[str, bytes]:
     passes.add_global_dead_code_eliminate_pass()
     passes.run(module, llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options(speed_level=3)))
     needed = {f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")}
-    assert needed <= {"memset", "memcpy", "memmove", "sqrtf"}, needed
+    assert needed <= {"memset", "memcpy", "memmove", "sqrt", "sqrtf"}, needed
     return symbol, target.emit_object(module)

@@ -48,6 +48,9 @@ SOURCES = (
     "packing.py",
     "prescaling.py",
     "sixteen.py",
+    "trellis_entropy.py",
+    "trellis_kernels.py",
+    "trellis_search.py",
     "vector.py",
 )
 
@@ -177,6 +180,8 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "rotate": [ctypes.c_void_p] * (2 + 1) + [ctypes.c_int64, ctypes.c_float],
     "pack_bits": [ctypes.c_void_p] * (2 + 2) + [ctypes.c_int64] * 2,
     "pack_tiles": [ctypes.c_void_p] * (2 + 3) + [ctypes.c_int64] * 2,
+    **{f"encode_trellis_{states}": [ctypes.c_void_p] * (2 + 18) + [ctypes.c_int64] * 6 for states in (8, 64, 256)},
+    "decode_trellis": [ctypes.c_void_p] * (2 + 11) + [ctypes.c_int64] * 6,
 }
 # Kernels that are called with the GIL: getting it back would take longer than they do.
 _SHORT = ("sum",)

@@ -64,7 +64,7 @@ def load_words(typingctx: Any, words: Any, first: Any, table: Any, work: Any, te
         def two_sixteens(i: Any, nothing: tuple[()]) -> tuple[()]:
             start = builder.add(args[1], builder.mul(i, I64(2 * LANES)))
             places = [builder.add(start, I64(BLOCK * row)) for row in range(LANES)]
-            pairs = _load_columns(builder, source, places, INTS, 2)
+            pairs = load_columns(builder, source, places, INTS, 2)
             for half in range(2):
                 eight = pairs[half * VECTORS : (half + 1) * VECTORS]
                 # The first weight of a pair is in the lower half of the word.
@@ -89,7 +89,7 @@ def load_floats(typingctx: Any, x: Any, table: Any, work: Any, terms: Any) -> An
         def sixteen(g: Any, nothing: tuple[()]) -> tuple[()]:
             start = builder.mul(g, I64(LANES))
             places = [builder.add(start, I64(BLOCK * row)) for row in range(LANES)]
-            _rotate_sixteen(_load_columns(builder, source, places, FLOATS, 1), g, minus_one, work, terms)
+            _rotate_sixteen(load_columns(builder, source, places, FLOATS), g, minus_one, work, terms)
             return nothing
 
         loop(builder, I64(VECTORS), (), sixteen)
@@ -98,7 +98,7 @@ def load_floats(typingctx: Any, x: Any, table: Any, work: Any, terms: Any) -> An
     return types.void(x, table, work, terms), codegen
 
 
-def _load_columns(builder: Any, pointer: Any, places: list[Any], kind: Any, items: int) -> list[Lanes]:
+def load_columns(builder: Any, pointer: Any, places: list[Any], kind: Any, items: int = 1) -> list[Lanes]:
     """Sixteen vectors that have a lane for each of the places, from which on `items` elements go to each vector."""
     half = ir.VectorType(kind.element, LANES // 2)
 
@@ -118,11 +118,11 @@ def _rotate_sixteen(x: list[Lanes], g: Any, minus_one: Lanes, work: Any, terms: 
     places = [builder.add(at, I64(j * LANES)) for j in range(LANES)]
     for place, v in zip(places, x, strict=True):
         store(v * v, terms, place, align=64)
-    for place, v in zip(places, _rotated(x, minus_one), strict=True):
+    for place, v in zip(places, rotated(x, minus_one), strict=True):
         store(v, work, place, align=64)
 
 
-def _rotated(values: list[Lanes], minus_one: Lanes) -> list[Lanes]:
+def rotated(values: list[Lanes], minus_one: Lanes) -> list[Lanes]:
     """The values after all butterflies between them."""
     values, step = list(values), 1
     while step < len(values):
@@ -281,7 +281,7 @@ def _make_quantize(bits: int) -> Any:
                 for offset in range(0, 128, 32):  # 64 bytes each; few at a time, in the order of memory
                     prefetch(builder, words, builder.add(line, I64(offset)))
                 places = [builder.add(at, I64(g * LANES * LANES)) for g in range(VECTORS)]
-                x = _rotated([load(builder, work, place, align=64) for place in places], search.minus_one)
+                x = rotated([load(builder, work, place, align=64) for place in places], search.minus_one)
                 found = [(_find if bits < 6 else _find_by_magnitude)(search, v * inverse, bits) for v in x]
                 products = [(f.value * f.level, f.level * f.level, _square(f.value - f.level)) for f in found]
                 for i, eight in enumerate(zip(*products, strict=True)):

@@ -47,6 +47,7 @@ _FOR_THIS_MACHINE = (
 _FEATURES = llvm.get_host_cpu_features() if _FOR_THIS_MACHINE else {}
 _HAS_PERMUTE = bool(_FEATURES.get("avx512f", False))
 _HAS_RANGE = bool(_FEATURES.get("avx512dq", False))
+HAS_COMPRESS = bool(_FEATURES.get("avx512vbmi2", False)) and bool(_FEATURES.get("avx512vl", False))
 # Fused operations are used only where they change no result: with factors of 1 and -1, and to estimate the number of a
 # level, which may be off by one.
 _HAS_FMA = bool(_FEATURES.get("fma", False))

@@ -1,0 +1,235 @@
+"""The classes of the trellis codec and their frequency tables, derived in integer arithmetic (docs/format.md).
+
+A block of weights belongs to a class, which says how its numbers n are distributed: like a normal variable of standard
+deviation 2**(exponent / 4), rounded to the integers of a given parity. Of two parities each class has a table: n is
+2 * k + parity, k falls into a bucket, and a bucket has a frequency of 4096. A bucket of the tail, or of a wide class,
+holds several k, whose low bits are coded as they are.
+
+The frequencies are part of the format, so nothing here may depend on how a machine rounds: probabilities are integers,
+from the power series of the normal distribution function.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+# Frequencies of a table add up to 2**TABLE_BITS.
+TABLE_BITS = 12
+# The exponents of the classes with a table of their own: standard deviations 2**(exponent / 4).
+EXPONENTS = range(-6, 33)
+# Class 0 holds blocks of which every weight decodes to zero; class c, up to TABLES, has exponent c - 1 + EXPONENTS[0].
+TABLES = len(EXPONENTS)
+# Beyond TABLES, classes use the four last tables in turn, with steps of 2, 4, 8, ... times the size.
+CLASSES = 256
+# The mean squared error of the search with 8 states, in squares of the step.
+NOISE = 0.2588
+# Bits of the fractions with which probabilities are computed.
+_FRACTION = 96
+
+
+class Class(NamedTuple):
+    """What a class, by its number, means for the decoder.
+
+    table: the number of its tables, from 1; 0 for the class of zeros
+    doublings: how often its step is doubled
+    """
+
+    table: int
+    doublings: int
+
+    @staticmethod
+    def of(number: int) -> Class:
+        """Return the class of a number below CLASSES."""
+        beyond = number - TABLES - 1
+        return Class(number, 0) if beyond < 0 else Class(TABLES - 3 + beyond % 4, 1 + beyond // 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """How the values of k are grouped.
+
+    core_bits: the buckets of the core hold 2**core_bits values each
+    tail_bits: those of the tails hold 2**tail_bits
+    edges: the first k of each bucket, and the one after the last; in units of 2**core_bits
+    core: the index of the first bucket of the core, and of the first one behind it
+    """
+
+    core_bits: int
+    tail_bits: int
+    edges: tuple[int, ...]
+    core: tuple[int, int]
+
+    def bits_of(self, bucket: int) -> int:
+        """The low bits of k that a bucket leaves to be coded as they are."""
+        return self.core_bits if self.core[0] <= bucket < self.core[1] else self.tail_bits
+
+
+def buckets(exponent: int, parity: int) -> Buckets:
+    """Return the buckets of a class and a parity."""
+    core_bits = max(0, -(-(exponent - 16) // 4))
+    narrow = exponent - 4 * core_bits - 4  # the standard deviation of k is 2**(narrow / 4) units
+    if narrow <= 4:
+        core, tails, wider = max(3, _root(5, narrow) + 2), 0, 0
+    else:
+        wider = min(2, 4 - core_bits)
+        core, tails = _root(3, narrow) + 1, (_root(9, narrow - 8) >> wider) + 1
+    # Without low bits, the numbers of either parity lie symmetrically around zero, and k = 0 stands for 0 or 1.
+    end = core + 1 - parity if core_bits == 0 else core
+    lower = [-core - (tails - i << wider) for i in range(tails)]
+    upper = [end + (i << wider) for i in range(tails + 1)]
+    return Buckets(
+        core_bits=core_bits,
+        tail_bits=core_bits + wider,
+        edges=(*lower, *range(-core, end), *upper),
+        core=(tails, tails + core + end),
+    )
+
+
+def _root(factor: int, quarter_powers: int) -> int:
+    """Return floor(factor * 2**(quarter_powers / 4)), exactly."""
+    return math.isqrt(math.isqrt(factor**4 << (quarter_powers + 40))) >> 10
+
+
+@functools.cache
+def frequencies(exponent: int, parity: int) -> tuple[int, ...]:
+    """Return the frequency of each bucket; they add up to 4096, and none is 0."""
+    groups = buckets(exponent, parity)
+    borders = [2 * (edge << groups.core_bits) + parity - 1 for edge in groups.edges]
+    below = [_normal_integral(border, exponent) for border in borders]
+    masses = [high - low for low, high in zip(below, below[1:], strict=False)]
+    return apportioned(masses, 1 << TABLE_BITS)
+
+
+def apportioned(masses: list[int], seats: int) -> tuple[int, ...]:
+    """Return shares of `seats` in proportion to masses, each at least 1.
+
+    They are rounded to nearest, halves up. As long as too many are given out, the one with the smallest mass per
+    2 * share - 1 loses one, of those with more than 1; as long as too few, the one with the largest mass per
+    2 * share + 1 gets one. Of equals, the first does.
+    """
+    total = sum(masses)
+    shares = [max(1, (2 * seats * mass + total) // (2 * total)) for mass in masses]
+    while (extra := sum(shares) - seats) != 0:
+        # Comparing the quotients exactly: mass * common // divisor would round.
+        if extra > 0:
+            places = [i for i, share in enumerate(shares) if share > 1]
+            place = min(places, key=functools.cmp_to_key(lambda a, b: _compared(masses, shares, a, b, -1)))
+        else:
+            places = list(range(len(shares)))
+            place = max(places, key=functools.cmp_to_key(lambda a, b: _compared(masses, shares, a, b, +1)))
+        shares[place] += 1 if extra < 0 else -1
+    return tuple(shares)
+
+
+def _compared(masses: list[int], shares: list[int], a: int, b: int, side: int) -> int:
+    """Return the order of masses[i] / (2 * shares[i] + side) for i = a and i = b, as cmp_to_key wants it."""
+    left, right = masses[a] * (2 * shares[b] + side), masses[b] * (2 * shares[a] + side)
+    return (left > right) - (left < right)
+
+
+def _normal_integral(border: int, exponent: int) -> int:
+    """Return the integral of exp(-x**2 / 2) from 0 to border / 2**(exponent / 4), as a fraction of 2**_FRACTION.
+
+    From its power series, x - x**3 / 6 + x**5 / 40 - ...; every division rounds down.
+    """
+    scale = math.isqrt(math.isqrt(1 << (exponent + 4 * _FRACTION)))
+    x = (abs(border) << (2 * _FRACTION)) // scale
+    square = x * x >> _FRACTION
+    power, total, n = x, 0, 0
+    while power:
+        total += (-power if n & 1 else power) // (2 * n + 1)
+        n += 1
+        power = (power * square >> _FRACTION) // (2 * n)
+    return -total if border < 0 else total
+
+
+def gain(number: int) -> float:
+    """Return the factor of a class: weights are multiplied by it before the search, and numbers n when they are decoded.
+
+    It is the square root of s2 / (s2 + NOISE), s2 being the variance of the class in squares of the step: coding with
+    this factor on both sides leaves the error of least squares, and the same error in blocks of every class.
+    """
+    kind = Class.of(number)
+    if kind.table == 0:
+        return 0.0
+    variance = sqrt2_power(kind.table - 1 + EXPONENTS[0])
+    return math.ldexp(math.sqrt(variance / (variance + NOISE)), kind.doublings)
+
+
+def sqrt2_power(exponent: int, root: int = 2) -> float:
+    """Return 2**(exponent / root) for a root of 2 or 4; pow may round differently from machine to machine."""
+    whole, rest = divmod(exponent, root)
+    result = 1.0
+    for bit in (1, 2) if root == 4 else (1,):
+        if rest & bit:
+            result *= math.sqrt(math.sqrt(2.0)) if root == 4 and bit == 1 else math.sqrt(2.0)
+    return math.ldexp(result, whole)
+
+
+@functools.cache
+def decode_table() -> npt.NDArray[np.uint32]:
+    """Return the table that the decoder looks up: [1 + TABLES, 2, 4096], by table, parity and the low bits of a state.
+
+    An entry has, from its lowest bit on: 12 bits, the low bits of the state less the first of the bucket's; 12 bits,
+    the frequency less 1; 1 bit, whether the bucket is of a tail; 7 bits, the first k of the bucket in units of
+    2**core_bits, with a sign.
+    """
+    table = np.zeros((1 + TABLES, 2, 1 << TABLE_BITS), dtype=np.uint32)
+    table[0] = np.arange(1 << TABLE_BITS, dtype=np.uint32) | np.uint32((1 << TABLE_BITS) - 1 << TABLE_BITS)
+    for place, exponent in enumerate(EXPONENTS):
+        for parity in range(2):
+            groups = buckets(exponent, parity)
+            count = np.array(frequencies(exponent, parity), dtype=np.int64)
+            start = np.cumsum(count) - count
+            number = np.arange(len(count))
+            tail = (number < groups.core[0]) | (number >= groups.core[1])
+            base = np.array(groups.edges[:-1]) & 127
+            entry = (count - 1 << 12) | tail.astype(np.int64) << 24 | base << 25
+            bias = np.arange(1 << TABLE_BITS) - np.repeat(start, count)
+            table[1 + place, parity] = np.repeat(entry, count) | bias
+    return table
+
+
+class EncodeTable(NamedTuple):
+    """What the encoder looks up.
+
+    entries: u32; from its lowest bit on: 12 bits, the first of the bucket's low bits of a state; 12 bits, the frequency
+        less 1; 3 bits, how many low bits of k follow; 4 bits, these
+    zero: [1 + TABLES, 2] i32: where in the entries k = 0 of a table and a parity is
+    reach: [1 + TABLES] i32: the largest magnitude of n such that a table has all n up to it
+    """
+
+    entries: npt.NDArray[np.uint32]
+    zero: npt.NDArray[np.int32]
+    reach: npt.NDArray[np.int32]
+
+
+@functools.cache
+def encode_table() -> EncodeTable:
+    """Return the table that the encoder looks up."""
+    parts = [np.array([(1 << TABLE_BITS) - 1 << TABLE_BITS], dtype=np.uint32)]
+    zero = np.zeros((1 + TABLES, 2), dtype=np.int32)
+    reach = np.zeros(1 + TABLES, dtype=np.int32)
+    length = 1
+    for place, exponent in enumerate(EXPONENTS):
+        reaches = []
+        for parity in range(2):
+            groups = buckets(exponent, parity)
+            count = np.array(frequencies(exponent, parity), dtype=np.int64)
+            start = np.cumsum(count) - count
+            low_bits = np.array([groups.bits_of(i) for i in range(len(count))])
+            entry = np.repeat(start | count - 1 << 12 | low_bits << 24, 1 << low_bits)
+            low = np.concatenate([np.arange(1 << bits) for bits in low_bits])
+            parts.append((entry | low << 27).astype(np.uint32))
+            first, last = groups.edges[0] << groups.core_bits, (groups.edges[-1] << groups.core_bits) - 1
+            zero[1 + place, parity] = length - first
+            reaches.append(min(-2 * first - parity, 2 * last + parity))
+            length += len(entry)
+        reach[1 + place] = min(reaches)
+    return EncodeTable(np.concatenate(parts), zero, reach)
