@@ -1,6 +1,6 @@
 """Two codecs that only the tests have go through all commands, to show that nothing else assumes a certain codec.
 
-One has superblocks of 1024 weights, an odd number of bytes and fractional rates; the other has no norms, its own stored
+One has superblocks whose weights and bytes depend on the size of the weight, and any rate; the other has no norms, its own stored
 tensors, and blocks of 96. Both are added by an entry in CODECS (tests/support/added_codecs.py).
 """
 
@@ -59,8 +59,8 @@ rules:
 """
 # Stored bits per weight, for weights that are a whole number of blocks.
 STORED_BITS = {
-    ("test-superblocks", 2.5): Fraction(329 * 8, 1024),
-    ("test-superblocks", 4.5): Fraction(585 * 8, 1024),
+    ("test-superblocks", 2.5): Fraction(336 * 8, 1024),
+    ("test-superblocks", 4.5): Fraction(592 * 8, 1024),
     ("hadamard-lloyd-max", 6): Fraction(98 * 8, 128),
 }
 
@@ -176,8 +176,11 @@ def test_bits_option_takes_fractional_rates(folder: Path, tmp_path: Path) -> Non
     recipe.write_text("codec: test-superblocks\nbits: 2.5\n")
     done("quantize", folder / "model", tmp_path / "out", "--recipe", recipe, "--bits", "3.5")
     assert {t.bits for t in read_manifest(tmp_path / "out").tensors if t.codec} == {3.5}
-    line = refused("quantize", folder / "model", tmp_path / "no", "--recipe", recipe, "--bits", "3", code=2)
-    assert line == "error: --bits: expected 2.5, 3.5 or 4.5 bits for test-superblocks, found 3\n"
+    line = refused("quantize", folder / "model", tmp_path / "no", "--recipe", recipe, "--bits", "5", code=2)
+    assert line == (
+        "error: --bits: expected any number of bits from 2.5 to 4.5 for test-superblocks, found 5; hadamard-lloyd-max "
+        "has a whole number of bits from 2 to 8\n"
+    )
 
 
 def test_killed_run_continues_to_the_same_bytes(folder: Path, tmp_path: Path) -> None:
@@ -344,8 +347,16 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "an invalid default state": (lambda q: q.update(clip=0.3), "clip: expected 1 or 0.75"),
     "tables of another rate": (lambda q: q["levels"]["test-superblocks"].update({"2.5": {"even": []}}), "levels"),
     "a rate that the codec does not have": (
-        lambda q: q["overrides"]["lm_head.weight"].update(bits=3),
-        "expected 2.5, 3.5 or 4.5 bits",
+        lambda q: q["overrides"]["lm_head.weight"].update(bits=5),
+        "expected any number of bits from 2.5 to 4.5",
+    ),
+    "a weight whose blocks depend on its size, without its shape": (
+        lambda q: q["overrides"]["lm_head.weight"].pop("shape"),
+        "shape: expected that of the weight, as for all weights of test-superblocks",
+    ),
+    "another shape": (
+        lambda q: q["overrides"]["lm_head.weight"].update(shape=[10**9, 10**9]),
+        "'lm_head.weight_super_codes': expected U8",
     ),
     "the state of another codec": (lambda q: q["overrides"]["lm_head.weight"].update(octave=1), "unknown key 'octave'"),
 }
