@@ -75,15 +75,16 @@ def block_count(weights: int, block_size: int) -> int:
     return -(-weights // block_size)
 
 
-def damaged_error(where: str, found: DamagedBlock, *, first: int) -> MasterError:
+def damaged_error(where: str, found: DamagedBlock, *, first: int | None) -> MasterError:
     """Return the error for a block that cannot be decoded.
 
     where: what the block belongs to, for the user
-    first: the first block of the call that found it
+    first: the first block of the call that found it; None if the blocks of the call do not lie together
     """
+    block = "a block" if first is None else f"block {first + found.block}"
     return MasterError(
-        f"{where}: block {first + found.block}: {found.reason}; the master is damaged: pqweights verify names what "
-        "differs, and a copy or quantizing again restores it"
+        f"{where}: {block}: {found.reason}; the master is damaged: pqweights verify names what differs, and a copy or "
+        "quantizing again restores it"
     )
 
 
