@@ -27,13 +27,12 @@ from harness import Cell, Document, argument_parser, machine, now, publish, tabl
 from pqweights.evaluate.evaluation import TextOptions, choose_windows
 from pqweights.evaluate.protocol import Windows, compare, perplexity
 from pqweights.measure.sensitivity import SensitivityOptions, measure_sensitivity
-from pqweights.planning.plan import QUANTIZE, TensorPlan
+from pqweights.planning.plan import QUANTIZE, TensorPlan, coder_of
 from pqweights.planning.recipe import Recipe, Rule, load_recipe
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of, write_sensitivity
 from pqweights.planning.target import SizeTarget
 from pqweights.quantizing import plan_quantize, quantize
 from pqweights.results.inspect import inspect
-from pqweights.rewrite.manifest import coder_of
 from pqweights.rewrite.task import RunOptions
 from pqweights.runtimes.folders import read_folder
 from pqweights.runtimes.models import Model, open_model

@@ -42,6 +42,7 @@ def command(
     out: FileArgument,
     text: TextOption,
     recipe: options.RecipeOption = "q5",
+    codec: options.CodecOption = None,
     bits: options.BitsOption = None,
     keep: options.KeepOption = None,
     set_bits: options.SetOption = None,
@@ -68,7 +69,7 @@ def command(
         from pqweights.planning.choice import RecipeOptions, choose_recipe
         from pqweights.runtimes.texts import read_text
 
-        changes = RecipeOptions(bits=bits, keep=tuple(keep or ()), set_bits=options.settings(set_bits))
+        changes = RecipeOptions(codec=codec, bits=bits, keep=tuple(keep or ()), set_bits=options.settings(set_bits))
         chosen = choose_recipe(recipe, changes)
         found = options.fetched(source, options.access(revision, token))
         asked = CalibrationOptions(

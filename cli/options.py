@@ -190,13 +190,33 @@ SummaryOption = Annotated[
 RecipeOption = Annotated[
     str, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="Name of a built-in recipe, or a YAML file.")
 ]
+CodecOption = Annotated[
+    str | None,
+    typer.Option(
+        "--codec",
+        metavar="NAME",
+        help="Default codec, where no rule of the recipe gives another.",
+        show_default="the recipe's",
+    ),
+]
+EffortOption = Annotated[
+    int | None,
+    typer.Option(
+        "--effort",
+        metavar="N",
+        help="How much work goes into encoding, for codecs that have a choice: more takes longer and errs less, in the "
+        "same bytes.",
+        show_default="the recipe's, else the codec's least",
+    ),
+]
 BitsOption = Annotated[
     float | None,
     typer.Option(
         "--bits",
         "-b",
         metavar="BITS",
-        help="Default bit width, where no rule of the recipe gives another.",
+        help="Default bit width, where no rule of the recipe gives another; a fraction for codecs that have such "
+        "rates.",
         show_default="the recipe's",
     ),
 ]

@@ -29,7 +29,9 @@ PlotOption = Annotated[
 def command(
     source: options.SourceArgument,
     recipe: options.RecipeOption = "q5",
+    codec: options.CodecOption = None,
     bits: options.BitsOption = None,
+    effort: options.EffortOption = None,
     keep: options.KeepOption = None,
     set_bits: options.SetOption = None,
     target_size: options.TargetSizeOption = None,
@@ -58,7 +60,9 @@ def command(
         from pqweights.quantizing import QuantizeOptions
 
         changes = RecipeOptions(
+            codec=codec,
             bits=bits,
+            effort=effort,
             keep=tuple(keep or ()),
             set_bits=options.settings(set_bits),
             target_size=target_size,

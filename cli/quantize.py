@@ -36,7 +36,9 @@ def command(
     source: options.SourceArgument,
     out: options.OutArgument,
     recipe: options.RecipeOption = "q5",
+    codec: options.CodecOption = None,
     bits: options.BitsOption = None,
+    effort: options.EffortOption = None,
     keep: options.KeepOption = None,
     set_bits: options.SetOption = None,
     target_size: options.TargetSizeOption = None,
@@ -70,7 +72,9 @@ def command(
         from pqweights.rewrite.task import RunOptions
 
         changes = RecipeOptions(
+            codec=codec,
             bits=bits,
+            effort=effort,
             keep=tuple(keep or ()),
             set_bits=options.settings(set_bits),
             target_size=target_size,

@@ -34,7 +34,9 @@ def plan(
     source: str | PathLike[str],
     recipe: str | PathLike[str] | Recipe = "q5",
     *,
+    codec: str | None = None,
     bits: float | None = None,
+    effort: int | None = None,
     keep: str | Sequence[str] = (),
     set_bits: Mapping[str, float] | None = None,
     target_size: int | str | None = None,
@@ -59,7 +61,9 @@ def plan(
     """
     chosen = arguments.chosen_recipe(
         recipe,
+        codec=codec,
         bits=bits,
+        effort=effort,
         keep=keep,
         set_bits=set_bits,
         target_size=target_size,
@@ -83,7 +87,9 @@ def quantize(
     out: str | PathLike[str],
     recipe: str | PathLike[str] | Recipe = "q5",
     *,
+    codec: str | None = None,
     bits: float | None = None,
+    effort: int | None = None,
     keep: str | Sequence[str] = (),
     set_bits: Mapping[str, float] | None = None,
     target_size: int | str | None = None,
@@ -109,7 +115,9 @@ def quantize(
     source: a folder of safetensors files, one such file, or ORG/MODEL on the Hub
     out: the folder for the master: new, empty, or that of an earlier run
     recipe: the name of a built-in recipe, a YAML file, or a pqweights.planning.recipe.Recipe
+    codec: another default codec
     bits: another default bit width
+    effort: how much work codecs that have a choice put into encoding, such as 64
     keep: a name pattern of tensors that are kept, or several
     set_bits: bit widths by name pattern
     target_size: choose bit widths so that the safetensors files take at most this many bytes; "9GB" is 9 * 10**9
@@ -133,7 +141,9 @@ def quantize(
     """
     chosen = arguments.chosen_recipe(
         recipe,
+        codec=codec,
         bits=bits,
+        effort=effort,
         keep=keep,
         set_bits=set_bits,
         target_size=target_size,

@@ -30,7 +30,9 @@ def local(name: str, value: str | os.PathLike[str]) -> Path:
 def chosen_recipe(
     recipe: str | os.PathLike[str] | Recipe,
     *,
+    codec: str | None,
     bits: float | None,
+    effort: int | None,
     keep: str | Sequence[str],
     set_bits: Mapping[str, float] | None,
     target_size: int | str | None,
@@ -45,7 +47,9 @@ def chosen_recipe(
     if not isinstance(recipe, str | os.PathLike | Recipe):
         raise _wrong("recipe", "the name of a recipe, a path or a Recipe", recipe)
     asked = RecipeOptions(
+        codec=codec,
         bits=number("bits", bits),
+        effort=whole("effort", effort),
         keep=patterns("keep", keep),
         set_bits=bits_by_pattern(set_bits),
         target_size=size("target_size", target_size),
@@ -77,6 +81,13 @@ def bits_by_pattern(value: Mapping[str, float] | None) -> dict[str, float]:
 def number(name: str, value: float | None) -> float | None:
     """Return a number, or None."""
     return None if value is None else _number(name, value)
+
+
+def whole(name: str, value: int | None) -> int | None:
+    """Return a whole number, or None."""
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise _wrong(name, "a whole number", value)
 
 
 def size(name: str, value: int | str | None) -> int | str | None:

@@ -30,6 +30,7 @@ from pqweights.planning.plan import (
     QUANTIZE,
     Plan,
     TensorPlan,
+    coder_of,
     plan_shards,
 )
 from pqweights.planning.recipe import Recipe
@@ -38,7 +39,7 @@ from pqweights.planning.target import SizeTarget
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.encode_job import EncodeJob, WeightToEncode
 from pqweights.rewrite.jobs import CopyJob, Job
-from pqweights.rewrite.manifest import coder_of, exceeds
+from pqweights.rewrite.manifest import exceeds
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import Transform
@@ -224,7 +225,9 @@ class Quantize(Transform):
         if planned.action == KEEP:
             return CopyJob(planned, tensor)
         awq = self.awq.read(planned.name) if self.awq is not None and planned.is_scaled else None
-        return EncodeJob(WeightToEncode(planned=planned, tensor=tensor, awq=awq))
+        assert planned.codec is not None
+        effort = self.recipe.effort if get_codec(planned.codec).efforts else None
+        return EncodeJob(WeightToEncode(planned=planned, tensor=tensor, awq=awq, effort=effort))
 
     def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
         """Raise StrictError for a weight that exceeds what its codec promises, if the user asked to be strict."""

@@ -38,7 +38,8 @@ def recipe(manifest: Manifest) -> list[str]:
     lines = [prefix + _recipe_line(source)]
     fit = source.get("fit")
     width = "a width chosen for each group" if isinstance(fit, dict) else f"{words(as_text(found.get('bits')))} bits"
-    default = f"Default: {code(as_text(found.get('codec')))}, {width}."
+    effort = f", effort {words(as_text(found['effort']))}" if "effort" in found else ""
+    default = f"Default: {code(as_text(found.get('codec')))}, {width}{effort}."
     rules = found.get("rules")
     rules = [rule for rule in rules if isinstance(rule, dict)] if isinstance(rules, list) else []
     if rules:
@@ -59,7 +60,8 @@ def title(made_by: Mapping[str, Any]) -> str:
     name = as_text(found.get("name"))
     if "fit" in made_by:
         return f"{name}, fitted to a size"
-    return f"{name} at {as_text(found.get('bits'))} bits" if _other_bits(found) else name
+    codec = f" with {as_text(found.get('codec'))}" if _other_codec(found) else ""
+    return f"{name}{codec} at {as_text(found.get('bits'))} bits" if codec or _other_bits(found) else name
 
 
 def _recipe_line(made_by: Mapping[str, Any]) -> str:
@@ -67,8 +69,10 @@ def _recipe_line(made_by: Mapping[str, Any]) -> str:
     found = made_by["recipe"]
     name = code(as_text(found.get("name")))
     if "fit" in made_by:
-        return f"{name}, with bit widths chosen to meet a target."
-    changes = [f"{words(as_text(found.get('bits')))} bits in place of its own bit width"] if _other_bits(found) else []
+        codec = f"{code(as_text(found.get('codec')))} and " if _other_codec(found) else ""
+        return f"{name}, with {codec}bit widths chosen to meet a target."
+    changes = [f"{code(as_text(found.get('codec')))} in place of its own codec"] if _other_codec(found) else []
+    changes += [f"{words(as_text(found.get('bits')))} bits in place of its own bit width"] if _other_bits(found) else []
     changes += ["rules that options put before its own"] if _other_rules(found) else []
     if changes:
         return f"{name}, with {' and '.join(changes)}."
@@ -79,6 +83,12 @@ def _other_bits(found: Mapping[str, Any]) -> bool:
     """Whether a recipe that comes with pqweights was used with another bit width than its own."""
     own = _built_in(found)
     return own is not None and own.bits != found.get("bits")
+
+
+def _other_codec(found: Mapping[str, Any]) -> bool:
+    """Whether a recipe that comes with pqweights was used with another codec than its own."""
+    own = _built_in(found)
+    return own is not None and own.codec != found.get("codec")
 
 
 def _other_rules(found: Mapping[str, Any]) -> bool:

@@ -18,6 +18,8 @@ from pqweights.units import counted
 Pair = tuple[TensorPlan, TensorRecord]
 ACTIONS = {KEEP: "kept", DECODE: "decoded"}
 EXCEEDING_SHOWN = 10
+# More bit widths than this are summarized by the first and the last.
+MOST_WIDTHS = 8
 
 
 def weights(found: Inspection) -> list[str]:
@@ -72,13 +74,20 @@ def _role_row(title: str, pairs: Sequence[Pair], integers: bool) -> list[str]:
         str(len(pairs)),
         str(count),
         ", ".join(code(codec) for codec in sorted({tensor.codec or "" for tensor in tensors})),
-        ", ".join(f"{bits:g}" for bits in sorted({tensor.bits or 0 for tensor in tensors})),
+        _widths(sorted({tensor.bits or 0 for tensor in tensors})),
         f"{8 * sum(tensor.bytes for tensor in tensors) / count:.4f}" if count else "-",
         number(mean_error(records, "relative_mse")),
         *([number(mean_error(records, "total_mse"))] if integers else []),
         code(worst.name),
         number(record.relative_mse),
     ]
+
+
+def _widths(bits: Sequence[float]) -> str:
+    """Return bit widths, of which a fit may have chosen dozens. bits: ascending"""
+    if len(bits) > MOST_WIDTHS:
+        return f"{bits[0]:g} to {bits[-1]:g}"
+    return ", ".join(f"{width:g}" for width in bits)
 
 
 def _error_of_master(manifest: Manifest) -> list[str]:

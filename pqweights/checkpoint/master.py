@@ -59,18 +59,21 @@ class Encoding:
     state: Mapping[str, Any]
 
 
-def has_whole_rows(shape: tuple[int, ...], block_size: int) -> bool:
-    """Whether blocks divide the last dimension, so that the stored shapes follow the weight's."""
-    return bool(shape) and shape[-1] % block_size == 0 and math.prod(shape) > 0
+def has_whole_rows(shape: tuple[int, ...], coder: Coder) -> bool:
+    """Whether blocks of a fixed size divide the last dimension, so that the stored shapes follow the weight's."""
+    if coder.depends_on_size or not shape or math.prod(shape) == 0:
+        return False
+    return shape[-1] % coder.block_size == 0
 
 
 def encoded_specs(name: str, shape: tuple[int, ...], coder: Coder, *, awq: bool = False) -> tuple[TensorSpec, ...]:
     """Return the stored tensors of a weight: the coder's parts, and with `awq` the F16 scales of its input channels.
 
-    With n items of a part in a block of b weights, [..., K] becomes [..., K / b * n]. If b does not divide K, the
-    blocks run over the flattened weight: [blocks, n], or [blocks] for n = 1.
+    With n items of a part in a block of b weights, [..., K] becomes [..., K / b * n]. If b does not divide K, or if it
+    depends on the size of the weight, the blocks run over the flattened weight: [blocks, n], or [blocks] for n = 1.
     """
-    layout = _encoded_layout(shape, coder.block_size, coder.parts)
+    sized = coder.sized(math.prod(shape))
+    layout = _encoded_layout(shape, sized.block_size, sized.parts, has_whole_rows(shape, sized))
     specs = [TensorSpec(name + suffix, dtype, stored) for suffix, dtype, stored in layout]
     if awq:
         specs.append(TensorSpec(name + AWQ_SUFFIX, "F16", scale_shape(shape)))
@@ -79,10 +82,10 @@ def encoded_specs(name: str, shape: tuple[int, ...], coder: Coder, *, awq: bool 
 
 @functools.lru_cache(maxsize=4096)
 def _encoded_layout(
-    shape: tuple[int, ...], block_size: int, parts: tuple[Part, ...]
+    shape: tuple[int, ...], block_size: int, parts: tuple[Part, ...], whole_rows: bool
 ) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
     """Return suffix, dtype and shape of each part, cached because a model has many weights in a dozen shapes."""
-    blocks, whole_rows = block_count(math.prod(shape), block_size), has_whole_rows(shape, block_size)
+    blocks = block_count(math.prod(shape), block_size)
     layout = []
     for suffix, dtype, count in parts:
         if whole_rows:
@@ -113,7 +116,7 @@ def quantization_config(encodings: Sequence[Encoding], kept: Sequence[str]) -> d
     return {
         "quant_method": QUANT_METHOD,
         "format_version": max((codec.format_version for codec in codecs), default=1),
-        "block_size": _most_common([e.coder.block_size for e in encodings]) or _default_block_size(),
+        "block_size": _most_common([codec.block_size for codec in codecs]) or CODECS[DEFAULT_CODEC].block_size,
         **defaults,
         "levels": levels,
         "overrides": overrides,
@@ -136,15 +139,9 @@ def _override(encoding: Encoding, defaults: Mapping[str, Any]) -> dict[str, Any]
     own = {"codec": coder.codec, "bits": coder.bits, "dtype": encoding.dtype, **encoding.state}
     expected = {**CODECS[coder.codec].state_defaults, **defaults}
     result = {key: value for key, value in own.items() if value != expected[key]}
-    if not has_whole_rows(encoding.shape, coder.block_size):
+    if not has_whole_rows(encoding.shape, coder):
         result["shape"] = list(encoding.shape)
     return result
-
-
-def _default_block_size() -> int:
-    """The block size of the default codec, which a configuration without weights states."""
-    codec = CODECS[DEFAULT_CODEC]
-    return codec.coder(codec.rates[0]).block_size
 
 
 def is_master(config: dict[str, Any] | None) -> bool:
@@ -194,8 +191,8 @@ class _Settings:
         self._first_suffixes = sorted({codec.suffixes[0] for codec in CODECS.values()}, key=len, reverse=True)
 
     def check_block_size(self, encoded: Sequence[EncodedTensor]) -> None:
-        """Raise MasterError if block_size is not that of any weight, or of the default codec if there are none."""
-        sizes = sorted({tensor.coder.block_size for tensor in encoded} or {_default_block_size()})
+        """Raise MasterError if block_size is not that of any codec, or of the default codec if there are no weights."""
+        sizes = sorted({CODECS[name].block_size for name in {t.coder.codec for t in encoded} or {DEFAULT_CODEC}})
         found = self._settings.get("block_size")
         if found not in sizes:
             expected = " or ".join(str(size) for size in sizes)
@@ -239,6 +236,7 @@ class _Settings:
         parts = _parts(stored, name, coder)
         awq = stored.get(awq_name(name)) if awq_name(name) not in self.kept else None
         shape = _shape(where, merged["shape"], coder=coder, first=parts[0])
+        coder = coder.sized(math.prod(shape))
         _check_shapes(name, shape, coder=coder, parts=parts, awq=awq)
         return EncodedTensor(
             storage=storage,
@@ -252,7 +250,7 @@ class _Settings:
         )
 
     def _coder_of(self, name: str, merged: Mapping[str, Any]) -> Coder:
-        """Check the settings of a weight, and return the coder that they name."""
+        """Check the settings of a weight, and return the coder that they name, not yet sized for it."""
         where = f"{name!r}"
         codec, bits = merged.get("codec"), merged.get("bits")
         if not isinstance(codec, str) or codec not in CODECS:
@@ -288,7 +286,7 @@ def _state(where: str, coder: Coder, merged: Mapping[str, Any]) -> State:
 
 def _parts(stored: Mapping[str, StoredTensor], name: str, coder: Coder) -> tuple[StoredTensor, ...]:
     """Return the stored parts of a weight."""
-    names = [name + part.suffix for part in coder.parts]
+    names = [name + suffix for suffix in CODECS[coder.codec].suffixes]
     for missing in names:
         if missing not in stored:
             raise MasterError(f"tensor {names[0]!r} has no {missing!r} beside it; the master is damaged")
@@ -296,10 +294,15 @@ def _parts(stored: Mapping[str, StoredTensor], name: str, coder: Coder) -> tuple
 
 
 def _shape(where: str, stated: Any, *, coder: Coder, first: StoredTensor) -> tuple[int, ...]:
-    """Return the shape of a weight: the one that its settings state, else the one that its first part implies."""
+    """Return the shape of a weight: the one that its settings state, else the one that its first part implies.
+
+    Nothing implies the shape of a weight whose blocks depend on its size.
+    """
     if stated is not None:
         fields = Fields({"shape": stated}, lambda key, expected, found: _wrong(f"{where}: {key}", expected, found))
         return fields.shape("shape")
+    if coder.depends_on_size:
+        raise _wrong(f"{where}: shape", f"that of the weight, as for all weights of {coder.codec}", None)
     items = coder.parts[0].items_per_block
     per_row, rest = divmod(first.shape[-1] if first.shape else 1, items)
     if rest:

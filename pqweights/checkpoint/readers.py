@@ -17,7 +17,8 @@ import numpy.typing as npt
 from pqweights.checkpoint import scales
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.storage import Storage
-from pqweights.codecs.protocol import VALUE_DTYPES, Basis, Coder, State
+from pqweights.codecs.protocol import VALUE_DTYPES, Basis, Coder, DamagedBlock, State
+from pqweights.codecs.weight import damaged_error
 from pqweights.dtypes import DTYPE_BITS, FINITE_RANGES, convert, item_bytes, to_float32
 from pqweights.kernels.workers import scratch
 
@@ -113,7 +114,7 @@ class EncodedTensor:
 
     storage: where the stored tensors lie
     name, shape, dtype: those of the weight in the source
-    coder, state: what decodes it
+    coder, state: what decodes it; the coder is sized for it
     encoded: the stored tensors of the coder's parts
     awq: the scales by which the input channels were multiplied, if they were
     """
@@ -138,12 +139,20 @@ class EncodedTensor:
         return self.encoded if self.awq is None else (*self.encoded, self.awq)
 
     @property
+    def place(self) -> str:
+        """File and name of the weight, for messages."""
+        return f"{self.encoded[0].file}: tensor {self.name!r}"
+
+    @property
     def bases(self) -> frozenset[Basis]:
         """The bases in which `read_in` can give the weight; scaled input channels leave only the plain one."""
         return frozenset([Basis.PLAIN]) if self.awq is not None else self.coder.bases(self.state)
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
-        """Decode the blocks that hold the elements, and undo the scales of the input channels."""
+        """Decode the blocks that hold the elements, and undo the scales of the input channels.
+
+        Raises MasterError if a block cannot be decoded.
+        """
         if self.awq is None and dtype in VALUE_DTYPES:
             self._decode(start, count, dtype, out)
             return
@@ -160,7 +169,10 @@ class EncodedTensor:
             out[: count * item_bytes(dtype)] = convert(decoded, "F32", dtype)
 
     def read_in(self, basis: Basis, start: int, count: int, out: npt.NDArray[np.uint8]) -> None:
-        """Read elements [start, start + count) in one of `bases`, as float32."""
+        """Read elements [start, start + count) in one of `bases`, as float32.
+
+        Raises MasterError if a block cannot be decoded.
+        """
         assert basis in self.bases
         self._decode(start, count, "F32", out, basis=basis)
 
@@ -194,7 +206,10 @@ class EncodedTensor:
         whole = (last - first) * block_size * size
         in_place = skip == 0 and len(out) >= whole
         values = out[:whole] if in_place else np.empty(whole, dtype=np.uint8)
-        self.coder.decode(parts, values, dtype=dtype, state=self.state, basis=basis)
+        try:
+            self.coder.decode(parts, values, dtype=dtype, state=self.state, basis=basis)
+        except DamagedBlock as found:
+            raise damaged_error(self.place, found, first=first) from None
         if not in_place:
             out[: count * size] = values[skip : skip + count * size]
 

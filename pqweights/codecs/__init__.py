@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pqweights.codecs.comparison import ComparisonCodec
 from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
-from pqweights.codecs.protocol import Codec
+from pqweights.codecs.protocol import Codec, alternatives, check_effort, exact_rate, has_rate, rates_text
 from pqweights.errors import RecipeError
 from pqweights.suggestions import instead
 
-__all__ = ["CODECS", "DEFAULT_CODEC", "get_codec", "nearest_rate"]
+__all__ = ["CODECS", "DEFAULT_CODEC", "checked_effort", "checked_rate", "get_codec", "nearest_rate"]
 
 DEFAULT_CODEC = "hadamard-lloyd-max"
 
@@ -33,4 +35,35 @@ def get_codec(name: str) -> Codec:
 
 def nearest_rate(codec: str, bits: float) -> float:
     """Return the rate of a codec that is nearest to `bits`; of two such rates the lower one."""
-    return min(get_codec(codec).rates, key=lambda rate: abs(rate - bits))
+    found = get_codec(codec)
+    return exact_rate(bits) if has_rate(found, bits) else min(found.rates, key=lambda rate: abs(rate - bits))
+
+
+def checked_rate(codec: str, bits: float) -> float:
+    """Return a rate that a user gives, as files and messages write it.
+
+    Raises RecipeError for one that the codec does not have; the message names a codec that has it, if any.
+    """
+    try:
+        return get_codec(codec).coder(bits).bits
+    except RecipeError as error:
+        other = next((other for other in CODECS.values() if has_rate(other, bits)), None)
+        hint = "" if other is None else f"; {other.name} has {rates_text(other)}"
+        raise RecipeError(f"{error}{hint}") from None
+
+
+def checked_effort(codecs: Iterable[str], effort: int) -> int:
+    """Return an effort that a user gives for these codecs, of which those without a choice ignore it.
+
+    Raises RecipeError if a codec has others, or if none of them has any; the message then names a codec that has.
+    """
+    found = [get_codec(name) for name in codecs]
+    choosing = [codec for codec in found if codec.efforts]
+    for codec in choosing or found:
+        try:
+            check_effort(codec, effort)
+        except RecipeError as error:
+            other = None if choosing else next((other for other in CODECS.values() if other.efforts), None)
+            hint = "" if other is None else f"; {other.name} has {alternatives(other.efforts)}"
+            raise RecipeError(f"{error}{hint}") from None
+    return effort

@@ -1,9 +1,10 @@
 """What a codec is: two functions between whole blocks of weights and a fixed number of bytes.
 
-A `Codec` has a name; at a rate it becomes a `Coder`, which knows its sizes, its tables and the error that theory
-promises. A weight is encoded in passes: the coder says in which `State` the next pass encodes (a rotation, a common
-exponent), and after each pass whether another is needed. Besides the stored parts and the tables, decoding needs only
-the state of the last pass. Nothing outside codecs/ and kernels/ knows what a part holds or what a state means.
+A `Codec` has a name; at a rate it becomes a `Coder`, which knows its tables and the error that theory promises. How
+weights are cut into blocks may depend on how many there are, so a coder is `sized` for each weight. A weight is encoded
+in passes: the coder says in which `State` the next pass encodes (a rotation, a common exponent), and after each pass
+whether another is needed. Besides the stored parts and the tables, decoding needs only the state of the last pass.
+Nothing outside codecs/ and kernels/ knows what a part holds or what a state means.
 docs/codecs.md shows how to add a codec.
 """
 
@@ -19,12 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.dtypes import item_bytes
+from pqweights.errors import RecipeError
 from pqweights.strict_json import Fields
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
 # The dtypes that coders read and write.
@@ -39,6 +42,18 @@ class Basis(Enum):
 
     PLAIN = "plain"
     HADAMARD = "hadamard"
+
+
+class DamagedBlock(Exception):
+    """Stored bytes cannot be what a coder wrote. Whoever knows where they come from makes a PqweightsError of it.
+
+    block: the index of the block among those of the call
+    reason: what is wrong with it, such as "its stream ends in state 7, not 0"
+    """
+
+    def __init__(self, block: int, reason: str) -> None:
+        super().__init__(f"block {block}: {reason}")
+        self.block, self.reason = block, reason
 
 
 class Part(NamedTuple):
@@ -122,7 +137,10 @@ class PassResult:
 
 
 class Coder(Protocol):
-    """A codec at one rate.
+    """A codec at one rate, for all weights or `sized` for one.
+
+    Only a sized coder has blocks and parts, and encodes and decodes. Rate, promise, tables and states are the same for
+    all weights.
 
     Where `parts` is a parameter, it holds an array [blocks, bytes per block] u8 for each entry of the property `parts`,
     in the same order.
@@ -139,13 +157,25 @@ class Coder(Protocol):
         ...
 
     @property
+    def depends_on_size(self) -> bool:
+        """Whether blocks and parts depend on the size of a weight, so that a master always states its shape."""
+        ...
+
+    def sized(self, weights: int) -> Coder:
+        """Return the coder as it stores a weight of this many elements; its block_size and parts hold for it alone.
+
+        weights: any number from 0 on, also from a damaged file; a weight without elements is never encoded
+        """
+        ...
+
+    @property
     def block_size(self) -> int:
         """The number of weights in a block; the last block of a weight is padded with zeros."""
         ...
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The stored tensors of a weight; the shape of the weight is read from that of the first one."""
+        """The stored tensors of a weight, with the suffixes of the codec."""
         ...
 
     @property
@@ -197,6 +227,8 @@ class Coder(Protocol):
         dtype: BF16, F16 or F32, the dtype of `values`
         state: the state in which the weight was encoded
         basis: one of the bases that `bases` returns for the state
+
+        Raises DamagedBlock if it finds that no coder wrote these bytes. It never reads or writes outside the arrays.
         """
         ...
 
@@ -207,7 +239,18 @@ class Coder(Protocol):
     def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
         """Decode whole blocks on the device of the parts, [blocks, bytes] u8 -> [blocks, block size] f32.
 
-        A codec without kernels for other devices calls `decode_torch_on_cpu`.
+        A codec without kernels for other devices calls `decode_torch_on_cpu`. Raises DamagedBlock like `decode`.
+        """
+        ...
+
+    def modelled_errors(self, blocks: Floats) -> Doubles | None:
+        """Return the mean squared error that encoding is expected to give to the weights of each block, [blocks] f64.
+
+        It is a cheap model of the error, to compare scalings of one weight by (measure/scale_search.py); a factor that
+        all of them have in common does not matter. The coder need not be sized. None if encoding is fast enough to
+        measure the error in its place.
+
+        blocks: consecutive weights in blocks of Codec.block_size, which may be any part of a weight, [blocks, size]
         """
         ...
 
@@ -236,6 +279,24 @@ class Codec(Protocol):
         ...
 
     @property
+    def any_rate(self) -> bool:
+        """Whether the codec has every rate from the first to the last of `rates`, not only those."""
+        ...
+
+    @property
+    def efforts(self) -> Sequence[int]:
+        """The amounts of work that encoding may take, ascending, the first by default; empty if there is no choice.
+
+        More effort gives less error in the same bytes. It has no part in decoding, nor in what `distortion` promises.
+        """
+        ...
+
+    @property
+    def block_size(self) -> int:
+        """The block size that configurations state: that of every weight, or the unit of blocks that depend on size."""
+        ...
+
+    @property
     def state_defaults(self) -> Mapping[str, Any]:
         """The keys of State.to_json, with the values of a weight for which the master gives no others."""
         ...
@@ -245,10 +306,10 @@ class Codec(Protocol):
         """What the codec does to a weight, in sentences for a model card; empty if it is only for comparison."""
         ...
 
-    def coder(self, bits: float) -> Coder:
-        """Return the coder of a rate.
+    def coder(self, bits: float, effort: int | None = None) -> Coder:
+        """Return the coder of a rate, which encodes with an effort; None for the default.
 
-        Raises RecipeError for a rate that the codec does not have; the message lists those that it has.
+        Raises RecipeError for a rate or an effort that the codec does not have (unknown_rate, check_effort).
         """
         ...
 
@@ -268,6 +329,41 @@ def decode_torch_on_cpu(coder: Coder, parts: Sequence[Tensor], state: State) -> 
     values = np.empty(len(parts[0]) * coder.block_size * 4, dtype=np.uint8)
     coder.decode([part.cpu().numpy() for part in parts], values, dtype="F32", state=state)
     return torch.from_numpy(values.view(np.float32)).view(-1, coder.block_size).to(parts[0].device)
+
+
+def has_rate(codec: Codec, bits: float) -> bool:
+    """Whether a codec has a rate; none has NaN."""
+    return bits in codec.rates or (codec.any_rate and codec.rates[0] <= bits <= codec.rates[-1])
+
+
+def rates_text(codec: Codec) -> str:
+    """Return the rates of a codec in words, as in "a whole number of bits from 2 to 8"."""
+    first, last = (f"{bits:g}" for bits in (codec.rates[0], codec.rates[-1]))
+    if codec.any_rate:
+        return f"any number of bits from {first} to {last}"
+    if list(codec.rates) == list(range(int(codec.rates[0]), int(codec.rates[-1]) + 1)):
+        return f"a whole number of bits from {first} to {last}"
+    return f"{alternatives(codec.rates)} bits"
+
+
+def alternatives(numbers: Sequence[float]) -> str:
+    """Return numbers as an enumeration, as in "2.5, 3.5 or 4.5"."""
+    *others, last = (f"{number:g}" for number in numbers)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def unknown_rate(codec: Codec, bits: float) -> RecipeError:
+    """Return the error for a rate that a codec does not have."""
+    return RecipeError(f"expected {rates_text(codec)} for {codec.name}, found {exact_rate(bits)}")
+
+
+def check_effort(codec: Codec, effort: int | None) -> None:
+    """Raise RecipeError for an effort that a codec does not have."""
+    if effort is None or effort in codec.efforts:
+        return
+    if not codec.efforts:
+        raise RecipeError(f"{codec.name} has no effort setting, found {effort}")
+    raise RecipeError(f"expected an effort of {alternatives(codec.efforts)} for {codec.name}, found {effort}")
 
 
 def exact_rate(bits: float) -> float:

@@ -19,14 +19,16 @@ from pqweights.codecs.lloyd_max import MAX_BITS, MIN_BITS
 from pqweights.codecs.protocol import (
     Basis,
     Bytes,
+    Doubles,
+    Floats,
     Measures,
     Part,
     PassResult,
     State,
-    exact_rate,
+    check_effort,
     exceeds_promise,
+    unknown_rate,
 )
-from pqweights.errors import RecipeError
 from pqweights.kernels import BLOCK_SIZE, BlockCoding, EncodedArrays, EncodeStats
 from pqweights.kernels.codebook import Codebook, codebook_from_levels
 from pqweights.kernels.workers import backend
@@ -85,6 +87,9 @@ class ScalarCodec(ABC):
     format_version = 1
     suffixes = (CODES, NORMS)
     rates = range(MIN_BITS, MAX_BITS + 1)
+    any_rate = False
+    efforts: tuple[int, ...] = ()
+    block_size = BLOCK_SIZE
     description = ""
 
     @property
@@ -114,8 +119,9 @@ class ScalarCodec(ABC):
         """See Codec."""
         return {"rotation": self.rotations[0], "norm_exponent": 0}
 
-    def coder(self, bits: float) -> ScalarCoder:
+    def coder(self, bits: float, effort: int | None = None) -> ScalarCoder:
         """See Codec."""
+        check_effort(self, effort)
         return _coder(self, bits)
 
     def coder_from_tables(self, bits: float, tables: Any) -> ScalarCoder:
@@ -129,10 +135,7 @@ class ScalarCodec(ABC):
         Raises RecipeError for one that the codec does not have.
         """
         if bits not in self.rates:
-            low, high = self.rates[0], self.rates[-1]
-            raise RecipeError(
-                f"expected a whole number of bits from {low} to {high} for {self.name}, found {exact_rate(bits)}"
-            )
+            raise unknown_rate(self, bits)
         return int(bits)
 
 
@@ -171,6 +174,15 @@ class ScalarCoder:
     def bits(self) -> int:
         """See Coder."""
         return self.codebook.bits
+
+    @property
+    def depends_on_size(self) -> bool:
+        """See Coder."""
+        return False
+
+    def sized(self, weights: int) -> ScalarCoder:
+        """See Coder."""
+        return self
 
     @property
     def block_size(self) -> int:
@@ -266,6 +278,10 @@ class ScalarCoder:
 
         codes, norms = parts
         return decode_blocks(codes, norms.reshape(-1).view(torch.float16), self._coding(state))
+
+    def modelled_errors(self, blocks: Floats) -> Doubles | None:
+        """See Coder; encoding takes no longer than a model would."""
+        return None
 
     def _coding(self, state: State, basis: Basis = Basis.PLAIN) -> BlockCoding:
         assert isinstance(state, ScalarState)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pqweights.codecs.protocol import Bytes, Coder, Doubles, Measures, Observed, PassResult, State
+from pqweights.codecs.protocol import Bytes, Coder, DamagedBlock, Doubles, Measures, Observed, PassResult, State
 from pqweights.dtypes import item_bytes, to_float32
-from pqweights.errors import SourceError
+from pqweights.errors import MasterError, SourceError
 
 
 class PassTotals:
@@ -50,7 +50,7 @@ def encode_chunk(
 ) -> Measures:
     """Encode the next blocks of a weight; only the last block may hold padding, whose error does not count.
 
-    coder: what encodes them
+    coder: what encodes them, sized for the weight
     values: raw bytes, [blocks * block size * item size]; those of the padding are set to zero
     weights: how many of the values are weights; the rest is padding
     dtype: BF16, F16 or F32, the dtype of `values`
@@ -75,13 +75,26 @@ def block_count(weights: int, block_size: int) -> int:
     return -(-weights // block_size)
 
 
+def damaged_error(where: str, found: DamagedBlock, *, first: int | None) -> MasterError:
+    """Return the error for a block that cannot be decoded.
+
+    where: what the block belongs to, for the user
+    first: the first block of the call that found it; None if the blocks of the call do not lie together
+    """
+    block = "a block" if first is None else f"block {first + found.block}"
+    return MasterError(
+        f"{where}: {block}: {found.reason}; the master is damaged: pqweights verify names what differs, and a copy or "
+        "quantizing again restores it"
+    )
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EncodedWeight:
     """A whole encoded weight in memory.
 
     shape: the shape of the weight
     dtype: BF16, F16 or F32, the dtype that `decode` returns
-    coder: what decodes it
+    coder: what decodes it, sized for it
     state: the state in which it was encoded
     parts: its stored tensors, [blocks, bytes per block] u8 each
     """
@@ -93,9 +106,15 @@ class EncodedWeight:
     parts: tuple[Bytes, ...]
 
     def decode_blocks(self, start: int, stop: int, dtype: str) -> Bytes:
-        """Return the raw bytes of blocks [start, stop) in `dtype`, padding included."""
+        """Return the raw bytes of blocks [start, stop) in `dtype`, padding included.
+
+        Raises MasterError if the parts cannot be those of an encoded weight.
+        """
         values = np.empty((stop - start) * self.coder.block_size * item_bytes(dtype), dtype=np.uint8)
-        self.coder.decode([part[start:stop] for part in self.parts], values, dtype=dtype, state=self.state)
+        try:
+            self.coder.decode([part[start:stop] for part in self.parts], values, dtype=dtype, state=self.state)
+        except DamagedBlock as found:
+            raise damaged_error("the encoded weight", found, first=start) from None
         return values
 
     def decode(self) -> Bytes:
@@ -112,11 +131,12 @@ def encode_weight(
     values: the weight as raw bytes, row-major
     dtype: BF16, F16 or F32
     shape: the shape of the weight
-    coder: what encodes it
+    coder: what encodes it; it is sized here
 
     Raises SourceError if the weight holds a NaN or an infinity.
     """
     weights = math.prod(shape)
+    coder = coder.sized(weights)
     blocks = block_count(weights, coder.block_size)
     padded = np.empty(blocks * coder.block_size * item_bytes(dtype), dtype=np.uint8)
     padded[: len(values)] = values

@@ -15,7 +15,8 @@ from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.integer_export import IntegerExport
 from pqweights.exports.integers import IntegerTarget, Outline, Rounding
 from pqweights.exports.target import ExportSource
-from pqweights.rewrite.manifest import Manifest, coder_of, read_manifest
+from pqweights.planning.plan import coder_of
+from pqweights.rewrite.manifest import Manifest, read_manifest
 
 # Integers are remarked that have at least this many bits more than the codes of the master, on average.
 REMARKED_BITS = 0.5

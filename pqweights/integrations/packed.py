@@ -19,40 +19,47 @@ from torch.utils._pytree import tree_map_only
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.codecs.weight import block_count
 from pqweights.errors import PqweightsError
-from pqweights.integrations.packed_rows import Factor, Matrix, PackedRows, buffer, decode_into, decode_rows, share
+from pqweights.integrations.packed_rows import (
+    Factor,
+    Matrix,
+    PackedRows,
+    buffer,
+    decode_into,
+    decode_rows,
+    look_up,
+    share,
+)
 
 
 def pack(tensor: EncodedTensor, dtype: torch.dtype) -> PackedTensor | None:
-    """Read a weight [rows, columns], or a stack of them, into memory as it is stored.
-
-    Returns None for another shape, and for a stack in which a block holds parts of two matrices.
-    """
+    """Read a weight [rows, columns], or a stack of them, into memory as it is stored; None for another shape."""
     if len(tensor.shape) not in (2, 3) or not math.prod(tensor.shape):
         return None
     *stack, rows, columns = tensor.shape
     count, block_size = math.prod(stack), tensor.coder.block_size
-    if count > 1 and rows * columns % block_size:
-        return None
     blocks = block_count(math.prod(tensor.shape), block_size)
     parts = [torch.empty(blocks, part.bytes_per_block, dtype=torch.uint8) for part in tensor.coder.parts]
     tensor.read_parts(0, blocks, [part.numpy() for part in parts])
     awq = None if tensor.awq is None else torch.from_numpy(tensor.awq_scales()).view(count, -1)
-    by_matrix = [part.view(count, -1, part.shape[1]) for part in parts]
-    matrices = tuple(
-        (
-            PackedRows(
-                rows=rows,
-                columns=columns,
-                coder=tensor.coder,
-                state=tensor.state,
-                parts=tuple(part[number] for part in by_matrix),
-                awq=None if awq is None else awq[number],
-                factor=Factor(),
-            ),
+    matrices = []
+    for number in range(count):
+        # Matrices share the block in which one ends and the next begins.
+        first, offset = divmod(number * rows * columns, block_size)
+        last = block_count((number + 1) * rows * columns, block_size)
+        packed = PackedRows(
+            place=tensor.place,
+            rows=rows,
+            columns=columns,
+            coder=tensor.coder,
+            state=tensor.state,
+            parts=tuple(part[first:last] for part in parts),
+            offset=offset,
+            first_block=first,
+            awq=None if awq is None else awq[number],
+            factor=Factor(),
         )
-        for number in range(count)
-    )
-    return PackedTensor(matrices, bool(stack), dtype)
+        matrices.append((packed,))
+    return PackedTensor(tuple(matrices), bool(stack), dtype)
 
 
 def bytes_per_weight(tensor: EncodedTensor) -> float:
@@ -97,7 +104,7 @@ class PackedTensor(torch.Tensor):
         with torch.inference_mode(False):  # torch refuses to make views of a parameter out of inference tensors
             out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         for matrix, part in zip(self.matrices, out if self.stacked else [out], strict=True):
-            share(functools.partial(decode_into, matrix, part), len(part), part.shape[1], device=self.device)
+            share(functools.partial(decode_into, matrix, part), matrix, device=self.device)
         return out
 
     def like(self, dtype: torch.dtype | None = None) -> PackedTensor:
@@ -169,7 +176,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
             with torch.autocast(x.device.type, enabled=False):
                 flat_out[:, start:stop] = torch.nn.functional.linear(flat, chunk, bias_of_rows)
 
-    share(multiply, rows, columns, device=weight.device)
+    share(multiply, matrix, device=weight.device)
     return out
 
 
@@ -185,10 +192,10 @@ def _embedding(
     if selected is not None:
         decode_rows((selected,), 0, len(out), out=out)
     else:
-        for row, into in zip(ids.reshape(-1).tolist(), out, strict=True):
-            if not 0 <= row < weight.shape[0]:
-                raise IndexError(f"index {row} is out of range for {weight.shape[0]} rows")
-            decode_rows(matrix, row, row + 1, out=into[None])
+        outside = ids[(ids < 0) | (ids >= weight.shape[0])]
+        if len(outside):
+            raise IndexError(f"index {outside[0]} is out of range for {weight.shape[0]} rows")
+        look_up(matrix, ids.reshape(-1), out=out)
     return out.view(*ids.shape, weight.shape[1])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pqweights.checkpoint import scales
-from pqweights.codecs.protocol import Coder, State
-from pqweights.codecs.weight import block_count
+from pqweights.codecs.protocol import Coder, DamagedBlock, State
+from pqweights.codecs.weight import block_count, damaged_error
 from pqweights.kernels.reference import TORCH_DTYPES
 from pqweights.kernels.workers import scratch
 
@@ -35,32 +36,45 @@ class Factor:
 class PackedRows:
     """Rows of one matrix that were encoded in the same way.
 
+    place: file and name of the weight that they belong to, for messages
     rows, columns: how many there are
-    coder, state: what decodes them
+    coder, state: what decodes them; the coder is sized for the whole weight
     parts: the parts of the coder over the flattened rows, [blocks, bytes per block] u8 each
+    offset: how many weights of the first block come before the first row
+    first_block: the number of the first block in the weight; None if the blocks do not lie together there
     awq: the scales of the columns, [columns] f32; None if they are not scaled
     factor: what the rows were multiplied by since they were loaded
     """
 
+    place: str
     rows: int
     columns: int
     coder: Coder
     state: State
     parts: tuple[Tensor, ...]
+    offset: int
+    first_block: int | None
     awq: Tensor | None
     factor: Factor
 
     @torch.inference_mode()  # set for each thread: ours may write to tensors that the caller made in this mode
     def decode(self, start: int, stop: int, out: Tensor) -> None:
-        """Decode rows [start, stop) into a contiguous tensor [stop - start, columns] on the same device."""
-        block_size = self.coder.block_size
-        first, last = start * self.columns // block_size, block_count(stop * self.columns, block_size)
-        skip, count = start * self.columns - first * block_size, (stop - start) * self.columns
+        """Decode rows [start, stop) into a contiguous tensor [stop - start, columns] on the same device.
+
+        Raises MasterError if a block cannot be decoded.
+        """
+        block_size, begin = self.coder.block_size, self.offset + start * self.columns
+        first, last = begin // block_size, block_count(self.offset + stop * self.columns, block_size)
+        skip, count = begin - first * block_size, (stop - start) * self.columns
         here = slice(skip, skip + count)
-        if out.device.type == "cpu":
-            self._decode_numpy(start, range(first, last), here=here, out=out.view(-1))
-        else:
-            self._decode_torch(range(first, last), here=here, out=out.view(-1))
+        try:
+            if out.device.type == "cpu":
+                self._decode_numpy(start, range(first, last), here=here, out=out.view(-1))
+            else:
+                self._decode_torch(range(first, last), here=here, out=out.view(-1))
+        except DamagedBlock as found:
+            before = None if self.first_block is None else self.first_block + first
+            raise damaged_error(self.place, found, first=before) from None
         if self.factor.value != 1:
             out.mul_(self.factor.value)
 
@@ -98,7 +112,12 @@ class PackedRows:
         if self.columns % self.coder.block_size:
             return None
         parts = tuple(part.view(self.rows, -1).index_select(0, rows).view(-1, part.shape[1]) for part in self.parts)
-        return replace(self, rows=len(rows), parts=parts)
+        return replace(self, rows=len(rows), parts=parts, first_block=None)
+
+    @property
+    def rows_of_whole_blocks(self) -> int:
+        """The smallest number of rows that whole blocks fill."""
+        return self.coder.block_size // math.gcd(self.columns, self.coder.block_size)
 
     def copied(self, device: torch.device) -> PackedRows:
         """Return the rows on a device, with a factor of their own; codes are shared where the device is the same."""
@@ -108,7 +127,7 @@ class PackedRows:
 
     @property
     def byte_count(self) -> int:
-        """The size of parts and scales, in bytes."""
+        """The size of parts and scales, in bytes; blocks that hold parts of two matrices of a stack count for both."""
         return sum(t.numel() * t.element_size() for t in (*self.parts, self.awq) if t is not None)
 
 
@@ -136,9 +155,32 @@ def decode_into(matrix: Matrix, whole: Tensor, start: int, stop: int) -> None:
     decode_rows(matrix, start, stop, out=whole[start:stop])
 
 
-def share(work: Callable[[int, int], None], rows: int, columns: int, *, device: torch.device) -> None:
-    """Call work(start, stop) for runs that cover all rows: on the CPU in several threads, in runs that fit a cache."""
-    step = max(1, (CHUNK_WEIGHTS if device.type == "cpu" else DEVICE_CHUNK_WEIGHTS) // columns)
+def look_up(matrix: Matrix, rows: Tensor, *, out: Tensor) -> None:
+    """Decode the rows with these numbers into [rows, columns], those whose blocks they share together."""
+    distinct, places = torch.unique(rows, sorted=True, return_inverse=True)
+    numbers, columns, block_size = distinct.tolist(), out.shape[1], matrix[0].coder.block_size
+    decoded, begin = out.new_empty(len(numbers), columns), 0
+    while begin < len(numbers):
+        first, end = numbers[begin], begin + 1
+        while end < len(numbers) and (numbers[end] - first) * columns < CHUNK_WEIGHTS:
+            if numbers[end] * columns // block_size > ((numbers[end - 1] + 1) * columns - 1) // block_size:
+                break
+            end += 1
+        chunk = buffer(out.dtype, out.device, (numbers[end - 1] + 1 - first) * columns).view(-1, columns)
+        decode_rows(matrix, first, numbers[end - 1] + 1, out=chunk)
+        decoded[begin:end] = chunk[distinct[begin:end] - first]
+        begin = end
+    out.copy_(decoded[places])
+
+
+def share(work: Callable[[int, int], None], matrix: Matrix, *, device: torch.device) -> None:
+    """Call work(start, stop) for runs that cover all rows: on the CPU in several threads, in runs that fit a cache.
+
+    Where whole blocks fit in a run, no block lies in two of them.
+    """
+    rows, first = sum(each.rows for each in matrix), matrix[0]
+    step = max(1, (CHUNK_WEIGHTS if device.type == "cpu" else DEVICE_CHUNK_WEIGHTS) // first.columns)
+    step -= step % first.rows_of_whole_blocks if step > first.rows_of_whole_blocks else 0
     starts = range(0, rows, step)
     if device.type != "cpu" or len(starts) == 1:
         for start in starts:

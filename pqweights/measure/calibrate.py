@@ -32,10 +32,9 @@ from pqweights.measure.scale_search import FEWEST_WINDOWS, Matrix, SearchResult,
 from pqweights.measure.unfinished import Unfinished, inputs_of, open_unfinished
 from pqweights.notices import slow_step
 from pqweights.planning.awq_file import open_awq, write_awq
-from pqweights.planning.plan import TensorPlan
+from pqweights.planning.plan import TensorPlan, coder_of
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.result_file import check_free
-from pqweights.rewrite.manifest import coder_of
 from pqweights.runtimes.folders import read_folder
 from pqweights.runtimes.packages import package
 from pqweights.runtimes.texts import Ids

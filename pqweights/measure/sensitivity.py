@@ -23,7 +23,7 @@ from pqweights.errors import EvaluationError, SourceError
 from pqweights.measure.preparation import plan_original, text_windows, window_size
 from pqweights.measure.unfinished import Unfinished, inputs_of, open_unfinished
 from pqweights.notices import slow_step
-from pqweights.planning.plan import TensorPlan
+from pqweights.planning.plan import TensorPlan, coder_of
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.result_file import check_free
 from pqweights.planning.sensitivity_file import (
@@ -34,7 +34,6 @@ from pqweights.planning.sensitivity_file import (
     read_sensitivity,
     write_sensitivity,
 )
-from pqweights.rewrite.manifest import coder_of
 from pqweights.runtimes.folders import read_folder
 from pqweights.runtimes.packages import Refused, package, quiet
 from pqweights.runtimes.texts import Ids

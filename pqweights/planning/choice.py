@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pqweights.codecs import get_codec
+from pqweights.codecs import checked_rate, get_codec
 from pqweights.errors import OptionError, RecipeError
 from pqweights.planning.recipe import Recipe, Rule, load_recipe
 from pqweights.planning.target import SizeTarget, make_target
@@ -16,7 +16,9 @@ from pqweights.planning.target import SizeTarget, make_target
 class RecipeOptions:
     """What to change in a recipe. None and empty values change nothing.
 
+    codec: another default codec, at the rate nearest to the recipe's unless `bits` gives one
     bits: another default bit width
+    effort: how much work codecs that have a choice put into encoding
     keep: patterns; the tensors that match one of them are kept
     set_bits: bit widths by pattern, in the order in which they are tried; patterns in `keep` come before them
     target_size: the largest size of the safetensors files, in bytes or as a text such as "9GB"
@@ -26,7 +28,9 @@ class RecipeOptions:
     sensitivity: how bit widths are chosen for a target: "heuristic", or a file that `pqweights sensitivity` wrote
     """
 
+    codec: str | None = None
     bits: float | None = None
+    effort: int | None = None
     keep: tuple[str, ...] = ()
     set_bits: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
     target_size: int | str | None = None
@@ -48,6 +52,12 @@ def choose_recipe(recipe: str | Path | Recipe, options: RecipeOptions = RecipeOp
     target = _target(recipe, options)
     if options.bits is not None and (options.target_size is not None or options.target_bpw is not None):
         raise OptionError("expected either --bits or a target, which chooses the bit widths; found both")
+    if options.effort is not None:
+        recipe = replace(recipe, effort=None)  # nobody asks whether another codec has it
+    if options.codec is not None:
+        recipe = recipe.with_codec(_known_codec(options.codec))
+    if options.effort is not None:
+        recipe = recipe.with_effort(options.effort)
     if options.bits is not None:
         recipe = recipe.with_bits(options.bits)
     recipe = recipe.with_target(target, options.sensitivity)
@@ -70,6 +80,13 @@ def _target(recipe: Recipe, options: RecipeOptions) -> SizeTarget | None:
         raise OptionError(str(error)) from None
 
 
+def _known_codec(name: str) -> str:
+    try:
+        return get_codec(name).name
+    except RecipeError as error:
+        raise OptionError(f"--{error}") from None
+
+
 def _keeping(pattern: str) -> Rule:
     return Rule(names=(pattern,), keep=True, reason=f"--keep {pattern}")
 
@@ -83,7 +100,7 @@ def _setting_bits(codec: str, widths: Mapping[str, float] | tuple[tuple[str, flo
     for pattern, asked in widths.items() if isinstance(widths, Mapping) else widths:
         option = f"--set {pattern}={asked:g}"
         try:
-            bits = get_codec(codec).coder(asked).bits
+            bits = checked_rate(codec, asked)
         except RecipeError as error:
             raise OptionError(f"{option}: {error}") from None
         rules.append(Rule(names=(pattern,), bits=bits, reason=option))

@@ -21,6 +21,8 @@ from pqweights.checkpoint.header import (
     stored_tensors,
 )
 from pqweights.checkpoint.names import awq_name, shard_name
+from pqweights.codecs import get_codec
+from pqweights.codecs.protocol import Coder
 from pqweights.planning.totals import Totals, total
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
@@ -153,6 +155,12 @@ class Plan:
     def totals(self) -> Totals:
         """Counts, sizes and bits per weight."""
         return total(self.tensors, source_bytes=self.source_bytes, output_bytes=self.output_bytes)
+
+
+def coder_of(tensor: TensorPlan, effort: int | None = None) -> Coder:
+    """Return the coder of a quantized tensor, sized for it; an effort matters for encoding alone."""
+    assert tensor.action == QUANTIZE and tensor.codec is not None and tensor.bits is not None
+    return get_codec(tensor.codec).coder(tensor.bits, effort).sized(tensor.weights)
 
 
 def index_json(shards: Sequence[ShardPlan]) -> dict[str, Any]:

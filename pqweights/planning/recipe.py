@@ -10,23 +10,37 @@ import fnmatch
 import importlib.resources
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.codecs import DEFAULT_CODEC, get_codec, nearest_rate
+from pqweights.codecs import DEFAULT_CODEC, checked_effort, checked_rate, get_codec, nearest_rate
 from pqweights.errors import OptionError, PqweightsError, RecipeError
 from pqweights.planning.roles import ROLES, Role
 from pqweights.planning.target import SizeTarget, make_target
 from pqweights.strict_json import Fields
 from pqweights.suggestions import instead, nearest
 
+Item = TypeVar("Item")
+
 DEFAULT_BITS = 5
-RECIPE_KEYS = ("name", "description", "codec", "bits", "target_size", "target_bpw", "bpw_of", "sensitivity", "rules")
+RECIPE_KEYS = (
+    "name",
+    "description",
+    "codec",
+    "bits",
+    "effort",
+    "target_size",
+    "target_bpw",
+    "bpw_of",
+    "sensitivity",
+    "rules",
+)
 # How the names of recipe files end.
 SUFFIXES = (".yaml", ".yml")
 RULE_KEYS = ("name", "role", "min_weights", "max_weights", "dims", "keep", "codec", "bits", "reason")
@@ -86,6 +100,7 @@ class Recipe:
     overrides: rules that options give, which come before all others; each has a reason that names its option
     target: a size to meet; bit widths that no rule gives are then chosen for it
     sensitivity: by what they are chosen: "heuristic", or a file that `pqweights sensitivity` wrote
+    effort: how much work codecs that have a choice put into encoding; None for their defaults
     """
 
     name: str
@@ -96,6 +111,38 @@ class Recipe:
     overrides: tuple[Rule, ...] = ()
     target: SizeTarget | None = None
     sensitivity: str | None = None
+    effort: int | None = None
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """The names of its codecs, the default first."""
+        return tuple(dict.fromkeys([self.codec, *(rule.codec for rule in self.rules if rule.codec is not None)]))
+
+    def with_codec(self, codec: str) -> Recipe:
+        """Return the recipe with another default codec, at the rate that is nearest to its own.
+
+        Raises OptionError for an unknown codec, and for one without the bits of a rule or the effort of the recipe.
+        """
+        try:
+            for rule in self.rules:
+                if rule.codec is None and rule.bits is not None:
+                    checked_rate(codec, rule.bits)
+            changed = replace(self, codec=codec, bits=nearest_rate(codec, self.bits))
+            if self.effort is not None:
+                checked_effort(changed.codecs, self.effort)
+        except RecipeError as error:
+            raise OptionError(f"--codec: recipe {self.name!r}: {error}") from None
+        return changed
+
+    def with_effort(self, effort: int) -> Recipe:
+        """Return the recipe with another effort.
+
+        Raises OptionError for an effort that its codecs do not have.
+        """
+        try:
+            return replace(self, effort=checked_effort(self.codecs, effort))
+        except RecipeError as error:
+            raise OptionError(f"--effort: {error}") from None
 
     def with_bits(self, bits: float) -> Recipe:
         """Return the recipe with another default bit width; rules keep theirs.
@@ -107,7 +154,7 @@ class Recipe:
                 f"--bits: recipe {self.name!r} chooses bit widths to meet its target size; leave --bits out"
             )
         try:
-            return replace(self, bits=get_codec(self.codec).coder(bits).bits)
+            return replace(self, bits=checked_rate(self.codec, bits))
         except RecipeError as error:
             raise OptionError(f"--bits: {error}") from None
 
@@ -133,6 +180,7 @@ class Recipe:
             "description": self.description,
             "codec": self.codec,
             "bits": self.bits,
+            **({} if self.effort is None else {"effort": self.effort}),
             "rules": rules,
         }
         return stated | ({} if self.target is None else self.target.to_json())
@@ -208,14 +256,14 @@ def parse_recipe(text: str, where: str) -> Recipe:
     fields = _checked_fields(where, data, RECIPE_KEYS)
     codec = _checked_codec(where, fields.optional("codec", fields.text, DEFAULT_CODEC))
     bits = fields.optional("bits", fields.number, nearest_rate(codec, DEFAULT_BITS))
-    bits = _checked_bits(f"{where}: bits", codec, bits)
+    bits = _checked(f"{where}: bits", lambda: checked_rate(codec, bits))
     entries = fields.optional("rules", fields.items, [])
     rules = tuple(_parse_rule(f"{where}: rule {i}", entry, codec) for i, entry in enumerate(entries, start=1))
     target = _parse_target(where, fields)
     sensitivity = fields.optional("sensitivity", fields.text, None)
     if sensitivity is not None and target is None:
         raise RecipeError(f"{where}: sensitivity needs target_size or target_bpw")
-    return Recipe(
+    recipe = Recipe(
         name=fields.optional("name", fields.text, Path(where).stem),
         description=fields.optional("description", fields.text, "").strip(),
         codec=codec,
@@ -224,6 +272,10 @@ def parse_recipe(text: str, where: str) -> Recipe:
         target=target,
         sensitivity=sensitivity,
     )
+    effort = fields.optional("effort", fields.whole, None)
+    if effort is None:
+        return recipe
+    return replace(recipe, effort=_checked(f"{where}: effort", lambda: checked_effort(recipe.codecs, effort)))
 
 
 def _yaml_problem(text: str, error: Exception) -> str:
@@ -271,7 +323,8 @@ def _parse_rule(where: str, data: Any, default_codec: str) -> Rule:
     if codec is not None:
         _checked_codec(where, codec)
     if bits is not None:
-        bits = _checked_bits(f"{where}: bits", codec or default_codec, bits)
+        asked = bits
+        bits = _checked(f"{where}: bits", lambda: checked_rate(codec or default_codec, asked))
     counts = {key: fields.optional(key, fields.whole, None) for key in ("min_weights", "max_weights", "dims")}
     if not names and not roles and all(value is None for value in counts.values()):
         raise RecipeError(f"{where}: expected a condition (name, role, min_weights, max_weights or dims), found none")
@@ -301,17 +354,14 @@ def _texts(fields: Fields, key: str) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(fields.optional(key, fields.texts, []))
 
 
-def _checked_bits(where: str, codec: str, bits: float) -> float:
-    """Return a bit width that the codec has; raises RecipeError for another one."""
-    try:
-        return get_codec(codec).coder(bits).bits
-    except RecipeError as error:
-        raise RecipeError(f"{where}: {error}") from None
-
-
 def _checked_codec(where: str, name: str) -> str:
     """Return the name of a codec; raises RecipeError for an unknown one."""
+    return _checked(where, lambda: get_codec(name).name)
+
+
+def _checked(where: str, check: Callable[[], Item]) -> Item:
+    """Return what a check returns; what it raises names the place in the recipe."""
     try:
-        return get_codec(name).name
+        return check()
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None

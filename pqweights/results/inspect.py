@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.codecs.protocol import largest_error
-from pqweights.planning.plan import QUANTIZE, TensorPlan
+from pqweights.planning.plan import QUANTIZE, TensorPlan, coder_of
 from pqweights.planning.totals import Totals, total
-from pqweights.rewrite.manifest import Manifest, coder_of, read_manifest, shards_of
+from pqweights.rewrite.manifest import Manifest, read_manifest, shards_of
 from pqweights.rewrite.records import total_relative_mse
 from pqweights.rewrite.tensor_report import TensorReport, tensor_reports
 

@@ -68,6 +68,10 @@ def _other_recipe(found: Any, asked: Mapping[str, Any]) -> str:
         return "another recipe"
     if any(found.get(key) != asked.get(key) for key in ("name", "bits")):
         return f"another recipe ({_short(found.get('name'))}, {_short(found.get('bits'))} bits)"
+    if found.get("codec") != asked.get("codec"):
+        return f"another codec ({_short(found.get('codec'))})"
+    if found.get("effort") != asked.get("effort"):
+        return "the default effort" if found.get("effort") is None else f"--effort {_short(found['effort'])}"
     return "other rules or another target (--keep, --set, --target-size, --target-bpw)"
 
 

@@ -15,10 +15,9 @@ from pqweights.codecs.weight import PassTotals, block_count, encode_chunk
 from pqweights.dtypes import item_bytes, to_float32
 from pqweights.errors import SourceError
 from pqweights.kernels.workers import scratch
-from pqweights.planning.plan import TensorPlan
+from pqweights.planning.plan import TensorPlan, coder_of
 from pqweights.rewrite import jobs
 from pqweights.rewrite.jobs import Job, Sink
-from pqweights.rewrite.manifest import coder_of
 from pqweights.rewrite.records import TensorRecord
 from pqweights.strict_json import rounded
 
@@ -30,16 +29,18 @@ class WeightToEncode:
     planned: what the plan says about it
     tensor: where its values are read from
     awq: the scales [..., K] of its input channels, as bytes of float16; None if it is not scaled
+    effort: the effort of its codec; None for the default
     """
 
     planned: TensorPlan
     tensor: LogicalTensor
     awq: Bytes | None
+    effort: int | None = None
 
     @property
     def coder(self) -> Coder:
-        """The coder that the plan gives it."""
-        return coder_of(self.planned)
+        """The coder that the plan gives it, with its effort."""
+        return coder_of(self.planned, self.effort)
 
     @property
     def dtype(self) -> str:

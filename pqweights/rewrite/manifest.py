@@ -17,8 +17,7 @@ from pqweights.checkpoint.interrupted import describe_interrupted
 from pqweights.checkpoint.model_card import checked_facts
 from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, WORK_FOLDER
 from pqweights.checkpoint.storage import Origin
-from pqweights.codecs import get_codec
-from pqweights.codecs.protocol import Coder, State, exceeds_promise
+from pqweights.codecs.protocol import State, exceeds_promise
 from pqweights.dtypes import DTYPE_BITS
 from pqweights.errors import MasterError, RecipeError
 from pqweights.planning.plan import (
@@ -29,6 +28,7 @@ from pqweights.planning.plan import (
     QUANTIZE,
     ShardPlan,
     TensorPlan,
+    coder_of,
     plan_shards,
 )
 from pqweights.rewrite.identity import RunIdentity
@@ -135,12 +135,6 @@ class Manifest:
             ),
             "files": {name: vars(record) for name, record in sorted(self.files.items())},
         }
-
-
-def coder_of(tensor: TensorPlan) -> Coder:
-    """Return the coder of a quantized tensor."""
-    assert tensor.action == QUANTIZE and tensor.codec is not None and tensor.bits is not None
-    return get_codec(tensor.codec).coder(tensor.bits)
 
 
 def state_of(tensor: TensorPlan, record: TensorRecord) -> State:

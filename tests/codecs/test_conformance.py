@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import helpers
 import numpy as np
@@ -12,14 +15,36 @@ import pytest
 from added_codecs import ADDED
 
 from pqweights.codecs import CODECS
-from pqweights.codecs.protocol import VALUE_DTYPES, Basis, Bytes, Coder, Measures, State
+from pqweights.codecs.protocol import VALUE_DTYPES, Basis, Bytes, Codec, Coder, DamagedBlock, Measures, State, has_rate
 from pqweights.codecs.weight import encode_weight
 from pqweights.dtypes import DTYPE_BITS, item_bytes, to_float32
 from pqweights.errors import RecipeError, SourceError
 from pqweights.strict_json import Fields
 
 ALL = CODECS | ADDED
-EACH = [pytest.param(codec.coder(bits), id=f"{name}-{bits}") for name, codec in ALL.items() for bits in codec.rates]
+# The sizes of weights for which coders are made: below a superblock and above, and no whole number of blocks.
+SIZES = (1200, 150_001)
+# The rates to check of a codec that has many.
+MOST_RATES = 4
+
+
+def some_rates(codec: Codec) -> list[float]:
+    """Return the rates of a codec, or a few of them from the first to the last."""
+    rates = list(codec.rates)
+    if len(rates) <= 8:
+        return rates
+    return [rates[place * (len(rates) - 1) // (MOST_RATES - 1)] for place in range(MOST_RATES)]
+
+
+def sized_coders() -> Iterator[Any]:
+    for name, codec in ALL.items():
+        for bits in some_rates(codec):
+            coder = codec.coder(bits)
+            for weights in SIZES if coder.depends_on_size else SIZES[:1]:
+                yield pytest.param(coder.sized(weights), id=f"{name}-{bits}-{weights}")
+
+
+EACH = list(sized_coders())
 each = pytest.mark.parametrize("coder", EACH)
 each_dtype = pytest.mark.parametrize("dtype", VALUE_DTYPES)
 
@@ -57,8 +82,8 @@ def test_coders_of_all_rates_match_the_description_of_their_codec(name: str) -> 
     for bits in codec.rates:
         coder = codec.coder(bits)
         assert (coder.codec, coder.bits) == (name, bits)
-        assert tuple(part.suffix for part in coder.parts) == codec.suffixes
-        assert all(DTYPE_BITS[part.dtype] % 8 == 0 for part in coder.parts)
+        assert tuple(part.suffix for part in coder.sized(1).parts) == codec.suffixes
+        assert all(DTYPE_BITS[part.dtype] % 8 == 0 for part in coder.sized(1).parts)
         assert coder.first_state().to_json().keys() == codec.state_defaults.keys()
         assert parsed(coder, {}).to_json() == codec.state_defaults
 
@@ -70,10 +95,119 @@ def test_unknown_rate_is_refused(name: str, bits: float) -> None:
         ALL[name].coder(bits)
 
 
+@pytest.mark.parametrize("name", [name for name, codec in ALL.items() if codec.any_rate])
+def test_codec_of_any_rate_takes_rates_between_the_listed_ones(name: str) -> None:
+    codec, weights = ALL[name], helpers.gaussian(64, 1024, seed=4)
+    first, last = codec.rates[0], codec.rates[-1]
+    rates = [first, first + 0.001, (first + last) / 2 + 0.0003, last - 0.01, last]
+    assert all(has_rate(codec, bits) for bits in rates)
+    assert not any(has_rate(codec, bits) for bits in (math.nan, math.inf, first - 0.001, last + 0.001))
+    errors, sizes = [], []
+    for bits in rates:
+        coder = codec.coder(bits)
+        assert coder.bits == bits
+        raw = weights.view(np.uint8).reshape(-1)
+        weight, measured = encode_weight(raw, dtype="F32", shape=weights.shape, coder=coder)
+        errors.append(measured.relative_mse)
+        sizes.append(sum(part.size for part in weight.parts))
+        assert 0.9 <= measured.relative_mse / coder.distortion <= 1.1
+    assert errors == sorted(errors, reverse=True) and sizes == sorted(sizes)
+    assert errors[-1] < errors[0] and sizes[-1] > sizes[0]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_effort_changes_neither_sizes_nor_decoding(name: str) -> None:
+    codec, weights = ALL[name], helpers.gaussian(64, 1024, seed=4)
+    assert list(codec.efforts) == sorted(set(codec.efforts))
+    plain = codec.coder(codec.rates[0])
+    for wrong in (0, -1, 7, 10**30):
+        with pytest.raises(RecipeError, match=rf"{re.escape(name)}.*found {wrong}"):
+            codec.coder(codec.rates[0], wrong)
+    errors = []
+    for effort in codec.efforts:
+        coder = codec.coder(codec.rates[0], effort)
+        assert (coder.bits, coder.distortion, coder.tables()) == (plain.bits, plain.distortion, plain.tables())
+        assert coder.sized(weights.size).parts == plain.sized(weights.size).parts
+        raw = weights.view(np.uint8).reshape(-1)
+        weight, measured = encode_weight(raw, dtype="F32", shape=weights.shape, coder=coder)
+        errors.append(measured.relative_mse)
+        again = decoded(plain.sized(weights.size), list(weight.parts), state=weight.state)
+        assert np.array_equal(again, weight.decode_blocks(0, len(weight.parts[0]), "F32"))
+    assert errors == sorted(errors, reverse=True)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_sized_coders_depend_on_the_size_alone(name: str) -> None:
+    codec = ALL[name]
+    coder = codec.coder(codec.rates[-1])
+    layouts = set()
+    for weights in (0, 1, 127, 128, 129, 1000, 65_536, 65_537, 10**6, 10**12, 10**30):
+        sized = coder.sized(weights)
+        assert sized.sized(1).sized(weights).parts == sized.parts
+        assert (sized.bits, sized.distortion, sized.first_state()) == (
+            coder.bits,
+            coder.distortion,
+            coder.first_state(),
+        )
+        assert sized.block_size % codec.block_size == 0
+        assert all(part.items_per_block > 0 for part in sized.parts)
+        layouts.add((sized.block_size, sized.parts))
+    assert (len(layouts) > 1) == coder.depends_on_size
+    if not coder.depends_on_size:
+        assert (coder.block_size, coder.parts) in layouts and coder.block_size == codec.block_size
+
+
+@each
+def test_arbitrary_bytes_are_decoded_or_found_damaged(coder: Coder) -> None:
+    """Whatever the bytes, decoding writes its own blocks alone, and the only error is DamagedBlock."""
+    rng, state, size = np.random.default_rng(3), coder.first_state(), coder.block_size * 4
+    parts, _ = encoded(coder, gaussian_blocks(coder, 3), state=state)
+    for number in range(20):
+        damaged = [part.copy() for part in parts]
+        for part in damaged:
+            if number % 2:
+                part[1, int(rng.integers(part.shape[1]))] ^= 1 << int(rng.integers(8))
+            else:
+                part[1] = rng.integers(0, 256, part.shape[1])
+        values, place = np.full(3 * size + 8, 0xAB, dtype=np.uint8), 1
+        try:
+            with np.errstate(all="ignore"):
+                coder.decode(damaged, values[:-8], dtype="F32", state=state)
+        except DamagedBlock as found:
+            place = found.block if found.reason else -1
+        assert place == 1
+        assert (values[-8:] == 0xAB).all()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, codec in ALL.items()
+        if codec.coder(codec.rates[0]).modelled_errors(np.ones((1, codec.block_size), dtype=np.float32)) is not None
+    ],
+)
+def test_modelled_errors_are_those_of_encoding_up_to_a_factor(name: str) -> None:
+    """The factor is the same for weights whose blocks are alike and for those whose blocks differ."""
+    codec, rng = ALL[name], np.random.default_rng(8)
+    for bits in some_rates(codec):
+        coder, ratios = codec.coder(bits), []
+        for spread in (0.0, 0.3, 0.8):
+            blocks = helpers.gaussian(2048, codec.block_size, seed=6)
+            blocks *= np.exp(spread * rng.standard_normal((2048, 1))).astype(np.float32)
+            modelled = coder.modelled_errors(blocks)
+            assert modelled is not None and modelled.shape == (2048,)
+            raw = blocks.view(np.uint8).reshape(-1)
+            _, measured = encode_weight(raw, dtype="F32", shape=blocks.shape, coder=coder)
+            ratios.append(modelled.sum() * codec.block_size / measured.error)
+        assert ratios == pytest.approx([ratios[0]] * 3, rel=0.1)
+
+
 @each
 def test_tables_survive_json_and_give_the_same_coder(coder: Coder) -> None:
     tables = json.loads(json.dumps(coder.tables()))
-    again = ALL[coder.codec].coder_from_tables(coder.bits, tables)
+    again = ALL[coder.codec].coder_from_tables(coder.bits, tables).sized(SIZES[0])
+    coder = coder.sized(SIZES[0])
     values = gaussian_blocks(coder, 3)
     first, second = (encoded(c, values, state=c.first_state())[0] for c in (coder, again))
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
@@ -161,7 +295,8 @@ def test_first_block_that_is_not_finite_is_named(coder: Coder, bad: float) -> No
     weights[2, 5] = weights[4, 0] = bad
     raw = weights.view(np.uint8).reshape(-1)
     assert encoded(coder, raw, state=coder.first_state())[1].first_bad_block == 2
-    with pytest.raises(SourceError, match="block 2"):
+    block = (2 * coder.block_size + 5) // coder.sized(weights.size).block_size
+    with pytest.raises(SourceError, match=f"block {block} "):
         encode_weight(raw, dtype="F32", shape=weights.shape, coder=coder)
 
 
@@ -194,7 +329,7 @@ def test_invalid_state_is_refused(coder: Coder) -> None:
 @each
 def test_coder_states_whether_its_errors_are_orthogonal(coder: Coder) -> None:
     """With orthogonal errors, the energy of the weight is that of the decoded weight plus that of the error."""
-    blocks = 4096
+    blocks = 2**19 // coder.block_size + 4
     values, state = gaussian_blocks(coder, blocks, seed=5), coder.first_state()
     parts, measures = encoded(coder, values, state=state)
     found = decoded(coder, parts, state=state).view(np.float32).astype(np.float64)

@@ -1,13 +1,14 @@
 """Two codecs that only the tests have go through all commands, to show that nothing else assumes a certain codec.
 
-One has superblocks of 1024 weights, an odd number of bytes and fractional rates; the other has no norms, its own stored
-tensors, and blocks of 96. Both are added by an entry in CODECS (tests/support/added_codecs.py).
+One has superblocks whose weights and bytes depend on the size of the weight, and any rate; the other has no norms, its
+own stored tensors, and blocks of 96. Both are added by an entry in CODECS (tests/support/added_codecs.py).
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from fractions import Fraction
 from pathlib import Path
@@ -37,8 +38,8 @@ import pqweights
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import CODECS
 from pqweights.codecs.weight import encode_weight
-from pqweights.errors import MasterError
-from pqweights.integrations.packed import PackedTensor
+from pqweights.errors import MasterError, RecipeError
+from pqweights.integrations.packed import PackedTensor, pack
 from pqweights.planning.recipe import parse_recipe
 from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import read_manifest
@@ -59,8 +60,8 @@ rules:
 """
 # Stored bits per weight, for weights that are a whole number of blocks.
 STORED_BITS = {
-    ("test-superblocks", 2.5): Fraction(329 * 8, 1024),
-    ("test-superblocks", 4.5): Fraction(585 * 8, 1024),
+    ("test-superblocks", 2.5): Fraction(336 * 8, 1024),
+    ("test-superblocks", 4.5): Fraction(592 * 8, 1024),
     ("hadamard-lloyd-max", 6): Fraction(98 * 8, 128),
 }
 
@@ -176,8 +177,11 @@ def test_bits_option_takes_fractional_rates(folder: Path, tmp_path: Path) -> Non
     recipe.write_text("codec: test-superblocks\nbits: 2.5\n")
     done("quantize", folder / "model", tmp_path / "out", "--recipe", recipe, "--bits", "3.5")
     assert {t.bits for t in read_manifest(tmp_path / "out").tensors if t.codec} == {3.5}
-    line = refused("quantize", folder / "model", tmp_path / "no", "--recipe", recipe, "--bits", "3", code=2)
-    assert line == "error: --bits: expected 2.5, 3.5 or 4.5 bits for test-superblocks, found 3\n"
+    line = refused("quantize", folder / "model", tmp_path / "no", "--recipe", recipe, "--bits", "5", code=2)
+    assert line == (
+        "error: --bits: expected any number of bits from 2.5 to 4.5 for test-superblocks, found 5; hadamard-lloyd-max "
+        "has a whole number of bits from 2 to 8\n"
+    )
 
 
 def test_killed_run_continues_to_the_same_bytes(folder: Path, tmp_path: Path) -> None:
@@ -344,8 +348,16 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "an invalid default state": (lambda q: q.update(clip=0.3), "clip: expected 1 or 0.75"),
     "tables of another rate": (lambda q: q["levels"]["test-superblocks"].update({"2.5": {"even": []}}), "levels"),
     "a rate that the codec does not have": (
-        lambda q: q["overrides"]["lm_head.weight"].update(bits=3),
-        "expected 2.5, 3.5 or 4.5 bits",
+        lambda q: q["overrides"]["lm_head.weight"].update(bits=5),
+        "expected any number of bits from 2.5 to 4.5",
+    ),
+    "a weight whose blocks depend on its size, without its shape": (
+        lambda q: q["overrides"]["lm_head.weight"].pop("shape"),
+        "shape: expected that of the weight, as for all weights of test-superblocks",
+    ),
+    "another shape": (
+        lambda q: q["overrides"]["lm_head.weight"].update(shape=[10**9, 10**9]),
+        "'lm_head.weight_super_codes': expected U8",
     ),
     "the state of another codec": (lambda q: q["overrides"]["lm_head.weight"].update(octave=1), "unknown key 'octave'"),
 }
@@ -404,3 +416,191 @@ def test_awq_scales_are_searched_and_applied_for_any_codec(folder: Path, tmp_pat
     assert verify(tmp_path / "out", threads=2).ok
     scaled = [tensor for tensor in read_manifest(tmp_path / "out").tensors if tensor.is_scaled]
     assert {tensor.codec for tensor in scaled} >= {"test-superblocks", "test-polar"}
+
+
+# --- rates, efforts and codecs that options give ---
+
+REFUSED_OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
+    "a fraction for a scalar codec": (
+        ("--bits", "4.38"),
+        "--bits: expected a whole number of bits from 2 to 8 for hadamard-lloyd-max, found 4.38; test-superblocks has "
+        "any number of bits from 2.5 to 4.5",
+    ),
+    "nearly a whole number": (
+        ("--bits", "4.0001"),
+        "--bits: expected a whole number of bits from 2 to 8 for hadamard-lloyd-max, found 4.0001; test-superblocks "
+        "has any number of bits from 2.5 to 4.5",
+    ),
+    "too few for all": (
+        ("--bits", "1"),
+        "--bits: expected a whole number of bits from 2 to 8 for hadamard-lloyd-max, found 1",
+    ),
+    "not a number": (
+        ("--codec", "test-superblocks", "--bits", "nan"),
+        "--bits: expected any number of bits from 2.5 to 4.5 for test-superblocks, found nan",
+    ),
+    "a fraction for one pattern": (
+        ("--set", "*down_proj*=3.3"),
+        "--set *down_proj*=3.3: expected a whole number of bits from 2 to 8 for hadamard-lloyd-max, found 3.3; "
+        "test-superblocks has any number of bits from 2.5 to 4.5",
+    ),
+    "an effort that the codec does not have": (
+        ("--codec", "test-superblocks", "--effort", "3"),
+        "--effort: expected an effort of 1 or 2 for test-superblocks, found 3",
+    ),
+    "an effort for a codec without": (
+        ("--effort", "2"),
+        "--effort: hadamard-lloyd-max has no effort setting, found 2; test-superblocks has 1 or 2",
+    ),
+    "an unknown codec": (
+        ("--codec", "test-superblock"),
+        "--codec: no codec is called 'test-superblock'; the nearest is 'test-superblocks'; expected "
+        f"{', '.join([*CODECS, *ADDED])}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "line"), REFUSED_OPTIONS.values(), ids=REFUSED_OPTIONS.keys())
+@pytest.mark.parametrize("command", ["plan", "quantize"])
+def test_refused_options_name_what_is_possible(
+    command: str, arguments: tuple[str, ...], line: str, folder: Path, tmp_path: Path
+) -> None:
+    places = (folder / "model",) if command == "plan" else (folder / "model", tmp_path / "out")
+    assert refused(command, *places, *arguments, code=2) == f"error: {line}\n"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("{bits: 4.38}", "bits: expected a whole number of bits from 2 to 8 for hadamard-lloyd-max, found 4.38; test-"),
+        (
+            "{codec: test-superblocks, bits: 9}",
+            "bits: expected any number of bits from 2.5 to 4.5 for test-superblocks",
+        ),
+        ("{codec: test-superblocks, effort: 3}", "effort: expected an effort of 1 or 2 for test-superblocks, found 3"),
+        ("{codec: test-superblocks, effort: 1.5}", "effort: expected a whole number, found 1.5"),
+        ("{effort: 1}", "effort: hadamard-lloyd-max has no effort setting, found 1; test-superblocks has 1 or 2"),
+    ],
+)
+def test_refused_recipe_names_what_is_possible(text: str, line: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(f"mine.yaml: {line}")):
+        parse_recipe(text, "mine.yaml")
+
+
+def test_effort_of_a_recipe_needs_one_codec_that_has_it() -> None:
+    mixed = "{effort: 2, rules: [{role: mlp, codec: test-superblocks}]}"
+    assert parse_recipe(mixed, "mine.yaml").to_json()["effort"] == 2
+    assert "effort" not in parse_recipe("{codec: test-superblocks}", "mine.yaml").to_json()
+
+
+def test_codec_and_any_rate_by_options(folder: Path, tmp_path: Path) -> None:
+    options = ("--codec", "test-superblocks", "--bits", "4.38")
+    done("quantize", folder / "model", tmp_path / "out", *options)
+    manifest = read_manifest(tmp_path / "out")
+    assert {(t.codec, t.bits) for t in manifest.tensors if t.codec} == {("test-superblocks", 4.38)}
+    assert verify(tmp_path / "out", threads=2).ok
+    assert master_weights(tmp_path / "out")
+    assert answer("quantize", folder / "model", tmp_path / "out", *options)["already_done"]
+    settings = json.loads((tmp_path / "out" / "config.json").read_bytes())["quantization_config"]
+    assert settings["block_size"] == 128
+    assert settings["bits"] == 4.38
+    card = make_card(tmp_path / "out", "someone/any").text
+    assert "with `test-superblocks` in place of its own codec and 4.38 bits in place of its own bit width" in card
+
+
+def test_codec_by_option_takes_the_nearest_of_its_rates(folder: Path) -> None:
+    planned = answer("plan", folder / "model", "--codec", "test-superblocks")["tensors"]
+    assert {(t["codec"], t["bits"]) for t in planned if t["codec"]} == {("test-superblocks", 4.5)}
+
+
+def test_effort_lowers_errors_in_the_same_bytes_and_is_part_of_the_result(folder: Path, tmp_path: Path) -> None:
+    plain = ("quantize", folder / "model", tmp_path / "out", "--codec", "test-superblocks", "--bits", "2.5")
+    quick = answer(*plain)
+    assert "effort" not in read_manifest(tmp_path / "out").made_by["recipe"]
+    assert "already holds this result" in done(*plain).stderr
+    assert "made with the default effort" in refused(*plain, "--effort", "2")
+    slow = answer(*plain, "--effort", "2", "--overwrite")
+    assert read_manifest(tmp_path / "out").made_by["recipe"]["effort"] == 2
+    assert slow["totals"]["output_bytes"] == quick["totals"]["output_bytes"]
+    assert slow["totals"]["relative_mse"] < 0.95 * quick["totals"]["relative_mse"]
+    assert "made with --effort 2" in refused(*plain)
+    assert verify(tmp_path / "out", threads=2).ok
+
+
+def test_interrupted_run_is_not_continued_with_another_effort(folder: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("{name: mine, codec: test-superblocks, bits: 2.5, effort: 2}")
+    work = {"quantize": str(folder / "model"), "recipe": str(recipe)}
+    point = {"out": str(tmp_path / "out"), "function": "pwrite", "number": 9, "when": "before"}
+    killed_runs(work | {"added_codecs": True}, [point])
+    recipe.write_text("{name: mine, codec: test-superblocks, bits: 2.5}")
+    assert "interrupted" in refused("quantize", folder / "model", tmp_path / "out", "--recipe", recipe)
+    recipe.write_text("{name: mine, codec: test-superblocks, bits: 2.5, effort: 2}")
+    done("quantize", folder / "model", tmp_path / "out", "--recipe", recipe)
+    run_command(work, tmp_path / "whole")
+    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
+
+
+# --- damaged blocks ---
+
+DAMAGED, DAMAGED_BLOCK = "model.layers.0.mlp.up_proj.weight", 5
+DAMAGE = f"tensor '{DAMAGED}': block {DAMAGED_BLOCK}: expected zeros after 329 bytes; the master is damaged: pqweights"
+
+
+@pytest.fixture
+def damaged(folder: Path, tmp_path: Path) -> Path:
+    """The master with a byte in block 5 of a weight that no coder writes there, whose hash nobody has checked."""
+    found = Path(shutil.copytree(folder / "master", tmp_path / "damaged"))
+    (tensor,) = (t for t in open_local(found).tensors if t.name == DAMAGED)
+    (part,) = tensor.parts
+    with open(found / part.file, "r+b") as stream:
+        stream.seek(part.offset + (DAMAGED_BLOCK + 1) * part.shape[1] - 1)
+        stream.write(b"\x01")
+    return found
+
+
+def test_block_that_cannot_be_decoded_is_named(damaged: Path, tmp_path: Path) -> None:
+    line = refused("export", damaged, tmp_path / "out", "--target", "bf16")
+    assert DAMAGE in line and ".safetensors: tensor" in line
+    assert any(DAMAGED in problem for problem in verify(damaged, threads=2).problems)
+    with pytest.raises(MasterError, match=re.escape(DAMAGE)):
+        pqweights.load_model(damaged)
+
+
+def test_packed_weight_that_cannot_be_decoded_is_named(damaged: Path) -> None:
+    loaded = pqweights.load_model(damaged, packed=True, dtype="float32")
+    weight = dict(loaded.named_parameters())[DAMAGED]
+    with torch.inference_mode(), pytest.raises(MasterError, match=re.escape(DAMAGE)):
+        torch.nn.functional.linear(torch.zeros(1, weight.shape[1]), weight)
+    rows = torch.nn.functional.embedding(torch.tensor([0, 1, 500]), weight)
+    assert rows.shape == (3, weight.shape[1])
+
+
+def test_weight_in_memory_that_cannot_be_decoded_is_named() -> None:
+    values = gaussian(16, 1024)
+    coder = ADDED["test-superblocks"].coder(2.5)
+    weight, _ = encode_weight(values.reshape(-1).view(np.uint8), dtype="F32", shape=values.shape, coder=coder)
+    weight.parts[0][7, -1] = 1
+    assert len(weight.decode_blocks(0, 7, "F32"))
+    with pytest.raises(MasterError, match="block 7: expected zeros"):
+        weight.decode_blocks(4, 9, "F32")
+
+
+# --- packed weights ---
+
+
+def test_stack_whose_matrices_share_superblocks_stays_packed(tmp_path: Path) -> None:
+    shapes = {"model.experts.up": (5, 13, 130), "model.embed_tokens.weight": (301, 70)}
+    tensors = {name: bf16(gaussian(*shape, seed=7)) for name, shape in shapes.items()}
+    source = write_checkpoint(tmp_path / "model", tensors)
+    recipe = parse_recipe("{codec: test-superblocks, bits: 4.5, rules: [{name: '*', bits: 3.3}]}", "every.yaml")
+    quantize(source, tmp_path / "master", recipe, threads=2)
+    exact = {name: torch.from_numpy(np.array(values)) for name, values in master_weights(tmp_path / "master").items()}
+    packed = {t.name: pack(t, torch.float32) for t in open_local(tmp_path / "master").tensors}  # type: ignore[arg-type]
+    up, embeddings = packed["model.experts.up"], packed["model.embed_tokens.weight"]
+    assert up is not None and embeddings is not None
+    assert torch.equal(up.decode(), exact["model.experts.up"])
+    assert torch.equal(up[3].decode(), exact["model.experts.up"][3])
+    ids = torch.tensor([[300, 0, 7, 8], [7, 150, 299, 0]])
+    assert torch.equal(torch.nn.functional.embedding(ids, embeddings), exact["model.embed_tokens.weight"][ids])

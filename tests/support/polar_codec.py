@@ -14,9 +14,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.codecs.protocol import Basis, Bytes, Measures, Part, PassResult, State, decode_torch_on_cpu, exact_rate
+from pqweights.codecs.protocol import (
+    Basis,
+    Bytes,
+    Measures,
+    Part,
+    PassResult,
+    State,
+    check_effort,
+    decode_torch_on_cpu,
+    unknown_rate,
+)
 from pqweights.dtypes import from_float32, to_float32
-from pqweights.errors import RecipeError
 from pqweights.strict_json import Fields
 
 NAME = "test-polar"
@@ -62,12 +71,16 @@ class PolarCodec:
     format_version = 3
     suffixes = ("_radii", "_angles")
     rates = tuple(DISTORTIONS)
+    any_rate = False
+    efforts = ()
+    block_size = BLOCK
     state_defaults: Mapping[str, Any] = {"octave": 0}
     description = ""
 
-    def coder(self, bits: float) -> PolarCoder:
+    def coder(self, bits: float, effort: int | None = None) -> PolarCoder:
         if bits not in self.rates:
-            raise RecipeError(f"expected 8 or 12 bits for {self.name}, found {exact_rate(bits)}")
+            raise unknown_rate(self, bits)
+        check_effort(self, effort)
         return PolarCoder(int(bits))
 
     def coder_from_tables(self, bits: float, tables: Any) -> PolarCoder:
@@ -85,6 +98,13 @@ class PolarCoder:
     codec = NAME
     block_size = BLOCK
     orthogonal_error = False
+    depends_on_size = False
+
+    def sized(self, weights: int) -> PolarCoder:
+        return self
+
+    def modelled_errors(self, blocks: Floats) -> None:
+        return None
 
     @property
     def parts(self) -> tuple[Part, ...]:
