@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from pqweights.codecs.comparison import ComparisonCodec
 from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
+from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.codecs.protocol import Codec, alternatives, check_effort, exact_rate, has_rate, rates_text
 from pqweights.errors import RecipeError
 from pqweights.suggestions import instead
@@ -16,6 +17,7 @@ DEFAULT_CODEC = "hadamard-lloyd-max"
 
 CODECS: dict[str, Codec] = {
     "hadamard-lloyd-max": HadamardLloydMax(),
+    "hadamard-trellis": HadamardTrellis(),
     "absmax": ComparisonCodec(name="absmax", rotated=False, uniform=True),
     "hadamard-absmax": ComparisonCodec(name="hadamard-absmax", rotated=True, uniform=True),
     "lloyd-max": ComparisonCodec(name="lloyd-max", rotated=False, uniform=False),

@@ -80,7 +80,7 @@ def _rounded(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _code_length(exponent: int) -> tuple[float, float]:
-    """Return the expected bits of a weight in a class, as a constant and a factor of the mean square it is searched with."""
+    """Return the expected bits of a weight in a class: a constant, and a factor of the searched mean square."""
     near, far = 2.0 ** ((exponent - 0.5) / 2), 2.0 ** ((exponent + 0.5) / 2)
     at_near, at_far = (_expected_length(exponent, math.sqrt(square)) for square in (near, far))
     slope = (at_far - at_near) / (far - near)

@@ -12,7 +12,9 @@ from the power series of the normal distribution function.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -102,7 +104,7 @@ def frequencies(exponent: int, parity: int) -> tuple[int, ...]:
     groups = buckets(exponent, parity)
     borders = [2 * (edge << groups.core_bits) + parity - 1 for edge in groups.edges]
     below = [_normal_integral(border, exponent) for border in borders]
-    masses = [high - low for low, high in zip(below, below[1:], strict=False)]
+    masses = [high - low for low, high in itertools.pairwise(below)]
     return apportioned(masses, 1 << TABLE_BITS)
 
 
@@ -116,21 +118,22 @@ def apportioned(masses: list[int], seats: int) -> tuple[int, ...]:
     total = sum(masses)
     shares = [max(1, (2 * seats * mass + total) // (2 * total)) for mass in masses]
     while (extra := sum(shares) - seats) != 0:
-        # Comparing the quotients exactly: mass * common // divisor would round.
         if extra > 0:
-            places = [i for i, share in enumerate(shares) if share > 1]
-            place = min(places, key=functools.cmp_to_key(lambda a, b: _compared(masses, shares, a, b, -1)))
+            place = _best([i for i, share in enumerate(shares) if share > 1], masses, shares, side=-1)
         else:
-            places = list(range(len(shares)))
-            place = max(places, key=functools.cmp_to_key(lambda a, b: _compared(masses, shares, a, b, +1)))
+            place = _best(range(len(shares)), masses, shares, side=+1)
         shares[place] += 1 if extra < 0 else -1
     return tuple(shares)
 
 
-def _compared(masses: list[int], shares: list[int], a: int, b: int, side: int) -> int:
-    """Return the order of masses[i] / (2 * shares[i] + side) for i = a and i = b, as cmp_to_key wants it."""
-    left, right = masses[a] * (2 * shares[b] + side), masses[b] * (2 * shares[a] + side)
-    return (left > right) - (left < right)
+def _best(places: Sequence[int], masses: list[int], shares: list[int], *, side: int) -> int:
+    """Return the first place with the largest, or for side -1 the smallest, masses[i] / (2 * shares[i] + side)."""
+    best = places[0]
+    for place in places[1:]:
+        excess = masses[place] * (2 * shares[best] + side) - masses[best] * (2 * shares[place] + side)
+        if excess * side > 0:
+            best = place
+    return best
 
 
 def _normal_integral(border: int, exponent: int) -> int:
@@ -150,7 +153,7 @@ def _normal_integral(border: int, exponent: int) -> int:
 
 
 def gain(number: int) -> float:
-    """Return the factor of a class: weights are multiplied by it before the search, and numbers n when they are decoded.
+    """Return the factor of a class, by which weights are multiplied before the search, and numbers after decoding.
 
     It is the square root of s2 / (s2 + NOISE), s2 being the variance of the class in squares of the step: coding with
     this factor on both sides leaves the error of least squares, and the same error in blocks of every class.

@@ -12,9 +12,10 @@ import llvmlite.binding as llvm
 import numba
 from numba.core import config
 
-from pqweights.kernels import cpu_groups, cpu_kernels, cpu_sums, trellis_kernels
+from pqweights.kernels import cpu_groups, cpu_kernels, cpu_sums, trellis_decoding, trellis_encoding
 
-KERNELS = cpu_kernels.KERNELS | cpu_groups.KERNELS | cpu_sums.KERNELS | trellis_kernels.KERNELS
+_MODULES = (cpu_kernels, cpu_groups, cpu_sums, trellis_encoding, trellis_decoding)
+KERNELS = {name: kernel for module in _MODULES for name, kernel in module.KERNELS.items()}
 
 
 def compile_kernel(name: str) -> tuple[str, bytes]:

@@ -48,9 +48,12 @@ SOURCES = (
     "packing.py",
     "prescaling.py",
     "sixteen.py",
+    "trellis_decoding.py",
+    "trellis_encoding.py",
     "trellis_entropy.py",
-    "trellis_kernels.py",
     "trellis_search.py",
+    "trellis_step.py",
+    "trellis_tiles.py",
     "vector.py",
 )
 

@@ -1,6 +1,7 @@
 """The trellis codec's kernels, called with arrays: superblocks of rotated blocks to bytes of a given number, and back.
 
-They run on the CPU alone. docs/format.md has the bytes and the decoder's arithmetic.
+They run on the CPU alone. Plans import this module, so its functions import what loads machine code. docs/format.md
+has the bytes and the decoder's arithmetic.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import numpy.typing as npt
 
 from pqweights.dtypes import item_bytes
 from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES
-from pqweights.kernels.cpu import address, run
 from pqweights.kernels.workers import scratch
 
 # The numbers of states for which there is a search, ascending.
@@ -24,9 +24,12 @@ _LANES = 16
 _OVERRUN = 2 * 129 * _LANES
 
 _MINUS_ONE = np.array([-1], dtype=np.float32)
-# By state bits: what the parity of a number, and its bit 1, flip in the next state.
+# By state bits: what the parity of a number, and its bit 1, flip in the next state. The encoder has searches for some.
 _TRELLISES = np.zeros((16, 2), dtype=np.int32)
-_TRELLISES[3], _TRELLISES[6], _TRELLISES[8] = (0o13 >> 1, 0o04 >> 1), (0o103 >> 1, 0o024 >> 1), (0o515 >> 1, 0o362 >> 1)
+_TRELLISES[2:9] = (
+    np.array([(0o5, 0o2), (0o13, 0o04), (0o23, 0o04), (0o45, 0o10), (0o103, 0o024), (0o235, 0o126), (0o515, 0o362)])
+    >> 1
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -47,7 +50,7 @@ class DecodeTables:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EncodeModel:
-    """What the encoder knows of each class; see trellis_kernels._Model."""
+    """What the encoder knows of each class; see trellis_step.Model."""
 
     limits: npt.NDArray[np.float64]
     bits: npt.NDArray[np.float64]
@@ -61,9 +64,9 @@ class EncodeModel:
 
 
 class Superblocks(NamedTuple):
-    """How weights are cut: `count` superblocks of `blocks` blocks of 128 weights each, in `stride` bytes each."""
+    """How weights are cut: `number` superblocks of `blocks` blocks of 128 weights each, in `stride` bytes each."""
 
-    count: int
+    number: int
     blocks: int
     stride: int
 
@@ -88,14 +91,16 @@ def encode(
     Returns the sums of squares of the weights and of the errors, [superblocks] f64 each, and the first superblock that
     holds a NaN or an infinity, or -1.
     """
-    energies, errors = np.empty((2, cut.count), dtype=np.float64)
+    from pqweights.kernels.cpu import address, run
+
+    energies, errors = np.empty((2, cut.number), dtype=np.float64)
     bad = np.empty(1, dtype=np.int64)
     tiles = -(-cut.blocks // _LANES)
     floats = scratch("trellis floats", tiles * (BLOCK_SIZE + 5) * _LANES * 4)
     words = scratch("trellis words", tiles * BLOCK_SIZE * (states + 36) * 2)
     run(
         f"encode_trellis_{states}",
-        address(values, np.uint8, cut.count * cut.blocks * BLOCK_SIZE * item_bytes(dtype)),
+        address(values, np.uint8, cut.number * cut.blocks * BLOCK_SIZE * item_bytes(dtype)),
         _MINUS_ONE.ctypes.data,
         SIGNS.ctypes.data,
         address(model.limits, np.float64, CLASSES + 1),
@@ -104,13 +109,13 @@ def encode(
         address(model.zero, np.int32, 2 * CLASSES),
         address(model.logarithms, np.float64, 257),
         model.entries.ctypes.data,
-        address(rows, np.uint8, cut.count * cut.stride, written=True),
+        address(rows, np.uint8, cut.number * cut.stride, written=True),
         energies.ctypes.data,
         errors.ctypes.data,
         bad.ctypes.data,
         floats.ctypes.data,
         words.ctypes.data,
-        *(cut.count, cut.blocks, cut.stride, len(model.entries), VALUE_DTYPES[dtype], signed),
+        *(cut.number, cut.blocks, cut.stride, len(model.entries), VALUE_DTYPES[dtype], signed),
     )
     return energies, errors, int(bad[0])
 
@@ -130,11 +135,13 @@ def decode(
     Returns the first superblock that is not sound, or -1, and what is wrong with it: 1 the header, 2 what follows. The
     weights of such a superblock mean nothing.
     """
+    from pqweights.kernels.cpu import address, run
+
     status = np.empty(2, dtype=np.int64)
     gains = tables.gains * ORTHONORMAL if rotate else tables.gains
     run(
         "decode_trellis",
-        address(rows, np.uint8, cut.count * cut.stride),
+        address(rows, np.uint8, cut.number * cut.stride),
         address(tables.entries, np.uint32, tables.entries.size),
         _MINUS_ONE.ctypes.data,
         SIGNS.ctypes.data,
@@ -142,9 +149,9 @@ def decode(
         address(tables.widths, np.int32, 2 * len(tables.entries)),
         address(gains, np.float64, CLASSES),
         _TRELLISES.ctypes.data,
-        address(values, np.uint8, cut.count * cut.blocks * BLOCK_SIZE * item_bytes(dtype), written=True),
+        address(values, np.uint8, cut.number * cut.blocks * BLOCK_SIZE * item_bytes(dtype), written=True),
         scratch("trellis stream", cut.stride + 2 * _OVERRUN).ctypes.data,
         status.ctypes.data,
-        *(cut.count, cut.blocks, cut.stride, VALUE_DTYPES[dtype], signed, rotate),
+        *(cut.number, cut.blocks, cut.stride, VALUE_DTYPES[dtype], signed, rotate),
     )
     return int(status[0]), int(status[1])

@@ -10,17 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core import config as numba_config
 from numba.extending import intrinsic
 
 from pqweights.kernels.emit import (
     DOUBLES,
-    FLOATS,
-    I8,
     I16,
     I32,
     I64,

@@ -1,0 +1,277 @@
+"""Hadamard rotation, a trellis over the integers, and an entropy coder: the least error for a file of a given size.
+
+Entropy-coded trellis-coded quantization (Marcellin and Fischer, IEEE Trans. Commun. 38, 1990; Ungerboeck's trellises)
+of blocks rotated like those of the scalar codec. A superblock of about 512 blocks has one step, chosen so that it fits
+its bytes: a weight takes exactly the rate, and blocks of large norm more of it than others. docs/format.md has the
+bytes, docs/method.md the reasons.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pqweights.codecs.protocol import (
+    Basis,
+    Bytes,
+    DamagedBlock,
+    Doubles,
+    Floats,
+    Measures,
+    Part,
+    PassResult,
+    State,
+    check_effort,
+    decode_torch_on_cpu,
+    exact_rate,
+    exceeds_promise,
+    has_rate,
+    unknown_rate,
+)
+from pqweights.codecs.scalar import HADAMARD, SIGNED_HADAMARD
+from pqweights.codecs.trellis_classes import decode_tables, encode_model
+from pqweights.kernels import BLOCK_SIZE, trellis
+from pqweights.strict_json import Fields
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TRELLIS = "_trellis"
+# Blocks of a superblock: about as many, so that the last superblock of a weight has few zeros to fill it.
+_BLOCKS, _FEWEST, _MOST = 512, 448, 576
+_LANES = 16
+# Bits above the rate-distortion bound of N(0,1), with everything counted, 8 states, from 1.5 to 8 bits.
+_ABOVE_BOUND = 0.097
+_REASONS = {1: "its header is not one that an encoder writes", 2: "its stream does not end as it should"}
+
+
+@dataclass(frozen=True)
+class TrellisState:
+    """The state of a weight: its rotation."""
+
+    rotation: str
+
+    @property
+    def rescued(self) -> bool:
+        """See State."""
+        return self.rotation == SIGNED_HADAMARD
+
+    def to_json(self) -> dict[str, Any]:
+        """See State."""
+        return {"rotation": self.rotation}
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """What the coder observes: nothing."""
+
+    def merged(self, later: Nothing) -> Nothing:
+        """See Observed."""
+        return self
+
+
+class HadamardTrellis:
+    """The codec; see Codec."""
+
+    name = "hadamard-trellis"
+    format_version = 2
+    suffixes = (TRELLIS,)
+    rates = tuple(eighths / 8 for eighths in range(12, 65))
+    any_rate = True
+    efforts = trellis.STATES
+    block_size = BLOCK_SIZE
+    state_defaults: Mapping[str, Any] = {"rotation": HADAMARD}
+    description = (
+        "Each weight is cut along its rows into blocks of 128. A block is rotated by the Walsh-Hadamard matrix, which "
+        "makes its coordinates nearly Gaussian. Coordinates become integers by trellis-coded quantization, with one "
+        "step for some 512 blocks, and an entropy coder packs the integers into a fixed number of bytes."
+    )
+
+    def coder(self, bits: float, effort: int | None = None) -> TrellisCoder:
+        """See Codec; the effort is the number of states of the trellis."""
+        check_effort(self, effort)
+        if not has_rate(self, bits):
+            raise unknown_rate(self, bits)
+        return _coder(bits, self.efforts[0] if effort is None else effort)
+
+    def coder_from_tables(self, bits: float, tables: Any) -> TrellisCoder:
+        """See Codec; there are no tables but those of the format."""
+        if tables is not None:
+            raise ValueError(f"expected none for {self.name}")
+        return self.coder(bits)
+
+
+@functools.lru_cache(maxsize=1024)
+def _coder(bits: float, states: int) -> TrellisCoder:
+    """Return the coder of a rate, cached because plans ask for it once for each weight."""
+    return TrellisCoder(rate=bits, states=states)
+
+
+@functools.lru_cache(maxsize=4096)
+def superblocks(weights: int, rate: float) -> trellis.Superblocks:
+    """Return how a weight is cut into superblocks (docs/format.md).
+
+    weights: the number of weights
+    rate: the bits per weight, everything counted
+    """
+    blocks = max(1, -(-weights // BLOCK_SIZE))
+    if blocks <= _MOST:
+        # The states of the coder weigh more in a short superblock, so it has some bytes more.
+        extra = (8 + 3 * min(_LANES, blocks)) * max(0, _BLOCKS - blocks) // _BLOCKS
+        return trellis.Superblocks(1, blocks, int(rate * blocks * BLOCK_SIZE / 8) + extra)
+    sizes = range(_FEWEST, _MOST + 1)
+    size = min(sizes, key=lambda size: (-blocks % size, abs(size - _BLOCKS), -size))
+    count = -(-blocks // size)
+    return trellis.Superblocks(count, size, int(rate * blocks * BLOCK_SIZE / 8 / count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrellisCoder:
+    """The codec at one rate; see Coder.
+
+    rate: bits per weight
+    states: of the trellis of the encoder
+    cut: how the weight that it is sized for is cut
+    """
+
+    rate: float
+    states: int
+    cut: trellis.Superblocks | None = None
+
+    @property
+    def codec(self) -> str:
+        """See Coder."""
+        return HadamardTrellis.name
+
+    @property
+    def bits(self) -> float:
+        """See Coder."""
+        return exact_rate(self.rate)
+
+    @property
+    def depends_on_size(self) -> bool:
+        """See Coder."""
+        return True
+
+    def sized(self, weights: int) -> TrellisCoder:
+        """See Coder."""
+        return replace(self, cut=superblocks(weights, self.rate))
+
+    @property
+    def block_size(self) -> int:
+        """See Coder; what the protocol calls a block is a superblock."""
+        return self._cut.blocks * BLOCK_SIZE
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """See Coder."""
+        return (Part(TRELLIS, "U8", self._cut.stride),)
+
+    @property
+    def _cut(self) -> trellis.Superblocks:
+        assert self.cut is not None
+        return self.cut
+
+    @property
+    def distortion(self) -> float:
+        """See Coder."""
+        return float(4.0 ** (_ABOVE_BOUND - self.rate))
+
+    @property
+    def orthogonal_error(self) -> bool:
+        """See Coder; the step of a superblock is fitted by least squares."""
+        return True
+
+    def tables(self) -> None:
+        """See Coder."""
+        return
+
+    def first_state(self) -> TrellisState:
+        """See Coder."""
+        return TrellisState(HADAMARD)
+
+    def next_state(self, history: Sequence[PassResult]) -> TrellisState | None:
+        """See Coder: signs before the rotation, if the error is too large without, and whichever is better."""
+        last = history[-1]
+        if len(history) == 1:
+            return TrellisState(SIGNED_HADAMARD) if exceeds_promise(self, last.relative_mse) else None
+        if len(history) == 2 and last.relative_mse >= history[0].relative_mse:
+            return TrellisState(HADAMARD)
+        return None
+
+    def parse_state(self, fields: Fields) -> TrellisState:
+        """See Coder."""
+        rotation = fields.defaulted("rotation", fields.text, HADAMARD)
+        if rotation not in (HADAMARD, SIGNED_HADAMARD):
+            raise ValueError(f"{self.codec} has no rotation {rotation!r}")
+        return TrellisState(rotation)
+
+    def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
+        """See Coder."""
+        (rows,) = parts
+        energies, errors, bad = trellis.encode(
+            values,
+            dtype,
+            cut=self._cut._replace(number=len(rows)),
+            states=self.states,
+            signed=_is_signed(state),
+            model=encode_model(),
+            rows=rows,
+        )
+        return Measures(energies=energies, errors=errors, first_bad_block=bad, observed=Nothing())
+
+    def decode(
+        self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State, basis: Basis = Basis.PLAIN
+    ) -> None:
+        """See Coder."""
+        (rows,) = parts
+        assert basis is Basis.PLAIN or not _is_signed(state)
+        damaged, reason = trellis.decode(
+            rows,
+            values,
+            dtype,
+            cut=self._cut._replace(number=len(rows)),
+            signed=_is_signed(state),
+            rotate=basis is Basis.PLAIN,
+            tables=decode_tables(),
+        )
+        if damaged >= 0:
+            raise DamagedBlock(damaged, _REASONS[reason])
+
+    def bases(self, state: State) -> frozenset[Basis]:
+        """See Coder; a weight that was rotated without signs is coded in the Hadamard basis."""
+        return frozenset([Basis.PLAIN] if _is_signed(state) else [Basis.PLAIN, Basis.HADAMARD])
+
+    def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
+        """See Coder."""
+        return decode_torch_on_cpu(self, parts, state)
+
+    def modelled_errors(self, blocks: Floats) -> Doubles:
+        """See Coder: the same error for each weight, but not more than a block's energy (reverse water-filling).
+
+        At one step blocks whose variances have a geometric mean g take the rate at an error of g * 4**-rate.
+        """
+        squares = np.einsum("ij,ij->i", blocks, blocks, dtype=np.float64) / BLOCK_SIZE
+        errors: Doubles = np.minimum(squares, _water_level(squares, self.rate))
+        return errors
+
+
+def _is_signed(state: State) -> bool:
+    assert isinstance(state, TrellisState)
+    return state.rotation == SIGNED_HADAMARD
+
+
+def _water_level(variances: Doubles, rate: float) -> float:
+    """Return the error per weight at which blocks of these variances take a rate on average."""
+    descending = np.sort(variances[variances > 0])[::-1]
+    if not len(descending):
+        return 0.0
+    # With the k largest coded and the others zero, the level that spends all bits on the k; the right k is the largest
+    # whose level is below all of them.
+    count = np.arange(1, len(descending) + 1)
+    levels = np.exp2(np.cumsum(np.log2(descending)) / count - 2 * rate * len(variances) / count)
+    return float(levels[np.nonzero(levels <= descending)[0][-1]])
