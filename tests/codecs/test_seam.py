@@ -18,7 +18,7 @@ import families
 import numpy as np
 import pytest
 from added_codecs import ADDED
-from calls import make_card, quantize
+from calls import make_card, plan_quantize, quantize
 from commands import answer, done, invoke, refused
 from helpers import (
     Array,
@@ -33,13 +33,18 @@ from helpers import (
     safetensors_bytes,
     write_checkpoint,
 )
+from superblock_codec import SuperblockCodec
 
 import pqweights
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import CODECS
+from pqweights.codecs.protocol import has_rate
 from pqweights.codecs.weight import encode_weight
 from pqweights.errors import MasterError, RecipeError
 from pqweights.integrations.packed import PackedTensor, pack
+from pqweights.planning.choice import RecipeOptions, choose_recipe
+from pqweights.planning.fit import Fit
+from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import parse_recipe
 from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import read_manifest
@@ -308,8 +313,46 @@ def test_fitting_to_a_size_chooses_from_the_rates_of_the_codec(folder: Path, tmp
     manifest = read_manifest(tmp_path / "out")
     rates = {(t.codec, t.bits) for t in manifest.tensors if t.codec}
     assert {codec for codec, _ in rates} == {"test-superblocks", "test-polar"}
-    assert all(bits in ADDED[codec].rates for codec, bits in rates)
+    assert all(has_rate(ADDED[codec], bits) for codec, bits in rates)
     assert verify(tmp_path / "out", threads=2).ok
+
+
+@pytest.mark.parametrize("rates", [(2.5, 3.5, 4.5), tuple(eighths / 8 for eighths in range(20, 37))], ids=["3", "17"])
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.61, 0.9])
+def test_fit_of_a_codec_of_any_rate_leaves_less_than_a_thousandth(
+    share: float, rates: tuple[float, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the smallest size and that of the highest rate, whatever the target is given in."""
+    monkeypatch.setattr(SuperblockCodec, "rates", rates)
+
+    def fitted(**target: Any) -> tuple[Fit, Plan]:
+        recipe = choose_recipe("q5", RecipeOptions(codec="test-superblocks", **target))
+        _, transform, plan = plan_quantize(folder / "model", recipe)
+        assert transform.fit is not None and transform.fit.output_bytes == plan.output_bytes
+        return transform.fit, plan
+
+    bits = 2.625 + share * 2
+    fit, _ = fitted(target_bpw=bits)
+    assert 0.999 * bits <= fit.bits_per_weight <= bits
+    assert all(has_rate(ADDED["test-superblocks"], rate) for rate in fit.rates.values() if rate is not None)
+    for target in (
+        {"target_size": fit.output_bytes - 77},
+        {"target_bpw": fit.bits_per_parameter, "bpw_of": "checkpoint"},
+    ):
+        again, plan = fitted(**target)
+        assert 0.999 <= plan.output_bytes / min(fit.output_bytes, target.get("target_size", 10**12)) <= 1
+        assert again.gap >= 0
+
+
+def test_fit_with_finer_rates_is_the_plan_of_the_master(folder: Path, tmp_path: Path) -> None:
+    options = ("--codec", "test-superblocks", "--target-bpw", "4.3")
+    planned = answer("plan", folder / "model", *options)
+    made = answer("quantize", folder / "model", tmp_path / "out", *options)
+    assert made["totals"]["output_bytes"] == planned["totals"]["output_bytes"]
+    assert 4.2957 <= planned["fit"]["bits_per_weight"] <= 4.3
+    assert [t["bits"] for t in made["tensors"]] == [t["bits"] for t in planned["tensors"]]
+    assert verify(tmp_path / "out", threads=2).ok
+    assert answer("quantize", folder / "model", tmp_path / "out", *options)["already_done"]
 
 
 def test_card_names_the_codec_and_the_rate(folder: Path) -> None:
