@@ -33,15 +33,17 @@ from helpers import (
     safetensors_bytes,
     write_checkpoint,
 )
-from superblock_codec import SuperblockCodec
+from superblock_codec import SuperblockCodec, SuperblockCoder
 
 import pqweights
 from pqweights.checkpoint.source import open_local
+from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
 from pqweights.codecs import CODECS
 from pqweights.codecs.protocol import has_rate
 from pqweights.codecs.weight import encode_weight
 from pqweights.errors import MasterError, RecipeError
 from pqweights.integrations.packed import PackedTensor, pack
+from pqweights.measure.scale_search import Inputs, Matrix, search
 from pqweights.planning.choice import RecipeOptions, choose_recipe
 from pqweights.planning.fit import Fit
 from pqweights.planning.plan import Plan
@@ -647,3 +649,62 @@ def test_stack_whose_matrices_share_superblocks_stays_packed(tmp_path: Path) -> 
     assert torch.equal(up[3].decode(), exact["model.experts.up"][3])
     ids = torch.tensor([[300, 0, 7, 8], [7, 150, 299, 0]])
     assert torch.equal(torch.nn.functional.embedding(ids, embeddings), exact["model.embed_tokens.weight"][ids])
+
+
+def test_every_second_row_is_decoded_in_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports take gate and up apart, whose rows alternate in some models; blocks hold many rows."""
+    source = write_checkpoint(tmp_path / "model", {"model.experts.up": bf16(gaussian(5, 200, 60, seed=7))})
+    recipe = parse_recipe("{codec: test-superblocks, rules: [{name: '*', bits: 3.3}]}", "every.yaml")
+    quantize(source, tmp_path / "master", recipe, threads=2)
+    (tensor,) = open_local(tmp_path / "master").tensors
+    calls = []
+    decode = SuperblockCoder.decode
+    monkeypatch.setattr(SuperblockCoder, "decode", lambda *args, **kw: (calls.append(1), decode(*args, **kw))[1])
+    exact = master_weights(tmp_path / "master")["model.experts.up"].reshape(1000, 60)
+    calls.clear()
+    moved = MovedTensor(
+        name="up",
+        shape=(400, 7),
+        dtype="F32",
+        segments=(Segment(tensor=tensor, first=3, step=2, count=400),),
+        columns=range(50, 57),
+        transposed=False,
+        cache=MatrixCache(),
+    )
+    out = np.empty(400 * 7 * 4, dtype=np.uint8)
+    moved.read(0, 400 * 7, "F32", out)
+    assert np.array_equal(out.view(np.float32).reshape(400, 7), exact[3:803:2, 50:57])
+    assert len(calls) == 1
+
+
+# --- the search of scales ---
+
+
+def test_search_by_the_model_finds_about_what_encoding_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(5)
+    channels = np.exp(0.5 * rng.standard_normal(512)).astype(np.float32)
+    source = write_checkpoint(tmp_path / "model", {"up": bf16(gaussian(256, 512, seed=3))})
+    (tensor,) = open_local(source).tensors
+    rows = gaussian(2048, 512, seed=4) * channels
+    inputs = Inputs(
+        along_rows=True,
+        tokens=1536,
+        rms=np.sqrt(np.square(rows[:1536]).mean(axis=0)),
+        rows=rows[:1536],
+        held_back=rows[1536:],
+        windows=np.repeat(np.arange(8), 64),
+    )
+    weight = Matrix(tensor=tensor, number=0, rows=256, columns=512, block_size=SuperblockCodec.block_size)
+    encoded = []
+    monkeypatch.setattr(
+        "pqweights.measure.scale_search.encode_weight", lambda *a, **kw: (encoded.append(1), encode_weight(*a, **kw))[1]
+    )
+    coder = ADDED["test-superblocks"].coder(4.5)
+    modelled, scales = search(coder, weight, inputs)
+    assert modelled.scaled and scales is not None and modelled.gain is not None
+    assert len(encoded) == 2  # the check, with and without the scales
+    monkeypatch.setattr(SuperblockCoder, "modelled_errors", lambda self, blocks: None)
+    measured, _ = search(coder, weight, inputs)
+    assert len(encoded) > 20
+    assert modelled.gain == pytest.approx(measured.gain, abs=0.03)
+    assert modelled.held_back_gain == pytest.approx(measured.held_back_gain, abs=0.03)
