@@ -21,6 +21,8 @@ from pqweights.errors import SourceError
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_ELEMENTS = 2**60
 ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
+# The digits of the two offsets of a tensor, in files of gigabytes.
+OFFSET_DIGITS = 20
 
 
 class TensorSpec(NamedTuple):
@@ -225,6 +227,13 @@ def encode_header(ordered: Sequence[TensorSpec], metadata: dict[str, str]) -> by
     text = f"{{{','.join(entries)}}}".encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+@functools.lru_cache(maxsize=4096)
+def entry_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return how many bytes a tensor takes in a header beside its name, up to some digits of its offsets."""
+    entry = {"dtype": dtype, "shape": shape, "data_offsets": []}
+    return len(json.dumps(entry, separators=(",", ":"))) + len(":,,") + OFFSET_DIGITS
 
 
 def stored_tensors(file: str, header_bytes: int, ordered: Sequence[TensorSpec]) -> tuple[StoredTensor, ...]:
