@@ -31,6 +31,7 @@ from pqweights.planning.plan import (
     Plan,
     TensorPlan,
     plan_shards,
+    stored_bytes,
 )
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, read_sensitivity
@@ -211,6 +212,7 @@ class Quantize(Transform):
             codec=codec,
             bits=bits,
             reason=reason,
+            bytes=stored_bytes(stored),
             stored=stored,
         )
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from pqweights.checkpoint.header import (
     StoredTensor,
     TensorSpec,
-    byte_count,
     encode_header,
     in_file_order,
     stored_tensors,
@@ -40,6 +39,7 @@ class TensorPlan(NamedTuple):
     action: QUANTIZE, KEEP, DECODE or INTEGER
     codec, bits: of a weight that is stored as codes; else None
     reason: why, for the user
+    bytes: the size of the stored tensors; as a field, because a plan adds it up several times
     stored: the stored tensors that it becomes
     """
 
@@ -51,6 +51,7 @@ class TensorPlan(NamedTuple):
     codec: str | None
     bits: float | None
     reason: str
+    bytes: int
     stored: tuple[TensorSpec, ...]
 
     @property
@@ -62,14 +63,6 @@ class TensorPlan(NamedTuple):
     def is_scaled(self) -> bool:
         """Whether its input channels are scaled before it is quantized; then the scales are stored beside it."""
         return self.action == QUANTIZE and any(spec.name == awq_name(self.name) for spec in self.stored)
-
-    @property
-    def bytes(self) -> int:
-        """The size in the output, in bytes, headers not counted."""
-        total = 0
-        for _, dtype, shape in self.stored:
-            total += byte_count(dtype, shape)
-        return total
 
     def named(self, name: str) -> TensorPlan:
         """Return the same plan for a tensor of another name. The name of this one must be empty."""
@@ -89,6 +82,11 @@ class TensorPlan(NamedTuple):
             "bytes": self.bytes,
             "reason": self.reason,
         }
+
+
+def stored_bytes(stored: Sequence[TensorSpec]) -> int:
+    """Return the size of stored tensors in bytes, headers not counted."""
+    return sum(spec.byte_count for spec in stored)
 
 
 @dataclass(frozen=True, kw_only=True)

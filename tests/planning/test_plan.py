@@ -19,7 +19,7 @@ from pqweights.checkpoint.header import TensorSpec, build_header, parse_header
 from pqweights.checkpoint.storage import LocalStorage
 from pqweights.dtypes import DTYPE_BITS
 from pqweights.errors import SourceError
-from pqweights.planning.plan import DEFAULT_METADATA, KEEP, QUANTIZE, Plan, TensorPlan, plan_shards
+from pqweights.planning.plan import DEFAULT_METADATA, KEEP, QUANTIZE, Plan, TensorPlan, plan_shards, stored_bytes
 from pqweights.planning.recipe import load_recipe
 
 SHARD_BYTES = 20_000
@@ -218,6 +218,7 @@ def tensor_plan(name: str, dtype: str, shape: list[int], stored: tuple[TensorSpe
         codec="c" if quantized else None,
         bits=5 if quantized else None,
         reason="",
+        bytes=stored_bytes(stored),
         stored=stored,
     )
 
