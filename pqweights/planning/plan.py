@@ -64,6 +64,11 @@ class TensorPlan(NamedTuple):
         """Whether its input channels are scaled before it is quantized; then the scales are stored beside it."""
         return self.action == QUANTIZE and any(spec.name == awq_name(self.name) for spec in self.stored)
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Everything but the names; thousands of experts have it in common."""
+        return self[1:-1]
+
     def named(self, name: str) -> TensorPlan:
         """Return the same plan for a tensor of another name. The name of this one must be empty."""
         stored = tuple([TensorSpec(name + suffix, dtype, shape) for suffix, dtype, shape in self.stored])

@@ -107,7 +107,7 @@ def _entries(tensors: Sequence[TensorPlan]) -> Iterator[JsonText]:
     """
     rests: dict[tuple[object, ...], str] = {}
     for tensor in tensors:
-        kind = tensor[1:-1]  # everything but the names
+        kind = tensor.kind
         rest = rests.get(kind)
         if rest is None:
             nameless = json_text(tensor._replace(name="").to_json(), LIST_ITEM)
