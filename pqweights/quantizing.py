@@ -31,6 +31,7 @@ from pqweights.planning.plan import (
     TensorPlan,
     coder_of,
     plan_shards,
+    stored_bytes,
 )
 from pqweights.planning.rates import Chosen, RatePlanner
 from pqweights.planning.recipe import Recipe
@@ -203,6 +204,7 @@ class Quantize(Transform):
             codec=codec,
             bits=bits,
             reason=reason,
+            bytes=stored_bytes(stored),
             stored=stored,
         )
 

@@ -161,10 +161,11 @@ def _parse_entries(file: str, header: dict[str, Any], data_start: int) -> list[S
         if not isinstance(offsets, list) or len(offsets) != 2 or not _are_counts(offsets):
             raise _damaged(file, f"tensor {name!r}: expected two data offsets, found {str(offsets)[:80]}")
         kind = (dtype, tuple(shape))
-        if kind not in kinds:
-            kinds[kind] = kind[1], _checked_bits(file, name, dtype, shape)
+        known = kinds.get(kind)
+        if known is None:
+            known = kinds[kind] = kind[1], _checked_bits(file, name, dtype, shape)
         begin, end = offsets
-        shared_shape, bits = kinds[kind]
+        shared_shape, bits = known
         if 8 * (end - begin) != bits:
             raise _damaged(
                 file,
