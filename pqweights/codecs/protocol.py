@@ -292,6 +292,11 @@ class Codec(Protocol):
         ...
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether it encodes and decodes on the device of the run; otherwise it always computes on the CPU."""
+        ...
+
+    @property
     def block_size(self) -> int:
         """The block size that configurations state: that of every weight, or the unit of blocks that depend on size."""
         ...

@@ -379,7 +379,7 @@ def test_configuration_states_what_decoding_needs(folder: Path) -> None:
 
 
 def test_version_without_the_codec_refuses_the_master(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ADDED:
+    for name in (*ADDED, "hadamard-trellis"):
         monkeypatch.delitem(CODECS, name)
     with pytest.raises(MasterError, match="format_version: expected 1, found 3; a newer pqweights"):
         open_local(folder / "master")
@@ -468,13 +468,13 @@ def test_awq_scales_are_searched_and_applied_for_any_codec(folder: Path, tmp_pat
 REFUSED_OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "a fraction for a scalar codec": (
         ("--bits", "4.38"),
-        "--bits: expected a whole number of bits from 2 to 8 for hadamard-lloyd-max, found 4.38; test-superblocks has "
-        "any number of bits from 2.5 to 4.5",
+        "--bits: expected a whole number of bits from 2 to 8 for hadamard-lloyd-max, found 4.38; hadamard-trellis has "
+        "any number of bits from 1.5 to 8",
     ),
     "nearly a whole number": (
         ("--bits", "4.0001"),
-        "--bits: expected a whole number of bits from 2 to 8 for hadamard-lloyd-max, found 4.0001; test-superblocks "
-        "has any number of bits from 2.5 to 4.5",
+        "--bits: expected a whole number of bits from 2 to 8 for hadamard-lloyd-max, found 4.0001; hadamard-trellis "
+        "has any number of bits from 1.5 to 8",
     ),
     "too few for all": (
         ("--bits", "1"),
@@ -487,7 +487,7 @@ REFUSED_OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "a fraction for one pattern": (
         ("--set", "*down_proj*=3.3"),
         "--set *down_proj*=3.3: expected a whole number of bits from 2 to 8 for hadamard-lloyd-max, found 3.3; "
-        "test-superblocks has any number of bits from 2.5 to 4.5",
+        "hadamard-trellis has any number of bits from 1.5 to 8",
     ),
     "an effort that the codec does not have": (
         ("--codec", "test-superblocks", "--effort", "3"),
@@ -495,12 +495,12 @@ REFUSED_OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "an effort for a codec without": (
         ("--effort", "2"),
-        "--effort: hadamard-lloyd-max has no effort setting, found 2; test-superblocks has 1 or 2",
+        "--effort: hadamard-lloyd-max has no effort setting, found 2; hadamard-trellis has 8, 64 or 256",
     ),
     "an unknown codec": (
         ("--codec", "test-superblock"),
         "--codec: no codec is called 'test-superblock'; the nearest is 'test-superblocks'; expected "
-        f"{', '.join([*CODECS, *ADDED])}",
+        f"{', '.join(dict.fromkeys([*CODECS, *ADDED]))}",
     ),
 }
 
@@ -518,14 +518,17 @@ def test_refused_options_name_what_is_possible(
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("{bits: 4.38}", "bits: expected a whole number of bits from 2 to 8 for hadamard-lloyd-max, found 4.38; test-"),
+        (
+            "{bits: 4.38}",
+            "bits: expected a whole number of bits from 2 to 8 for hadamard-lloyd-max, found 4.38; hadamard-",
+        ),
         (
             "{codec: test-superblocks, bits: 9}",
             "bits: expected any number of bits from 2.5 to 4.5 for test-superblocks",
         ),
         ("{codec: test-superblocks, effort: 3}", "effort: expected an effort of 1 or 2 for test-superblocks, found 3"),
         ("{codec: test-superblocks, effort: 1.5}", "effort: expected a whole number, found 1.5"),
-        ("{effort: 1}", "effort: hadamard-lloyd-max has no effort setting, found 1; test-superblocks has 1 or 2"),
+        ("{effort: 1}", "effort: hadamard-lloyd-max has no effort setting, found 1; hadamard-trellis has 8, 64 or 256"),
     ],
 )
 def test_refused_recipe_names_what_is_possible(text: str, line: str) -> None:
