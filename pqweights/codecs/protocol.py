@@ -139,8 +139,8 @@ class PassResult:
 class Coder(Protocol):
     """A codec at one rate, for all weights or `sized` for one.
 
-    Only a sized coder has blocks and parts, and encodes and decodes. Rate, promise, tables and states are the same for
-    all weights.
+    Only a sized coder has blocks and parts, and encodes and decodes. Rate, tables and states are the same for all
+    weights; what is promised may depend on the size, too.
 
     Where `parts` is a parameter, it holds an array [blocks, bytes per block] u8 for each entry of the property `parts`,
     in the same order.

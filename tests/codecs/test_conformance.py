@@ -147,9 +147,9 @@ def test_sized_coders_depend_on_the_size_alone(name: str) -> None:
     for weights in (0, 1, 127, 128, 129, 1000, 65_536, 65_537, 10**6, 10**12, 10**30):
         sized = coder.sized(weights)
         assert sized.sized(1).sized(weights).parts == sized.parts
-        assert (sized.bits, sized.distortion, sized.first_state()) == (
+        assert (sized.bits, sized.tables(), sized.first_state()) == (
             coder.bits,
-            coder.distortion,
+            coder.tables(),
             coder.first_state(),
         )
         assert sized.block_size % codec.block_size == 0
