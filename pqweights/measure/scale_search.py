@@ -158,9 +158,7 @@ def search(
     channels = _Channels(_logarithms(inputs.rms), _logarithms(_rms(sample)))
 
     def error(a: float, b: float) -> float:
-        scales = channels.scales(a, b)
-        modelled = modelled_error(coder, sample, scales, inputs.rows)
-        return float(output_errors(coder, sample, scales, inputs.rows).sum()) if modelled is None else modelled
+        return expected_error(coder, sample, channels.scales(a, b), inputs.rows)
 
     plain = error(0.0, 0.0)
     if plain == 0.0:
@@ -261,6 +259,12 @@ def _least(error: Callable[[float, float], float], plain: float) -> tuple[tuple[
         candidates = [(best[0] + i * step, best[1] + j * step) for i in (-1, 0, 1) for j in (-1, 0, 1)]
         candidates = [pair for pair in candidates if min(pair) >= 0 and max(pair) <= 1]
     return best, known[best]
+
+
+def expected_error(coder: Coder, weight: Floats, scales: Floats, inputs: Floats) -> float:
+    """Return the sum of output_errors, by the coder's model if it has one."""
+    modelled = modelled_error(coder, weight, scales, inputs)
+    return float(output_errors(coder, weight, scales, inputs).sum()) if modelled is None else modelled
 
 
 def modelled_error(coder: Coder, weight: Floats, scales: Floats, inputs: Floats) -> float | None:
