@@ -115,13 +115,19 @@ def ours() -> list[Quantizer]:
     rates = [
         quantizer_of(
             trellis.coder(bits, states),
-            f"pqweights trellis, {f'{states} states, ' if states != trellis.efforts[0] else ''}{bits} bits",
+            trellis_name(states, bits),
             counted,
         )
         for states in trellis.efforts
         for bits in TRELLIS_RATES
     ]
     return rates + widths
+
+
+def trellis_name(states: int, bits: float) -> str:
+    """The name of the row of the trellis codec at one rate."""
+    default = states == get_codec("hadamard-trellis").efforts[0]
+    return f"pqweights trellis, {'' if default else f'{states} states, '}{bits} bits"
 
 
 def quantizer_of(codec_at_rate: Coder, name: str, counted: str) -> Quantizer:
@@ -550,7 +556,31 @@ def sections(document: Document) -> dict[str, str]:
         table(["quantizer", "counted", *QUALITY_HEADER, *counts], rows),
         *(f"Not measured: {name} {why}" for name, why in document["absent"].items()),
     ]
-    return {"peers": "\n\n".join(lines), "peers-short": short(document)}
+    return {"peers": "\n\n".join(lines), "peers-short": short(document), "peers-trellis": trellis_table(document)}
+
+
+def trellis_rows(rows: Sequence[Document]) -> dict[str, list[Document]]:
+    """The rows of the trellis codec by its number of states, in words."""
+    codec = get_codec("hadamard-trellis")
+    result: dict[str, list[Document]] = {}
+    for states in codec.efforts:
+        names = [trellis_name(states, bits) for bits in TRELLIS_RATES]
+        result[f"pqweights trellis, {states} states"] = [row for row in rows if row["quantizer"] in names]
+    return result
+
+
+def trellis_table(document: Document) -> str:
+    """The table of the page of the trellis codec: bits above the bound by rate and states."""
+    header = ["bits/weight", *(f"{name}: {field}" for name in trellis_rows([]) for field in ("real weights", "N(0,1)"))]
+    header = [column.removeprefix("pqweights trellis, ") for column in header] + ["scalar, real weights"]
+    lines: list[list[Cell]] = []
+    scalar = {row["quantizer"]: row for row in document["rows"]}
+    for place, bits in enumerate(TRELLIS_RATES):
+        rows = [found[place] for found in trellis_rows(document["rows"]).values()]
+        cells = [f"{row[of]['above_bound']:.3f}" for row in rows for of in ("real", "gaussian")]
+        beside = scalar[f"pqweights, {int(bits)} bits"]["real"]["above_bound"]
+        lines.append([bits, *cells, f"{beside:.3f}"])
+    return f"Bits above the bound, {document['settings']['model']}:\n\n{table(header, lines)}"
 
 
 def short(document: Document) -> str:

@@ -318,13 +318,20 @@ def sections(document: Document) -> dict[str, str]:
     return result
 
 
+def is_plain(row: Document) -> bool:
+    """Whether a trellis master has the usual number of states, and no scales."""
+    return "states" not in row["what"] and "AWQ" not in row["what"]
+
+
 def short(document: Document) -> str:
     """One table of the masters of all models: perplexity and KL at each bit width, without and with scales."""
     found = {(row["model"], row["what"]): row for row in document["rows"] if row["part"] == MASTERS}
     models = list(document["settings"])
     header = ["", *(f"{model}: {name}" for model in models for name in ("perplexity", "KL", "AWQ: perplexity", "KL"))]
     rows: list[list[Cell]] = []
-    for what in ("original", *(f"q{bits}" for bits in WIDTHS)):
+    found |= {(row["model"], row["what"]): row for row in document["rows"] if row["part"] == TRELLIS}
+    trellis = [f"trellis {rate:g}" for rate in (5.125, 4.125, 3.125)]
+    for what in ("original", *(f"q{bits}" for bits in WIDTHS), *trellis):
         line: list[Cell] = [what]
         for model in models:
             for row in (found.get((model, what)), found.get((model, f"{what} AWQ"))):

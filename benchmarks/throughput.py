@@ -146,7 +146,21 @@ def sections(document: Document) -> dict[str, str]:
         f"{settings['weights'] / 1e6:.0f} M weights, {settings['dtype']}, blocks of {settings['block_size']}, "
         f"median of {settings['rounds']}."
     )
-    return {"throughput": f"{note}\n\n{table(header, rows)}"}
+    return {"throughput": f"{note}\n\n{table(header, rows)}", "throughput-trellis": trellis_table(document)}
+
+
+def trellis_table(document: Document) -> str:
+    """The table of the page of the trellis codec, with a scalar width beside it."""
+    found = {(row["operation"], row["threads"]): row["weights_per_second"] / 1e6 for row in document["rows"]}
+    threads = document["settings"]["threads"]
+    columns = [(operation, count) for operation in ("encode", "decode") for count in threads]
+    header = ["", *(f"{operation}, M weights/s, {count} thread{'s' * (count > 1)}" for operation, count in columns)]
+    names = {name: name for name in document["settings"]["trellis"]} | {"scalar, 4 bits": "4"}
+    rows = [
+        [shown, *(f"{found[f'{operation} {name}', count]:.0f}" for operation, count in columns)]
+        for shown, name in names.items()
+    ]
+    return table(header, rows)
 
 
 def compared(documents: dict[str, Document]) -> dict[str, str]:
