@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TRELLIS = "_trellis"
-# Blocks of a superblock: about as many, so that the last superblock of a weight has few zeros to fill it.
-_BLOCKS, _FEWEST, _MOST = 512, 448, 576
+# Blocks of a superblock: about as many, so that the last superblock of a weight has few zeros to fill it. The most are
+# twice the fewest: otherwise some weights could only be cut into superblocks of which one is half empty.
+_BLOCKS, _FEWEST, _MOST = 512, 384, 768
 _LANES = 16
 # Bits above the rate-distortion bound of N(0,1), with everything counted, 8 states, from 1.5 to 8 bits.
 _ABOVE_BOUND = 0.097

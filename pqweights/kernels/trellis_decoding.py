@@ -20,6 +20,8 @@ from pqweights.kernels.vector import stack
 _TILE = LANES * 128
 # The state with which the encoder begins and the decoder ends.
 _LEAST = 1 << 16
+# Blocks of this scale or more are multiplied by _RAISED after the butterflies, whose sums could be infinite otherwise.
+_LARGE, _LOWERED, _RAISED = 2.0**100, 2.0**-96, np.float32(2.0**96)
 # Bytes of the arrays on the stack.
 _TILE_BYTES, _LANE_BYTES, _THREE_LANES, _CLASS_BYTES = 4 * _TILE, 4 * LANES, 12 * LANES, 4 * 256
 
@@ -52,6 +54,18 @@ def _is_header(row: Any, step: Any, trellises: Any, states_at: Any, table: Any) 
     if not (step >= 0.0 and step < np.inf) or row[4] > 15 or states_at > len(row):
         return False
     return trellises[2 * row[4]] != 0 and _read_shares(row, table)
+
+
+@jit
+def _scale_tile(step: Any, gains: Any, classes: Any, scales: Any, raised: Any) -> Any:
+    """Set the scales of sixteen blocks, and what they are multiplied by afterwards; whether that is not 1 for all."""
+    large = False
+    for lane in range(LANES):
+        scale, raised[lane] = step * gains[classes[lane]], np.float32(1)
+        if scale >= _LARGE:
+            scale, raised[lane], large = scale * _LOWERED, _RAISED, True
+        scales[lane] = np.float32(scale)
+    return large
 
 
 DECODE = types.void(*[types.voidptr] * 11, *[types.int64] * 6)
@@ -92,7 +106,8 @@ def _decode(
     class_table = carray(stack(_CLASS_BYTES), 256, np.uint32)
     states, paths = carray(stack(_LANE_BYTES), LANES, np.uint32), carray(stack(_LANE_BYTES), LANES, np.uint32)
     present, classes = carray(stack(_LANE_BYTES), LANES, np.int32), carray(stack(_LANE_BYTES), LANES, np.int32)
-    tables, scales = carray(stack(_THREE_LANES), 3 * LANES, np.int32), carray(stack(_LANE_BYTES), LANES, np.float32)
+    tables, raised = carray(stack(_THREE_LANES), 3 * LANES, np.int32), carray(stack(_LANE_BYTES), LANES, np.float32)
+    scales = carray(stack(_LANE_BYTES), LANES, np.float32)
     status[0], status[1] = -1, SOUND
     for number in range(superblocks):
         row = rows[number]
@@ -119,6 +134,8 @@ def _decode(
                 p = at - 4 * lanes + 4 * lane
                 word = np.uint32(row[p]) | np.uint32(row[p + 1]) << 8 | np.uint32(row[p + 2]) << 16
                 states[lane] = word | np.uint32(row[p + 3]) << 24
+                if states[lane] < _LEAST:
+                    wrong = BAD_HEADER
         position = 0
         for tile in range(tiles):
             for lane in range(LANES):
@@ -128,7 +145,7 @@ def _decode(
                 kind = kinds[classes[lane]]
                 tables[lane] = kind << 13
                 tables[LANES + lane], tables[2 * LANES + lane] = widths[2 * kind], widths[2 * kind + 1]
-                scales[lane] = np.float32(step * gains[classes[lane]])
+            large = _scale_tile(step, gains, classes, scales, raised)
             flips = trellises[2 * state_bits : 2 * state_bits + 2]
             position = decode_numbers(table, tables, flips, scales, states, paths, stream, position, work)
             if position > words:
@@ -138,6 +155,10 @@ def _decode(
                 unrotate_tile(work, minus_one, x)
             else:
                 transpose_tile(work, x)
+            if large:
+                for i in range(LANES):
+                    for j in range(128):
+                        x[i * 128 + j] = x[i * 128 + j] * raised[i]
             if signed:
                 for i in range(LANES):
                     for j in range(128):

@@ -35,6 +35,8 @@ _FORBIDDEN = np.float32(1e6)
 # Magnitudes outside these are brought to 1 by a power of two, so that sums of squares stay in the range of float32.
 _SMALLEST, _LARGEST = np.uint32((127 - 40) << 23), np.uint32((127 + 40) << 23)
 _INFINITE = np.uint32(0x7F800000)
+# The steps of weights near the largest float32 could be larger.
+_LARGEST_STEP = 3.4028234663852886e38
 _NOT_FINITE = -1000
 _ATTEMPTS = 12
 # Bytes of the arrays on the stack.
@@ -111,7 +113,7 @@ def _fitted_step(room: Any, model: Any, blocks: Any, exponent: Any) -> Any:
         length = length + gain * gain * np.float64(room.lengths[i])
     if length == 0.0 or product <= 0.0:
         return np.float32(0)
-    return np.float32(product / length * ORTHONORMAL * power_of_two(exponent))
+    return np.float32(min(product / length * ORTHONORMAL * power_of_two(exponent), _LARGEST_STEP))
 
 
 @jit

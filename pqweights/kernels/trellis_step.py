@@ -14,8 +14,8 @@ from pqweights.kernels.jit import jit
 LANES = 16
 # Bytes before the states of the coder if there are no frequencies of classes.
 HEADER = 7
-# What the states take from the stream less what they hold, on average, in bits.
-_STATE_BITS = 378.0
+# What the state of a lane takes less what it holds, on average, in bits.
+_STATE_BITS = 23.625
 ORTHONORMAL = 0.08838834764831845
 
 
@@ -167,7 +167,7 @@ def _expected_bits(room: Any, model: Any, blocks: Any, step: Any) -> Any:
     for c in range(first, end):
         if room.counts[c]:
             total += room.counts[c] * model.logarithms[room.shares[c]]
-    return total + _STATE_BITS + 8.0 * (HEADER + (end - first if end - first > 1 else 0))
+    return total + _STATE_BITS * min(LANES, blocks) + 8.0 * (HEADER + (end - first if end - first > 1 else 0))
 
 
 @jit
@@ -178,7 +178,9 @@ def find_step(room: Any, model: Any, blocks: Any, wanted: Any, step: Any, least:
         step = max(step, least)
         excess = _expected_bits(room, model, blocks, step) - wanted
         if abs(excess) < 4.0:
-            break
+            return step
         coded = 128.0 * max(1, blocks - room.counts[0])
         step = step * _exp2(max(-1.0, min(1.0, excess / coded)))
-    return max(step, least)
+    step = max(step, least)
+    _expected_bits(room, model, blocks, step)  # for the classes that belong to this step
+    return step
