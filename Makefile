@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv quantize fit int4 mlx vllm bf16 eval publish demo test test-fast lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-phases bench-peers bench-scaling bench-exports bench-loading bench-quality bench-hub bench-fit bench-report bench-kills bad-inputs docs docs-commands dist clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 eval publish demo test test-fast lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-loading bench-quality bench-hub bench-fit bench-rates bench-report bench-kills bad-inputs docs docs-commands dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -85,7 +85,7 @@ format: $(READY) ## format the code
 # checkpoints are made (20 GB at most), by default a temporary folder. EXTRAS: bench, or bench,bench-llama.
 # MACHINE: a short name of another machine than that of the pages, whose figures then stand in columns beside theirs.
 DOCS ?= docs/benchmarks
-PAGES ?= docs/benchmarks.md docs/exports.md docs/fit.md docs/hub.md docs/quality.md README.md
+PAGES ?= docs/benchmarks.md docs/exports.md docs/fit.md docs/hub.md docs/quality.md docs/trellis.md README.md
 EXTRAS ?= bench
 BENCHMARK = $(BIN)/python benchmarks/$(1).py --out $(DOCS) $(if $(MACHINE),--machine $(MACHINE))
 REPORT = $(BIN)/python benchmarks/report.py --out $(DOCS) $(PAGES)
@@ -119,6 +119,10 @@ bench-cold: $(READY) ## the same with an empty page cache, which only root can e
 	$(call BENCHMARK,commands) --cold --sizes 4GB --largest 1GB $(WORK) $(ARGS)
 	$(REPORT)
 
+bench-trellis: $(READY) ## the same with the trellis codec: quantize, export to BF16, verify
+	$(call BENCHMARK,commands) --recipe t4 $(WORK) $(ARGS)
+	$(REPORT)
+
 bench-phases: $(READY) ## where the time of quantize and export goes
 	$(call BENCHMARK,phases) $(WORK) $(ARGS)
 	$(REPORT)
@@ -149,6 +153,10 @@ bench-hub: $(READY) ## over a Hub on the loopback: quantize by id with little di
 
 bench-fit: $(READY) ## MODELS="DIR ...": bit widths chosen by sensitivity, uniform and hand-made; predicted and measured loss
 	$(call BENCHMARK,fit) $(MODELS) $(WORK) $(ARGS)
+	$(REPORT)
+
+bench-rates: $(READY) ## MODELS="DIR ...": rates of the trellis codec, uniform and fitted, beside fits of whole widths
+	$(call BENCHMARK,rates) $(MODELS) $(WORK) $(ARGS)
 	$(REPORT)
 
 bench-report: $(READY) ## draw the plots and write the tables again

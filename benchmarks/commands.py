@@ -2,6 +2,7 @@
 
     python benchmarks/commands.py --sizes 1GB 4GB 8GB --largest 100MB 1GB 1GB
     python benchmarks/commands.py --cold --sizes 4GB --largest 1GB        # as root
+    python benchmarks/commands.py --recipe t4 --sizes 4GB --largest 1GB   # the trellis codec, without integer exports
 
 Everything that a command reads is read once before it runs, so that it comes from the page cache; with --cold the
 cache is emptied instead. Every command is timed until a `sync` after it returns. The commands take turns, and the
@@ -37,7 +38,8 @@ from harness import (
     version,
 )
 
-SETTINGS = {"dtype": "BF16", "recipe": "q5", "bits": 5, "block_size": 128}
+RECIPE = "q5"
+SETTINGS = {"dtype": "BF16", "block_size": 128}
 EXPORTS = {
     "export bf16": ["bf16"],
     "torchao-int4": ["torchao-int4"],
@@ -47,17 +49,19 @@ EXPORTS = {
 COMMANDS = ("cp", "quantize", *EXPORTS, "verify")
 
 
-def measure(folder: Path, total: str, largest: str, *, rounds: int, cold: bool) -> list[dict]:
+def measure(folder: Path, total: str, largest: str, *, recipe: str, rounds: int, cold: bool) -> list[dict]:
     """The rows of one checkpoint, one per command."""
+    quantize = [*PQWEIGHTS, "quantize", "--recipe", recipe]
+    exports = EXPORTS if recipe == RECIPE else {"export bf16": EXPORTS["export bf16"]}
     source, master, out = (folder / name for name in ("source", "master", "out"))
     source_bytes = make_source(source, total, largest)
-    run_command([*PQWEIGHTS, "quantize", str(source), str(master)])  # the first run on a machine also compiles
+    run_command([*quantize, str(source), str(master)])  # the first run on a machine also compiles
     commands = {
         "cp": (["cp", "-r", "--reflink=never", str(source), str(out)], source, out),
-        "quantize": ([*PQWEIGHTS, "quantize", str(source), str(out)], source, out),
+        "quantize": ([*quantize, str(source), str(out)], source, out),
         **{
             name: ([*PQWEIGHTS, "export", str(master), str(out), "--target", *arguments], master, out)
-            for name, arguments in EXPORTS.items()
+            for name, arguments in exports.items()
         },
         "verify": ([*PQWEIGHTS, "verify", str(master)], master, None),
     }
@@ -130,7 +134,7 @@ def times_row(row: Document, document: Document) -> list[Cell]:
 def sections(document: Document) -> dict[str, str]:
     """The tables, in Markdown."""
     settings, rows, idle = document["settings"], document["rows"], document["idle_peak_bytes"]
-    note = f"{settings['dtype']} source, {settings['bits']} bits, blocks of {settings['block_size']}"
+    note = f"{settings['dtype']} source, recipe {settings['recipe']}, blocks of {settings['block_size']}"
     times = table(TIMES_HEADER, [times_row(row, document) for row in rows])
     cache = "empty" if settings["cold"] else "warm"
     disk = settings["disk"]
@@ -141,16 +145,17 @@ def sections(document: Document) -> dict[str, str]:
     )
     if settings["cold"]:
         return {"cold": f"{note}; median of {settings['rounds']}, page cache empty, through sync.{moved}\n\n{times}"}
-    shown = [name for name in COMMANDS if name != "cp"]
     peaks = {(row["checkpoint"], row["command"]): row["peak_bytes"] for row in rows}
+    shown = [name for name in COMMANDS if name != "cp" and any(name == command for _, command in peaks)]
     checkpoints = dict.fromkeys((row["checkpoint"], row["largest_tensor"]) for row in rows)
     memory = [
         [size, largest, *(f"{peaks[size, name] / 1e6:.0f} MB" for name in shown)] for size, largest in checkpoints
     ]
     beside = "torch is not installed" if idle is None else gigabytes(idle)
+    suffix = "" if settings["recipe"] == RECIPE else f"-{settings['recipe']}"
     return {
-        "wall-time": f"{note}; median of {settings['rounds']}, page cache {cache}, through sync.{moved}\n\n{times}",
-        "memory": (
+        f"wall-time{suffix}": f"{note}; median of {settings['rounds']}, page cache {cache}, through sync.{moved}\n\n{times}",
+        f"memory{suffix}": (
             f"{note}. Idle `python -c 'import pqweights, torch, numpy'`: {beside}.\n\n"
             + table(["checkpoint", "largest tensor", *shown], memory)
         ),
@@ -176,6 +181,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where checkpoints are made; by default a temporary folder")
     parser.add_argument("--sizes", nargs="+", default=["1GB", "4GB", "8GB"])
     parser.add_argument("--largest", nargs="+", default=["100MB", "1GB", "1GB"], help="largest tensor, one per size")
+    parser.add_argument("--recipe", default=RECIPE, help="recipe of the masters; others than q5 get a document apart")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cold", action="store_true", help="empty the page cache before each command; as root")
     options = parser.parse_args()
@@ -188,10 +194,17 @@ def main() -> None:
     rows = []
     for size, largest in zip(options.sizes, options.largest, strict=True):
         with tempfile.TemporaryDirectory(dir=options.folder) as work:
-            rows += measure(Path(work), size, largest, rounds=options.rounds, cold=options.cold)
-    settings = {**SETTINGS, "rounds": options.rounds, "cold": options.cold, "disk": disk_rates(options.folder)}
+            rows += measure(Path(work), size, largest, recipe=options.recipe, rounds=options.rounds, cold=options.cold)
+    settings = {
+        **SETTINGS,
+        "recipe": options.recipe,
+        "rounds": options.rounds,
+        "cold": options.cold,
+        "disk": disk_rates(options.folder),
+    }
     document = {"machine": machine(start), "settings": settings, "idle_peak_bytes": idle, "rows": rows}
-    publish("cold" if options.cold else "commands", document, sections(document), options)
+    plain = "commands" if options.recipe == RECIPE else f"commands-{options.recipe}"
+    publish("cold" if options.cold else plain, document, sections(document), options)
 
 
 if __name__ == "__main__":

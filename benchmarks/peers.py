@@ -6,7 +6,8 @@ The weights are the linear weights (2-D, rows that 128 divides, no embeddings) o
 MSE is ||W - W'||^2 / ||W||^2 over all of them. Bits per weight count codes, scales, zero points, norms and padding, as
 stored. "Above the bound" is bits per weight minus 1/2 log2(1 / relative MSE), the least that any quantizer needs for a
 Gaussian source: lower is better. A second pair of columns is on Student-t(4) weights with log-normal column scales
-(sigma 0.5), a stand-in for outlier channels.
+(sigma 0.5), a stand-in for outlier channels; a last column is on independent N(0,1). The bound is that of a Gaussian
+with the variance of all weights together, so blocks that differ in variance let a codec go below what N(0,1) allows.
 
 Only encoding is timed: packing counts, converting the input does not. Every quantizer starts from the same float32
 weights and is measured against them. Libraries whose scales take the dtype of the weights get BF16, the dtype in which
@@ -37,7 +38,7 @@ from harness import Cell, Document, argument_parser, machine, now, publish, tabl
 from safetensors.numpy import load_file
 
 from pqweights.codecs import get_codec
-from pqweights.codecs.protocol import Bytes, Measures
+from pqweights.codecs.protocol import Bytes, Coder, Measures
 from pqweights.codecs.weight import PassTotals, block_count, encode_chunk
 from pqweights.rewrite.task import usable_cores
 
@@ -49,6 +50,9 @@ POOL, TORCH, FIXED = "pool", "torch", "fixed"  # how a quantizer is given thread
 
 # The rows of the short table: the usual choices of each library around 4 and 5 bits.
 SHORT = (
+    "pqweights trellis, 5.125 bits",
+    "pqweights trellis, 4.125 bits",
+    "pqweights trellis, 64 states, 4.125 bits",
     "pqweights, 5 bits",
     "pqweights, 4 bits",
     "llama.cpp Q5_K",
@@ -88,45 +92,77 @@ def same(weight: np.ndarray) -> np.ndarray:
 
 
 class Encoded(NamedTuple):
-    """The parts of some blocks, and what encoding measured."""
+    """The parts of a piece of a weight, what decodes them, and what encoding measured."""
 
+    coder: Coder
+    weights: int
     parts: tuple[Bytes, ...]
     measures: Measures
 
 
+# Rates of the trellis codec: as many bits as the scalar codec takes.
+TRELLIS_RATES = (5.125, 4.125, 3.125, 2.125)
+
+
 def ours() -> list[Quantizer]:
-    """The default codec at every bit width, one pass without a rescue."""
-    codec = get_codec("hadamard-lloyd-max")
-
-    def quantizer(bits: int) -> Quantizer:
-        coder = codec.coder(bits)
-        state = coder.first_state()
-
-        def encode(weight: np.ndarray) -> Encoded:
-            blocks = block_count(weight.size, coder.block_size)
-            parts = tuple(np.empty((blocks, part.bytes_per_block), dtype=np.uint8) for part in coder.parts)
-            values = weight.reshape(-1).view(np.uint8)
-            return Encoded(parts, encode_chunk(coder, values, weight.size, dtype="F32", state=state, parts=parts))
-
-        def decode(encoded: Encoded) -> np.ndarray:
-            totals = PassTotals(state)
-            totals.add(encoded.measures)
-            assert coder.next_state([totals.result()]) is None, "these weights need a second pass"
-            values = np.empty(len(encoded.parts[0]) * coder.block_size * 4, dtype=np.uint8)
-            coder.decode(encoded.parts, values, dtype="F32", state=state)
-            return values.view(np.float32)
-
-        return Quantizer(
-            name=f"pqweights, {bits} bits",
-            counted=f"{bits}-bit codes; F16 norm per 128",
-            threading=POOL,
-            prepare=same,
-            encode=encode,
-            decode=decode,
-            stored_bits=lambda encoded: 8 * sum(part.nbytes for part in encoded.parts),
+    """The scalar codec at every bit width, and the trellis codec with every number of states; without a rescue."""
+    scalar, trellis = get_codec("hadamard-lloyd-max"), get_codec("hadamard-trellis")
+    widths = [
+        quantizer_of(scalar.coder(bits), f"pqweights, {bits} bits", f"{bits}-bit codes; F16 norm per 128")
+        for bits in range(8, 1, -1)
+    ]
+    counted = "all: superblocks fill a fixed number of bytes"
+    rates = [
+        quantizer_of(
+            trellis.coder(bits, states),
+            trellis_name(states, bits),
+            counted,
         )
+        for states in trellis.efforts
+        for bits in TRELLIS_RATES
+    ]
+    return rates + widths
 
-    return [quantizer(bits) for bits in range(8, 1, -1)]
+
+def trellis_name(states: int, bits: float) -> str:
+    """The name of the row of the trellis codec at one rate."""
+    default = states == get_codec("hadamard-trellis").efforts[0]
+    return f"pqweights trellis, {'' if default else f'{states} states, '}{bits} bits"
+
+
+def quantizer_of(codec_at_rate: Coder, name: str, counted: str) -> Quantizer:
+    """The row of a codec at one rate."""
+    state = codec_at_rate.first_state()
+
+    def encode(weight: np.ndarray) -> Encoded:
+        coder = codec_at_rate.sized(weight.size)
+        blocks = block_count(weight.size, coder.block_size)
+        if blocks * coder.block_size == weight.size:
+            values = weight.reshape(-1).view(np.uint8)
+        else:
+            values = np.zeros(blocks * coder.block_size * 4, dtype=np.uint8)
+            values[: weight.nbytes] = weight.reshape(-1).view(np.uint8)
+        parts = tuple(np.empty((blocks, part.bytes_per_block), dtype=np.uint8) for part in coder.parts)
+        measures = encode_chunk(coder, values, weight.size, dtype="F32", state=state, parts=parts)
+        return Encoded(coder, weight.size, parts, measures)
+
+    def decode(encoded: Encoded) -> np.ndarray:
+        totals, coder = PassTotals(state), encoded.coder
+        totals.add(encoded.measures)
+        assert coder.next_state([totals.result()]) is None, "these weights need a second pass"
+        values = np.empty(len(encoded.parts[0]) * coder.block_size * 4, dtype=np.uint8)
+        coder.decode(encoded.parts, values, dtype="F32", state=state)
+        return values.view(np.float32)[: encoded.weights]
+
+    return Quantizer(
+        name=name,
+        counted=counted,
+        threading=POOL,
+        prepare=same,
+        encode=encode,
+        decode=decode,
+        stored_bits=lambda encoded: 8 * sum(part.nbytes for part in encoded.parts),
+    )
 
 
 def load_ggml() -> ctypes.CDLL:
@@ -412,6 +448,11 @@ def heavy_tailed() -> list[np.ndarray]:
     return list((chance.standard_t(4, (4, 1024, 1024)) * scales).astype(np.float32))
 
 
+def gaussian() -> list[np.ndarray]:
+    """Four million independent N(0,1)."""
+    return list(np.random.default_rng(1).standard_normal((4, 1024, 1024), dtype=np.float32))
+
+
 def pieces(weights: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The weights cut into whole rows of at most PIECE_WEIGHTS weights."""
     result = []
@@ -472,7 +513,14 @@ def rates(
     return [{str(number): median.get((quantizer.name, number)) for number in threads} for quantizer in quantizers]
 
 
-QUALITY_HEADER = ("bits/weight", "relative MSE", "above the bound", "heavy-tailed: relative MSE", "above the bound")
+QUALITY_HEADER = (
+    "bits/weight",
+    "relative MSE",
+    "above the bound",
+    "heavy-tailed: relative MSE",
+    "above the bound",
+    "N(0,1): above the bound",
+)
 SHORT_HEADER = ("quantizer", "bits/weight", "relative MSE", "above the bound", "above the bound, heavy-tailed weights")
 
 
@@ -480,7 +528,7 @@ def quality_cells(row: Document) -> list[str]:
     """The cells below QUALITY_HEADER."""
     real, heavy = row["real"], row["heavy_tailed"]
     errors = [text for each in (real, heavy) for text in (f"{each['relative_mse']:.6f}", f"{each['above_bound']:.3f}")]
-    return [f"{real['bits_per_weight']:.5g}", *errors]
+    return [f"{real['bits_per_weight']:.5g}", *errors, f"{row['gaussian']['above_bound']:.3f}"]
 
 
 def rate_cell(rate: float | None) -> Cell:
@@ -508,7 +556,31 @@ def sections(document: Document) -> dict[str, str]:
         table(["quantizer", "counted", *QUALITY_HEADER, *counts], rows),
         *(f"Not measured: {name} {why}" for name, why in document["absent"].items()),
     ]
-    return {"peers": "\n\n".join(lines), "peers-short": short(document)}
+    return {"peers": "\n\n".join(lines), "peers-short": short(document), "peers-trellis": trellis_table(document)}
+
+
+def trellis_rows(rows: Sequence[Document]) -> dict[str, list[Document]]:
+    """The rows of the trellis codec by its number of states, in words."""
+    codec = get_codec("hadamard-trellis")
+    result: dict[str, list[Document]] = {}
+    for states in codec.efforts:
+        names = [trellis_name(states, bits) for bits in TRELLIS_RATES]
+        result[f"pqweights trellis, {states} states"] = [row for row in rows if row["quantizer"] in names]
+    return result
+
+
+def trellis_table(document: Document) -> str:
+    """The table of the page of the trellis codec: bits above the bound by rate and states."""
+    header = ["bits/weight", *(f"{name}: {field}" for name in trellis_rows([]) for field in ("real weights", "N(0,1)"))]
+    header = [column.removeprefix("pqweights trellis, ") for column in header] + ["scalar, real weights"]
+    lines: list[list[Cell]] = []
+    scalar = {row["quantizer"]: row for row in document["rows"]}
+    for place, bits in enumerate(TRELLIS_RATES):
+        rows = [found[place] for found in trellis_rows(document["rows"]).values()]
+        cells = [f"{row[of]['above_bound']:.3f}" for row in rows for of in ("real", "gaussian")]
+        beside = scalar[f"pqweights, {int(bits)} bits"]["real"]["above_bound"]
+        lines.append([bits, *cells, f"{beside:.3f}"])
+    return f"Bits above the bound, {document['settings']['model']}:\n\n{table(header, lines)}"
 
 
 def short(document: Document) -> str:
@@ -525,10 +597,11 @@ def main() -> None:
     options = parser.parse_args()
     start = now()
     tensors = linear_weights(options.model or default_model())
-    weights, heavy = pieces(tensors), pieces(heavy_tailed())
+    weights, heavy, normal = pieces(tensors), pieces(heavy_tailed()), pieces(gaussian())
     threads = sorted({1, usable_cores()})
     quantizers, versions, absent = load_quantizers()
-    qualities = [(quality(quantizer, weights), quality(quantizer, heavy)) for quantizer in quantizers]  # also a warm-up
+    # also a warm-up
+    qualities = [[quality(quantizer, each) for each in (weights, heavy, normal)] for quantizer in quantizers]
     measured = rates(quantizers, weights, threads, options.rounds)
     rows = [
         {
@@ -536,9 +609,10 @@ def main() -> None:
             "counted": quantizer.counted,
             "real": real,
             "heavy_tailed": heavy_quality,
+            "gaussian": normal_quality,
             "weights_per_second": rate,
         }
-        for quantizer, (real, heavy_quality), rate in zip(quantizers, qualities, measured, strict=True)
+        for quantizer, (real, heavy_quality, normal_quality), rate in zip(quantizers, qualities, measured, strict=True)
     ]
     settings = {
         "model": options.model.name if options.model else "all-MiniLM-L6-v2",

@@ -1,6 +1,6 @@
 """What a language model is worth after quantization: masters with and without AWQ, the ablation, and the peers.
 
-    python benchmarks/quality.py MODEL_DIR [MODEL_DIR...] [--text TEXT] [--only masters ablation peers]
+    python benchmarks/quality.py MODEL_DIR [MODEL_DIR...] [--text TEXT] [--only masters trellis ablation peers]
 
 Each model is measured beside the original by the protocol of `pqweights eval` (docs/evaluation.md), on the first
 `--max-tokens` tokens of the text (MODEL_DIR/eval.txt by default), in float32 on the CPU: perplexity, KL divergence,
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,11 @@ PEERS = (
     "HQQ, 4 bits",
     "torchao INT4 (tinygemm)",
 )
-MASTERS, ABLATION, OTHERS = "masters", "ablation", "peers"
+# Rates of trellis masters: those of the scalar masters, of the peers, and with more effort.
+TRELLIS_RATES = (8.0, 6.5625, 6.125, 5.5, 5.125, 4.5, 4.25, 4.125, 3.4375, 3.125, 2.125)
+LONGER = ((64, 5.125), (64, 4.125), (64, 3.125), (256, 4.125))
+WITH_AWQ = (5.125, 4.125, 3.125)
+MASTERS, TRELLIS, ABLATION, OTHERS = "masters", "trellis", "ablation", "peers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,18 +144,36 @@ def searched_scales(bench: Bench, recipe: Recipe) -> Path:
 
 def masters(bench: Bench) -> Iterator[dict[str, Any]]:
     """The rows of the masters, at every bit width, without and with scales."""
-    out = bench.work / "master"
     for bits in WIDTHS:
         recipe = load_recipe(f"q{bits}")
         for awq in (None, searched_scales(bench, recipe)):
-            quantize(bench.model, out, recipe, options=QuantizeOptions(awq=awq), run=RunOptions(overwrite=True))
-            yield {
-                "what": f"q{bits}" + (" AWQ" if awq else ""),
-                "bits": bits,
-                "bits_per_weight": inspect(out).totals.bits_per_weight,
-                "relative_mse": relative_mse(bench.model, out).master.relative_mse,
-                **bench.measures(out),
-            }
+            yield master(bench, recipe, f"q{bits}" + (" AWQ" if awq else ""), awq)
+
+
+def trellis_masters(bench: Bench) -> Iterator[dict[str, Any]]:
+    """The rows of trellis masters."""
+    base = replace(load_recipe("t4"), name="trellis")
+    for rate in TRELLIS_RATES:
+        recipe = base.with_bits(rate)
+        yield master(bench, recipe, f"trellis {rate:g}", None)
+        for states, at in LONGER:
+            if at == rate:
+                yield master(bench, replace(recipe, effort=states), f"trellis {rate:g}, {states} states", None)
+        if rate in WITH_AWQ:
+            yield master(bench, recipe, f"trellis {rate:g} AWQ", searched_scales(bench, recipe))
+
+
+def master(bench: Bench, recipe: Recipe, what: str, awq: Path | None) -> dict[str, Any]:
+    """The row of a master."""
+    out = bench.work / "master"
+    quantize(bench.model, out, recipe, options=QuantizeOptions(awq=awq), run=RunOptions(overwrite=True))
+    return {
+        "what": what,
+        "bits": recipe.bits,
+        "bits_per_weight": inspect(out).totals.bits_per_weight,
+        "relative_mse": relative_mse(bench.model, out).master.relative_mse,
+        **bench.measures(out),
+    }
 
 
 def others(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -216,7 +238,7 @@ def ablation(bench: Bench) -> Iterator[dict[str, Any]]:
         }
 
 
-PARTS = {MASTERS: masters, ABLATION: ablation, OTHERS: others}
+PARTS = {MASTERS: masters, TRELLIS: trellis_masters, ABLATION: ablation, OTHERS: others}
 
 
 def open_bench(model: Path, options: Any, work: Path) -> Bench:
@@ -296,13 +318,20 @@ def sections(document: Document) -> dict[str, str]:
     return result
 
 
+def is_plain(row: Document) -> bool:
+    """Whether a trellis master has the usual number of states, and no scales."""
+    return "states" not in row["what"] and "AWQ" not in row["what"]
+
+
 def short(document: Document) -> str:
     """One table of the masters of all models: perplexity and KL at each bit width, without and with scales."""
     found = {(row["model"], row["what"]): row for row in document["rows"] if row["part"] == MASTERS}
     models = list(document["settings"])
     header = ["", *(f"{model}: {name}" for model in models for name in ("perplexity", "KL", "AWQ: perplexity", "KL"))]
     rows: list[list[Cell]] = []
-    for what in ("original", *(f"q{bits}" for bits in WIDTHS)):
+    found |= {(row["model"], row["what"]): row for row in document["rows"] if row["part"] == TRELLIS}
+    trellis = [f"trellis {rate:g}" for rate in (5.125, 4.125, 3.125)]
+    for what in ("original", *(f"q{bits}" for bits in WIDTHS), *trellis):
         line: list[Cell] = [what]
         for model in models:
             for row in (found.get((model, what)), found.get((model, f"{what} AWQ"))):
@@ -318,7 +347,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=24_000, help="how many tokens of the text to evaluate on")
     parser.add_argument("--window", type=int, help="tokens per window")
     parser.add_argument("--stride", type=int, help="tokens between windows")
-    parser.add_argument("--only", nargs="+", choices=(MASTERS, ABLATION, OTHERS), default=(MASTERS, ABLATION, OTHERS))
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--folder", type=Path, help="where masters are made; by default a temporary folder")
     options = parser.parse_args()
     start = now()

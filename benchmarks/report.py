@@ -28,6 +28,7 @@ import peers
 import phases
 import planning
 import quality
+import rates
 import scaling
 import throughput
 from harness import Document, machine_line
@@ -38,6 +39,7 @@ SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
     "throughput": throughput.sections,
     "commands": commands.sections,
     "cold": commands.sections,
+    "commands-t4": commands.sections,
     "peers": peers.sections,
     "scaling": scaling.sections,
     "planning": planning.sections,
@@ -47,6 +49,7 @@ SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
     "quality": quality.sections,
     "hub": hub.sections,
     "fit": fit.sections,
+    "rates": rates.sections,
 }
 
 
@@ -110,8 +113,11 @@ def draw_peers(document: Document, panels: Panels) -> None:
             for row, marker in zip(rows, itertools.cycle("osD^v<>pPX*"), strict=False):
                 point = row[weights]["bits_per_weight"], row[weights][field]
                 panel.plot(*point, marker, linestyle="", color=f"C{number}", label=row["quantizer"])
-        line = [(row[weights]["bits_per_weight"], row[weights][field]) for row in ours]
-        panel.plot(*zip(*line, strict=True), marker="o", color="black", label="pqweights, 2 to 8 bits")
+        scalar = [row for row in ours if "trellis" not in row["quantizer"]]
+        lines = {"pqweights, 2 to 8 bits": scalar, **peers.trellis_rows(ours)}
+        for (label, rows), color in zip(lines.items(), ("black", "C3", "C1", "gold"), strict=True):
+            line = [(row[weights]["bits_per_weight"], row[weights][field]) for row in rows]
+            panel.plot(*zip(*line, strict=True), marker="o", color=color, label=label)
         bits = np.array([2.0, 8.5])
         bound = 4.0**-bits if field == "relative_mse" else 0 * bits
         panel.plot(bits, bound, linestyle="--", color="gray", label="rate-distortion bound (Gaussian)")
@@ -148,6 +154,9 @@ def draw_quality(document: Document, panels: Panels) -> None:
         for label, scaled, color in (("pqweights", False, "black"), ("pqweights, AWQ", True, "C3")):
             line = [(row["bits_per_weight"], row["kl"]) for row in masters if row["what"].endswith(" AWQ") == scaled]
             panel.plot(*zip(*line, strict=True), marker="o", color=color, label=label)
+        trellis = [row for row in rows if row["part"] == quality.TRELLIS and quality.is_plain(row)]
+        line = sorted((row["bits_per_weight"], row["kl"]) for row in trellis)
+        panel.plot(*zip(*line, strict=True), marker="o", color="C1", label="pqweights, trellis, 8 states")
         others = [row for row in rows if row["part"] == quality.OTHERS]
         libraries = list(dict.fromkeys(row["what"].split()[0] for row in others))
         for row, marker in zip(others, itertools.cycle("sD^v<>pPX*"), strict=False):

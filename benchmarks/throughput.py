@@ -1,5 +1,7 @@
 """Encode and decode rates of the CPU kernels for each bit width, beside numpy's memcpy of the same BF16 bytes.
 
+The trellis codec stands beside the scalar one, with each number of states.
+
     python benchmarks/throughput.py
 
 Blocks are shared out over threads in chunks of 2**20 weights, as in the driver; kernels and memcpy release the GIL. The
@@ -17,11 +19,15 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from harness import Document, argument_parser, machine, now, publish, table
 
+from pqweights.codecs import get_codec
 from pqweights.codecs.lloyd_max import codebook
+from pqweights.codecs.protocol import Coder
 from pqweights.kernels import BLOCK_SIZE, BlockCoding, EncodedArrays, load_backend
 from pqweights.rewrite.task import usable_cores
 
-CHUNK_BLOCKS = (1 << 20) // BLOCK_SIZE
+CHUNK_WEIGHTS = 1 << 20
+CHUNK_BLOCKS = CHUNK_WEIGHTS // BLOCK_SIZE
+TRELLIS_BITS = (2.125, 4.125, 5.125, 8)
 VALUE_BYTES = 2 * BLOCK_SIZE
 Work = Callable[[int, int], object]  # first block, one past the last
 
@@ -63,7 +69,37 @@ def operations(blocks: int, widths: list[int]) -> dict[str, Work]:
 
         result[f"encode {bits}"] = encode
         result[f"decode {bits}"] = decode
+    for name, coder in trellis_coders().items():
+        result |= trellis_operations(name, coder, values, target)
     return result
+
+
+def trellis_coders() -> dict[str, Coder]:
+    """The coders of the trellis codec that are timed, by the names of their rows."""
+    codec = get_codec("hadamard-trellis")
+    rates = [(states, TRELLIS_BITS[1]) for states in codec.efforts[1:]]
+    found = [(codec.efforts[0], bits) for bits in TRELLIS_BITS] + rates
+    return {
+        f"trellis, {states} states, {bits}": codec.coder(bits, states).sized(CHUNK_WEIGHTS) for states, bits in found
+    }
+
+
+def trellis_operations(name: str, coder: Coder, values: np.ndarray, target: np.ndarray) -> dict[str, Work]:
+    """Encoding and decoding with one coder."""
+    chunks, (part,) = len(values) // (2 * CHUNK_WEIGHTS), coder.parts
+    rows = np.ones((chunks, CHUNK_WEIGHTS // coder.block_size, part.bytes_per_block), dtype=np.uint8)
+    state = coder.first_state()
+
+    def encode(first: int, last: int) -> None:
+        at = first * VALUE_BYTES
+        part = rows[first // CHUNK_BLOCKS]
+        coder.encode(values[at : last * VALUE_BYTES], [part], dtype="BF16", state=state)
+
+    def decode(first: int, last: int) -> None:
+        at = first * VALUE_BYTES
+        coder.decode([rows[first // CHUNK_BLOCKS]], target[at : last * VALUE_BYTES], dtype="BF16", state=state)
+
+    return {f"encode {name}": encode, f"decode {name}": decode}
 
 
 def seconds(pool: ThreadPoolExecutor, work: Work, blocks: int) -> float:
@@ -100,7 +136,7 @@ def sections(document: Document) -> dict[str, str]:
     for threads in settings["threads"]:
         copied = found["memcpy", threads]["weights_per_second"]
         rows.append([str(threads), "memcpy", f"{copied / 1e9:.3f}", "1", f"{copied / 1e9:.3f}", "1"])
-        for bits in settings["bits"]:
+        for bits in (*settings["bits"], *settings["trellis"]):
             pair = [found[f"{name} {bits}", threads] for name in ("encode", "decode")]
             cells = [
                 text for row in pair for text in (f"{row['weights_per_second'] / 1e9:.3f}", f"{row['of_memcpy']:.3f}")
@@ -110,14 +146,32 @@ def sections(document: Document) -> dict[str, str]:
         f"{settings['weights'] / 1e6:.0f} M weights, {settings['dtype']}, blocks of {settings['block_size']}, "
         f"median of {settings['rounds']}."
     )
-    return {"throughput": f"{note}\n\n{table(header, rows)}"}
+    return {"throughput": f"{note}\n\n{table(header, rows)}", "throughput-trellis": trellis_table(document)}
+
+
+def trellis_table(document: Document) -> str:
+    """The table of the page of the trellis codec, with a scalar width beside it."""
+    found = {(row["operation"], row["threads"]): row["weights_per_second"] / 1e6 for row in document["rows"]}
+    threads = document["settings"]["threads"]
+    columns = [(operation, count) for operation in ("encode", "decode") for count in threads]
+    header = ["", *(f"{operation}, M weights/s, {count} thread{'s' * (count > 1)}" for operation, count in columns)]
+    names = {name: name for name in document["settings"]["trellis"]} | {"scalar, 4 bits": "4"}
+    rows = [
+        [shown, *(f"{found[f'{operation} {name}', count]:.0f}" for operation, count in columns)]
+        for shown, name in names.items()
+    ]
+    return table(header, rows)
 
 
 def compared(documents: dict[str, Document]) -> dict[str, str]:
     """Rates of one thread as shares of memcpy's, a pair of columns for each machine."""
     found = [{row["operation"]: row for row in doc["rows"] if row["threads"] == 1} for doc in documents.values()]
     header = ["bits", *(f"{name}: {operation}" for name in documents for operation in ("encode", "decode"))]
-    widths = dict.fromkeys(bits for document in documents.values() for bits in document["settings"]["bits"])
+    widths = dict.fromkeys(
+        bits
+        for document in documents.values()
+        for bits in (*document["settings"]["bits"], *document["settings"]["trellis"])
+    )
     lines = []
     for bits in widths:
         rows = [rates.get(f"{operation} {bits}") for rates in found for operation in ("encode", "decode")]
@@ -141,6 +195,7 @@ def main() -> None:
         "rounds": options.rounds,
         "threads": options.threads,
         "bits": options.bits,
+        "trellis": list(trellis_coders()),
     }
     rows = [row for count in options.threads for row in measure(blocks, options.bits, count, options.rounds)]
     document = {"machine": machine(start), "settings": settings, "rows": rows}

@@ -10,7 +10,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
 import typer
@@ -38,6 +38,13 @@ def print_json(value: Any) -> None:
 
     sys.stdout.write(json_text(value))
     sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def print_json_pieces(pieces: Iterable[bytes]) -> None:
+    """Write the one JSON document of a command, which comes as text in pieces, to stdout."""
+    for piece in pieces:
+        sys.stdout.write(piece.decode())
     sys.stdout.flush()
 
 

@@ -140,7 +140,7 @@ def show_plan(request: PlanRequest) -> None:
         plot_widths(report.tensors, request.plot)
     warn_if_nothing_is_quantized(report.plan.totals)
     if request.json:
-        output.print_json(report.to_json())
+        output.print_json_pieces(report.to_pieces())
         return
     lines = [report_plan.plan_text(report, request.summary)]
     if report.fit is not None:

@@ -110,6 +110,8 @@ def command(
 def _show(done: RewriteReport, what: str, *, out: Path, summary: bool | None, json: bool) -> None:
     """Print a result. what: source and output, for people."""
     report.warn_if_nothing_is_quantized(done.totals)
+    for warning in done.warnings:
+        output.warn(warning)
     if json:
         output.print_json({"output": str(out)} | done.to_json())
         return

@@ -60,10 +60,10 @@ def _wide_lines(tensors: Sequence[TensorPlan]) -> list[str]:
 
     Thousands of tensors differ in their names alone, so the rest of a line is laid out once for all of them.
     """
-    kinds = [(t.shape, t.dtype, t.action, t.codec, t.bits, t.stored[0].dtype, t.reason) for t in tensors]
+    kinds = [tensor.kind for tensor in tensors]
     one_of = dict(zip(kinds, tensors, strict=True))
     heading, *lines = tables.aligned(COLUMNS, [_cells(t) for t in one_of.values()]).split("\n")
-    rest = {kind: f"  {line}  {kind[-1]}".rstrip() for kind, line in zip(one_of, lines, strict=True)}
+    rest = {kind: f"  {line}  {one_of[kind].reason}".rstrip() for kind, line in zip(one_of, lines, strict=True)}
     width = max([len("tensor"), *[len(t.name) for t in tensors]])
     return [
         f"{'tensor':{width}}  {heading}  reason",

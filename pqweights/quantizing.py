@@ -23,7 +23,6 @@ from pqweights.hub.storage import HubStorage
 from pqweights.planning.awq_file import AwqScales, open_awq
 from pqweights.planning.decisions import Decision, decide, is_smaller
 from pqweights.planning.fit import Fit, fit
-from pqweights.planning.fit_problem import Rates
 from pqweights.planning.plan import (
     DEFAULT_MAX_SHARD_BYTES,
     KEEP,
@@ -32,7 +31,9 @@ from pqweights.planning.plan import (
     TensorPlan,
     coder_of,
     plan_shards,
+    stored_bytes,
 )
+from pqweights.planning.rates import Chosen, RatePlanner
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, read_sensitivity
 from pqweights.planning.target import SizeTarget
@@ -156,36 +157,27 @@ class Quantize(Transform):
         Raises SourceError if the checkpoint is a master, or if the scales are for another checkpoint; RecipeError if
         the recipe names a tensor that is not there.
         """
-        decisions = decide(self.recipe, checkpoint.tensors)
-        result = self.plan_with(checkpoint, decisions, {} if self.fit is None else self.fit.rates)
+        result = self.planner(checkpoint).planned({} if self.fit is None else self.fit.rates)
         if self.awq is not None:
             self.awq.check(checkpoint, result)
         return result
 
-    def plan_with(self, checkpoint: Checkpoint, decisions: Sequence[Decision], rates: Rates) -> list[TensorPlan]:
-        """Plan by the recipe's decisions, with the given bit widths in place of those that the recipe leaves free.
+    def planner(self, checkpoint: Checkpoint) -> RatePlanner:
+        """Return what plans the tensors by the recipe's decisions, with any bit widths where the recipe gives none.
 
-        rates: bit widths by name of the weight; None keeps the weight
+        Raises SourceError if the checkpoint is a master; RecipeError if the recipe names a tensor that is not there.
         """
+        decisions = decide(self.recipe, checkpoint.tensors)
         if checkpoint.is_master:
             raise SourceError("the source is already a pqweights master; give the original, or export it to BF16 first")
-        made: dict[tuple[object, ...], TensorPlan] = {}
-        planned = []
-        for tensor, decision in zip(checkpoint.tensors, decisions, strict=True):
-            name = tensor.name
-            chosen = (rates[name],) if decision.free and name in rates else ()
-            scaled = self.awq is not None and name in self.awq.searched
-            # Everything that a plan depends on but the name; thousands of experts have it in common.
-            kind = (decision, tensor.shape, tensor.dtype, tensor.plain_dtype, chosen, scaled)
-            nameless = made.get(kind)
-            if nameless is None:
-                nameless = made[kind] = self._nameless(tensor, decision, chosen, scaled)
-            planned.append(nameless.named(name))
-        return planned
+        return RatePlanner(
+            tensors=checkpoint.tensors,
+            decisions=decisions,
+            scaled=frozenset() if self.awq is None else self.awq.searched.keys(),
+            nameless=self._nameless,
+        )
 
-    def _nameless(
-        self, tensor: LogicalTensor, decision: Decision, chosen: tuple[float | None, ...], scaled: bool
-    ) -> TensorPlan:
+    def _nameless(self, tensor: LogicalTensor, decision: Decision, chosen: Chosen, scaled: bool) -> TensorPlan:
         """Return the plan of a tensor, and of all that differ from it in name alone, with an empty name.
 
         chosen: the rate that was chosen in place of the decision's, if any; a rate of None keeps the tensor
@@ -212,6 +204,7 @@ class Quantize(Transform):
             codec=codec,
             bits=bits,
             reason=reason,
+            bytes=stored_bytes(stored),
             stored=stored,
         )
 
@@ -276,22 +269,16 @@ def _fitted(checkpoint: Checkpoint, transform: Quantize, target: SizeTarget, *, 
             f"--awq with a target ({target}): bit widths are chosen to meet it, so scales that were searched for one "
             "bit width would be used with others; pass --awq-any-codec to allow that"
         )
-    decisions = decide(transform.recipe, checkpoint.tensors)
 
     def file_bytes(tensors: Sequence[TensorPlan]) -> int:
         return sum(shard.file_bytes for shard in plan_shards(tensors, max_shard_bytes, transform.metadata))
 
-    def planned(rates: Rates) -> list[TensorPlan]:
-        return transform.plan_with(checkpoint, decisions, rates)
-
-    pairs = zip(checkpoint.tensors, decisions, strict=True)
     return fit(
         checkpoint,
         target,
         sensitivity=_sensitivity(checkpoint, transform.recipe),
-        planned=planned,
+        planner=transform.planner(checkpoint),
         file_bytes=file_bytes,
-        free=[tensor.name for tensor, decision in pairs if decision.free and decision.codec is not None],
     )
 
 

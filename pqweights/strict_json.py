@@ -13,12 +13,20 @@ from pqweights.errors import PqweightsError
 MAX_DEPTH = 100
 # No measure is larger, and sums of such numbers stay finite.
 LARGEST_NUMBER = 1e300
+# What comes before an item of a list that is a value of the outermost object.
+LIST_ITEM = "\n    "
 # UTF-8 has no surrogates, so JSON can only hold half of a surrogate pair as an escape.
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Wrong = Callable[[str, str, Any], PqweightsError]  # which field, what was expected, what was found -> the error
 Item = TypeVar("Item")
 Default = TypeVar("Default")
+
+
+class JsonText(str):
+    """A value that is JSON already, indented for its place; json_text leaves it as it is."""
+
+    __slots__ = ()
 
 
 def json_bytes(value: Any) -> bytes:
@@ -29,7 +37,7 @@ def json_bytes(value: Any) -> bytes:
 def json_pieces(value: Mapping[str, Any]) -> Iterator[bytes]:
     """Yield what json_bytes returns for an object, so that the whole of a long file is never in memory.
 
-    A value that is an iterator is written as a list, an item at a time.
+    A value that is an iterator is written as a list, an item at a time, each with LIST_ITEM before it.
     """
     before = "{"
     for key, item in value.items():
@@ -46,8 +54,7 @@ def _list_pieces(items: Iterator[Any]) -> Iterator[bytes]:
     """Yield the text of a list that is a value of the outermost object."""
     before = "["
     for item in items:
-        text = json_text(item, "\n    ")
-        yield f"{before}\n    {text}".encode()
+        yield f"{before}{LIST_ITEM}{json_text(item, LIST_ITEM)}".encode()
         before = ","
     yield b"[]" if before == "[" else b"\n  ]"
 
@@ -73,6 +80,8 @@ def json_text(value: Any, newline: str = "\n") -> str:
         return f"{{{inner}{f',{inner}'.join(pairs)}{newline}}}"
     if isinstance(value, list | tuple) and value:
         return f"[{inner}{f',{inner}'.join([json_text(item, inner) for item in value])}{newline}]"
+    if isinstance(value, JsonText):
+        return value
     return json.dumps(value, ensure_ascii=False)
 
 

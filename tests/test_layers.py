@@ -52,6 +52,7 @@ LAYERS = (
 LEAVES = ("pqweights.autoload", "pqweights.errors")
 OPTIONAL = {
     "torch": {
+        "pqweights.codecs.hadamard_trellis",
         "pqweights.codecs.protocol",
         "pqweights.codecs.scalar",
         "pqweights.measure.activations",
@@ -75,6 +76,11 @@ OPTIONAL = {
         "pqweights.kernels.jit",
         "pqweights.kernels.lanes",
         "pqweights.kernels.packing",
+        "pqweights.kernels.trellis_decoding",
+        "pqweights.kernels.trellis_encoding",
+        "pqweights.kernels.trellis_entropy",
+        "pqweights.kernels.trellis_search",
+        "pqweights.kernels.trellis_tiles",
         "pqweights.kernels.vector",
     },
     "llvmlite": {
@@ -83,6 +89,8 @@ OPTIONAL = {
         "pqweights.kernels.emit",
         "pqweights.kernels.encoding",
         "pqweights.kernels.packing",
+        "pqweights.kernels.trellis_entropy",
+        "pqweights.kernels.trellis_search",
         "pqweights.kernels.vector",
     },
     "yaml": {

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pqweights.strict_json import json_bytes, json_pieces, json_text
+from pqweights.strict_json import LIST_ITEM, JsonText, json_bytes, json_pieces, json_text
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 VALUES = st.recursive(
@@ -38,3 +38,9 @@ def test_files_end_with_a_newline() -> None:
 def test_pieces_are_the_bytes(value: dict[str, Any]) -> None:
     lazy = {key: iter(item) if isinstance(item, list) else item for key, item in value.items()}
     assert b"".join(json_pieces(value)) == b"".join(json_pieces(lazy)) == json_bytes(value)
+
+
+@given(st.lists(VALUES))
+def test_text_of_items_is_written_as_it_is(items: list[Any]) -> None:
+    texts = (JsonText(json_text(item, LIST_ITEM)) for item in items)
+    assert b"".join(json_pieces({"items": texts})) == json_bytes({"items": items})

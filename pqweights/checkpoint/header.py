@@ -21,6 +21,8 @@ from pqweights.errors import SourceError
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_ELEMENTS = 2**60
 ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
+# The digits of the two offsets of a tensor, in files of gigabytes.
+OFFSET_DIGITS = 20
 
 
 class TensorSpec(NamedTuple):
@@ -159,10 +161,11 @@ def _parse_entries(file: str, header: dict[str, Any], data_start: int) -> list[S
         if not isinstance(offsets, list) or len(offsets) != 2 or not _are_counts(offsets):
             raise _damaged(file, f"tensor {name!r}: expected two data offsets, found {str(offsets)[:80]}")
         kind = (dtype, tuple(shape))
-        if kind not in kinds:
-            kinds[kind] = kind[1], _checked_bits(file, name, dtype, shape)
+        known = kinds.get(kind)
+        if known is None:
+            known = kinds[kind] = kind[1], _checked_bits(file, name, dtype, shape)
         begin, end = offsets
-        shared_shape, bits = kinds[kind]
+        shared_shape, bits = known
         if 8 * (end - begin) != bits:
             raise _damaged(
                 file,
@@ -225,6 +228,13 @@ def encode_header(ordered: Sequence[TensorSpec], metadata: dict[str, str]) -> by
     text = f"{{{','.join(entries)}}}".encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+@functools.lru_cache(maxsize=4096)
+def entry_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return how many bytes a tensor takes in a header beside its name, up to some digits of its offsets."""
+    entry = {"dtype": dtype, "shape": shape, "data_offsets": []}
+    return len(json.dumps(entry, separators=(",", ":"))) + len(":,,") + OFFSET_DIGITS
 
 
 def stored_tensors(file: str, header_bytes: int, ordered: Sequence[TensorSpec]) -> tuple[StoredTensor, ...]:

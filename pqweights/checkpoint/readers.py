@@ -214,6 +214,14 @@ class EncodedTensor:
             out[: count * size] = values[skip : skip + count * size]
 
 
+def whole_blocks(tensor: LogicalTensor, weights: int) -> int:
+    """Return how many weights of a tensor to read at a time, about `weights`, so that no block is decoded twice."""
+    if not isinstance(tensor, EncodedTensor):
+        return weights
+    block_size = tensor.coder.block_size
+    return max(1, weights // block_size) * block_size
+
+
 @dataclass(frozen=True, kw_only=True)
 class OriginalTensor:
     """A weight of a master with the values of the original. Everything but the values is the master's."""

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.readers import LogicalTensor, whole_blocks
 from pqweights.dtypes import item_bytes
 
 # Matrices of at most this many bytes are kept while parts of them are transposed.
@@ -144,7 +144,9 @@ class MovedTensor:
         for run in self._runs(row, rows):
             into = result[done : done + run.count]
             low, high = min(columns[0], columns[-1]), max(columns[0], columns[-1]) + 1
-            if run.step == 1 and 2 * (high - low) > run.tensor.shape[-1]:
+            width = run.tensor.shape[-1]
+            # Where blocks are larger than rows, each row alone would decode most of what the next one needs.
+            if (run.step == 1 and 2 * (high - low) > width) or 0 < run.step * width < whole_blocks(run.tensor, 1):
                 _read_together(run, columns, dtype=dtype, into=into)
             else:
                 _read_one_by_one(run, columns, dtype=dtype, into=into)
@@ -176,15 +178,16 @@ class MovedTensor:
 
 
 def _read_together(run: Segment, columns: range, *, dtype: str, into: npt.NDArray[np.uint8]) -> None:
-    """Read consecutive rows whole, many at a time, and keep their columns: into [rows, columns, bytes]."""
+    """Read rows with those between them, many at a time, and keep their columns: into [rows, columns, bytes]."""
     width, size = run.tensor.shape[-1], item_bytes(dtype)
-    at_once = max(1, READ_ELEMENTS // width)
+    at_once = max(1, READ_ELEMENTS // (width * run.step))
     for first in range(0, run.count, at_once):
         count = min(at_once, run.count - first)
-        block = np.empty(count * width * size, dtype=np.uint8)
-        run.tensor.read((run.first + first) * width, count * width, dtype, block)
-        picked = block.reshape(count, width, size)[:, columns.start :: columns.step][:, : len(columns)]
-        into[first : first + count] = picked
+        rows = (count - 1) * run.step + 1
+        block = np.empty(rows * width * size, dtype=np.uint8)
+        run.tensor.read((run.first + first * run.step) * width, rows * width, dtype, block)
+        kept = block.reshape(rows, width, size)[:: run.step]
+        into[first : first + count] = kept[:, columns.start :: columns.step][:, : len(columns)]
 
 
 def _read_one_by_one(run: Segment, columns: range, *, dtype: str, into: npt.NDArray[np.uint8]) -> None:

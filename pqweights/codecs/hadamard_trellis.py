@@ -34,6 +34,7 @@ from pqweights.codecs.protocol import (
 )
 from pqweights.codecs.scalar import HADAMARD, SIGNED_HADAMARD
 from pqweights.codecs.trellis_classes import decode_tables, encode_model
+from pqweights.codecs.trellis_tables import EXPONENTS, NOISE
 from pqweights.kernels import BLOCK_SIZE, trellis
 from pqweights.strict_json import Fields
 
@@ -84,6 +85,7 @@ class HadamardTrellis:
     rates = tuple(eighths / 8 for eighths in range(12, 65))
     any_rate = True
     efforts = trellis.STATES
+    on_gpu = False
     block_size = BLOCK_SIZE
     state_defaults: Mapping[str, Any] = {"rotation": HADAMARD}
     description = (
@@ -254,10 +256,15 @@ class TrellisCoder:
     def modelled_errors(self, blocks: Floats) -> Doubles:
         """See Coder: the same error for each weight, but not more than a block's energy (reverse water-filling).
 
-        At one step blocks whose variances have a geometric mean g take the rate at an error of g * 4**-rate.
+        At one step blocks whose variances have a geometric mean g take the rate at an error of g * 4**-rate. Blocks
+        beyond the widest table have the step doubled until they are not.
         """
         squares = np.einsum("ij,ij->i", blocks, blocks, dtype=np.float64) / BLOCK_SIZE
-        errors: Doubles = np.minimum(squares, _water_level(squares, self.rate))
+        level = _water_level(squares, self.rate)
+        widest = level * 2.0 ** ((EXPONENTS[-1] + 0.5) / 2) / NOISE
+        doublings = np.ceil(np.log2(np.maximum(squares / max(widest, 1e-300), 1.0)) / 2)
+        level *= 4.0 ** -doublings.mean()  # which leaves bits to all
+        errors: Doubles = np.minimum(squares, level * 4.0**doublings)
         return errors
 
 

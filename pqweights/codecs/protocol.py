@@ -139,8 +139,8 @@ class PassResult:
 class Coder(Protocol):
     """A codec at one rate, for all weights or `sized` for one.
 
-    Only a sized coder has blocks and parts, and encodes and decodes. Rate, promise, tables and states are the same for
-    all weights.
+    Only a sized coder has blocks and parts, and encodes and decodes. Rate, tables and states are the same for all
+    weights; what is promised may depend on the size, too.
 
     Where `parts` is a parameter, it holds an array [blocks, bytes per block] u8 for each entry of the property `parts`,
     in the same order.
@@ -289,6 +289,11 @@ class Codec(Protocol):
 
         More effort gives less error in the same bytes. It has no part in decoding, nor in what `distortion` promises.
         """
+        ...
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it encodes and decodes on the device of the run; otherwise it always computes on the CPU."""
         ...
 
     @property

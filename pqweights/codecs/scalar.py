@@ -89,6 +89,7 @@ class ScalarCodec(ABC):
     rates = range(MIN_BITS, MAX_BITS + 1)
     any_rate = False
     efforts: tuple[int, ...] = ()
+    on_gpu = True
     block_size = BLOCK_SIZE
     description = ""
 

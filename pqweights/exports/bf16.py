@@ -15,7 +15,7 @@ from pqweights.errors import OptionError
 from pqweights.exports.loading import LoadableModel, by_transformers
 from pqweights.exports.options import ExportOptions, one_of
 from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget
-from pqweights.planning.plan import DECODE, KEEP, TensorPlan
+from pqweights.planning.plan import DECODE, KEEP, TensorPlan, stored_bytes
 from pqweights.planning.roles import classify
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.records import TensorRecord
@@ -70,6 +70,7 @@ def plain_plan(tensor: LogicalTensor, *, model: str, dtype: str | None, reason: 
     decoded = is_encoded(tensor)
     stored = dtype if dtype is not None and (decoded or tensor.plain_dtype == model) else tensor.plain_dtype
     why = "decoded" if decoded else "as in the master" if stored == tensor.plain_dtype else "model dtype to BF16"
+    specs = (TensorSpec(tensor.name, stored, tensor.shape),)
     return TensorPlan(
         name=tensor.name,
         shape=tensor.shape,
@@ -79,7 +80,8 @@ def plain_plan(tensor: LogicalTensor, *, model: str, dtype: str | None, reason: 
         codec=None,
         bits=None,
         reason=reason or why,
-        stored=(TensorSpec(tensor.name, stored, tensor.shape),),
+        bytes=stored_bytes(specs),
+        stored=specs,
     )
 
 

@@ -29,7 +29,7 @@ from pqweights.exports.integers import IntegerTarget, Outline, Rounding, Roundin
 from pqweights.kernels import HADAMARD_SIZE
 from pqweights.kernels.groups import BEST, Groups, rotate
 from pqweights.kernels.workers import scratch
-from pqweights.planning.plan import INTEGER, TensorPlan
+from pqweights.planning.plan import INTEGER, TensorPlan, stored_bytes
 from pqweights.planning.roles import classify
 from pqweights.rewrite import jobs
 from pqweights.rewrite.jobs import CopyJob, Job, Sink
@@ -81,6 +81,7 @@ class IntegerExport(Transform):
         if not isinstance(decision, Rounding):
             reason = None if decision is None else decision.reason
             return plain_plan(tensor, model=model, dtype=self.outline.plain_dtype, reason=reason)
+        specs = decision.layout.specs(tensor.name, tensor.shape, decision.rule)
         return TensorPlan(
             name=tensor.name,
             shape=tensor.shape,
@@ -90,7 +91,8 @@ class IntegerExport(Transform):
             codec=decision.codec,
             bits=decision.rule.bits,
             reason=f"{decision.rule.name} rule",
-            stored=decision.layout.specs(tensor.name, tensor.shape, decision.rule),
+            bytes=stored_bytes(specs),
+            stored=specs,
         )
 
     @property

@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
 from pqweights.checkpoint.master import logical_tensors
-from pqweights.checkpoint.readers import EncodedTensor
+from pqweights.checkpoint.readers import EncodedTensor, whole_blocks
 from pqweights.checkpoint.source import stored_tensors
 from pqweights.checkpoint.storage import LocalStorage
 from pqweights.errors import MasterError, SourceError
 from pqweights.integrations.packed import PackedTensor, bytes_per_weight, pack
 
-CHUNK_WEIGHTS = 1 << 20  # decoded at a time; a block that lies in two chunks is decoded twice
+CHUNK_WEIGHTS = 1 << 20  # decoded at a time, in whole blocks
 NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 NEVER = "(?!)"  # a pattern that matches nothing
 
@@ -105,11 +105,13 @@ class Master:
         if count:
             raw = result.view(-1).view(torch.uint8).numpy()
 
+            step = whole_blocks(tensor, CHUNK_WEIGHTS)
+
             def decode_chunk(start: int) -> None:
-                length = min(CHUNK_WEIGHTS, count - start)
+                length = min(step, count - start)
                 tensor.read(start, length, name or "F32", raw[start * size : (start + length) * size])
 
-            for _ in self._pool.map(decode_chunk, range(0, count, CHUNK_WEIGHTS)):
+            for _ in self._pool.map(decode_chunk, range(0, count, step)):
                 pass
         return result.to(dtype)
 

@@ -25,6 +25,7 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.scales import scale_shape
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import disk_errors
+from pqweights.codecs import CODECS
 from pqweights.errors import RecipeError
 from pqweights.measure.preparation import plan_original, text_windows, window_size
 from pqweights.measure.recording import LoadedModel, ModelRun, parts_of, places_of, rows_kept
@@ -332,6 +333,7 @@ def _search_layer(
 ) -> tuple[LayerReport, Floats | None]:
     """Search one weight; return its report, and its scales [..., K] or None."""
     coder, shape = coder_of(planned), planned.shape
+    together = CODECS[coder.codec].block_size
 
     def report(*results: SearchResult) -> LayerReport:
         return LayerReport(name=planned.name, codec=coder.codec, bits=coder.bits, matrices=results)
@@ -343,7 +345,7 @@ def _search_layer(
         return report(SearchResult(scaled=False, reason="transformers does not load it", tokens=0)), None
     results, scales = [], np.ones((math.prod(shape[:-2]), shape[-1]), dtype=np.float32)
     for number, place in enumerate(places_of(planned, where)):
-        weight = Matrix(tensor=tensor, number=number, rows=shape[-2], columns=shape[-1], block_size=coder.block_size)
+        weight = Matrix(tensor=tensor, number=number, rows=shape[-2], columns=shape[-1], block_size=together)
         result, best = search(coder, weight, activations.inputs(place), transposed=where.transposed)
         results.append(result)
         if best is not None:

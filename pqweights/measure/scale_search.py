@@ -5,6 +5,9 @@ s afterwards. The codecs here spread a block's error evenly over the block, so c
 D mean_j(w_j^2 s_j^2) / s_k^2, and an output the sum of that times x_k^2. By the inequality of Cauchy and Schwarz it is
 least at s_k = sqrt(rms(x_k) / rms(w_k)). So two exponents are searched, s = rms(x)^a / rms(w)^b, and theory says
 a = b = 1/2. The result is checked on inputs that the search has not seen. See docs/awq.md.
+
+A codec that encodes slowly has a model of its errors (Coder.modelled_errors), by which the search compares scales; the
+check encodes in any case, so that no scale is taken that only the model praises.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.scales import LARGEST_SCALE, SMALLEST_SCALE
+from pqweights.codecs import CODECS
 from pqweights.codecs.protocol import Coder
 from pqweights.codecs.weight import encode_weight
 from pqweights.errors import SourceError
@@ -86,7 +90,7 @@ class Matrix:
     tensor: the tensor.
     number: which matrix of the stack it is, from 0 on.
     rows, columns: N and K.
-    block_size: the block size of the codec that will encode it.
+    block_size: the weights that the codec treats together at least (Codec.block_size).
     """
 
     tensor: LogicalTensor
@@ -154,7 +158,7 @@ def search(
     channels = _Channels(_logarithms(inputs.rms), _logarithms(_rms(sample)))
 
     def error(a: float, b: float) -> float:
-        return float(output_errors(coder, sample, channels.scales(a, b), inputs.rows).sum())
+        return expected_error(coder, sample, channels.scales(a, b), inputs.rows)
 
     plain = error(0.0, 0.0)
     if plain == 0.0:
@@ -255,6 +259,38 @@ def _least(error: Callable[[float, float], float], plain: float) -> tuple[tuple[
         candidates = [(best[0] + i * step, best[1] + j * step) for i in (-1, 0, 1) for j in (-1, 0, 1)]
         candidates = [pair for pair in candidates if min(pair) >= 0 and max(pair) <= 1]
     return best, known[best]
+
+
+def expected_error(coder: Coder, weight: Floats, scales: Floats, inputs: Floats) -> float:
+    """Return the sum of output_errors, by the coder's model if it has one."""
+    modelled = modelled_error(coder, weight, scales, inputs)
+    return float(output_errors(coder, weight, scales, inputs).sum()) if modelled is None else modelled
+
+
+def modelled_error(coder: Coder, weight: Floats, scales: Floats, inputs: Floats) -> float | None:
+    """Return the sum of ||(W' - W) x||^2 over the inputs that the coder's model expects; None if it has none.
+
+    The errors of weights are taken as uncorrelated, with the mean square that the model gives their block, divided by
+    the square of their channel's scale. It is infinite if a scaled weight overflows float32.
+
+    coder: what will encode the weight.
+    weight: W, [N, K].
+    scales: one of each input channel, [K].
+    inputs: rows of inputs, [rows, K].
+    """
+    size = CODECS[coder.codec].block_size
+    with np.errstate(over="ignore"):
+        scaled = weight * scales
+    if not np.isfinite(scaled).all():
+        return math.inf
+    padded = np.zeros(-(-scaled.size // size) * size, dtype=np.float32)
+    padded[: scaled.size] = scaled.reshape(-1)
+    of_blocks = coder.modelled_errors(padded.reshape(-1, size))
+    if of_blocks is None:
+        return None
+    by_channel = np.repeat(of_blocks, size)[: scaled.size].reshape(weight.shape).sum(axis=0)
+    energies = np.einsum("ij,ij->j", inputs, inputs, dtype=np.float64)
+    return float((by_channel * energies / np.square(scales, dtype=np.float64)).sum())
 
 
 def output_errors(coder: Coder, weight: Floats, scales: Floats, inputs: Floats) -> Doubles:

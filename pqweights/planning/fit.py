@@ -14,8 +14,9 @@ from typing import Any
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.errors import RecipeError
-from pqweights.planning.fit_problem import FitProblem, FreeGroup, Rates, free_groups
+from pqweights.planning.fit_problem import FitProblem, FreeGroup, free_groups
 from pqweights.planning.plan import TensorPlan
+from pqweights.planning.rates import RatePlanner, Rates
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity
 from pqweights.planning.target import SizeTarget
 from pqweights.strict_json import rounded
@@ -117,28 +118,26 @@ def fit(
     target: SizeTarget,
     *,
     sensitivity: Sensitivity | None,
-    planned: Callable[[Rates], Sequence[TensorPlan]],
+    planner: RatePlanner,
     file_bytes: Callable[[Sequence[TensorPlan]], int],
-    free: Sequence[str],
 ) -> Fit:
     """Choose bit widths for the free weights of a checkpoint, one for each group.
 
     sensitivity: None for the rule of thumb
-    planned: plans all tensors with given bit widths, and by the recipe where none is given
+    planner: plans all tensors with given bit widths, and by the recipe where none is given
     file_bytes: returns the size of the safetensors files of planned tensors
-    free: the weights whose bit width no rule gives
 
     Raises RecipeError for a target below the smallest possible size, and for one that leaves nothing to quantize.
     """
-    if not free:
+    if not planner.free:
         raise RecipeError(
             "a target size: expected weights whose bit width is free, found none that the recipe quantizes without "
             "bits of their own"
         )
-    groups, unknown = free_groups(checkpoint, target, sensitivity=sensitivity, planned=planned, free=frozenset(free))
-    problem = FitProblem(groups=groups, free=frozenset(free), planned=planned, file_bytes=file_bytes)
-    solution, output_bytes = problem.solved(target)
-    fitted = tuple(_fitted(group, choice) for group, choice in zip(groups, solution.choices, strict=True))
+    groups, unknown = free_groups(checkpoint, target, sensitivity=sensitivity, planner=planner)
+    problem = FitProblem(groups=groups, planner=planner, file_bytes=file_bytes)
+    chosen, solution, output_bytes = problem.solved(target)
+    fitted = tuple(_fitted(group, choice) for group, choice in zip(chosen.groups, solution.choices, strict=True))
     return Fit(
         target=target,
         sensitivity=sensitivity,
@@ -150,7 +149,7 @@ def fit(
         gap=solution.gap,
         unknown=unknown,
         curve=tuple(CurvePoint(size, rise) for size, rise in problem.curve(solution, output_bytes)),
-        free=frozenset(free),
+        free=planner.free,
     )
 
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from pqweights.checkpoint.header import (
     StoredTensor,
     TensorSpec,
-    byte_count,
     encode_header,
     in_file_order,
     stored_tensors,
@@ -42,6 +41,7 @@ class TensorPlan(NamedTuple):
     action: QUANTIZE, KEEP, DECODE or INTEGER
     codec, bits: of a weight that is stored as codes; else None
     reason: why, for the user
+    bytes: the size of the stored tensors; as a field, because a plan adds it up several times
     stored: the stored tensors that it becomes
     """
 
@@ -53,6 +53,7 @@ class TensorPlan(NamedTuple):
     codec: str | None
     bits: float | None
     reason: str
+    bytes: int
     stored: tuple[TensorSpec, ...]
 
     @property
@@ -66,12 +67,9 @@ class TensorPlan(NamedTuple):
         return self.action == QUANTIZE and any(spec.name == awq_name(self.name) for spec in self.stored)
 
     @property
-    def bytes(self) -> int:
-        """The size in the output, in bytes, headers not counted."""
-        total = 0
-        for _, dtype, shape in self.stored:
-            total += byte_count(dtype, shape)
-        return total
+    def kind(self) -> tuple[object, ...]:
+        """Everything but the names; thousands of experts have it in common."""
+        return self[1:-1]
 
     def named(self, name: str) -> TensorPlan:
         """Return the same plan for a tensor of another name. The name of this one must be empty."""
@@ -91,6 +89,11 @@ class TensorPlan(NamedTuple):
             "bytes": self.bytes,
             "reason": self.reason,
         }
+
+
+def stored_bytes(stored: Sequence[TensorSpec]) -> int:
+    """Return the size of stored tensors in bytes, headers not counted."""
+    return sum(spec.byte_count for spec in stored)
 
 
 @dataclass(frozen=True, kw_only=True)

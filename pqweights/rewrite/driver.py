@@ -15,9 +15,11 @@ from dataclasses import replace
 
 from pqweights.checkpoint.file_uses import file_uses, most_fetched
 from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, WORK_FOLDER
+from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
 from pqweights.checkpoint.writer import COPY_BYTES, partial_path, sync_folder, write_whole
+from pqweights.codecs import get_codec
 from pqweights.errors import OutputError, SourceError, StrictError
 from pqweights.kernels.devices import resolve_device
 from pqweights.planning.plan import Plan, index_json, plan_shards
@@ -86,7 +88,15 @@ def rewrite(task: RewriteTask, run: RunOptions) -> RewriteReport:
         records = _stream_tensors(task, workspace, run)
         workspace.publish([shard.file for shard in task.plan.shards])
         _finish(task, records, workspace)
-    return _report(task, records, already_done=False, resumed=resumed)
+    report = _report(task, records, already_done=False, resumed=resumed)
+    return report if run.device == "cpu" else replace(report, on_cpu=_codecs_on_cpu(task))
+
+
+def _codecs_on_cpu(task: RewriteTask) -> tuple[str, ...]:
+    """Return the codecs of the source and of the result that have no kernels for other devices."""
+    written = {planned.codec for planned in task.plan.tensors}
+    read = {tensor.coder.codec for tensor in task.checkpoint.tensors if isinstance(tensor, EncodedTensor)}
+    return tuple(sorted(name for name in written | read if name and not get_codec(name).on_gpu))
 
 
 def _report(task: RewriteTask, records: tuple[TensorRecord, ...], *, already_done: bool, resumed: int) -> RewriteReport:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.readers import LogicalTensor, whole_blocks
 from pqweights.dtypes import DTYPE_BITS
 from pqweights.kernels.workers import scratch
 from pqweights.planning.plan import TensorPlan
@@ -65,16 +65,17 @@ class CopyJob:
         (self._spec,) = planned.stored
         self._tensor = tensor
         self._weights = math.prod(self._spec.shape)
+        self._chunk_weights = whole_blocks(tensor, CHUNK_WEIGHTS)
 
     @property
     def chunks(self) -> int:
         """The number of chunks."""
-        return -(-self._weights // CHUNK_WEIGHTS)
+        return -(-self._weights // self._chunk_weights)
 
     def run(self, chunk: int, sink: Sink) -> None:
         """Copy one chunk."""
-        start = chunk * CHUNK_WEIGHTS
-        count = min(CHUNK_WEIGHTS, self._weights - start)
+        start = chunk * self._chunk_weights
+        count = min(self._chunk_weights, self._weights - start)
         bits = DTYPE_BITS[self._spec.dtype]
         byte_count = count * bits // 8
         # A few more bytes than needed, in which encoded tensors can decode whole blocks.

@@ -30,6 +30,7 @@ from pqweights.planning.plan import (
     TensorPlan,
     coder_of,
     plan_shards,
+    stored_bytes,
 )
 from pqweights.rewrite.identity import RunIdentity
 from pqweights.rewrite.records import FileRecord, TensorRecord, error_totals
@@ -296,6 +297,7 @@ def _parse_tensor(entry: Fields, hash_key: str) -> tuple[TensorPlan, TensorRecor
         codec=entry.raw("codec"),
         bits=entry.raw("bits"),
         reason=entry.text("reason"),
+        bytes=stored_bytes(specs),
         stored=specs,
     )
     digests = {spec.text("name"): spec.text(hash_key) for spec in stored}

@@ -106,6 +106,7 @@ class RewriteReport:
     already_done: whether the output folder held the finished result before the run
     resumed: how many tensors an earlier run had finished
     source_bytes_read: bytes read from all checkpoints
+    on_cpu: the codecs that computed on the CPU although the run has another device
     """
 
     transform: Transform
@@ -114,6 +115,7 @@ class RewriteReport:
     already_done: bool
     resumed: int
     source_bytes_read: int
+    on_cpu: tuple[str, ...] = ()
 
     @property
     def pairs(self) -> tuple[tuple[TensorPlan, TensorRecord], ...]:
@@ -138,7 +140,8 @@ class RewriteReport:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What the user should know of the result before using it, a sentence each."""
-        return self.transform.warnings
+        lines = (f"{codec} has no kernels for a GPU: it computed on the CPU" for codec in self.on_cpu)
+        return (*self.transform.warnings, *lines)
 
     def __repr__(self) -> str:
         return f"<RewriteReport of the {self.transform.kind}: {self.totals}>"

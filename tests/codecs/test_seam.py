@@ -18,7 +18,7 @@ import families
 import numpy as np
 import pytest
 from added_codecs import ADDED
-from calls import make_card, quantize
+from calls import make_card, plan_quantize, quantize
 from commands import answer, done, invoke, refused
 from helpers import (
     Array,
@@ -33,13 +33,20 @@ from helpers import (
     safetensors_bytes,
     write_checkpoint,
 )
+from superblock_codec import SuperblockCodec, SuperblockCoder
 
 import pqweights
 from pqweights.checkpoint.source import open_local
+from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
 from pqweights.codecs import CODECS
+from pqweights.codecs.protocol import has_rate
 from pqweights.codecs.weight import encode_weight
 from pqweights.errors import MasterError, RecipeError
 from pqweights.integrations.packed import PackedTensor, pack
+from pqweights.measure.scale_search import Inputs, Matrix, search
+from pqweights.planning.choice import RecipeOptions, choose_recipe
+from pqweights.planning.fit import Fit
+from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import parse_recipe
 from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import read_manifest
@@ -308,8 +315,46 @@ def test_fitting_to_a_size_chooses_from_the_rates_of_the_codec(folder: Path, tmp
     manifest = read_manifest(tmp_path / "out")
     rates = {(t.codec, t.bits) for t in manifest.tensors if t.codec}
     assert {codec for codec, _ in rates} == {"test-superblocks", "test-polar"}
-    assert all(bits in ADDED[codec].rates for codec, bits in rates)
+    assert all(has_rate(ADDED[codec], bits) for codec, bits in rates)
     assert verify(tmp_path / "out", threads=2).ok
+
+
+@pytest.mark.parametrize("rates", [(2.5, 3.5, 4.5), tuple(eighths / 8 for eighths in range(20, 37))], ids=["3", "17"])
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.61, 0.9])
+def test_fit_of_a_codec_of_any_rate_leaves_less_than_a_thousandth(
+    share: float, rates: tuple[float, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the smallest size and that of the highest rate, whatever the target is given in."""
+    monkeypatch.setattr(SuperblockCodec, "rates", rates)
+
+    def fitted(**target: Any) -> tuple[Fit, Plan]:
+        recipe = choose_recipe("q5", RecipeOptions(codec="test-superblocks", **target))
+        _, transform, plan = plan_quantize(folder / "model", recipe)
+        assert transform.fit is not None and transform.fit.output_bytes == plan.output_bytes
+        return transform.fit, plan
+
+    bits = 2.625 + share * 2
+    fit, _ = fitted(target_bpw=bits)
+    assert 0.999 * bits <= fit.bits_per_weight <= bits
+    assert all(has_rate(ADDED["test-superblocks"], rate) for rate in fit.rates.values() if rate is not None)
+    for target in (
+        {"target_size": fit.output_bytes - 77},
+        {"target_bpw": fit.bits_per_parameter, "bpw_of": "checkpoint"},
+    ):
+        again, plan = fitted(**target)
+        assert 0.999 <= plan.output_bytes / min(fit.output_bytes, target.get("target_size", 10**12)) <= 1
+        assert again.gap >= 0
+
+
+def test_fit_with_finer_rates_is_the_plan_of_the_master(folder: Path, tmp_path: Path) -> None:
+    options = ("--codec", "test-superblocks", "--target-bpw", "4.3")
+    planned = answer("plan", folder / "model", *options)
+    made = answer("quantize", folder / "model", tmp_path / "out", *options)
+    assert made["totals"]["output_bytes"] == planned["totals"]["output_bytes"]
+    assert 4.2957 <= planned["fit"]["bits_per_weight"] <= 4.3
+    assert [t["bits"] for t in made["tensors"]] == [t["bits"] for t in planned["tensors"]]
+    assert verify(tmp_path / "out", threads=2).ok
+    assert answer("quantize", folder / "model", tmp_path / "out", *options)["already_done"]
 
 
 def test_card_names_the_codec_and_the_rate(folder: Path) -> None:
@@ -334,7 +379,7 @@ def test_configuration_states_what_decoding_needs(folder: Path) -> None:
 
 
 def test_version_without_the_codec_refuses_the_master(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ADDED:
+    for name in (*ADDED, "hadamard-trellis"):
         monkeypatch.delitem(CODECS, name)
     with pytest.raises(MasterError, match="format_version: expected 1, found 3; a newer pqweights"):
         open_local(folder / "master")
@@ -423,13 +468,13 @@ def test_awq_scales_are_searched_and_applied_for_any_codec(folder: Path, tmp_pat
 REFUSED_OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "a fraction for a scalar codec": (
         ("--bits", "4.38"),
-        "--bits: expected a whole number of bits from 2 to 8 for hadamard-lloyd-max, found 4.38; test-superblocks has "
-        "any number of bits from 2.5 to 4.5",
+        "--bits: expected a whole number of bits from 2 to 8 for hadamard-lloyd-max, found 4.38; hadamard-trellis has "
+        "any number of bits from 1.5 to 8",
     ),
     "nearly a whole number": (
         ("--bits", "4.0001"),
-        "--bits: expected a whole number of bits from 2 to 8 for hadamard-lloyd-max, found 4.0001; test-superblocks "
-        "has any number of bits from 2.5 to 4.5",
+        "--bits: expected a whole number of bits from 2 to 8 for hadamard-lloyd-max, found 4.0001; hadamard-trellis "
+        "has any number of bits from 1.5 to 8",
     ),
     "too few for all": (
         ("--bits", "1"),
@@ -442,7 +487,7 @@ REFUSED_OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "a fraction for one pattern": (
         ("--set", "*down_proj*=3.3"),
         "--set *down_proj*=3.3: expected a whole number of bits from 2 to 8 for hadamard-lloyd-max, found 3.3; "
-        "test-superblocks has any number of bits from 2.5 to 4.5",
+        "hadamard-trellis has any number of bits from 1.5 to 8",
     ),
     "an effort that the codec does not have": (
         ("--codec", "test-superblocks", "--effort", "3"),
@@ -450,12 +495,12 @@ REFUSED_OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "an effort for a codec without": (
         ("--effort", "2"),
-        "--effort: hadamard-lloyd-max has no effort setting, found 2; test-superblocks has 1 or 2",
+        "--effort: hadamard-lloyd-max has no effort setting, found 2; hadamard-trellis has 8, 64 or 256",
     ),
     "an unknown codec": (
         ("--codec", "test-superblock"),
         "--codec: no codec is called 'test-superblock'; the nearest is 'test-superblocks'; expected "
-        f"{', '.join([*CODECS, *ADDED])}",
+        f"{', '.join(dict.fromkeys([*CODECS, *ADDED]))}",
     ),
 }
 
@@ -473,14 +518,17 @@ def test_refused_options_name_what_is_possible(
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("{bits: 4.38}", "bits: expected a whole number of bits from 2 to 8 for hadamard-lloyd-max, found 4.38; test-"),
+        (
+            "{bits: 4.38}",
+            "bits: expected a whole number of bits from 2 to 8 for hadamard-lloyd-max, found 4.38; hadamard-",
+        ),
         (
             "{codec: test-superblocks, bits: 9}",
             "bits: expected any number of bits from 2.5 to 4.5 for test-superblocks",
         ),
         ("{codec: test-superblocks, effort: 3}", "effort: expected an effort of 1 or 2 for test-superblocks, found 3"),
         ("{codec: test-superblocks, effort: 1.5}", "effort: expected a whole number, found 1.5"),
-        ("{effort: 1}", "effort: hadamard-lloyd-max has no effort setting, found 1; test-superblocks has 1 or 2"),
+        ("{effort: 1}", "effort: hadamard-lloyd-max has no effort setting, found 1; hadamard-trellis has 8, 64 or 256"),
     ],
 )
 def test_refused_recipe_names_what_is_possible(text: str, line: str) -> None:
@@ -604,3 +652,62 @@ def test_stack_whose_matrices_share_superblocks_stays_packed(tmp_path: Path) -> 
     assert torch.equal(up[3].decode(), exact["model.experts.up"][3])
     ids = torch.tensor([[300, 0, 7, 8], [7, 150, 299, 0]])
     assert torch.equal(torch.nn.functional.embedding(ids, embeddings), exact["model.embed_tokens.weight"][ids])
+
+
+def test_every_second_row_is_decoded_in_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports take gate and up apart, whose rows alternate in some models; blocks hold many rows."""
+    source = write_checkpoint(tmp_path / "model", {"model.experts.up": bf16(gaussian(5, 200, 60, seed=7))})
+    recipe = parse_recipe("{codec: test-superblocks, rules: [{name: '*', bits: 3.3}]}", "every.yaml")
+    quantize(source, tmp_path / "master", recipe, threads=2)
+    (tensor,) = open_local(tmp_path / "master").tensors
+    calls = []
+    decode = SuperblockCoder.decode
+    monkeypatch.setattr(SuperblockCoder, "decode", lambda *args, **kw: (calls.append(1), decode(*args, **kw))[1])
+    exact = master_weights(tmp_path / "master")["model.experts.up"].reshape(1000, 60)
+    calls.clear()
+    moved = MovedTensor(
+        name="up",
+        shape=(400, 7),
+        dtype="F32",
+        segments=(Segment(tensor=tensor, first=3, step=2, count=400),),
+        columns=range(50, 57),
+        transposed=False,
+        cache=MatrixCache(),
+    )
+    out = np.empty(400 * 7 * 4, dtype=np.uint8)
+    moved.read(0, 400 * 7, "F32", out)
+    assert np.array_equal(out.view(np.float32).reshape(400, 7), exact[3:803:2, 50:57])
+    assert len(calls) == 1
+
+
+# --- the search of scales ---
+
+
+def test_search_by_the_model_finds_about_what_encoding_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(5)
+    channels = np.exp(0.5 * rng.standard_normal(512)).astype(np.float32)
+    source = write_checkpoint(tmp_path / "model", {"up": bf16(gaussian(256, 512, seed=3))})
+    (tensor,) = open_local(source).tensors
+    rows = gaussian(2048, 512, seed=4) * channels
+    inputs = Inputs(
+        along_rows=True,
+        tokens=1536,
+        rms=np.sqrt(np.square(rows[:1536]).mean(axis=0)),
+        rows=rows[:1536],
+        held_back=rows[1536:],
+        windows=np.repeat(np.arange(8), 64),
+    )
+    weight = Matrix(tensor=tensor, number=0, rows=256, columns=512, block_size=SuperblockCodec.block_size)
+    encoded = []
+    monkeypatch.setattr(
+        "pqweights.measure.scale_search.encode_weight", lambda *a, **kw: (encoded.append(1), encode_weight(*a, **kw))[1]
+    )
+    coder = ADDED["test-superblocks"].coder(4.5)
+    modelled, scales = search(coder, weight, inputs)
+    assert modelled.scaled and scales is not None and modelled.gain is not None
+    assert len(encoded) == 2  # the check, with and without the scales
+    monkeypatch.setattr(SuperblockCoder, "modelled_errors", lambda self, blocks: None)
+    measured, _ = search(coder, weight, inputs)
+    assert len(encoded) > 20
+    assert modelled.gain == pytest.approx(measured.gain, abs=0.03)
+    assert modelled.held_back_gain == pytest.approx(measured.held_back_gain, abs=0.03)

@@ -57,7 +57,7 @@ RECIPE_CASES = [
         {RECIPE: ("'hadamard'", "'hadamard-absmax'")},
         {**GOOD_SRC, "recipe.yaml": "codec: hadamard\n"},
     ),
-    recipe("recipe-codec-far-from-all", "codec: gptq\n", "'gptq'", "expected hadamard-lloyd-max, absmax"),
+    recipe("recipe-codec-far-from-all", "codec: gptq\n", "'gptq'", "expected hadamard-lloyd-max, hadamard-trellis"),
     recipe("rule-role-far-from-all", "rules: [{role: wombat, bits: 4}]\n", "'wombat'", "expected attention, mlp"),
     recipe("recipe-key-far-from-all", "wombat: 4\n", "'wombat'", "expected name, description"),
     Case(

@@ -521,6 +521,7 @@ def plan_of(shapes: dict[str, tuple[int, ...]]) -> list[Any]:
             codec="hadamard-lloyd-max",
             bits=5,
             reason="",
+            bytes=0,
             stored=(),
         )
         for name, shape in shapes.items()

@@ -19,8 +19,12 @@ from pqweights.checkpoint.header import TensorSpec, build_header, parse_header
 from pqweights.checkpoint.storage import LocalStorage
 from pqweights.dtypes import DTYPE_BITS
 from pqweights.errors import SourceError
-from pqweights.planning.plan import DEFAULT_METADATA, KEEP, QUANTIZE, Plan, TensorPlan, plan_shards
+from pqweights.planning.choice import RecipeOptions, choose_recipe
+from pqweights.planning.plan import DEFAULT_METADATA, KEEP, QUANTIZE, Plan, TensorPlan, plan_shards, stored_bytes
 from pqweights.planning.recipe import load_recipe
+from pqweights.quantizing import QuantizeOptions
+from pqweights.results.plan_report import report_plan
+from pqweights.strict_json import json_bytes
 
 SHARD_BYTES = 20_000
 Q5 = load_recipe("q5")
@@ -69,6 +73,16 @@ def test_plan_has_every_tensor_of_the_source(source: Path) -> None:
         expected = {tensor.name + "_codes", tensor.name + "_norms"} if tensor.action == QUANTIZE else {tensor.name}
         assert {spec.name for spec in tensor.stored} == expected
         assert tensor.reason
+
+
+def test_json_in_pieces_is_that_of_the_report(tmp_path: Path) -> None:
+    same = bf16(gaussian(64, 128, seed=1))
+    names = ['a."%s".weight', "a.\\1.weight", "a.{}.ä.weight", "a.norm.weight", "b.norm.weight", "c.weight"]
+    folder = write_checkpoint(tmp_path / "model", dict.fromkeys(names, same))
+    recipe = choose_recipe("q5", RecipeOptions(set_bits={"c.*": 3}))
+    report = report_plan(folder, recipe, QuantizeOptions(), threads=1)
+    assert b"".join(report.to_pieces()) == json_bytes(report.to_json())
+    assert sorted(tensor["name"] for tensor in json.loads(b"".join(report.to_pieces()))["tensors"]) == sorted(names)
 
 
 def test_index_lists_every_tensor(source: Path, tmp_path: Path) -> None:
@@ -218,6 +232,7 @@ def tensor_plan(name: str, dtype: str, shape: list[int], stored: tuple[TensorSpe
         codec="c" if quantized else None,
         bits=5 if quantized else None,
         reason="",
+        bytes=stored_bytes(stored),
         stored=stored,
     )
 

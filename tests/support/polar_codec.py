@@ -73,6 +73,7 @@ class PolarCodec:
     rates = tuple(DISTORTIONS)
     any_rate = False
     efforts = ()
+    on_gpu = False
     block_size = BLOCK
     state_defaults: Mapping[str, Any] = {"octave": 0}
     description = ""

@@ -41,8 +41,6 @@ GROUP = 128
 GROUPS_PER_SUPERBLOCK = 8  # about
 # Bits per weight for scales and units, beside the rate.
 OVERHEAD_BITS = 0.125
-# Rates are rounded down to this many weights with one more bit in a group.
-STEP = 8
 SMALLEST_EXPONENT = -150
 CLIPPED = 0.75
 # What an effort of 2 tries in place of the scale.
@@ -94,6 +92,7 @@ class SuperblockCodec:
     rates = (2.5, 3.5, 4.5)
     any_rate = True
     efforts = (1, 2)
+    on_gpu = False
     block_size = GROUP
     state_defaults: Mapping[str, Any] = {"clip": 1.0}
     description = ""
@@ -144,13 +143,13 @@ class SuperblockCoder:
     @property
     def wide(self) -> int:
         """How many weights of a group have more bits."""
-        return int((self.bits - int(self.bits)) * GROUP) // STEP * STEP
+        return int((self.bits - int(self.bits)) * GROUP)
 
     @property
     def code_bytes(self) -> tuple[int, int]:
         """The bytes of the weights with more and with fewer bits in a superblock."""
         low = int(self.bits)
-        return self.groups * self.wide * (low + 1) // 8, self.groups * (GROUP - self.wide) * low // 8
+        return -(-self.groups * self.wide * (low + 1) // 8), -(-self.groups * (GROUP - self.wide) * low // 8)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -164,8 +163,11 @@ class SuperblockCoder:
 
     @property
     def _error_per_largest_square(self) -> float:
-        """The mean squared error of steps between uniform levels, if the largest magnitude is 1."""
-        share, low = self.wide / GROUP, int(self.bits)
+        """The mean squared error of steps between uniform levels, if the largest magnitude is 1.
+
+        More bits promise less, even if no weight has one more.
+        """
+        share, low = self.bits - int(self.bits), int(self.bits)
         return share / (3 * (2 ** (low + 1) - 1) ** 2) + (1 - share) / (3 * (2**low - 1) ** 2)
 
     def modelled_errors(self, blocks: Floats) -> Doubles:
@@ -253,10 +255,11 @@ class SuperblockCoder:
     def _decoded(self, stored: Bytes) -> Floats:
         wide, narrow = self.code_bytes
         z = np.empty((len(stored), self.groups, GROUP), dtype=np.float32)
-        z[..., : self.wide] = _unpacked(stored[:, :wide], self.levels["wide"]).reshape(len(stored), self.groups, -1)
-        z[..., self.wide :] = _unpacked(stored[:, wide : wide + narrow], self.levels["narrow"]).reshape(
-            len(stored), self.groups, -1
-        )
+        counts = self.groups * self.wide, self.groups * (GROUP - self.wide)
+        first = _unpacked(stored[:, :wide], self.levels["wide"])[:, : counts[0]]
+        second = _unpacked(stored[:, wide : wide + narrow], self.levels["narrow"])[:, : counts[1]]
+        z[..., : self.wide] = first.reshape(len(stored), self.groups, -1)
+        z[..., self.wide :] = second.reshape(len(stored), self.groups, -1)
         scales = stored[:, wide + narrow : wide + narrow + self.groups]
         factors = self._factors(stored[:, wide + narrow + self.groups], scales)
         return (z * factors).reshape(len(stored), -1)
@@ -273,8 +276,9 @@ def _packed(z: Floats, levels: list[float]) -> Bytes:  # [blocks, groups, n] -> 
     return np.packbits(bits.reshape(len(z), -1), axis=1)
 
 
-def _unpacked(stored: Bytes, levels: list[float]) -> Floats:  # [blocks, bytes] -> [blocks, weights]
+def _unpacked(stored: Bytes, levels: list[float]) -> Floats:  # [blocks, bytes] -> [blocks, at least the weights]
     width = int(math.log2(len(levels)))
     bits = np.unpackbits(np.ascontiguousarray(stored), axis=1)
-    codes = bits.reshape(len(stored), bits.shape[1] // width, width).astype(np.int64) @ (1 << np.arange(width)[::-1])
+    count = bits.shape[1] // width
+    codes = bits[:, : count * width].reshape(len(stored), count, width).astype(np.int64) @ (1 << np.arange(width)[::-1])
     return np.array(levels, dtype=np.float32)[codes]
