@@ -194,6 +194,8 @@ def read_header(row: bytes, blocks: int) -> tuple[Header, Stream] | None:
     states = list(struct.unpack(f"<{min(LANES, blocks)}I", row[at:end]))
     if any(state < LEAST for state in states):
         raise Damaged("a state is too small")
+    if (len(row) - end) % 2 and row[-1]:
+        raise Damaged("half a word")
     words = struct.unpack(f"<{(len(row) - end) // 2}H", row[end : end + (len(row) - end) // 2 * 2])
     header = Header(np.float32(step), TRELLISES[state_bits], first, frequencies, states)
     return header, Stream(list(words))
