@@ -174,6 +174,8 @@ def _decode(
             for i in range(position, words):
                 if stream[i] != 0:
                     wrong = BAD_STREAM
+            if at + 2 * words < stride and row[stride - 1] != 0:  # half a word
+                wrong = BAD_STREAM
         if wrong != SOUND and status[0] < 0:
             status[0], status[1] = number, wrong
 
