@@ -153,8 +153,9 @@ def sections(document: Document) -> dict[str, str]:
     ]
     beside = "torch is not installed" if idle is None else gigabytes(idle)
     suffix = "" if settings["recipe"] == RECIPE else f"-{settings['recipe']}"
+    about = f"{note}; median of {settings['rounds']}, page cache {cache}, through sync.{moved}"
     return {
-        f"wall-time{suffix}": f"{note}; median of {settings['rounds']}, page cache {cache}, through sync.{moved}\n\n{times}",
+        f"wall-time{suffix}": f"{about}\n\n{times}",
         f"memory{suffix}": (
             f"{note}. Idle `python -c 'import pqweights, torch, numpy'`: {beside}.\n\n"
             + table(["checkpoint", "largest tensor", *shown], memory)

@@ -27,6 +27,7 @@ from pqweights.kernels.emit import (
     constant,
     load,
     loop,
+    shuffled,
     splat,
     store,
 )
@@ -69,17 +70,25 @@ def _put(builder: Any, stream: Any, position: Any, states: Lanes, full: Lanes) -
     """Write the low words of the states that are full before stream[position], and return the place of the first."""
     words = builder.trunc(states.value, _WORDS)
     if HAS_COMPRESS:
-        position = builder.sub(position, _count(builder, full))
-        at = builder.gep(stream, [position])
-        kind = ir.FunctionType(ir.VoidType(), [_WORDS, at.type, _TRUTHS])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.compressstore.v16i16")
-        builder.call(function, [words, at, full.value])
-        return position
+        # Packed at the end of a vector: what is before them is overwritten by the next.
+        order = list(reversed(range(LANES)))
+        truths = shuffled(full, full, order)
+        backwards = shuffled(Lanes(builder, words), Lanes(builder, words), order)
+        packed = _moved(builder, "compress", backwards.value, truths.value)
+        store(shuffled(packed, packed, order), stream, builder.sub(position, I64(LANES)), align=2)
+        return builder.sub(position, _count(builder, full))
     for lane in reversed(range(LANES)):  # a word that does not count is overwritten by the next
         at = builder.gep(stream, [builder.sub(position, I64(1))])
         builder.store(builder.extract_element(words, I32(lane)), at).align = 2
         position = builder.sub(position, builder.zext(builder.extract_element(full.value, I32(lane)), I64))
     return position
+
+
+def _moved(builder: Any, how: str, words: Any, truths: Any) -> Lanes:
+    """The words of the lanes where a truth value holds, packed into the first lanes ("compress"); or the inverse."""
+    kind = ir.FunctionType(_WORDS, [_WORDS, _WORDS, _TRUTHS])
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.avx512.mask.{how}.v16i16")
+    return Lanes(builder, builder.call(function, [words, ir.Constant(_WORDS, None), truths]))
 
 
 def _count(builder: Any, truths: Lanes) -> Any:
