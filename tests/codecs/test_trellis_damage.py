@@ -32,11 +32,11 @@ def guarded(size: int) -> Rows:
 @functools.cache
 def neighbour(blocks: int) -> bytes:
     """A sound superblock."""
-    return trellis_writer.superblock(np.random.default_rng(1), blocks, step=0.1, state_bits=3, first=1)
+    return trellis_writer.superblock(np.random.default_rng(1), blocks, step=0.1, state_bits=3, first=12)
 
 
 def decode(row: bytes, blocks: int, *, dtype: str = "F32", signed: bool = False, basis: Basis = Basis.PLAIN) -> bool:
-    """Decode a superblock between two others; return whether it was found damaged.
+    """Decode a superblock before, between or after two others, by its bytes; return whether it was found damaged.
 
     Asserts that nothing outside the values is written, that only this superblock is named, that its neighbours are
     decoded all the same, and that all values are finite.
@@ -45,7 +45,9 @@ def decode(row: bytes, blocks: int, *, dtype: str = "F32", signed: bool = False,
     size = max(len(row), len(good))
     good = good.ljust(size, b"\0")
     rows = guarded(3 * size)
-    rows[GUARD:-GUARD] = np.frombuffer(good + row.ljust(size, b"\0") + good, dtype=np.uint8)
+    place, trio = sum(row) % 3, [good] * 3
+    trio[place] = row.ljust(size, b"\0")
+    rows[GUARD:-GUARD] = np.frombuffer(b"".join(trio), dtype=np.uint8)
     before, superblock = rows.copy(), blocks * 128 * SIZES[dtype]
     values = guarded(3 * superblock)
     coder = TrellisCoder(rate=8.0, states=8, cut=Superblocks(3, blocks, size))
@@ -55,10 +57,11 @@ def decode(row: bytes, blocks: int, *, dtype: str = "F32", signed: bool = False,
         coder.decode([rows[GUARD:-GUARD].reshape(3, size)], inside, dtype=dtype, state=state, basis=basis)
     except DamagedBlock as found:
         damage = found
-    assert damage is None or damage.block == 1
+    assert damage is None or damage.block == place
     assert np.array_equal(rows, before)
     assert (values[:GUARD] == 0xAB).all() and (values[-GUARD:] == 0xAB).all()
-    assert np.array_equal(inside[:superblock], inside[-superblock:])
+    others = [inside[i * superblock : (i + 1) * superblock] for i in range(3) if i != place]
+    assert np.array_equal(*others) and others[0].any()
     words = inside.view({"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}[dtype])
     infinite = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}[dtype]
     assert ((words & infinite) != infinite).all()
