@@ -245,6 +245,7 @@ def _front_matter(subject: _Subject) -> FrontMatter:
 
 def _loading(subject: _Subject) -> list[str]:
     lines = loading.load_section(subject.target, subject.manifest.made_by, subject.model)
+    lines += loading.needs_version(subject.manifest)
     return [f"{HERE} stands for this folder.", *lines] if subject.names.repository is None else lines
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pqweights.codecs import CODECS
 from pqweights.exports import EXPORTS
 from pqweights.exports.loading import LoadableModel, by_pqweights, from_pretrained, shell
 from pqweights.exports.target import ExportTarget
 from pqweights.markdown import code, fenced
+from pqweights.rewrite.manifest import Manifest
 
 TRANSFORMERS, PQWEIGHTS = "transformers", "pqweights"
 
@@ -35,6 +37,21 @@ def load_section(target: ExportTarget[Any] | None, made_by: Mapping[str, Any], m
     """Return the paragraphs and code blocks of the section on loading; target is None for a master."""
     branch = [] if model.branch is None else [f"It is on the branch {code(model.branch)}, which the commands name."]
     return branch + (_master(model) if target is None else target.load_section(made_by, model))
+
+
+def needs_version(manifest: Manifest) -> list[str]:
+    """Return which codecs of a master the first version of the format lacks; nothing if there are none."""
+    if manifest.kind != "master":
+        return []
+    used = sorted({tensor.codec for tensor in manifest.tensors if tensor.codec in CODECS})
+    later = {name: version for name in used if (version := CODECS[name].format_version) > 1}
+    if not later:
+        return []
+    names = " and ".join(code(name) for name in later)
+    return [
+        f"The master has format version {max(later.values())}, because of {names}. "
+        "A pqweights that is too old to know it refuses to read the folder; `pip install -U pqweights` helps."
+    ]
 
 
 def _master(model: LoadableModel) -> list[str]:

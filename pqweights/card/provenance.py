@@ -89,13 +89,17 @@ def method(manifest: Manifest) -> list[str]:
     return [*([described] if described else []), "\n".join(f"- {paper}" for paper in _papers(manifest))]
 
 
+def _codecs(manifest: Manifest) -> set[str]:
+    """Return the names of the codecs of a master; of an export's master only the default is known."""
+    if manifest.kind == "master":
+        return {tensor.codec for tensor in manifest.tensors if tensor.codec}
+    recipe = manifest.identity.master.get("recipe")
+    return {as_text(recipe.get("codec"))} - {""} if isinstance(recipe, dict) else set()
+
+
 def _descriptions(manifest: Manifest) -> list[str]:
-    is_master = manifest.kind == "master"
-    prefix = "" if is_master else "The master was made as follows. "
-    codecs = {tensor.codec for tensor in manifest.tensors if tensor.codec}
-    if not is_master:
-        recipe = manifest.identity.master.get("recipe")
-        codecs = {as_text(recipe.get("codec"))} - {""} if isinstance(recipe, dict) else set()
+    prefix = "" if manifest.kind == "master" else "The master was made as follows. "
+    codecs = _codecs(manifest)
     described = {name: CODECS[name].description for name in sorted(codecs) if name in CODECS}
     lines = [f"{prefix}{description}" for description in described.values() if description]
     others = sorted(codec for codec in codecs if not described.get(codec))
@@ -109,20 +113,18 @@ def _descriptions(manifest: Manifest) -> list[str]:
 
 def _papers(manifest: Manifest) -> list[str]:
     source = manifest.made_by if manifest.kind == "master" else manifest.identity.master
-    papers = [f"Vicentino, *PolarQuant* for weights, {_paper('2603.29078', 'v1')} v1 (later renamed HLWQ): the method."]
+    known = [CODECS[name] for name in sorted(_codecs(manifest)) if name in CODECS]
+    papers = list(dict.fromkeys(paper for codec in known for paper in codec.papers))
     if isinstance(source.get("awq"), dict) and "original_fingerprint" not in manifest.made_by:
         papers.append(f"Lin et al., *AWQ*, {_paper('2306.00978')}: the scales of input channels.")
     if manifest.made_by.get("basis") == "rotated":
         papers.append(f"Ashkboos et al., *QuaRot*, {_paper('2404.00456')}: integers in the rotated basis.")
     related = ", ".join(f"{name} ({_paper(paper)})" for name, paper in RELATED.items())
-    return [
-        *papers,
-        f"Related: {related}. PolarQuant for KV caches ({_paper('2502.02617')}) is another method with the same name.",
-    ]
+    return [*papers, f"Related: {related}."]
 
 
-def _paper(number: str, version: str = "") -> str:
-    return f"[arXiv:{number}]({PAPERS}/{number}{version})"
+def _paper(number: str) -> str:
+    return f"[arXiv:{number}]({PAPERS}/{number})"
 
 
 def files(manifest: Manifest, manifest_sha256: str, has_records: bool) -> list[str]:

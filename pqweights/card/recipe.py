@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pqweights.card.values import as_number, as_text
+from pqweights.codecs import CODECS
 from pqweights.markdown import code, number, words
 from pqweights.planning.recipe import Recipe, load_recipe, recipe_names
 from pqweights.planning.target import SizeTarget
@@ -38,8 +39,7 @@ def recipe(manifest: Manifest) -> list[str]:
     lines = [prefix + _recipe_line(source)]
     fit = source.get("fit")
     width = "a width chosen for each group" if isinstance(fit, dict) else f"{words(as_text(found.get('bits')))} bits"
-    effort = f", effort {words(as_text(found['effort']))}" if "effort" in found else ""
-    default = f"Default: {code(as_text(found.get('codec')))}, {width}{effort}."
+    default = f"Default: {code(as_text(found.get('codec')))}, {width}{_effort(found)}."
     rules = found.get("rules")
     rules = [rule for rule in rules if isinstance(rule, dict)] if isinstance(rules, list) else []
     if rules:
@@ -50,6 +50,14 @@ def recipe(manifest: Manifest) -> list[str]:
     if isinstance(fit, dict):
         lines.append(_fit(fit, found, "The widths" if is_master else "The master's widths"))
     return [*lines, _calibration(source.get("awq"), manifest)]
+
+
+def _effort(found: Mapping[str, Any]) -> str:
+    """Return the effort of a recipe, or the default of its codec; empty for a codec that has no choice."""
+    if "effort" in found:
+        return f", effort {words(as_text(found['effort']))}"
+    codec = CODECS.get(as_text(found.get("codec")))
+    return f", effort {codec.efforts[0]}" if codec is not None and codec.efforts else ""
 
 
 def title(made_by: Mapping[str, Any]) -> str:

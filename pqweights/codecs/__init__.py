@@ -54,8 +54,10 @@ def checked_rate(codec: str, bits: float) -> float:
         raise RecipeError(f"{error}{hint}") from None
 
 
-def checked_effort(codecs: Iterable[str], effort: int) -> int:
+def checked_effort(codecs: Iterable[str], effort: int) -> int | None:
     """Return an effort that a user gives for these codecs, of which those without a choice ignore it.
+
+    Returns None for the default of all that have one, so that asking for it gives the same result as not asking.
 
     Raises RecipeError if a codec has others, or if none of them has any; the message then names a codec that has.
     """
@@ -68,4 +70,4 @@ def checked_effort(codecs: Iterable[str], effort: int) -> int:
             other = None if choosing else next((other for other in CODECS.values() if other.efforts), None)
             hint = "" if other is None else f"; {other.name} has {alternatives(other.efforts)}"
             raise RecipeError(f"{error}{hint}") from None
-    return effort
+    return None if all(effort == codec.efforts[0] for codec in choosing) else effort

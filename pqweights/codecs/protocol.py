@@ -307,8 +307,18 @@ class Codec(Protocol):
         ...
 
     @property
+    def compiling_bytes(self) -> int:
+        """The memory that compiling its kernels takes beyond that of the scalar codecs' kernels, at any effort."""
+        ...
+
+    @property
     def description(self) -> str:
         """What the codec does to a weight, in sentences for a model card; empty if it is only for comparison."""
+        ...
+
+    @property
+    def papers(self) -> Sequence[str]:
+        """Where the method comes from, a line of Markdown each, for a model card."""
         ...
 
     def coder(self, bits: float, effort: int | None = None) -> Coder:

@@ -50,6 +50,12 @@ LARGEST_HALF = 65504.0
 # Norms of float32 weights need no exponents beyond these.
 NORM_EXPONENTS = range(-200, 201)
 
+POLARQUANT = (
+    "Vicentino, *PolarQuant* for weights, [arXiv:2603.29078](https://arxiv.org/abs/2603.29078v1) v1 (later renamed "
+    "HLWQ): the method. PolarQuant for KV caches ([arXiv:2502.02617](https://arxiv.org/abs/2502.02617)) is another "
+    "method with the same name."
+)
+
 
 @dataclass(frozen=True)
 class ScalarState:
@@ -91,7 +97,9 @@ class ScalarCodec(ABC):
     efforts: tuple[int, ...] = ()
     on_gpu = True
     block_size = BLOCK_SIZE
+    compiling_bytes = 0
     description = ""
+    papers = (POLARQUANT,)
 
     @property
     @abstractmethod

@@ -20,7 +20,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
 from pqweights.checkpoint.writer import COPY_BYTES, partial_path, sync_folder, write_whole
 from pqweights.codecs import get_codec
-from pqweights.errors import OutputError, SourceError, StrictError
+from pqweights.errors import MasterError, OutputError, SourceError, StrictError
 from pqweights.kernels.devices import resolve_device
 from pqweights.planning.plan import Plan, index_json, plan_shards
 from pqweights.rewrite.differences import difference
@@ -188,7 +188,7 @@ def _stream_tensors(task: RewriteTask, workspace: Workspace, run: RunOptions) ->
     continues = bool(workspace.records)
     try:
         return Stream(task, workspace, run).run()
-    except SourceError as error:
+    except (SourceError, MasterError) as error:
         if not (continues and isinstance(error, StrictError)):
             workspace.discard()
         raise

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pqweights.codecs import get_codec
 from pqweights.planning.plan import Plan
 
-# Measured: the interpreter and the libraries while kernels are compiled. Without compilation it is half as much.
-MEMORY_FLOOR_BYTES = 220_000_000
-# A thread's input chunk in float32 with its temporaries, and its share of the results that wait to be collected.
+# Measured: the interpreter and the libraries while the scalar codecs' kernels are compiled. Without compilation it is
+# half as much.
+MEMORY_FLOOR_BYTES = 260_000_000
+# A thread's input chunk in float32 with its temporaries, the workspace of its codec, and its share of the results that
+# wait to be collected.
 MEMORY_PER_THREAD_BYTES = 32_000_000
 
 
@@ -17,8 +20,8 @@ class ResourceNeeds:
     """Upper bounds on what fulfilling a plan takes.
 
     peak_disk_bytes: room in the output folder
-    peak_memory_bytes: memory of the process: the floor, what is under way in each thread, the parsed headers, and the
-        largest output header
+    peak_memory_bytes: memory of the process: the floor, what compiling the kernels of the plan's codecs takes beyond
+        it, what is under way in each thread, the parsed headers, and the largest output header
     """
 
     peak_disk_bytes: int
@@ -32,7 +35,9 @@ class ResourceNeeds:
 def resource_needs(plan: Plan, threads: int) -> ResourceNeeds:
     """Return what fulfilling a plan with a number of threads takes."""
     largest_header = max((len(shard.header) for shard in plan.shards), default=0)
-    memory = MEMORY_FLOOR_BYTES + threads * MEMORY_PER_THREAD_BYTES + len(plan.tensors) * 12_000 + 2 * largest_header
+    codecs = {tensor.codec for tensor in plan.tensors if tensor.codec is not None}
+    floor = MEMORY_FLOOR_BYTES + max((get_codec(codec).compiling_bytes for codec in codecs), default=0)
+    memory = floor + threads * MEMORY_PER_THREAD_BYTES + len(plan.tensors) * 12_000 + 2 * largest_header
     json_files = 1024 * len(plan.tensors) + 65536
     return ResourceNeeds(
         peak_disk_bytes=plan.output_bytes + plan.companion_bytes + json_files, peak_memory_bytes=memory

@@ -379,8 +379,8 @@ def test_configuration_states_what_decoding_needs(folder: Path) -> None:
 
 
 def test_version_without_the_codec_refuses_the_master(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*ADDED, "hadamard-trellis"):
-        monkeypatch.delitem(CODECS, name)
+    first = {name: codec for name, codec in CODECS.items() if codec.format_version == 1}
+    monkeypatch.setattr("pqweights.checkpoint.master.CODECS", first)
     with pytest.raises(MasterError, match="format_version: expected 1, found 3; a newer pqweights"):
         open_local(folder / "master")
 

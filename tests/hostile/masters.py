@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from hostile.case import (
     CONFIG,
+    DOWN,
     EXPORT,
     FILE,
     GOOD,
@@ -32,6 +33,7 @@ from hostile.case import (
 
 SHARD = "model-00001-of-00002.safetensors"
 LAST_SHARD = "model-00002-of-00002.safetensors"
+ONLY_SHARD = "model-00001-of-00001.safetensors"
 MASTER_SRC: dict[str, Content] = {
     FILE: stored(
         {UP: WEIGHT, "model.layers.0.mlp.gate_proj.weight": ("F32", [4, 65], WEIGHT_DATA + bytes(16)), NORM: VECTOR}
@@ -59,26 +61,27 @@ def make_master(folder: Path) -> None:
 Damage = Callable[[Path], None]  # damages the folder of a master
 
 
-def damaged(name: str, damage: Damage, **expected: tuple[str, ...] | None) -> Case:
+def damaged(
+    name: str, damage: Damage, make: Callable[[Path], None] = make_master, **expected: tuple[str, ...] | None
+) -> Case:
     """A master that was changed after it was finished. expected: fragments by command; others need not notice."""
 
     def prepare(folder: Path) -> None:
-        make_master(folder)
+        make(folder)
         damage(folder / "master")
 
     commands = {"verify": VERIFY, "inspect": INSPECT, "export": EXPORT}
     return Case(name, {line: expected.get(key) for key, line in commands.items()}, prepare=prepare)
 
 
-def flip(file: str, tensor: str | None) -> Damage:
-    """Flip one bit of a tensor, or of the header."""
+def flip(file: str, tensor: str | None, at: int = 1) -> Damage:
+    """Flip one bit of a tensor, or of the header. at: the byte of the tensor"""
 
     def damage(master: Path) -> None:
         data = bytearray((master / file).read_bytes())
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length])
-        at = 12 if tensor is None else 8 + length + header[tensor]["data_offsets"][0] + 1
-        data[at] ^= 4
+        data[12 if tensor is None else 8 + length + header[tensor]["data_offsets"][0] + at] ^= 4
         (master / file).write_bytes(data)
 
     return damage
@@ -131,6 +134,56 @@ def consistently(file: str, damage: Damage) -> Damage:
         set_json("pqweights.json", "files", file, to=record)(master)
 
     return both
+
+
+def make_trellis_master(folder: Path) -> None:
+    """An undamaged master of hadamard-trellis: one weight of two superblocks, one of some rows, a kept vector."""
+    from calls import quantize
+
+    from pqweights.planning.recipe import load_recipe
+
+    values = np.random.default_rng(17).standard_normal((900, 128), dtype=np.float32)
+    small = np.ascontiguousarray(values[:40])
+    weights = {UP: ("F32", [900, 128], values.tobytes()), DOWN: ("F32", [40, 128], small.tobytes()), NORM: VECTOR}
+    write(folder, {FILE: stored(weights), CONFIG: {"model_type": "llama"}})
+    quantize(folder / "src", folder / "master", load_recipe("t4"), threads=1)
+    shutil.rmtree(folder / "src")
+
+
+def trellis(name: str, damage: Damage, **expected: tuple[str, ...] | None) -> Case:
+    """A changed master of hadamard-trellis."""
+    return damaged(f"trellis-{name}", damage, make_trellis_master, **expected)
+
+
+def trellis_settings(name: str, *path: str | int, to: Any, export: tuple[str, ...]) -> Case:
+    """A changed quantization_config of such a master."""
+    damage = set_json("config.json", "quantization_config", *path, to=to)
+    return trellis(name, damage, verify=("config.json",), export=export)
+
+
+def restored(change: Callable[[dict[str, Stored]], Any]) -> Damage:
+    """Change the stored tensors of the only file, leave its header consistent, and forget the manifest."""
+
+    def damage(master: Path) -> None:
+        data = (master / ONLY_SHARD).read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        header.pop("__metadata__", None)
+        tensors: dict[str, Stored] = {}
+        for tensor, entry in header.items():
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            tensors[tensor] = (entry["dtype"], entry["shape"], data[begin:end])
+        change(tensors)
+        write(master, {ONLY_SHARD: stored(tensors)})
+        (master / "pqweights.json").unlink()
+
+    return damage
+
+
+def shorter(tensors: dict[str, Stored]) -> None:
+    """Leave out the last superblock."""
+    dtype, (count, stride), data = tensors[UP + "_trellis"]
+    tensors[UP + "_trellis"] = (dtype, [count - 1, stride], data[:-stride])
 
 
 CODEC = "hadamard-lloyd-max"
@@ -300,6 +353,37 @@ MASTER_CASES = [
     settings_in_manifest("master-rotation-edited", "rotation", to="signed-hadamard", verify=(UP, "rotation")),
     settings_in_manifest("master-dtype-edited", "dtype", to="F16", verify=(UP, "dtype")),
     settings_in_manifest("master-kept-edited", "kept", to=[], verify=("kept",)),
+    trellis("step-flipped", flip(ONLY_SHARD, UP + "_trellis"), verify=(ONLY_SHARD, UP + "_trellis")),
+    trellis(
+        "stream-flipped",
+        flip(ONLY_SHARD, UP + "_trellis", at=20_000),
+        verify=(ONLY_SHARD, UP + "_trellis"),
+        export=(ONLY_SHARD, UP, "block 0", "its stream does not end as it should"),
+    ),
+    trellis(
+        "superblock-flipped",
+        flip(ONLY_SHARD, UP + "_trellis", at=28_800 + 6),
+        verify=(ONLY_SHARD, UP + "_trellis"),
+        export=(ONLY_SHARD, UP, "block 1", "its header is not one that an encoder writes"),
+    ),
+    trellis("cut", cut(ONLY_SHARD, 1), verify=(ONLY_SHARD, "bytes"), export=(ONLY_SHARD, "expected", "bytes", "found")),
+    trellis("superblock-missing", restored(shorter), verify=(MANIFEST,), export=(UP + "_trellis", "expected U8 [2, ")),
+    trellis(
+        "part-missing",
+        restored(lambda tensors: tensors.pop(DOWN + "_trellis")),
+        verify=(MANIFEST,),
+        export=(DOWN + "_trellis", "found no such tensor"),
+    ),
+    trellis_settings("version-1", "format_version", to=1, export=("config.json", "format_version", "at least 2")),
+    trellis_settings("version-3", "format_version", to=3, export=("config.json", "format_version", "3")),
+    trellis_settings("bits-9", "bits", to=9, export=("config.json", "bits", "from 1.5 to 8", "found 9")),
+    trellis_settings("bits-3", "bits", to=3, export=(UP + "_trellis", "expected U8", "at 3 bits")),
+    trellis_settings("rotation-unknown", "rotation", to="givens", export=("config.json", "'givens'")),
+    trellis_settings("shape-missing", "overrides", UP, to={}, export=("config.json", UP, "shape")),
+    trellis_settings("shape-of-another", "overrides", UP, "shape", to=[128, 128], export=(UP, "[128, 128]")),
+    trellis_settings("shape-beyond-memory", "overrides", UP, "shape", to=[10**9, 10**9], export=(UP, "1000000000")),
+    trellis_settings("shape-empty", "overrides", UP, "shape", to=[0, 128], export=(UP, "[0, 128]")),
+    trellis_settings("levels", "levels", to={"hadamard-trellis": {"4": [1.0]}}, export=("config.json", "levels")),
     damaged("manifest-absent", delete(MANIFEST), verify=(MANIFEST,), inspect=(MANIFEST,)),
     damaged("manifest-empty", replace(MANIFEST, b""), verify=(MANIFEST, "JSON"), inspect=(MANIFEST, "JSON")),
     damaged("manifest-cut", cut(MANIFEST, 10), verify=(MANIFEST, "JSON"), inspect=(MANIFEST, "JSON")),

@@ -97,6 +97,19 @@ OUTPUT_CASES = [
     Case("bits-nan", {QUANTIZE + " --bits nan": ("--bits", "nan")}, GOOD_SRC),
     Case("bits-infinite", {QUANTIZE + " --bits inf": ("--bits", "inf")}, GOOD_SRC),
     Case("bits-no-number", {QUANTIZE + " --bits five": ("--bits",)}, GOOD_SRC),
+    Case("bits-a-fraction", {QUANTIZE + " --bits 4.0001": ("--bits", "hadamard-trellis has any number")}, GOOD_SRC),
+    Case("bits-too-few", {QUANTIZE + " --bits 1": ("--bits", "found 1")}, GOOD_SRC),
+    *(
+        Case(f"trellis-{name}", {f"{QUANTIZE} --codec hadamard-trellis --bits {bits}": ("1.5 to 8", bits)}, GOOD_SRC)
+        for name, bits in {"bits-too-few": "1", "bits-too-many": "9", "bits-nan": "nan"}.items()
+    ),
+    Case("effort-unknown", {QUANTIZE + " --recipe t4 --effort 7": ("--effort", "8, 64 or 256", "7")}, GOOD_SRC),
+    Case("effort-no-number", {QUANTIZE + " --recipe t4 --effort fast": ("--effort", "integer")}, GOOD_SRC),
+    Case(
+        "effort-of-a-codec-without",
+        {QUANTIZE + " --effort 64": ("--effort", "no effort setting", "hadamard-trellis has")},
+        GOOD_SRC,
+    ),
     Case("size-no-size", {QUANTIZE + " --max-shard-size huge": ("huge",)}, GOOD_SRC),
     Case("size-zero", {QUANTIZE + " --max-shard-size 0": ("at least one byte",)}, GOOD_SRC),
     Case("threads-zero", {QUANTIZE + " --threads 0": ("--threads",)}, GOOD_SRC),

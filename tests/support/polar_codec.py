@@ -76,7 +76,9 @@ class PolarCodec:
     on_gpu = False
     block_size = BLOCK
     state_defaults: Mapping[str, Any] = {"octave": 0}
+    compiling_bytes = 0
     description = ""
+    papers = ()
 
     def coder(self, bits: float, effort: int | None = None) -> PolarCoder:
         if bits not in self.rates:

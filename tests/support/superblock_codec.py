@@ -95,7 +95,9 @@ class SuperblockCodec:
     on_gpu = False
     block_size = GROUP
     state_defaults: Mapping[str, Any] = {"clip": 1.0}
+    compiling_bytes = 0
     description = ""
+    papers = ()
 
     def coder(self, bits: float, effort: int | None = None) -> SuperblockCoder:
         if not has_rate(self, bits):

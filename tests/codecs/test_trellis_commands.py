@@ -1,0 +1,403 @@
+"""The codec hadamard-trellis through every command: masters, exports, loading, damage, devices, the Hub, cards."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+from calls import make_card, quantize
+from commands import answer, done, refused
+from helpers import (
+    as_float32,
+    bf16,
+    f16,
+    f32,
+    folder_bytes,
+    gaussian,
+    killed_runs,
+    master_weights,
+    read_all,
+    run_command,
+    write_checkpoint,
+)
+from hub_cases import SOURCE, Client, files_of, write_source
+from loopback_hub import LoopbackHub
+
+import pqweights
+from pqweights.checkpoint.source import open_local
+from pqweights.codecs import CODECS
+from pqweights.codecs.hadamard_trellis import superblocks
+from pqweights.errors import MasterError
+from pqweights.integrations.packed import PackedTensor
+from pqweights.planning.recipe import load_recipe, parse_recipe
+from pqweights.results.verify import verify
+from pqweights.rewrite.manifest import read_manifest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+TRELLIS = "hadamard-trellis"
+RECIPE = """
+name: mixed
+codec: hadamard-trellis
+bits: 4.38
+rules:
+  - name: "*.down_proj.weight"
+    bits: 5.3
+  - role: attention
+    codec: hadamard-lloyd-max
+    bits: 6
+"""
+UP = "model.layers.0.mlp.up_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `model`, `recipe.yaml` and `master`."""
+    folder = tmp_path_factory.mktemp("trellis")
+    families.build(families.FAMILIES["llama"], folder / "model")
+    (folder / "recipe.yaml").write_text(RECIPE)
+    done("quantize", folder / "model", folder / "master", "--recipe", folder / "recipe.yaml")
+    return folder
+
+
+def relative_error(found: Any, exact: Any) -> float:
+    difference = np.asarray(found, dtype=np.float64) - exact
+    return float(np.square(difference).sum() / np.square(np.asarray(exact, dtype=np.float64)).sum())
+
+
+# --- masters ---
+
+
+def test_recipe_may_mix_codecs(folder: Path) -> None:
+    found = {t["name"]: t for t in answer("inspect", folder / "master")["tensors"] if t["codec"]}
+    assert {(t["codec"], t["bits"]) for t in found.values()} == {
+        (TRELLIS, 4.38),
+        (TRELLIS, 5.3),
+        ("hadamard-lloyd-max", 6),
+    }
+    for name, tensor in found.items():
+        if tensor["codec"] == TRELLIS:
+            weights = math.prod(tensor["shape"])
+            cut = superblocks(weights, tensor["bits"])
+            assert tensor["bytes"] == cut.number * cut.stride
+            # A superblock has whole bytes, and a short one up to 56 more.
+            assert -cut.number < tensor["bytes"] - tensor["bits"] * weights / 8 <= 56, name
+    assert verify(folder / "master", threads=2).ok
+
+
+def test_manifest_states_the_errors_of_the_decoded_weights(folder: Path) -> None:
+    weights, decoded = read_all(folder / "model"), master_weights(folder / "master")
+    for record in read_manifest(folder / "master").records:
+        if record.relative_mse is not None:
+            error = relative_error(decoded[record.name], as_float32(weights[record.name]))
+            assert record.relative_mse == pytest.approx(error, rel=1e-4), record.name
+
+
+@pytest.mark.parametrize("bits", [1.5, 2, 3.3, 4.0001, 8])
+def test_plan_knows_every_byte(bits: float, tmp_path: Path) -> None:
+    """Stacks whose matrices share superblocks, tiny and one-dimensional weights, constants and zeros."""
+    shapes = {"a": (3, 5), "b": (7, 130), "experts": (5, 77, 300), "c": (96,), "d": (2, 1024), "e": (1, 1)}
+    tensors = {f"{name}.mlp.weight": bf16(gaussian(*shape, seed=7)) for name, shape in shapes.items()}
+    tensors["constant.mlp.weight"] = bf16(np.full((64, 256), 0.0125, np.float32))
+    tensors["zero.mlp.weight"] = bf16(np.zeros((64, 256), np.float32))
+    source = write_checkpoint(tmp_path / "model", tensors, config={"model_type": "llama"})
+    (tmp_path / "r.yaml").write_text(f"{{codec: {TRELLIS}, bits: {bits}, rules: [{{name: '*', bits: {bits}}}]}}")
+    planned = answer("plan", source, "--recipe", tmp_path / "r.yaml")
+    made = answer("quantize", source, tmp_path / "out", "--recipe", tmp_path / "r.yaml")
+    files = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
+    assert planned["totals"]["output_bytes"] == made["totals"]["output_bytes"] == files
+    assert [t["bytes"] for t in planned["tensors"]] == [t["bytes"] for t in made["tensors"]]
+    assert verify(tmp_path / "out", threads=2).ok
+    decoded = master_weights(tmp_path / "out")
+    assert {"experts.mlp.weight", "constant.mlp.weight", "zero.mlp.weight"} <= decoded.keys()
+    assert not decoded["zero.mlp.weight"].any()
+    assert not made["exceeding"]
+
+
+def test_output_is_identical_across_chunk_sizes_and_thread_counts(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pqweights.rewrite.jobs.CHUNK_WEIGHTS", 1 << 11)
+    run_command({"quantize": str(folder / "model"), "recipe": str(folder / "recipe.yaml")}, tmp_path / "out", threads=3)
+    assert folder_bytes(tmp_path / "out") == folder_bytes(folder / "master")
+
+
+def test_killed_run_continues_to_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+    work = {"quantize": str(folder / "model"), "recipe": str(folder / "recipe.yaml")}
+    points = [
+        {"out": str(tmp_path / f"{number}"), "function": "pwrite", "number": number, "when": "before"}
+        for number in (2, 5, 9)
+    ]
+    killed_runs(work, points)
+    for point in points:
+        run_command(work, Path(str(point["out"])))
+        assert folder_bytes(Path(str(point["out"]))) == folder_bytes(folder / "master"), point
+
+
+def test_default_effort_by_option_is_the_same_result(folder: Path, tmp_path: Path) -> None:
+    plain = ("quantize", folder / "model", tmp_path / "out", "--recipe", "t2")
+    done(*plain)
+    assert "already holds this result" in done(*plain, "--effort", "8").stderr
+    assert "made with the default effort" in refused(*plain, "--effort", "64")
+    assert "another recipe (t2, 2 bits)" in refused(*plain, "--bits", "2.01")
+    named = parse_recipe(f"{{codec: {TRELLIS}, bits: 4, effort: 8}}", "mine.yaml")
+    assert named.effort is None
+
+
+@pytest.mark.parametrize("dtype", [bf16, f16, f32])
+def test_sources_of_any_dtype_keep_the_promise(dtype: Any, tmp_path: Path) -> None:
+    values = dtype(gaussian(300, 256, seed=5))
+    source = write_checkpoint(tmp_path / "model", {UP: values}, config={"model_type": "llama"})
+    report = quantize(source, tmp_path / "out", load_recipe("t3"), threads=2)
+    assert report.relative_mse is not None
+    assert report.relative_mse <= CODECS[TRELLIS].coder(3).distortion
+    decoded = master_weights(tmp_path / "out")[UP]
+    assert relative_error(decoded, as_float32(values)) == pytest.approx(report.relative_mse, rel=1e-3)
+
+
+def test_compressed_sources_give_the_master_of_their_values(tmp_path: Path) -> None:
+    """FP8 with a scale for each tensor, and MXFP4 experts."""
+    rng = np.random.default_rng(3)
+    float8 = rng.integers(0, 256, (200, 256)).astype(np.uint8)
+    float8[(float8 & 0x7F) == 0x7F] = 1  # not NaN
+    tensors = {
+        UP: ("F8_E4M3", float8),
+        UP + "_scale": f32(np.array([0.0123], np.float32)),
+        "model.layers.0.mlp.experts.down_proj_blocks": ("U8", rng.integers(0, 256, (2, 65, 8, 16)).astype(np.uint8)),
+        "model.layers.0.mlp.experts.down_proj_scales": ("U8", rng.integers(118, 124, (2, 65, 8)).astype(np.uint8)),
+    }
+    config = {"model_type": "gpt_oss", "torch_dtype": "bfloat16"}
+    source = write_checkpoint(tmp_path / "model", tensors, config=config)
+    plain = {}
+    for tensor in open_local(source).tensors:
+        raw = np.empty(math.prod(tensor.shape) * 4, dtype=np.uint8)
+        tensor.read(0, math.prod(tensor.shape), "F32", raw)
+        plain[tensor.name] = f32(raw.view(np.float32).reshape(tensor.shape))
+    decoded_source = write_checkpoint(tmp_path / "plain", plain, config=config)
+    recipe = parse_recipe(f"{{codec: {TRELLIS}, bits: 3.7}}", "mine.yaml")
+    for place, out in ((source, "out"), (decoded_source, "plain-out")):
+        quantize(place, tmp_path / out, recipe, threads=2)
+    found, expected = master_weights(tmp_path / "out"), master_weights(tmp_path / "plain-out")
+    assert found.keys() == expected.keys() == {UP, "model.layers.0.mlp.experts.down_proj"}
+    for name, values in found.items():
+        assert relative_error(values, expected[name]) < 1e-5, name
+
+
+def test_rescue_and_strict(tmp_path: Path) -> None:
+    """Rows that the rotation gathers in one coordinate get signs; nothing exceeds its promise."""
+    values = np.full((64, 256), 0.0125, np.float32) * np.linspace(0.5, 2, 64, dtype=np.float32)[:, None]
+    source = write_checkpoint(tmp_path / "model", {UP: bf16(values)}, config={"model_type": "llama"})
+    made = answer("quantize", source, tmp_path / "out", "--recipe", "t2", "--strict")
+    (tensor,) = made["tensors"]
+    assert not made["exceeding"] and tensor["relative_mse"] <= 1.25 * CODECS[TRELLIS].coder(2).distortion
+    assert verify(tmp_path / "out", threads=2).ok
+
+
+def test_plan_bounds_the_memory_that_compiling_takes(folder: Path) -> None:
+    scalar, trellis = (
+        answer("plan", folder / "model", "--recipe", recipe, "--threads", "1")["totals"]["peak_memory_bytes"]
+        for recipe in ("q5", "t5")
+    )
+    # The headers of the files differ a little.
+    assert trellis - scalar == pytest.approx(CODECS[TRELLIS].compiling_bytes, abs=1e5)
+    # Measured with --threads 1, an empty PQWEIGHTS_CACHE and --effort 256 (docs/running.md): 374 MB, 274 MB for q5.
+    assert trellis > 390e6 and scalar > 290e6
+
+
+# --- exports ---
+
+
+@pytest.mark.parametrize(
+    ("options", "packages"),
+    [
+        (("torchao-int4",), ("torchao",)),
+        (("torchao-int4", "--packing", "plain"), ("torchao",)),
+        (("vllm-int4",), ("compressed_tensors",)),
+        (("vllm-int4", "--basis", "rotated"), ("compressed_tensors",)),
+        (("mlx-q4",), ("mlx_lm",)),
+    ],
+    ids=" ".join,
+)
+def test_computed_errors_of_exports_are_those_measured(
+    options: tuple[str, ...], packages: tuple[str, ...], folder: Path, tmp_path: Path
+) -> None:
+    for package in packages:
+        pytest.importorskip(package)
+    done("export", folder / "master", tmp_path / "out", "--target", *options)
+    assert verify(tmp_path / "out", threads=2).ok
+    done("export", folder / "master", tmp_path / "measured", "--target", *options, "--source", folder / "model")
+    computed, measured = (
+        {r.name: r for t, r in read_manifest(tmp_path / name).pairs if t.action == "integer"}
+        for name in ("out", "measured")
+    )
+    assert computed
+    for name, record in computed.items():
+        assert record.total_mse == pytest.approx(measured[name].master_mse, rel=0.03), name
+
+
+def test_bf16_export_holds_the_decoded_weights(folder: Path, tmp_path: Path) -> None:
+    done("export", folder / "master", tmp_path / "out", "--target", "bf16")
+    plain = read_all(tmp_path / "out")
+    for name, values in master_weights(folder / "master").items():
+        assert np.array_equal(plain[name][1], bf16(values)[1]), name
+
+
+# --- loading ---
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_loaded_model_generates_and_looks_up(packed: bool, folder: Path) -> None:
+    exact = master_weights(folder / "master")
+    loaded = pqweights.load_model(folder / "master", packed=packed, dtype="float32")
+    weight = dict(loaded.named_parameters())[UP]
+    assert isinstance(weight, PackedTensor) == packed
+    ids = torch.tensor([[499, 0, 7, 8, 255]])
+    with torch.inference_mode():
+        rows = loaded.get_input_embeddings()(ids)
+        assert np.array_equal(rows[0].numpy(), exact[EMBEDDING][ids[0].numpy()])
+        generated = loaded.generate(ids, max_new_tokens=4, do_sample=False)
+    assert generated.shape == (1, 9)
+    if packed:
+        stored = next(t.bytes for t in read_manifest(folder / "master").tensors if t.name == UP)
+        assert f"codec={TRELLIS}, bits=4.38, bytes={stored})" in repr(loaded)
+
+
+def test_tied_embeddings_stay_one_packed_weight(tmp_path: Path) -> None:
+    families.build(families.FAMILIES["llama-tied"], tmp_path / "model")
+    done("quantize", tmp_path / "model", tmp_path / "master", "--recipe", "t4")
+    loaded = pqweights.load_model(tmp_path / "master", packed=True, dtype="float32")
+    assert isinstance(loaded.lm_head.weight, PackedTensor)
+    plain = pqweights.load_model(tmp_path / "master", dtype="float32")
+    expected = families.logits(plain)
+    assert np.abs(families.logits(loaded) - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+def test_transformers_loads_the_master(folder: Path) -> None:
+    import transformers
+
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "master", dtype=torch.float32)
+    exact = master_weights(folder / "master")
+    for name, parameter in loaded.named_parameters():
+        if name in exact:
+            assert np.array_equal(parameter.detach().numpy(), exact[name]), name
+
+
+def test_eval_of_the_master_equals_eval_of_the_bf16_export(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(" ".join(f"w{number % 499}" for number in range(0, 9000, 7)))
+    done("export", folder / "master", tmp_path / "plain", "--target", "bf16")
+    models = (folder / "master", tmp_path / "plain", "--reference", folder / "model", "--dtype", "bfloat16")
+    shown = done(
+        "eval", *models, "--text", tmp_path / "text", "--window", 64, "--max-tokens", 512, "--no-record", "--json"
+    )
+    master, plain = json.loads(shown.stdout)["models"]
+    assert master["perplexity"]["value"] == pytest.approx(plain["perplexity"]["value"], rel=1e-6)
+    assert master["kl"]["mean"]["value"] > 0
+
+
+def test_calibrated_scales_are_applied(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(" ".join(f"w{number % 499}" for number in range(0, 21000, 7)))
+    scales, recipe = tmp_path / "scales.safetensors", ("--recipe", "t3")
+    text = ("--text", tmp_path / "text", "--window", 64, "--max-tokens", 2048)
+    done("calibrate", folder / "model", scales, *recipe, *text)
+    done("quantize", folder / "model", tmp_path / "out", *recipe, "--effort", "64", "--awq", scales)
+    assert verify(tmp_path / "out", threads=2).ok
+    assert any(tensor.is_scaled for tensor in read_manifest(tmp_path / "out").tensors)
+    refusal = refused("quantize", folder / "model", tmp_path / "no", "--recipe", "t4", "--awq", scales)
+    assert "searched for hadamard-trellis at 3 bits" in refusal
+
+
+# --- damage ---
+
+
+def test_damaged_byte_is_found_and_named(folder: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(folder / "master", tmp_path / "damaged"))
+    (tensor,) = (t for t in open_local(damaged).tensors if t.name == UP)
+    (part,) = tensor.parts
+    with open(damaged / part.file, "r+b") as stream:
+        stream.seek(part.offset + part.shape[1] // 2)
+        byte = stream.read(1)[0]
+        stream.seek(-1, 1)
+        stream.write(bytes([byte ^ 64]))
+    assert any(UP in problem for problem in verify(damaged, threads=2).problems)
+    line = refused("export", damaged, tmp_path / "out", "--target", "bf16")
+    assert f"tensor '{UP}': block 0: its stream does not end as it should; the master is damaged" in line
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(MasterError, match="block 0"):
+        pqweights.load_model(damaged)
+
+
+def test_damaged_master_does_not_end_what_another_run_can_finish(folder: Path, tmp_path: Path) -> None:
+    """The export of a damaged master leaves nothing, so the repaired master is exported from the start."""
+    damaged = Path(shutil.copytree(folder / "master", tmp_path / "master"))
+    (tensor,) = (t for t in open_local(damaged).tensors if t.name == UP)
+    (part,) = tensor.parts
+    whole = (damaged / part.file).read_bytes()
+    at = part.offset + 6
+    (damaged / part.file).write_bytes(whole[:at] + b"\xff" + whole[at + 1 :])
+    assert "its header is not one" in refused("export", damaged, tmp_path / "out", "--target", "bf16")
+    (damaged / part.file).write_bytes(whole)
+    done("export", damaged, tmp_path / "out", "--target", "bf16")
+    assert verify(tmp_path / "out", threads=2).ok
+
+
+# --- devices, the Hub, cards ---
+
+
+def test_cuda_computes_on_the_cpu_and_says_so(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    line = "WARNING: hadamard-trellis has no kernels for a GPU: it computed on the CPU\n"
+    made = done("quantize", folder / "model", tmp_path / "t3", "--recipe", "t3", "--device", "cuda", "--quiet")
+    assert made.stderr == line
+    done("quantize", folder / "model", tmp_path / "cpu", "--recipe", "t3")
+    assert folder_bytes(tmp_path / "t3") == folder_bytes(tmp_path / "cpu")
+    exported = done("export", tmp_path / "t3", tmp_path / "out", "--target", "bf16", "--device", "cuda", "--quiet")
+    assert exported.stderr == line
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[tuple[Client, LoopbackHub]]:
+    pytest.importorskip("huggingface_hub")
+    from huggingface_hub.utils import close_session
+
+    with LoopbackHub() as hub, pytest.MonkeyPatch.context() as patch:
+        yield Client(url=hub.url, home=tmp_path / "home", token=hub.token, patch=patch).set_up(), hub
+        close_session()
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
+def test_hub_to_hub(client: tuple[Client, LoopbackHub], tmp_path: Path) -> None:
+    """Quantize a repository with little disk, push the master, and export it from the Hub."""
+    user, hub = client
+    source = write_source(tmp_path / "source")
+    hub.commit(SOURCE, files_of(source))
+    quantize(source, tmp_path / "local", load_recipe("t4"), threads=2)
+    user.well("quantize", SOURCE, tmp_path / "out", "--recipe", "t4", "--low-disk")
+    weights = {path.name: path.read_bytes() for path in (tmp_path / "local").glob("*.safetensors")}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.safetensors")} == weights
+    user.well("push", tmp_path / "out", "me/master")
+    user.well("verify", "me/master")
+    user.well("export", "me/master", tmp_path / "plain", "--target", "bf16")
+    assert verify(tmp_path / "plain", threads=2).ok
+
+
+def test_card_says_codec_rate_effort_and_version(folder: Path, tmp_path: Path) -> None:
+    text = make_card(folder / "master", "someone/mixed").text
+    assert "Default: `hadamard-trellis`, 4.38 bits, effort 8." in text
+    assert "The master has format version 2, because of `hadamard-trellis`." in text
+    assert "Marcellin and Fischer" in text and "Vicentino" in text
+    done("quantize", folder / "model", tmp_path / "t2", "--recipe", "t2", "--effort", "64")
+    text = make_card(tmp_path / "t2").text
+    assert "Default: `hadamard-trellis`, 2 bits, effort 64." in text
+    assert "Marcellin and Fischer" in text and "Vicentino" not in text
+    done("quantize", folder / "model", tmp_path / "q2", "--recipe", "q2")
+    text = make_card(tmp_path / "q2").text
+    assert "format version" not in text and "effort" not in text and "Marcellin" not in text
