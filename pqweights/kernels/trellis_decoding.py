@@ -111,10 +111,11 @@ def _open(pair: Any, k: Any, row: Any, step: Any, trellises: Any, blocks: Any) -
     if count == 0:
         return
     for lane in range(lanes):
-        pair.states[k * LANES + lane] = _read_u32(row, at - 4 * lanes + 4 * lane)
-        if pair.states[k * LANES + lane] < _LEAST:
+        state = _read_u32(row, at - 4 * lanes + 4 * lane)
+        if state < _LEAST:  # not stored: it would take words, although this half has none
             pair.wrong[k] = BAD_HEADER
             return
+        pair.states[k * LANES + lane] = state
     words = (len(row) - at) // 2
     for i in range(words):
         stream[i] = np.uint16(row[at + 2 * i]) | np.uint16(row[at + 2 * i + 1]) << np.uint16(8)

@@ -142,6 +142,8 @@ def test_truncated_file_is_one_clear_line(tmp_path, cut):
         ("bits", "nan", "bits"),
         ("shape", [18, 130], "expected U8"),
         ("shape", [20, 1300], "expected U8"),
+        ("shape", [10**400], "shape: expected a list of sizes"),
+        ("shape", [2**50, 2**50], "shape: expected a list of sizes"),
         ("rotation", "givens", "rotation"),
         ("norm_exponent", 3, "norm_exponent"),
     ],
@@ -154,3 +156,13 @@ def test_contradicting_configuration_is_one_clear_line(tmp_path, key, value, exp
     (folder / "config.json").write_text(json.dumps(config))
     line = refused("export", folder, tmp_path / "out", "--target", "bf16")
     assert re.search(expected, line) and "model.layers.middle.weight" in line
+
+
+def test_version_1_with_a_codec_of_version_2_is_one_clear_line(tmp_path):
+    folder = tmp_path / "master"
+    shutil.copytree(make_trellis.MASTER, folder)
+    config = json.loads((folder / "config.json").read_bytes())
+    config["quantization_config"]["format_version"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    line = refused("export", folder, tmp_path / "out", "--target", "bf16")
+    assert "format_version: expected 2 or later for hadamard-trellis, found 1" in line

@@ -189,3 +189,11 @@ def test_bytes_do_not_depend_on_the_chunks() -> None:
     parts_of(coder, np.ascontiguousarray(values[::-1]) & 0x3F, [(0, 4)])
     for cuts in ([(0, 1), (1, 2), (2, 3), (3, 4)], [(0, 3), (3, 4)]):
         assert parts_of(coder, values, cuts)[0] == whole
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 1e4, 1e15])
+def test_modelled_error_of_one_block_among_zeros_is_a_small_number(magnitude: float) -> None:
+    blocks = np.zeros((1000, 128), dtype=np.float32)
+    blocks[0] = magnitude
+    modelled = CODEC.coder(4.0).modelled_errors(blocks)
+    assert 0 < modelled[0] < 1e-5 * magnitude**2 and not modelled[1:].any()
