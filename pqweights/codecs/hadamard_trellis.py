@@ -3,7 +3,7 @@
 Entropy-coded trellis-coded quantization (Marcellin and Fischer, IEEE Trans. Commun. 38, 1990; Ungerboeck's trellises)
 of blocks rotated like those of the scalar codec. A superblock of about 512 blocks has one step, chosen so that it fits
 its bytes: a weight takes exactly the rate, and blocks of large norm more of it than others. docs/format.md has the
-bytes, docs/method.md the reasons.
+bytes, docs/trellis.md the reasons.
 """
 
 from __future__ import annotations
