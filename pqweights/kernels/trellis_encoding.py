@@ -39,6 +39,8 @@ _INFINITE = np.uint32(0x7F800000)
 _LARGEST_STEP = 3.4028234663852886e38
 _NOT_FINITE = -1000
 _ATTEMPTS = 12
+# After so many attempts the best one that fits will do.
+_MOST_FITS = 3
 # Bytes of the arrays on the stack.
 _TILE_BYTES, _LANE_BYTES, _CLASS_BYTES, _BLOCK_BYTES = 4 * _TILE, 4 * LANES, 4 * 256, 4 * 1024
 _TWO_LANES, _METRIC_BYTES, _PLANE_BYTES = 8 * LANES, 2 * 4 * LANES * 256, 32
@@ -160,16 +162,17 @@ def _bytes_of_float(x: Any, room: Any) -> Any:
 
 
 @jit
-def _write(room: Any, row: Any, blocks: Any, step: Any, state_bits: Any, position: Any) -> Any:
-    """Write a superblock if it fits into the row; return the bytes that it takes."""
+def _write(room: Any, row: Any, blocks: Any, step: Any, state_bits: Any, position: Any, unused: Any) -> Any:
+    """Write a superblock if it fits into the row and leaves fewer bytes than `unused`; return those that it leaves."""
     first, end = share_classes(room, blocks)
     count = end - first
     shares = count if count > 1 else 0
     words = len(room.stream) - position
     lanes = min(LANES, blocks)
     size = HEADER + shares + 4 * lanes + 2 * words
-    if size > len(row):
-        return size
+    left = len(row) - size
+    if left < 0 or left >= unused:
+        return left
     word = _bytes_of_float(step, room)
     for i in range(4):
         row[i] = np.uint8(word >> np.uint32(8 * i))
@@ -187,7 +190,7 @@ def _write(room: Any, row: Any, blocks: Any, step: Any, state_bits: Any, positio
         row[at + 2 * i] = np.uint8(word)
         row[at + 2 * i + 1] = np.uint8(word >> np.uint32(8))
     row[size:] = 0
-    return size
+    return left
 
 
 ENCODE = types.void(*[types.voidptr] * 18, *[types.int64] * 6)
@@ -235,6 +238,7 @@ def _make_encode(state_bits: int, start: Any, extend: Any, finish: Any, trace: A
             step = step * 0.25
         margin = 16.0 + 0.0003 * 8.0 * len(row)
         wanted = 8.0 * len(row) - margin
+        unused = len(row) + 1
         for attempt in range(_ATTEMPTS):
             step = find_step(room, model, blocks, wanted, step, least)
             if room.counts[0] == blocks:
@@ -242,15 +246,15 @@ def _make_encode(state_bits: int, start: Any, extend: Any, finish: Any, trace: A
             quantize(room, model, tiles, blocks, step)
             fitted = _fitted_step(room, model, blocks, exponent)
             position = _encode_stream(room, model, tiles, blocks)
-            size = _write(room, row, blocks, fitted, state_bits, position)
-            spare = 8.0 * (len(row) - size)
-            if spare >= 0:
-                best = _measure(room, model, tiles, blocks, fitted, exponent)
-                if spare <= 0.0018 * 8.0 * len(row) + 8.0 or attempt > 0:
+            left = _write(room, row, blocks, fitted, state_bits, position, unused)
+            if 0 <= left < unused:
+                best, unused = _measure(room, model, tiles, blocks, fitted, exponent), left
+            if left >= 0:
+                if left <= 0.0018 * len(row) + 1.0 or attempt >= _MOST_FITS:
                     break
-                wanted += spare - margin
+                wanted += 8.0 * left - margin
             else:
-                wanted += spare - margin * (1 + attempt)
+                wanted += 8.0 * left - margin * (1 + attempt)
         return energy * unit, best * unit
 
     def encode(
