@@ -8,13 +8,15 @@ top-1 agreement. Activation-aware scales are searched on the tokens that follow,
 
 Peers (benchmarks/peers.py) quantize every weight that a master quantizes, embeddings and lm_head included, in their own
 layout; what they decode to is evaluated in float32 on the same windows. Bits per weight count everything that they
-store for those weights; relative MSE is ||W - W'||^2 / ||W||^2 over them.
+store for those weights; relative MSE is ||W - W'||^2 / ||W||^2 over them. With --only, a document in --out keeps its
+rows of the other parts.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -266,6 +268,15 @@ def rows_of(bench: Bench, parts: list[str]) -> Iterator[dict[str, Any]]:
             yield {"model": name, "part": part} | row
 
 
+def carried_over(options: Any, models: Iterable[str]) -> list[dict[str, Any]]:
+    """The rows of an earlier document for the parts and the models that this run does not measure."""
+    path = None if options.out is None else options.out / "quality.json"
+    if path is None or not path.is_file():
+        return []
+    earlier: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    return [row for row in earlier if row["part"] not in options.only or row["model"] not in models]
+
+
 def number(value: float | None, form: str) -> Cell:
     """A number in a format, or None."""
     return None if value is None else format(value, form)
@@ -363,6 +374,8 @@ def main() -> None:
                 about = f"{row['model']}: {row['part']}: {row['bits'] or ''} {row['what']}"
                 print(f"{about}: {row['perplexity']:.3f}", flush=True)
             absent |= bench.absent
+    kept = carried_over(options, settings)
+    rows = kept + [row for row in rows if row["part"] in options.only or not kept]
     document = {"machine": machine(start), "settings": settings, "rows": rows, "absent": absent}
     publish("quality", document, sections(document), options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from json.encoder import encode_basestring
@@ -13,6 +14,8 @@ from pqweights.errors import PqweightsError
 MAX_DEPTH = 100
 # No measure is larger, and sums of such numbers stay finite.
 LARGEST_NUMBER = 1e300
+# No tensor has more elements: its bytes can be counted in 64 bits and in float64.
+MAX_ELEMENTS = 2**60
 # What comes before an item of a list that is a value of the outermost object.
 LIST_ITEM = "\n    "
 # UTF-8 has no surrogates, so JSON can only hold half of a surrogate pair as an escape.
@@ -214,11 +217,7 @@ class Fields:
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Return the shape of a tensor: a list of sizes from 0 on."""
-        return tuple(
-            self._checked(
-                key, "a list of sizes", lambda value: _is_list_of(value, lambda item: _is_whole(item) and item >= 0)
-            )
-        )
+        return tuple(self._checked(key, "a list of sizes", _is_shape))
 
     def optional(self, key: str, read: Callable[[str], Item], default: Default) -> Item | Default:
         """Return what `read`, one of the methods above, returns for a key; the default if it is absent or null."""
@@ -238,6 +237,14 @@ class Fields:
 def is_number(value: Any) -> TypeGuard[float]:
     """Whether a value is a finite number below LARGEST_NUMBER; true and false are not numbers."""
     return isinstance(value, float | int) and not isinstance(value, bool) and abs(value) < LARGEST_NUMBER
+
+
+def _is_shape(value: Any) -> bool:
+    """Whether a value is a list of sizes from 0 on, of which neither one nor the product is above MAX_ELEMENTS."""
+    return (
+        _is_list_of(value, lambda item: _is_whole(item) and 0 <= item <= MAX_ELEMENTS)
+        and math.prod(value) <= MAX_ELEMENTS
+    )
 
 
 def _is_whole(value: Any) -> bool:

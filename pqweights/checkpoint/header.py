@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from pqweights.dtypes import DTYPE_BITS
 from pqweights.errors import SourceError
+from pqweights.strict_json import MAX_ELEMENTS
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-MAX_ELEMENTS = 2**60
 ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 # The digits of the two offsets of a tensor, in files of gigabytes.
 OFFSET_DIGITS = 20

@@ -161,6 +161,7 @@ def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: d
         for stored_name in stored
         if stored_name not in settings.kept and (name := settings.weight_of(stored_name)) is not None
     ]
+    settings.check_version(encoded)
     settings.check_block_size(encoded)
     taken = {part.name for tensor in encoded for part in tensor.parts}
     unknown = settings.overrides.keys() - {tensor.name for tensor in encoded}
@@ -184,11 +185,20 @@ class _Settings:
         self.fields = Fields(settings, _wrong)
         self.kept = frozenset(self.fields.texts("kept"))
         self.overrides = self.fields.mapping("overrides")
-        self._settings = settings
+        self._settings, self._version = settings, version
         self._levels = self.fields.mapping("levels")
         self._coders: dict[tuple[str, float], Coder] = {}
         # The longest first: one suffix may be the end of another.
         self._first_suffixes = sorted({codec.suffixes[0] for codec in CODECS.values()}, key=len, reverse=True)
+
+    def check_version(self, encoded: Sequence[EncodedTensor]) -> None:
+        """Raise MasterError if format_version does not have the codec of a weight."""
+        for name in sorted({tensor.coder.codec for tensor in encoded}):
+            first = CODECS[name].format_version
+            if self._version < first:
+                raise MasterError(
+                    f"config.json: format_version: expected {first} or later for {name}, found {self._version}"
+                )
 
     def check_block_size(self, encoded: Sequence[EncodedTensor]) -> None:
         """Raise MasterError if block_size is not that of any codec, or of the default codec if there are no weights."""

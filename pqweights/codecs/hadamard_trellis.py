@@ -268,7 +268,8 @@ class TrellisCoder:
         beyond the widest table have the step doubled until they are not.
         """
         squares = np.einsum("ij,ij->i", blocks, blocks, dtype=np.float64) / BLOCK_SIZE
-        level = _water_level(squares, self.rate)
+        # As in the encoder: steps do not go below 2**-45 of the root mean square of the largest block.
+        level = max(_water_level(squares, self.rate), float(squares.max(initial=0.0)) * 2.0**-90)
         widest = level * 2.0 ** ((EXPONENTS[-1] + 0.5) / 2) / NOISE
         doublings = np.ceil(np.log2(np.maximum(squares / max(widest, 1e-300), 1.0)) / 2)
         level *= 4.0 ** -doublings.mean()  # which leaves bits to all

@@ -150,7 +150,7 @@ def decode(
         address(gains, np.float64, CLASSES),
         _TRELLISES.ctypes.data,
         address(values, np.uint8, cut.number * cut.blocks * BLOCK_SIZE * item_bytes(dtype), written=True),
-        scratch("trellis stream", cut.stride + 2 * _OVERRUN).ctypes.data,
+        scratch("trellis stream", 2 * (cut.stride // 2 + _OVERRUN) * 2).ctypes.data,
         status.ctypes.data,
         *(cut.number, cut.blocks, cut.stride, VALUE_DTYPES[dtype], signed, rotate),
     )

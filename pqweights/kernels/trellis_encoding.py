@@ -246,7 +246,7 @@ def _make_encode(state_bits: int, start: Any, extend: Any, finish: Any, trace: A
             spare = 8.0 * (len(row) - size)
             if spare >= 0:
                 best = _measure(room, model, tiles, blocks, fitted, exponent)
-                if spare <= 8.0 + 0.0025 * 8.0 * len(row) or attempt > 0:
+                if spare <= 0.0018 * 8.0 * len(row) + 8.0 or attempt > 0:
                     break
                 wanted += spare - margin
             else:

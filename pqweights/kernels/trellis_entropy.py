@@ -8,7 +8,8 @@ stream from its end.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -27,6 +28,7 @@ from pqweights.kernels.emit import (
     constant,
     load,
     loop,
+    shuffled,
     splat,
     store,
 )
@@ -69,17 +71,25 @@ def _put(builder: Any, stream: Any, position: Any, states: Lanes, full: Lanes) -
     """Write the low words of the states that are full before stream[position], and return the place of the first."""
     words = builder.trunc(states.value, _WORDS)
     if HAS_COMPRESS:
-        position = builder.sub(position, _count(builder, full))
-        at = builder.gep(stream, [position])
-        kind = ir.FunctionType(ir.VoidType(), [_WORDS, at.type, _TRUTHS])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.compressstore.v16i16")
-        builder.call(function, [words, at, full.value])
-        return position
+        # Packed at the end of a vector: what is before them is overwritten by the next.
+        order = list(reversed(range(LANES)))
+        truths = shuffled(full, full, order)
+        backwards = shuffled(Lanes(builder, words), Lanes(builder, words), order)
+        packed = _moved(builder, "compress", backwards.value, truths.value)
+        store(shuffled(packed, packed, order), stream, builder.sub(position, I64(LANES)), align=2)
+        return builder.sub(position, _count(builder, full))
     for lane in reversed(range(LANES)):  # a word that does not count is overwritten by the next
         at = builder.gep(stream, [builder.sub(position, I64(1))])
         builder.store(builder.extract_element(words, I32(lane)), at).align = 2
         position = builder.sub(position, builder.zext(builder.extract_element(full.value, I32(lane)), I64))
     return position
+
+
+def _moved(builder: Any, how: str, words: Any, truths: Any) -> Lanes:
+    """The words of the lanes where a truth value holds, packed into the first lanes ("compress"); or the inverse."""
+    kind = ir.FunctionType(_WORDS, [_WORDS, _WORDS, _TRUTHS])
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.avx512.mask.{how}.v16i16")
+    return Lanes(builder, builder.call(function, [words, ir.Constant(_WORDS, None), truths]))
 
 
 def _count(builder: Any, truths: Lanes) -> Any:
@@ -225,49 +235,96 @@ def decode_numbers(
     scales: Any,
     states: Any,
     paths: Any,
-    stream: Any,
-    position: Any,
+    streams: Any,
+    second: Any,
+    positions: Any,
     work: Any,
 ) -> Any:
-    """Decode the numbers of a tile, times a scale, and return the place of the next word.
+    """Decode the numbers of a tile, times a scale, of two superblocks, whose steps need not wait for each other.
 
     table: u32, trellis_tables.decode_table
-    lanes: i32 [3, 16]: where the tables of each lane begin; its core bits; its tail bits
-    trellis: i32 [2]: what the parity of n and bit 1 of n flip in the next state of the trellis
-    scales: f32 [16]
-    states, paths: in and out: u32 [16], the states of the coder, and those of the trellis
-    stream: u16, of which up to 129 * 16 words are read; see decode_classes
-    work: out: f32 [128, 16]
+    lanes: i32 [2, 3, 16]: where the tables of each lane begin; its core bits; its tail bits
+    trellis: i32 [2, 2]: what the parity of n and bit 1 of n flip in the next state of the trellis
+    scales: f32 [2, 16]
+    states, paths: in and out: u32 [2, 16], the states of the coder, and those of the trellis
+    streams: u16, of which up to 129 * 16 words are read from each position; see decode_classes
+    second: where the stream of the second superblock begins
+    positions: in and out: i64 [2], the place of the next word in each stream
+    work: out: f32 [2, 128, 16]
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointers = array_pointers(context, builder, signature, args)
-        table, lanes, trellis, scales, states, paths, stream, work = pointers
-        first, core, tail = (load(builder, lanes, I64(i * LANES), INTS, align=64) for i in range(3))
-        by_parity, by_bit = (splat(builder, builder.load(builder.gep(trellis, [I64(i)]))) for i in range(2))
-        scale, one = load(builder, scales, I64(0), align=64), first.of(1)
+        table, lanes, trellis, scales, states, paths, streams, positions, work = pointers
+        decoders = [
+            _Decoder(
+                builder=builder,
+                table=table,
+                tables=[load(builder, lanes, I64((3 * k + i) * LANES), INTS, align=64) for i in range(3)],
+                flips=[splat(builder, builder.load(builder.gep(trellis, [I64(2 * k + i)]))) for i in range(2)],
+                scale=load(builder, scales, I64(k * LANES), align=64),
+                stream=builder.gep(streams, [builder.mul(args[7], I64(k))]),
+                work=builder.gep(work, [I64(k * BLOCK * LANES)]),
+            )
+            for k in range(2)
+        ]
 
-        def step(t: Any, carried: tuple[Lanes, Lanes, Lanes]) -> tuple[Lanes, Lanes, Lanes]:
-            place, state, path = carried
-            parity = path & 1
-            entries = _gathered(builder, table, first + (parity << TABLE_BITS) + (state & ((1 << TABLE_BITS) - 1)))
-            state = (((entries >> 12) & 4095) + 1) * (state >> TABLE_BITS) + (entries & 4095)
-            low_bits = (entries & (1 << 24)).differs(0).choose(tail, core)
-            low = state & (Lanes(builder, builder.shl(one.value, low_bits.value)) - 1)
-            state = Lanes(builder, builder.lshr(state.value, low_bits.value))
-            base = Lanes(builder, builder.ashr(entries.value, entries.of(25).value))
-            k = Lanes(builder, builder.shl(base.value, core.value)) + low
-            number = (k << 1) | parity
-            store(floats_of(number) * scale, work, builder.mul(t, I64(LANES)), align=64)
-            flips = parity.differs(0).choose(by_parity, 0) ^ (k & 1).differs(0).choose(by_bit, 0)
-            position, state = _refilled(builder, stream, place.value, state)
-            return Lanes(builder, position), state, (path >> 1) ^ flips
+        def step(t: Any, carried: tuple[_Place, _Place]) -> tuple[_Place, _Place]:
+            first, other = (decoder.step(t, place) for decoder, place in zip(decoders, carried, strict=True))
+            return first, other
 
-        before = (Lanes(builder, args[7]), *(load(builder, p, I64(0), INTS, align=64) for p in (states, paths)))
-        position, state, path = loop(builder, I64(BLOCK), before, step)
-        store(state, states, I64(0), align=64)
-        store(path, paths, I64(0), align=64)
-        return position.value
+        places = [builder.gep(positions, [I64(k)]) for k in range(2)]
+        before = [
+            _Place(
+                Lanes(builder, builder.load(places[k])),
+                *(load(builder, pointer, I64(k * LANES), INTS, align=64) for pointer in (states, paths)),
+            )
+            for k in range(2)
+        ]
+        for k, after in enumerate(loop(builder, I64(BLOCK), (before[0], before[1]), step)):
+            builder.store(after.position.value, places[k])
+            store(after.state, states, I64(k * LANES), align=64)
+            store(after.path, paths, I64(k * LANES), align=64)
+        return context.get_dummy_value()
 
-    kinds = (table, lanes, trellis, scales, states, paths, stream, position, work)
-    return types.int64(*kinds), codegen
+    kinds = (table, lanes, trellis, scales, states, paths, streams, second, positions, work)
+    return types.void(*kinds), codegen
+
+
+class _Place(NamedTuple):
+    """Where the decoder of a superblock is: the next word of its stream (i64), and its states (u32)."""
+
+    position: Lanes
+    state: Lanes
+    path: Lanes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Decoder:
+    """One superblock of a pair; see decode_numbers."""
+
+    builder: Any
+    table: Any
+    tables: list[Lanes]
+    flips: list[Lanes]
+    scale: Lanes
+    stream: Any
+    work: Any
+
+    def step(self, t: Any, place: _Place) -> _Place:
+        """Decode number t of sixteen blocks."""
+        builder, state = self.builder, place.state
+        (first, core, tail), (by_parity, by_bit) = self.tables, self.flips
+        parity = place.path & 1
+        entries = _gathered(builder, self.table, first + (parity << TABLE_BITS) + (state & ((1 << TABLE_BITS) - 1)))
+        state = (((entries >> 12) & 4095) + 1) * (state >> TABLE_BITS) + (entries & 4095)
+        low_bits = (entries & (1 << 24)).differs(0).choose(tail, core)
+        low = state & (Lanes(builder, builder.shl(state.of(1).value, low_bits.value)) - 1)
+        state = Lanes(builder, builder.lshr(state.value, low_bits.value))
+        base = Lanes(builder, builder.ashr(entries.value, entries.of(25).value))
+        k = Lanes(builder, builder.shl(base.value, core.value)) + low
+        number = (k << 1) | parity
+        store(floats_of(number) * self.scale, self.work, builder.mul(t, I64(LANES)), align=64)
+        flips = parity.differs(0).choose(by_parity, 0) ^ (k & 1).differs(0).choose(by_bit, 0)
+        position, state = _refilled(builder, self.stream, place.position.value, state)
+        return _Place(Lanes(builder, position), state, (place.path >> 1) ^ flips)

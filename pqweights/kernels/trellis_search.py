@@ -10,7 +10,7 @@ number n that comes next; bit 1 of n, with it, chooses the state after that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -89,14 +89,16 @@ def _distances(u: Lanes, penalty: Lanes) -> list[Lanes]:
     return [offset * offset, above * above, far * far + penalty, below * below + penalty]
 
 
-def _extended(metrics: Sequence[Lanes], distances: Sequence[Lanes], state: int, state_bits: int) -> tuple[Lanes, Any]:
+def _extended(
+    metric_of: Callable[[int], Lanes], distances: Sequence[Lanes], state: int, state_bits: int
+) -> tuple[Lanes, Any]:
     """The cost of the cheapest path to a state, and the truth values of bit 1 of the last n on it."""
     by_parity, by_bit = TRELLISES[state_bits]
     parity = state >> (state_bits - 1)
     costs = []
     for bit in range(2):
         before = (state ^ (by_parity * parity) ^ (by_bit * bit)) << 1 | parity
-        costs.append(metrics[before] + distances[parity + 2 * bit])
+        costs.append(metric_of(before) + distances[parity + 2 * bit])
     less = costs[1] < costs[0]
     return less.choose(costs[1], costs[0]), less.value
 
@@ -107,7 +109,7 @@ def _search_in_registers(builder: Any, state_bits: int, metrics: Any, distances:
     def step(t: Any, before: tuple[Lanes, ...]) -> tuple[Lanes, ...]:
         apart, after = distances(t), []
         for state in range(states):
-            cost, decision = _extended(before, apart, state, state_bits)
+            cost, decision = _extended(before.__getitem__, apart, state, state_bits)
             decide(t, state, decision)
             after.append(cost)
         return tuple(after)
@@ -121,21 +123,22 @@ def _search_in_registers(builder: Any, state_bits: int, metrics: Any, distances:
 def _search_in_memory(builder: Any, state_bits: int, metrics: Any, distances: Any, decide: Any) -> None:
     states = 1 << state_bits
 
-    def half_step(t: Any, source: int, target: int) -> None:
+    def step(t: Any, nothing: tuple[()]) -> tuple[()]:
+        # The halves of the metrics take turns.
+        odd = builder.and_(t, I64(1))
+        source, target = (builder.mul(half, I64(states * LANES)) for half in (odd, builder.xor(odd, I64(1))))
         apart = distances(t)
-        before = [load(builder, metrics, I64((source + s) * LANES), align=64) for s in range(states)]
+
+        def before(state: int) -> Lanes:
+            return load(builder, metrics, builder.add(source, I64(state * LANES)), align=64)
+
         for state in range(states):
             cost, decision = _extended(before, apart, state, state_bits)
             decide(t, state, decision)
-            store(cost, metrics, I64((target + state) * LANES), align=64)
-
-    def two_steps(i: Any, nothing: tuple[()]) -> tuple[()]:
-        t = builder.mul(i, I64(2))
-        half_step(t, 0, states)
-        half_step(builder.add(t, I64(1)), states, 0)
+            store(cost, metrics, builder.add(target, I64(state * LANES)), align=64)
         return nothing
 
-    loop(builder, I64(BLOCK // 2), (), two_steps)
+    loop(builder, I64(BLOCK), (), step)
     least = load(builder, metrics, I64(0), align=64)
     for state in range(states):
         place = I64(state * LANES)
@@ -174,23 +177,14 @@ def _make_finish(state_bits: int) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             metrics, planes = array_pointers(context, builder, signature, args)
             least = load(builder, metrics, I64(0), align=64)
-            bits = [Lanes(builder, ir.Constant(I16, 0))] * state_bits
+            best = least.whole().of(0)
             for state in range(1, 1 << state_bits):
                 cost = load(builder, metrics, I64(state * LANES), align=64)
                 less = cost < least
-                least = less.choose(cost, least)
-                word = builder.bitcast(less.value, I16)
-                bits = [
-                    Lanes(
-                        builder,
-                        builder.or_(plane.value, word)
-                        if state >> i & 1
-                        else builder.and_(plane.value, builder.not_(word)),
-                    )
-                    for i, plane in enumerate(bits)
-                ]
-            for i, plane in enumerate(bits):
-                builder.store(plane.value, builder.gep(planes, [I64(i)]))
+                least, best = less.choose(cost, least), less.choose(best.of(state), best)
+            for i in range(state_bits):
+                word = builder.bitcast((best & (1 << i)).differs(0).value, I16)
+                builder.store(word, builder.gep(planes, [I64(i)]))
             return context.get_dummy_value()
 
         return types.void(metrics, planes), codegen

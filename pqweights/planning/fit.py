@@ -63,7 +63,7 @@ class Fit:
     bits_per_weight: mean over all weights that the recipe would quantize; those that are kept count as they are
     bits_per_parameter: mean over all parameters of the checkpoint, with all bytes of the safetensors files
     smallest_bytes: the smallest size that is possible
-    gap: the predicted rise is at most this share above the least possible one
+    gap: the predicted rise is at most this share above the least possible one with the rates in Codec.rates
     unknown: groups that the sensitivity file does not have
     curve: the least rise at sizes from the smallest one on
     free: the weights whose bit width no rule gives

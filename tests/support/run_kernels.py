@@ -18,12 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import groups_reference
+import independent_reader
 import numpy as np
 import numpy.typing as npt
+import trellis_decoder
+import trellis_writer
 
+from pqweights.codecs.hadamard_trellis import HadamardTrellis, TrellisCoder, TrellisState
 from pqweights.codecs.lloyd_max import codebook
+from pqweights.codecs.protocol import Bytes
 from pqweights.kernels import BlockCoding, EncodedArrays, cpu, groups, load_backend
 from pqweights.kernels.groups import BEST, FLOAT_MODES, RUNTIME_RULES, FloatRule, GroupRule, Groups
+from pqweights.kernels.trellis import Superblocks
 
 BLOCKS = 37  # two groups of 16, and some more
 DTYPES = {"BF16": 2, "F16": 2, "F32": 4}
@@ -168,6 +174,83 @@ def sum_digest(backend: str) -> str:
     return _digest(*found)
 
 
+# The sha256 of what the encoders of the trellis codec write: every machine has to write these bytes.
+TRELLIS_BYTES = {
+    8: "707dadb6406f47ea9cc6c73d1e78fe069d7fd422732acef1665ccaa8c4670b98",
+    64: "85b741b9aaa1b3d94070bd9946ce3978f40e8d6a648c0f75088310a62216d688",
+    256: "3a218f9dec300cc35d9a45454fa1862cd2135606a2982fc22fef15df668f11c2",
+}
+
+
+def trellis_weights() -> npt.NDArray[np.float32]:
+    """37 blocks, the last five of them padding: norms of every size, a sparse block and a constant one."""
+    rng = np.random.default_rng(3)
+    values = rng.standard_normal((BLOCKS, 128)).astype(np.float32)
+    values[3:20] *= np.exp2(rng.uniform(-30, 30, (17, 1))).astype(np.float32)
+    values[7], values[8, 1:], values[9], values[-5:] = 0, 0, 0.0125, 0
+    return values
+
+
+def trellis_cases(states: int) -> list[tuple[str, float, TrellisState, Bytes]]:
+    """Dtype, rate, rotation and weights to encode with some states."""
+    plain = np.random.default_rng(states).standard_normal((BLOCKS, 128)).astype(np.float32)
+    words = (plain.view(np.uint32) >> 16).astype(np.uint16)
+    cases = [("F32", rate, trellis_weights()) for rate in (2.125, 4.38, 8.0)]
+    cases += [("BF16", 1.5, words), ("F16", 3.1, plain.astype(np.float16)), ("F32", 5.0, plain[:1] * np.float32(1e-30))]
+    rotations = (TrellisState("hadamard"), TrellisState("signed-hadamard"))
+    return [
+        (dtype, rate, rotations[place % 2], np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        for place, (dtype, rate, values) in enumerate(cases)
+    ]
+
+
+def _encode_trellis(states: int) -> list[npt.NDArray[Any]]:
+    found: list[npt.NDArray[Any]] = []
+    for dtype, rate, state, values in trellis_cases(states):
+        coder = HadamardTrellis().coder(rate, states).sized(len(values) // DTYPES[dtype])
+        rows = np.full((1, coder.parts[0].bytes_per_block), 0xAB, dtype=np.uint8)
+        measures = coder.encode(values, [rows], dtype=dtype, state=state)
+        found += [rows, measures.energies, measures.errors]
+    return found
+
+
+def _encode_trellis_digest(states: int) -> Callable[[str], str]:
+    """Encode with some states; the reference is what was written before."""
+    return lambda backend: TRELLIS_BYTES[states] if backend == "reference" else _digest(*_encode_trellis(states))
+
+
+# Blocks, and what trellis_writer.superblock takes: each trellis, each table, classes beyond the last, enormous steps.
+TRELLIS_SUPERBLOCKS: list[tuple[int, dict[str, Any]]] = [
+    (5, {"step": 1e-40, "state_bits": 2, "first": 0, "frequencies": [100, 0, 156]}),
+    (37, {"step": 0.013, "state_bits": 3, "first": 0, "frequencies": [22] + [6] * 39}),
+    (16, {"step": 3e38, "state_bits": 4, "first": 30, "frequencies": [128, 100, 28], "unused": 3}),
+    (17, {"step": 1.0, "state_bits": 5, "first": 1, "frequencies": [1, 255]}),
+    (15, {"step": 1e-9, "state_bits": 6, "first": 36, "frequencies": [32] * 8}),
+    (1, {"step": 1e-30, "state_bits": 7, "first": 255, "unused": 40}),
+    (18, {"step": 2e-5, "state_bits": 8, "first": 20, "frequencies": [12, 244]}),
+    (3, {"step": 3.4e38, "state_bits": 3, "first": 200}),
+]
+
+
+def decode_trellis_digest(backend: str) -> str:
+    """Decode superblocks of every kind to every dtype, in both rotations."""
+    found = []
+    for number, (blocks, kind) in enumerate(TRELLIS_SUPERBLOCKS):
+        row = np.frombuffer(trellis_writer.superblock(np.random.default_rng(number), blocks, **kind), np.uint8)
+        state = TrellisState(("hadamard", "signed-hadamard")[number % 2])
+        coder = TrellisCoder(rate=1.0, states=8, cut=Superblocks(2, blocks, len(row)))
+        rows = np.stack([row, row])
+        for dtype, size in DTYPES.items():
+            values = np.empty(2 * blocks * 128 * size, dtype=np.uint8)
+            if backend == "reference":
+                decoded = trellis_decoder.decode(rows, blocks, signed=state.rescued)
+                values = np.frombuffer(independent_reader.to_bytes(decoded, dtype), np.uint8)
+            else:
+                coder.decode([rows], values, dtype=dtype, state=state)
+            found.append(values)
+    return _digest(*found)
+
+
 DIGESTS: dict[str, Callable[[str], str]] = {
     "sum": sum_digest,
     "encode": encode_digest,
@@ -178,6 +261,8 @@ DIGESTS: dict[str, Callable[[str], str]] = {
     "rotate": rotate_digest,
     "pack_bits": pack_bits_digest,
     "pack_tiles": pack_tiles_digest,
+    **{f"encode_trellis_{states}": _encode_trellis_digest(states) for states in TRELLIS_BYTES},
+    "decode_trellis": decode_trellis_digest,
 }
 
 # --- the process ---

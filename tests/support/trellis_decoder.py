@@ -1,4 +1,4 @@
-"""A decoder of the codec hadamard-trellis, written from docs/format.md (section 9) alone: numpy, mpmath, the rest Python.
+"""A decoder of the codec hadamard-trellis, written from docs/format.md (section 8) alone: Python, numpy and mpmath.
 
 It shares no code with the package, and derives the frequency tables in another way: from the normal distribution with
 50 digits instead of integers of 96 bits.
@@ -7,6 +7,7 @@ It shares no code with the package, and derives the frequency tables in another 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import struct
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ def table_of(exponent: int, parity: int) -> Table:
         deviation = mpmath.mpf(2) ** (mpmath.mpf(exponent) / 4)
         borders = [2 * k + parity - 1 for k in [*(bucket.first for bucket in buckets), last]]
         below = [mpmath.erf(border / deviation / mpmath.sqrt(2)) for border in borders]
-        masses = [high - low for low, high in zip(below, below[1:], strict=False)]
+        masses = [high - low for low, high in itertools.pairwise(below)]
         frequencies = shares(masses, 4096)
     return Table(buckets, frequencies, [sum(frequencies[:i]) for i in range(len(frequencies))])
 
@@ -111,10 +112,12 @@ def shares(masses: list, seats: int) -> list[int]:
     total = sum(masses)
     found = [max(1, int(mpmath.floor(seats * mass / total + 0.5))) for mass in masses]
     while sum(found) > seats:
-        quotients = [mass / (2 * share - 1) if share > 1 else mpmath.inf for mass, share in zip(masses, found)]
+        quotients = [
+            mass / (2 * share - 1) if share > 1 else mpmath.inf for mass, share in zip(masses, found, strict=True)
+        ]
         found[_first_nearest(quotients, min(quotients))] -= 1
     while sum(found) < seats:
-        quotients = [mass / (2 * share + 1) for mass, share in zip(masses, found)]
+        quotients = [mass / (2 * share + 1) for mass, share in zip(masses, found, strict=True)]
         found[_first_nearest(quotients, max(quotients))] += 1
     return found
 
@@ -191,6 +194,8 @@ def read_header(row: bytes, blocks: int) -> tuple[Header, Stream] | None:
     states = list(struct.unpack(f"<{min(LANES, blocks)}I", row[at:end]))
     if any(state < LEAST for state in states):
         raise Damaged("a state is too small")
+    if (len(row) - end) % 2 and row[-1]:
+        raise Damaged("half a word")
     words = struct.unpack(f"<{(len(row) - end) // 2}H", row[end : end + (len(row) - end) // 2 * 2])
     header = Header(np.float32(step), TRELLISES[state_bits], first, frequencies, states)
     return header, Stream(list(words))
@@ -199,13 +204,10 @@ def read_header(row: bytes, blocks: int) -> tuple[Header, Stream] | None:
 def read_class(header: Header, lane: int) -> int:
     """The class of the lane's next block."""
     slot = header.states[lane] & 255
-    start = 0
-    for number, frequency in enumerate(header.frequencies):
-        if slot < start + frequency:
-            break
-        start += frequency
-    header.states[lane] = frequency * (header.states[lane] >> 8) + slot - start
-    return header.first + number
+    starts = list(itertools.accumulate(header.frequencies, initial=0))
+    place = next(i for i in range(len(header.frequencies)) if slot < starts[i + 1])
+    header.states[lane] = header.frequencies[place] * (header.states[lane] >> 8) + slot - starts[place]
+    return header.first + place
 
 
 def read_number(header: Header, lane: int, exponent: int | None, parity: int) -> int:

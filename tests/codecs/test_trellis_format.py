@@ -1,0 +1,308 @@
+"""The codec hadamard-trellis against section 8 of docs/format.md: tables, cuts, the worked example, decoded bits."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import trellis_decoder
+import trellis_writer
+from blocks import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pqweights.codecs import trellis_tables
+from pqweights.codecs.hadamard_trellis import HadamardTrellis, TrellisCoder, TrellisState, superblocks
+from pqweights.codecs.protocol import DamagedBlock, Measures
+from pqweights.codecs.trellis_classes import decode_tables
+from pqweights.kernels import trellis
+from pqweights.kernels.trellis import Superblocks
+
+PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
+SECTION = PAGE[PAGE.index("## 8. ") : PAGE.index("## 9. ")]
+ROTATIONS = ("hadamard", "signed-hadamard")
+Floats = npt.NDArray[np.float32]
+Rows = npt.NDArray[np.uint8]
+
+
+def encoded(values: Floats, rate: float, states: int, rotation: str) -> tuple[TrellisCoder, Rows, Measures]:
+    """The superblocks of a weight of whole blocks, and what was measured."""
+    coder = HadamardTrellis().coder(rate, states).sized(values.size)
+    superblock, stride = coder.block_size, coder.parts[0].bytes_per_block
+    count = -(-values.size // superblock)
+    padded = np.zeros(count * superblock, dtype=np.float32)
+    padded[: values.size] = values.reshape(-1)
+    rows = np.full((count, stride), 0xAB, dtype=np.uint8)
+    return coder, rows, coder.encode(padded.view(np.uint8), [rows], dtype="F32", state=TrellisState(rotation))
+
+
+def decoded(coder: TrellisCoder, rows: Rows, rotation: str) -> Floats:
+    """What the kernel decodes, [superblocks, weights]."""
+    values = np.empty(len(rows) * coder.block_size, dtype=np.float32)
+    coder.decode([rows], values.view(np.uint8), dtype="F32", state=TrellisState(rotation))
+    return values.reshape(len(rows), -1)
+
+
+def coder_of_row(row: bytes, blocks: int) -> TrellisCoder:
+    """A coder of superblocks of any size."""
+    return TrellisCoder(rate=8.0, states=8, cut=Superblocks(1, blocks, len(row)))
+
+
+def of_kind(kind: str, blocks: int) -> Floats:
+    """Weights [blocks, 128]."""
+    rng = np.random.default_rng(blocks)
+    normal = rng.standard_normal((blocks, 128))
+    values = {
+        "normal": normal,
+        "some zero blocks": normal * (np.arange(blocks)[:, None] % 3 > 0),
+        "constant": np.full((blocks, 128), 0.0125),
+        "wide norms": normal * np.exp2(rng.uniform(-40, 40, (blocks, 1))),
+        "huge": np.clip(normal * 1e38, -3.4e38, 3.4e38),
+        "the largest": np.full((blocks, 128), np.finfo(np.float32).max),
+        "subnormal": normal * 1e-42,
+        "huge and tiny": normal * np.where(np.arange(blocks)[:, None] % 2, 1e30, 1e-30),
+        "one weight": np.where(np.arange(blocks * 128).reshape(blocks, 128) == 5, 3.0, 0.0),
+        "sparse": normal * (rng.random(normal.shape) < 0.01),
+        "zero": np.zeros((blocks, 128)),
+    }[kind]
+    return values.astype(np.float32)
+
+
+KINDS = (
+    *("normal", "some zero blocks", "constant", "wide norms", "huge", "the largest", "subnormal"),
+    *("huge and tiny", "one weight", "sparse", "zero"),
+)
+
+
+def kernel_bits(rows: Rows, coder: TrellisCoder, rotation: str) -> npt.NDArray[np.uint32]:
+    return decoded(coder, rows, rotation).view(np.uint32)
+
+
+def page_bits(rows: Rows, blocks: int, rotation: str) -> npt.NDArray[np.uint32]:
+    return trellis_decoder.decode(rows, blocks, signed=rotation == "signed-hadamard").view(np.uint32)
+
+
+# --- tables ---
+
+
+@pytest.mark.parametrize("exponent", trellis_tables.EXPONENTS)
+@pytest.mark.parametrize("parity", [0, 1])
+def test_integer_tables_are_those_of_the_normal_distribution(exponent: int, parity: int) -> None:
+    """Derived with 50 digits, the buckets and frequencies are the same."""
+    exact, ours = trellis_decoder.table_of(exponent, parity), trellis_tables.buckets(exponent, parity)
+    assert tuple(exact.frequencies) == trellis_tables.frequencies(exponent, parity)
+    assert sum(exact.frequencies) == 4096 and min(exact.frequencies) >= 1
+    assert [bucket.first for bucket in exact.buckets] == [edge << ours.core_bits for edge in ours.edges[:-1]]
+    assert [bucket.low_bits for bucket in exact.buckets] == [ours.bits_of(i) for i in range(len(exact.buckets))]
+    assert max(bucket.low_bits for bucket in exact.buckets) <= 4  # so that a state stays positive
+
+
+def test_the_look_up_table_of_the_decoder_has_the_frequencies() -> None:
+    entries = decode_tables().entries
+    for place, exponent in enumerate(trellis_tables.EXPONENTS):
+        for parity in range(2):
+            table = trellis_decoder.table_of(exponent, parity)
+            row = entries[1 + place, parity].astype(np.int64)
+            assert np.array_equal((row >> 12 & 4095) + 1, np.repeat(table.frequencies, table.frequencies))
+            assert np.array_equal(np.arange(4096) - (row & 4095), np.repeat(table.starts, table.frequencies))
+            first = np.array([bucket.first for bucket in table.buckets])
+            base = row >> 25
+            base = np.where(base >= 64, base - 128, base) << trellis_tables.buckets(exponent, parity).core_bits
+            assert np.array_equal(base, np.repeat(first, table.frequencies))
+
+
+def test_classes_and_their_factors_are_those_of_the_page() -> None:
+    tables = decode_tables()
+    for number in range(256):
+        kind = trellis_decoder.kind_of(number)
+        assert tables.gains[number] == kind.gain
+        assert tables.tables[number] == (0 if kind.exponent is None else kind.exponent + 7)
+
+
+def test_trellises_are_those_of_the_page() -> None:
+    stated = re.findall(r"^\| (\d) \| (\d+) \| (\d+) \| (\d+) \|$", SECTION, re.MULTILINE)
+    assert {int(bits): (int(a), int(b)) for bits, _, a, b in stated} == trellis_decoder.TRELLISES
+    assert all(2 ** int(bits) == int(states) for bits, states, _, _ in stated)
+    ours = {bits: tuple(flips) for bits, flips in enumerate(trellis._TRELLISES.tolist()) if flips != [0, 0]}
+    assert ours == trellis_decoder.TRELLISES
+
+
+@examples(300)
+@given(st.one_of(st.integers(0, 10**6), st.integers(0, 10**30)), st.floats(1.5, 8))
+def test_property_weights_are_cut_as_the_page_says(weights: int, rate: float) -> None:
+    assert tuple(superblocks(weights, rate)) == tuple(trellis_decoder.cut(weights, rate))
+
+
+def test_page_states_the_promise() -> None:
+    (stated,) = re.findall(r"`4\*\*\(([\d.]+) - R\)`", SECTION)
+    assert HadamardTrellis().coder(4).distortion == 4.0 ** (float(stated) - 4)
+
+
+# --- what is decoded ---
+
+
+@pytest.mark.parametrize("states", [8, 64, 256])
+@pytest.mark.parametrize("rate", [1.5, 2.125, 4.38, 8.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_page_and_kernel_decode_the_same_bits(kind: str, rate: float, states: int) -> None:
+    for blocks, rotation in ((1, "hadamard"), (3, "signed-hadamard"), (15, "hadamard"), (17, "signed-hadamard")):
+        if blocks > 3 and states > 8:
+            continue  # the states matter to the encoder
+        values = of_kind(kind, blocks)
+        coder, rows, _ = encoded(values, rate, states, rotation)
+        found = kernel_bits(rows, coder, rotation)
+        assert np.array_equal(found, page_bits(rows, blocks, rotation)), (blocks, rotation)
+        assert np.isfinite(found.view(np.float32)).all()
+
+
+def test_page_and_kernel_decode_a_weight_of_two_superblocks() -> None:
+    values = of_kind("normal", 780)
+    coder, rows, _ = encoded(values, 2.125, 8, "hadamard")
+    assert len(rows) == 2
+    found = kernel_bits(rows, coder, "hadamard")
+    assert np.array_equal(found, page_bits(rows, coder.block_size // 128, "hadamard"))
+    assert not found.reshape(-1)[values.size :].any()
+
+
+@st.composite
+def written(draw: st.DrawFn) -> tuple[int, bytes]:
+    """A superblock of any trellis and any classes, with its number of blocks."""
+    blocks, first = draw(st.integers(1, 20)), draw(st.integers(0, 255))
+    count = min(draw(st.integers(1, 40)), 256 - first)
+    cuts = sorted(draw(st.lists(st.integers(0, 256), min_size=count - 1, max_size=count - 1)))
+    frequencies = [high - low for low, high in zip([0, *cuts], [*cuts, 256], strict=True)]
+    if count > 1 and max(frequencies) == 256:
+        frequencies[frequencies.index(256)] -= 1
+        frequencies[frequencies.index(0)] += 1
+    step = draw(st.floats(0, float(np.finfo(np.float32).max), width=32))
+    row = trellis_writer.superblock(
+        np.random.default_rng(draw(st.integers(0, 2**32))),
+        blocks,
+        step=step,
+        state_bits=draw(st.integers(2, 8)),
+        first=first,
+        frequencies=frequencies,
+        unused=draw(st.integers(0, 50)),
+    )
+    return blocks, row
+
+
+@examples(25)
+@given(written(), st.sampled_from(ROTATIONS))
+def test_property_page_and_kernel_decode_every_trellis_and_class(case: tuple[int, bytes], rotation: str) -> None:
+    blocks, row = case
+    rows = np.frombuffer(row, dtype=np.uint8)[None]
+    found = kernel_bits(rows, coder_of_row(row, blocks), rotation)
+    assert np.isfinite(found.view(np.float32)).all()
+    assert np.array_equal(found, page_bits(rows, blocks, rotation))
+
+
+# --- the worked example ---
+
+
+def test_worked_example_of_the_page() -> None:
+    example = SECTION[SECTION.index("*Worked example.*") : SECTION.index("**What an encoder")]
+    (stated,) = re.findall(r"^    ([0-9A-F ]{60,})$", example, re.MULTILINE)
+    row = bytes.fromhex(stated)
+    assert trellis_decoder.cut(128, 1.5) == (1, 1, len(row)) == (1, 1, 34)
+    j = np.arange(128)
+    weights = ((37 * j * j + 11 * j) % 101 - 50) / 1000
+    values = trellis_decoder.decode_superblock(row, 1, signed=False)[0]
+    assert ((values - weights) ** 2).sum() < 0.17 * (weights**2).sum()
+    bits = kernel_bits(np.frombuffer(row, dtype=np.uint8)[None], coder_of_row(row, 1), "hadamard")
+    assert np.array_equal(bits[0], values.view(np.uint32))
+    numbers = re.findall(r"-?0\.\d{9}(?!\d)", example[example.index("first weights") :])
+    assert [float(number) for number in numbers] == pytest.approx(values[:4].tolist(), abs=5e-10)
+
+
+def test_steps_of_the_worked_example() -> None:
+    example = SECTION[SECTION.index("*Worked example.*") : SECTION.index("**What an encoder")]
+    row = bytes.fromhex(re.findall(r"^    ([0-9A-F ]{60,})$", example, re.MULTILINE)[0])
+    found = trellis_decoder.read_header(row, 1)
+    assert found is not None
+    header, stream = found
+    assert trellis_decoder.read_class(header, 0) == 8 and trellis_decoder.kind_of(8).exponent == 1
+    assert (len(stream.words), repr(float(header.step))[:11], header.flips) == (11, "0.020895667", (5, 2))
+    path, lines = 0, re.findall(r"^\| (\d) \| (\d+) \| (\d+) \| (\d+) \| (-?\d+) \| (-?\d+) \| (\d+) ", example, re.M)
+    assert len(lines) == 5
+    for line in lines:
+        _, p, x, s, k, n, after = (int(number) for number in line)
+        assert (path, header.states[0], header.states[0] & 4095) == (p, x, s)
+        assert trellis_decoder.read_number(header, 0, 1, path & 1) == n == 2 * k + (p & 1)
+        assert header.states[0] == after
+        path = path >> 1 ^ (5 if n & 1 else 0) ^ (2 if k & 1 else 0)
+        trellis_decoder.refill(header, stream, range(1))
+    for parity in range(2):
+        listed = ", ".join(str(frequency) for frequency in trellis_decoder.table_of(1, parity).frequencies)
+        assert listed in " ".join(example.split())
+
+
+# --- what is refused ---
+
+
+def changed(row: bytes, place: int, form: str, value: float) -> bytes:
+    """A row with a field replaced."""
+    field = struct.pack(form, value)
+    return row[:place] + field + row[place + len(field) :]
+
+
+@pytest.mark.parametrize(
+    ("place", "form", "value"),
+    [
+        *((0, "<f", step) for step in (np.nan, np.inf, -np.inf, -1.0, -1e-45)),
+        *((4, "<B", bits) for bits in (0, 1, 9, 15, 16, 255)),
+        *((5, "<B", first) for first in (254, 255)),
+        *((6, "<B", count) for count in (0, 1, 2, 4, 255)),
+        *((7, "<B", share) for share in (0, 99, 101, 255)),
+        *((10, "<I", state) for state in (0, 1, 65535)),
+    ],
+)
+def test_headers_that_no_encoder_writes_are_refused(place: int, form: str, value: float) -> None:
+    row = trellis_writer.superblock(
+        np.random.default_rng(1), 3, step=0.1, state_bits=3, first=4, frequencies=(100, 100, 56), unused=300
+    )
+    coder = coder_of_row(row, 3)
+    decoded(coder, np.frombuffer(row, dtype=np.uint8)[None], "hadamard")
+    wrong = changed(row, place, form, value)
+    with pytest.raises(trellis_decoder.Damaged):
+        trellis_decoder.decode_superblock(wrong, 3, signed=False)
+    with pytest.raises(DamagedBlock) as found:
+        decoded(coder, np.frombuffer(wrong, dtype=np.uint8)[None], "hadamard")
+    assert found.value.block == 0
+
+
+@pytest.mark.parametrize("length", [1, 6, 7, 10, 21, 40])
+def test_superblocks_that_are_too_short_are_refused(length: int) -> None:
+    row = trellis_writer.superblock(np.random.default_rng(1), 3, step=0.1, state_bits=3, first=4)[:length]
+    if length >= 7:
+        with pytest.raises(trellis_decoder.Damaged):
+            trellis_decoder.decode_superblock(row, 3, signed=False)
+    with pytest.raises(DamagedBlock):
+        decoded(coder_of_row(row, 3), np.frombuffer(row, dtype=np.uint8)[None], "hadamard")
+
+
+def test_the_reason_says_what_is_wrong() -> None:
+    row = trellis_writer.superblock(np.random.default_rng(1), 3, step=0.1, state_bits=3, first=4, unused=4)
+    two = TrellisCoder(rate=8.0, states=8, cut=Superblocks(2, 3, len(row)))
+    for place, reason in ((4, "header"), (30, "stream"), (len(row) - 1, "stream")):
+        rows = np.frombuffer(row * 2, dtype=np.uint8).reshape(2, -1).copy()
+        rows[1, place] ^= 0x40
+        with pytest.raises(DamagedBlock, match=reason) as found:
+            decoded(two, rows, "hadamard")
+        assert found.value.block == 1
+
+
+@pytest.mark.parametrize("lane", [0, 5])
+def test_small_first_state_is_named_beside_a_sound_superblock(lane: int) -> None:
+    row = trellis_writer.superblock(np.random.default_rng(1), 33, step=0.1, state_bits=3, first=4)
+    bad = bytearray(row)
+    bad[7 + 4 * lane : 11 + 4 * lane] = bytes(4)
+    two = TrellisCoder(rate=8.0, states=8, cut=Superblocks(2, 33, len(row)))
+    for pair in (bad + row, row + bad):
+        rows = np.frombuffer(pair, dtype=np.uint8).reshape(2, -1)
+        with pytest.raises(DamagedBlock, match="header"):
+            decoded(two, rows, "hadamard")

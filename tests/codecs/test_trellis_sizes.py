@@ -1,0 +1,199 @@
+"""What hadamard-trellis promises of sizes, errors and bytes: exact budgets, hardly a byte unused, honest errors."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from blocks import examples
+from helpers import gaussian
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pqweights.checkpoint.header import TensorSpec
+from pqweights.checkpoint.master import encoded_specs
+from pqweights.codecs.hadamard_trellis import HadamardTrellis, TrellisCoder, TrellisState
+from pqweights.codecs.protocol import Bytes, Measures, PassResult
+from pqweights.codecs.weight import EncodedWeight, encode_weight
+from pqweights.errors import SourceError
+
+CODEC = HadamardTrellis()
+Floats = npt.NDArray[np.float32]
+
+
+def encode(values: Floats, rate: float, states: int = 8) -> tuple[EncodedWeight, PassResult]:
+    raw = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+    return encode_weight(raw, dtype="F32", shape=values.shape, coder=CODEC.coder(rate, states))
+
+
+def decoded(weight: EncodedWeight) -> npt.NDArray[np.float64]:
+    return weight.decode().view(np.float32).astype(np.float64)
+
+
+def unused(row: npt.NDArray[np.uint8]) -> int:
+    """The zeros at the end of a superblock; one more or less of them may belong to the stream."""
+    used = np.nonzero(row)[0]
+    return len(row) - 1 - int(used[-1]) if len(used) else len(row)
+
+
+# --- sizes ---
+
+
+@examples(300)
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=3), st.floats(1.5, 8))
+def test_property_stored_bytes_are_those_of_the_rate(shape: list[int], rate: float) -> None:
+    """The rate times the weights, rounded down for each superblock; the last block is padded to 128."""
+    weights = math.prod(shape)
+    (spec,) = encoded_specs("x", tuple(shape), CODEC.coder(rate))
+    blocks = -(-weights // 128)
+    superblocks = CODEC.coder(rate).sized(weights).cut
+    assert superblocks is not None
+    assert isinstance(spec, TensorSpec) and math.prod(spec.shape) == superblocks.number * superblocks.stride
+    assert superblocks.number * superblocks.blocks >= blocks > (superblocks.number - 1) * superblocks.blocks
+    exact = int(rate * blocks * 16 / superblocks.number)
+    if blocks >= 512:
+        assert superblocks.stride == exact
+        assert superblocks.number * superblocks.blocks <= 1.0015 * blocks
+    else:
+        assert superblocks.number == 1 and exact <= superblocks.stride <= exact + 55
+
+
+@pytest.mark.parametrize("rate", [1.5, 2.0, 3.3, 4.38, 6.0, 8.0])
+@pytest.mark.parametrize("shape", [(512, 128), (600, 128), (1000, 100), (768, 384), (7, 61_001)])
+def test_ordinary_weights_leave_few_bytes_unused(shape: tuple[int, int], rate: float) -> None:
+    weight, measured = encode(gaussian(*shape, seed=3), rate)
+    (rows,) = weight.parts
+    assert rows.size == math.prod(encoded_specs("x", shape, CODEC.coder(rate))[0].shape)
+    assert max(unused(row) for row in rows) <= 0.002 * rows.shape[1]
+    assert measured.relative_mse <= 1.03 * CODEC.coder(rate).distortion
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5, 16, 40, 100, 300])
+@pytest.mark.parametrize("rate", [1.5, 2.5, 4.0, 8.0])
+def test_small_weights_keep_the_promise(blocks: int, rate: float) -> None:
+    """On average: a few blocks of N(0,1) have more or less than their share of variance."""
+    ratios = []
+    for seed in range(max(1, 40 // blocks)):
+        _, measured = encode(gaussian(blocks, 128, seed=seed), rate)
+        ratios.append(measured.relative_mse / CODEC.coder(rate).distortion)
+    assert np.mean(ratios) <= 1.25
+
+
+# --- hostile weights ---
+
+
+def hostile(kind: str, blocks: int, seed: int) -> Floats:
+    """Finite weights [blocks, 128] of a kind."""
+    rng = np.random.default_rng(seed)
+    normal = rng.standard_normal((blocks, 128))
+    odd = np.arange(blocks)[:, None] % 2
+    largest = float(np.finfo(np.float32).max)
+    values = {
+        "normal": normal,
+        "huge": np.clip(normal * 1e38, -largest, largest),
+        "largest": np.full((blocks, 128), largest),
+        "signs of the largest": np.where(normal > 0, largest, -largest),
+        "subnormal": normal * 1e-41,
+        "smallest": np.full((blocks, 128), 1e-45),
+        "constant": np.full((blocks, 128), -0.37),
+        "constant rows": np.repeat(normal[:, :1], 128, axis=1),
+        "sparse": normal * (rng.random(normal.shape) < 0.002),
+        "one weight": np.where(np.arange(blocks * 128).reshape(blocks, 128) == seed % (blocks * 128), 1.0, 0.0),
+        "one block": normal * (np.arange(blocks)[:, None] == seed % blocks),
+        "huge and tiny blocks": normal * np.where(odd, 1e35, 1e-35),
+        "steps of scale": normal * np.exp2(np.arange(blocks)[:, None] % 60),
+        "lognormal": normal * np.exp(2 * rng.standard_normal((blocks, 1))),
+        "heavy tails": np.clip(rng.standard_t(1.1, normal.shape), -1e30, 1e30),
+        "integers": np.rint(normal * 3),
+        "zero": np.zeros_like(normal),
+    }[kind]
+    return values.astype(np.float32)
+
+
+KINDS = (
+    *("normal", "huge", "largest", "signs of the largest", "subnormal", "smallest", "constant", "constant rows"),
+    *("sparse", "one weight", "one block", "huge and tiny blocks", "steps of scale", "lognormal", "heavy tails"),
+    *("integers", "zero"),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("blocks", [1, 4, 17, 130])
+def test_hostile_weights_stay_within_their_bytes_and_their_errors_are_as_stated(kind: str, blocks: int) -> None:
+    for rate, states in ((1.5, 8), (2.0, 64), (4.3, 8), (8.0, 8)):
+        values = hostile(kind, blocks, seed=blocks)
+        weight, measured = encode(values, rate, states)
+        found, exact = decoded(weight), values.reshape(-1).astype(np.float64)
+        assert np.isfinite(found).all()
+        error, energy = ((found - exact) ** 2).sum(), (exact**2).sum()
+        assert measured.energy == pytest.approx(energy, rel=1e-5)
+        if "largest" in kind or kind == "huge":  # decoded values are clamped, which the stated error does not count
+            assert error <= measured.error * 1.01
+        else:
+            assert measured.error == pytest.approx(error, rel=2e-3, abs=1e-9 * energy)
+        assert measured.error <= energy * (1 + 1e-6)
+
+
+@examples(60)
+@given(
+    st.sampled_from(KINDS),
+    st.integers(1, 60),
+    st.floats(1.5, 8),
+    st.integers(0, 10**6),
+    st.integers(-40, 40),
+)
+def test_property_whatever_is_encoded_is_decoded(kind: str, blocks: int, rate: float, seed: int, power: int) -> None:
+    """With a mixture of two kinds in one weight: no damage, finite, and the error that was stated."""
+    values = hostile(kind, blocks, seed)
+    largest = np.float64(np.finfo(np.float32).max)
+    other = np.clip(gaussian(blocks, 128, seed=seed).astype(np.float64) * 2.0**power, -largest, largest)
+    values[blocks // 2 :] = other[blocks // 2 :]
+    weight, measured = encode(values, rate)
+    found, exact = decoded(weight), values.reshape(-1).astype(np.float64)
+    assert np.isfinite(found).all()
+    error, energy = ((found - exact) ** 2).sum(), (exact**2).sum()
+    assert error <= measured.error * 1.005 + 1e-9 * energy
+    assert measured.error <= energy * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_are_refused_by_superblock(bad: float) -> None:
+    values = gaussian(1600, 128)
+    assert CODEC.coder(3.0).sized(values.size).block_size == 400 * 128
+    values[1200, 3] = bad
+    with pytest.raises(SourceError, match="NaN or infinity in block 3 of the weight"):
+        encode(values, 3.0)
+
+
+# --- bytes ---
+
+
+def parts_of(coder: TrellisCoder, values: Bytes, superblocks: list[tuple[int, int]]) -> tuple[bytes, list[Measures]]:
+    """The bytes of ranges of superblocks, each encoded in a call."""
+    data, measures, size = [], [], coder.block_size * 4
+    for first, last in superblocks:
+        rows = np.full((last - first, coder.parts[0].bytes_per_block), 0xAB, dtype=np.uint8)
+        piece = values[first * size : last * size]
+        measures.append(coder.encode(piece, [rows], dtype="F32", state=TrellisState("hadamard")))
+        data.append(rows.tobytes())
+    return b"".join(data), measures
+
+
+def test_bytes_do_not_depend_on_the_chunks() -> None:
+    coder = CODEC.coder(3.0).sized(4 * 512 * 128)
+    values = gaussian(4 * 512, 128, seed=9).view(np.uint8).reshape(-1)
+    whole, _ = parts_of(coder, values, [(0, 4)])
+    # What is in the workspace from other superblocks changes nothing either.
+    parts_of(coder, np.ascontiguousarray(values[::-1]) & 0x3F, [(0, 4)])
+    for cuts in ([(0, 1), (1, 2), (2, 3), (3, 4)], [(0, 3), (3, 4)]):
+        assert parts_of(coder, values, cuts)[0] == whole
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 1e4, 1e15])
+def test_modelled_error_of_one_block_among_zeros_is_a_small_number(magnitude: float) -> None:
+    blocks = np.zeros((1000, 128), dtype=np.float32)
+    blocks[0] = magnitude
+    modelled = CODEC.coder(4.0).modelled_errors(blocks)
+    assert 0 < modelled[0] < 1e-5 * magnitude**2 and not modelled[1:].any()
