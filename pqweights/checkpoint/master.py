@@ -268,10 +268,6 @@ class _Settings:
         _check_keys(
             f"overrides of {where}", self.overrides.get(name, {}), (*OVERRIDE_KEYS, *CODECS[codec].state_defaults)
         )
-        first = CODECS[codec].format_version
-        if self._settings["format_version"] < first:
-            found = self._settings["format_version"]
-            raise MasterError(f"config.json: format_version: expected at least {first} for {codec}, found {found}")
         if not is_number(bits):
             raise MasterError(f"config.json: {where}: bits: expected a number, found {bits!r}")
         if merged.get("dtype") not in LOGICAL_DTYPES:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pqweights.errors import EvaluationError, ExportError, MissingDependencyError, RecipeError
+from pqweights.codecs import get_codec
+from pqweights.errors import EvaluationError, ExportError, MissingDependencyError, OptionError, RecipeError
 from pqweights.evaluate.evaluation import TextOptions, choose_windows
 from pqweights.evaluate.protocol import Estimate, Scores, Windows, compare, perplexity_change
 from pqweights.evaluate.report import to_json
@@ -190,7 +191,8 @@ def ablate(
     if not options.widths:
         raise RecipeError("--bits: expected at least one width, found none")
     for bits in options.widths:
-        recipe.with_bits(bits)
+        _check_width(bits)
+        replace(recipe, codec=MASTERS[0].codec).with_bits(bits)
     with slow_step("reading the text with transformers"):
         read = _read_text(source, text, options)
     starts = read.windows.starts(len(read.ids), max_tokens=options.reading.max_tokens)
@@ -215,6 +217,15 @@ def ablate(
         rows=(_original(rows[0]), *_with_shares(rows)),
         absent=tuple(dict.fromkeys(absent)),
     )
+
+
+def _check_width(bits: float) -> None:
+    """Raise OptionError for a width that one of the codecs lacks; that others have it does not help."""
+    try:
+        for configuration in MASTERS:
+            get_codec(configuration.codec).coder(bits)
+    except RecipeError as error:
+        raise OptionError(f"--bits: {error}") from None
 
 
 def _read_text(source: Path, text: str, options: AblationOptions) -> _Text:

@@ -374,7 +374,7 @@ MASTER_CASES = [
         verify=(MANIFEST,),
         export=(DOWN + "_trellis", "found no such tensor"),
     ),
-    trellis_settings("version-1", "format_version", to=1, export=("config.json", "format_version", "at least 2")),
+    trellis_settings("version-1", "format_version", to=1, export=("config.json", "format_version", "2 or later")),
     trellis_settings("version-3", "format_version", to=3, export=("config.json", "format_version", "3")),
     trellis_settings("bits-9", "bits", to=9, export=("config.json", "bits", "from 1.5 to 8", "found 9")),
     trellis_settings("bits-3", "bits", to=3, export=(UP + "_trellis", "expected U8", "at 3 bits")),

@@ -47,7 +47,10 @@ def first_line(text: str) -> str:
 
 
 def main() -> None:
+    from pqweights_cli import output
+
     os.environ |= {"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"}
+    output.STATUS_SECONDS = 3600.0  # a line about a slow step is no answer
     print(HEAD)
     with tempfile.TemporaryDirectory() as temporary:
         for case in generate.CASES:

@@ -145,6 +145,7 @@ def test_options_leave_out_awq_and_int4(source: Path, tmp_path: Path) -> None:
         (["--bits", "3,x"], 2, "expected bit widths such as 3,4,5"),
         (["--bits", "3,3"], 2, "different bit widths"),
         (["--bits", "9"], 2, "expected a whole number of bits from 2 to 8"),
+        (["--bits", "4.5", "--recipe", "t4"], 2, "2 to 8 for absmax, found 4.5"),
         (["--max-tokens", "600"], 1, "calibration for AWQ: expected at least 8192 tokens, found 200"),
         (["--no-awq", "--window", "4096"], 1, "takes at most 512 tokens"),
         (["--no-awq", "--window", "512", "--max-tokens", "300"], 1, "--max-tokens 300 leaves fewer"),
