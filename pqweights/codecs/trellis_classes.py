@@ -28,9 +28,9 @@ from pqweights.codecs.trellis_tables import (
 )
 from pqweights.kernels.trellis import DecodeTables, EncodeModel
 
-# By how many bits, in the classes from the first on, weights take less than _expected_length says, which assumes both
+# By how many bits, in the classes from the first on, weights take less than expected_length says, which assumes both
 # parities equally likely. Measured with 8 states on N(0,1) in blocks of equal length (benchmarks/trellis_model.py).
-_SAVED = (
+SAVED = (
     *(0.5162, 0.5247, 0.3346, 0.1112, 0.0650, 0.0501, 0.0401, 0.0301, 0.0225, 0.0167),
     *(0.0121, 0.0087, 0.0061, 0.0044, 0.0030, 0.0023, 0.0016, 0.0012, 0.0010, 0.0005),
 )
@@ -82,13 +82,13 @@ def _rounded(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 def _code_length(exponent: int) -> tuple[float, float]:
     """Return the expected bits of a weight in a class: a constant, and a factor of the searched mean square."""
     near, far = 2.0 ** ((exponent - 0.5) / 2), 2.0 ** ((exponent + 0.5) / 2)
-    at_near, at_far = (_expected_length(exponent, math.sqrt(square)) for square in (near, far))
+    at_near, at_far = (expected_length(exponent, math.sqrt(square)) for square in (near, far))
     slope = (at_far - at_near) / (far - near)
     place = exponent - EXPONENTS[0]
-    return at_near - slope * near - (_SAVED[place] if place < len(_SAVED) else 0.0), slope
+    return at_near - slope * near - (SAVED[place] if place < len(SAVED) else 0.0), slope
 
 
-def _expected_length(exponent: int, deviation: float) -> float:
+def expected_length(exponent: int, deviation: float) -> float:
     """Return the expected bits of a weight that is searched with some standard deviation, coded in a class."""
     total = 0.0
     for parity in range(2):
