@@ -23,7 +23,7 @@ from pqweights.suggestions import instead, nearest
         ("wombat", ROLES, None),
         ("", ROLES, None),
         ("q55", recipe_names(), "q5"),
-        ("int4", recipe_names(), None),
+        ("nvfp4-w4a16", recipe_names(), None),
         ("target_bwp", RECIPE_KEYS, "target_bpw"),
         ("5", RECIPE_KEYS, None),
     ],
