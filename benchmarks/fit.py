@@ -12,6 +12,7 @@ o_proj and lm_head 6 (embeddings 5, experts as the MLP).
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 import sys
@@ -335,12 +336,17 @@ def measured_model(folder: Path, options: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argument_parser(__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the benchmarks of fits are told."""
     parser.add_argument("models", type=Path, nargs="+", help="folders, each with eval.txt")
     parser.add_argument("--max-tokens", type=int, default=20000, help="how many tokens of the text to evaluate on")
     parser.add_argument("--tokens", type=int, default=2048, help="how many tokens to measure sensitivities on")
     parser.add_argument("--folder", type=Path, help="where masters are made; by default a temporary folder")
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    add_arguments(parser)
     options = parser.parse_args()
     start = now()
     models = [measured_model(folder, options) for folder in options.models]

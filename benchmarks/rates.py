@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fit import RANDOM, Bench
+from fit import RANDOM, Bench, add_arguments
 from harness import Cell, Document, argument_parser, machine, now, publish, table
 
 from pqweights.planning.recipe import Recipe, load_recipe
@@ -79,10 +79,7 @@ def sections(document: Document) -> dict[str, str]:
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("models", type=Path, nargs="+", help="folders, each with eval.txt")
-    parser.add_argument("--max-tokens", type=int, default=20000, help="how many tokens of the text to evaluate on")
-    parser.add_argument("--tokens", type=int, default=2048, help="how many tokens to measure sensitivities on")
-    parser.add_argument("--folder", type=Path, help="where masters are made; by default a temporary folder")
+    add_arguments(parser)
     options = parser.parse_args()
     start = now()
     models = [measured_model(folder, options) for folder in options.models]

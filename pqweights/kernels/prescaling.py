@@ -17,7 +17,7 @@ def prescale_blocks(x: Any, squares: Any, two_to_k: Any) -> Any:
         if not _is_safe(squares[i]):
             k = _prescale(x[i * 128 : (i + 1) * 128])
             if k != -1000:
-                two_to_k[i] = _power_of_two(k)
+                two_to_k[i] = power_of_two(k)
                 continue
             x[i * 128 : (i + 1) * 128] = 0
             if first_bad < 0:
@@ -32,7 +32,7 @@ def _is_safe(square: Any) -> Any:
 
 
 @jit
-def _power_of_two(k: Any) -> Any:
+def power_of_two(k: Any) -> Any:
     """2**k, exactly, in f64."""
     result = 1.0
     for _ in range(abs(k)):
@@ -67,8 +67,8 @@ def _prescale(x: Any) -> Any:
     half = np.int64(abs(k) // 2)
     if k < 0:
         half = -half
-    first = np.float32(_power_of_two(-half))
-    second = np.float32(_power_of_two(half - k))
+    first = np.float32(power_of_two(-half))
+    second = np.float32(power_of_two(half - k))
     for j in range(128):
         x[j] = x[j] * first * second
     return k

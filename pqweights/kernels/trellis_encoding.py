@@ -13,6 +13,7 @@ from numba import carray, types
 from pqweights.kernels import trellis_search as search
 from pqweights.kernels.conversions import load_values
 from pqweights.kernels.jit import inlined, jit
+from pqweights.kernels.prescaling import power_of_two
 from pqweights.kernels.trellis_entropy import encode_classes, encode_numbers
 from pqweights.kernels.trellis_step import (
     HEADER,
@@ -21,7 +22,6 @@ from pqweights.kernels.trellis_step import (
     Model,
     Room,
     find_step,
-    power_of_two,
     share_classes,
 )
 from pqweights.kernels.trellis_tiles import rotate_tile

@@ -86,15 +86,6 @@ class Model(NamedTuple):
 
 
 @jit
-def power_of_two(exponent: Any) -> Any:
-    """2**exponent in f64, exactly."""
-    result = 1.0
-    for _ in range(abs(exponent)):
-        result = result * (2.0 if exponent > 0 else 0.5)
-    return result
-
-
-@jit
 def _exp2(x: Any) -> Any:
     """About 2**x, for |x| <= 1."""
     y = x * 0.6931471805599453
