@@ -52,7 +52,6 @@ POOL, TORCH, FIXED = "pool", "torch", "fixed"  # how a quantizer is given thread
 SHORT = (
     "pqweights trellis, 5.125 bits",
     "pqweights trellis, 4.125 bits",
-    "pqweights trellis, 64 states, 4.125 bits",
     "pqweights, 5 bits",
     "pqweights, 4 bits",
     "llama.cpp Q5_K",

@@ -132,7 +132,7 @@ def test_readme_is_short_and_has_one_table_of_the_usual_choices():
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 150
     table = lines[lines.index("<!-- begin peers-short -->") + 1 : lines.index("<!-- end peers-short -->")]
-    assert len([line for line in table if line.startswith("|")]) == 2 + 11
+    assert len([line for line in table if line.startswith("|")]) == 2 + 10
 
 
 def test_the_description_for_package_indexes_has_no_relative_links(monkeypatch):
