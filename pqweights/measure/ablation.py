@@ -39,14 +39,26 @@ LEVELS = "+ Lloyd-Max only"
 BOTH = "+ both"
 LEAST_SQUARES = "+ least-squares norm"
 AWQ = "+ AWQ"
+TRELLIS = "trellis of the same size"
 
 
 class _Configuration(NamedTuple):
-    """A master that is measured at each width: name of the row, codec, and whether input channels are scaled."""
+    """A master that is measured at each width.
+
+    name: the name of the row
+    codec: the codec
+    scaled: whether input channels are scaled
+    overhead: what is added to the width to get the rate: that of a codec which counts its norms
+    """
 
     name: str
     codec: str
     scaled: bool = False
+    overhead: float = 0.0
+
+    def rate(self, bits: float) -> float:
+        """Return the rate at a width, not above the largest that the codec has."""
+        return min(bits + self.overhead, get_codec(self.codec).rates[-1]) if self.overhead else bits
 
 
 MASTERS = (
@@ -55,6 +67,7 @@ MASTERS = (
     _Configuration(LEVELS, "lloyd-max"),
     _Configuration(BOTH, "hadamard-lloyd-max-l2"),
     _Configuration(LEAST_SQUARES, "hadamard-lloyd-max"),
+    _Configuration(TRELLIS, "hadamard-trellis", overhead=16 / 128),
     _Configuration(AWQ, "hadamard-lloyd-max", scaled=True),
 )
 # How INT4 in groups of 128 is rounded: --qparams, and its name in a row.
@@ -223,7 +236,7 @@ def _check_width(bits: float) -> None:
     """Raise OptionError for a width that one of the codecs lacks; that others have it does not help."""
     try:
         for configuration in MASTERS:
-            get_codec(configuration.codec).coder(bits)
+            get_codec(configuration.codec).coder(configuration.rate(bits))
     except RecipeError as error:
         raise OptionError(f"--bits: {error}") from None
 
@@ -306,7 +319,7 @@ class _Maker:
 
     def _quantize(self, configuration: _Configuration, bits: float) -> None:
         """Make a master, and the scales for it if it has any."""
-        recipe = replace(self._recipe, codec=configuration.codec).with_bits(bits)
+        recipe = replace(self._recipe, codec=configuration.codec).with_bits(configuration.rate(bits))
         if configuration.scaled:
             options = CalibrationOptions(
                 max_tokens=MOST_CALIBRATION_TOKENS,

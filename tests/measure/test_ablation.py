@@ -57,10 +57,10 @@ def test_there_is_a_row_for_each_configuration(report: dict[str, Any]) -> None:
     names = [(row["bits"], row["name"]) for row in report["rows"]]
     assert names[0] == (None, "original")
     for bits in (3, 5):
-        assert {(bits, name) for name, _, _ in MASTERS} <= set(names)
+        assert {(bits, name) for name, *_ in MASTERS} <= set(names)
         assert not HAS_TORCHAO or (bits, "+ INT4 on top, least squares") in names
     assert not HAS_TORCHAO or (None, "INT4 from the original, torchao's min-max") in names
-    assert len(names) == len(set(names)) == (19 if HAS_TORCHAO else 13)
+    assert len(names) == len(set(names)) == (21 if HAS_TORCHAO else 15)
     assert report["absent"] == []
     # The last third of the text is used for calibration.
     assert report["settings"]["tokens"] == 2000
@@ -83,7 +83,7 @@ def test_row_matches_the_single_commands(source: Path, report: dict[str, Any], t
 def test_each_part_lowers_the_error(report: dict[str, Any]) -> None:
     found = {(row["bits"], row["name"]): row for row in report["rows"]}
     for bits in (3, 5):
-        errors = {name: found[bits, name]["relative_mse"] for name, _, _ in MASTERS}
+        errors = {name: found[bits, name]["relative_mse"] for name, *_ in MASTERS}
         assert errors[LEAST_SQUARES] < errors[BOTH] < errors[ABSMAX]
         scaled, plain = found[bits, "+ AWQ"], found[bits, LEAST_SQUARES]
         assert scaled["kl_mean"]["value"] < 0.6 * plain["kl_mean"]["value"]
@@ -133,7 +133,7 @@ def test_options_leave_out_awq_and_int4(source: Path, tmp_path: Path) -> None:
     )
     assert done.exit_code == 0, done.stderr
     table = [line for line in done.stdout.splitlines() if " +- " in line]
-    assert len(table) == 6  # five rows, and the line that explains +-
+    assert len(table) == 7  # six rows, and the line that explains +-
     assert "AWQ" not in "".join(table)
     assert "256 tokens" in done.stdout
     assert list((tmp_path / "work").iterdir()) == []
