@@ -48,6 +48,7 @@ SOURCES = (
     "packing.py",
     "prescaling.py",
     "sixteen.py",
+    "trellis_codes.py",
     "trellis_decoding.py",
     "trellis_encoding.py",
     "trellis_entropy.py",

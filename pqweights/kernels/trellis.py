@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from pqweights.dtypes import item_bytes
 from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES
+from pqweights.kernels.trellis_codes import TRELLISES
 from pqweights.kernels.workers import scratch
 
 # The numbers of states for which there is a search, ascending.
@@ -24,12 +25,8 @@ _LANES = 16
 _OVERRUN = 2 * 129 * _LANES
 
 _MINUS_ONE = np.array([-1], dtype=np.float32)
-# By state bits: what the parity of a number, and its bit 1, flip in the next state. The encoder has searches for some.
-_TRELLISES = np.zeros((16, 2), dtype=np.int32)
-_TRELLISES[2:9] = (
-    np.array([(0o5, 0o2), (0o13, 0o04), (0o23, 0o04), (0o45, 0o10), (0o103, 0o024), (0o235, 0o126), (0o515, 0o362)])
-    >> 1
-)
+# By state bits; 0 where there is no such trellis.
+_TRELLISES = np.array([TRELLISES.get(bits, (0, 0)) for bits in range(16)], dtype=np.int32)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,7 +47,7 @@ class DecodeTables:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EncodeModel:
-    """What the encoder knows of each class; see trellis_step.Model."""
+    """What the encoder knows of each class; see trellis_step.ClassModel."""
 
     limits: npt.NDArray[np.float64]
     bits: npt.NDArray[np.float64]

@@ -13,13 +13,11 @@ from numba import carray, types
 from pqweights.kernels.conversions import store_values
 from pqweights.kernels.jit import jit
 from pqweights.kernels.trellis_entropy import decode_classes, decode_numbers
-from pqweights.kernels.trellis_step import HEADER, LANES
+from pqweights.kernels.trellis_step import HEADER, LANES, LEAST
 from pqweights.kernels.trellis_tiles import transpose_tile, unrotate_tile
 from pqweights.kernels.vector import stack
 
 _TILE = LANES * 128
-# The state with which the encoder begins and the decoder ends.
-_LEAST = 1 << 16
 # Blocks of this scale or more are multiplied by _RAISED after the butterflies, whose sums could be infinite otherwise.
 _LARGE, _LOWERED, _RAISED = 2.0**100, 2.0**-96, np.float32(2.0**96)
 # Bytes of the arrays on the stack.
@@ -57,7 +55,7 @@ def _is_header(row: Any, step: Any, trellises: Any, states_at: Any, table: Any) 
     return trellises[2 * row[4]] != 0 and _read_shares(row, table)
 
 
-class _Pair(NamedTuple):
+class _SideBySide(NamedTuple):
     """Two superblocks that are decoded together, of which the second may be missing.
 
     Where arrays have a dimension of 2 they are flat, the first superblock's half first.
@@ -112,7 +110,7 @@ def _open(pair: Any, k: Any, row: Any, step: Any, trellises: Any, blocks: Any) -
         return
     for lane in range(lanes):
         state = _read_u32(row, at - 4 * lanes + 4 * lane)
-        if state < _LEAST:  # not stored: it would take words, although this half has none
+        if state < LEAST:  # not stored: it would take words, although this half has none
             pair.wrong[k] = BAD_HEADER
             return
         pair.states[k * LANES + lane] = state
@@ -131,7 +129,7 @@ def _clear(pair: Any) -> None:
     for k in range(2):
         pair.tiles[k], pair.words[k], pair.positions[k], pair.wrong[k] = 0, 0, 0, SOUND
     for i in range(2 * LANES):
-        pair.states[i], pair.paths[i] = np.uint32(_LEAST), np.uint32(0)
+        pair.states[i], pair.paths[i] = np.uint32(LEAST), np.uint32(0)
 
 
 @jit
@@ -183,7 +181,7 @@ def _check_end(pair: Any, k: Any, row: Any) -> None:
     """See that the coder ended in the state in which it began, and that only zeros follow its words."""
     size, words = len(pair.streams) // 2, pair.words[k]
     for lane in range(LANES):
-        if pair.states[k * LANES + lane] != _LEAST:
+        if pair.states[k * LANES + lane] != LEAST:
             pair.wrong[k] = BAD_STREAM
     for i in range(pair.positions[k], words):
         if pair.streams[k * size + i] != 0:
@@ -229,7 +227,7 @@ def _decode(
     x_at = stack(_TILE_BYTES)
     x, bits = carray(x_at, _TILE, np.float32), carray(x_at, _TILE, np.uint32)
     work = carray(stack(_TWO_TILES), 2 * _TILE, np.float32)
-    pair = _Pair(
+    pair = _SideBySide(
         tiles=carray(stack(_NUMBERS), 2, np.int64),
         steps=carray(stack(_NUMBERS), 2, np.float64),
         words=carray(stack(_NUMBERS), 2, np.int64),

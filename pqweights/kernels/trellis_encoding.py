@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numba import carray, types
 
+from pqweights.kernels import ORTHONORMAL
 from pqweights.kernels import trellis_search as search
 from pqweights.kernels.conversions import load_values
 from pqweights.kernels.jit import inlined, jit
@@ -18,8 +19,8 @@ from pqweights.kernels.trellis_entropy import encode_classes, encode_numbers
 from pqweights.kernels.trellis_step import (
     HEADER,
     LANES,
-    ORTHONORMAL,
-    Model,
+    LEAST,
+    ClassModel,
     Room,
     find_step,
     share_classes,
@@ -28,8 +29,6 @@ from pqweights.kernels.trellis_tiles import rotate_tile
 from pqweights.kernels.vector import stack
 
 _TILE = LANES * 128
-# The least state between steps, with which the encoder begins and the decoder ends.
-_LEAST = 1 << 16
 # Larger than what any path costs, so that blocks of class 0 have only numbers 0 and 1.
 _FORBIDDEN = np.float32(1e6)
 # Magnitudes outside these are brought to 1 by a power of two, so that sums of squares stay in the range of float32.
@@ -139,7 +138,7 @@ def _measure(room: Any, model: Any, tiles: Any, blocks: Any, step: Any, exponent
 def _encode_stream(room: Any, model: Any, tiles: Any, blocks: Any) -> Any:
     """Encode classes and numbers into the end of the stream; return where it begins."""
     position = len(room.stream)
-    room.states[:] = np.uint32(_LEAST)
+    room.states[:] = np.uint32(LEAST)
     for tile in range(tiles - 1, -1, -1):
         for lane in range(LANES):
             block = tile * LANES + lane
@@ -193,6 +192,18 @@ def _write(room: Any, row: Any, blocks: Any, step: Any, state_bits: Any, positio
     return left
 
 
+@jit
+def _first_guess(deviation: Any, byte_count: Any, blocks: Any) -> Any:
+    """A step from which find_step starts: it falls by a factor of 4 for every 2 bits per weight."""
+    step, bits = deviation * 2.0, 8.0 * byte_count
+    for _ in range(30):
+        if bits <= 0:
+            break
+        bits -= 2.0 * 128.0 * blocks
+        step = step * 0.25
+    return step
+
+
 ENCODE = types.void(*[types.voidptr] * 18, *[types.int64] * 6)
 
 
@@ -227,15 +238,10 @@ def _make_encode(state_bits: int, start: Any, extend: Any, finish: Any, trace: A
         unit = unit * unit
         if energy == 0.0:
             return 0.0, 0.0
-        best, bits = energy, 8.0 * len(row)
+        best = energy
         # Blocks that are so much smaller than the largest become zeros, whatever the rate.
         least = np.sqrt(np.float64(most)) / 128.0 * 2.0**-45
-        step = np.sqrt(energy / (128.0 * blocks)) * 2.0
-        for _ in range(30):
-            if bits <= 0:
-                break
-            bits -= 256.0 * blocks
-            step = step * 0.25
+        step = _first_guess(np.sqrt(energy / (128.0 * blocks)), len(row), blocks)
         margin = 16.0 + 0.0003 * 8.0 * len(row)
         wanted = 8.0 * len(row) - margin
         unused = len(row) + 1
@@ -287,7 +293,7 @@ def _make_encode(state_bits: int, start: Any, extend: Any, finish: Any, trace: A
         words16 = carray(values_at, superblocks * weights, np.uint16)
         words32 = carray(values_at, superblocks * weights, np.uint32)
         table, signs = carray(table_at, 1, np.float32), carray(signs_at, 128, np.float32)
-        model = Model(
+        model = ClassModel(
             limits=carray(limits_at, 257, np.float64),
             bits=carray(bits_at, 256, np.float64),
             slopes=carray(slopes_at, 256, np.float64),

@@ -31,10 +31,11 @@ from pqweights.kernels.emit import (
     splat,
     store,
 )
+from pqweights.kernels.trellis_codes import TRELLISES
 from pqweights.kernels.vector import BLOCK
 
-# bits of a state -> what the parity of n, and bit 1 of n, flip in the next state
-TRELLISES = {3: (0o13 >> 1, 0o04 >> 1), 6: (0o103 >> 1, 0o024 >> 1), 8: (0o515 >> 1, 0o362 >> 1)}
+# Bits of a state, of the searches that there are.
+_SEARCHES = (3, 6, 8)
 # More than any path costs within a tile.
 _UNREACHABLE = 1e9
 _WORDS = ir.VectorType(I16, LANES)
@@ -322,7 +323,7 @@ def floats_of(numbers: Lanes) -> Lanes:
     return Lanes(numbers.builder, numbers.builder.sitofp(numbers.value, FLOATS))
 
 
-search_8, search_64, search_256 = (_make_search(bits) for bits in TRELLISES)
-start_8, start_64, start_256 = (_make_start(bits) for bits in TRELLISES)
-finish_8, finish_64, finish_256 = (_make_finish(bits) for bits in TRELLISES)
-trace_8, trace_64, trace_256 = (_make_trace(bits) for bits in TRELLISES)
+search_8, search_64, search_256 = (_make_search(bits) for bits in _SEARCHES)
+start_8, start_64, start_256 = (_make_start(bits) for bits in _SEARCHES)
+finish_8, finish_64, finish_256 = (_make_finish(bits) for bits in _SEARCHES)
+trace_8, trace_64, trace_256 = (_make_trace(bits) for bits in _SEARCHES)

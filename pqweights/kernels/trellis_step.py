@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pqweights.kernels import ORTHONORMAL
 from pqweights.kernels.jit import jit
 
 LANES = 16
@@ -16,7 +17,8 @@ LANES = 16
 HEADER = 7
 # What the state of a lane takes less what it holds, on average, in bits.
 _STATE_BITS = 23.625
-ORTHONORMAL = 0.08838834764831845
+# The state of the coder with which the encoder begins and the decoder ends; states between steps are not below it.
+LEAST = 1 << 16
 
 
 class Room(NamedTuple):
@@ -62,7 +64,7 @@ class Room(NamedTuple):
     entries: Any
 
 
-class Model(NamedTuple):
+class ClassModel(NamedTuple):
     """What the encoder knows of the classes, by number; see codecs.trellis_classes.
 
     limits: f64 [257]: the least mean square, in squares of the step, from which on a block has this class
