@@ -45,6 +45,7 @@ def plan(
     sensitivity: str | PathLike[str] | None = None,
     awq: str | PathLike[str] | None = None,
     awq_any_codec: bool = False,
+    fold: str | None = None,
     include_files: str | Sequence[str] = (),
     max_shard_size: int | str = DEFAULT_MAX_SHARD_BYTES,
     allow_pickle: bool = False,
@@ -75,6 +76,7 @@ def plan(
         access=Access(revision, token),
         awq=None if awq is None else arguments.local("awq", awq),
         awq_any_codec=awq_any_codec,
+        fold=fold,
         include_files=arguments.patterns("include_files", include_files),
         max_shard_bytes=arguments.shard_bytes(max_shard_size),
         allow_pickle=allow_pickle,
@@ -98,6 +100,7 @@ def quantize(
     sensitivity: str | PathLike[str] | None = None,
     awq: str | PathLike[str] | None = None,
     awq_any_codec: bool = False,
+    fold: str | None = None,
     strict: bool = False,
     include_files: str | Sequence[str] = (),
     max_shard_size: int | str = DEFAULT_MAX_SHARD_BYTES,
@@ -126,6 +129,7 @@ def quantize(
     sensitivity: what widths for a target are chosen by: "heuristic", or a file that `pqweights sensitivity` wrote
     awq: a file of scales that `pqweights calibrate` wrote
     awq_any_codec: whether to use scales that were searched for another codec or bit width
+    fold: "equalize" to move factors between neighbouring layers, so that channels become alike
     strict: whether to refuse a weight whose error exceeds what its codec promises
     include_files: a name pattern of files to copy besides those that loading the model needs, or several
     max_shard_size: the largest size of an output file, in bytes or as a text such as "5GB"
@@ -155,6 +159,7 @@ def quantize(
         access=Access(revision, token),
         awq=None if awq is None else arguments.local("awq", awq),
         awq_any_codec=awq_any_codec,
+        fold=fold,
         strict=strict,
         include_files=arguments.patterns("include_files", include_files),
         max_shard_bytes=arguments.shard_bytes(max_shard_size),
