@@ -68,6 +68,7 @@ OPTIONAL = {
     "triton": {"pqweights.kernels.gpu"},
     "numba": {
         "pqweights.kernels.compiler",
+        "pqweights.kernels.cpu_compensation",
         "pqweights.kernels.cpu_groups",
         "pqweights.kernels.cpu_sums",
         "pqweights.kernels.cpu_kernels",
