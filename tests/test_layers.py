@@ -56,6 +56,7 @@ OPTIONAL = {
         "pqweights.codecs.protocol",
         "pqweights.codecs.scalar",
         "pqweights.measure.activations",
+        "pqweights.measure.inputs",
         "pqweights.kernels.reference",
         "pqweights.kernels.gpu",
         "pqweights.kernels.devices",
