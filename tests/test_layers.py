@@ -71,6 +71,7 @@ OPTIONAL = {
         "pqweights.kernels.compiler",
         "pqweights.kernels.cpu_compensation",
         "pqweights.kernels.cpu_groups",
+        "pqweights.kernels.cpu_importance",
         "pqweights.kernels.cpu_sums",
         "pqweights.kernels.cpu_kernels",
         "pqweights.kernels.emit",

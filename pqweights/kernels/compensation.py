@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -92,7 +93,7 @@ class Tiles:
     rows: how many rows there are
     """
 
-    values: npt.NDArray[np.float32]
+    values: npt.NDArray[Any]
     rows: int
 
     @staticmethod
@@ -106,44 +107,83 @@ class Tiles:
             values[tile, :, : len(part)] = part.T
         return Tiles(values, count)
 
+    def rows_of(self) -> npt.NDArray[Any]:
+        """Return the rows [rows, K]."""
+        return np.ascontiguousarray(self.values.transpose(0, 2, 1).reshape(-1, self.values.shape[1])[: self.rows])
 
-def _untiled(tiles: npt.NDArray[np.uint8], rows: int) -> npt.NDArray[np.uint8]:
-    """Return the rows [rows, K] of tiles [tiles, K, 64]."""
-    return np.ascontiguousarray(tiles.transpose(0, 2, 1).reshape(-1, tiles.shape[1])[:rows])
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rounded:
+    """Some rows of weights as integers.
+
+    groups: their groups; energies are those of the weights, errors those of the codes
+    errors: W - Q, in the order of the factor
+    """
+
+    groups: Groups
+    errors: Tiles
 
 
-def compensate(values: Floats, start: Groups, rule: GroupRule, factor: Factor) -> tuple[Groups, Tiles]:
-    """Round rows of weights, with compensation, to the scales and offsets of `start`.
+def compensate(values: Floats, start: Groups, rule: GroupRule, factor: Factor) -> Rounded:
+    """Round rows of weights [rows, K] with compensation.
 
-    values: [rows, K]
-    start: their groups, as `rule.quantize` returns them
-    rule: how codes are read
-
-    Returns the groups with other codes, whose energies and errors are those of `start`, and the errors W - Q in the
-    order of the factor.
+    start: their groups as `rule.quantize` returns them, where the search for scales and offsets begins
     """
     rows, size = values.shape
     groups = size // rule.group_size
     lowest = -(2 ** (rule.bits - 1)) if rule.middle else 0
-    scales, offsets = start.scales.reshape(rows, groups), start.offsets.reshape(rows, groups)
+    weights = Tiles.of(values[:, factor.order])
+    scales, offsets = Tiles.of(start.scales.reshape(rows, groups), 1.0), Tiles.of(start.offsets.reshape(rows, groups))
+    limits = (lowest, lowest + 2**rule.bits - 1)
+    _fit_by_importance(weights, (scales, offsets), rule, factor, limits)
     errors, codes = round_tiles(
-        Tiles.of(values[:, factor.order]).values,
-        (Tiles.of(scales, 1.0).values, Tiles.of(offsets).values),
-        factor.order // rule.group_size,
-        factor,
-        codes=(lowest, lowest + 2**rule.bits - 1),
+        weights.values, (scales.values, offsets.values), factor.order // rule.group_size, factor, codes=limits
     )
-    ordered = _untiled(codes, rows)
-    result = np.empty_like(ordered)
-    result[:, factor.order] = ordered
-    rounded = Groups(
-        codes=result.reshape(start.codes.shape),
-        scales=start.scales,
-        offsets=start.offsets,
+    ordered = Tiles(codes, rows).rows_of()
+    found = np.empty_like(ordered)
+    found[:, factor.order] = ordered
+    result = Groups(
+        codes=found.reshape(start.codes.shape),
+        scales=scales.rows_of().reshape(-1),
+        offsets=offsets.rows_of().reshape(-1),
         energies=start.energies,
-        errors=start.errors,
+        errors=np.empty_like(start.errors),
     )
-    return rounded, Tiles(errors, rows)
+    result.errors[:] = sums_of_squares(values.reshape(result.codes.shape) - rule.decode(result))
+    return Rounded(groups=result, errors=Tiles(errors, rows))
+
+
+def sums_of_squares(rows: Floats) -> npt.NDArray[np.float64]:
+    """Return the sum of squares of each row, added in order: the sums of numpy depend on the machine."""
+    wide = rows.astype(np.float64)
+    sums: npt.NDArray[np.float64] = np.add.accumulate(wide * wide, axis=1)[:, -1]
+    return sums
+
+
+def errors_of(values: Floats, groups: Groups, rule: GroupRule, factor: Factor) -> Tiles:
+    """Return W - Q of groups, in the order of the factor. values: [rows, K]"""
+    return Tiles.of((values - rule.decode(groups).reshape(values.shape))[:, factor.order])
+
+
+def _fit_by_importance(
+    weights: Tiles, numbers: tuple[Tiles, Tiles], rule: GroupRule, factor: Factor, limits: tuple[int, int]
+) -> None:
+    """Improve scales and offsets in place; each column counts by its damped second moment."""
+    tiles, size, _ = weights.values.shape
+    position = np.empty(size, dtype=np.int64)
+    position[factor.order] = np.arange(size)
+    cpu.run(
+        "fit_by_importance",
+        cpu.address(weights.values, np.float32, weights.values.size),
+        cpu.address(factor.diagonal, np.float32, size),
+        cpu.address(position, np.int64, size),
+        *(cpu.address(each.values, np.float32, each.values.size, written=True) for each in numbers),
+        size,
+        tiles,
+        rule.group_size,
+        *limits,
+        rule.symmetric,
+    )
 
 
 def round_tiles(

@@ -142,7 +142,17 @@ def _gather(a: Any, diagonal: Any, panel: Any, size: Any, stride: Any, start: An
 
 @jit
 def _round_quad(
-    panel: Any, sums: Any, w: Any, s: Any, o: Any, group_of: Any, e: Any, codes: Any, delta: Any, place: Any, limits: Any
+    panel: Any,
+    sums: Any,
+    w: Any,
+    s: Any,
+    o: Any,
+    group_of: Any,
+    e: Any,
+    codes: Any,
+    delta: Any,
+    place: Any,
+    limits: Any,
 ) -> None:
     """Round four columns of 64 rows, the last column first, and pass the error of each on to the others."""
     quad, own, size = place

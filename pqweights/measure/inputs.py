@@ -91,9 +91,7 @@ class RecordedMoments:
 
     def __init__(self, places: Sequence[Place], sizes: Sequence[int], *, rows: int, seeds: Sequence[int]) -> None:
         self.windows = 0
-        self.vectors = [
-            VectorMoments(size, capacity=rows, seed=seed) for size, seed in zip(sizes, seeds, strict=True)
-        ]
+        self.vectors = [VectorMoments(size, capacity=rows, seed=seed) for size, seed in zip(sizes, seeds, strict=True)]
         self._by_place = dict(zip(places, self.vectors, strict=True))
 
     def add(self, place: Place, values: torch.Tensor, *, along_rows: bool, window: int, held_back: bool) -> None:

@@ -202,7 +202,9 @@ def _recorded(job: _MomentsJob, work: Unfinished) -> tuple[_Layout, list[InputVe
         name = f"part {number}"
         if name not in work.found:
             steps = (number * len(windows), len(parts) * len(windows))
-            work.keep(name, {"vectors": _record_part(job, model, windows, part=part, layout=layout, work=work, of=steps)})
+            work.keep(
+                name, {"vectors": _record_part(job, model, windows, part=part, layout=layout, work=work, of=steps)}
+            )
         vectors += [InputVector(**entry) for entry in work.found[name]["vectors"]]
     return layout, vectors
 
@@ -278,7 +280,10 @@ def _record_part(
     loaded = model.get()
     with Refused(model.cannot_run):
         watch(
-            loaded, windows, recorded, progress=lambda done, total: job.progress(of[0] + done, of[1], "running the model")
+            loaded,
+            windows,
+            recorded,
+            progress=lambda done, total: job.progress(of[0] + done, of[1], "running the model"),
         )
     offsets = layout.offsets()
     with disk_errors(work.samples), _opened(work.samples) as descriptor:
