@@ -11,6 +11,7 @@ from . import options, output
 
 if TYPE_CHECKING:
     from pqweights.measure.calibrate import Calibration, LayerReport
+    from pqweights.measure.moments import MomentsReport
 
 COLUMNS = [
     ("weight", False),
@@ -25,7 +26,9 @@ COLUMNS = [
 REASONS_SHOWN = 2
 
 
-FileArgument = Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="File for the scales.")]
+FileArgument = Annotated[
+    Path, typer.Argument(metavar="OUT.safetensors", help="File for the scales, or for the moments.")
+]
 TextOption = Annotated[Path, typer.Option("--text", metavar="FILE", help="UTF-8 text for the model to read.")]
 MaxTokensOption = Annotated[
     int, typer.Option("--max-tokens", min=2, help="Maximum number of tokens to read from the text.")
@@ -34,13 +37,24 @@ WindowOption = Annotated[
     int | None,
     typer.Option("--window", min=2, help="Tokens per window.", show_default="512, or the model's limit if smaller"),
 ]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier file of scales.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier file of the same kind.")]
+MomentsOption = Annotated[
+    bool,
+    typer.Option(
+        "--moments",
+        help="Write second moments of all inputs for export --rounding gptq, in place of scales. SRC may be a master.",
+    ),
+]
+# Options that choose what scales are searched for, and so mean nothing with --moments.
+OF_SCALES = ("recipe", "codec", "bits", "keep", "set_bits", "threads")
 
 
 def command(
+    ctx: typer.Context,
     source: options.SourceArgument,
     out: FileArgument,
     text: TextOption,
+    moments: MomentsOption = False,
     recipe: options.RecipeOption = "q5",
     codec: options.CodecOption = None,
     bits: options.BitsOption = None,
@@ -62,13 +76,17 @@ def command(
 
     The scales of the input channels of a matrix are those with the least error of the layer's output, for the codec
     that the recipe gives the matrix. Every fourth window of the text is held back, and a matrix that does not clearly
-    gain on those windows keeps scale 1. The same command continues an interrupted run.
+    gain on those windows keeps scale 1. With --moments, no scales are searched: the second moments of the inputs of
+    all matrices are written, for export --rounding gptq. The same command continues an interrupted run.
     """
     with output.errors(kept=lambda: options.measurement_continues(source, out), quiet=quiet):
         from pqweights.measure.calibrate import CalibrationOptions, calibrate
+        from pqweights.measure.moments import MomentsReport, calibrate_moments
         from pqweights.planning.choice import RecipeOptions, choose_recipe
         from pqweights.runtimes.texts import read_text
 
+        if moments:
+            _check_moments_options(ctx)
         changes = RecipeOptions(codec=codec, bits=bits, keep=tuple(keep or ()), set_bits=options.settings(set_bits))
         chosen = choose_recipe(recipe, changes)
         found = options.fetched(source, options.access(revision, token))
@@ -81,12 +99,41 @@ def command(
             threads=options.thread_count(threads),
             overwrite=overwrite,
         )
+        done: Calibration | MomentsReport
         with output.progress("calibrating", unit="steps") as progress:
-            done = calibrate(found.path, out, read_text(text), recipe=chosen, options=asked, progress=progress)
+            if moments:
+                done = calibrate_moments(found.path, out, read_text(text), options=asked, progress=progress)
+            else:
+                done = calibrate(found.path, out, read_text(text), recipe=chosen, options=asked, progress=progress)
         if json:
             output.print_json({"output": str(out)} | done.to_json())
+        elif isinstance(done, MomentsReport):
+            output.summary(_moments_text(done, source, out))
         else:
             output.summary(_text(done, source, out))
+
+
+def _check_moments_options(ctx: typer.Context) -> None:
+    """Refuse options of the search for scales."""
+    for name in OF_SCALES:
+        given = ctx.get_parameter_source(name)
+        if given is not None and given.name != "DEFAULT":
+            option = "--set" if name == "set_bits" else f"--{name}"
+            raise typer.BadParameter(f"{option}: means nothing with --moments, which searches no scales; leave it out")
+
+
+def _moments_text(done: MomentsReport, source: str, out: Path) -> str:
+    from pqweights.units import counted
+
+    fewest = min((vector.tokens for vector in done.vectors), default=0)
+    return "\n".join(
+        [
+            f"{source} -> {out}: moments of {counted(len(done.vectors), 'distinct vector')} of inputs, which "
+            f"{counted(len(done.weights), 'tensor')} read; {done.tokens} tokens, and another {done.held_back_tokens} "
+            f"held back; the vector with the fewest had {fewest}",
+            f"Next: pqweights export MASTER OUT -t TARGET --rounding gptq --calibration {out}",
+        ]
+    )
 
 
 def _text(done: Calibration, source: str, out: Path) -> str:

@@ -80,6 +80,24 @@ BasisOption = Annotated[
         show_default="plain",
     ),
 ]
+RoundingOption = Annotated[
+    str | None,
+    typer.Option(
+        "--rounding",
+        metavar="plain|gptq",
+        help="How to choose codes: the nearest ones (plain), or such that errors within a row cancel in the "
+        "outputs (gptq, with --calibration).",
+        show_default="plain",
+    ),
+]
+CalibrationOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration",
+        metavar="FILE",
+        help="For --rounding gptq: the moments that pqweights calibrate --moments wrote.",
+    ),
+]
 MasterArgument = Annotated[
     str, typer.Argument(metavar="DIR", help="Master written by pqweights: a folder, or ORG/NAME on the Hub.")
 ]
@@ -119,6 +137,8 @@ def command(
     bits: BitsOption = None,
     group_size: GroupSizeOption = None,
     qparams: QparamsOption = None,
+    rounding: RoundingOption = None,
+    calibration: CalibrationOption = None,
     source: SourceOption = None,
     basis: BasisOption = None,
     packing: PackingOption = None,
@@ -144,7 +164,15 @@ def command(
         from pqweights.rewrite.task import RunOptions
 
         asked = ExportOptions(
-            dtype=dtype, bits=bits, group_size=group_size, mode=mode, packing=packing, basis=basis, qparams=qparams
+            dtype=dtype,
+            bits=bits,
+            group_size=group_size,
+            mode=mode,
+            packing=packing,
+            basis=basis,
+            qparams=qparams,
+            rounding=rounding,
+            calibration=calibration,
         )
         get_target(target).settings(asked)  # refuses wrong options before anything is fetched
         found = options.fetched(folder, options.access(revision, token), ours=True)
@@ -177,6 +205,6 @@ def _lines(done: RewriteReport, folder: str, out: Path) -> list[str]:
     return [
         f"{folder} -> {out}: {sizes}, {stored}",
         report.bits_and_coverage(done.totals),
-        *integer_form_lines(done.pairs, measured=bool(done.transform.also_reads)),
+        *integer_form_lines(done.pairs, measured="--source" in done.transform.also_reads),
         *report.left_out_lines(plan),
     ]

@@ -63,7 +63,9 @@ def export(
         raise SourceError(
             f"{master.folder}: expected a pqweights master (config.json with quant_method pqweights), found none"
         )
-    source = ExportSource(folder=master.folder, checkpoint=checkpoint, original=master.original)
+    source = ExportSource(
+        folder=master.folder, checkpoint=checkpoint, original=master.original, calibration=options.calibration
+    )
     checkpoint, transform = to.prepare(source, settings)
     task = RewriteTask(
         checkpoint=checkpoint,

@@ -57,6 +57,7 @@ OPTIONAL = {
         "pqweights.codecs.protocol",
         "pqweights.codecs.scalar",
         "pqweights.measure.activations",
+        "pqweights.measure.inputs",
         "pqweights.kernels.reference",
         "pqweights.kernels.gpu",
         "pqweights.kernels.devices",
@@ -69,7 +70,9 @@ OPTIONAL = {
     "triton": {"pqweights.kernels.gpu"},
     "numba": {
         "pqweights.kernels.compiler",
+        "pqweights.kernels.cpu_compensation",
         "pqweights.kernels.cpu_groups",
+        "pqweights.kernels.cpu_importance",
         "pqweights.kernels.cpu_sums",
         "pqweights.kernels.cpu_kernels",
         "pqweights.kernels.emit",

@@ -125,6 +125,20 @@ class MovedTensor:
         shape = run.tensor.shape
         return self.columns == range(shape[-1] if shape else 1)
 
+    def runs_of_matrix(self, number: int) -> list[Segment] | None:
+        """Return the rows of the sources that one of its matrices is made of.
+
+        None if it holds only a part of each of them, or, transposed, if they are not one whole matrix.
+        """
+        height, width = self.shape[-2:]
+        if not self.transposed:
+            runs = list(self._runs(number * height, height))
+            return runs if all(self._all_columns(run) for run in runs) else None
+        runs = list(self._runs(number * width, width))
+        run = runs[0]
+        is_whole = len(runs) == 1 and run.step == 1 and run.first % width == 0 and run.tensor.shape[-2] == width
+        return runs if is_whole else None
+
     def _runs(self, row: int, rows: int) -> Iterator[Segment]:
         """Yield the rows of the sources that are the rows [row, row + rows)."""
         place = bisect.bisect_right(self._ends, row)

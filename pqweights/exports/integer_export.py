@@ -9,36 +9,23 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from pqweights.checkpoint.config import model_dtype
-from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor
+from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.codecs.protocol import Basis
-from pqweights.codecs.weight import add_in_order
-from pqweights.dtypes import from_float32, to_float32
-from pqweights.errors import SourceError
 from pqweights.exports.bf16 import plain_plan
-from pqweights.exports.integers import IntegerTarget, Outline, Rounding, RoundingRule, StoredPiece
-from pqweights.kernels import HADAMARD_SIZE
-from pqweights.kernels.groups import BEST, Groups, rotate
-from pqweights.kernels.workers import scratch
+from pqweights.exports.compensation import CompensatedJob, Compensation
+from pqweights.exports.integer_job import IntegerJob
+from pqweights.exports.integers import IntegerTarget, Outline, Rounding
+from pqweights.exports.options import GPTQ
 from pqweights.planning.plan import INTEGER, TensorPlan, stored_bytes
 from pqweights.planning.roles import classify
-from pqweights.rewrite import jobs
-from pqweights.rewrite.jobs import CopyJob, Job, Sink
+from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.transform import Transform
-from pqweights.strict_json import rounded
-
-# Columns are put together to rows in strips of this size.
-STRIP_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +38,7 @@ class IntegerExport(Transform):
     master: with an original, the master's tensors by name, to measure what going through the master would have cost
     master_errors: without an original, relative errors of the master's weights by name, where they are known and add up
         with those of rounding
+    compensation: what is known of the inputs, if rounding is compensated by it
     """
 
     target: IntegerTarget
@@ -58,6 +46,7 @@ class IntegerExport(Transform):
     original: Checkpoint | None = None
     master: Mapping[str, LogicalTensor] = field(default_factory=dict)
     master_errors: Mapping[str, float] = field(default_factory=dict)
+    compensation: Compensation | None = None
 
     kind = "export"
 
@@ -69,7 +58,8 @@ class IntegerExport(Transform):
     def _described(self) -> dict[str, Any]:
         """Computed once, because a fingerprint reads a part of every tensor."""
         fingerprint = {"original_fingerprint": self.original.fingerprint()} if self.original else {}
-        return self.target.describe() | fingerprint | {"master_errors": _digest(self.master_errors)}
+        rounding = {"rounding": GPTQ, "calibration": self.compensation.moments.sha256} if self.compensation else {}
+        return self.target.describe() | fingerprint | {"master_errors": _digest(self.master_errors)} | rounding
 
     def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
         """Plan each tensor by the outline's decision."""
@@ -112,21 +102,25 @@ class IntegerExport(Transform):
 
     @property
     def also_reads(self) -> dict[str, Checkpoint]:
-        """The original, if it is read."""
-        return {} if self.original is None else {"--source": self.original}
+        """The original and the moments, if they are read."""
+        moments = {"--calibration": self.compensation.moments.file} if self.compensation else {}
+        return ({} if self.original is None else {"--source": self.original}) | moments
 
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
         """Return the job that rounds a weight or copies another tensor."""
         decision = self.outline.decisions.get(tensor.name)
         if not isinstance(decision, Rounding):
             return CopyJob(planned, tensor)
-        return IntegerJob(
+        job = IntegerJob(
             planned,
             tensor,
             decision,
-            master=self.master.get(tensor.name),
+            master=None if self.compensation else self.master.get(tensor.name),
             master_error=self.master_errors.get(tensor.name),
         )
+        if self.compensation is None:
+            return job
+        return CompensatedJob(job, self.compensation, self.compensation.sources[tensor.name])
 
     def config(
         self, checkpoint: Checkpoint, tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
@@ -135,154 +129,6 @@ class IntegerExport(Transform):
         return self.outline.config
 
 
-class IntegerJob:
-    """The job that turns one weight into integers."""
-
-    def __init__(
-        self,
-        planned: TensorPlan,
-        tensor: LogicalTensor,
-        rounding: Rounding,
-        *,
-        master: LogicalTensor | None,
-        master_error: float | None,
-    ) -> None:
-        """Prepare the job of one weight.
-
-        master: with an original, what the master has for the weight
-        master_error: without an original, the master's relative error of the weight, if it is known
-        """
-        self._planned, self._tensor, self._rounding = planned, tensor, rounding
-        self._master, self._master_error = master, master_error
-        self._columns = tensor.shape[-1]
-        self._rows = math.prod(tensor.shape[:-1])
-        multiple = rounding.layout.row_multiple
-        self._rows_per_chunk = max(1, jobs.CHUNK_WEIGHTS // self._columns // multiple) * multiple
-        self._by_columns: dict[str, list[npt.NDArray[np.uint8]]] = {}  # of stored tensors that come by columns
-        self._energy = self._error = self._error_by_master = 0.0
-
-    @property
-    def chunks(self) -> int:
-        """The number of chunks of whole rows."""
-        return -(-self._rows // self._rows_per_chunk)
-
-    def run(self, chunk: int, sink: Sink) -> _RoundedChunk:
-        """Round one chunk of rows, and write its pieces.
-
-        Raises SourceError if a weight or a scale is not finite.
-        """
-        first = chunk * self._rows_per_chunk
-        count = min(self._rows_per_chunk, self._rows - first)
-        values = self._values(self._tensor, first, count, purpose="values")
-        groups = self._quantized(values)
-        numbers = (groups.energies, groups.errors, groups.scales, groups.offsets)
-        if not all(np.isfinite(found).all() for found in numbers):
-            raise SourceError(
-                f"tensor {self._tensor.name!r}: expected finite weights, and finite scales for them, found a NaN or an "
-                f"infinity in rows {first} to {first + count - 1}; `pqweights verify` tells whether the folder is "
-                "damaged"
-            )
-        pieces = self._rounding.layout.pieces(
-            self._planned.name, self._planned.shape, self._rounding.rule, first_row=first, groups=groups
-        )
-        for piece in pieces:
-            if piece.offset is not None:
-                sink.write(piece.stored_name, piece.offset, piece.data.reshape(-1))
-        by_master = np.empty(0)
-        if self._master is not None:
-            of_master = self._quantized(self._values(self._master, first, count, purpose="master"))
-            by_master = _errors(values, of_master, self._rounding.rule)
-        return _RoundedChunk(
-            columns=[piece for piece in pieces if piece.offset is None],
-            energies=groups.energies,
-            errors=groups.errors,
-            errors_by_master=by_master,
-        )
-
-    def _values(self, tensor: LogicalTensor, row: int, rows: int, *, purpose: str) -> npt.NDArray[np.float32]:
-        """Read whole rows as float32, rotated if the rounding is. purpose: of the thread's scratch memory."""
-        start, count = row * self._columns, rows * self._columns
-        raw = scratch(purpose, count * 4)
-        values = raw.view(np.float32)
-        if self._rounding.rotated and isinstance(tensor, EncodedTensor) and is_rotated(tensor):
-            tensor.read_in(Basis.HADAMARD, start, count, raw)
-        else:
-            tensor.read(start, count, "F32", raw)
-            if self._rounding.rotated:
-                rotate(values)
-        return values
-
-    def _quantized(self, values: npt.NDArray[np.float32]) -> Groups:
-        """Round rows to codes, and measure their errors; a rule of the runtime's own gets BF16, as in the runtime."""
-        rule = self._rounding.rule
-        if rule.name == BEST:
-            return rule.quantize(values)
-        groups = rule.quantize(to_float32(from_float32(values, "BF16"), "BF16"))
-        energies = _sums_of_squares(values.reshape(groups.codes.shape))
-        return replace(groups, energies=energies, errors=_errors(values, groups, rule))
-
-    def collect(self, result: _RoundedChunk) -> None:
-        """Keep the columns of a chunk, and add up its errors."""
-        for piece in result.columns:
-            self._by_columns.setdefault(piece.stored_name, []).append(piece.data)
-        self._energy = add_in_order(self._energy, result.energies)
-        self._error = add_in_order(self._error, result.errors)
-        self._error_by_master = add_in_order(self._error_by_master, result.errors_by_master)
-
-    def finish(self, sink: Sink) -> TensorRecord:
-        """Write what came by columns, and return the record with the errors as far as they are known."""
-        while self._by_columns:
-            stored_name, columns = self._by_columns.popitem()
-            row_bytes = sum(part.shape[1] for part in columns)
-            step = max(1, STRIP_BYTES // row_bytes)
-            for row in range(0, len(columns[0]), step):
-                strip = np.concatenate([part[row : row + step] for part in columns], axis=1)
-                sink.write(stored_name, row * row_bytes, strip.reshape(-1))
-        own = self._error / self._energy if self._energy else 0.0
-        total: float | None = None
-        by_master: float | None = None
-        if self._master is not None:
-            total, by_master = own, self._error_by_master / self._energy if self._energy else 0.0
-        elif self._master_error is not None:
-            # The master's error is orthogonal to its weights and, as far as rounding is independent of it, to the error
-            # of rounding: the squares add up.
-            total = by_master = self._master_error + own * (1 - self._master_error)
-        return TensorRecord(
-            name=self._planned.name,
-            relative_mse=rounded(own),
-            energy=rounded(self._energy),
-            total_mse=None if total is None else rounded(total),
-            master_mse=None if by_master is None else rounded(by_master),
-        )
-
-
 def _digest(errors: Mapping[str, float]) -> str | None:
     """Return a digest of the errors from which total errors are computed; None if there are none."""
     return hashlib.sha256(json.dumps(errors, sort_keys=True).encode()).hexdigest() if errors else None
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _RoundedChunk:
-    """What is still to be written of a chunk, and what was measured: sums of squares by group."""
-
-    columns: list[StoredPiece]
-    energies: npt.NDArray[np.float64]
-    errors: npt.NDArray[np.float64]
-    errors_by_master: npt.NDArray[np.float64]
-
-
-def is_rotated(tensor: EncodedTensor) -> bool:
-    """Whether a weight of a master is coded in the rotated basis, and its rows are whole runs of that rotation."""
-    return Basis.HADAMARD in tensor.bases and tensor.shape[-1] % HADAMARD_SIZE == 0
-
-
-def _errors(values: npt.NDArray[np.float32], groups: Groups, rule: RoundingRule) -> npt.NDArray[np.float64]:
-    """Return the squared errors of codes against other values than they were made from, summed by group."""
-    return _sums_of_squares(values.reshape(groups.codes.shape) - rule.decode(groups))
-
-
-def _sums_of_squares(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """Return the sum of squares of each row, added in order: the sums of numpy depend on the machine."""
-    wide = rows.astype(np.float64)
-    sums: npt.NDArray[np.float64] = np.add.accumulate(wide * wide, axis=1)[:, -1]
-    return sums

@@ -28,7 +28,7 @@ from pqweights.errors import ExportError, MissingDependencyError
 from pqweights.exports.bf16 import is_encoded, plain_plan
 from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
 from pqweights.exports.loading import LoadableModel, shell
-from pqweights.exports.options import BEST, MINMAX, ExportOptions, GroupSize, one_of
+from pqweights.exports.options import BEST, MINMAX, ExportOptions, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export
 from pqweights.exports.target import MLX, ExportTarget
 from pqweights.installing import pip_install
@@ -326,6 +326,8 @@ def read_options(options: ExportOptions) -> MlxQ4:
     Raises OptionError for an option that the target does not have.
     """
     mode = one_of(NAME, "mode", options.mode, allowed=tuple(BITS))
+    why_not = None if mode == "affine" else f"expected integers (--mode affine), found the float format {mode}"
+    check_rounding(NAME, options, why_not=why_not)
     with_mode = NAME if mode == "affine" else f"{NAME} in mode {mode}"
     rules = (BEST, MINMAX) if mode == "affine" else (MINMAX,)  # the floating modes have no rule but mlx's
     return MlxQ4(
@@ -358,7 +360,7 @@ TARGET = ExportTarget(
     name=NAME,
     runtime=MLX,
     tags=("mlx",),
-    options=("mode", "bits", "group_size", "qparams"),
+    options=("mode", "bits", "group_size", "qparams", "rounding", "calibration"),
     read_options=read_options,
     prepare=integer_export,
     load_section=_load_section,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TypeVar
 
 from pqweights.errors import ExportError, OptionError
@@ -12,6 +13,7 @@ T = TypeVar("T")
 
 BEST, MINMAX = "best", "minmax"
 PLAIN, ROTATED = "plain", "rotated"
+GPTQ = "gptq"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,8 @@ class ExportOptions:
     group_size: weights that share a scale
     basis: "plain" or "rotated" (the vllm target)
     qparams: how scales are chosen, "best" or "minmax"
+    rounding: how codes are chosen, "plain" or "gptq"
+    calibration: for gptq, the file of moments that `calibrate --moments` wrote
     """
 
     dtype: str | None = None
@@ -34,12 +38,35 @@ class ExportOptions:
     group_size: int | None = None
     basis: str | None = None
     qparams: str | None = None
+    rounding: str | None = None
+    calibration: Path | None = None
 
     def only(self, target: str, known: Collection[str]) -> None:
         """Raise OptionError if an option was given that is not in `known`."""
         for field in fields(self):
             if getattr(self, field.name) is not None and field.name not in known:
                 raise OptionError(f"--{field.name.replace('_', '-')}: the target {target} does not take this option")
+
+
+def check_rounding(target: str, options: ExportOptions, *, why_not: str | None = None) -> None:
+    """Raise OptionError for a rounding that does not exist, or that does not go with the other options.
+
+    why_not: why the format that was asked for has no compensated rounding; None if it has
+    """
+    rounding = one_of(target, "rounding", options.rounding, allowed=(PLAIN, GPTQ))
+    if rounding == PLAIN:
+        if options.calibration is not None:
+            raise OptionError("--calibration: expected --rounding gptq as well, which alone uses it")
+        return
+    if why_not is not None:
+        raise OptionError(f"--rounding {GPTQ}: {why_not}")
+    if options.calibration is None:
+        raise OptionError(
+            f"--rounding {GPTQ}: expected --calibration FILE as well, with moments that pqweights calibrate --moments "
+            "wrote"
+        )
+    if options.qparams == MINMAX:
+        raise OptionError(f"--rounding {GPTQ}: expected --qparams {BEST}, found {MINMAX}")
 
 
 def one_of(target: str, option: str, asked: T | None, *, allowed: Sequence[T]) -> T:

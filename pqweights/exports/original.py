@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.views import MovedTensor
 from pqweights.errors import SourceError
 from pqweights.exports.bf16 import is_encoded
+from pqweights.exports.compensation import Compensation, sources_of
 from pqweights.exports.integer_export import IntegerExport
 from pqweights.exports.integers import IntegerTarget, Outline, Rounding
 from pqweights.exports.target import ExportSource
+from pqweights.planning.moments_file import Moments, open_moments
 from pqweights.planning.plan import coder_of
 from pqweights.rewrite.manifest import Manifest, read_manifest
 
@@ -29,19 +32,46 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
     model.
     """
     checkpoint, manifest = source.checkpoint, _manifest(source.folder)
+    moments = None if source.calibration is None else open_moments(source.calibration)
     outline = target.outline(checkpoint)
     if source.original is None:
         errors = {} if manifest is None else _additive_errors(manifest)
         known = {t.name: error for t in outline.tensors if (error := _error(t, errors)) is not None}
         outline = replace(outline, warnings=(*outline.warnings, *_bits_warnings(outline)))
-        transform = IntegerExport(target=target, outline=outline, master_errors=known)
+        fingerprints = {"this master": checkpoint.fingerprint()} if moments else {}
+        if manifest is not None:
+            fingerprints["the model that it was made from"] = manifest.source_fingerprint
+        transform = IntegerExport(
+            target=target,
+            outline=outline,
+            master_errors=known,
+            compensation=_compensation(outline, moments, fingerprints),
+        )
         return replace(checkpoint, tensors=outline.tensors), transform
     original = open_local(source.original)
     _check_original(f"--source {source.original}", original, master=checkpoint, manifest=manifest)
     masters = {tensor.name: tensor for tensor in outline.tensors}
     outline = target.outline(replace(checkpoint, tensors=_with_original_values(checkpoint, original)))
-    transform = IntegerExport(target=target, outline=outline, original=original, master=masters)
+    transform = IntegerExport(
+        target=target,
+        outline=outline,
+        original=original,
+        master=masters,
+        compensation=_compensation(outline, moments, {"this original": original.fingerprint()}),
+    )
     return replace(checkpoint, tensors=outline.tensors), transform
+
+
+def _compensation(outline: Outline, moments: Moments | None, fingerprints: Mapping[str, str]) -> Compensation | None:
+    """Return what is known of the inputs of the weights that are rounded; None if no moments are given.
+
+    Raises SourceError for moments of another model.
+    """
+    if moments is None:
+        return None
+    moments.check(fingerprints)
+    rounded = [(t, d.rule) for t in outline.tensors if isinstance(d := outline.decisions.get(t.name), Rounding)]
+    return Compensation(moments, {tensor.name: sources_of(tensor, rule, moments) for tensor, rule in rounded})
 
 
 def _bits_warnings(outline: Outline) -> tuple[str, ...]:

@@ -28,11 +28,13 @@ class ExportSource:
     folder: where it lies
     checkpoint: the opened master
     original: the checkpoint from which it was made, if its weights are to be used instead of the decoded ones
+    calibration: the file of moments for error-compensated rounding, if weights are rounded so
     """
 
     folder: Path
     checkpoint: Checkpoint
     original: Path | None
+    calibration: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

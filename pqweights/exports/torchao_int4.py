@@ -25,7 +25,7 @@ from pqweights.dtypes import DTYPE_BITS, from_float32
 from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
 from pqweights.exports.linear import linear_weights
 from pqweights.exports.loading import LoadableModel, by_transformers
-from pqweights.exports.options import BEST, MINMAX, ExportOptions, GroupSize, one_of
+from pqweights.exports.options import BEST, MINMAX, ExportOptions, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export
 from pqweights.exports.target import TORCHAO, ExportTarget
 from pqweights.kernels.groups import GroupRule, Groups, pack_bits, pack_tiles
@@ -266,6 +266,7 @@ def read_options(options: ExportOptions) -> TorchaoInt4:
 
     Raises OptionError for an option that the target does not have.
     """
+    check_rounding(NAME, options)
     one_of(NAME, "bits", options.bits, allowed=(4,))
     return TorchaoInt4(
         packing=one_of(NAME, "packing", options.packing, allowed=(TILE, UNTILED)),
@@ -287,7 +288,7 @@ TARGET = ExportTarget(
     name=NAME,
     runtime=TORCHAO,
     tags=("torchao",),
-    options=("packing", "bits", "group_size", "qparams"),
+    options=("packing", "bits", "group_size", "qparams", "rounding", "calibration"),
     read_options=read_options,
     prepare=integer_export,
     load_section=_load_section,

@@ -27,7 +27,7 @@ from pqweights.exports.architectures import uses_weights_early
 from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
 from pqweights.exports.linear import linear_weights
 from pqweights.exports.loading import LoadableModel, by_transformers, shell
-from pqweights.exports.options import BEST, MINMAX, PLAIN, ROTATED, ExportOptions, GroupSize, one_of
+from pqweights.exports.options import BEST, MINMAX, PLAIN, ROTATED, ExportOptions, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export
 from pqweights.exports.target import COMPRESSED_TENSORS, ExportTarget
 from pqweights.kernels import HADAMARD_SIZE
@@ -306,6 +306,7 @@ def read_options(options: ExportOptions) -> VllmInt4:
 
     Raises OptionError for an option that the target does not have.
     """
+    check_rounding(NAME, options)
     return VllmInt4(
         bits=one_of(NAME, "bits", options.bits, allowed=(4, 8)),
         groups=GroupSize.of(NAME, GROUP_SIZES, options.group_size),
@@ -331,7 +332,7 @@ TARGET = ExportTarget(
     name=NAME,
     runtime=COMPRESSED_TENSORS,
     tags=("vllm", "compressed-tensors"),
-    options=("bits", "group_size", "basis", "qparams"),
+    options=("bits", "group_size", "basis", "qparams", "rounding", "calibration"),
     read_options=read_options,
     prepare=integer_export,
     load_section=_load_section,

@@ -12,9 +12,25 @@ import llvmlite.binding as llvm
 import numba
 from numba.core import config
 
-from pqweights.kernels import cpu_groups, cpu_kernels, cpu_sums, trellis_decoding, trellis_encoding
+from pqweights.kernels import (
+    cpu_compensation,
+    cpu_groups,
+    cpu_importance,
+    cpu_kernels,
+    cpu_sums,
+    trellis_decoding,
+    trellis_encoding,
+)
 
-_MODULES = (cpu_kernels, cpu_groups, cpu_sums, trellis_encoding, trellis_decoding)
+_MODULES = (
+    cpu_kernels,
+    cpu_groups,
+    cpu_compensation,
+    cpu_importance,
+    cpu_sums,
+    trellis_encoding,
+    trellis_decoding,
+)
 KERNELS = {name: kernel for module in _MODULES for name, kernel in module.KERNELS.items()}
 
 

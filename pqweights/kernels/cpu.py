@@ -38,7 +38,9 @@ from pqweights.user_cache import read_trusted, users_cache, write_trusted
 SOURCES = (
     "compiler.py",
     "conversions.py",
+    "cpu_compensation.py",
     "cpu_groups.py",
+    "cpu_importance.py",
     "cpu_kernels.py",
     "cpu_sums.py",
     "emit.py",
@@ -184,6 +186,10 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "rotate": [ctypes.c_void_p] * (2 + 1) + [ctypes.c_int64, ctypes.c_float],
     "pack_bits": [ctypes.c_void_p] * (2 + 2) + [ctypes.c_int64] * 2,
     "pack_tiles": [ctypes.c_void_p] * (2 + 3) + [ctypes.c_int64] * 2,
+    "factor": [ctypes.c_void_p] * (2 + 3) + [ctypes.c_int64] * 2,
+    "compensate": [ctypes.c_void_p] * (2 + 9) + [ctypes.c_int64] * 7,
+    "fit_by_importance": [ctypes.c_void_p] * (2 + 5) + [ctypes.c_int64] * 6,
+    "output_errors": [ctypes.c_void_p] * (2 + 3) + [ctypes.c_int64] * 3,
     **{f"encode_trellis_{states}": [ctypes.c_void_p] * (2 + 18) + [ctypes.c_int64] * 6 for states in (8, 64, 256)},
     "decode_trellis": [ctypes.c_void_p] * (2 + 11) + [ctypes.c_int64] * 6,
 }

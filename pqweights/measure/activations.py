@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -136,6 +136,16 @@ class _Record:
     held_back: _Sample
 
 
+class Recorder(Protocol):
+    """What `watch` hands the inputs of matrices to. windows: how many windows of the text it has."""
+
+    windows: int
+
+    def add(self, place: Place, values: torch.Tensor, *, along_rows: bool, window: int, held_back: bool) -> None:
+        """Take the inputs [..., K] of the matrix at `place`; along_rows: whether the model stores it as [N, K]."""
+        ...
+
+
 class Activations:
     """The inputs of the wanted matrices that `watch` recorded. windows: of how many windows of the text."""
 
@@ -217,7 +227,7 @@ class Activations:
 class _Watch(TorchFunctionMode):
     """Records the activations in every product with a parameter of the module that computes it."""
 
-    def __init__(self, names: Mapping[int, str], activations: Activations) -> None:
+    def __init__(self, names: Mapping[int, str], activations: Recorder) -> None:
         super().__init__()
         self._names, self._activations = names, activations
         self._modules: list[torch.nn.Module] = []
@@ -284,7 +294,7 @@ def _inputs_of_matrices(
 
 
 def watch(
-    model: Any, windows: Sequence[TextWindow], activations: Activations, *, progress: Callable[[int, int], None]
+    model: Any, windows: Sequence[TextWindow], activations: Recorder, *, progress: Callable[[int, int], None]
 ) -> None:
     """Run the model over the windows of token ids that `activations` does not have yet, and record the inputs there.
 

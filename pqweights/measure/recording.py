@@ -142,10 +142,15 @@ def places_of(planned: TensorPlan, where: WeightPlace | None) -> list[Place]:
 
     A stack in the file is a stack in the model; an expert that is a tensor of its own is a part of a stack there.
     """
-    if where is None or len(planned.shape) not in (2, 3):
-        return []
+    return [] if where is None else places_of_shape(planned.shape, where)
+
+
+def places_of_shape(shape: tuple[int, ...], where: WeightPlace) -> list[Place]:
+    """Return the places of the matrices of a weight of this shape, in order; see places_of."""
     name, expert = where.place
-    return [(name, number) for number in range(planned.shape[0])] if len(planned.shape) == 3 else [(name, expert)]
+    if len(shape) == 3:
+        return [(name, number) for number in range(shape[0])]
+    return [(name, expert)] if len(shape) == 2 else []
 
 
 def _channels(tensors: Sequence[TensorPlan], where: Mapping[str, WeightPlace]) -> int:

@@ -161,6 +161,7 @@ def _tensor_json(tensor: TensorPlan, record: TensorRecord, hash_key: str) -> dic
     entry = tensor.to_json()
     if tensor.action == INTEGER:
         entry |= measured | {"total_mse": record.total_mse, "master_mse": record.master_mse}
+        entry |= {} if record.rounding is None else {"rounding": record.rounding}
     elif record.relative_mse is not None:
         entry |= (record.state or {}) | measured
     if record.folded:
@@ -321,7 +322,8 @@ def _parse_measures(plan: TensorPlan, entry: Fields) -> Mapping[str, Any]:
         if not isinstance(plan.codec, str) or type(plan.bits) is not int or not 1 <= plan.bits <= 8:
             raise wrong
         measures: dict[str, Any] = {key: entry.number(key) for key in ("relative_mse", "energy")}
-        return measures | {key: entry.optional(key, entry.number, None) for key in ("total_mse", "master_mse")}
+        measures |= {key: entry.optional(key, entry.number, None) for key in ("total_mse", "master_mse")}
+        return measures | {"rounding": entry.optional("rounding", entry.mapping, None)}
     if plan.action not in (KEEP, DECODE) or plan.codec is not None or plan.bits is not None:
         raise wrong
     return {}

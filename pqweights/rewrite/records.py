@@ -24,6 +24,7 @@ class TensorRecord:
         read, else computed from what the master's manifest states
     master_mse: in an export of integers, the total_mse that going through the master gives, or would have given
     folded: the vectors between layers with which it was folded, by their writers
+    rounding: what error-compensated rounding did with the weight (docs/format.md)
     """
 
     name: str
@@ -34,6 +35,7 @@ class TensorRecord:
     total_mse: float | None = None
     master_mse: float | None = None
     folded: tuple[str, ...] = ()
+    rounding: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ class TensorReport:
     reason: why
     relative_mse: squared error over the sum of squares of the weight that was read; None if nothing was measured
     total_mse, master_mse: in an export of integers, the error against the original, and that through the master
+    rounding: what error-compensated rounding did with it; None without
     state: the state in which its codec encoded it, if its codec has one
     rescued: whether it was encoded in another way than the first choice of its codec
     exceeds: whether its error is above what its codec promises
@@ -40,6 +41,7 @@ class TensorReport:
     relative_mse: float | None
     total_mse: float | None
     master_mse: float | None
+    rounding: Mapping[str, Any] | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
     rescued: bool
     exceeds: bool
@@ -60,6 +62,7 @@ class TensorReport:
             relative_mse=record.relative_mse,
             total_mse=record.total_mse,
             master_mse=record.master_mse,
+            rounding=record.rounding,
             state=record.state or {},
             rescued=is_rescued(tensor, record),
             exceeds=exceeds(tensor, record),
@@ -78,7 +81,10 @@ class TensorReport:
             "bytes": self.bytes,
             "reason": self.reason,
         }
-        errors = {"total_mse": self.total_mse, "master_mse": self.master_mse} if self.action == INTEGER else {}
+        errors: dict[str, Any] = {}
+        if self.action == INTEGER:
+            errors = {"total_mse": self.total_mse, "master_mse": self.master_mse}
+        errors |= {} if self.rounding is None else {"rounding": self.rounding}
         return planned | errors | dict(self.state) | {"relative_mse": self.relative_mse, "exceeds": self.exceeds}
 
 

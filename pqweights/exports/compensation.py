@@ -1,0 +1,278 @@
+"""Error-compensated rounding in an export: which inputs each matrix has, their factors, and the job of one weight.
+
+The arithmetic is in kernels/compensation.py. A row of a weight keeps its compensated codes only if they err less than
+plain ones on the rows of inputs that were held back, so no layer errs more on those. docs/exports.md has the rules.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.views import MovedTensor
+from pqweights.codecs.weight import add_in_order
+from pqweights.exports.integer_job import IntegerJob, RoundedChunk
+from pqweights.kernels.compensation import (
+    TILE,
+    Factor,
+    compensate,
+    empty_matrix,
+    errors_of,
+    factorize,
+    order_of,
+    output_errors,
+    trial_error,
+)
+from pqweights.kernels.groups import GroupRule, Groups
+from pqweights.planning.moments_file import Moments
+from pqweights.planning.roles import classify
+from pqweights.rewrite import jobs
+from pqweights.rewrite.jobs import Job, Sink
+from pqweights.rewrite.records import TensorRecord
+from pqweights.strict_json import rounded
+
+# The fewest tokens of inputs for compensation; and the fewest rows held back, and windows that those come from.
+FEWEST_TOKENS, FEWEST_HELD_BACK, FEWEST_WINDOWS = 256, 128, 4
+# Shares of the mean of the diagonal that are added to it, in the order in which they are tried.
+DAMPINGS = (0.1, 0.01, 1.0)
+# Factors that are kept for the matrices that come next.
+KEPT_FACTORS = 2
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReadyFactor:
+    """A factor with the rows held back of its inputs, [rows, K] in its order, and the damping that was chosen."""
+
+    factor: Factor
+    held_back: npt.NDArray[np.float32]
+    damping: float
+
+
+@dataclass(frozen=True, eq=False)
+class Compensation:
+    """What an export knows of the inputs of its weights.
+
+    moments: the file of moments
+    sources: for each weight, by name, the vector of each of its matrices, or the reason why it is rounded plainly
+    """
+
+    moments: Moments
+    sources: Mapping[str, tuple[int | str, ...]]
+    _kept: deque[tuple[Hashable, ReadyFactor | None]] = field(default_factory=lambda: deque(maxlen=KEPT_FACTORS))
+    _making: threading.Lock = field(default_factory=threading.Lock)
+
+    def factor(self, vector: int, *, rotated: bool) -> ReadyFactor | None:
+        """Return the factor of a vector, made by one thread at a time; None if it cannot be factorized.
+
+        Raises SourceError for moments that are not finite.
+        """
+        key = (vector, rotated)
+        with self._making:
+            for known, ready in self._kept:
+                if known == key:
+                    return ready
+            if len(self._kept) == KEPT_FACTORS:
+                self._kept.popleft()  # before the next is made: a matrix may take gigabytes
+            made = _made(self.moments, vector, rotated=rotated)
+            self._kept.append((key, made))
+            return made
+
+
+def _made(moments: Moments, vector: int, *, rotated: bool) -> ReadyFactor | None:
+    """Read the moments of a vector, and factorize them with the best damping for rounding what looks random."""
+    diagonal = np.concatenate([np.diagonal(strip, at) for at, strip in moments.strips(vector, rotated=rotated)])
+    order = order_of(diagonal)
+    position = np.empty_like(order)
+    position[order] = np.arange(len(order))
+    matrix = empty_matrix(len(order))
+    for first, strip in moments.strips(vector, rotated=rotated):
+        matrix[position[first : first + len(strip)], : len(order)] = strip[:, order]
+    held_back = np.ascontiguousarray(moments.held_back(vector, rotated=rotated)[:, order])
+
+    def with_damping(damping: float) -> Factor | None:
+        damped = factorize(matrix, diagonal[order], damping)
+        return None if damped is None else Factor(order=order, matrix=matrix, diagonal=damped)
+
+    least, best, factor, last = np.inf, None, None, None
+    for damping in DAMPINGS:
+        factor, last = with_damping(damping), damping
+        error = np.inf if factor is None else trial_error(factor, held_back)
+        if error < least:
+            least, best = error, damping
+        if best == DAMPINGS[1]:  # where less damping helps, more does not
+            break
+    if best is None:
+        return None
+    if best != last or factor is None:
+        factor = with_damping(best)
+    return None if factor is None else ReadyFactor(factor=factor, held_back=held_back, damping=best)
+
+
+def sources_of(tensor: LogicalTensor, rule: object, moments: Moments) -> tuple[int | str, ...]:
+    """Return the vector of each matrix of a weight, or the reason why the matrix is rounded plainly."""
+    count = int(np.prod(tensor.shape[:-2]))
+    if not isinstance(rule, GroupRule):
+        return ("its format has no compensated rounding",) * count
+    if classify(tensor.name, tensor.dtype, tensor.shape).name == "embedding":
+        return ("it is looked up, not multiplied by inputs",) * count
+    return tuple(_source(tensor, number, moments) for number in range(count))
+
+
+def _source(tensor: LogicalTensor, number: int, moments: Moments) -> int | str:
+    """Return the vector of one matrix, or why it is rounded plainly."""
+    found: set[int | str] = set()
+    if isinstance(tensor, MovedTensor):
+        runs = tensor.runs_of_matrix(number)
+        if runs is None:
+            return "its rows are not whole rows of other weights"
+        for run in runs:
+            height = run.tensor.shape[-2]
+            ends = sorted((run.first // height, (run.first + run.step * (run.count - 1)) // height))
+            for matrix in range(ends[0], ends[1] + 1):
+                found.add(_vector_of(run.tensor, matrix, moments, transposed=tensor.transposed))
+    else:
+        found.add(_vector_of(tensor, number, moments, transposed=False))
+    if len(found) != 1:
+        reasons = sorted(each for each in found if isinstance(each, str))
+        return reasons[0] if reasons else "its rows have different inputs"
+    (vector,) = found
+    if isinstance(vector, str):
+        return vector
+    about = moments.vectors[vector]
+    if about.size != tensor.shape[-1]:
+        return f"expected {tensor.shape[-1]} input channels, found {about.size}"
+    if about.tokens < FEWEST_TOKENS or about.held_back < FEWEST_HELD_BACK or about.windows < FEWEST_WINDOWS:
+        return (
+            f"too few tokens: {about.tokens}, and {about.held_back} held back from {about.windows} windows; expected "
+            f"{FEWEST_TOKENS}, and {FEWEST_HELD_BACK} from {FEWEST_WINDOWS}"
+        )
+    return vector
+
+
+def _vector_of(tensor: LogicalTensor, matrix: int, moments: Moments, *, transposed: bool) -> int | str:
+    known = moments.weights.get(tensor.name)
+    if known is None or matrix >= len(known.vectors):
+        return "no product of inputs with it was seen"
+    if known.transposed != transposed:
+        return "its groups run along the outputs"
+    vector = known.vectors[matrix]
+    return "no product of inputs with it was seen" if vector is None else vector
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _OutputErrors:
+    """The errors of the outputs of some rows on the inputs held back, rounded plainly, and as stored; f64 [rows].
+
+    matrix: the matrix of the rows
+    plain_rows: how many of them are stored as rounded plainly
+    damping: of the factor
+    """
+
+    matrix: int
+    plain: npt.NDArray[np.float64]
+    stored: npt.NDArray[np.float64]
+    plain_rows: int
+    damping: float
+
+
+class CompensatedJob(IntegerJob):
+    """The job that rounds one weight with compensation, where it has inputs and gains from it."""
+
+    def __init__(self, job: IntegerJob, compensation: Compensation, sources: tuple[int | str, ...]) -> None:
+        """Take over the job of a weight. sources: see Compensation"""
+        self.__dict__.update(job.__dict__)
+        self._compensation, self._sources = compensation, sources
+        self._matrix_rows = self._planned.shape[-2]
+        self._rows_per_chunk = max(TILE, jobs.CHUNK_WEIGHTS // self._columns // TILE * TILE)
+        self._per_matrix = -(-self._matrix_rows // self._rows_per_chunk)
+        self._before, self._after = [0.0] * len(sources), [0.0] * len(sources)
+        self._plain_rows = 0
+        self._dampings: dict[int, float] = {}
+        self._not_factorized: set[int] = set()
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks: whole rows of one matrix each."""
+        return self._per_matrix * len(self._sources)
+
+    def _span(self, chunk: int) -> tuple[int, int]:
+        matrix, part = divmod(chunk, self._per_matrix)
+        first = part * self._rows_per_chunk
+        return matrix * self._matrix_rows + first, min(self._rows_per_chunk, self._matrix_rows - first)
+
+    def _round(self, chunk: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
+        """Round rows plainly and with compensation, and take for each row what errs less on the inputs held back."""
+        plain, _ = super()._round(chunk, values)
+        matrix, rule = chunk // self._per_matrix, self._rounding.rule
+        vector = self._sources[matrix]
+        if isinstance(vector, str) or not np.isfinite(plain.errors).all():
+            return plain, None
+        assert isinstance(rule, GroupRule)
+        ready = self._compensation.factor(vector, rotated=self._rounding.rotated)
+        if ready is None:
+            return plain, matrix
+        rows = values.reshape(-1, self._columns)
+        found = compensate(rows, plain, rule, ready.factor)
+        before = output_errors(errors_of(rows, plain, rule, ready.factor), ready.held_back)
+        after = output_errors(found.errors, ready.held_back)
+        worse = ~(after < before)
+        groups = _merged(found.groups, plain, np.repeat(worse, self._columns // rule.group_size))
+        about = _OutputErrors(
+            matrix=matrix,
+            plain=before,
+            stored=np.where(worse, before, after),
+            plain_rows=int(worse.sum()),
+            damping=ready.damping,
+        )
+        return groups, about
+
+    def collect(self, result: RoundedChunk) -> None:
+        """Add up the errors of outputs besides those of weights."""
+        super().collect(result)
+        about = result.about
+        if isinstance(about, int):
+            self._not_factorized.add(about)
+        elif about is not None:
+            self._before[about.matrix] = add_in_order(self._before[about.matrix], about.plain)
+            self._after[about.matrix] = add_in_order(self._after[about.matrix], about.stored)
+            self._plain_rows += about.plain_rows
+            self._dampings[about.matrix] = about.damping
+
+    def finish(self, sink: Sink) -> TensorRecord | Job:
+        """Return the record, which says what was rounded how, and what that gained."""
+        record = super().finish(sink)
+        assert isinstance(record, TensorRecord)
+        return replace(record, rounding=self._account())
+
+    def _account(self) -> dict[str, Any]:
+        """Return what the manifest says of the rounding of this weight."""
+        reasons = Counter(each for each in self._sources if isinstance(each, str))
+        if self._not_factorized:
+            reasons["its moments could not be factorized"] += len(self._not_factorized)
+        before, after = sum(self._before), sum(self._after)
+        return {
+            "matrices": len(self._sources),
+            "compensated": len(self._dampings),
+            "rows_rounded_plainly": self._plain_rows,
+            "dampings": sorted(set(self._dampings.values())),
+            "gain": rounded(1 - after / before) if before else 0.0,
+            "rounded_plainly": dict(sorted(reasons.items())),
+        }
+
+
+def _merged(compensated: Groups, plain: Groups, take_plain: npt.NDArray[np.bool_]) -> Groups:
+    """Return the groups of one rounding or the other."""
+    return Groups(
+        codes=np.where(take_plain[:, None], plain.codes, compensated.codes),
+        scales=np.where(take_plain, plain.scales, compensated.scales),
+        offsets=np.where(take_plain, plain.offsets, compensated.offsets),
+        energies=plain.energies,
+        errors=np.where(take_plain, plain.errors, compensated.errors),
+    )

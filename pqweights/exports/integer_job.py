@@ -1,0 +1,187 @@
+"""The job that turns one weight into integers: read rows, round them to codes, scales and offsets, measure, write.
+
+What is rounded, how, and where each number goes is the target's decision (integers.py). docs/exports.md has the rules,
+and what the errors mean.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor
+from pqweights.codecs.protocol import Basis
+from pqweights.codecs.weight import add_in_order
+from pqweights.dtypes import from_float32, to_float32
+from pqweights.errors import SourceError
+from pqweights.exports.integers import Rounding, RoundingRule, StoredPiece
+from pqweights.kernels import HADAMARD_SIZE
+from pqweights.kernels.compensation import sums_of_squares
+from pqweights.kernels.groups import BEST, Groups, rotate
+from pqweights.kernels.workers import scratch
+from pqweights.planning.plan import TensorPlan
+from pqweights.rewrite import jobs
+from pqweights.rewrite.jobs import Job, Sink
+from pqweights.rewrite.records import TensorRecord
+from pqweights.strict_json import rounded
+
+# Columns are put together to rows in strips of this size.
+STRIP_BYTES = 1 << 20
+
+
+class IntegerJob:
+    """The job that turns one weight into integers."""
+
+    def __init__(
+        self,
+        planned: TensorPlan,
+        tensor: LogicalTensor,
+        rounding: Rounding,
+        *,
+        master: LogicalTensor | None,
+        master_error: float | None,
+    ) -> None:
+        """Prepare the job of one weight.
+
+        master: with an original, what the master has for the weight
+        master_error: without an original, the master's relative error of the weight, if it is known
+        """
+        self._planned, self._tensor, self._rounding = planned, tensor, rounding
+        self._master, self._master_error = master, master_error
+        self._columns = tensor.shape[-1]
+        self._rows = math.prod(tensor.shape[:-1])
+        multiple = rounding.layout.row_multiple
+        self._rows_per_chunk = max(1, jobs.CHUNK_WEIGHTS // self._columns // multiple) * multiple
+        self._by_columns: dict[str, list[npt.NDArray[np.uint8]]] = {}  # of stored tensors that come by columns
+        self._energy = self._error = self._error_by_master = 0.0
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks of whole rows."""
+        return -(-self._rows // self._rows_per_chunk)
+
+    def run(self, chunk: int, sink: Sink) -> RoundedChunk:
+        """Round one chunk of rows, and write its pieces.
+
+        Raises SourceError if a weight or a scale is not finite.
+        """
+        first, count = self._span(chunk)
+        values = self._values(self._tensor, first, count, purpose="values")
+        groups, about = self._round(chunk, values)
+        numbers = (groups.energies, groups.errors, groups.scales, groups.offsets)
+        if not all(np.isfinite(found).all() for found in numbers):
+            raise SourceError(
+                f"tensor {self._tensor.name!r}: expected finite weights, and finite scales for them, found a NaN or an "
+                f"infinity in rows {first} to {first + count - 1}; `pqweights verify` tells whether the folder is "
+                "damaged"
+            )
+        pieces = self._rounding.layout.pieces(
+            self._planned.name, self._planned.shape, self._rounding.rule, first_row=first, groups=groups
+        )
+        for piece in pieces:
+            if piece.offset is not None:
+                sink.write(piece.stored_name, piece.offset, piece.data.reshape(-1))
+        by_master = np.empty(0)
+        if self._master is not None:
+            of_master = self._quantized(self._values(self._master, first, count, purpose="master"))
+            by_master = _errors(values, of_master, self._rounding.rule)
+        return RoundedChunk(
+            columns=[piece for piece in pieces if piece.offset is None],
+            energies=groups.energies,
+            errors=groups.errors,
+            errors_by_master=by_master,
+            about=about,
+        )
+
+    def _span(self, chunk: int) -> tuple[int, int]:
+        """Return the first row of a chunk, and how many it has."""
+        first = chunk * self._rows_per_chunk
+        return first, min(self._rows_per_chunk, self._rows - first)
+
+    def _round(self, chunk: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
+        """Round the rows of a chunk; also return what `collect` is to know of it besides the errors of weights."""
+        return self._quantized(values), None
+
+    def _values(self, tensor: LogicalTensor, row: int, rows: int, *, purpose: str) -> npt.NDArray[np.float32]:
+        """Read whole rows as float32, rotated if the rounding is. purpose: of the thread's scratch memory."""
+        start, count = row * self._columns, rows * self._columns
+        raw = scratch(purpose, count * 4)
+        values = raw.view(np.float32)
+        if self._rounding.rotated and isinstance(tensor, EncodedTensor) and is_rotated(tensor):
+            tensor.read_in(Basis.HADAMARD, start, count, raw)
+        else:
+            tensor.read(start, count, "F32", raw)
+            if self._rounding.rotated:
+                rotate(values)
+        return values
+
+    def _quantized(self, values: npt.NDArray[np.float32]) -> Groups:
+        """Round rows to codes, and measure their errors; a rule of the runtime's own gets BF16, as in the runtime."""
+        rule = self._rounding.rule
+        if rule.name == BEST:
+            return rule.quantize(values)
+        groups = rule.quantize(to_float32(from_float32(values, "BF16"), "BF16"))
+        energies = sums_of_squares(values.reshape(groups.codes.shape))
+        return replace(groups, energies=energies, errors=_errors(values, groups, rule))
+
+    def collect(self, result: RoundedChunk) -> None:
+        """Keep the columns of a chunk, and add up its errors."""
+        for piece in result.columns:
+            self._by_columns.setdefault(piece.stored_name, []).append(piece.data)
+        self._energy = add_in_order(self._energy, result.energies)
+        self._error = add_in_order(self._error, result.errors)
+        self._error_by_master = add_in_order(self._error_by_master, result.errors_by_master)
+
+    def finish(self, sink: Sink) -> TensorRecord | Job:
+        """Write what came by columns, and return the record with the errors as far as they are known."""
+        while self._by_columns:
+            stored_name, columns = self._by_columns.popitem()
+            row_bytes = sum(part.shape[1] for part in columns)
+            step = max(1, STRIP_BYTES // row_bytes)
+            for row in range(0, len(columns[0]), step):
+                strip = np.concatenate([part[row : row + step] for part in columns], axis=1)
+                sink.write(stored_name, row * row_bytes, strip.reshape(-1))
+        own = self._error / self._energy if self._energy else 0.0
+        total: float | None = None
+        by_master: float | None = None
+        if self._master is not None:
+            total, by_master = own, self._error_by_master / self._energy if self._energy else 0.0
+        elif self._master_error is not None:
+            # The master's error is orthogonal to its weights and, as far as rounding is independent of it, to the error
+            # of rounding: the squares add up.
+            total = by_master = self._master_error + own * (1 - self._master_error)
+        return TensorRecord(
+            name=self._planned.name,
+            relative_mse=rounded(own),
+            energy=rounded(self._energy),
+            total_mse=None if total is None else rounded(total),
+            master_mse=None if by_master is None else rounded(by_master),
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RoundedChunk:
+    """What is still to be written of a chunk, and what was measured: sums of squares by group.
+
+    about: what else the job is to know of it
+    """
+
+    columns: list[StoredPiece]
+    energies: npt.NDArray[np.float64]
+    errors: npt.NDArray[np.float64]
+    errors_by_master: npt.NDArray[np.float64]
+    about: Any = None
+
+
+def is_rotated(tensor: EncodedTensor) -> bool:
+    """Whether a weight of a master is coded in the rotated basis, and its rows are whole runs of that rotation."""
+    return Basis.HADAMARD in tensor.bases and tensor.shape[-1] % HADAMARD_SIZE == 0
+
+
+def _errors(values: npt.NDArray[np.float32], groups: Groups, rule: RoundingRule) -> npt.NDArray[np.float64]:
+    """Return the squared errors of codes against other values than they were made from, summed by group."""
+    return sums_of_squares(values.reshape(groups.codes.shape) - rule.decode(groups))

@@ -1,0 +1,266 @@
+"""Error-compensated rounding of rows of weights (GPTQ, Frantar et al., arXiv:2210.17323).
+
+H = X' X / n are the second moments of the inputs of a matrix W. Rounding W to Q changes the squares of its outputs by
+tr(E H E'), where E = W - Q. Columns are rounded one after the other, the one of largest H[k, k] first, and each passes
+its error on: with A = H + d mean(diag H) I in the order of columns and A = R' R, the last column first,
+
+    target[k] = w[k] + sum over i > k of e[i] R[k, i] / R[k, k]
+
+This is the same as the updates by the inverse of A in the paper (Chee et al., arXiv:2307.13304, section 3), and needs
+one factorization and no inverse. A second pass goes over the columns again, each of which now looks at all others:
+
+    target[k] = w[k] + sum over i != k of e[i] A[k, i] / A[k, k]
+
+which is the least of the damped sum over the codes of one column. Scales and offsets are given. R lies above, and A
+below the diagonal of one K x K array. The only implementation is for the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.kernels import cpu
+from pqweights.kernels.groups import GroupRule, Groups
+
+Floats = npt.NDArray[np.float32]
+
+# The same as in cpu_compensation.py, which imports numba.
+TILE, QUAD, PANEL, STRIP = 64, 4, 16, 32
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Factor:
+    """The second moments of the inputs of a matrix with K columns, ready for rounding.
+
+    order: i64 [K], the columns in the order of the arrays below: by ascending diagonal, so that the last is first
+    matrix: f32 [K, K + 64 or more]: R on and above the diagonal, A below it
+    diagonal: f32 [K], the diagonal of A
+    """
+
+    order: npt.NDArray[np.int64]
+    matrix: Floats
+    diagonal: Floats
+
+
+def order_of(diagonal: Floats) -> npt.NDArray[np.int64]:
+    """Return the columns by ascending second moment, those that are equal in their own order: i64 [K]."""
+    return np.argsort(diagonal, kind="stable").astype(np.int64)
+
+
+def empty_matrix(size: int) -> Floats:
+    """Return zeros [size, stride], the array for `factorize`. The padding keeps rows out of each other's cache sets."""
+    return np.zeros((size, size + TILE + PANEL), dtype=np.float32)
+
+
+def factorize(matrix: Floats, moments: Floats, damping: float) -> Floats | None:
+    """Write R on and above the diagonal of A, and return the diagonal of A; None if A is not positive definite.
+
+    matrix: f32 [K, stride], which holds H below the diagonal
+    moments: f32 [K], the diagonal of H, in the order of the matrix
+    damping: what is added to the diagonal, as a share of its mean
+    """
+    size, stride = matrix.shape
+    diagonal = moments + np.float32(damping * float(np.mean(moments, dtype=np.float64)))
+    for start in range(0, size, STRIP):  # what is above the diagonal is what is below it
+        end = min(start + STRIP, size)
+        matrix[start:end, end:size] = matrix[end:size, start:end].T
+        for row in range(start, end):
+            matrix[row, row:end] = matrix[row:end, row]
+    np.fill_diagonal(matrix, diagonal)
+    failed = np.empty(1, dtype=np.int64)
+    panel = np.empty(STRIP * size, dtype=np.float32)
+    cpu.run(
+        "factor",
+        cpu.address(matrix, np.float32, size * stride, written=True),
+        cpu.address(panel, np.float32, panel.size, written=True),
+        cpu.address(failed, np.int64, 1, written=True),
+        size,
+        stride,
+    )
+    return diagonal if failed[0] < 0 else None
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """Rows of weights in tiles of 64 rows, by columns: what the kernels compute with.
+
+    values: [tiles, K, 64], with zeros (for scales: ones) in place of rows that are missing
+    rows: how many rows there are
+    """
+
+    values: npt.NDArray[Any]
+    rows: int
+
+    @staticmethod
+    def of(rows: Floats, filled: float = 0.0) -> Tiles:
+        """Cut rows [rows, K] into tiles."""
+        count, columns = rows.shape
+        tiles = -(-count // TILE)
+        values = np.full((tiles, columns, TILE), filled, dtype=np.float32)
+        for tile in range(tiles):
+            part = rows[tile * TILE : (tile + 1) * TILE]
+            values[tile, :, : len(part)] = part.T
+        return Tiles(values, count)
+
+    def rows_of(self) -> npt.NDArray[Any]:
+        """Return the rows [rows, K]."""
+        return np.ascontiguousarray(self.values.transpose(0, 2, 1).reshape(-1, self.values.shape[1])[: self.rows])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rounded:
+    """Some rows of weights as integers.
+
+    groups: their groups; energies are those of the weights, errors those of the codes
+    errors: W - Q, in the order of the factor
+    """
+
+    groups: Groups
+    errors: Tiles
+
+
+def compensate(values: Floats, start: Groups, rule: GroupRule, factor: Factor) -> Rounded:
+    """Round rows of weights [rows, K] with compensation.
+
+    start: their groups as `rule.quantize` returns them, where the search for scales and offsets begins
+    """
+    rows, size = values.shape
+    groups = size // rule.group_size
+    lowest = -(2 ** (rule.bits - 1)) if rule.middle else 0
+    weights = Tiles.of(values[:, factor.order])
+    scales, offsets = Tiles.of(start.scales.reshape(rows, groups), 1.0), Tiles.of(start.offsets.reshape(rows, groups))
+    limits = (lowest, lowest + 2**rule.bits - 1)
+    _fit_by_importance(weights, (scales, offsets), rule, factor, limits)
+    errors, codes = round_tiles(
+        weights.values, (scales.values, offsets.values), factor.order // rule.group_size, factor, codes=limits
+    )
+    ordered = Tiles(codes, rows).rows_of()
+    found = np.empty_like(ordered)
+    found[:, factor.order] = ordered
+    result = Groups(
+        codes=found.reshape(start.codes.shape),
+        scales=scales.rows_of().reshape(-1),
+        offsets=offsets.rows_of().reshape(-1),
+        energies=start.energies,
+        errors=np.empty_like(start.errors),
+    )
+    result.errors[:] = sums_of_squares(values.reshape(result.codes.shape) - rule.decode(result))
+    return Rounded(groups=result, errors=Tiles(errors, rows))
+
+
+def sums_of_squares(rows: Floats) -> npt.NDArray[np.float64]:
+    """Return the sum of squares of each row, added in order: the sums of numpy depend on the machine."""
+    wide = rows.astype(np.float64)
+    sums: npt.NDArray[np.float64] = np.add.accumulate(wide * wide, axis=1)[:, -1]
+    return sums
+
+
+def errors_of(values: Floats, groups: Groups, rule: GroupRule, factor: Factor) -> Tiles:
+    """Return W - Q of groups, in the order of the factor. values: [rows, K]"""
+    return Tiles.of((values - rule.decode(groups).reshape(values.shape))[:, factor.order])
+
+
+def _fit_by_importance(
+    weights: Tiles, numbers: tuple[Tiles, Tiles], rule: GroupRule, factor: Factor, limits: tuple[int, int]
+) -> None:
+    """Improve scales and offsets in place; each column counts by its damped second moment."""
+    tiles, size, _ = weights.values.shape
+    position = np.empty(size, dtype=np.int64)
+    position[factor.order] = np.arange(size)
+    cpu.run(
+        "fit_by_importance",
+        cpu.address(weights.values, np.float32, weights.values.size),
+        cpu.address(factor.diagonal, np.float32, size),
+        cpu.address(position, np.int64, size),
+        *(cpu.address(each.values, np.float32, each.values.size, written=True) for each in numbers),
+        size,
+        tiles,
+        rule.group_size,
+        *limits,
+        rule.symmetric,
+    )
+
+
+def round_tiles(
+    weights: Floats,
+    numbers: tuple[Floats, Floats],
+    group_of: npt.NDArray[np.int64],
+    factor: Factor,
+    *,
+    codes: tuple[int, int],
+) -> tuple[Floats, npt.NDArray[np.uint8]]:
+    """Round tiles of weights in two passes; return the errors and the codes counted from 0, both [tiles, K, 64].
+
+    weights: [tiles, K, 64], in the order of the factor
+    numbers: the scales and the offsets, [tiles, groups, 64] each
+    group_of: the group of each column
+    codes: the lowest and the highest code; more than 256 codes do not fit what is returned
+    """
+    size, stride = factor.matrix.shape
+    tiles, groups = len(weights), numbers[0].shape[1]
+    errors = np.zeros_like(weights)
+    found = np.empty(weights.shape, dtype=np.uint8)
+    panel = np.empty(PANEL * size, dtype=np.float32)
+    pointers = (
+        cpu.address(factor.matrix, np.float32, size * stride),
+        cpu.address(factor.diagonal, np.float32, size),
+        cpu.address(weights, np.float32, tiles * size * TILE),
+        *(cpu.address(each, np.float32, tiles * groups * TILE) for each in numbers),
+        cpu.address(group_of, np.int64, size),
+        cpu.address(errors, np.float32, errors.size, written=True),
+        cpu.address(found, np.uint8, found.size, written=True),
+        cpu.address(panel, np.float32, panel.size, written=True),
+    )
+    for again in (False, True):
+        cpu.run("compensate", *pointers, size, stride, tiles, groups, again, *codes)
+    return errors, found
+
+
+def output_errors(errors: Tiles, inputs: Floats) -> npt.NDArray[np.float64]:
+    """Return the sum over the inputs x of (e x)^2 for each row e of the errors: f64 [rows].
+
+    inputs: [count, K], of which as many count as make whole quads
+    """
+    tiles, size, _ = errors.values.shape
+    count = len(inputs) // QUAD * QUAD
+    totals = np.empty((tiles, TILE), dtype=np.float64)
+    cpu.run(
+        "output_errors",
+        cpu.address(errors.values, np.float32, errors.values.size),
+        cpu.address(inputs[:count], np.float32, count * size),
+        cpu.address(totals, np.float64, totals.size, written=True),
+        size,
+        tiles,
+        count,
+    )
+    return totals.reshape(-1)[: errors.rows]
+
+
+@functools.lru_cache(maxsize=1)
+def trial_weights(size: int) -> Floats:
+    """Return weights on which dampings are compared: one tile [1, K, 64] of numbers that look random, in [-100, 100).
+
+    They are rounded to whole numbers, as groups of scale 1 would be.
+    """
+    numbers = np.arange(size * TILE, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    numbers ^= numbers >> np.uint64(29)
+    numbers *= np.uint64(0xBF58476D1CE4E5B9)
+    unit = (numbers >> np.uint64(40)).astype(np.float64) / 2**24
+    return (unit * 200 - 100).astype(np.float32).reshape(1, size, TILE)
+
+
+def trial_error(factor: Factor, inputs: Floats) -> float:
+    """Return the error of the outputs that rounding weights that look random gives.
+
+    inputs: [count, K], in the order of the factor
+    """
+    size = len(factor.order)
+    ones, zeros = np.ones((1, 1, TILE), dtype=np.float32), np.zeros((1, 1, TILE), dtype=np.float32)
+    group_of = np.zeros(size, dtype=np.int64)
+    errors, _ = round_tiles(trial_weights(size), (ones, zeros), group_of, factor, codes=(-(2**20), 2**20))
+    return float(np.add.accumulate(output_errors(Tiles(errors, TILE), inputs))[-1])
