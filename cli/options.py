@@ -300,6 +300,14 @@ FoldOption = Annotated[
         "same. It helps where the weights have outlier channels.",
     ),
 ]
+CalibrationOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration",
+        metavar="FILE",
+        help="Moments that pqweights calibrate --moments wrote, from which --fold learns the sizes of channels.",
+    ),
+]
 
 # How a command computes and prints
 

@@ -45,6 +45,7 @@ def command(
     awq: options.AwqOption = None,
     awq_any_codec: options.AnyCodecOption = False,
     fold: options.FoldOption = None,
+    calibration: options.CalibrationOption = None,
     allow_pickle: options.PickleOption = False,
     include_files: options.IncludeOption = None,
     revision: options.RevisionOption = None,
@@ -79,6 +80,7 @@ def command(
             awq=awq,
             awq_any_codec=awq_any_codec,
             fold=fold,
+            calibration=calibration,
             max_shard_bytes=max_shard_bytes,
         )
         used = options.thread_count(threads)

@@ -55,6 +55,7 @@ def command(
     awq: options.AwqOption = None,
     awq_any_codec: options.AnyCodecOption = False,
     fold: options.FoldOption = None,
+    calibration: options.CalibrationOption = None,
     allow_pickle: options.PickleOption = False,
     include_files: options.IncludeOption = None,
     low_disk: LowDiskOption = False,
@@ -92,6 +93,7 @@ def command(
             awq=awq,
             awq_any_codec=awq_any_codec,
             fold=fold,
+            calibration=calibration,
             max_shard_bytes=max_shard_bytes,
             strict=strict,
         )

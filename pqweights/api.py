@@ -46,6 +46,7 @@ def plan(
     awq: str | PathLike[str] | None = None,
     awq_any_codec: bool = False,
     fold: str | None = None,
+    calibration: str | PathLike[str] | None = None,
     include_files: str | Sequence[str] = (),
     max_shard_size: int | str = DEFAULT_MAX_SHARD_BYTES,
     allow_pickle: bool = False,
@@ -77,6 +78,7 @@ def plan(
         awq=None if awq is None else arguments.local("awq", awq),
         awq_any_codec=awq_any_codec,
         fold=fold,
+        calibration=None if calibration is None else arguments.local("calibration", calibration),
         include_files=arguments.patterns("include_files", include_files),
         max_shard_bytes=arguments.shard_bytes(max_shard_size),
         allow_pickle=allow_pickle,
@@ -101,6 +103,7 @@ def quantize(
     awq: str | PathLike[str] | None = None,
     awq_any_codec: bool = False,
     fold: str | None = None,
+    calibration: str | PathLike[str] | None = None,
     strict: bool = False,
     include_files: str | Sequence[str] = (),
     max_shard_size: int | str = DEFAULT_MAX_SHARD_BYTES,
@@ -130,6 +133,7 @@ def quantize(
     awq: a file of scales that `pqweights calibrate` wrote
     awq_any_codec: whether to use scales that were searched for another codec or bit width
     fold: "equalize" to move factors between neighbouring layers, so that channels become alike
+    calibration: for the fold, a file that `pqweights calibrate --moments` wrote
     strict: whether to refuse a weight whose error exceeds what its codec promises
     include_files: a name pattern of files to copy besides those that loading the model needs, or several
     max_shard_size: the largest size of an output file, in bytes or as a text such as "5GB"
@@ -160,6 +164,7 @@ def quantize(
         awq=None if awq is None else arguments.local("awq", awq),
         awq_any_codec=awq_any_codec,
         fold=fold,
+        calibration=None if calibration is None else arguments.local("calibration", calibration),
         strict=strict,
         include_files=arguments.patterns("include_files", include_files),
         max_shard_bytes=arguments.shard_bytes(max_shard_size),
@@ -180,6 +185,9 @@ def export(
     group_size: int | None = None,
     qparams: str | None = None,
     source: str | PathLike[str] | None = None,
+    fold: str | None = None,
+    rounding: str | None = None,
+    calibration: str | PathLike[str] | None = None,
     basis: str | None = None,
     packing: str | None = None,
     mode: str | None = None,
@@ -199,6 +207,9 @@ def export(
     target: "bf16", "torchao-int4", "mlx-q4" or "vllm-int4"
     bits, group_size, qparams: bits of the integers, weights that share a scale, and how scales are chosen
     source: the original checkpoint, from which integers are then made
+    fold: "equalize" to move factors between neighbouring layers before rounding
+    rounding: "plain", or "gptq" to round with a view to the error of the outputs
+    calibration: for gptq and for the fold, a file that `pqweights calibrate --moments` wrote
     basis: "plain" or "rotated" (vllm-int4)
     packing: how codes are packed (torchao-int4)
     mode: "affine", or a float format of MLX (mlx-q4)
@@ -209,7 +220,16 @@ def export(
     MissingDependencyError.
     """
     asked = ExportOptions(
-        dtype=dtype, bits=bits, group_size=group_size, mode=mode, packing=packing, basis=basis, qparams=qparams
+        dtype=dtype,
+        bits=bits,
+        group_size=group_size,
+        mode=mode,
+        packing=packing,
+        basis=basis,
+        qparams=qparams,
+        fold=fold,
+        rounding=rounding,
+        calibration=None if calibration is None else arguments.local("calibration", calibration),
     )
     get_target(target).settings(asked)  # refuses wrong options before anything is fetched
     run = _run(threads=threads, device=device, overwrite=overwrite, progress=progress)

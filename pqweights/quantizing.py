@@ -24,6 +24,7 @@ from pqweights.hub.storage import HubStorage
 from pqweights.planning.awq_file import AwqScales, open_awq
 from pqweights.planning.decisions import Decision, decide, is_smaller
 from pqweights.planning.fit import Fit, fit
+from pqweights.planning.moments_file import open_moments
 from pqweights.planning.plan import (
     DEFAULT_MAX_SHARD_BYTES,
     KEEP,
@@ -58,6 +59,7 @@ class QuantizeOptions:
     awq: a file of scales that `calibrate` wrote
     awq_any_codec: use its scales even if they were searched for another codec or bit width
     fold: one of FOLDS, to move factors between layers before they are encoded
+    calibration: for the fold, a file of moments that `calibrate --moments` wrote
     max_shard_bytes: data bytes after which a new output file begins
     strict: refuse a weight whose error exceeds what its codec promises, even with its rescue
     """
@@ -69,6 +71,7 @@ class QuantizeOptions:
     awq: Path | None = None
     awq_any_codec: bool = False
     fold: str | None = None
+    calibration: Path | None = None
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
     strict: bool = False
 
@@ -117,6 +120,8 @@ def plan_quantize(
     """
     if options.awq_any_codec and options.awq is None:
         raise OptionError("--awq-any-codec: expected --awq FILE as well")
+    if options.calibration is not None and options.fold is None:
+        raise OptionError("--calibration: expected --fold as well, which alone uses it")
     if options.fold is not None and options.awq is not None:
         raise OptionError("--fold: expected weights as --awq has them, because its scales were searched for those")
     checkpoint = open_source(
@@ -133,7 +138,11 @@ def plan_quantize(
         transform = replace(transform, fit=chosen)
     if options.fold is not None:
         kept = [tensor.name for tensor in transform.plan(checkpoint) if tensor.action == KEEP]
-        transform = replace(transform, fold=Fold(checked_fold(options.fold), checkpoint, plain=kept))
+        moments = None if options.calibration is None else open_moments(options.calibration)
+        if moments is not None:
+            moments.check({"this checkpoint": checkpoint.fingerprint()})
+        fold = Fold(checked_fold(options.fold), checkpoint, plain=kept, moments=moments)
+        transform = replace(transform, fold=fold)
     plan = make_plan(checkpoint, transform, options.max_shard_bytes)
     return checkpoint if transform.fold is None else transform.fold.folded, transform, plan
 
@@ -242,8 +251,9 @@ class Quantize(Transform):
 
     @property
     def also_reads(self) -> dict[str, Checkpoint]:
-        """The file of the scales, if there is one."""
-        return {} if self.awq is None else {"--awq": self.awq.file}
+        """The file of the scales, and that of the moments for a fold."""
+        scales = {} if self.awq is None else {"--awq": self.awq.file}
+        return scales | ({} if self.fold is None else self.fold.also_reads)
 
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
         """Return the job that encodes a weight or copies a tensor that is kept."""

@@ -23,6 +23,7 @@ Doubles = npt.NDArray[np.float64]
 # A vector is folded if that is expected to take away at least this share of its readers' error. Without data the
 # expectation is rough: where channels differ little, folding only loses what training found.
 SMALLEST_GAIN = 0.25
+SMALLEST_GAIN_WITH_DATA = 0.1
 # Channels smaller than this share of the mean are taken as that large, and no factor is further from 1.
 SMALLEST_SHARE = 1e-4
 LARGEST_FACTOR = 4096.0

@@ -22,10 +22,19 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.dtypes import from_float32, to_float32
 from pqweights.errors import OptionError, SourceError
-from pqweights.folding.factors import SMALLEST_GAIN, Factors, FoldedGain, factors_of, folded_gain
+from pqweights.folding.factors import (
+    SMALLEST_GAIN,
+    SMALLEST_GAIN_WITH_DATA,
+    Factors,
+    FoldedGain,
+    factors_of,
+    folded_gain,
+)
 from pqweights.folding.folded import FoldedTensor, TensorFactors
+from pqweights.folding.inputs import mean_squares
 from pqweights.folding.links import COLUMNS, Link, Links, Side, find_links
 from pqweights.folding.sizes import Progress, Sizes, SizesPass
+from pqweights.planning.moments_file import Moments
 from pqweights.planning.plan import TensorPlan
 from pqweights.suggestions import instead
 
@@ -69,8 +78,8 @@ class _Known:
     gain: float
 
     @staticmethod
-    def of(found: Factors) -> _Known:
-        if found.gain < SMALLEST_GAIN:
+    def of(found: Factors, smallest_gain: float) -> _Known:
+        if found.gain < smallest_gain:
             return _Known(None, found.gain)
         stored = from_float32(np.ascontiguousarray(found.columns).reshape(-1), "BF16")
         return _Known(stored.reshape(len(found.columns), -1), found.gain)
@@ -104,16 +113,19 @@ class _Known:
 class Fold:
     """The fold of one checkpoint. `measure` must be called before a tensor is read."""
 
-    def __init__(self, kind: str, original: Checkpoint, *, plain: Collection[str]) -> None:
+    def __init__(
+        self, kind: str, original: Checkpoint, *, plain: Collection[str], moments: Moments | None = None
+    ) -> None:
         """Find what can be folded.
 
         kind: one of FOLDS
         original: the checkpoint
         plain: the tensors that the result stores plainly
+        moments: second moments of the inputs of the checkpoint, if they are known
 
         Raises SourceError if norms are missing.
         """
-        self.kind, self.original = kind, original
+        self.kind, self.original, self._moments = kind, original, moments
         self.structure: Links = find_links(original.config, original.tensors, plain=plain)
         self._plain = frozenset(plain)
         self._tensors = {tensor.name: tensor for tensor in original.tensors}
@@ -130,7 +142,13 @@ class Fold:
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the fold."""
-        return {"kind": self.kind, "vectors": len(self.structure.links)}
+        data = {} if self._moments is None else {"calibration": self._moments.sha256}
+        return {"kind": self.kind, "vectors": len(self.structure.links)} | data
+
+    @property
+    def also_reads(self) -> dict[str, Checkpoint]:
+        """The file of the moments, if there is one."""
+        return {} if self._moments is None else {"--calibration": self._moments.file}
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -159,13 +177,17 @@ class Fold:
     @property
     def folded(self) -> Checkpoint:
         """The checkpoint with folded tensors."""
+        return self.over(self.original)
+
+    def over(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return a checkpoint with tensors of the same names, folded with the same factors."""
         tensors = tuple(
             FoldedTensor(original=tensor, factors=self.factors)
             if tensor.name in self._sides or tensor.name in self._norms
             else tensor
-            for tensor in self.original.tensors
+            for tensor in checkpoint.tensors
         )
-        return replace(self.original, tensors=tensors)
+        return replace(checkpoint, tensors=tensors)
 
     @property
     def links(self) -> tuple[FoldedLink, ...]:
@@ -216,10 +238,11 @@ class Fold:
             for side in link.readers
             if side.tensor not in self._plain
         )
-        found = factors_of(
-            np.sqrt(sizes.inputs), np.sqrt(sizes.weights * link.matrices / rows), powers_of_two=link.exact
-        )
-        return _Known.of(found)
+        measured = None if self._moments is None else mean_squares(link, self._moments)
+        inputs = sizes.inputs if measured is None else np.where(np.isnan(measured), sizes.inputs, measured)
+        weights = sizes.weights * link.matrices / rows
+        found = factors_of(np.sqrt(inputs), np.sqrt(weights), powers_of_two=link.exact)
+        return _Known.of(found, SMALLEST_GAIN if measured is None else SMALLEST_GAIN_WITH_DATA)
 
     def _gain(self, norm: str, zero_centred: bool) -> Doubles:
         """Return the absolute gain of a norm, [channels]."""
@@ -241,6 +264,16 @@ class Fold:
         """Return what a tensor is multiplied by."""
         with self._lock:
             return self._factors(tensor)
+
+    def factors_of_inputs(self, tensor: str) -> Floats | None:
+        """Return the factors along the inputs of a weight, [matrices or 1, K]; None if it has none."""
+        sides = [side for _, side, reads in self._sides.get(tensor, []) if reads]
+        if not sides:
+            return None
+        factors = self.factors(tensor)
+        if sides[0].axis == COLUMNS:
+            return factors.columns
+        return None if factors.rows is None else factors.rows.reshape(-1, self._tensors[tensor].shape[-2])
 
     def _new_factors(self, tensor: str) -> TensorFactors:
         if tensor in self._norms:

@@ -101,6 +101,11 @@ class FoldedTensor:
             _multiply_rows(values, factors.rows, start=start, columns=self.shape[-1])
 
 
+def unfolded(tensor: LogicalTensor) -> LogicalTensor:
+    """Return the original of a folded tensor, and any other tensor as it is."""
+    return tensor.original if isinstance(tensor, FoldedTensor) else tensor
+
+
 def _multiply_rows(values: Floats, rows: Floats, *, start: int, columns: int) -> None:
     """Multiply elements of a row-major weight by the factors of their rows, in place."""
     row, skip = divmod(start, columns)
