@@ -2,7 +2,7 @@
 
 Rows of weights are in the lanes, as in cpu_compensation.py. The search begins with shares of the given range, which
 move to the weighted mean as they get smaller: weights that are large but hardly count must not stretch it. From each,
-a few steps alternate between codes and the weighted least-squares fit to them; what is best after rounding to BF16 is kept.
+a few steps alternate between codes and the weighted least-squares fit to them; the best after rounding to BF16 is kept.
 """
 
 from __future__ import annotations
