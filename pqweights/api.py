@@ -174,6 +174,8 @@ def export(
     bits: int | None = None,
     group_size: int | None = None,
     qparams: str | None = None,
+    rounding: str | None = None,
+    calibration: str | PathLike[str] | None = None,
     source: str | PathLike[str] | None = None,
     basis: str | None = None,
     packing: str | None = None,
@@ -193,6 +195,8 @@ def export(
     out: the folder for the export: new, empty, or that of an earlier run
     target: "bf16", "torchao-int4", "mlx-q4" or "vllm-int4"
     bits, group_size, qparams: bits of the integers, weights that share a scale, and how scales are chosen
+    rounding: how codes are chosen: "plain", or "gptq" with compensated errors
+    calibration: for "gptq", a file of moments that `pqweights calibrate --moments` wrote
     source: the original checkpoint, from which integers are then made
     basis: "plain" or "rotated" (vllm-int4)
     packing: how codes are packed (torchao-int4)
@@ -204,7 +208,15 @@ def export(
     MissingDependencyError.
     """
     asked = ExportOptions(
-        dtype=dtype, bits=bits, group_size=group_size, mode=mode, packing=packing, basis=basis, qparams=qparams
+        dtype=dtype,
+        bits=bits,
+        group_size=group_size,
+        mode=mode,
+        packing=packing,
+        basis=basis,
+        qparams=qparams,
+        rounding=rounding,
+        calibration=None if calibration is None else arguments.local("calibration", calibration),
     )
     get_target(target).settings(asked)  # refuses wrong options before anything is fetched
     run = _run(threads=threads, device=device, overwrite=overwrite, progress=progress)

@@ -138,7 +138,7 @@ def compensate(values: Floats, start: Groups, rule: GroupRule, factor: Factor) -
     weights = Tiles.of(values[:, factor.order])
     scales, offsets = Tiles.of(start.scales.reshape(rows, groups), 1.0), Tiles.of(start.offsets.reshape(rows, groups))
     limits = (lowest, lowest + 2**rule.bits - 1)
-    _fit_by_importance(weights, (scales, offsets), rule, factor, limits)
+    fit_by_importance(weights, (scales, offsets), rule, factor, limits)
     errors, codes = round_tiles(
         weights.values, (scales.values, offsets.values), factor.order // rule.group_size, factor, codes=limits
     )
@@ -168,10 +168,13 @@ def errors_of(values: Floats, groups: Groups, rule: GroupRule, factor: Factor) -
     return Tiles.of((values - rule.decode(groups).reshape(values.shape))[:, factor.order])
 
 
-def _fit_by_importance(
+def fit_by_importance(
     weights: Tiles, numbers: tuple[Tiles, Tiles], rule: GroupRule, factor: Factor, limits: tuple[int, int]
 ) -> None:
-    """Improve scales and offsets in place; each column counts by its damped second moment."""
+    """Improve scales and offsets [groups] of rows in place; each column counts by its damped second moment.
+
+    limits: the lowest and the highest code
+    """
     tiles, size, _ = weights.values.shape
     position = np.empty(size, dtype=np.int64)
     position[factor.order] = np.arange(size)
