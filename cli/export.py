@@ -95,7 +95,7 @@ CalibrationOption = Annotated[
     typer.Option(
         "--calibration",
         metavar="FILE",
-        help="For --rounding gptq: the moments that pqweights calibrate --moments wrote.",
+        help="For --rounding gptq and for --fold: moments that pqweights calibrate --moments wrote.",
     ),
 ]
 MasterArgument = Annotated[
@@ -137,6 +137,7 @@ def command(
     bits: BitsOption = None,
     group_size: GroupSizeOption = None,
     qparams: QparamsOption = None,
+    fold: options.FoldOption = None,
     rounding: RoundingOption = None,
     calibration: CalibrationOption = None,
     source: SourceOption = None,
@@ -171,6 +172,7 @@ def command(
             packing=packing,
             basis=basis,
             qparams=qparams,
+            fold=fold,
             rounding=rounding,
             calibration=calibration,
         )

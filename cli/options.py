@@ -291,6 +291,23 @@ AnyCodecOption = Annotated[
     bool,
     typer.Option("--awq-any-codec", help="Accept scales that were searched for another codec or bit width."),
 ]
+FoldOption = Annotated[
+    str | None,
+    typer.Option(
+        "--fold",
+        metavar="equalize",
+        help="Move factors between neighbouring layers first, so that channels become alike; the model computes the "
+        "same. It helps where the weights have outlier channels.",
+    ),
+]
+CalibrationOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration",
+        metavar="FILE",
+        help="Moments that pqweights calibrate --moments wrote, from which --fold learns the sizes of channels.",
+    ),
+]
 
 # How a command computes and prints
 

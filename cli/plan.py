@@ -44,6 +44,8 @@ def command(
     threads: options.ThreadsOption = None,
     awq: options.AwqOption = None,
     awq_any_codec: options.AnyCodecOption = False,
+    fold: options.FoldOption = None,
+    calibration: options.CalibrationOption = None,
     allow_pickle: options.PickleOption = False,
     include_files: options.IncludeOption = None,
     revision: options.RevisionOption = None,
@@ -77,6 +79,8 @@ def command(
             include_files=tuple(include_files or ()),
             awq=awq,
             awq_any_codec=awq_any_codec,
+            fold=fold,
+            calibration=calibration,
             max_shard_bytes=max_shard_bytes,
         )
         used = options.thread_count(threads)

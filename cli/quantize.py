@@ -54,6 +54,8 @@ def command(
     device: options.DeviceOption = options.Device.CPU,
     awq: options.AwqOption = None,
     awq_any_codec: options.AnyCodecOption = False,
+    fold: options.FoldOption = None,
+    calibration: options.CalibrationOption = None,
     allow_pickle: options.PickleOption = False,
     include_files: options.IncludeOption = None,
     low_disk: LowDiskOption = False,
@@ -90,6 +92,8 @@ def command(
             include_files=tuple(include_files or ()),
             awq=awq,
             awq_any_codec=awq_any_codec,
+            fold=fold,
+            calibration=calibration,
             max_shard_bytes=max_shard_bytes,
             strict=strict,
         )

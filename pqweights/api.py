@@ -45,6 +45,8 @@ def plan(
     sensitivity: str | PathLike[str] | None = None,
     awq: str | PathLike[str] | None = None,
     awq_any_codec: bool = False,
+    fold: str | None = None,
+    calibration: str | PathLike[str] | None = None,
     include_files: str | Sequence[str] = (),
     max_shard_size: int | str = DEFAULT_MAX_SHARD_BYTES,
     allow_pickle: bool = False,
@@ -75,6 +77,8 @@ def plan(
         access=Access(revision, token),
         awq=None if awq is None else arguments.local("awq", awq),
         awq_any_codec=awq_any_codec,
+        fold=fold,
+        calibration=None if calibration is None else arguments.local("calibration", calibration),
         include_files=arguments.patterns("include_files", include_files),
         max_shard_bytes=arguments.shard_bytes(max_shard_size),
         allow_pickle=allow_pickle,
@@ -98,6 +102,8 @@ def quantize(
     sensitivity: str | PathLike[str] | None = None,
     awq: str | PathLike[str] | None = None,
     awq_any_codec: bool = False,
+    fold: str | None = None,
+    calibration: str | PathLike[str] | None = None,
     strict: bool = False,
     include_files: str | Sequence[str] = (),
     max_shard_size: int | str = DEFAULT_MAX_SHARD_BYTES,
@@ -126,6 +132,8 @@ def quantize(
     sensitivity: what widths for a target are chosen by: "heuristic", or a file that `pqweights sensitivity` wrote
     awq: a file of scales that `pqweights calibrate` wrote
     awq_any_codec: whether to use scales that were searched for another codec or bit width
+    fold: "equalize" to move factors between neighbouring layers, so that channels become alike
+    calibration: for the fold, a file that `pqweights calibrate --moments` wrote
     strict: whether to refuse a weight whose error exceeds what its codec promises
     include_files: a name pattern of files to copy besides those that loading the model needs, or several
     max_shard_size: the largest size of an output file, in bytes or as a text such as "5GB"
@@ -155,6 +163,8 @@ def quantize(
         access=Access(revision, token),
         awq=None if awq is None else arguments.local("awq", awq),
         awq_any_codec=awq_any_codec,
+        fold=fold,
+        calibration=None if calibration is None else arguments.local("calibration", calibration),
         strict=strict,
         include_files=arguments.patterns("include_files", include_files),
         max_shard_bytes=arguments.shard_bytes(max_shard_size),
@@ -174,9 +184,10 @@ def export(
     bits: int | None = None,
     group_size: int | None = None,
     qparams: str | None = None,
+    source: str | PathLike[str] | None = None,
+    fold: str | None = None,
     rounding: str | None = None,
     calibration: str | PathLike[str] | None = None,
-    source: str | PathLike[str] | None = None,
     basis: str | None = None,
     packing: str | None = None,
     mode: str | None = None,
@@ -195,9 +206,10 @@ def export(
     out: the folder for the export: new, empty, or that of an earlier run
     target: "bf16", "torchao-int4", "mlx-q4" or "vllm-int4"
     bits, group_size, qparams: bits of the integers, weights that share a scale, and how scales are chosen
-    rounding: how codes are chosen: "plain", or "gptq" with compensated errors
-    calibration: for "gptq", a file of moments that `pqweights calibrate --moments` wrote
     source: the original checkpoint, from which integers are then made
+    fold: "equalize" to move factors between neighbouring layers before rounding
+    rounding: "plain", or "gptq" to round with a view to the error of the outputs
+    calibration: for gptq and for the fold, a file that `pqweights calibrate --moments` wrote
     basis: "plain" or "rotated" (vllm-int4)
     packing: how codes are packed (torchao-int4)
     mode: "affine", or a float format of MLX (mlx-q4)
@@ -215,6 +227,7 @@ def export(
         packing=packing,
         basis=basis,
         qparams=qparams,
+        fold=fold,
         rounding=rounding,
         calibration=None if calibration is None else arguments.local("calibration", calibration),
     )

@@ -64,7 +64,12 @@ def export(
             f"{master.folder}: expected a pqweights master (config.json with quant_method pqweights), found none"
         )
     source = ExportSource(
-        folder=master.folder, checkpoint=checkpoint, original=master.original, calibration=options.calibration
+        folder=master.folder,
+        checkpoint=checkpoint,
+        original=master.original,
+        calibration=options.calibration,
+        rounding=options.rounding,
+        fold=options.fold,
     )
     checkpoint, transform = to.prepare(source, settings)
     task = RewriteTask(

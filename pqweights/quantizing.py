@@ -18,11 +18,14 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import get_codec, nearest_rate
 from pqweights.errors import OptionError, OutputError, RecipeError, SourceError, StrictError
+from pqweights.folding.fold import Fold
+from pqweights.folding.kinds import make_fold
 from pqweights.hub.sources import Access, open_source
 from pqweights.hub.storage import HubStorage
 from pqweights.planning.awq_file import AwqScales, open_awq
 from pqweights.planning.decisions import Decision, decide, is_smaller
 from pqweights.planning.fit import Fit, fit
+from pqweights.planning.moments_file import open_moments
 from pqweights.planning.plan import (
     DEFAULT_MAX_SHARD_BYTES,
     KEEP,
@@ -43,7 +46,7 @@ from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.manifest import exceeds
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
-from pqweights.rewrite.transform import Transform
+from pqweights.rewrite.transform import Preparation, Transform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,8 @@ class QuantizeOptions:
     include_files: patterns of files to copy besides those that loading the model needs
     awq: a file of scales that `calibrate` wrote
     awq_any_codec: use its scales even if they were searched for another codec or bit width
+    fold: one of FOLDS, to move factors between layers before they are encoded
+    calibration: for the fold, a file of moments that `calibrate --moments` wrote
     max_shard_bytes: data bytes after which a new output file begins
     strict: refuse a weight whose error exceeds what its codec promises, even with its rescue
     """
@@ -66,6 +71,8 @@ class QuantizeOptions:
     include_files: tuple[str, ...] = ()
     awq: Path | None = None
     awq_any_codec: bool = False
+    fold: str | None = None
+    calibration: Path | None = None
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
     strict: bool = False
 
@@ -114,6 +121,10 @@ def plan_quantize(
     """
     if options.awq_any_codec and options.awq is None:
         raise OptionError("--awq-any-codec: expected --awq FILE as well")
+    if options.calibration is not None and options.fold is None:
+        raise OptionError("--calibration: expected --fold as well, which alone uses it")
+    if options.fold is not None and options.awq is not None:
+        raise OptionError("--fold: expected weights as --awq has them, because its scales were searched for those")
     checkpoint = open_source(
         source,
         options.access,
@@ -126,7 +137,15 @@ def plan_quantize(
     if recipe.target is not None:
         chosen = _fitted(checkpoint, transform, recipe.target, max_shard_bytes=options.max_shard_bytes)
         transform = replace(transform, fit=chosen)
-    return checkpoint, transform, make_plan(checkpoint, transform, options.max_shard_bytes)
+    if options.fold is not None:
+        kept = [tensor.name for tensor in transform.plan(checkpoint) if tensor.action == KEEP]
+        moments = None if options.calibration is None else open_moments(options.calibration)
+        if moments is not None:
+            moments.check({"this checkpoint": checkpoint.fingerprint()})
+        fold = make_fold(options.fold, checkpoint, plain=kept, moments=moments)
+        transform = replace(transform, fold=fold)
+    plan = make_plan(checkpoint, transform, options.max_shard_bytes)
+    return checkpoint if transform.fold is None else transform.fold.folded, transform, plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,19 +156,23 @@ class Quantize(Transform):
     strict: see QuantizeOptions
     awq: scales for the input channels of some weights
     fit: the bit widths that were chosen for a recipe with a target
+    fold: the fold of the checkpoint, of which the tensors are read
     """
 
     recipe: Recipe
     strict: bool = False
     awq: AwqScales | None = None
     fit: Fit | None = None
+    fold: Fold | None = None
 
     kind = "master"
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of this transform: the recipe, the scales, and how a size was fitted."""
         awq = {} if self.awq is None else {"awq": self.awq.describe()}
-        return {"recipe": self.recipe.to_json()} | awq | ({} if self.fit is None else {"fit": self.fit.describe()})
+        fit = {} if self.fit is None else {"fit": self.fit.describe()}
+        fold = {} if self.fold is None else {"fold": self.fold.describe()}
+        return {"recipe": self.recipe.to_json()} | awq | fit | fold
 
     def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
         """Decide what becomes of each tensor.
@@ -160,7 +183,26 @@ class Quantize(Transform):
         result = self.planner(checkpoint).planned({} if self.fit is None else self.fit.rates)
         if self.awq is not None:
             self.awq.check(checkpoint, result)
-        return result
+        return result if self.fold is None else self.fold.noted(result)
+
+    def prepare(self, preparation: Preparation) -> None:
+        """Measure what the fold depends on."""
+        if self.fold is not None:
+            self.fold.measure(
+                preparation.folder,
+                fetched=preparation.fetched,
+                threads=preparation.threads,
+                progress=preparation.progress,
+            )
+
+    def folded(self, tensor: str) -> tuple[str, ...]:
+        """Return the vectors through which a tensor was folded."""
+        return () if self.fold is None else self.fold.links_of(tensor)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Why a fold that was asked for changes nothing."""
+        return () if self.fold is None else self.fold.warnings
 
     def planner(self, checkpoint: Checkpoint) -> RatePlanner:
         """Return what plans the tensors by the recipe's decisions, with any bit widths where the recipe gives none.
@@ -210,8 +252,9 @@ class Quantize(Transform):
 
     @property
     def also_reads(self) -> dict[str, Checkpoint]:
-        """The file of the scales, if there is one."""
-        return {} if self.awq is None else {"--awq": self.awq.file}
+        """The file of the scales, and that of the moments for a fold."""
+        scales = {} if self.awq is None else {"--awq": self.awq.file}
+        return scales | ({} if self.fold is None else self.fold.also_reads)
 
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
         """Return the job that encodes a weight or copies a tensor that is kept."""
@@ -232,8 +275,9 @@ class Quantize(Transform):
             )
 
     def report_json(self) -> dict[str, Any]:
-        """Return how a size was fitted, if there was a target."""
-        return {} if self.fit is None else {"fit": self.fit.to_json()}
+        """Return how a size was fitted if there was a target, and what a fold leaves as it is."""
+        fit = {} if self.fit is None else {"fit": self.fit.to_json()}
+        return fit | ({} if self.fold is None else {"fold": self.fold.to_json()})
 
     def config(
         self, checkpoint: Checkpoint, tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]

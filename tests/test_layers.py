@@ -40,6 +40,7 @@ LAYERS = (
     ("pqweights.checkpoint",),
     ("pqweights.hub",),
     ("pqweights.planning",),
+    ("pqweights.folding",),
     ("pqweights.rewrite",),
     ("pqweights.quantizing", "pqweights.exports", "pqweights.exporting"),
     ("pqweights.integrations", "pqweights.results"),

@@ -13,6 +13,7 @@ EVALUATION_FILE = "pqweights-eval.json"
 WORK_FOLDER = ".pqweights"
 # In the work folder: which run is under way, and the tensors that it has finished.
 JOURNAL_FILE = "journal.jsonl"
+FACTORS_FILE = "factors"  # what a fold is known to multiply by
 # Ends the name of the folder in which an interrupted measurement keeps what it has found, beside its file.
 UNFINISHED_SUFFIX = ".unfinished"
 # A folder with a tokenizer has a file that matches one of these patterns.

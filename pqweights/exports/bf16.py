@@ -15,6 +15,7 @@ from pqweights.errors import OptionError
 from pqweights.exports.loading import LoadableModel, by_transformers
 from pqweights.exports.options import ExportOptions, one_of
 from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget
+from pqweights.folding.folded import unfolded
 from pqweights.planning.plan import DECODE, KEEP, TensorPlan, stored_bytes
 from pqweights.planning.roles import classify
 from pqweights.rewrite.jobs import CopyJob, Job
@@ -89,7 +90,7 @@ def is_encoded(tensor: LogicalTensor) -> bool:
     """Whether the master holds codes for a tensor, or for some of the tensors that it is put together from."""
     if isinstance(tensor, MovedTensor):
         return any(is_encoded(source) for source in tensor.sources)
-    return isinstance(tensor, EncodedTensor | OriginalTensor)
+    return isinstance(unfolded(tensor), EncodedTensor | OriginalTensor)
 
 
 def read_options(options: ExportOptions) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.views import MovedTensor
 from pqweights.codecs.weight import add_in_order
 from pqweights.exports.integer_job import IntegerJob, RoundedChunk
+from pqweights.folding.fold import Fold
 from pqweights.kernels.compensation import (
     TILE,
     Factor,
@@ -37,6 +38,8 @@ from pqweights.rewrite import jobs
 from pqweights.rewrite.jobs import Job, Sink
 from pqweights.rewrite.records import TensorRecord
 from pqweights.strict_json import rounded
+
+Floats = npt.NDArray[np.float32]
 
 # The fewest tokens of inputs for compensation; and the fewest rows held back, and windows that those come from.
 FEWEST_TOKENS, FEWEST_HELD_BACK, FEWEST_WINDOWS = 256, 128, 4
@@ -61,15 +64,30 @@ class Compensation:
 
     moments: the file of moments
     sources: for each weight, by name, the vector of each of its matrices, or the reason why it is rounded plainly
+    fold: the fold of the weights; the moments are of the inputs without it
     """
 
     moments: Moments
     sources: Mapping[str, tuple[int | str, ...]]
+    fold: Fold | None = None
     _kept: deque[tuple[Hashable, ReadyFactor | None]] = field(default_factory=lambda: deque(maxlen=KEPT_FACTORS))
     _making: threading.Lock = field(default_factory=threading.Lock)
 
-    def factor(self, vector: int, *, rotated: bool) -> ReadyFactor | None:
+    def columns(self, tensor: LogicalTensor, matrix: int) -> Floats | None:
+        """Return the factors of the columns of one matrix of a weight, [K]; None if it is not folded."""
+        if self.fold is None:
+            return None
+        if isinstance(tensor, MovedTensor):
+            runs = tensor.runs_of_matrix(matrix)
+            assert runs is not None
+            tensor, matrix = runs[0].tensor, runs[0].first // runs[0].tensor.shape[-2]
+        found = self.fold.factors_of_inputs(tensor.name)
+        return None if found is None else found[matrix if len(found) > 1 else 0]
+
+    def factor(self, vector: int, *, rotated: bool, columns: Floats | None) -> ReadyFactor | None:
         """Return the factor of a vector, made by one thread at a time; None if it cannot be factorized.
+
+        columns: by what the columns of the weights that read it were multiplied, which is the same for all of them
 
         Raises SourceError for moments that are not finite.
         """
@@ -80,21 +98,25 @@ class Compensation:
                     return ready
             if len(self._kept) == KEPT_FACTORS:
                 self._kept.popleft()  # before the next is made: a matrix may take gigabytes
-            made = _made(self.moments, vector, rotated=rotated)
+            made = _made(self.moments, vector, rotated=rotated, columns=columns)
             self._kept.append((key, made))
             return made
 
 
-def _made(moments: Moments, vector: int, *, rotated: bool) -> ReadyFactor | None:
+def _made(moments: Moments, vector: int, *, rotated: bool, columns: Floats | None) -> ReadyFactor | None:
     """Read the moments of a vector, and factorize them with the best damping for rounding what looks random."""
-    diagonal = np.concatenate([np.diagonal(strip, at) for at, strip in moments.strips(vector, rotated=rotated)])
+
+    def strips() -> Iterator[tuple[int, Floats]]:
+        return moments.strips(vector, rotated=rotated, columns=columns)
+
+    diagonal = np.concatenate([np.diagonal(strip, at) for at, strip in strips()])
     order = order_of(diagonal)
     position = np.empty_like(order)
     position[order] = np.arange(len(order))
     matrix = empty_matrix(len(order))
-    for first, strip in moments.strips(vector, rotated=rotated):
+    for first, strip in strips():
         matrix[position[first : first + len(strip)], : len(order)] = strip[:, order]
-    held_back = np.ascontiguousarray(moments.held_back(vector, rotated=rotated)[:, order])
+    held_back = np.ascontiguousarray(moments.held_back(vector, rotated=rotated, columns=columns)[:, order])
 
     def with_damping(damping: float) -> Factor | None:
         damped = factorize(matrix, diagonal[order], damping)
@@ -222,7 +244,8 @@ class CompensatedJob(IntegerJob):
         if isinstance(vector, str) or not np.isfinite(plain.errors).all():
             return plain, None
         assert isinstance(rule, GroupRule)
-        ready = self._compensation.factor(vector, rotated=self._rounding.rotated)
+        columns = self._compensation.columns(self._tensor, matrix)
+        ready = self._compensation.factor(vector, rotated=self._rounding.rotated, columns=columns)
         if ready is None:
             return plain, matrix
         rows = values.reshape(-1, self._columns)

@@ -21,11 +21,12 @@ from pqweights.exports.compensation import CompensatedJob, Compensation
 from pqweights.exports.integer_job import IntegerJob
 from pqweights.exports.integers import IntegerTarget, Outline, Rounding
 from pqweights.exports.options import GPTQ
+from pqweights.folding.fold import Fold
 from pqweights.planning.plan import INTEGER, TensorPlan, stored_bytes
 from pqweights.planning.roles import classify
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.records import TensorRecord
-from pqweights.rewrite.transform import Transform
+from pqweights.rewrite.transform import Preparation, Transform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,7 @@ class IntegerExport(Transform):
     master_errors: without an original, relative errors of the master's weights by name, where they are known and add up
         with those of rounding
     compensation: what is known of the inputs, if rounding is compensated by it
+    fold: the fold of the values
     """
 
     target: IntegerTarget
@@ -47,6 +49,7 @@ class IntegerExport(Transform):
     master: Mapping[str, LogicalTensor] = field(default_factory=dict)
     master_errors: Mapping[str, float] = field(default_factory=dict)
     compensation: Compensation | None = None
+    fold: Fold | None = None
 
     kind = "export"
 
@@ -59,12 +62,32 @@ class IntegerExport(Transform):
         """Computed once, because a fingerprint reads a part of every tensor."""
         fingerprint = {"original_fingerprint": self.original.fingerprint()} if self.original else {}
         rounding = {"rounding": GPTQ, "calibration": self.compensation.moments.sha256} if self.compensation else {}
-        return self.target.describe() | fingerprint | {"master_errors": _digest(self.master_errors)} | rounding
+        fold = {"fold": self.fold.describe()} if self.fold else {}
+        return self.target.describe() | fingerprint | {"master_errors": _digest(self.master_errors)} | rounding | fold
 
     def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
         """Plan each tensor by the outline's decision."""
         model = model_dtype(checkpoint.config, checkpoint.tensors)
-        return [self._planned(tensor, model) for tensor in checkpoint.tensors]
+        planned = [self._planned(tensor, model) for tensor in checkpoint.tensors]
+        return planned if self.fold is None else self.fold.noted(planned)
+
+    def prepare(self, preparation: Preparation) -> None:
+        """Measure what the fold depends on."""
+        if self.fold is not None:
+            self.fold.measure(
+                preparation.folder,
+                fetched=preparation.fetched,
+                threads=preparation.threads,
+                progress=preparation.progress,
+            )
+
+    def folded(self, tensor: str) -> tuple[str, ...]:
+        """Return the vectors through which a tensor was folded."""
+        return () if self.fold is None else self.fold.links_of(tensor)
+
+    def report_json(self) -> dict[str, Any]:
+        """Return what a fold leaves as it is."""
+        return {} if self.fold is None else {"fold": self.fold.to_json()}
 
     def _planned(self, tensor: LogicalTensor, model: str) -> TensorPlan:
         decision = self.outline.decisions.get(tensor.name)
@@ -98,13 +121,14 @@ class IntegerExport(Transform):
     @property
     def warnings(self) -> tuple[str, ...]:
         """What the target has to say about the result."""
-        return self.outline.warnings
+        return (*self.outline.warnings, *(() if self.fold is None else self.fold.warnings))
 
     @property
     def also_reads(self) -> dict[str, Checkpoint]:
         """The original and the moments, if they are read."""
         moments = {"--calibration": self.compensation.moments.file} if self.compensation else {}
-        return ({} if self.original is None else {"--source": self.original}) | moments
+        of_fold = {} if self.fold is None else self.fold.also_reads
+        return ({} if self.original is None else {"--source": self.original}) | moments | of_fold
 
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
         """Return the job that rounds a weight or copies another tensor."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pqweights.errors import ExportError, OptionError
+from pqweights.folding.kinds import checked_fold
 
 T = TypeVar("T")
 
@@ -28,7 +29,8 @@ class ExportOptions:
     basis: "plain" or "rotated" (the vllm target)
     qparams: how scales are chosen, "best" or "minmax"
     rounding: how codes are chosen, "plain" or "gptq"
-    calibration: for gptq, the file of moments that `calibrate --moments` wrote
+    fold: one of FOLDS, to move factors between layers before weights are rounded
+    calibration: for gptq and for folds, the file of moments that `calibrate --moments` wrote
     """
 
     dtype: str | None = None
@@ -39,6 +41,7 @@ class ExportOptions:
     basis: str | None = None
     qparams: str | None = None
     rounding: str | None = None
+    fold: str | None = None
     calibration: Path | None = None
 
     def only(self, target: str, known: Collection[str]) -> None:
@@ -53,10 +56,12 @@ def check_rounding(target: str, options: ExportOptions, *, why_not: str | None =
 
     why_not: why the format that was asked for has no compensated rounding; None if it has
     """
+    if options.fold is not None:
+        checked_fold(options.fold)
     rounding = one_of(target, "rounding", options.rounding, allowed=(PLAIN, GPTQ))
     if rounding == PLAIN:
-        if options.calibration is not None:
-            raise OptionError("--calibration: expected --rounding gptq as well, which alone uses it")
+        if options.calibration is not None and options.fold is None:
+            raise OptionError("--calibration: expected --rounding gptq or --fold as well, which use it")
         return
     if why_not is not None:
         raise OptionError(f"--rounding {GPTQ}: {why_not}")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor, element_count
+from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.views import MovedTensor
 from pqweights.errors import SourceError
@@ -16,7 +15,11 @@ from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.compensation import Compensation, sources_of
 from pqweights.exports.integer_export import IntegerExport
 from pqweights.exports.integers import IntegerTarget, Outline, Rounding
+from pqweights.exports.options import GPTQ
 from pqweights.exports.target import ExportSource
+from pqweights.exports.values import values_of
+from pqweights.folding.fold import ROTATE, Fold
+from pqweights.folding.folded import unfolded
 from pqweights.planning.moments_file import Moments, open_moments
 from pqweights.planning.plan import coder_of
 from pqweights.rewrite.manifest import Manifest, read_manifest
@@ -29,49 +32,64 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
     """Return the checkpoint to be rewritten, and the transform that does it.
 
     Raises SourceError for an original that the master was not made from, ExportError if the target cannot store the
-    model.
+    model, OptionError for a second fold.
     """
-    checkpoint, manifest = source.checkpoint, _manifest(source.folder)
+    manifest, original = _manifest(source.folder), None
+    if source.original is not None:
+        original = open_local(source.original)
+        where = f"--source {source.original}"
+        _check_original(where, original, master=source.checkpoint, manifest=manifest)
     moments = None if source.calibration is None else open_moments(source.calibration)
-    outline = target.outline(checkpoint)
-    if source.original is None:
-        errors = {} if manifest is None else _additive_errors(manifest)
-        known = {t.name: error for t in outline.tensors if (error := _error(t, errors)) is not None}
+    if moments is not None:
+        moments.check(_fingerprints(source, original, manifest))
+    outline = master_outline = target.outline(source.checkpoint)
+    values = values_of(source, original, manifest=manifest, outline=outline, moments=moments)
+    if values.checkpoint is not source.checkpoint:
+        outline = target.outline(values.checkpoint)
+    if values.master is not source.checkpoint and original is not None:
+        master_outline = target.outline(values.master)
+    if original is None:
         outline = replace(outline, warnings=(*outline.warnings, *_bits_warnings(outline)))
-        fingerprints = {"this master": checkpoint.fingerprint()} if moments else {}
-        if manifest is not None:
-            fingerprints["the model that it was made from"] = manifest.source_fingerprint
-        transform = IntegerExport(
-            target=target,
-            outline=outline,
-            master_errors=known,
-            compensation=_compensation(outline, moments, fingerprints),
-        )
-        return replace(checkpoint, tensors=outline.tensors), transform
-    original = open_local(source.original)
-    _check_original(f"--source {source.original}", original, master=checkpoint, manifest=manifest)
-    masters = {tensor.name: tensor for tensor in outline.tensors}
-    outline = target.outline(replace(checkpoint, tensors=_with_original_values(checkpoint, original)))
     transform = IntegerExport(
         target=target,
         outline=outline,
         original=original,
-        master=masters,
-        compensation=_compensation(outline, moments, {"this original": original.fingerprint()}),
+        master={} if original is None else {tensor.name: tensor for tensor in master_outline.tensors},
+        master_errors={} if original is not None or values.fold is not None else _known_errors(outline, manifest),
+        compensation=_compensation(outline, moments if source.rounding == GPTQ else None, values.fold),
+        fold=values.fold,
     )
-    return replace(checkpoint, tensors=outline.tensors), transform
+    return replace(values.checkpoint, tensors=outline.tensors), transform
 
 
-def _compensation(outline: Outline, moments: Moments | None, fingerprints: Mapping[str, str]) -> Compensation | None:
-    """Return what is known of the inputs of the weights that are rounded; None if no moments are given.
+def _known_errors(outline: Outline, manifest: Manifest | None) -> dict[str, float]:
+    """Return the relative errors of a master's weights that are known and add up with those of rounding, by name."""
+    errors = {} if manifest is None else _additive_errors(manifest)
+    return {t.name: error for t in outline.tensors if (error := _error(t, errors)) is not None}
 
-    Raises SourceError for moments of another model.
+
+def _fingerprints(source: ExportSource, original: Checkpoint | None, manifest: Manifest | None) -> dict[str, str]:
+    """Return the fingerprints of the checkpoints whose moments serve, by what messages call them.
+
+    The inputs of a folded master are not those of the model that it was made from. With the original, the factors
+    between them are known, unless it was rotated.
     """
+    fold = {} if manifest is None else manifest.made_by.get("fold", {})
+    if original is not None and fold.get("kind") != ROTATE:
+        return {"this original": original.fingerprint()}
+    result = {"this master": source.checkpoint.fingerprint()}
+    if manifest is not None and not fold:
+        result["the model that it was made from"] = manifest.source_fingerprint
+    return result
+
+
+def _compensation(outline: Outline, moments: Moments | None, fold: Fold | None) -> Compensation | None:
+    """Return what is known of the inputs of the weights that are rounded; None if rounding is not compensated."""
     if moments is None:
         return None
-    moments.check(fingerprints)
     rounded = [(t, d.rule) for t in outline.tensors if isinstance(d := outline.decisions.get(t.name), Rounding)]
-    return Compensation(moments, {tensor.name: sources_of(tensor, rule, moments) for tensor, rule in rounded})
+    sources = {tensor.name: sources_of(tensor, rule, moments) for tensor, rule in rounded}
+    return Compensation(moments, sources, None if fold is not None and fold.kind == ROTATE else fold)
 
 
 def _bits_warnings(outline: Outline) -> tuple[str, ...]:
@@ -82,6 +100,7 @@ def _bits_warnings(outline: Outline) -> tuple[str, ...]:
         if not isinstance(decision, Rounding):
             continue
         for part in tensor.sources if isinstance(tensor, MovedTensor) else (tensor,):
+            part = unfolded(part)
             if isinstance(part, EncodedTensor):
                 count = element_count(part)
                 weights, made, held = weights + count, made + count * decision.rule.bits, held + count * part.coder.bits
@@ -90,15 +109,6 @@ def _bits_warnings(outline: Outline) -> tuple[str, ...]:
     return (
         f"integers of {made / weights:.3g} bits cannot be more accurate than the {held / weights:.3g}-bit master, and "
         "take more room; --source ORIGINAL rounds the original's weights",
-    )
-
-
-def _with_original_values(master: Checkpoint, original: Checkpoint) -> tuple[LogicalTensor, ...]:
-    """The tensors of a master, with the original's values for those that it holds as codes."""
-    by_name = {tensor.name: tensor for tensor in original.tensors}
-    return tuple(
-        OriginalTensor.of(tensor, by_name[tensor.name]) if isinstance(tensor, EncodedTensor) else tensor
-        for tensor in master.tensors
     )
 
 

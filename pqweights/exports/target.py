@@ -28,13 +28,17 @@ class ExportSource:
     folder: where it lies
     checkpoint: the opened master
     original: the checkpoint from which it was made, if its weights are to be used instead of the decoded ones
-    calibration: the file of moments for error-compensated rounding, if weights are rounded so
+    calibration: a file of moments, for error-compensated rounding or for the fold
+    rounding: how codes are chosen, "plain" by default, or "gptq"
+    fold: one of FOLDS, to move factors between layers before weights are rounded
     """
 
     folder: Path
     checkpoint: Checkpoint
     original: Path | None
     calibration: Path | None = None
+    rounding: str | None = None
+    fold: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,6 +114,18 @@ class Moments:
                 strip = _rotated(np.ascontiguousarray(_rotated(strip).T)).T
             yield first, strip
 
+    def mean_squares(self, vector: int) -> Floats:
+        """Read the mean square of each channel of a vector, [K].
+
+        Raises SourceError if one is not a number from 0 on.
+        """
+        size = self.vectors[vector].size
+        name = f"inputs.{vector}.moments"
+        result = np.array([self._read(name, place * (size + 1), 1)[0] for place in range(size)], dtype=np.float32)
+        if (result < 0).any():
+            raise _damaged(self.path, f"{name}: expected means of squares, found a negative one")
+        return result
+
     def held_back(self, vector: int, *, rotated: bool = False, columns: Floats | None = None) -> Floats:
         """Read the rows of a vector that were held back, [rows, K]; see `strips`."""
         about = self.vectors[vector]

@@ -10,6 +10,7 @@ from typing import Any
 
 from pqweights.checkpoint.file_uses import file_uses, most_fetched
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.folding.fold import Fold
 from pqweights.hub.storage import LOW_DISK_FILES, HubStorage
 from pqweights.planning.fit import Fit
 from pqweights.planning.plan import Plan, TensorPlan
@@ -58,12 +59,14 @@ class PlanReport:
 
     plan: every output tensor and byte
     fit: how bit widths were chosen for a target; None without one
+    fold: what may be folded; None without a fold
     needs: disk space and memory
     hub: traffic with the Hub; None for a local source
     """
 
     plan: Plan
     fit: Fit | None
+    fold: Fold | None
     needs: ResourceNeeds
     hub: HubTraffic | None
 
@@ -96,6 +99,7 @@ class PlanReport:
             "copied_files": list(self.plan.companions),
             "left_out_files": self.plan.left_out,
             **({} if self.fit is None else {"fit": self.fit.to_json()}),
+            **({} if self.fold is None else {"fold": self.fold.to_json()}),
             **({} if self.hub is None else {"hub": self.hub.to_json()}),
         }
 
@@ -123,7 +127,9 @@ def report_plan(source: str | Path, recipe: Recipe, options: QuantizeOptions, th
     Raises SourceError, RecipeError or HubError.
     """
     checkpoint, transform, plan = plan_quantize(source, recipe, options)
-    return PlanReport(plan=plan, fit=transform.fit, needs=resource_needs(plan, threads), hub=_traffic(checkpoint))
+    fold = transform.fold
+    needs = resource_needs(plan, threads, held_bytes=0 if fold is None else fold.memory_bytes)
+    return PlanReport(plan=plan, fit=transform.fit, fold=fold, needs=needs, hub=_traffic(checkpoint))
 
 
 def _traffic(checkpoint: Checkpoint) -> HubTraffic | None:

@@ -29,7 +29,7 @@ from pqweights.rewrite.manifest import Manifest, read_manifest
 from pqweights.rewrite.records import FileRecord, TensorRecord
 from pqweights.rewrite.stream import Stream
 from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
-from pqweights.rewrite.transform import Transform
+from pqweights.rewrite.transform import Preparation, Transform
 from pqweights.rewrite.workspace import (
     FETCHED_FOLDER,
     Workspace,
@@ -187,6 +187,10 @@ def _stream_tensors(task: RewriteTask, workspace: Workspace, run: RunOptions) ->
     """
     continues = bool(workspace.records)
     try:
+        preparation = Preparation(
+            folder=workspace.folder, fetched=workspace.fetched, threads=run.threads, progress=run.progress
+        )
+        task.transform.prepare(preparation)
         return Stream(task, workspace, run).run()
     except (SourceError, MasterError) as error:
         if not (continues and isinstance(error, StrictError)):

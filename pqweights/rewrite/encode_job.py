@@ -14,6 +14,7 @@ from pqweights.codecs.protocol import VALUE_DTYPES, Bytes, Coder, Measures, Pass
 from pqweights.codecs.weight import PassTotals, block_count, encode_chunk
 from pqweights.dtypes import item_bytes, to_float32
 from pqweights.errors import SourceError
+from pqweights.folding.folded import FoldedTensor
 from pqweights.kernels.workers import scratch
 from pqweights.planning.plan import TensorPlan, coder_of
 from pqweights.rewrite import jobs
@@ -46,7 +47,8 @@ class WeightToEncode:
     def dtype(self) -> str:
         """The dtype in which the weight is read and handed to the coder."""
         exact = self.tensor.dtype in VALUE_DTYPES or self.tensor.dtype == "MXFP4"
-        return self.tensor.plain_dtype if exact and self.awq is None else "F32"
+        changed = self.awq is not None or isinstance(self.tensor, FoldedTensor)
+        return self.tensor.plain_dtype if exact and not changed else "F32"
 
 
 class EncodeJob:

@@ -206,7 +206,8 @@ def _parse_record(line: bytes) -> FinishedTensor | None:
     try:
         fields = json.loads(line) if line.endswith(b"\n") else {}
         tensor_hash = SHA256 if SHA256.key in fields else HASH_OF_PIECES
-        record = TensorRecord(digests=fields.pop(tensor_hash.key), **fields)
+        digests, folded = fields.pop(tensor_hash.key), tuple(fields.pop("folded", ()))
+        record = TensorRecord(digests=digests, folded=folded, **fields)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     whole = isinstance(record.name, str) and isinstance(record.digests, dict)

@@ -164,6 +164,8 @@ def _tensor_json(tensor: TensorPlan, record: TensorRecord, hash_key: str) -> dic
         entry |= {} if record.rounding is None else {"rounding": record.rounding}
     elif record.relative_mse is not None:
         entry |= (record.state or {}) | measured
+    if record.folded:
+        entry["folded"] = list(record.folded)
     entry["stored"] = [
         {
             "name": spec.name,
@@ -302,7 +304,8 @@ def _parse_tensor(entry: Fields, hash_key: str) -> tuple[TensorPlan, TensorRecor
         stored=specs,
     )
     digests = {spec.text("name"): spec.text(hash_key) for spec in stored}
-    return plan, TensorRecord(name=name, digests=digests, **_parse_measures(plan, entry))
+    folded = tuple(entry.defaulted("folded", entry.texts, []))
+    return plan, TensorRecord(name=name, digests=digests, folded=folded, **_parse_measures(plan, entry))
 
 
 def _parse_measures(plan: TensorPlan, entry: Fields) -> Mapping[str, Any]:

@@ -23,6 +23,7 @@ class TensorRecord:
     total_mse: in an export of integers, the relative error against the original weight; measured if the original was
         read, else computed from what the master's manifest states
     master_mse: in an export of integers, the total_mse that going through the master gives, or would have given
+    folded: the vectors between layers with which it was folded, by their writers
     rounding: what error-compensated rounding did with the weight (docs/format.md)
     """
 
@@ -33,6 +34,7 @@ class TensorRecord:
     energy: float | None = None
     total_mse: float | None = None
     master_mse: float | None = None
+    folded: tuple[str, ...] = ()
     rounding: dict[str, Any] | None = None
 
 

@@ -263,7 +263,7 @@ class Stream:
                 assert isinstance(chunk, _Chunk)
                 job.collect(chunk.result.result())
             outcome = job.finish(sink)
-        return replace(outcome, digests=sink.digests())
+        return replace(outcome, digests=sink.digests(), folded=self._transform.folded(outcome.name))
 
     def _save_at_times(self) -> None:
         if self._unsaved and time.monotonic() - self._saved >= SAVE_SECONDS:

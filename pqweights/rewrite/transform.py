@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from pqweights.checkpoint.readers import LogicalTensor
@@ -12,11 +14,26 @@ from pqweights.rewrite.jobs import Job
 from pqweights.rewrite.records import TensorRecord
 
 
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What a transform may use before the first tensor is rewritten.
+
+    folder: the work folder, where it may keep what it found for a run that continues this one, in files of KEPT_FILES
+    fetched: where fetched files lie
+    threads: how many threads compute
+    progress: called with the work done, the work in all, and the name of a tensor
+    """
+
+    folder: Path
+    fetched: Path
+    threads: int
+    progress: Callable[[int, int, str], None]
+
+
 class Transform(Protocol):
     """Turns the tensors of a checkpoint into the tensors of a result.
 
-    Implementations derive from this class and inherit the defaults of `metadata`, `left_out`, `also_reads` and
-    `accept`.
+    Implementations derive from this class and inherit the defaults of what they do not need.
     """
 
     @property
@@ -59,6 +76,14 @@ class Transform(Protocol):
     def also_reads(self) -> dict[str, Checkpoint]:
         """What is read besides the checkpoint itself, by the option that names it; by default nothing."""
         return {}
+
+    def prepare(self, preparation: Preparation) -> None:
+        """Read what must be known before the first tensor is rewritten; by default nothing."""
+        return
+
+    def folded(self, tensor: str) -> tuple[str, ...]:
+        """Return the vectors through which a tensor was folded (see folding); by default there are none."""
+        return ()
 
     def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
         """Raise SourceError if the user asked to refuse such a result; by default every result is accepted."""

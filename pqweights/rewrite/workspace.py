@@ -18,6 +18,7 @@ from pathlib import Path
 from pqweights.checkpoint.names import (
     CARD_FILE,
     EVALUATION_FILE,
+    FACTORS_FILE,
     JOURNAL_FILE,
     MANIFEST_FILE,
     WORK_FOLDER,
@@ -41,6 +42,8 @@ from pqweights.rewrite.records import TensorRecord
 LOCK_FILE = "lock"
 FINGERPRINTS_FILE = "fingerprints.json"
 FETCHED_FOLDER = "fetched"
+# What may still serve a run that continues one which finished no tensor.
+KEPT_FILES = (LOCK_FILE, JOURNAL_FILE, FETCHED_FOLDER, FINGERPRINTS_FILE, FACTORS_FILE)
 
 
 class Workspace:
@@ -153,8 +156,8 @@ def open_workspace(out: Path, inputs: RunInputs, overwrite: bool) -> Iterator[Wo
         else:
             _refuse_foreign_files(out, inputs.outputs, _files_of_journal(work))
             change_companions(work, inputs)
-            if not records:  # what the earlier run fetched may still serve
-                _empty(work, but=(LOCK_FILE, JOURNAL_FILE, FETCHED_FOLDER, FINGERPRINTS_FILE))
+            if not records:
+                _empty(work, but=KEPT_FILES)
         first = read_first_line(work / JOURNAL_FILE)
         assert first is not None
         journal = os.open(work / JOURNAL_FILE, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)

@@ -1,0 +1,304 @@
+"""The fold of one model: its tensors with factors that one pass over the source finds."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.names import FACTORS_FILE
+from pqweights.checkpoint.readers import element_count
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.writer import disk_errors
+from pqweights.dtypes import from_float32, to_float32
+from pqweights.errors import SourceError
+from pqweights.folding.factors import (
+    SMALLEST_GAIN,
+    SMALLEST_GAIN_WITH_DATA,
+    Factors,
+    FoldedGain,
+    factors_of,
+    folded_gain,
+)
+from pqweights.folding.folded import FoldedTensor, TensorFactors
+from pqweights.folding.inputs import mean_squares
+from pqweights.folding.links import COLUMNS, Link, Links, Side, find_links
+from pqweights.folding.sizes import Progress, Sizes, SizesPass
+from pqweights.planning.moments_file import Moments
+from pqweights.planning.plan import TensorPlan
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+
+EQUALIZE, ROTATE = "equalize", "rotate"
+# The factors of this many tensors are kept at hand.
+KEPT_TENSORS = 16
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """What is known of a vector.
+
+    columns: Factors.columns as BF16, [matrices, bytes]; None if it is left as it is
+    gain: Factors.gain
+    """
+
+    columns: npt.NDArray[np.uint8] | None
+    gain: float
+
+    @staticmethod
+    def of(found: Factors, smallest_gain: float) -> _Known:
+        if found.gain < smallest_gain:
+            return _Known(None, found.gain)
+        stored = from_float32(np.ascontiguousarray(found.columns).reshape(-1), "BF16")
+        return _Known(stored.reshape(len(found.columns), -1), found.gain)
+
+    @property
+    def factors(self) -> Floats | None:
+        """Factors.columns."""
+        columns = self.columns
+        return None if columns is None else to_float32(columns.reshape(-1), "BF16").reshape(len(columns), -1)
+
+    def line(self, number: int) -> bytes:
+        """Return the line of the file of factors: a digest and JSON."""
+        columns = self.columns
+        stored = None if columns is None else [len(columns), base64.b64encode(columns.tobytes()).decode()]
+        content = json.dumps([number, self.gain, stored]).encode()
+        return b"%s %s\n" % (hashlib.sha256(content).hexdigest().encode(), content)
+
+    @staticmethod
+    def parse(line: bytes) -> tuple[int, _Known] | None:
+        """Return what a line says, with the number of its vector; None for one that a kill cut short."""
+        digest, _, content = line.removesuffix(b"\n").partition(b" ")
+        if hashlib.sha256(content).hexdigest().encode() != digest or not line.endswith(b"\n"):
+            return None
+        number, gain, stored = json.loads(content)
+        if stored is None:
+            return number, _Known(None, gain)
+        values = np.frombuffer(base64.b64decode(stored[1]), dtype=np.uint8)
+        return number, _Known(values.reshape(stored[0], -1), gain)
+
+
+class Fold:
+    """The fold of one checkpoint. `measure` must be called before a tensor is read."""
+
+    def __init__(
+        self, kind: str, original: Checkpoint, *, plain: Collection[str], moments: Moments | None = None
+    ) -> None:
+        """Find what can be folded.
+
+        kind: its name
+        original: the checkpoint
+        plain: the tensors that the result stores plainly
+        moments: second moments of the inputs of the checkpoint, if they are known
+
+        Raises SourceError if norms are missing.
+        """
+        self.kind, self.original, self._moments = kind, original, moments
+        self._plain = frozenset(plain)
+        self._tensors = {tensor.name: tensor for tensor in original.tensors}
+        self.structure: Links = self._find(plain)
+        self._sides: dict[str, list[tuple[int, Side, bool]]] = {}  # by tensor: link, side, and whether it reads
+        for number, link in enumerate(self.structure.links):
+            for side in (*link.writers, *link.vectors):
+                self._sides.setdefault(side.tensor, []).append((number, side, False))
+            for side in link.readers:
+                self._sides.setdefault(side.tensor, []).append((number, side, True))
+        self._norms = {link.norm: number for number, link in enumerate(self.structure.links) if link.norm}
+        self._known: dict[int, _Known] = {}
+        self._lock = threading.Lock()
+        self._factors = functools.lru_cache(maxsize=KEPT_TENSORS)(self._new_factors)
+
+    def _find(self, plain: Collection[str]) -> Links:
+        """Return the vectors that can be folded."""
+        return find_links(self.original.config, self.original.tensors, plain=plain)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the manifest's account of the fold."""
+        data = {} if self._moments is None else {"calibration": self._moments.sha256}
+        return {"kind": self.kind, "vectors": len(self.structure.links)} | data
+
+    @property
+    def also_reads(self) -> dict[str, Checkpoint]:
+        """The file of the moments, if there is one."""
+        return {} if self._moments is None else {"--calibration": self._moments.file}
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Why nothing is folded, if nothing is."""
+        return (f"--fold {self.kind}: {self.structure.unfolded}",) if self.structure.unfolded else ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the key `fold` of the JSON of quantize and plan: the vectors, and what is left as it is."""
+        left = {reason: list(names) for reason, names in self.structure.left.items()}
+        names = [link.name for link in self.structure.links]
+        return {"kind": self.kind, "vectors": names, "left": left, "warnings": list(self.warnings)}
+
+    def noted(self, planned: list[TensorPlan]) -> list[TensorPlan]:
+        """Add to the reasons of tensors what they may be folded with."""
+        notes = self.structure.notes
+        return [
+            tensor._replace(reason=f"{tensor.reason}; {notes[tensor.name]}") if tensor.name in notes else tensor
+            for tensor in planned
+        ]
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory that the factors take."""
+        return sum(2 * link.matrices * link.channels for link in self.structure.links)
+
+    @property
+    def folded(self) -> Checkpoint:
+        """The checkpoint with folded tensors."""
+        return self.over(self.original)
+
+    def over(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return a checkpoint with tensors of the same names, folded with the same factors."""
+        tensors = tuple(
+            FoldedTensor(original=tensor, factors=self.factors) if self._touches(tensor.name) else tensor
+            for tensor in checkpoint.tensors
+        )
+        return replace(checkpoint, tensors=tensors)
+
+    def _touches(self, tensor: str) -> bool:
+        """Whether a tensor may be changed."""
+        return tensor in self._sides or tensor in self._norms
+
+    def links_of(self, tensor: str) -> tuple[str, ...]:
+        """Return the names of the vectors through which a tensor was folded."""
+        numbers = [number for number, _, _ in self._sides.get(tensor, [])]
+        if tensor in self._norms:
+            numbers.append(self._norms[tensor])
+        links = self.structure.links
+        return tuple(dict.fromkeys(links[n].name for n in numbers if self._known[n].columns is not None))
+
+    def measure(self, folder: Path, *, fetched: Path, threads: int, progress: Progress) -> None:
+        """Find the factors, with one pass over the weights that they depend on.
+
+        folder: the work folder, in which what is found is kept for a run that continues this one
+        fetched: where fetched files lie
+        threads: how many threads read
+        progress: see Progress
+
+        Raises SourceError if the source cannot deliver them, OutputError for a disk error.
+        """
+        path = folder / FACTORS_FILE
+        self._known = _read(path)
+        missing = {n: link for n, link in enumerate(self.structure.links) if n not in self._known}
+        if not missing:
+            return
+        run = SizesPass(
+            storage=self.original.storage,
+            fetched=fetched,
+            threads=threads,
+            gain=self._gain,
+            progress=progress,
+        )
+        with disk_errors(path), open(path, "ab") as stream:
+            for number, sizes in run.run(self.original.tensors, missing, plain=self._plain):
+                self._known[number] = known = self._decided(self.structure.links[number], sizes)
+                stream.write(known.line(number))
+
+    def _decided(self, link: Link, sizes: Sizes) -> _Known:
+        rows = sum(
+            element_count(self._tensors[side.tensor]) // self._tensors[side.tensor].shape[side.axis] * side.repeats
+            for side in link.readers
+            if side.tensor not in self._plain
+        )
+        measured = None if self._moments is None else mean_squares(link, self._moments)
+        inputs = sizes.inputs if measured is None else np.where(np.isnan(measured), sizes.inputs, measured)
+        weights = sizes.weights * link.matrices / rows
+        found = factors_of(np.sqrt(inputs), np.sqrt(weights), powers_of_two=link.exact)
+        return _Known.of(found, SMALLEST_GAIN if measured is None else SMALLEST_GAIN_WITH_DATA)
+
+    def _gain(self, norm: str, zero_centred: bool) -> Doubles:
+        """Return the absolute gain of a norm, [channels]."""
+        return np.abs(self._norm_weight(norm).astype(np.float64) + zero_centred)
+
+    def _norm_weight(self, norm: str) -> Floats:
+        tensor = self._tensors[norm]
+        count = element_count(tensor)
+        raw = np.empty(count * 4, dtype=np.uint8)
+        tensor.read(0, count, "F32", raw)
+        values = raw.view(np.float32)
+        if not np.isfinite(values).all():
+            raise SourceError(
+                f"{tensor.parts[0].file}: tensor {norm!r}: expected finite gains, found a NaN or infinity"
+            )
+        return values
+
+    def factors(self, tensor: str) -> TensorFactors:
+        """Return what a tensor is multiplied by."""
+        with self._lock:
+            return self._factors(tensor)
+
+    def factors_of_inputs(self, tensor: str) -> Floats | None:
+        """Return the factors along the inputs of a weight, [matrices or 1, K]; None if it has none."""
+        sides = [side for _, side, reads in self._sides.get(tensor, []) if reads]
+        if not sides:
+            return None
+        factors = self.factors(tensor)
+        if sides[0].axis == COLUMNS:
+            return factors.columns
+        return None if factors.rows is None else factors.rows.reshape(-1, self._tensors[tensor].shape[-2])
+
+    def _new_factors(self, tensor: str) -> TensorFactors:
+        if tensor in self._norms:
+            number = self._norms[tensor]
+            folded = self._folded_gain(number)
+            return TensorFactors() if folded is None else TensorFactors(values=folded.stored)
+        shape = self._tensors[tensor].shape
+        found: dict[int, Floats] = {}
+        for number, side, reads in self._sides[tensor]:
+            columns = self._columns(number)
+            if columns is None:
+                continue
+            factors = columns if reads else 1 / columns
+            matrices = shape[0] if len(shape) == 3 else 1
+            along = found.get(side.axis)
+            if along is None:
+                along = found[side.axis] = np.ones((matrices, shape[side.axis]), dtype=np.float32)
+            by_head = factors.reshape(len(factors), -1, 1, side.width)
+            expanded = np.repeat(by_head, side.repeats, axis=2).reshape(len(factors), -1)
+            along[:, side.first : side.first + side.count] *= expanded.astype(np.float32, copy=False)
+        rows = found.get(-2)
+        return TensorFactors(rows=None if rows is None else rows.reshape(-1), columns=found.get(COLUMNS))
+
+    def _columns(self, number: int) -> Floats | None:
+        """Return by what the columns of a link's readers are multiplied, [matrices, channels]; None for nothing."""
+        if self.structure.links[number].norm is not None:
+            folded = self._folded_gain(number)
+            return None if folded is None else folded.columns[None]
+        return self._known[number].factors
+
+    def _folded_gain(self, number: int) -> FoldedGain | None:
+        link, columns = self.structure.links[number], self._known[number].factors
+        if columns is None or link.norm is None:
+            return None
+        weight = self._norm_weight(link.norm)
+        return folded_gain(weight, columns[0], zero_centred=link.zero_centred, exact=link.exact)
+
+
+def _read(path: Path) -> dict[int, _Known]:
+    """Read the vectors that an interrupted run found; a line that is not whole is cut off with all behind it."""
+    if not path.exists():
+        return {}
+    known, valid = {}, 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        found = _Known.parse(line)
+        if found is None:
+            os.truncate(path, valid)
+            break
+        known[found[0]] = found[1]
+        valid += len(line)
+    return known

@@ -1,0 +1,204 @@
+"""The sizes of the channels of all vectors between layers: one pass over the weights that write or read them.
+
+Sums are added in the order of the checkpoint, so they do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.file_uses import file_uses
+from pqweights.checkpoint.readers import LogicalTensor, element_count
+from pqweights.checkpoint.storage import Storage
+from pqweights.folding.links import COLUMNS, Link, Side
+from pqweights.kernels.workers import compute_on, scratch
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+Progress = Callable[[int, int, str], None]  # called with the weights read, the weights in all, and the name of a tensor
+
+CHUNK_WEIGHTS = 1 << 20
+
+
+class Sizes(NamedTuple):
+    """The squares of a vector's channels, up to one factor, and of the columns that read them.
+
+    inputs: [matrices, channels]
+    weights: sums of squares over all rows of all readers, [matrices, channels]
+    """
+
+    inputs: Doubles
+    weights: Doubles
+
+
+class _Use(NamedTuple):
+    """A side of a link that is measured.
+
+    link: its number
+    side: the side
+    writes: whether it is a writer's
+    input_norm: the norm before a writer: its weight, and whether it is zero-centred
+    """
+
+    link: int
+    side: Side
+    writes: bool
+    input_norm: tuple[str, bool] | None
+
+
+class _Part(NamedTuple):
+    """Sums of squares of some channels of one vector of a link, from `first` on."""
+
+    use: _Use
+    matrix: int
+    first: int
+    sums: Doubles
+
+
+class _Chunk(NamedTuple):
+    """Some rows of one matrix of a tensor. place: the tensor's."""
+
+    place: int
+    matrix: int
+    row: int
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizesPass:
+    """The pass over the weights.
+
+    storage: where they lie
+    fetched: where fetched files lie
+    threads: how many threads read
+    gain: returns the gain of a norm, [channels], by the name of its weight and whether it is zero-centred
+    progress: see Progress
+    """
+
+    storage: Storage
+    fetched: Path
+    threads: int
+    gain: Callable[[str, bool], Doubles]
+    progress: Progress
+
+    def run(
+        self, tensors: Sequence[LogicalTensor], links: dict[int, Link], *, plain: Collection[str]
+    ) -> Iterator[tuple[int, Sizes]]:
+        """Yield the sizes of each link, by its number, once all of its weights have been read.
+
+        tensors: those of the checkpoint
+        links: the links that are wanted
+        plain: tensors that are stored plainly, whose columns do not count
+
+        Raises SourceError if the source cannot deliver them.
+        """
+        uses = _uses(links, plain)
+        wanted = [tensor for tensor in tensors if tensor.name in uses]
+        left = Counter(use.link for found in uses.values() for use in found)
+        last_places = {name: use.last for name, use in file_uses(wanted).items()}
+        sums: dict[int, Sizes] = {}
+        for place, parts in self._measured(wanted, uses):
+            for part in parts:
+                sizes = sums.setdefault(part.use.link, self._empty(links[part.use.link]))
+                into = sizes.inputs if part.use.writes else sizes.weights
+                into[part.matrix, part.first : part.first + len(part.sums)] += part.sums
+            if place is None:
+                continue
+            for number in [use.link for use in uses[wanted[place].name]]:
+                left[number] -= 1
+                if not left[number]:
+                    yield number, sums.pop(number)
+            for name in [name for name, last in last_places.items() if last == place]:
+                self.storage.release(name)
+
+    def _empty(self, link: Link) -> Sizes:
+        """Return the sums of a link before anything is added: those of a norm's output are its gain's."""
+        shape = (link.matrices, link.channels)
+        inputs = np.zeros(shape) if link.norm is None else self.gain(link.norm, link.zero_centred)[None] ** 2
+        return Sizes(inputs, np.zeros(shape))
+
+    def _measured(
+        self, wanted: Sequence[LogicalTensor], uses: dict[str, list[_Use]]
+    ) -> Iterator[tuple[int | None, list[_Part]]]:
+        """Yield the sums of each chunk, in order, with the place of its tensor if it is the last chunk of it."""
+        total, done = sum(element_count(tensor) for tensor in wanted), 0
+        files = {name: use.together for name, use in file_uses(wanted).items()}
+        under_way: deque[tuple[_Chunk, bool, Future[list[_Part]]]] = deque()
+        pool = ThreadPoolExecutor(self.threads, "pqweights-sizes", compute_on, ("cpu",))
+        try:
+            with self.storage.fetching(self.fetched, files):
+                for chunk, is_last in [*_chunks(wanted), (None, True)]:
+                    if chunk is not None:
+                        tensor = wanted[chunk.place]
+                        result = pool.submit(self._sums, tensor, uses[tensor.name], chunk)
+                        under_way.append((chunk, is_last, result))
+                    while len(under_way) > (2 * self.threads if chunk is not None else 0):
+                        first, ends, result = under_way.popleft()
+                        parts = result.result()
+                        done += first.rows * wanted[first.place].shape[-1]
+                        self.progress(done, total, wanted[first.place].name)
+                        yield (first.place if ends else None), parts
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _sums(self, tensor: LogicalTensor, uses: Sequence[_Use], chunk: _Chunk) -> list[_Part]:
+        """Read some rows, and return their sums of squares for each use."""
+        columns = tensor.shape[-1]
+        count = chunk.rows * columns
+        raw = scratch("squares", count * 4)
+        height = tensor.shape[-2]
+        tensor.read((chunk.matrix * height + chunk.row) * columns, count, "F32", raw)
+        squares = raw.view(np.float32).reshape(chunk.rows, columns)
+        with np.errstate(over="ignore", invalid="ignore"):  # whoever encodes the weight reports what is not finite
+            np.square(squares, out=squares)
+            parts = [self._part(squares, use, chunk, self._squared_gain(use)) for use in uses]
+        return [part for part in parts if len(part.sums)]
+
+    def _squared_gain(self, use: _Use) -> Floats | None:
+        """Return the squares of what the columns of a writer read, if a norm tells."""
+        if not use.writes or use.input_norm is None:
+            return None
+        return np.square(self.gain(*use.input_norm)).astype(np.float32)
+
+    def _part(self, squares: Floats, use: _Use, chunk: _Chunk, squared_gain: Floats | None) -> _Part:
+        """Return the sums of one use. squared_gain: by what columns are multiplied before rows are summed."""
+        side, matrix = use.side, chunk.matrix if use.side.stacked else 0
+        if side.axis == COLUMNS:
+            sums = squares.sum(axis=0, dtype=np.float32)[side.first : side.first + side.count].astype(np.float64)
+            return _Part(use, matrix, 0, sums.reshape(-1, side.repeats, side.width).sum(axis=1).reshape(-1))
+        low, high = max(side.first, chunk.row), min(side.first + side.count, chunk.row + chunk.rows)
+        rows = squares[low - chunk.row : max(low, high) - chunk.row]
+        sums = rows.sum(axis=1) if squared_gain is None else rows @ squared_gain
+        return _Part(use, matrix, low - side.first, sums.astype(np.float64))
+
+
+def _uses(links: dict[int, Link], plain: Collection[str]) -> dict[str, list[_Use]]:
+    """Return what is measured of each tensor, by its name."""
+    uses: dict[str, list[_Use]] = {}
+    for number, link in links.items():
+        for side in link.writers:
+            uses.setdefault(side.tensor, []).append(_Use(number, side, True, link.input_norm))
+        for side in link.readers:
+            if side.tensor not in plain:
+                uses.setdefault(side.tensor, []).append(_Use(number, side, False, None))
+    return uses
+
+
+def _chunks(wanted: Sequence[LogicalTensor]) -> Iterator[tuple[_Chunk, bool]]:
+    """Yield the chunks of all tensors, each within one matrix, and whether it is the last of its tensor."""
+    for place, tensor in enumerate(wanted):
+        *stack, height, columns = tensor.shape
+        step = max(1, CHUNK_WEIGHTS // columns)
+        matrices = stack[0] if stack else 1
+        for matrix in range(matrices):
+            for row in range(0, height, step):
+                is_last = matrix == matrices - 1 and row + step >= height
+                yield _Chunk(place, matrix, row, min(step, height - row)), is_last
