@@ -226,6 +226,8 @@ def run_command(command: dict[str, Any], out: Path, threads: int = 2) -> Rewrite
 
     options = {key: value for key, value in command.items() if key not in ("quantize", "export", "recipe")}
     asked = {field.name: options.pop(field.name) for field in fields(ExportOptions) if field.name in options}
+    if asked.get("calibration"):
+        asked["calibration"] = Path(asked["calibration"])
     if "quantize" in command:
         recipe = load_recipe(command.get("recipe", "q5"))
         if "awq" in options:
