@@ -120,5 +120,3 @@ def test_plain_tensors_of_a_folded_bf16_model_are_exact(
             stored = np.tile(found[link.norm] + one, side.repeats)
             products = stored.astype(np.float64) * columns[0]
             assert np.allclose(products, np.tile(gain, side.repeats), rtol=2.0**-23, atol=0)
-
-

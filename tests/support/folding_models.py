@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from helpers import Tensor, as_float32, bf16, f16, f32, read_all, safetensors_bytes
+from helpers import Tensor, as_float32, bf16, f16, f32, read_all, safetensors_bytes, write_checkpoint
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
@@ -71,3 +71,63 @@ def values_of(tensor: LogicalTensor) -> Floats:
 def folded_values(fold: Fold) -> dict[str, Floats]:
     """All tensors of a folded checkpoint in float32."""
     return {tensor.name: values_of(tensor) for tensor in fold.folded.tensors}
+
+
+WIDTH, WIDE, HEADS, KEY_HEADS, HEAD = 128, 256, 4, 2, 32
+LAYERS = 3
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KEY_HEADS,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+
+def spread(*shape: int, seed: int) -> Floats:
+    """A matrix with rows and columns of different sizes."""
+    random = np.random.default_rng(seed)
+    columns, rows = np.exp(random.standard_normal(shape[-1])), np.exp(random.standard_normal(shape[-2]))
+    return (0.02 * random.standard_normal(shape) * columns * rows[:, None]).astype(np.float32)
+
+
+def llama_tensors(dtype: str = "BF16") -> dict[str, Tensor]:
+    """The tensors of a Llama of three layers, with channels of very different sizes."""
+    sizes = {
+        "self_attn.q_proj": (HEADS * HEAD, WIDTH),
+        "self_attn.k_proj": (KEY_HEADS * HEAD, WIDTH),
+        "self_attn.v_proj": (KEY_HEADS * HEAD, WIDTH),
+        "self_attn.o_proj": (WIDTH, HEADS * HEAD),
+        "mlp.gate_proj": (WIDE, WIDTH),
+        "mlp.up_proj": (WIDE, WIDTH),
+        "mlp.down_proj": (WIDTH, WIDE),
+    }
+    result: dict[str, Floats] = {"model.embed_tokens.weight": spread(96, WIDTH, seed=1)}
+    for layer in range(LAYERS):
+        for number, (name, shape) in enumerate(sizes.items()):
+            result[f"model.layers.{layer}.{name}.weight"] = spread(*shape, seed=100 * layer + number + 10)
+        for number, name in enumerate(("input_layernorm", "post_attention_layernorm")):
+            result[f"model.layers.{layer}.{name}.weight"] = gains(seed=100 * layer + number + 50)
+    result |= {"model.norm.weight": gains(seed=5), "lm_head.weight": spread(96, WIDTH, seed=6)}
+    return {name: STORE[dtype](values) for name, values in result.items()}
+
+
+def gains(seed: int) -> Floats:
+    """The gains of a norm."""
+    return np.exp(np.random.default_rng(seed).standard_normal(WIDTH)).astype(np.float32)
+
+
+def llama(folder: Path, dtype: str = "BF16", shards: int = 1) -> Path:
+    """Write that Llama. With several shards, all norms of layers lie in the first, and the last norm in the last."""
+    tensors = llama_tensors(dtype)
+    if shards == 1:
+        return write_checkpoint(folder, tensors, config=CONFIG)
+    norms = [name for name in tensors if "layernorm" in name]
+    others = [name for name in tensors if name not in norms and name not in ("lm_head.weight", "model.norm.weight")]
+    step = -(-len(others) // (shards - 2))
+    groups = [norms, *(others[at : at + step] for at in range(0, len(others), step)), ["model.norm.weight"]]
+    groups[1] = ["lm_head.weight", *groups[1]]
+    return write_checkpoint(folder, *({name: tensors[name] for name in group} for group in groups), config=CONFIG)
