@@ -225,7 +225,7 @@ class Fold:
         Raises SourceError if the source cannot deliver them, OutputError for a disk error.
         """
         path = folder / FACTORS_FILE
-        # They are read before files are fetched: what reads a norm may lie in a file that is held instead of the norm's.
+        # Read before files are fetched: a file that is needed again would find no room beside those that are held.
         self._gains = {norm: self._norm_weight(norm) for norm in self._norms_read}
         self._known = _read(path)
         missing = {n: link for n, link in enumerate(self.structure.links) if n not in self._known}

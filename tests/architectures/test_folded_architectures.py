@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from building import build, computed, load
-from known_architectures import ARCHITECTURES
 from folding_models import folded_values, measured, rewritten, uneven, values_of
 from helpers import f32, read_all
+from known_architectures import ARCHITECTURES
 
 from pqweights.folding import fold as folds
 from pqweights.folding.families import FAMILIES
