@@ -18,7 +18,8 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import get_codec, nearest_rate
 from pqweights.errors import OptionError, OutputError, RecipeError, SourceError, StrictError
-from pqweights.folding.fold import Fold, checked_fold
+from pqweights.folding.fold import Fold
+from pqweights.folding.kinds import make_fold
 from pqweights.hub.sources import Access, open_source
 from pqweights.hub.storage import HubStorage
 from pqweights.planning.awq_file import AwqScales, open_awq
@@ -141,7 +142,7 @@ def plan_quantize(
         moments = None if options.calibration is None else open_moments(options.calibration)
         if moments is not None:
             moments.check({"this checkpoint": checkpoint.fingerprint()})
-        fold = Fold(checked_fold(options.fold), checkpoint, plain=kept, moments=moments)
+        fold = make_fold(options.fold, checkpoint, plain=kept, moments=moments)
         transform = replace(transform, fold=fold)
     plan = make_plan(checkpoint, transform, options.max_shard_bytes)
     return checkpoint if transform.fold is None else transform.fold.folded, transform, plan

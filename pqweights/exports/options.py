@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pqweights.errors import ExportError, OptionError
-from pqweights.folding.fold import checked_fold
+from pqweights.folding.kinds import checked_fold
 
 T = TypeVar("T")
 

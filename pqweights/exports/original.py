@@ -18,7 +18,7 @@ from pqweights.exports.integers import IntegerTarget, Outline, Rounding
 from pqweights.exports.options import GPTQ
 from pqweights.exports.target import ExportSource
 from pqweights.exports.values import values_of
-from pqweights.folding.fold import Fold
+from pqweights.folding.fold import ROTATE, Fold
 from pqweights.folding.folded import unfolded
 from pqweights.planning.moments_file import Moments, open_moments
 from pqweights.planning.plan import coder_of
@@ -71,13 +71,14 @@ def _known_errors(outline: Outline, manifest: Manifest | None) -> dict[str, floa
 def _fingerprints(source: ExportSource, original: Checkpoint | None, manifest: Manifest | None) -> dict[str, str]:
     """Return the fingerprints of the checkpoints whose moments serve, by what messages call them.
 
-    The inputs of a folded master are not those of the model that it was made from; only with the original are the
-    factors between them known.
+    The inputs of a folded master are not those of the model that it was made from. With the original, the factors
+    between them are known, unless it was rotated.
     """
-    if original is not None:
+    fold = {} if manifest is None else manifest.made_by.get("fold", {})
+    if original is not None and fold.get("kind") != ROTATE:
         return {"this original": original.fingerprint()}
     result = {"this master": source.checkpoint.fingerprint()}
-    if manifest is not None and "fold" not in manifest.made_by:
+    if manifest is not None and not fold:
         result["the model that it was made from"] = manifest.source_fingerprint
     return result
 
@@ -88,7 +89,7 @@ def _compensation(outline: Outline, moments: Moments | None, fold: Fold | None) 
         return None
     rounded = [(t, d.rule) for t in outline.tensors if isinstance(d := outline.decisions.get(t.name), Rounding)]
     sources = {tensor.name: sources_of(tensor, rule, moments) for tensor, rule in rounded}
-    return Compensation(moments, sources, fold)
+    return Compensation(moments, sources, None if fold is not None and fold.kind == ROTATE else fold)
 
 
 def _bits_warnings(outline: Outline) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ from pqweights.checkpoint.views import MovedTensor
 from pqweights.errors import OptionError
 from pqweights.exports.integers import Outline, Rounding
 from pqweights.exports.target import ExportSource
-from pqweights.folding.fold import Fold, checked_fold
+from pqweights.folding.fold import Fold
+from pqweights.folding.kinds import make_fold
 from pqweights.planning.moments_file import Moments
 from pqweights.rewrite.manifest import Manifest
 
@@ -61,14 +62,13 @@ def values_of(
                 f"--source: {source.folder} was folded with the moments of a file (sha256 {str(used)[:12]}); expected "
                 "--calibration with that file"
             )
-        fold = Fold(
-            checked_fold(str(made_with.get("kind"))), original, plain=kept, moments=None if used is None else moments
-        )
+        kind = str(made_with.get("kind"))
+        fold = make_fold(kind, original, plain=kept, moments=None if used is None else moments)
         return Values(checkpoint=_with_values(master, fold.folded), master=master, fold=fold)
     values = master if original is None else _with_values(master, original)
     if source.fold is None:
         return Values(checkpoint=values, master=master, fold=None)
-    fold = Fold(checked_fold(source.fold), values, plain=_plain(values, outline), moments=moments)
+    fold = make_fold(source.fold, values, plain=_plain(values, outline), moments=moments)
     return Values(checkpoint=fold.folded, master=fold.over(master), fold=fold)
 
 

@@ -21,7 +21,7 @@ from pqweights.checkpoint.readers import element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.dtypes import from_float32, to_float32
-from pqweights.errors import OptionError, SourceError
+from pqweights.errors import SourceError
 from pqweights.folding.factors import (
     SMALLEST_GAIN,
     SMALLEST_GAIN_WITH_DATA,
@@ -36,34 +36,13 @@ from pqweights.folding.links import COLUMNS, Link, Links, Side, find_links
 from pqweights.folding.sizes import Progress, Sizes, SizesPass
 from pqweights.planning.moments_file import Moments
 from pqweights.planning.plan import TensorPlan
-from pqweights.suggestions import instead
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
-EQUALIZE = "equalize"
-FOLDS = (EQUALIZE,)
+EQUALIZE, ROTATE = "equalize", "rotate"
 # The factors of this many tensors are kept at hand.
 KEPT_TENSORS = 16
-
-
-def checked_fold(kind: str) -> str:
-    """Return the name of a fold.
-
-    Raises OptionError for an unknown one.
-    """
-    if kind not in FOLDS:
-        raise OptionError(f"--fold {kind}: {instead(kind, FOLDS)}")
-    return kind
-
-
-@dataclass(frozen=True, kw_only=True)
-class FoldedLink:
-    """What became of a vector. name: its writer. gain: the expected gain. folded: whether it was folded."""
-
-    name: str
-    gain: float
-    folded: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +97,7 @@ class Fold:
     ) -> None:
         """Find what can be folded.
 
-        kind: one of FOLDS
+        kind: its name
         original: the checkpoint
         plain: the tensors that the result stores plainly
         moments: second moments of the inputs of the checkpoint, if they are known
@@ -126,9 +105,9 @@ class Fold:
         Raises SourceError if norms are missing.
         """
         self.kind, self.original, self._moments = kind, original, moments
-        self.structure: Links = find_links(original.config, original.tensors, plain=plain)
         self._plain = frozenset(plain)
         self._tensors = {tensor.name: tensor for tensor in original.tensors}
+        self.structure: Links = self._find(plain)
         self._sides: dict[str, list[tuple[int, Side, bool]]] = {}  # by tensor: link, side, and whether it reads
         for number, link in enumerate(self.structure.links):
             for side in (*link.writers, *link.vectors):
@@ -140,6 +119,10 @@ class Fold:
         self._gains: dict[str, Floats] = {}  # the weights of norms
         self._lock = threading.Lock()
         self._factors = functools.lru_cache(maxsize=KEPT_TENSORS)(self._new_factors)
+
+    def _find(self, plain: Collection[str]) -> Links:
+        """Return the vectors that can be folded."""
+        return find_links(self.original.config, self.original.tensors, plain=plain)
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the fold."""
@@ -191,20 +174,14 @@ class Fold:
     def over(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return a checkpoint with tensors of the same names, folded with the same factors."""
         tensors = tuple(
-            FoldedTensor(original=tensor, factors=self.factors)
-            if tensor.name in self._sides or tensor.name in self._norms
-            else tensor
+            FoldedTensor(original=tensor, factors=self.factors) if self._touches(tensor.name) else tensor
             for tensor in checkpoint.tensors
         )
         return replace(checkpoint, tensors=tensors)
 
-    @property
-    def links(self) -> tuple[FoldedLink, ...]:
-        """What became of each vector."""
-        return tuple(
-            FoldedLink(name=link.name, gain=self._known[number].gain, folded=self._known[number].columns is not None)
-            for number, link in enumerate(self.structure.links)
-        )
+    def _touches(self, tensor: str) -> bool:
+        """Whether a tensor may be changed."""
+        return tensor in self._sides or tensor in self._norms
 
     def links_of(self, tensor: str) -> tuple[str, ...]:
         """Return the names of the vectors through which a tensor was folded."""

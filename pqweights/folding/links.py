@@ -106,9 +106,9 @@ def find_links(config: Mapping[str, Any] | None, tensors: Sequence[LogicalTensor
 
     Raises SourceError if the norms of a known family are missing.
     """
-    kinds = _model_types(config or {})
-    family = next((FAMILIES[kind] for kind in kinds if kind in FAMILIES), None)
+    family = family_of(config)
     if family is None:
+        kinds = _model_types(config or {})
         known = ", ".join(sorted(FAMILIES))
         kind = kinds[0] if kinds else None
         return Links(unfolded=f"the architecture {kind!r} is not known to --fold; those that are: {known}")
@@ -120,6 +120,11 @@ def find_links(config: Mapping[str, Any] | None, tensors: Sequence[LogicalTensor
     return Links(links=tuple(search.links), notes=search.notes, left=search.frozen_left)
 
 
+def family_of(config: Mapping[str, Any] | None) -> Family | None:
+    """Return the family of a model; None for an unknown one."""
+    return next((FAMILIES[kind] for kind in _model_types(config or {}) if kind in FAMILIES), None)
+
+
 def _model_types(config: Mapping[str, Any]) -> list[str]:
     """Return the types that a configuration names: that of the text model last."""
     places = [config, config.get("text_config")]
@@ -127,7 +132,7 @@ def _model_types(config: Mapping[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Layer:
+class Layer:
     """One layer. prefix: of its names. tensors: by module and by "weight", "bias", or "" for a parameter itself."""
 
     prefix: str
@@ -139,6 +144,7 @@ class _Layer:
         return found.get("weight", found.get(""))
 
     def bias(self, module: str) -> LogicalTensor | None:
+        """Return the bias of a module."""
         return self.modules.get(module, {}).get("bias")
 
 
@@ -163,7 +169,7 @@ class _Search:
 
     def run(self) -> None:
         """Find the links of every layer, and that of the norm before the head."""
-        for layer in _layers(self._tensors):
+        for layer in layers_of(self._tensors):
             strange = [module for module in layer.modules if not self._is_known(module)]
             if strange:
                 self.left[f"a module that is not known there: {strange[0]}"].append(layer.prefix.rstrip("."))
@@ -184,7 +190,7 @@ class _Search:
         ]
         return any(re.fullmatch(expression, module) for expression in expressions)
 
-    def _add_norm(self, layer: _Layer, norm: NormReaders) -> None:
+    def _add_norm(self, layer: Layer, norm: NormReaders) -> None:
         """Add the link from a norm to the weights that read its output."""
         readers = [m for m in layer.modules if any(re.fullmatch(expression, m) for expression in norm.readers)]
         if not readers:
@@ -262,7 +268,7 @@ class _Search:
             reader="",
         )
 
-    def _add_pairs(self, layer: _Layer, pair: WriterReader) -> None:
+    def _add_pairs(self, layer: Layer, pair: WriterReader) -> None:
         """Add the links from a module to the one that reads its output: one, or one for each expert."""
         for module in layer.modules:
             found = re.fullmatch(pair.writer, module)
@@ -275,7 +281,7 @@ class _Search:
             if reader is not None:
                 self._add_pair(layer, module, reader, pair)
 
-    def _add_pair(self, layer: _Layer, writer: str, reader: str, pair: WriterReader) -> None:
+    def _add_pair(self, layer: Layer, writer: str, reader: str, pair: WriterReader) -> None:
         """Add one link between two modules."""
         name = layer.prefix + writer
         rows, columns = layer.weight(writer), layer.weight(reader)
@@ -351,7 +357,7 @@ class _Search:
         key_heads = config.get("num_key_value_heads", heads)
         return size, key_heads if isinstance(key_heads, int) else 0
 
-    def _input_norm(self, layer: _Layer, writer: str) -> tuple[str, bool] | None:
+    def _input_norm(self, layer: Layer, writer: str) -> tuple[str, bool] | None:
         """Return the weight of the norm that a module reads, and whether it is zero-centred."""
         for norm in self._family.norms:
             if any(re.fullmatch(expression, writer) for expression in norm.readers):
@@ -403,7 +409,7 @@ def _whole(vector: LogicalTensor) -> Side:
     return Side(tensor=vector.name, axis=COLUMNS, first=0, count=count, repeats=1, width=count, stacked=False)
 
 
-def _layers(tensors: Sequence[LogicalTensor]) -> Iterator[_Layer]:
+def layers_of(tensors: Sequence[LogicalTensor]) -> Iterator[Layer]:
     """Yield the layers of a model in the order in which they are met; those of other towers are not layers of it."""
     found: dict[str, dict[str, dict[str, LogicalTensor]]] = {}
     for tensor in tensors:
@@ -416,4 +422,4 @@ def _layers(tensors: Sequence[LogicalTensor]) -> Iterator[_Layer]:
             module, last = rest, ""
         found.setdefault(prefix, {}).setdefault(module, {})[last] = tensor
     for prefix, modules in found.items():
-        yield _Layer(prefix=prefix, modules=modules)
+        yield Layer(prefix=prefix, modules=modules)
