@@ -14,6 +14,7 @@ from helpers import Tensor, as_float32, bf16, f16, f32, read_all, safetensors_by
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.folding.fold import EQUALIZE, Fold
+from pqweights.folding.kinds import make_fold
 from pqweights.planning.plan import KEEP
 from pqweights.planning.recipe import load_recipe
 from pqweights.quantizing import Quantize
@@ -52,13 +53,19 @@ def kept(checkpoint: Checkpoint, recipe: str = "q5") -> list[str]:
     return [tensor.name for tensor in planned if tensor.action == KEEP]
 
 
-def measured(folder: Path, work: Path, threads: int = 2) -> Fold:
+def measured(folder: Path, work: Path, *, kind: str = EQUALIZE, threads: int = 2) -> Fold:
     """The fold of a checkpoint, with its factors."""
     checkpoint = open_local(folder)
-    fold = Fold(EQUALIZE, checkpoint, plain=kept(checkpoint))
+    fold = make_fold(kind, checkpoint, plain=kept(checkpoint))
     work.mkdir(parents=True, exist_ok=True)
     fold.measure(work, fetched=work, threads=threads, progress=lambda *_: None)
     return fold
+
+
+def columns_of(fold: Fold) -> dict[str, Floats]:
+    """The factors of the columns that read each vector that is folded, [matrices, channels], by its name."""
+    found = {link.name: fold._columns(number) for number, link in enumerate(fold.structure.links)}
+    return {name: columns for name, columns in found.items() if columns is not None}
 
 
 def values_of(tensor: LogicalTensor) -> Floats:
