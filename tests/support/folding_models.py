@@ -89,6 +89,8 @@ CONFIG = {
     "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS,
     "num_key_value_heads": KEY_HEADS,
+    "vocab_size": 96,
+    "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
 }
