@@ -10,6 +10,7 @@ from typer.core import TyperCommand
 
 from . import options, output, report
 from .report_errors import integer_form_lines
+from .report_fold import fold_lines
 
 if TYPE_CHECKING:
     from pqweights.rewrite.task import RewriteReport
@@ -208,5 +209,6 @@ def _lines(done: RewriteReport, folder: str, out: Path) -> list[str]:
         f"{folder} -> {out}: {sizes}, {stored}",
         report.bits_and_coverage(done.totals),
         *integer_form_lines(done.pairs, measured="--source" in done.transform.also_reads),
+        *fold_lines(done),
         *report.left_out_lines(plan),
     ]

@@ -221,15 +221,9 @@ class Fold:
                 stream.write(known.line(number))
 
     def _decided(self, link: Link, sizes: Sizes) -> _Known:
-        rows = sum(
-            element_count(self._tensors[side.tensor]) // self._tensors[side.tensor].shape[side.axis] * side.repeats
-            for side in link.readers
-            if side.tensor not in self._plain
-        )
         measured = None if self._moments is None else mean_squares(link, self._moments)
         inputs = sizes.inputs if measured is None else np.where(np.isnan(measured), sizes.inputs, measured)
-        weights = sizes.weights * link.matrices / rows
-        found = factors_of(np.sqrt(inputs), np.sqrt(weights), powers_of_two=link.exact)
+        found = factors_of(np.sqrt(inputs), np.sqrt(sizes.weights), powers_of_two=link.exact)
         return _Known.of(found, SMALLEST_GAIN if measured is None else SMALLEST_GAIN_WITH_DATA)
 
     def _gain(self, norm: str, zero_centred: bool) -> Doubles:

@@ -401,7 +401,7 @@ class _Search:
             self._note(link.norm, "gain with its readers")
 
     def _note(self, tensor: str, what: str) -> None:
-        self.notes[tensor] = f"{self.notes[tensor]}, {what}" if tensor in self.notes else f"folds {what}"
+        self.notes[tensor] = f"{self.notes[tensor]}, {what}" if tensor in self.notes else f"foldable: {what}"
 
 
 def _whole(vector: LogicalTensor) -> Side:
