@@ -116,6 +116,7 @@ class Fold:
                 self._sides.setdefault(side.tensor, []).append((number, side, True))
         self._norms = {link.norm: number for number, link in enumerate(self.structure.links) if link.norm}
         self._known: dict[int, _Known] = {}
+        self._gains: dict[str, Floats] = {}  # the weights of norms
         self._lock = threading.Lock()
         self._factors = functools.lru_cache(maxsize=KEPT_TENSORS)(self._new_factors)
 
@@ -154,8 +155,16 @@ class Fold:
 
     @property
     def memory_bytes(self) -> int:
-        """The memory that the factors take."""
-        return sum(2 * link.matrices * link.channels for link in self.structure.links)
+        """The memory that the factors and the weights of norms take."""
+        factors = sum(2 * link.matrices * link.channels for link in self.structure.links)
+        return factors + sum(4 * element_count(self._tensors[norm]) for norm in self._norms_read)
+
+    @property
+    def _norms_read(self) -> list[str]:
+        """The norms with weights that factors depend on."""
+        links = self.structure.links
+        read = [norm for link in links for norm in (link.norm, link.input_norm and link.input_norm[0]) if norm]
+        return list(dict.fromkeys(read))
 
     @property
     def folded(self) -> Checkpoint:
@@ -193,6 +202,8 @@ class Fold:
         Raises SourceError if the source cannot deliver them, OutputError for a disk error.
         """
         path = folder / FACTORS_FILE
+        # Read before files are fetched: a file that is needed again would find no room beside those that are held.
+        self._gains = {norm: self._norm_weight(norm) for norm in self._norms_read}
         self._known = _read(path)
         missing = {n: link for n, link in enumerate(self.structure.links) if n not in self._known}
         if not missing:
@@ -217,7 +228,7 @@ class Fold:
 
     def _gain(self, norm: str, zero_centred: bool) -> Doubles:
         """Return the absolute gain of a norm, [channels]."""
-        return np.abs(self._norm_weight(norm).astype(np.float64) + zero_centred)
+        return np.abs(self._gains[norm].astype(np.float64) + zero_centred)
 
     def _norm_weight(self, norm: str) -> Floats:
         tensor = self._tensors[norm]
@@ -279,8 +290,7 @@ class Fold:
         link, columns = self.structure.links[number], self._known[number].factors
         if columns is None or link.norm is None:
             return None
-        weight = self._norm_weight(link.norm)
-        return folded_gain(weight, columns[0], zero_centred=link.zero_centred, exact=link.exact)
+        return folded_gain(self._gains[link.norm], columns[0], zero_centred=link.zero_centred, exact=link.exact)
 
 
 def _read(path: Path) -> dict[int, _Known]:
