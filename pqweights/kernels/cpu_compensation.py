@@ -19,8 +19,8 @@ from pqweights.kernels.vector import stack
 # Rows of weights that are rounded together; panel rows that are multiplied together.
 TILE = 64
 QUAD = 4
-# Columns of which a panel is gathered at once: a cache line of float32.
-PANEL = 16
+# Columns of which a panel is gathered at once, which reads runs of as many numbers from the columns of a matrix.
+PANEL = 64
 # Rows of a factor that are computed together.
 STRIP = 32
 # Rows of 64 numbers that are multiplied by several quads while they are in the cache.
@@ -113,14 +113,14 @@ def _finish_quad(a: Any, sums: Any, size: Any, stride: Any, row: Any, chunk: Any
 
 def _factor(
     matrix_at: Any,  # f32 [size, stride]: a symmetric matrix; stride is at least size + TILE
-    panel_at: Any,  # f32 [STRIP, size], for work
+    panel_at: Any,  # f32 [STRIP, stride], for work
     failed_at: Any,  # out: i64, the first row without a positive pivot, or -1
     size: Any,  # a multiple of QUAD
     stride: Any,
 ) -> None:
     """Write R above and on the diagonal of A, where A = R' R. What is below the diagonal stays."""
     a = carray(matrix_at, size * stride, np.float32)
-    panel = carray(panel_at, STRIP * size, np.float32)
+    panel = carray(panel_at, STRIP * stride, np.float32)
     failed = carray(failed_at, 1, np.int64)
     sums = carray(stack(_STRIP_OF_4), STRIP * TILE, np.float32)
     failed[0] = -1
@@ -128,20 +128,20 @@ def _factor(
         end = min(start + STRIP, size)
         for i in range(start):
             for row in range(start, end):
-                panel[(row - start) * size + i] = a[i * stride + row]
+                panel[(row - start) * stride + i] = a[i * stride + row]
         for chunk in range(start, size, TILE):
             for lane in range(STRIP * TILE):
                 sums[lane] = np.float32(0)
-            _multiply_blocks(panel, size, 0, a[chunk:], stride, start, (end - start) // QUAD, sums)
+            _multiply_blocks(panel, stride, 0, a[chunk:], stride, start, (end - start) // QUAD, sums)
             for row in range(start, end, QUAD):
                 own = sums[(row - start) * TILE : (row - start + QUAD) * TILE]
                 if chunk == start:
                     for i in range(start, row):
                         for q in range(QUAD):
-                            panel[(row - start + q) * size + i] = a[i * stride + row + q]
+                            panel[(row - start + q) * stride + i] = a[i * stride + row + q]
                 if row > start:
-                    begin = (row - start) * size + start
-                    _multiply(panel[begin:], size, a[start * stride + chunk :], stride, row - start, own)
+                    begin = (row - start) * stride + start
+                    _multiply(panel[begin:], stride, a[start * stride + chunk :], stride, row - start, own)
                 bad = _finish_quad(a, own, size, stride, row, chunk, chunk == start)
                 if bad >= 0:
                     failed[0] = bad
@@ -149,23 +149,23 @@ def _factor(
 
 
 @inlined
-def _gather(a: Any, diagonal: Any, panel: Any, size: Any, stride: Any, start: Any, again: Any) -> None:
-    """Write how the error of each column changes the targets of the columns start to start + PANEL: [PANEL, size]."""
-    for k in range(start, start + PANEL):
-        at, row = (k - start) * size, k * stride
+def _gather(a: Any, diagonal: Any, panel: Any, size: Any, stride: Any, start: Any, end: Any, again: Any) -> None:
+    """Write how the error of each column changes the targets of the columns start to end: [PANEL, stride]."""
+    for k in range(start, end):
+        at, row = (k - start) * stride, k * stride
         if again:
             for i in range(k):
                 panel[at + i] = a[row + i] / diagonal[k]
         else:
-            for i in range(k):
+            for i in range(start, k):
                 panel[at + i] = np.float32(0)
             for i in range(k + 1, size):
                 panel[at + i] = a[row + i] / a[row + k]
         panel[at + k] = np.float32(0)
     if again:
         for i in range(start + 1, size):
-            for k in range(start, min(start + PANEL, i)):
-                panel[(k - start) * size + i] = a[i * stride + k] / diagonal[k]
+            for k in range(start, min(end, i)):
+                panel[(k - start) * stride + i] = a[i * stride + k] / diagonal[k]
 
 
 @jit
@@ -183,9 +183,9 @@ def _round_panel(
     limits: Any,
 ) -> None:
     """Round the columns of a panel for 64 rows, the last one first, and pass the error of each on to the others."""
-    start, size = place
+    start, end, stride = place
     lowest, highest = limits
-    for q in range(PANEL - 1, -1, -1):
+    for q in range(end - start - 1, -1, -1):
         k = start + q
         at, group = k * TILE, group_of[k] * TILE
         for lane in range(TILE):
@@ -197,7 +197,7 @@ def _round_panel(
             e[at + lane] = error
             codes[at + lane] = np.uint8(code - lowest)
         for p in range(q):
-            factor = panel[p * size + k]
+            factor = panel[p * stride + k]
             for lane in range(TILE):
                 sums[p * TILE + lane] += factor * delta[lane]
 
@@ -216,8 +216,8 @@ def _compensate(
     group_of_at: Any,  # i64 [size]: the group of each column
     errors_at: Any,  # in and out: f32 [tiles, size, TILE]; zeros, unless `again`
     codes_at: Any,  # out: u8 [tiles, size, TILE]
-    panel_at: Any,  # f32 [PANEL, size], for work
-    size: Any,  # a multiple of PANEL
+    panel_at: Any,  # f32 [PANEL, stride], for work
+    size: Any,  # a multiple of QUAD
     stride: Any,
     tiles: Any,
     groups: Any,
@@ -234,12 +234,13 @@ def _compensate(
     offsets = carray(offsets_at, tiles * groups * TILE, np.float32)
     errors = carray(errors_at, tiles * size * TILE, np.float32)
     codes = carray(codes_at, tiles * size * TILE, np.uint8)
-    panel = carray(panel_at, PANEL * size, np.float32)
+    panel = carray(panel_at, PANEL * stride, np.float32)
     sums = carray(stack(_PANEL_OF_4), PANEL * TILE, np.float32)
     delta = carray(stack(_SUMS_OF_4), TILE, np.float32)
     limits = (np.float32(lowest), np.float32(highest))
-    for start in range(size - PANEL, -1, -PANEL):
-        _gather(a, diagonal, panel, size, stride, start, again)
+    for end in range(size, 0, -PANEL):
+        start = max(0, end - PANEL)
+        _gather(a, diagonal, panel, size, stride, start, end, again)
         for tile in range(tiles):
             begin, first = tile * size * TILE, tile * groups * TILE
             w, e = weights[begin : begin + size * TILE], errors[begin : begin + size * TILE]
@@ -248,8 +249,9 @@ def _compensate(
             for lane in range(PANEL * TILE):
                 sums[lane] = np.float32(0)
             since = 0 if again else start
-            _multiply_blocks(panel, size, since, e[since * TILE :], TILE, size - since, PANEL // QUAD, sums)
-            _round_panel(panel, sums, w, s, o, group_of, e, c, delta, (start, size), limits)
+            quads = (end - start) // QUAD
+            _multiply_blocks(panel, stride, since, e[since * TILE :], TILE, size - since, quads, sums)
+            _round_panel(panel, sums, w, s, o, group_of, e, c, delta, (start, end, stride), limits)
 
 
 # Pointers: errors, inputs, totals; then size, tiles, inputs.

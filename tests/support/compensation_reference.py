@@ -52,11 +52,12 @@ def compensated(
                 passed[k, :k], passed[k, k + 1 :] = a[k, :k] / diagonal[k], a[k + 1 :, k] / diagonal[k]
             else:
                 passed[k, k + 1 :] = a[k, k + 1 :] / a[k, k]
-        for start in range(size - 16, -1, -16):
-            sums = np.zeros((16, weights.shape[1]), dtype=np.float32)
+        for end in range(size, 0, -64):
+            start = max(0, end - 64)
+            sums = np.zeros((end - start, weights.shape[1]), dtype=np.float32)
             for i in range(0 if again else start, size):
-                sums += passed[start : start + 16, i, None] * errors[i]
-            for q in range(15, -1, -1):
+                sums += passed[start:end, i, None] * errors[i]
+            for q in range(end - start - 1, -1, -1):
                 k = start + q
                 scale, offset = scales[group_of[k]], offsets[group_of[k]]
                 code = np.clip(np.rint((weights[k] + sums[q] - offset) / scale), *map(np.float32, codes))
