@@ -207,10 +207,17 @@ class _OutputErrors:
 class CompensatedJob(IntegerJob):
     """The job that rounds one weight with compensation, where it has inputs and gains from it."""
 
-    def __init__(self, job: IntegerJob, compensation: Compensation, sources: tuple[int | str, ...]) -> None:
-        """Take over the job of a weight. sources: see Compensation"""
+    def __init__(
+        self, job: IntegerJob, compensation: Compensation, sources: tuple[int | str, ...], *, is_original: bool
+    ) -> None:
+        """Take over the job of a weight.
+
+        sources: see Compensation
+        is_original: whether the weight is the original's
+        """
         self.__dict__.update(job.__dict__)
         self._compensation, self._sources = compensation, sources
+        self._is_original = is_original
         self._matrix_rows = self._planned.shape[-2]
         self._rows_per_chunk = max(TILE, jobs.CHUNK_WEIGHTS // self._columns // TILE * TILE)
         self._per_matrix = -(-self._matrix_rows // self._rows_per_chunk)
@@ -272,7 +279,9 @@ class CompensatedJob(IntegerJob):
         """Return the record, which says what was rounded how, and what that gained."""
         record = super().finish(sink)
         assert isinstance(record, TensorRecord)
-        return replace(record, rounding=self._account())
+        record = replace(record, rounding=self._account())
+        # The master's values are not rounded for comparison: that would take as long again.
+        return replace(record, total_mse=record.relative_mse) if self._is_original else record
 
     def _account(self) -> dict[str, Any]:
         """Return what the manifest says of the rounding of this weight."""

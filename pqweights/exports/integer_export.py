@@ -144,7 +144,9 @@ class IntegerExport(Transform):
         )
         if self.compensation is None:
             return job
-        return CompensatedJob(job, self.compensation, self.compensation.sources[tensor.name])
+        return CompensatedJob(
+            job, self.compensation, self.compensation.sources[tensor.name], is_original=self.original is not None
+        )
 
     def config(
         self, checkpoint: Checkpoint, tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]

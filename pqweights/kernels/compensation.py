@@ -7,12 +7,13 @@ its error on: with A = H + d mean(diag H) I in the order of columns and A = R' R
     target[k] = w[k] + sum over i > k of e[i] R[k, i] / R[k, k]
 
 This is the same as the updates by the inverse of A in the paper (Chee et al., arXiv:2307.13304, section 3), and needs
-one factorization and no inverse. A second pass goes over the columns again, each of which now looks at all others:
+one factorization and no inverse. Further passes go over the columns again, each of which now looks at all others:
 
     target[k] = w[k] + sum over i != k of e[i] A[k, i] / A[k, k]
 
-which is the least of the damped sum over the codes of one column. Scales and offsets are given. R lies above, and A
-below the diagonal of one K x K array. The only implementation is for the CPU.
+which is the least of the damped sum over the codes of one column. Scales and offsets are chosen before, with the
+diagonal of A as the weight of each column. R lies above, and A below the diagonal of one K x K array. The only
+implementation is for the CPU.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ Floats = npt.NDArray[np.float32]
 
 # The same as in cpu_compensation.py, which imports numba.
 TILE, QUAD, PANEL, STRIP = 64, 4, 16, 32
+# How often all columns are looked at again after the first pass. More than two gain little.
+REPEATS = 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,7 +138,7 @@ def compensate(values: Floats, start: Groups, rule: GroupRule, factor: Factor) -
     weights = Tiles.of(values[:, factor.order])
     scales, offsets = Tiles.of(start.scales.reshape(rows, groups), 1.0), Tiles.of(start.offsets.reshape(rows, groups))
     limits = (lowest, lowest + 2**rule.bits - 1)
-    _fit_by_importance(weights, (scales, offsets), rule, factor, limits)
+    fit_by_importance(weights, (scales, offsets), rule, factor, limits)
     errors, codes = round_tiles(
         weights.values, (scales.values, offsets.values), factor.order // rule.group_size, factor, codes=limits
     )
@@ -165,10 +168,13 @@ def errors_of(values: Floats, groups: Groups, rule: GroupRule, factor: Factor) -
     return Tiles.of((values - rule.decode(groups).reshape(values.shape))[:, factor.order])
 
 
-def _fit_by_importance(
+def fit_by_importance(
     weights: Tiles, numbers: tuple[Tiles, Tiles], rule: GroupRule, factor: Factor, limits: tuple[int, int]
 ) -> None:
-    """Improve scales and offsets in place; each column counts by its damped second moment."""
+    """Improve scales and offsets [groups] of rows in place; each column counts by its damped second moment.
+
+    limits: the lowest and the highest code
+    """
     tiles, size, _ = weights.values.shape
     position = np.empty(size, dtype=np.int64)
     position[factor.order] = np.arange(size)
@@ -193,13 +199,15 @@ def round_tiles(
     factor: Factor,
     *,
     codes: tuple[int, int],
+    repeats: int = REPEATS,
 ) -> tuple[Floats, npt.NDArray[np.uint8]]:
-    """Round tiles of weights in two passes; return the errors and the codes counted from 0, both [tiles, K, 64].
+    """Round tiles of weights; return the errors and the codes counted from 0, both [tiles, K, 64].
 
     weights: [tiles, K, 64], in the order of the factor
     numbers: the scales and the offsets, [tiles, groups, 64] each
     group_of: the group of each column
     codes: the lowest and the highest code; more than 256 codes do not fit what is returned
+    repeats: how often all columns are looked at again
     """
     size, stride = factor.matrix.shape
     tiles, groups = len(weights), numbers[0].shape[1]
@@ -216,7 +224,7 @@ def round_tiles(
         cpu.address(found, np.uint8, found.size, written=True),
         cpu.address(panel, np.float32, panel.size, written=True),
     )
-    for again in (False, True):
+    for again in (False, *(True,) * repeats):
         cpu.run("compensate", *pointers, size, stride, tiles, groups, again, *codes)
     return errors, found
 

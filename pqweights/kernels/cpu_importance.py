@@ -1,8 +1,8 @@
 """The CPU kernel that fits the scales and offsets of groups whose columns count unequally, in numba.
 
-Rows of weights are in the lanes, as in cpu_compensation.py. The search begins with shares of the given scale: weights
-that are large but hardly count must not stretch it. From each, a few steps alternate between codes and the weighted
-least-squares fit to them; what is best after rounding to BF16 is kept.
+Rows of weights are in the lanes, as in cpu_compensation.py. The search begins with shares of the given range, which
+move to the weighted mean as they get smaller: weights that are large but hardly count must not stretch it. From each,
+a few steps alternate between codes and the weighted least-squares fit to them; the best after rounding to BF16 is kept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pqweights.kernels.jit import inlined, jit
 from pqweights.kernels.vector import stack
 
 # Where the search begins, in 16ths of the given scale, and how many steps it takes from there.
-SHARES = (17, 16, 15, 14, 13, 12, 11, 10, 8, 6, 5, 4, 3)
+SHARES = (17, 16, 15, 14, 13, 12, 11, 10, 8, 6, 5, 4, 3, 2)
 STEPS = 4
 _SUMS_OF_4, _PAIRS_OF_4 = 4 * TILE * 4, 2 * TILE * 4
 
@@ -68,6 +68,21 @@ def _measure(w: Any, column: Any, importance: Any, numbers: Any, errors: Any, li
             errors[lane] += factor * (e * e)
 
 
+@jit
+def _average(w: Any, column: Any, importance: Any, means: Any) -> None:
+    """Write the weighted mean of each row's weights."""
+    for lane in range(TILE):
+        means[lane] = np.float32(0)
+    total = np.float32(0)
+    for j in range(len(column)):
+        factor, at = importance[column[j]], column[j] * TILE
+        total += factor
+        for lane in range(TILE):
+            means[lane] += factor * w[at + lane]
+    for lane in range(TILE):
+        means[lane] = means[lane] / total
+
+
 @inlined
 def _as_stored(bits: Any) -> None:
     """Round float32, given by their bits, to BF16, ties to even."""
@@ -104,6 +119,7 @@ def _fit_by_importance(
     numbers, bits = carray(memory, 2 * TILE, np.float32), carray(memory, 2 * TILE, np.uint32)
     given = carray(stack(_PAIRS_OF_4), 2 * TILE, np.float32)
     errors = carray(stack(_PAIRS_OF_4), 2 * TILE, np.float32)
+    means = carray(stack(_PAIRS_OF_4), TILE, np.float32)
     limits = (np.float32(lowest), np.float32(highest), symmetric != 0)
     middle = (np.float32(lowest) + np.float32(highest)) / np.float32(2)
     for tile in range(tiles):
@@ -114,13 +130,14 @@ def _fit_by_importance(
             for lane in range(TILE):
                 given[lane], given[TILE + lane] = scales[at + lane], offsets[at + lane]
             _measure(w, column, importance, given, errors[:TILE], limits)
+            _average(w, column, importance, means)
             for share in SHARES:
                 factor = np.float32(share) / np.float32(16)
                 for lane in range(TILE):
-                    scale, offset = given[lane], given[TILE + lane]
-                    numbers[lane] = scale * factor
-                    shifted = offset + middle * (scale - scale * factor)
-                    numbers[TILE + lane] = offset if limits[2] else shifted
+                    numbers[lane] = given[lane] * factor
+                    center = given[TILE + lane] + middle * given[lane]
+                    center = means[lane] + (center - means[lane]) * min(factor, np.float32(1))
+                    numbers[TILE + lane] = given[TILE + lane] if limits[2] else center - middle * numbers[lane]
                 for _ in range(STEPS):
                     _step(w, column, importance, numbers, sums, limits)
                 _as_stored(bits)

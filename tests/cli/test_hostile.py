@@ -62,6 +62,8 @@ USAGE_ERRORS = {
     "recipe-name-of-a-file",
     "set-malformed",
     "sensitivity-recipe-unknown",
+    "rounding-without-or-beside-what-it-needs",
+    "calibrate-moments-with-options-of-scales",
     "calibrate-recipe-unknown",
     "fit-sensitivity-without-target",
     "fit-recipe-with-bits",

@@ -16,7 +16,7 @@ from integer_exports import KINDS, LAYER, ROUNDED, work
 from rewriting import check_killed_runs_resume
 
 from pqweights.errors import MasterError, OutputError, SourceChangedError
-from pqweights.exports import integer_export
+from pqweights.exports import integer_job
 from pqweights.results.verify import verify
 from pqweights.rewrite import jobs
 from pqweights.rewrite.manifest import Manifest, read_manifest
@@ -39,7 +39,7 @@ def test_errors_are_identical_to_the_last_digit_across_threads_and_chunks(
     kind: str, driven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The manifest rounds to seven digits, which would mostly hide sums in another order."""
-    monkeypatch.setattr(integer_export, "rounded", lambda value: value)
+    monkeypatch.setattr(integer_job, "rounded", lambda value: value)
     found = set()
     for threads, chunk_weights in ((1, 1 << 20), (3, 1000)):
         monkeypatch.setattr(jobs, "CHUNK_WEIGHTS", chunk_weights)

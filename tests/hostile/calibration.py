@@ -101,6 +101,20 @@ CALIBRATE_CASES = [
         "make it first",
         command="calibrate model nowhere/s.safetensors --text text.txt",
     ),
+    evaluating(
+        "calibrate-moments-with-options-of-scales",
+        "--bits",
+        "--moments",
+        command=CALIBRATE + " --moments --bits 4",
+    ),
+    there(
+        "calibrate-moments-output-foreign",
+        CALIBRATE + " --moments --overwrite",
+        "scales.safetensors",
+        "file of moments",
+        "move it away",
+        content=stored(language_model()),
+    ),
     there("calibrate-output-there", CALIBRATE, "scales.safetensors", "--overwrite", content=b"x"),
     there(
         "calibrate-output-foreign",

@@ -81,9 +81,10 @@ def headed(header: dict[str, Any], data: bytes = WEIGHT_DATA) -> bytes:
     return raw(json.dumps(header), data)
 
 
-def stored(tensors: Mapping[str, Stored]) -> bytes:
+def stored(tensors: Mapping[str, Stored], metadata: Mapping[str, str] | None = None) -> bytes:
     """A well-formed file."""
-    header, data = {}, b""
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    data = b""
     for name, (dtype, shape, values) in tensors.items():
         header[name] = entry(dtype, shape, [len(data), len(data) + len(values)])
         data += values

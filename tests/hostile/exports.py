@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,37 @@ ABSENT: dict[str, Content] = {
     "mlx/__init__.py": "raise ImportError(\"No module named 'mlx'\")\n",
     "mlx/__pycache__": "",  # a file, so that none is written
 }
+COMPENSATED = " --rounding gptq --calibration m.safetensors"
+
+
+def moments(cut: int = 0, value: float = 1.0, **about: Any) -> Damage:
+    """A file of moments of the source beside it: of one vector of 128 channels, which the up projection reads.
+
+    cut: how many bytes are missing at its end
+    value: what each moment is
+    about: what the metadata say in place of the truth
+    """
+
+    def damage(folder: Path) -> None:
+        from pqweights.checkpoint.source import open_local
+
+        told = {
+            "version": 1,
+            "checkpoint": open_local(folder / "src").fingerprint(),
+            "inputs": [{"tokens": 1000, "windows": 8}],
+            "weights": {UP: {"inputs": [0], "transposed": False}},
+            **about,
+        }
+        parts: dict[str, Stored] = {
+            "inputs.0.moments": ("F32", [128, 128], struct.pack("<f", value) * 128 * 128),
+            "inputs.0.held_back": ("F32", [200, 128], struct.pack("<f", 1.0) * 200 * 128),
+        }
+        data = stored(parts, {"pqweights_moments": json.dumps(told)})
+        (folder / "m.safetensors").write_bytes(data[: len(data) - cut])
+
+    return damage
+
+
 EXPORT_CASES = [
     exporting(
         "group-size-that-no-target-has",
@@ -137,6 +169,61 @@ EXPORT_CASES = [
         },
     ),
     exporting("qparams-best-of-a-float", {MLX + " --mode mxfp4 --qparams best": ("--qparams best", "mxfp4", "minmax")}),
+    exporting(
+        "rounding-without-or-beside-what-it-needs",
+        {
+            VLLM + " --rounding gptq": ("--rounding gptq", "--calibration FILE"),
+            VLLM + " --calibration m": ("--calibration", "--rounding gptq"),
+            TORCHAO + " --rounding nearest": ("--rounding nearest", "plain, gptq"),
+            TORCHAO + " --rounding gptq --calibration m --qparams minmax": ("--rounding gptq", "--qparams best"),
+            MLX + " --mode mxfp4 --rounding gptq --calibration m": ("--rounding gptq", "--mode affine", "mxfp4"),
+            EXPORT + " --rounding gptq --calibration m": ("--rounding", "bf16"),
+        },
+    ),
+    exporting(
+        "moments-missing",
+        {VLLM + COMPENSATED: ("m.safetensors", "no such file", "--moments")},
+    ),
+    exporting(
+        "moments-of-something-else",
+        {VLLM + COMPENSATED: ("m.safetensors", "another file"), TORCHAO + COMPENSATED: ("m.safetensors",)},
+        files={"m.safetensors": stored({UP: WEIGHT})},
+    ),
+    exporting(
+        "moments-that-are-scales",
+        {VLLM + COMPENSATED: ("m.safetensors", "found scales", "--moments")},
+        files={"m.safetensors": stored({"a_awq_scale": ("F16", [1], b"\0\0")}, {"pqweights_awq": "{}"})},
+    ),
+    exporting(
+        "moments-as-scales",
+        {"quantize src out --awq m.safetensors": ("m.safetensors", "expected scales", "another file")},
+        damage=moments(),
+    ),
+    exporting(
+        "moments-of-another-checkpoint",
+        {VLLM + COMPENSATED: ("m.safetensors", "another checkpoint", "this master")},
+        damage=moments(checkpoint="0" * 64),
+    ),
+    exporting(
+        "moments-truncated",
+        {VLLM + COMPENSATED: ("m.safetensors", "file")},
+        damage=moments(cut=100),
+    ),
+    exporting(
+        "moments-of-a-newer-version",
+        {VLLM + COMPENSATED: ("m.safetensors", "version", "newer")},
+        damage=moments(version=99),
+    ),
+    exporting(
+        "moments-that-name-no-vector",
+        {VLLM + COMPENSATED: ("m.safetensors", UP, "numbers of its inputs")},
+        damage=moments(weights={UP: {"inputs": [7], "transposed": False}}),
+    ),
+    exporting(
+        "moments-not-finite",
+        {VLLM + COMPENSATED: ("m.safetensors", "inputs.0.moments", "NaN")},
+        damage=moments(value=float("nan")),
+    ),
     exporting(
         "export-onto-an-input",
         {

@@ -230,6 +230,8 @@ def run_command(command: dict[str, Any], out: Path, threads: int = 2) -> Rewrite
         paths = {key: Path(options.pop(key)) for key in ("awq", "calibration") if key in options}
         return quantize(Path(command["quantize"]), out, recipe, threads=threads, **options, **paths)
     asked = {field.name: options.pop(field.name) for field in fields(ExportOptions) if field.name in options}
+    if asked.get("calibration"):
+        asked["calibration"] = Path(asked["calibration"])
     if "original" in options:
         options["original"] = Path(options["original"])
     target = options.pop("target")

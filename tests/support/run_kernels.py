@@ -9,6 +9,7 @@ the compiler. --instructions: the names of the machine instructions of what is c
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import re
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import compensation_reference
 import groups_reference
 import independent_reader
 import numpy as np
@@ -27,7 +29,7 @@ import trellis_writer
 from pqweights.codecs.hadamard_trellis import HadamardTrellis, TrellisCoder, TrellisState
 from pqweights.codecs.lloyd_max import codebook
 from pqweights.codecs.protocol import Bytes
-from pqweights.kernels import BlockCoding, EncodedArrays, cpu, factors, groups, load_backend
+from pqweights.kernels import BlockCoding, EncodedArrays, compensation, cpu, factors, groups, load_backend
 from pqweights.kernels.groups import BEST, FLOAT_MODES, RUNTIME_RULES, FloatRule, GroupRule, Groups
 from pqweights.kernels.trellis import Superblocks
 
@@ -159,6 +161,78 @@ def pack_tiles_digest(backend: str) -> str:
     """Pack three by three tiles."""
     pack = groups_reference.pack_tiles if backend == "reference" else groups.pack_tiles
     return _digest(pack(_random_codes(4)))
+
+
+@functools.cache
+def _moments() -> npt.NDArray[np.float32]:
+    """Second moments of 64 channels, damped and symmetric."""
+    rng = np.random.default_rng(11)
+    x = rng.standard_normal((300, 64)) @ (np.eye(64) + 0.05 * rng.standard_normal((64, 64)))
+    lower = np.tril((x.T @ x / 300 + 0.01 * np.eye(64)).astype(np.float16).astype(np.float32))
+    return lower + np.tril(lower, -1).T
+
+
+def _factor(backend: str) -> compensation.Factor:
+    diagonal = np.diag(_moments()).copy()
+    matrix = compensation.empty_matrix(64)
+    if backend == "reference":
+        matrix[:, :64] = compensation_reference.factor(_moments())
+    else:
+        matrix[:, :64] = _moments()
+        assert compensation.factorize(matrix, diagonal, 0.0) is not None
+    return compensation.Factor(order=np.arange(64), matrix=matrix, diagonal=diagonal)
+
+
+def factor_digest(backend: str) -> str:
+    """Factorize second moments."""
+    return _digest(_factor(backend).matrix)
+
+
+def compensate_digest(backend: str) -> str:
+    """Round 70 rows of 64 columns, in groups of 32."""
+    rng = np.random.default_rng(12)
+    weights = rng.standard_normal((70, 64)).astype(np.float32)
+    scales, offsets = (np.float32(0.3) + rng.random((2, 70, 2))).astype(np.float32)
+    factor, group_of = _factor("reference"), np.arange(64) // 32
+    if backend == "reference":
+        found = compensation_reference.compensated(
+            factor.matrix[:, :64], factor.diagonal, weights.T, scales.T, offsets.T, group_of, (-8, 7), 2
+        )
+        return _digest(*(np.ascontiguousarray(each.T) for each in found))
+    numbers = (compensation.Tiles.of(scales, 1.0).values, compensation.Tiles.of(offsets).values)
+    tiles = compensation.Tiles.of(weights).values
+    results = compensation.round_tiles(tiles, numbers, group_of, factor, codes=(-8, 7))
+    return _digest(*(compensation.Tiles(each, 70).rows_of() for each in results))
+
+
+def output_errors_digest(backend: str) -> str:
+    """Multiply errors by inputs, and add up the squares."""
+    rng = np.random.default_rng(13)
+    errors, inputs = (rng.standard_normal((rows, 64)).astype(np.float32) for rows in (70, 24))
+    if backend == "reference":
+        return _digest(compensation_reference.output_errors(errors, inputs))
+    return _digest(compensation.output_errors(compensation.Tiles.of(errors), inputs))
+
+
+def fit_by_importance_digest(backend: str) -> str:
+    """Fit scales and offsets of 70 rows of two groups, with some columns that hardly count."""
+    rng = np.random.default_rng(14)
+    weights, importance = rng.standard_normal((70, 64)).astype(np.float32), np.ones(64, dtype=np.float32)
+    weights[:, ::9] *= np.float32(10)
+    importance[::9] = np.float32(1e-3)
+    factor = compensation.Factor(order=np.arange(64), matrix=compensation.empty_matrix(64), diagonal=importance)
+    found = []
+    for symmetric in (False, True):
+        rule = GroupRule(bits=4, group_size=32, symmetric=symmetric, middle=True, rule=BEST)
+        start = rule.quantize(weights.reshape(-1))
+        scales, offsets = start.scales.reshape(70, 2), start.offsets.reshape(70, 2)
+        if backend == "reference":
+            found += compensation_reference.fitted(weights, importance, scales, offsets, (-8, 7), symmetric)
+            continue
+        tiles = (compensation.Tiles.of(scales, 1.0), compensation.Tiles.of(offsets))
+        compensation.fit_by_importance(compensation.Tiles.of(weights), tiles, rule, factor, (-8, 7))
+        found += [each.rows_of() for each in tiles]
+    return _digest(*found)
 
 
 def sum_digest(backend: str) -> str:
@@ -309,6 +383,10 @@ DIGESTS: dict[str, Callable[[str], str]] = {
     "rotate": rotate_digest,
     "pack_bits": pack_bits_digest,
     "pack_tiles": pack_tiles_digest,
+    "factor": factor_digest,
+    "compensate": compensate_digest,
+    "output_errors": output_errors_digest,
+    "fit_by_importance": fit_by_importance_digest,
     **{f"encode_trellis_{states}": _encode_trellis_digest(states) for states in TRELLIS_BYTES},
     "decode_trellis": decode_trellis_digest,
 }

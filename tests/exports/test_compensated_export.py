@@ -1,0 +1,218 @@
+"""Exports with error-compensated rounding: outputs err less on inputs held back, in every format; same guarantees."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import Array, as_float32, folder_bytes, read_all, run_command
+from integer_exports import LAYER, from_compressed_tensors, from_torchao, unrotated, work
+from random_moments import write_random_moments
+from rewriting import check_killed_runs_resume
+
+from pqweights.errors import OptionError, SourceError
+from pqweights.exports import compensation
+from pqweights.results.verify import verify
+from pqweights.rewrite import jobs
+from pqweights.rewrite.manifest import read_manifest
+
+COMPENSATED = {
+    "tile": {"target": "torchao-int4"},
+    "nibbles": {"target": "torchao-int4", "packing": "plain"},
+    "vllm": {"target": "vllm-int4"},
+    "rotated": {"target": "vllm-int4", "basis": "rotated"},
+}
+NAMES = [f"{LAYER}.{name}.weight" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")]
+
+
+def command(folder: Path, kind: str, calibration: Path | None, **options: Any) -> dict[str, Any]:
+    rounding = {"rounding": "gptq", "calibration": calibration} if calibration else {}
+    return work(folder, "vllm", **{"qparams": "best", **COMPENSATED[kind], **rounding, **options})
+
+
+@pytest.fixture(scope="module")
+def calibrated(driven: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str, int], Array]]:
+    """A file of moments of the source, and the rows that it holds back."""
+    path = tmp_path_factory.mktemp("moments") / "moments.safetensors"
+    return path, write_random_moments(driven / "src", path)
+
+
+def decoded(folder: Path, kind: str, name: str, shape: tuple[int, ...]) -> Array:
+    tensors = read_all(folder)
+    if kind in ("tile", "nibbles"):
+        return from_torchao(tensors, name, shape, kind == "tile")
+    found = from_compressed_tensors(tensors, name)
+    return unrotated(found) if kind == "rotated" and shape[1] % 128 == 0 else found
+
+
+@pytest.mark.parametrize("original", [False, True])
+@pytest.mark.parametrize("kind", COMPENSATED)
+def test_outputs_on_inputs_held_back_err_less_than_with_plain_rounding(
+    kind: str, original: bool, driven: Path, calibrated: Any, tmp_path: Path
+) -> None:
+    path, held_back = calibrated
+    options: dict[str, Any] = {"original": True} if original else {}
+    run_command(command(driven, kind, None, **options), tmp_path / "plain")
+    report = run_command(command(driven, kind, path, **options), tmp_path / "gptq")
+    records = {record.name: record for record in report.records}
+    source, gains = read_all(driven / "src"), []
+    from pqweights.checkpoint.source import open_local
+    from pqweights.runtimes.decoders import values_of
+
+    master = {tensor.name: values_of(tensor) for tensor in open_local(driven / "master").tensors}
+    for name in NAMES:
+        account = records[name].rounding
+        if account is None:
+            continue
+        weight = as_float32(source[name]) if original else master[name]
+        x = held_back[name, 0].astype(np.float64)
+        before, after = (
+            np.square((decoded(tmp_path / which, kind, name, weight.shape) - weight) @ x.T).sum()
+            for which in ("plain", "gptq")
+        )
+        assert after <= before
+        assert account["gain"] == pytest.approx(1 - after / before, abs=2e-3)
+        assert (account["matrices"], account["compensated"], account["rounded_plainly"]) == (1, 1, {})
+        gains.append(account["gain"])
+    assert gains and min(gains) > 0.2
+    assert verify(tmp_path / "gptq", threads=2).ok
+
+
+@pytest.mark.parametrize(("threads", "chunk_weights"), [(1, 1 << 20), (3, 1 << 20), (2, 1000)])
+def test_output_is_identical_across_thread_counts_and_chunk_sizes(
+    threads: int, chunk_weights: int, driven: Path, calibrated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = command(driven, "rotated", calibrated[0], original=True)
+    run_command(asked, tmp_path / "first")
+    monkeypatch.setattr(jobs, "CHUNK_WEIGHTS", chunk_weights)
+    run_command(asked, tmp_path / "second", threads=threads)
+    assert folder_bytes(tmp_path / "first") == folder_bytes(tmp_path / "second")
+
+
+def test_killed_runs_resume_to_the_same_bytes(driven: Path, calibrated: Any, tmp_path: Path) -> None:
+    asked = command(driven, "vllm", calibrated[0]) | {"calibration": str(calibrated[0])}
+    run_command(asked, tmp_path / "whole")
+    points = [
+        {"function": "pwrite", "number": number, "when": "after", "out": str(tmp_path / f"killed {number}")}
+        for number in (2, 9)
+    ]
+    check_killed_runs_resume(asked, points, folder_bytes(tmp_path / "whole"))
+
+
+def test_manifest_says_what_was_done_and_is_read_again(driven: Path, calibrated: Any, tmp_path: Path) -> None:
+    report = run_command(command(driven, "vllm", calibrated[0]), tmp_path / "out")
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.records == report.records
+    assert manifest.made_by["rounding"] == "gptq" and len(manifest.made_by["calibration"]) == 64
+    account = manifest.records[[t.name for t in manifest.tensors].index(NAMES[0])].rounding
+    assert account is not None and account["dampings"][0] in compensation.DAMPINGS
+    entry = next(t for t in report.to_json()["tensors"] if t["name"] == NAMES[0])
+    assert entry["rounding"] == account
+    again = run_command(command(driven, "vllm", calibrated[0]), tmp_path / "out")
+    assert again.already_done
+
+
+def test_other_moments_are_another_run(driven: Path, calibrated: Any, tmp_path: Path) -> None:
+    run_command(command(driven, "vllm", calibrated[0]), tmp_path / "out")
+    other = tmp_path / "other.safetensors"
+    write_random_moments(driven / "src", other, change=lambda parts: parts[0].__imul__(2))
+    with pytest.raises(Exception, match="out: holds"):
+        run_command(command(driven, "vllm", other), tmp_path / "out")
+
+
+def test_few_tokens_are_rounded_plainly_and_named(driven: Path, tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    write_random_moments(driven / "src", path, tokens=lambda name, _: 20 if "q_proj" in name else 1500)
+    report = run_command(command(driven, "vllm", path), tmp_path / "out")
+    found = {record.name: record.rounding for record in report.records if record.rounding}
+    (reason,) = found[NAMES[0]]["rounded_plainly"]
+    assert reason.startswith("too few tokens: 20,") and found[NAMES[0]]["compensated"] == 0
+    assert found[NAMES[2]]["compensated"] == 1
+    run_command(command(driven, "vllm", None), tmp_path / "plain")
+    plain, ours = read_all(tmp_path / "plain"), read_all(tmp_path / "out")
+    assert np.array_equal(plain[f"{NAMES[0]}_packed"][1], ours[f"{NAMES[0]}_packed"][1])
+
+
+def test_rows_that_gain_nothing_are_rounded_plainly(driven: Path, tmp_path: Path) -> None:
+    """The rows held back are of other inputs than the moments."""
+    path = tmp_path / "m.safetensors"
+
+    def mislead(parts: Any) -> None:
+        parts[1] = np.ascontiguousarray(parts[1][:, ::-1] ** 3)
+
+    held_back = write_random_moments(driven / "src", path, change=mislead)
+    report = run_command(command(driven, "vllm", path, original=True), tmp_path / "out")
+    run_command(command(driven, "vllm", None, original=True), tmp_path / "plain")
+    source, records = read_all(driven / "src"), {record.name: record for record in report.records}
+    account = records[NAMES[2]].rounding
+    assert account is not None and account["rows_rounded_plainly"] > 0
+    weight, x = as_float32(source[NAMES[2]]), held_back[NAMES[2], 0].astype(np.float64)
+    before, after = (
+        np.square((decoded(tmp_path / which, "vllm", NAMES[2], weight.shape) - weight) @ x.T).sum(axis=1)
+        for which in ("plain", "out")
+    )
+    assert (after <= before * (1 + 1e-6)).all()
+
+
+def test_moments_of_another_model_are_refused(driven: Path, calibrated: Any, tmp_path: Path) -> None:
+    other = tmp_path / "src"
+    other.mkdir()
+    for path in (driven / "src").iterdir():
+        data = bytearray(path.read_bytes())
+        if path.suffix == ".safetensors":
+            data[-1] ^= 1
+        (other / path.name).write_bytes(data)
+    write_random_moments(other, tmp_path / "m.safetensors")
+    with pytest.raises(SourceError, match="of another checkpoint"):
+        run_command(command(driven, "vllm", tmp_path / "m.safetensors"), tmp_path / "out")
+
+
+@pytest.mark.parametrize("bad", ["nan", "negative"])
+def test_moments_that_cannot_be_are_refused(bad: str, driven: Path, tmp_path: Path) -> None:
+    def damage(parts: Any) -> None:
+        parts[0][3, 3] = np.nan if bad == "nan" else -1
+
+    write_random_moments(driven / "src", tmp_path / "m.safetensors", change=damage)
+    with pytest.raises(SourceError, match="finite" if bad == "nan" else "negative"):
+        run_command(command(driven, "vllm", tmp_path / "m.safetensors"), tmp_path / "out")
+
+
+def test_options_that_do_not_go_together_are_refused(driven: Path, calibrated: Any, tmp_path: Path) -> None:
+    path = calibrated[0]
+    for options, expected in (
+        ({"rounding": "gptq"}, "--calibration FILE"),
+        ({"calibration": path}, "--rounding gptq"),
+        ({"rounding": "gptq", "calibration": path, "qparams": "minmax"}, "--qparams best"),
+        ({"rounding": "nearest"}, "plain, gptq"),
+        ({"target": "mlx-q4", "mode": "mxfp4", "rounding": "gptq", "calibration": path}, "--mode affine"),
+        ({"target": "bf16", "rounding": "gptq", "calibration": path}, "does not take"),
+    ):
+        asked = {"export": str(driven / "master"), "target": "vllm-int4", **options}
+        with pytest.raises(OptionError, match=expected):
+            run_command(asked, tmp_path / "out")
+
+
+def test_moments_are_rotated_and_folded_like_the_inputs(driven: Path, calibrated: Any) -> None:
+    from helpers import sylvester
+
+    from pqweights.planning.moments_file import open_moments
+
+    moments = open_moments(calibrated[0])
+    (vector,) = moments.weights[NAMES[0]].vectors
+    assert vector is not None
+    size = moments.vectors[vector].size
+    plain = np.concatenate([strip for _, strip in moments.strips(vector)]).astype(np.float64)
+    factors = np.linspace(0.5, 2, size, dtype=np.float32)
+    turn = np.kron(np.eye(size // 128), sylvester()) / np.sqrt(128)
+    wanted = turn.T @ (plain / factors / factors[:, None]) @ turn
+    found = np.concatenate([strip for _, strip in moments.strips(vector, rotated=True, columns=factors)])
+    assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
+    rows = moments.held_back(vector).astype(np.float64) / factors @ turn
+    assert np.abs(moments.held_back(vector, rotated=True, columns=factors) - rows).max() < 1e-4
+
+
+def test_json_of_a_report_is_json(driven: Path, calibrated: Any, tmp_path: Path) -> None:
+    json.dumps(run_command(command(driven, "tile", calibrated[0]), tmp_path / "out").to_json())

@@ -1,0 +1,204 @@
+"""Error-compensated rounding: the bits of the reference, the codes of the textbook, and errors that only fall."""
+
+from __future__ import annotations
+
+import compensation_reference as reference
+import numpy as np
+import numpy.typing as npt
+import pytest
+from helpers import gaussian
+
+from pqweights.kernels.compensation import (
+    Factor,
+    Tiles,
+    compensate,
+    empty_matrix,
+    errors_of,
+    factorize,
+    order_of,
+    output_errors,
+    round_tiles,
+    sums_of_squares,
+)
+from pqweights.kernels.groups import BEST, GroupRule
+
+Floats = npt.NDArray[np.float32]
+AFFINE = GroupRule(bits=4, group_size=32, symmetric=False, middle=True, rule=BEST)
+RULES = {
+    "torchao": AFFINE,
+    "mlx": GroupRule(bits=3, group_size=64, symmetric=False, middle=False, rule=BEST),
+    "vllm": GroupRule(bits=4, group_size=32, symmetric=True, middle=True, rule=BEST),
+}
+
+
+def inputs(size: int, rows: int = 2000, seed: int = 1) -> Floats:
+    """Correlated inputs with channels of different size."""
+    mixed = gaussian(rows, size, seed=seed, scale=1) @ (np.eye(size) + gaussian(size, size, seed=seed + 1, scale=0.05))
+    return (mixed * np.exp(gaussian(size, seed=seed + 2, scale=0.7))).astype(np.float32)
+
+
+def ready(size: int, damping: float = 0.01) -> tuple[Factor, Floats]:
+    """A factor of the moments of inputs, and the moments."""
+    x = inputs(size)
+    moments = (x.T @ x / np.float32(len(x))).astype(np.float32)
+    moments = np.tril(moments) + np.tril(moments, -1).T
+    order = order_of(np.diag(moments).copy())
+    matrix = empty_matrix(size)
+    matrix[:, :size] = moments[np.ix_(order, order)]
+    diagonal = factorize(matrix, np.diag(moments)[order].copy(), damping)
+    assert diagonal is not None
+    return Factor(order=order, matrix=matrix, diagonal=diagonal), moments
+
+
+def damped(factor: Factor, moments: Floats) -> Floats:
+    """The moments in the order of a factor, with its diagonal."""
+    result = moments[np.ix_(factor.order, factor.order)].copy()
+    np.fill_diagonal(result, factor.diagonal)
+    return result
+
+
+@pytest.mark.parametrize("size", [16, 48, 96, 160])
+def test_factor_has_the_bits_of_the_reference(size: int) -> None:
+    factor, moments = ready(size)
+    assert np.array_equal(factor.matrix[:, :size], reference.factor(damped(factor, moments)))
+    assert not factor.matrix[:, size:].any()
+
+
+def test_factor_is_that_of_the_moments_and_keeps_them_below_the_diagonal() -> None:
+    factor, moments = ready(128)
+    wanted = damped(factor, moments).astype(np.float64)
+    upper = np.triu(factor.matrix[:, :128]).astype(np.float64)
+    assert np.abs(upper.T @ upper - wanted).max() < 1e-5 * wanted.max()
+    assert np.array_equal(np.tril(factor.matrix[:, :128], -1), np.tril(wanted, -1).astype(np.float32))
+
+
+def test_another_damping_gives_what_it_gives_on_fresh_moments() -> None:
+    factor, moments = ready(64, 0.5)
+    fresh, _ = ready(64, 0.02)
+    again = factorize(factor.matrix, np.diag(moments)[factor.order].copy(), 0.02)
+    assert again is not None and np.array_equal(again, fresh.diagonal)
+    assert np.array_equal(factor.matrix, fresh.matrix)
+
+
+@pytest.mark.parametrize("bad", [-1.0, 0.0, np.nan, np.inf])
+def test_moments_that_are_not_positive_definite_have_no_factor(bad: float) -> None:
+    matrix, diagonal = empty_matrix(32), np.ones(32, dtype=np.float32)
+    diagonal[20] = bad
+    assert factorize(matrix, diagonal, 0.0) is None
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_rounding_has_the_bits_of_the_reference(kind: str) -> None:
+    rule, size = RULES[kind], 128
+    factor, _ = ready(size)
+    weights = gaussian(70, size, seed=5)
+    start = rule.quantize(weights.reshape(-1))
+    rounded = compensate(weights, start, rule, factor)
+    lowest = -(2 ** (rule.bits - 1)) if rule.middle else 0
+    errors, codes = reference.compensated(
+        factor.matrix[:, :size],
+        factor.diagonal,
+        weights[:, factor.order].T,
+        rounded.groups.scales.reshape(70, -1).T,
+        rounded.groups.offsets.reshape(70, -1).T,
+        factor.order // rule.group_size,
+        (lowest, lowest + 2**rule.bits - 1),
+        repeats=2,
+    )
+    assert np.array_equal(rounded.errors.rows_of(), errors.T)
+    assert np.array_equal(rounded.groups.codes.reshape(70, size)[:, factor.order], codes.T)
+    decoded = rule.decode(rounded.groups).reshape(weights.shape)
+    assert np.array_equal((weights - decoded)[:, factor.order], errors.T)
+    assert np.array_equal(rounded.groups.errors, sums_of_squares((weights - decoded).reshape(-1, rule.group_size)))
+
+
+def test_first_pass_gives_the_codes_of_the_textbook_except_for_ties() -> None:
+    size, rows = 256, 64
+    factor, moments = ready(size)
+    weights = gaussian(rows, size, seed=6)
+    start = AFFINE.quantize(weights.reshape(-1))
+    scales, offsets = (numbers.reshape(rows, -1) for numbers in (start.scales, start.offsets))
+    _, codes = round_tiles(
+        Tiles.of(weights[:, factor.order]).values,
+        (Tiles.of(scales, 1.0).values, Tiles.of(offsets).values),
+        factor.order // 32,
+        factor,
+        codes=(-8, 7),
+        repeats=0,
+    )
+    order = factor.order[::-1]
+    wanted = reference.textbook(
+        weights[:, order].astype(np.float64),
+        damped(factor, moments)[::-1, ::-1].astype(np.float64),
+        np.repeat(scales, 32, axis=1)[:, order].astype(np.float64),
+        np.repeat(offsets, 32, axis=1)[:, order].astype(np.float64),
+        (-8, 7),
+    )
+    found = (Tiles(codes, rows).rows_of()[:, ::-1].astype(np.float64) - 8) * np.repeat(scales, 32, axis=1)[:, order]
+    found += np.repeat(offsets, 32, axis=1)[:, order]
+    same = np.isclose(found, wanted, rtol=1e-6, atol=1e-7).all(axis=1)
+    # A tie that falls to the other side changes all later codes of its row.
+    assert same.mean() > 0.9
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_every_pass_lowers_the_damped_error_of_every_row(kind: str) -> None:
+    rule, size = RULES[kind], 128
+    factor, moments = ready(size)
+    weights, wanted = gaussian(64, size, seed=7), damped(factor, moments).astype(np.float64)
+    start = rule.quantize(weights.reshape(-1))
+    lowest = -(2 ** (rule.bits - 1)) if rule.middle else 0
+    before = np.full(64, np.inf)
+    for repeats in range(4):
+        errors, _ = round_tiles(
+            Tiles.of(weights[:, factor.order]).values,
+            tuple(Tiles.of(each.reshape(64, -1), 1.0).values for each in (start.scales, start.offsets)),  # type: ignore[arg-type]
+            factor.order // rule.group_size,
+            factor,
+            codes=(lowest, lowest + 2**rule.bits - 1),
+            repeats=repeats,
+        )
+        rows = Tiles(errors, 64).rows_of().astype(np.float64)
+        after = np.einsum("ij,jk,ik->i", rows, wanted, rows)
+        assert (after <= before * (1 + 1e-5)).all()
+        before = after
+    plain = errors_of(weights, start, rule, factor).rows_of().astype(np.float64)
+    assert before.sum() < 0.8 * np.einsum("ij,jk,ik->", plain, wanted, plain)
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_scales_look_at_the_importance_of_columns(kind: str) -> None:
+    """Large weights whose inputs are nearly zero do not stretch the scales of their groups."""
+    rule, size, rows = RULES[kind], 128, 64
+    weights, sizes = gaussian(rows, size, seed=8), np.ones(size, dtype=np.float32)
+    weights[:, ::32] *= 20
+    sizes[::32] = 1e-4
+    matrix = empty_matrix(size)
+    order = order_of(sizes)
+    np.fill_diagonal(matrix, sizes[order])
+    diagonal = factorize(matrix, sizes[order], 0.0)
+    assert diagonal is not None
+    factor = Factor(order=order, matrix=matrix, diagonal=diagonal)
+    start = rule.quantize(weights.reshape(-1))
+    rounded = compensate(weights, start, rule, factor)
+
+    def error(tiles: Tiles) -> float:
+        return float((np.square(tiles.rows_of()) * diagonal).sum())
+
+    assert error(rounded.errors) < 0.2 * error(errors_of(weights, start, rule, factor))
+
+
+def test_output_errors_are_those_of_the_product() -> None:
+    x, errors = inputs(48, rows=100), gaussian(70, 48, seed=3)
+    found = output_errors(Tiles.of(errors), x)
+    assert np.allclose(found, np.square(errors.astype(np.float64) @ x.T).sum(axis=1), rtol=1e-5)
+
+
+def test_rows_are_independent_of_each_other() -> None:
+    factor, _ = ready(128)
+    weights = gaussian(130, 128, seed=9)
+    whole = compensate(weights, AFFINE.quantize(weights.reshape(-1)), AFFINE, factor).groups
+    for first, count in ((0, 1), (64, 66), (129, 1)):
+        part = np.ascontiguousarray(weights[first : first + count])
+        found = compensate(part, AFFINE.quantize(part.reshape(-1)), AFFINE, factor).groups
+        assert np.array_equal(found.codes, whole.codes.reshape(130, 4, 32)[first : first + count].reshape(-1, 32))

@@ -1,0 +1,216 @@
+"""calibrate --moments: the moments are those of the inputs; matrices that read the same share them; runs continue."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+from commands import answer, done
+from helpers import run_command
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+from test_unfinished import TEXT
+
+from pqweights.errors import OutputError, SourceError
+from pqweights.measure import moments as measured
+from pqweights.measure.calibrate import CalibrationOptions
+from pqweights.measure.moments import calibrate_moments
+from pqweights.planning.moments_file import Moments, open_moments
+
+WINDOW, WINDOWS = 64, 16
+Inputs = dict[str, np.ndarray[Any, Any]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+NARROW = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+SMALL = {
+    "llama": families.Family(
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {**families.TEXT, **families.ROPE, **NARROW, "num_key_value_heads": 1},
+        (),
+        (),
+    ),
+    "mixtral": families.Family(
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {**families.TEXT, **families.ROPE, **NARROW, "num_key_value_heads": 1, "num_local_experts": 3},
+        (),
+        (),
+    ),
+    "gpt_oss": families.Family(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {**families.TEXT, **NARROW, "num_key_value_heads": 1, "num_local_experts": 3, "num_experts_per_tok": 2},
+        (),
+        (),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: families.build(each, tmp_path_factory.mktemp(name) / "model") for name, each in SMALL.items()}
+
+
+def run(source: Path, out: Path, **options: Any) -> Moments:
+    asked = CalibrationOptions(**{"window": WINDOW, "max_tokens": WINDOW * WINDOWS, "dtype": "float32", **options})
+    calibrate_moments(source, out, TEXT, options=asked)
+    return open_moments(out)
+
+
+def matrix(found: Moments, vector: int) -> Any:
+    return np.concatenate([strip for _, strip in found.strips(vector)])
+
+
+def hooked(model: Any, layers: list[str]) -> Inputs:
+    """The inputs of linear layers in every window, [windows, rows, K], recorded by hooks."""
+    rows: dict[str, list[Any]] = {name: [] for name in layers}
+    modules = dict(model.named_modules())
+    hooks = [
+        modules[name].register_forward_pre_hook(
+            lambda module, args, name=name: rows[name].append(args[0].reshape(-1, args[0].shape[-1]).numpy().copy())
+        )
+        for name in layers
+    ]
+    ids = np.array([int(word[1:]) for word in TEXT.split()][: WINDOW * WINDOWS])
+    with torch.inference_mode():
+        for window in ids.reshape(WINDOWS, WINDOW):
+            model(torch.from_numpy(window)[None], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return {name: np.stack(found) for name, found in rows.items()}
+
+
+def test_moments_are_those_of_the_inputs_that_hooks_record(models: dict[str, Path], tmp_path: Path) -> None:
+    found = run(models["llama"], tmp_path / "m.safetensors")
+    stem = "model.layers.0."
+    layers = [stem + name for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")]
+    truth = hooked(families.load(models["llama"], SMALL["llama"]), [*layers, "lm_head"])
+    for name, rows in truth.items():
+        (vector,) = found.weights[f"{name}.weight"].vectors
+        assert vector is not None
+        kept, held_back = np.delete(rows, np.s_[3::4], axis=0), rows[3::4]
+        kept = kept.reshape(-1, rows.shape[-1]).astype(np.float64)
+        wanted = kept.T @ kept / len(kept)
+        assert np.abs(matrix(found, vector) - wanted).max() < 1e-4 * np.abs(wanted).max()
+        assert found.vectors[vector].tokens == len(kept) == WINDOW * WINDOWS * 3 // 4
+        assert found.vectors[vector].windows == WINDOWS // 4
+        distances = np.abs(found.held_back(vector)[:, None] - held_back.reshape(1, -1, rows.shape[-1])).max(axis=2)
+        assert distances.min(axis=1).max() < 1e-4
+
+
+def test_matrices_that_read_the_same_share_a_vector(models: dict[str, Path], tmp_path: Path) -> None:
+    found = run(models["llama"], tmp_path / "m.safetensors")
+    by_vector: dict[Any, set[str]] = {}
+    for name, weight in found.weights.items():
+        assert not weight.transposed
+        by_vector.setdefault(weight.vectors, set()).add(name.split(".")[-2])
+    shared = {frozenset(names) for names in by_vector.values()}
+    assert {frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "up_proj"})} <= shared
+    assert len(found.vectors) == len(by_vector) == 5
+
+
+def test_experts_have_the_moments_of_their_own_tokens(models: dict[str, Path], tmp_path: Path) -> None:
+    found = run(models["mixtral"], tmp_path / "m.safetensors")
+    names = [f"model.layers.0.block_sparse_moe.experts.{n}.{{}}.weight" for n in range(3)]
+    firsts = [found.weights[name.format("w1")].vectors for name in names]
+    assert firsts == [found.weights[name.format("w3")].vectors for name in names]
+    assert len(set(firsts)) == 3
+    tokens = [found.vectors[vectors[0]].tokens for vectors in firsts if vectors[0] is not None]
+    assert sum(tokens) == 2 * WINDOW * WINDOWS * 3 // 4 and len(set(tokens)) > 1
+
+
+def test_stacked_transposed_experts_say_where_their_inputs_run(models: dict[str, Path], tmp_path: Path) -> None:
+    found = run(models["gpt_oss"], tmp_path / "m.safetensors")
+    for part in ("gate_up_proj", "down_proj"):
+        weight = found.weights[f"model.layers.0.mlp.experts.{part}"]
+        assert weight.transposed and len(weight.vectors) == 3 and len(set(weight.vectors)) == 3
+
+
+def test_moments_of_a_master_are_its_own(models: dict[str, Path], tmp_path: Path) -> None:
+    run_command({"quantize": str(models["llama"]), "recipe": "q3"}, tmp_path / "master")
+    of_master = run(tmp_path / "master", tmp_path / "m.safetensors")
+    of_original = run(models["llama"], tmp_path / "o.safetensors")
+    assert of_master.checkpoint != of_original.checkpoint
+    assert of_master.weights.keys() == of_original.weights.keys()
+    run_command(
+        {
+            "export": str(tmp_path / "master"),
+            "target": "vllm-int4",
+            "rounding": "gptq",
+            "calibration": tmp_path / "m.safetensors",
+        },
+        tmp_path / "out",
+    )
+
+
+def test_several_runs_of_the_model_give_the_bytes_of_one(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(models["llama"], tmp_path / "one.safetensors")
+    monkeypatch.setattr(measured, "PART_BYTES", 300_000)
+    run(models["llama"], tmp_path / "many.safetensors")
+    assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "many.safetensors").read_bytes()
+
+
+def test_interrupted_run_continues_with_the_next_part(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "m.safetensors"
+    monkeypatch.setattr(measured, "PART_BYTES", 300_000)
+    run(models["llama"], tmp_path / "whole.safetensors")
+    record, parts = measured._record_part, []
+
+    def interrupted(*args: Any, **keywords: Any) -> Any:
+        parts.append(keywords["part"])
+        if len(parts) == 3:
+            raise KeyboardInterrupt
+        return record(*args, **keywords)
+
+    monkeypatch.setattr(measured, "_record_part", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(models["llama"], out)
+    assert not out.exists()
+    with pytest.raises(OutputError, match="interrupted run"):
+        run(models["llama"], out, window=32)
+    run(models["llama"], out)
+    assert parts[2] == parts[3] and len(parts) == 1 + len({tuple(part) for part in parts})
+    assert out.read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.safetensors", "whole.safetensors"]
+
+
+def test_commands_calibrate_and_export(models: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = ("--text", tmp_path / "text.txt", "--window", WINDOW)
+    out = tmp_path / "m.safetensors"
+    found = answer("calibrate", models["mixtral"], out, *options, "--moments", "--json")
+    assert found["tokens"] > 0 and json.dumps(found["inputs"])
+    done("quantize", models["mixtral"], tmp_path / "master")
+    asked = ("-t", "vllm-int4", "--rounding", "gptq", "--calibration", out)
+    line = done("export", tmp_path / "master", tmp_path / "out", *asked, "--source", models["mixtral"]).output
+    assert "compensated rounding: " in line
+    assert "relative MSE against the original: 0.0" in line
+    loaded = families.load(tmp_path / "out", SMALL["mixtral"])
+    assert np.isfinite(np.asarray(families.logits(loaded))).all()
+
+
+def test_scales_are_not_moments(models: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"")
+    with pytest.raises(SourceError):
+        open_moments(tmp_path / "x")
