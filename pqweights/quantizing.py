@@ -124,7 +124,9 @@ def plan_quantize(
     if options.calibration is not None and options.fold is None:
         raise OptionError("--calibration: expected --fold as well, which alone uses it")
     if options.fold is not None and options.awq is not None:
-        raise OptionError("--fold: expected weights as --awq has them, because its scales were searched for those")
+        raise OptionError(
+            "--fold: the scales of --awq were searched for weights that are not folded; leave one of them out"
+        )
     checkpoint = open_source(
         source,
         options.access,

@@ -60,8 +60,6 @@ def check_rounding(target: str, options: ExportOptions, *, why_not: str | None =
         checked_fold(options.fold)
     rounding = one_of(target, "rounding", options.rounding, allowed=(PLAIN, GPTQ))
     if rounding == PLAIN:
-        if options.calibration is not None and options.fold is None:
-            raise OptionError("--calibration: expected --rounding gptq or --fold as well, which use it")
         return
     if why_not is not None:
         raise OptionError(f"--rounding {GPTQ}: {why_not}")

@@ -157,7 +157,12 @@ class Fold:
     def memory_bytes(self) -> int:
         """The memory that the factors and the weights of norms take."""
         factors = sum(2 * link.matrices * link.channels for link in self.structure.links)
-        return factors + sum(4 * element_count(self._tensors[norm]) for norm in self._norms_read)
+        return factors + self._gain_bytes
+
+    @property
+    def _gain_bytes(self) -> int:
+        """The memory that the weights of norms take."""
+        return sum(4 * element_count(self._tensors[norm]) for norm in self._norms_read)
 
     @property
     def _norms_read(self) -> list[str]:
@@ -202,8 +207,7 @@ class Fold:
         Raises SourceError if the source cannot deliver them, OutputError for a disk error.
         """
         path = folder / FACTORS_FILE
-        # Read before files are fetched: a file that is needed again would find no room beside those that are held.
-        self._gains = {norm: self._norm_weight(norm) for norm in self._norms_read}
+        self._read_gains()
         self._known = _read(path)
         missing = {n: link for n, link in enumerate(self.structure.links) if n not in self._known}
         if not missing:
@@ -219,6 +223,10 @@ class Fold:
             for number, sizes in run.run(self.original.tensors, missing, plain=self._plain):
                 self._known[number] = known = self._decided(self.structure.links[number], sizes)
                 stream.write(known.line(number))
+
+    def _read_gains(self) -> None:
+        """Read the norms before files are fetched: one in another file would wait for room that nothing frees."""
+        self._gains = {norm: self._norm_weight(norm) for norm in self._norms_read}
 
     def _decided(self, link: Link, sizes: Sizes) -> _Known:
         measured = None if self._moments is None else mean_squares(link, self._moments)

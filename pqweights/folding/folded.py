@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.readers import LogicalTensor, OriginalTensor, PlainTensor
 from pqweights.dtypes import FINITE_RANGES, convert, item_bytes
 from pqweights.folding import turning
 from pqweights.folding.turning import Turn, TurnedFiles, write_at
@@ -155,7 +155,7 @@ class FoldedTensor:
 
     def _read_multiplied(self, values: Floats, factors: TensorFactors, start: int) -> None:
         """Read elements from `start` on, times their factors; what reads them reports infinities."""
-        dtype = "BF16" if self.original.dtype == "BF16" else "F32"
+        dtype = exact_dtype(self.original)
         raw = values.view(np.uint8) if dtype == "F32" else scratch("unfolded", len(values) * 2)
         self.original.read(start, len(values), dtype, raw)
         size, width = item_bytes(dtype), self.shape[-1]
@@ -169,6 +169,12 @@ class FoldedTensor:
                 rows=factors.of_rows(part),
                 out=values[done : done + count],
             )
+
+
+def exact_dtype(tensor: LogicalTensor) -> str:
+    """Return the smaller of BF16 and F32 in which a tensor can be read without rounding: decoded ones are float32."""
+    stored = tensor.original if isinstance(tensor, OriginalTensor) else tensor
+    return "BF16" if isinstance(stored, PlainTensor) and stored.dtype == "BF16" else "F32"
 
 
 class _Part(NamedTuple):

@@ -20,6 +20,7 @@ from pqweights.checkpoint.file_uses import file_uses
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.storage import Storage
 from pqweights.dtypes import item_bytes
+from pqweights.folding.folded import exact_dtype
 from pqweights.folding.links import COLUMNS, ROWS, Link, Side
 from pqweights.kernels.factors import squares
 from pqweights.kernels.workers import compute_on, scratch
@@ -163,7 +164,7 @@ class SizesPass:
     def _sums(self, tensor: LogicalTensor, uses: Sequence[_Use], chunk: _Chunk) -> list[_Part]:
         """Read some rows, and return their sums of squares for each use."""
         height, columns = tensor.shape[-2:]
-        dtype = "BF16" if tensor.dtype == "BF16" else "F32"
+        dtype = exact_dtype(tensor)
         raw = scratch("squares", chunk.rows * columns * item_bytes(dtype))
         tensor.read((chunk.matrix * height + chunk.row) * columns, chunk.rows * columns, dtype, raw)
         along_rows = [use for use in uses if use.side.axis == ROWS]

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 from commands import done, refused
-from folding_models import llama
-from helpers import as_float32, folder_bytes, read_all, run_command
+from folding_models import columns_of, folded_values, llama
+from helpers import as_float32, folder_bytes, master_weights, read_all, run_command
 
+from pqweights.checkpoint.source import open_local
+from pqweights.folding.kinds import make_fold
 from pqweights.rewrite.manifest import read_manifest
 
 
@@ -90,6 +92,17 @@ def test_target_size_folds_with_the_tensors_that_the_fit_keeps(folder: Path, tmp
     stored, source = read_all(out), read_all(folder / "src")
     name = "model.layers.2.mlp.down_proj.weight"
     assert (stored[name][1] == source[name][1]).all()
+
+
+def test_decoded_weights_are_folded_without_rounding_them(folder: Path, tmp_path: Path) -> None:
+    run_command({"quantize": str(folder / "src")}, tmp_path / "master")
+    checkpoint = open_local(tmp_path / "master")
+    fold = make_fold("equalize", checkpoint, plain=[])
+    fold.measure(tmp_path, fetched=tmp_path, threads=1, progress=lambda *_: None)
+    found, decoded = folded_values(fold), master_weights(tmp_path / "master")
+    gate = "model.layers.0.mlp.gate_proj.weight"
+    factors = columns_of(fold)["model.layers.0.post_attention_layernorm"][0]
+    assert (found[gate] == decoded[gate] * factors).all()
 
 
 def test_kept_reader_of_a_norm_gets_powers_of_two(folder: Path, tmp_path: Path) -> None:

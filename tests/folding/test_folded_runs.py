@@ -185,10 +185,10 @@ def test_plan_and_manifest_say_what_is_folded(source: Path, tmp_path: Path) -> N
     _, transform, plan = plan_quantize(str(source), load_recipe("q5"), fold="equalize")
     reasons = {tensor.name: tensor.reason for tensor in plan.tensors}
     prefix = "model.layers.1"
-    assert "folds inputs with input_layernorm" in reasons[f"{prefix}.self_attn.q_proj.weight"]
-    assert "folds gain with its readers" in reasons[f"{prefix}.input_layernorm.weight"]
+    assert "foldable: inputs with input_layernorm" in reasons[f"{prefix}.self_attn.q_proj.weight"]
+    assert "foldable: gain with its readers" in reasons[f"{prefix}.input_layernorm.weight"]
     assert "outputs with self_attn.o_proj" in reasons[f"{prefix}.self_attn.v_proj.weight"]
-    assert "folds" not in reasons["model.embed_tokens.weight"]
+    assert "foldable" not in reasons["model.embed_tokens.weight"]
     fold = transform.report_json()["fold"]
     assert fold["kind"] == "equalize" and len(fold["vectors"]) == LINKS and fold["left"] == {}
     assert transform.fold is not None

@@ -170,7 +170,7 @@ FOLD_CASES = [
     ),
     folding(
         "folded-master-with-moments-of-the-original",
-        {f"export folded out {VLLM} {GPTQ}": ("m.safetensors", "this master", "another checkpoint")},
+        {f"export folded out {VLLM} {GPTQ}": ("m.safetensors", "folded from", "add --source")},
         quantized("equalize", "folded"),
         moments(),
     ),
@@ -179,7 +179,11 @@ FOLD_CASES = [
         {
             f"export folded out {VLLM} --source src": ("--source", "folded with the moments", "--calibration"),
             f"export folded out {VLLM} --source src {GPTQ.replace('m.', 'n.')}": ("--source", "--calibration"),
-            f"export folded out {VLLM} --source src --calibration n.safetensors": ("--calibration",),
+            f"export folded out {VLLM} --source src --calibration n.safetensors": (
+                "--source",
+                "folded with the moments",
+            ),
+            f"export folded out {VLLM} --calibration m.safetensors": ("--calibration", "--rounding gptq"),
         },
         moments(),
         quantized("equalize", "folded", calibration="m.safetensors"),
