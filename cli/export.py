@@ -88,7 +88,7 @@ RoundingOption = Annotated[
         metavar="plain|gptq",
         help="How to choose codes: the nearest ones (plain), or such that errors within a row cancel in the "
         "outputs (gptq, with --calibration).",
-        show_default="plain",
+        show_default="gptq with --calibration, else plain",
     ),
 ]
 CalibrationOption = Annotated[

@@ -31,7 +31,7 @@ from pqweights.kernels.groups import GroupRule, Groups
 Floats = npt.NDArray[np.float32]
 
 # The same as in cpu_compensation.py, which imports numba.
-TILE, QUAD, PANEL, STRIP = 64, 4, 16, 32
+TILE, QUAD, PANEL, STRIP = 64, 4, 64, 32
 # How often all columns are looked at again after the first pass. More than two gain little.
 REPEATS = 2
 
@@ -57,7 +57,7 @@ def order_of(diagonal: Floats) -> npt.NDArray[np.int64]:
 
 def empty_matrix(size: int) -> Floats:
     """Return zeros [size, stride], the array for `factorize`. The padding keeps rows out of each other's cache sets."""
-    return np.zeros((size, size + TILE + PANEL), dtype=np.float32)
+    return np.zeros((size, size + TILE + 16), dtype=np.float32)
 
 
 def factorize(matrix: Floats, moments: Floats, damping: float) -> Floats | None:
@@ -76,7 +76,7 @@ def factorize(matrix: Floats, moments: Floats, damping: float) -> Floats | None:
             matrix[row, row:end] = matrix[row:end, row]
     np.fill_diagonal(matrix, diagonal)
     failed = np.empty(1, dtype=np.int64)
-    panel = np.empty(STRIP * size, dtype=np.float32)
+    panel = np.empty(STRIP * stride, dtype=np.float32)
     cpu.run(
         "factor",
         cpu.address(matrix, np.float32, size * stride, written=True),
@@ -213,7 +213,7 @@ def round_tiles(
     tiles, groups = len(weights), numbers[0].shape[1]
     errors = np.zeros_like(weights)
     found = np.empty(weights.shape, dtype=np.uint8)
-    panel = np.empty(PANEL * size, dtype=np.float32)
+    panel = np.empty(PANEL * stride, dtype=np.float32)
     pointers = (
         cpu.address(factor.matrix, np.float32, size * stride),
         cpu.address(factor.diagonal, np.float32, size),

@@ -12,20 +12,22 @@ import numpy as np
 from numba import carray, types
 from numba.extending import intrinsic
 
-from pqweights.kernels.emit import FLOATS, I64, LANES, array_pointers, constant, load, loop, splat, store
+from pqweights.kernels.emit import I64, LANES, array_pointers, load, loop, splat, store
 from pqweights.kernels.jit import inlined, jit
 from pqweights.kernels.vector import stack
 
 # Rows of weights that are rounded together; panel rows that are multiplied together.
 TILE = 64
 QUAD = 4
-# Columns of which a panel is gathered at once: a cache line of float32.
-PANEL = 16
+# Columns of which a panel is gathered at once, which reads runs of as many numbers from the columns of a matrix.
+PANEL = 64
 # Rows of a factor that are computed together.
 STRIP = 32
+# Rows of 64 numbers that are multiplied by several quads while they are in the cache.
+BLOCK = 1024
 _VECTORS = TILE // LANES
 _SUMS = QUAD * TILE
-_SUMS_OF_4, _TILE_OF_8 = _SUMS * 4, TILE * 8
+_STRIP_OF_4, _PANEL_OF_4, _SUMS_OF_4 = STRIP * TILE * 4, PANEL * TILE * 4, _SUMS * 4
 
 
 # The parameters of an intrinsic are the operands of the code that it emits, so they stay apart.
@@ -37,14 +39,14 @@ def _multiply(
     rows: Any,  # f32: row i begins at i * stride, and 64 numbers of it count
     stride: Any,
     count: Any,  # how many rows; at least 1
-    sums: Any,  # out: f32 [4, 64]
+    sums: Any,  # in and out: f32 [4, 64]
 ) -> Any:
-    """Write sum_i panel[q, i] * rows[i], added in the order of i."""
+    """Add panel[q, i] * rows[i] to the sums, in the order of i."""
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         panel, rows, sums = array_pointers(context, b, signature, args)
         width, stride, count = args[1], args[3], args[4]
-        zero = constant(b, FLOATS, [0.0] * LANES)
+        before = [tuple(load(b, sums, I64(q * TILE + v * LANES)) for v in range(_VECTORS)) for q in range(QUAD)]
 
         def add(i: Any, totals: Any) -> Any:
             at = b.mul(i, stride)
@@ -55,7 +57,7 @@ def _multiply(
                 result.append(tuple(t + factor * vector for t, vector in zip(own, vectors, strict=True)))
             return tuple(result)
 
-        totals = loop(b, count, ((zero,) * _VECTORS,) * QUAD, add)
+        totals = loop(b, count, tuple(before), add)
         for q, own in enumerate(totals):
             for v, total in enumerate(own):
                 store(total, sums, I64(q * TILE + v * LANES))
@@ -69,19 +71,34 @@ FACTOR = types.void(*[types.voidptr] * 3, *[types.int64] * 2)
 
 
 @jit
-def _factor_quad(a: Any, panel: Any, sums: Any, size: Any, stride: Any, start: Any, row: Any, chunk: Any) -> Any:
-    """Compute 64 columns of four rows of the factor; return the first row without a positive pivot, or -1."""
-    if row > 0:
-        _multiply(panel[(row - start) * size :], size, a[chunk:], stride, row, sums)
+def _multiply_blocks(
+    panel: Any, width: Any, first: Any, rows: Any, stride: Any, count: Any, quads: Any, sums: Any
+) -> None:
+    """Add to the sums of several quads. first: the column of the panel that belongs to the first row."""
+    for block in range(0, count, BLOCK):
+        for quad in range(quads):
+            _multiply(
+                panel[quad * QUAD * width + first + block :],
+                width,
+                rows[block * stride :],
+                stride,
+                min(BLOCK, count - block),
+                sums[quad * _SUMS : (quad + 1) * _SUMS],
+            )
+
+
+@jit
+def _finish_quad(a: Any, sums: Any, size: Any, stride: Any, row: Any, chunk: Any, is_first: Any) -> Any:
+    """Write 64 columns of four rows of the factor; return the first row without a positive pivot, or -1."""
     for q in range(QUAD):
         at, own = (row + q) * stride, sums[q * TILE : (q + 1) * TILE]
         for lane in range(TILE):
-            own[lane] = a[at + chunk + lane] - (own[lane] if row > 0 else np.float32(0))
+            own[lane] = a[at + chunk + lane] - own[lane]
         for p in range(q):
             factor, other = a[(row + p) * stride + row + q], sums[p * TILE : (p + 1) * TILE]
             for lane in range(TILE):
                 own[lane] = own[lane] - factor * other[lane]
-        if chunk == start:
+        if is_first:
             pivot = own[row + q - chunk]
             if not (pivot > 0 and pivot < np.inf):
                 return row + q
@@ -96,52 +113,63 @@ def _factor_quad(a: Any, panel: Any, sums: Any, size: Any, stride: Any, start: A
 
 def _factor(
     matrix_at: Any,  # f32 [size, stride]: a symmetric matrix; stride is at least size + TILE
-    panel_at: Any,  # f32 [STRIP, size], for work
+    panel_at: Any,  # f32 [STRIP, stride], for work
     failed_at: Any,  # out: i64, the first row without a positive pivot, or -1
     size: Any,  # a multiple of QUAD
     stride: Any,
 ) -> None:
     """Write R above and on the diagonal of A, where A = R' R. What is below the diagonal stays."""
     a = carray(matrix_at, size * stride, np.float32)
-    panel = carray(panel_at, STRIP * size, np.float32)
+    panel = carray(panel_at, STRIP * stride, np.float32)
     failed = carray(failed_at, 1, np.int64)
-    sums = carray(stack(_SUMS_OF_4), _SUMS, np.float32)
+    sums = carray(stack(_STRIP_OF_4), STRIP * TILE, np.float32)
     failed[0] = -1
     for start in range(0, size, STRIP):
+        end = min(start + STRIP, size)
+        for i in range(start):
+            for row in range(start, end):
+                panel[(row - start) * stride + i] = a[i * stride + row]
         for chunk in range(start, size, TILE):
-            for row in range(start, min(start + STRIP, size), QUAD):
+            for lane in range(STRIP * TILE):
+                sums[lane] = np.float32(0)
+            _multiply_blocks(panel, stride, 0, a[chunk:], stride, start, (end - start) // QUAD, sums)
+            for row in range(start, end, QUAD):
+                own = sums[(row - start) * TILE : (row - start + QUAD) * TILE]
                 if chunk == start:
-                    for i in range(row):
+                    for i in range(start, row):
                         for q in range(QUAD):
-                            panel[(row - start + q) * size + i] = a[i * stride + row + q]
-                bad = _factor_quad(a, panel, sums, size, stride, start, row, chunk)
+                            panel[(row - start + q) * stride + i] = a[i * stride + row + q]
+                if row > start:
+                    begin = (row - start) * stride + start
+                    _multiply(panel[begin:], stride, a[start * stride + chunk :], stride, row - start, own)
+                bad = _finish_quad(a, own, size, stride, row, chunk, chunk == start)
                 if bad >= 0:
                     failed[0] = bad
                     return
 
 
 @inlined
-def _gather(a: Any, diagonal: Any, panel: Any, size: Any, stride: Any, start: Any, again: Any) -> None:
-    """Write how the error of each column changes the targets of the columns start to start + PANEL: [PANEL, size]."""
-    for k in range(start, start + PANEL):
-        at, row = (k - start) * size, k * stride
+def _gather(a: Any, diagonal: Any, panel: Any, size: Any, stride: Any, start: Any, end: Any, again: Any) -> None:
+    """Write how the error of each column changes the targets of the columns start to end: [PANEL, stride]."""
+    for k in range(start, end):
+        at, row = (k - start) * stride, k * stride
         if again:
             for i in range(k):
                 panel[at + i] = a[row + i] / diagonal[k]
         else:
-            for i in range(k):
+            for i in range(start, k):
                 panel[at + i] = np.float32(0)
             for i in range(k + 1, size):
                 panel[at + i] = a[row + i] / a[row + k]
         panel[at + k] = np.float32(0)
     if again:
         for i in range(start + 1, size):
-            for k in range(start, min(start + PANEL, i)):
-                panel[(k - start) * size + i] = a[i * stride + k] / diagonal[k]
+            for k in range(start, min(end, i)):
+                panel[(k - start) * stride + i] = a[i * stride + k] / diagonal[k]
 
 
 @jit
-def _round_quad(
+def _round_panel(
     panel: Any,
     sums: Any,
     w: Any,
@@ -154,11 +182,11 @@ def _round_quad(
     place: Any,
     limits: Any,
 ) -> None:
-    """Round four columns of 64 rows, the last column first, and pass the error of each on to the others."""
-    quad, own, size = place
+    """Round the columns of a panel for 64 rows, the last one first, and pass the error of each on to the others."""
+    start, end, stride = place
     lowest, highest = limits
-    for q in range(QUAD - 1, -1, -1):
-        k = quad + q
+    for q in range(end - start - 1, -1, -1):
+        k = start + q
         at, group = k * TILE, group_of[k] * TILE
         for lane in range(TILE):
             scale, offset, weight = s[group + lane], o[group + lane], w[at + lane]
@@ -169,7 +197,7 @@ def _round_quad(
             e[at + lane] = error
             codes[at + lane] = np.uint8(code - lowest)
         for p in range(q):
-            factor = panel[(own + p) * size + k]
+            factor = panel[p * stride + k]
             for lane in range(TILE):
                 sums[p * TILE + lane] += factor * delta[lane]
 
@@ -188,8 +216,8 @@ def _compensate(
     group_of_at: Any,  # i64 [size]: the group of each column
     errors_at: Any,  # in and out: f32 [tiles, size, TILE]; zeros, unless `again`
     codes_at: Any,  # out: u8 [tiles, size, TILE]
-    panel_at: Any,  # f32 [PANEL, size], for work
-    size: Any,  # a multiple of PANEL
+    panel_at: Any,  # f32 [PANEL, stride], for work
+    size: Any,  # a multiple of QUAD
     stride: Any,
     tiles: Any,
     groups: Any,
@@ -206,22 +234,24 @@ def _compensate(
     offsets = carray(offsets_at, tiles * groups * TILE, np.float32)
     errors = carray(errors_at, tiles * size * TILE, np.float32)
     codes = carray(codes_at, tiles * size * TILE, np.uint8)
-    panel = carray(panel_at, PANEL * size, np.float32)
-    sums = carray(stack(_SUMS_OF_4), _SUMS, np.float32)
+    panel = carray(panel_at, PANEL * stride, np.float32)
+    sums = carray(stack(_PANEL_OF_4), PANEL * TILE, np.float32)
     delta = carray(stack(_SUMS_OF_4), TILE, np.float32)
     limits = (np.float32(lowest), np.float32(highest))
-    for start in range(size - PANEL, -1, -PANEL):
-        _gather(a, diagonal, panel, size, stride, start, again)
+    for end in range(size, 0, -PANEL):
+        start = max(0, end - PANEL)
+        _gather(a, diagonal, panel, size, stride, start, end, again)
         for tile in range(tiles):
             begin, first = tile * size * TILE, tile * groups * TILE
             w, e = weights[begin : begin + size * TILE], errors[begin : begin + size * TILE]
             c = codes[begin : begin + size * TILE]
             s, o = scales[first : first + groups * TILE], offsets[first : first + groups * TILE]
-            for quad in range(start + PANEL - QUAD, start - 1, -QUAD):
-                own = quad - start
-                since = 0 if again else quad
-                _multiply(panel[own * size + since :], size, e[since * TILE :], TILE, size - since, sums)
-                _round_quad(panel, sums, w, s, o, group_of, e, c, delta, (quad, own, size), limits)
+            for lane in range(PANEL * TILE):
+                sums[lane] = np.float32(0)
+            since = 0 if again else start
+            quads = (end - start) // QUAD
+            _multiply_blocks(panel, stride, since, e[since * TILE :], TILE, size - since, quads, sums)
+            _round_panel(panel, sums, w, s, o, group_of, e, c, delta, (start, end, stride), limits)
 
 
 # Pointers: errors, inputs, totals; then size, tiles, inputs.
@@ -246,6 +276,8 @@ def _output_errors(
         for lane in range(TILE):
             total[lane] = 0.0
         for row in range(0, count, QUAD):
+            for lane in range(_SUMS):
+                sums[lane] = np.float32(0)
             _multiply(inputs[row * size :], size, e, TILE, size, sums)
             for q in range(QUAD):
                 for lane in range(TILE):

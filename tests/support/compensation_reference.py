@@ -52,19 +52,20 @@ def compensated(
                 passed[k, :k], passed[k, k + 1 :] = a[k, :k] / diagonal[k], a[k + 1 :, k] / diagonal[k]
             else:
                 passed[k, k + 1 :] = a[k, k + 1 :] / a[k, k]
-        for quad in range(size - 4, -1, -4):
-            sums = np.zeros((4, weights.shape[1]), dtype=np.float32)
-            for i in range(0 if again else quad, size):
-                sums += passed[quad : quad + 4, i, None] * errors[i]
-            for q in (3, 2, 1, 0):
-                k = quad + q
+        for end in range(size, 0, -64):
+            start = max(0, end - 64)
+            sums = np.zeros((end - start, weights.shape[1]), dtype=np.float32)
+            for i in range(0 if again else start, size):
+                sums += passed[start:end, i, None] * errors[i]
+            for q in range(end - start - 1, -1, -1):
+                k = start + q
                 scale, offset = scales[group_of[k]], offsets[group_of[k]]
                 code = np.clip(np.rint((weights[k] + sums[q] - offset) / scale), *map(np.float32, codes))
                 error = weights[k] - (code * scale + offset)
                 change = error - errors[k]
                 errors[k], found[k] = error, (code - np.float32(codes[0])).astype(np.uint8)
                 for p in range(q):
-                    sums[p] += passed[quad + p, k] * change
+                    sums[p] += passed[start + p, k] * change
     return errors, found
 
 
