@@ -10,6 +10,7 @@ from typer.core import TyperCommand
 
 from . import options, output, report
 from .report_errors import integer_form_lines
+from .report_fold import fold_lines
 
 if TYPE_CHECKING:
     from pqweights.rewrite.task import RewriteReport
@@ -87,7 +88,7 @@ RoundingOption = Annotated[
         metavar="plain|gptq",
         help="How to choose codes: the nearest ones (plain), or such that errors within a row cancel in the "
         "outputs (gptq, with --calibration).",
-        show_default="plain",
+        show_default="gptq with --calibration, else plain",
     ),
 ]
 CalibrationOption = Annotated[
@@ -208,5 +209,6 @@ def _lines(done: RewriteReport, folder: str, out: Path) -> list[str]:
         f"{folder} -> {out}: {sizes}, {stored}",
         report.bits_and_coverage(done.totals),
         *integer_form_lines(done.pairs, measured="--source" in done.transform.also_reads),
+        *fold_lines(done),
         *report.left_out_lines(plan),
     ]

@@ -295,9 +295,9 @@ FoldOption = Annotated[
     str | None,
     typer.Option(
         "--fold",
-        metavar="equalize",
-        help="Move factors between neighbouring layers first, so that channels become alike; the model computes the "
-        "same. It helps where the weights have outlier channels.",
+        metavar="equalize|rotate",
+        help="Change neighbouring layers together first, so that weights are easier to quantize; the model computes "
+        "the same. equalize moves factors where channels differ much, rotate multiplies by Hadamard matrices.",
     ),
 ]
 CalibrationOption = Annotated[

@@ -11,6 +11,7 @@ from . import options, output, report
 from .plan import PlanRequest, show_plan
 from .report_errors import quality_lines
 from .report_fit import fit_lines
+from .report_fold import fold_lines
 from .report_summary import is_summarized, summary_table
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ def _lines(done: RewriteReport) -> list[str]:
         report.totals_text(done.totals),
         *quality_lines(done.pairs),
         *(fit_lines(fit) if fit else []),
+        *fold_lines(done),
         *report.kept_lines(done.plan.tensors),
         *report.left_out_lines(done.plan),
     ]

@@ -75,7 +75,8 @@ def integer_form_lines(pairs: Pairs, *, measured: bool) -> list[str]:
     forms: dict[str, int] = defaultdict(int)
     for tensor in tensors:
         if tensor.bits is not None:
-            forms[f"{tensor.bits} bits, {tensor.codec}, {tensor.reason}"] += 1
+            rule = tensor.reason.partition(";")[0]  # without what it is folded with
+            forms[f"{tensor.bits} bits, {tensor.codec}, {rule}"] += 1
     if not forms:
         return []
     plain = [tensor for tensor in tensors if tensor.bits is None and tensor.action == "decode"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from . import tables
 from .output import size
 from .report import left_out_lines, reason_lines, totals_text
+from .report_fold import planned_fold_lines
 from .report_summary import is_summarized, summary_table
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def plan_text(report: PlanReport, summary: bool | None) -> str:
             f"output: {plan.output_bytes} bytes in {counted(len(plan.shards), 'safetensors file')}; "
             f"{counted(len(plan.companions), 'other file')} copied",
             f"needs: {size(needs.peak_disk_bytes)} of disk space, at most {size(needs.peak_memory_bytes)} of memory",
+            *planned_fold_lines(None if report.fold is None else report.fold.to_json()),
             *left_out_lines(plan),
             *_hub_lines(report.hub),
         ]

@@ -208,7 +208,7 @@ def export(
     bits, group_size, qparams: bits of the integers, weights that share a scale, and how scales are chosen
     source: the original checkpoint, from which integers are then made
     fold: "equalize" to move factors between neighbouring layers before rounding
-    rounding: "plain", or "gptq" to round with a view to the error of the outputs
+    rounding: "plain", or "gptq" to round with a view to the error of the outputs; by default gptq with a calibration
     calibration: for gptq and for the fold, a file that `pqweights calibrate --moments` wrote
     basis: "plain" or "rotated" (vllm-int4)
     packing: how codes are packed (torchao-int4)

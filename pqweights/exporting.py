@@ -11,7 +11,7 @@ from pqweights.checkpoint.storage import Origin
 from pqweights.errors import SourceError
 from pqweights.exports import get_target
 from pqweights.exports.bf16 import Bf16Export
-from pqweights.exports.options import ExportOptions
+from pqweights.exports.options import GPTQ, PLAIN, ExportOptions
 from pqweights.exports.target import ExportSource
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES
 from pqweights.planning.totals import count
@@ -68,7 +68,7 @@ def export(
         checkpoint=checkpoint,
         original=master.original,
         calibration=options.calibration,
-        rounding=options.rounding,
+        rounding=GPTQ if options.compensated else PLAIN,
         fold=options.fold,
     )
     checkpoint, transform = to.prepare(source, settings)

@@ -46,7 +46,7 @@ from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.manifest import exceeds
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
-from pqweights.rewrite.transform import Preparation, Transform
+from pqweights.rewrite.transform import Transform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,9 @@ def plan_quantize(
     if options.calibration is not None and options.fold is None:
         raise OptionError("--calibration: expected --fold as well, which alone uses it")
     if options.fold is not None and options.awq is not None:
-        raise OptionError("--fold: expected weights as --awq has them, because its scales were searched for those")
+        raise OptionError(
+            "--fold: the scales of --awq were searched for weights that are not folded; leave one of them out"
+        )
     checkpoint = open_source(
         source,
         options.access,
@@ -184,20 +186,6 @@ class Quantize(Transform):
         if self.awq is not None:
             self.awq.check(checkpoint, result)
         return result if self.fold is None else self.fold.noted(result)
-
-    def prepare(self, preparation: Preparation) -> None:
-        """Measure what the fold depends on."""
-        if self.fold is not None:
-            self.fold.measure(
-                preparation.folder,
-                fetched=preparation.fetched,
-                threads=preparation.threads,
-                progress=preparation.progress,
-            )
-
-    def folded(self, tensor: str) -> tuple[str, ...]:
-        """Return the vectors through which a tensor was folded."""
-        return () if self.fold is None else self.fold.links_of(tensor)
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -71,6 +71,7 @@ OPTIONAL = {
     "numba": {
         "pqweights.kernels.compiler",
         "pqweights.kernels.cpu_compensation",
+        "pqweights.kernels.cpu_factors",
         "pqweights.kernels.cpu_groups",
         "pqweights.kernels.cpu_importance",
         "pqweights.kernels.cpu_sums",

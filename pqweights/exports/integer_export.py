@@ -26,7 +26,7 @@ from pqweights.planning.plan import INTEGER, TensorPlan, stored_bytes
 from pqweights.planning.roles import classify
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.records import TensorRecord
-from pqweights.rewrite.transform import Preparation, Transform
+from pqweights.rewrite.transform import Transform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,20 +70,6 @@ class IntegerExport(Transform):
         model = model_dtype(checkpoint.config, checkpoint.tensors)
         planned = [self._planned(tensor, model) for tensor in checkpoint.tensors]
         return planned if self.fold is None else self.fold.noted(planned)
-
-    def prepare(self, preparation: Preparation) -> None:
-        """Measure what the fold depends on."""
-        if self.fold is not None:
-            self.fold.measure(
-                preparation.folder,
-                fetched=preparation.fetched,
-                threads=preparation.threads,
-                progress=preparation.progress,
-            )
-
-    def folded(self, tensor: str) -> tuple[str, ...]:
-        """Return the vectors through which a tensor was folded."""
-        return () if self.fold is None else self.fold.links_of(tensor)
 
     def report_json(self) -> dict[str, Any]:
         """Return what a fold leaves as it is."""

@@ -28,7 +28,7 @@ class ExportOptions:
     group_size: weights that share a scale
     basis: "plain" or "rotated" (the vllm target)
     qparams: how scales are chosen, "best" or "minmax"
-    rounding: how codes are chosen, "plain" or "gptq"
+    rounding: how codes are chosen, "plain" or "gptq"; by default gptq if there is a calibration
     fold: one of FOLDS, to move factors between layers before weights are rounded
     calibration: for gptq and for folds, the file of moments that `calibrate --moments` wrote
     """
@@ -43,6 +43,13 @@ class ExportOptions:
     rounding: str | None = None
     fold: str | None = None
     calibration: Path | None = None
+
+    @property
+    def compensated(self) -> bool:
+        """Whether codes are chosen with a view to the error of outputs: if data are given, unless something else is."""
+        if self.rounding is not None:
+            return self.rounding == GPTQ
+        return self.calibration is not None and self.qparams != MINMAX
 
     def only(self, target: str, known: Collection[str]) -> None:
         """Raise OptionError if an option was given that is not in `known`."""
@@ -60,8 +67,6 @@ def check_rounding(target: str, options: ExportOptions, *, why_not: str | None =
         checked_fold(options.fold)
     rounding = one_of(target, "rounding", options.rounding, allowed=(PLAIN, GPTQ))
     if rounding == PLAIN:
-        if options.calibration is not None and options.fold is None:
-            raise OptionError("--calibration: expected --rounding gptq or --fold as well, which use it")
         return
     if why_not is not None:
         raise OptionError(f"--rounding {GPTQ}: {why_not}")

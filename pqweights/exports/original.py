@@ -10,7 +10,7 @@ from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.views import MovedTensor
-from pqweights.errors import SourceError
+from pqweights.errors import OptionError, SourceError
 from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.compensation import Compensation, sources_of
 from pqweights.exports.integer_export import IntegerExport
@@ -39,9 +39,7 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
         original = open_local(source.original)
         where = f"--source {source.original}"
         _check_original(where, original, master=source.checkpoint, manifest=manifest)
-    moments = None if source.calibration is None else open_moments(source.calibration)
-    if moments is not None:
-        moments.check(_fingerprints(source, original, manifest))
+    moments = None if source.calibration is None else _moments(source, source.calibration, original, manifest)
     outline = master_outline = target.outline(source.checkpoint)
     values = values_of(source, original, manifest=manifest, outline=outline, moments=moments)
     if values.checkpoint is not source.checkpoint:
@@ -60,6 +58,25 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
         fold=values.fold,
     )
     return replace(values.checkpoint, tensors=outline.tensors), transform
+
+
+def _moments(source: ExportSource, path: Path, original: Checkpoint | None, manifest: Manifest | None) -> Moments:
+    """Open the file of moments that was given, which must be of a model of which the inputs are those of the values.
+
+    Raises OptionError if nothing uses it, SourceError if it is of another model.
+    """
+    fold = {} if manifest is None else manifest.made_by.get("fold", {})
+    uses_it = source.rounding == GPTQ or source.fold is not None or (original is not None and "calibration" in fold)
+    if not uses_it:
+        raise OptionError("--calibration: expected --rounding gptq or --fold as well, which use it")
+    moments = open_moments(path)
+    if fold and original is None and manifest is not None and moments.checkpoint == manifest.source_fingerprint:
+        raise SourceError(
+            f"{path}: these moments are of the model that {source.folder} was folded from, whose inputs are others; "
+            "add --source with that model, or run pqweights calibrate --moments on the master"
+        )
+    moments.check(_fingerprints(source, original, manifest))
+    return moments
 
 
 def _known_errors(outline: Outline, manifest: Manifest | None) -> dict[str, float]:

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.exports.loading import LoadableModel
-from pqweights.exports.options import ExportOptions
+from pqweights.exports.options import PLAIN, ExportOptions
 from pqweights.rewrite.transform import Transform
 
 # The runtimes that load exports: transformers alone, transformers with the package of that name, or mlx-lm.
@@ -29,7 +29,7 @@ class ExportSource:
     checkpoint: the opened master
     original: the checkpoint from which it was made, if its weights are to be used instead of the decoded ones
     calibration: a file of moments, for error-compensated rounding or for the fold
-    rounding: how codes are chosen, "plain" by default, or "gptq"
+    rounding: how codes are chosen, "plain" or "gptq"
     fold: one of FOLDS, to move factors between layers before weights are rounded
     """
 
@@ -37,7 +37,7 @@ class ExportSource:
     checkpoint: Checkpoint
     original: Path | None
     calibration: Path | None = None
-    rounding: str | None = None
+    rounding: str = PLAIN
     fold: str | None = None
 
 

@@ -47,7 +47,11 @@ def factors_of(inputs: Doubles, weights: Doubles, *, powers_of_two: bool) -> Fac
     inputs: the size of each channel x, [matrices, channels]
     weights: the root mean square of the columns that read it, [matrices, channels]
     powers_of_two: round to powers of two, which multiply numbers of any floating dtype exactly
+
+    Sizes that are not finite, as of a weight with a NaN, have no factors: what encodes that weight names it.
     """
+    if not (np.isfinite(inputs).all() and np.isfinite(weights).all()):
+        return Factors(np.ones(inputs.shape, dtype=np.float32), 0.0)
     x, w = _at_least_small(inputs), _at_least_small(weights)
     gain = 1 - float(((x * w).mean(axis=1) ** 2).sum() / ((x**2).mean(axis=1) * (w**2).mean(axis=1)).sum())
     logarithms = (np.log2(x) - np.log2(w)) / 2

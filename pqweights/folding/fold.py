@@ -32,7 +32,8 @@ from pqweights.folding.factors import (
 )
 from pqweights.folding.folded import FoldedTensor, TensorFactors
 from pqweights.folding.inputs import mean_squares
-from pqweights.folding.links import COLUMNS, Link, Links, Side, find_links
+from pqweights.folding.links import COLUMNS, Link, Links, Side
+from pqweights.folding.search import find_links
 from pqweights.folding.sizes import Progress, Sizes, SizesPass
 from pqweights.planning.moments_file import Moments
 from pqweights.planning.plan import TensorPlan
@@ -116,6 +117,7 @@ class Fold:
                 self._sides.setdefault(side.tensor, []).append((number, side, True))
         self._norms = {link.norm: number for number, link in enumerate(self.structure.links) if link.norm}
         self._known: dict[int, _Known] = {}
+        self._gains: dict[str, Floats] = {}  # the weights of norms
         self._lock = threading.Lock()
         self._factors = functools.lru_cache(maxsize=KEPT_TENSORS)(self._new_factors)
 
@@ -154,8 +156,21 @@ class Fold:
 
     @property
     def memory_bytes(self) -> int:
-        """The memory that the factors take."""
-        return sum(2 * link.matrices * link.channels for link in self.structure.links)
+        """The memory that the factors and the weights of norms take."""
+        factors = sum(2 * link.matrices * link.channels for link in self.structure.links)
+        return factors + self._gain_bytes
+
+    @property
+    def _gain_bytes(self) -> int:
+        """The memory that the weights of norms take."""
+        return sum(4 * element_count(self._tensors[norm]) for norm in self._norms_read)
+
+    @property
+    def _norms_read(self) -> list[str]:
+        """The norms with weights that factors depend on."""
+        links = self.structure.links
+        read = [norm for link in links for norm in (link.norm, link.input_norm and link.input_norm[0]) if norm]
+        return list(dict.fromkeys(read))
 
     @property
     def folded(self) -> Checkpoint:
@@ -193,6 +208,7 @@ class Fold:
         Raises SourceError if the source cannot deliver them, OutputError for a disk error.
         """
         path = folder / FACTORS_FILE
+        self._read_gains()
         self._known = _read(path)
         missing = {n: link for n, link in enumerate(self.structure.links) if n not in self._known}
         if not missing:
@@ -209,21 +225,19 @@ class Fold:
                 self._known[number] = known = self._decided(self.structure.links[number], sizes)
                 stream.write(known.line(number))
 
+    def _read_gains(self) -> None:
+        """Read the norms before files are fetched: one in another file would wait for room that nothing frees."""
+        self._gains = {norm: self._norm_weight(norm) for norm in self._norms_read}
+
     def _decided(self, link: Link, sizes: Sizes) -> _Known:
-        rows = sum(
-            element_count(self._tensors[side.tensor]) // self._tensors[side.tensor].shape[side.axis] * side.repeats
-            for side in link.readers
-            if side.tensor not in self._plain
-        )
         measured = None if self._moments is None else mean_squares(link, self._moments)
         inputs = sizes.inputs if measured is None else np.where(np.isnan(measured), sizes.inputs, measured)
-        weights = sizes.weights * link.matrices / rows
-        found = factors_of(np.sqrt(inputs), np.sqrt(weights), powers_of_two=link.exact)
+        found = factors_of(np.sqrt(inputs), np.sqrt(sizes.weights), powers_of_two=link.exact)
         return _Known.of(found, SMALLEST_GAIN if measured is None else SMALLEST_GAIN_WITH_DATA)
 
     def _gain(self, norm: str, zero_centred: bool) -> Doubles:
         """Return the absolute gain of a norm, [channels]."""
-        return np.abs(self._norm_weight(norm).astype(np.float64) + zero_centred)
+        return np.abs(self._gains[norm].astype(np.float64) + zero_centred)
 
     def _norm_weight(self, norm: str) -> Floats:
         tensor = self._tensors[norm]
@@ -285,8 +299,7 @@ class Fold:
         link, columns = self.structure.links[number], self._known[number].factors
         if columns is None or link.norm is None:
             return None
-        weight = self._norm_weight(link.norm)
-        return folded_gain(weight, columns[0], zero_centred=link.zero_centred, exact=link.exact)
+        return folded_gain(self._gains[link.norm], columns[0], zero_centred=link.zero_centred, exact=link.exact)
 
 
 def _read(path: Path) -> dict[int, _Known]:

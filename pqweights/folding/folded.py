@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint import scales
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.readers import LogicalTensor, OriginalTensor, PlainTensor
 from pqweights.dtypes import FINITE_RANGES, convert, item_bytes
 from pqweights.folding import turning
 from pqweights.folding.turning import Turn, TurnedFiles, write_at
+from pqweights.kernels.factors import multiply
 from pqweights.kernels.workers import scratch
 
 Floats = npt.NDArray[np.float32]
+
+
+@functools.lru_cache(maxsize=64)
+def _ones(count: int) -> Floats:
+    return np.ones(count, dtype=np.float32)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,6 +43,17 @@ class TensorFactors:
     values: Floats | None = None
     turn: Turn | None = None
     files: TurnedFiles | None = None
+
+    def of_columns(self, part: _Part, width: int) -> Floats:
+        """Return the factors of the columns of a part of a tensor with rows of `width` elements."""
+        if self.columns is None:
+            return _ones(width)[: part.columns]
+        matrix = part.matrix if len(self.columns) > 1 else 0
+        return self.columns[matrix, part.column : part.column + part.columns]
+
+    def of_rows(self, part: _Part) -> Floats:
+        """Return the factors of the rows of a part of a tensor."""
+        return _ones(part.rows) if self.rows is None else self.rows[part.row : part.row + part.rows]
 
     @property
     def is_nothing(self) -> bool:
@@ -79,6 +97,11 @@ class FoldedTensor:
         """The stored tensors of the original."""
         return self.original.parts
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether its values differ from the original's."""
+        return not self.factors(self.name).is_nothing
+
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Read elements of the original times their factors: float32 products, converted at the end."""
         factors = self.factors(self.name)
@@ -92,8 +115,7 @@ class FoldedTensor:
         elif factors.turn is not None:
             self._read_turned(values, factors, factors.turn, start)
         else:
-            self.original.read(start, count, "F32", raw)
-            self._multiply(values, factors, start)
+            self._read_multiplied(values, factors, start)
         if dtype != "F32":
             np.clip(values, *FINITE_RANGES.get(dtype, FINITE_RANGES["F32"]), out=values)
             out[: count * item_bytes(dtype)] = convert(raw, "F32", dtype)
@@ -109,8 +131,7 @@ class FoldedTensor:
         rows = math.prod(self.shape[:-1])
         last = min(rows, -(-(start + len(values)) // columns // turn.height) * turn.height)
         block = np.empty((last - first) * columns, dtype=np.float32)
-        self.original.read(first * columns, len(block), "F32", block.view(np.uint8))
-        self._multiply(block, factors, first * columns)
+        self._read_multiplied(block, factors, first * columns)
         turn.apply(block.reshape(-1, columns), first)
         skip = start - first * columns
         values[:] = block[skip : skip + len(values)]
@@ -127,44 +148,65 @@ class FoldedTensor:
                 strip = np.empty((height, count), dtype=np.float32)
                 for row in range(height):
                     start = (first + row) * columns + column
-                    self.original.read(start, count, "F32", strip[row].view(np.uint8))
-                    self._multiply(strip[row], factors, start)
+                    self._read_multiplied(strip[row], factors, start)
                 turn.apply(strip, first)
                 for row in range(height):
                     write_at(file, strip[row], ((first + row) * columns + column) * 4)
 
-    def _multiply(self, values: Floats, factors: TensorFactors, start: int) -> None:
-        """Multiply elements from `start` on by their factors, in place; what reads them reports infinities."""
-        with np.errstate(over="ignore"):
-            self._multiply_all(values, factors, start)
+    def _read_multiplied(self, values: Floats, factors: TensorFactors, start: int) -> None:
+        """Read elements from `start` on, times their factors; what reads them reports infinities."""
+        dtype = exact_dtype(self.original)
+        raw = values.view(np.uint8) if dtype == "F32" else scratch("unfolded", len(values) * 2)
+        self.original.read(start, len(values), dtype, raw)
+        size, width = item_bytes(dtype), self.shape[-1]
+        height = self.shape[-2] if len(self.shape) > 1 else 1
+        for part in _parts(start, len(values), height=height, width=width):
+            done, count = part.offset, part.rows * part.columns
+            multiply(
+                raw[done * size : (done + count) * size],
+                dtype,
+                columns=factors.of_columns(part, width),
+                rows=factors.of_rows(part),
+                out=values[done : done + count],
+            )
 
-    def _multiply_all(self, values: Floats, factors: TensorFactors, start: int) -> None:
-        if factors.columns is not None:
-            shape = self.shape if len(self.shape) > 1 else (1, *self.shape)
-            columns = factors.columns
-            if len(shape) == 3 and len(columns) == 1:
-                shape = (shape[0] * shape[1], shape[2])  # all matrices have the same factors
-            scales.multiply(values, columns, start=start, shape=shape)
-        if factors.rows is not None:
-            _multiply_rows(values, factors.rows, start=start, columns=self.shape[-1])
+
+def exact_dtype(tensor: LogicalTensor) -> str:
+    """Return the smaller of BF16 and F32 in which a tensor can be read without rounding: decoded ones are float32."""
+    stored = tensor.original if isinstance(tensor, OriginalTensor) else tensor
+    return "BF16" if isinstance(stored, PlainTensor) and stored.dtype == "BF16" else "F32"
+
+
+class _Part(NamedTuple):
+    """A run of elements: a part of a row, or whole rows of one matrix.
+
+    offset: where it begins among the elements that are read
+    matrix, row, column: its first element; rows are numbered through all matrices
+    rows, columns: its size
+    """
+
+    offset: int
+    matrix: int
+    row: int
+    column: int
+    rows: int
+    columns: int
+
+
+def _parts(start: int, count: int, *, height: int, width: int) -> Iterator[_Part]:
+    """Yield the runs of elements [start, start + count) of a stack of matrices [height, width]."""
+    done = 0
+    while done < count:
+        row, column = divmod(start + done, width)
+        left = count - done
+        if column or left < width:
+            part = _Part(done, row // height, row, column, 1, min(width - column, left))
+        else:
+            part = _Part(done, row // height, row, 0, min(height - row % height, left // width), width)
+        yield part
+        done += part.rows * part.columns
 
 
 def unfolded(tensor: LogicalTensor) -> LogicalTensor:
     """Return the original of a folded tensor, and any other tensor as it is."""
     return tensor.original if isinstance(tensor, FoldedTensor) else tensor
-
-
-def _multiply_rows(values: Floats, rows: Floats, *, start: int, columns: int) -> None:
-    """Multiply elements of a row-major weight by the factors of their rows, in place."""
-    row, skip = divmod(start, columns)
-    done = 0
-    if skip:
-        done = min(columns - skip, len(values))
-        values[:done] *= rows[row]
-        row += 1
-    whole = (len(values) - done) // columns
-    if whole:
-        values[done : done + whole * columns].reshape(whole, columns)[:] *= rows[row : row + whole, None]
-        done, row = done + whole * columns, row + whole
-    if done < len(values):
-        values[done:] *= rows[row]

@@ -20,7 +20,8 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.folding.families import Family
 from pqweights.folding.fold import Fold
 from pqweights.folding.folded import TensorFactors
-from pqweights.folding.links import Link, Links, Side, family_of, find_links, layers_of
+from pqweights.folding.links import Link, Links, Side, family_of, layers_of
+from pqweights.folding.search import find_links
 from pqweights.folding.sizes import Progress
 from pqweights.folding.turning import RowBlocks, Turn, TurnedFiles, signs
 
@@ -174,12 +175,13 @@ class Rotation(Fold):
 
     @property
     def memory_bytes(self) -> int:
-        """The memory that is held: almost nothing, because large turned tensors lie in files."""
-        return 0
+        """The memory that the weights of norms take; large turned tensors lie in files."""
+        return self._gain_bytes
 
     def measure(self, folder: Path, *, fetched: Path, threads: int, progress: Progress) -> None:
         """Prepare to read. Nothing depends on the weights; large turned tensors are kept in the folder for a while."""
         self._files = TurnedFiles(folder)
+        self._read_gains()
 
     def links_of(self, tensor: str) -> tuple[str, ...]:
         """Return the vectors through which a tensor was folded."""
@@ -223,4 +225,4 @@ class Rotation(Fold):
 
     def _signed_gain(self, link: Link) -> Any:
         assert link.norm is not None
-        return self._norm_weight(link.norm).astype(np.float64) + link.zero_centred
+        return self._gains[link.norm].astype(np.float64) + link.zero_centred

@@ -14,6 +14,7 @@ from numba.core import config
 
 from pqweights.kernels import (
     cpu_compensation,
+    cpu_factors,
     cpu_groups,
     cpu_importance,
     cpu_kernels,
@@ -26,6 +27,7 @@ _MODULES = (
     cpu_kernels,
     cpu_groups,
     cpu_compensation,
+    cpu_factors,
     cpu_importance,
     cpu_sums,
     trellis_encoding,

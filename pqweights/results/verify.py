@@ -34,7 +34,7 @@ from pqweights.strict_json import json_pieces
 NOT_IN_MANIFEST = "is not in the manifest"
 # The keys under which a manifest says how a result was made; an export's also has the options of its target.
 ACCOUNT_KEYS = {
-    "master": {"recipe", "awq", "fit"},
+    "master": {"recipe", "awq", "fit", "fold"},
     "export": {"target", "original_fingerprint", "master_errors"},
 }
 

@@ -15,6 +15,7 @@ from pqweights.rewrite.task import RewriteTask
 ACCOUNTS = {
     "awq": "other scales (--awq)",
     "fit": "another --sensitivity",
+    "fold": "another --fold",
     "original_fingerprint": "another --source",
     "master_errors": "another master",
 }

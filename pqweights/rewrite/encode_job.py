@@ -47,7 +47,7 @@ class WeightToEncode:
     def dtype(self) -> str:
         """The dtype in which the weight is read and handed to the coder."""
         exact = self.tensor.dtype in VALUE_DTYPES or self.tensor.dtype == "MXFP4"
-        changed = self.awq is not None or isinstance(self.tensor, FoldedTensor)
+        changed = self.awq is not None or (isinstance(self.tensor, FoldedTensor) and self.tensor.is_changed)
         return self.tensor.plain_dtype if exact and not changed else "F32"
 
 
@@ -58,7 +58,7 @@ class EncodeJob:
         self, weight: WeightToEncode, state: State | None = None, history: tuple[PassResult, ...] = ()
     ) -> None:
         """Prepare a pass in `state`, by default the coder's first; `history` holds the results of earlier passes."""
-        self._weight, self._history = weight, history
+        self._weight, self._history, self._dtype = weight, history, weight.dtype
         self._planned, self._tensor, self._coder = weight.planned, weight.tensor, weight.coder
         self._state = self._coder.first_state() if state is None else state
         self._factors = None if weight.awq is None else to_float32(weight.awq, "F16")
@@ -83,7 +83,7 @@ class EncodeJob:
         if chunk == 0 and self._weight.awq is not None:
             sink.write(awq_name(self._planned.name), 0, self._weight.awq)
         parts = self._parts(block_count(count, self._coder.block_size))
-        measures = encode_chunk(self._coder, values, count, dtype=self._weight.dtype, state=self._state, parts=parts)
+        measures = encode_chunk(self._coder, values, count, dtype=self._dtype, state=self._state, parts=parts)
         if measures.first_bad_block >= 0:
             self._refuse_non_finite(start, count)
         first_block = start // self._coder.block_size
@@ -93,7 +93,7 @@ class EncodeJob:
 
     def _read(self, start: int, count: int) -> Bytes:
         """Read elements [start, start + count), scaled if the weight is; the padding to whole blocks is undefined."""
-        dtype = self._weight.dtype
+        dtype = self._dtype
         whole = block_count(count, self._coder.block_size) * self._coder.block_size
         values = scratch("weights", whole * item_bytes(dtype))
         self._tensor.read(start, count, dtype, values)

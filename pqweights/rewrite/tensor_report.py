@@ -24,6 +24,7 @@ class TensorReport:
     relative_mse: squared error over the sum of squares of the weight that was read; None if nothing was measured
     total_mse, master_mse: in an export of integers, the error against the original, and that through the master
     rounding: what error-compensated rounding did with it; None without
+    folded: the vectors between layers with which it was folded, by their writers
     state: the state in which its codec encoded it, if its codec has one
     rescued: whether it was encoded in another way than the first choice of its codec
     exceeds: whether its error is above what its codec promises
@@ -42,6 +43,7 @@ class TensorReport:
     total_mse: float | None
     master_mse: float | None
     rounding: Mapping[str, Any] | None = None
+    folded: tuple[str, ...] = ()
     state: Mapping[str, Any] = field(default_factory=dict)
     rescued: bool
     exceeds: bool
@@ -63,6 +65,7 @@ class TensorReport:
             total_mse=record.total_mse,
             master_mse=record.master_mse,
             rounding=record.rounding,
+            folded=record.folded,
             state=record.state or {},
             rescued=is_rescued(tensor, record),
             exceeds=exceeds(tensor, record),
@@ -85,6 +88,7 @@ class TensorReport:
         if self.action == INTEGER:
             errors = {"total_mse": self.total_mse, "master_mse": self.master_mse}
         errors |= {} if self.rounding is None else {"rounding": self.rounding}
+        errors |= {"folded": list(self.folded)} if self.folded else {}
         return planned | errors | dict(self.state) | {"relative_mse": self.relative_mse, "exceeds": self.exceeds}
 
 

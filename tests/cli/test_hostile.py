@@ -26,6 +26,10 @@ from pqweights_cli.main import app
 from typer.testing import CliRunner, Result
 
 USAGE_ERRORS = {
+    "fold-unknown",
+    "fold-beside-other-options",
+    "fold-of-a-folded-master",
+    "fold-with-moments-that-the-original-lacks-now",
     "bits-out-of-range",
     "bits-nan",
     "bits-infinite",

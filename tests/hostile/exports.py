@@ -173,7 +173,7 @@ EXPORT_CASES = [
         "rounding-without-or-beside-what-it-needs",
         {
             VLLM + " --rounding gptq": ("--rounding gptq", "--calibration FILE"),
-            VLLM + " --calibration m": ("--calibration", "--rounding gptq"),
+            VLLM + " --rounding plain --calibration m": ("--calibration", "--rounding gptq"),
             TORCHAO + " --rounding nearest": ("--rounding nearest", "plain, gptq"),
             TORCHAO + " --rounding gptq --calibration m --qparams minmax": ("--rounding gptq", "--qparams best"),
             MLX + " --mode mxfp4 --rounding gptq --calibration m": ("--rounding gptq", "--mode affine", "mxfp4"),

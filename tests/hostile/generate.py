@@ -17,6 +17,7 @@ from hostile.calibration import CALIBRATE_CASES
 from hostile.case import build
 from hostile.evaluation import EVAL_CASES
 from hostile.exports import EXPORT_CASES
+from hostile.folds import FOLD_CASES
 from hostile.foreign import FOREIGN_CASES, PACKED_CASES
 from hostile.headers import HEADER_CASES, WEIGHT_CASES
 from hostile.indexes import INDEX_CASES
@@ -39,6 +40,7 @@ CASES = [
     *OUTPUT_CASES,
     *MASTER_CASES,
     *EXPORT_CASES,
+    *FOLD_CASES,
     *EVAL_CASES,
     *CALIBRATE_CASES,
     *FIT_CASES,

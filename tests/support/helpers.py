@@ -225,14 +225,13 @@ def run_command(command: dict[str, Any], out: Path, threads: int = 2) -> Rewrite
     from calls import export, quantize
 
     options = {key: value for key, value in command.items() if key not in ("quantize", "export", "recipe")}
+    if "quantize" in command:
+        recipe = load_recipe(command.get("recipe", "q5"))
+        paths = {key: Path(options.pop(key)) for key in ("awq", "calibration") if key in options}
+        return quantize(Path(command["quantize"]), out, recipe, threads=threads, **options, **paths)
     asked = {field.name: options.pop(field.name) for field in fields(ExportOptions) if field.name in options}
     if asked.get("calibration"):
         asked["calibration"] = Path(asked["calibration"])
-    if "quantize" in command:
-        recipe = load_recipe(command.get("recipe", "q5"))
-        if "awq" in options:
-            options["awq"] = Path(options["awq"])
-        return quantize(Path(command["quantize"]), out, recipe, threads=threads, **options)
     if "original" in options:
         options["original"] = Path(options["original"])
     target = options.pop("target")

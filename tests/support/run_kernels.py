@@ -29,7 +29,7 @@ import trellis_writer
 from pqweights.codecs.hadamard_trellis import HadamardTrellis, TrellisCoder, TrellisState
 from pqweights.codecs.lloyd_max import codebook
 from pqweights.codecs.protocol import Bytes
-from pqweights.kernels import BlockCoding, EncodedArrays, compensation, cpu, groups, load_backend
+from pqweights.kernels import BlockCoding, EncodedArrays, compensation, cpu, factors, groups, load_backend
 from pqweights.kernels.groups import BEST, FLOAT_MODES, RUNTIME_RULES, FloatRule, GroupRule, Groups
 from pqweights.kernels.trellis import Superblocks
 
@@ -248,6 +248,52 @@ def sum_digest(backend: str) -> str:
     return _digest(*found)
 
 
+def _factor_cases() -> list[tuple[str, npt.NDArray[np.uint8], npt.NDArray[np.float32]]]:
+    """Dtype, raw values and values [rows, columns] of matrices, some with a few columns alone."""
+    cases = []
+    for number, (rows, columns) in enumerate(((3, 1), (5, 33), (17, 256))):
+        plain = np.random.default_rng(number).standard_normal((rows, columns)).astype(np.float32)
+        words = (plain.view(np.uint32) >> 16).astype(np.uint16)
+        rounded = (words.astype(np.uint32) << 16).view(np.float32)
+        cases.append(("BF16", words.reshape(-1).view(np.uint8), rounded))
+        cases.append(("F32", plain.reshape(-1).view(np.uint8), plain))
+    return cases
+
+
+def multiply_digest(backend: str) -> str:
+    """Matrices times factors of columns, then of rows."""
+    found = []
+    for dtype, raw, values in _factor_cases():
+        rng = np.random.default_rng(values.size)
+        rows, columns = (rng.lognormal(size=count).astype(np.float32) for count in values.shape)
+        out = np.empty(values.size, dtype=np.float32)
+        if backend == "reference":
+            out = (values * columns * rows[:, None]).reshape(-1)
+        else:
+            factors.multiply(raw, dtype, columns=columns, rows=rows, out=out)
+        found.append(out)
+    return _digest(*found)
+
+
+def squares_digest(backend: str) -> str:
+    """Sums of squares: of columns row by row, of rows by adding the upper half to the lower one."""
+    found = []
+    for dtype, raw, values in _factor_cases():
+        weights = np.random.default_rng(values.size).lognormal(size=values.shape[1]).astype(np.float32)
+        if backend == "reference":
+            of_columns, halves = np.zeros(values.shape[1], dtype=np.float32), np.square(values) * weights
+            for row in np.square(values):
+                of_columns += row
+            while (left := halves.shape[1]) > 1:
+                lower, upper = halves[:, : left - left // 2].copy(), halves[:, left - left // 2 :]
+                lower[:, : left // 2] += upper
+                halves = lower
+            found += [of_columns, halves[:, 0]]
+        else:
+            found += factors.squares(raw, dtype, rows=len(values), weights=weights, along_rows=True)
+    return _digest(*found)
+
+
 # The sha256 of what the encoders of the trellis codec write: every machine has to write these bytes.
 TRELLIS_BYTES = {
     8: "5fec7a634345163fc3c8fdca220568bd808d6566adebe55c294135b25cffe217",
@@ -327,6 +373,8 @@ def decode_trellis_digest(backend: str) -> str:
 
 DIGESTS: dict[str, Callable[[str], str]] = {
     "sum": sum_digest,
+    "multiply": multiply_digest,
+    "squares": squares_digest,
     "encode": encode_digest,
     "decode": decode_digest,
     "fit": fit_digest,

@@ -12,6 +12,7 @@ EXHAUSTIVE = "tries many values or cases; others of its module try some"
 # Modules, and test functions: MODULE::FUNCTION. Paths are relative to tests/.
 SLOW = {
     "architectures/test_architectures.py": MODELS,
+    "architectures/test_folded_architectures.py": MODELS,
     "card/test_card_loading.py": PROCESSES,
     "cli/test_cli.py::test_commands_run_in_a_fresh_process": PROCESSES,
     "cli/test_cli.py::test_help_imports_nothing_heavy": PROCESSES,
@@ -33,6 +34,9 @@ SLOW = {
     "exports/test_mlx_export.py": MODELS,
     "exports/test_torchao_export.py": MODELS,
     "exports/test_vllm_export.py": MODELS,
+    "exports/test_folded_exports.py": MODELS,
+    "folding/test_folded_runs.py::test_run_killed_at_any_call_resumes_to_the_same_folder": KILLS,
+    "hub/test_folded_hub.py": HUB,
     "hub/test_hub.py": HUB,
     "hub/test_hub_hostile.py": HUB,
     "hub/test_loopback_hub.py::test_transformers_loads_a_model": PROCESSES,
@@ -53,6 +57,7 @@ SLOW = {
     "measure/test_ablation.py": MODELS,
     "measure/test_activations.py": MODELS,
     "measure/test_calibrate.py": MODELS,
+    "measure/test_folded_moments.py": MODELS,
     "measure/test_unfinished.py": MODELS,
     "planning/test_awq.py::test_killed_and_resumed_run_gives_the_same_bytes": KILLS,
     "planning/test_awq.py::test_samples_of_a_large_model_stay_within_the_limit_on_disk": EXHAUSTIVE,

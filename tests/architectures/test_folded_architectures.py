@@ -1,0 +1,142 @@
+"""Every family of the table: what is folded, and that the folded model computes the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from building import build, computed, load
+from folding_models import columns_of, folded_values, measured, rewritten, uneven, values_of
+from helpers import f32, read_all
+from known_architectures import ARCHITECTURES
+
+from pqweights.folding import fold as folds
+from pqweights.folding.families import FAMILIES
+
+ATTENTION = ("input_layernorm", "self_attn.v_proj")
+DENSE = (*ATTENTION, "post_attention_layernorm", "mlp.up_proj")
+GEMMA2 = (*ATTENTION, "pre_feedforward_layernorm", "mlp.up_proj")
+FUSED = ("input_layernorm", "self_attn.qkv_proj", "post_attention_layernorm", "mlp.gate_up_proj")
+EXPERTS = tuple(f"mlp.experts.{number}.up_proj" for number in range(4))
+MOE = (*ATTENTION, "post_attention_layernorm", *EXPERTS)
+MIXTRAL = (
+    *ATTENTION,
+    "post_attention_layernorm",
+    *(f"block_sparse_moe.experts.{number}.w3" for number in range(4)),
+)
+GPT_OSS = (*ATTENTION, "post_attention_layernorm")
+# Hybrids: three layers of linear attention, then one of full attention.
+LINEAR, SHARED = ("linear_attn.norm",), "mlp.shared_expert.up_proj"
+QWEN3_5_DENSE = [(*LINEAR, "post_attention_layernorm", "mlp.up_proj")] * 3 + [DENSE]
+QWEN3_5_MOE = [(*LINEAR, *EXPERTS, SHARED)] * 3 + [(*ATTENTION, *EXPERTS, SHARED)]
+
+# For each architecture the links of its layers, the prefix of its layers, and whether the head is folded.
+EXPECTED = {
+    "llama": ([DENSE] * 2, "model.", True),
+    "llama with a tied head": ([DENSE] * 2, "model.", False),
+    "mistral": ([DENSE] * 2, "model.", True),
+    "qwen2": ([DENSE] * 2, "model.", True),
+    "qwen3": ([DENSE] * 2, "model.", True),
+    "gemma": ([DENSE] * 2, "model.", False),
+    "gemma2": ([GEMMA2] * 2, "model.", False),
+    "gemma3_text": ([GEMMA2] * 6, "model.", False),
+    "phi3": ([FUSED] * 2, "model.", True),
+    "qwen3_moe": ([MOE] * 2, "model.", True),
+    "mixtral": ([MIXTRAL] * 2, "model.", True),
+    "gpt_oss": ([GPT_OSS] * 2, "model.", True),
+    "qwen3_next": (QWEN3_5_MOE, "model.", True),
+    "qwen3_5": (QWEN3_5_DENSE, "model.", True),
+    "qwen3_5_moe": (QWEN3_5_MOE, "model.", True),
+    "qwen3_5 with images": (QWEN3_5_DENSE, "model.language_model.", True),
+    "gemma3": ([GEMMA2] * 6, "language_model.model.", False),
+    "mistral3": ([DENSE] * 2, "language_model.model.", True),
+    "llava": ([DENSE] * 2, "language_model.model.", True),
+    "paligemma": ([DENSE] * 2, "language_model.model.", False),
+}
+# model_type is that of another class here: qwen3_5_moe has images, and is built as text alone.
+OF_ANOTHER_CLASS = {"qwen3_5_moe"}
+
+
+def test_every_family_is_tried() -> None:
+    tried = {ARCHITECTURES[name].config for name in EXPECTED}
+    transformers = pytest.importorskip("transformers")
+    types = {getattr(transformers, config).model_type for config in tried}
+    assert types >= FAMILIES.keys() - OF_ANOTHER_CLASS
+
+
+@pytest.fixture(params=EXPECTED)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_folded_model_computes_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folds, "SMALLEST_GAIN", -1.0)  # everything that can be folded is
+    about = ARCHITECTURES[name]
+    build(about, tmp_path / "built")
+    source = uneven(tmp_path / "built", tmp_path / "source")
+    fold = measured(source, tmp_path / "work")
+
+    layers, prefix, head = EXPECTED[name]
+    expected = {f"{prefix}layers.{n}.{link}" for n, links in enumerate(layers) for link in links}
+    assert columns_of(fold).keys() == expected | ({f"{prefix}norm"} if head else set())
+    assert len(fold.structure.links) == len(columns_of(fold))
+
+    found, before = folded_values(fold), read_all(source)
+    rewritten(source, tmp_path / "folded", {key: f32(values) for key, values in found.items()})
+    changed = {key for key, values in found.items() if (values != before[key][1]).any()}
+    assert changed == set(fold.structure.notes)
+    expected_logits = computed(about, load(about, source))
+    logits = computed(about, load(about, tmp_path / "folded"))
+    assert np.abs(logits - expected_logits).max() < 1e-4 * expected_logits.std()
+
+
+# The table says which families have a residual stream that can be rotated; their heads must not be tied.
+ROTATED = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_rotated_model_computes_the_same(name: str, tmp_path: Path) -> None:
+    about = ARCHITECTURES[name]
+    build(about, tmp_path / "built")
+    source = uneven(tmp_path / "built", tmp_path / "source")
+    fold = measured(source, tmp_path / "work", kind="rotate")
+    assert bool(fold.structure.unfolded) == (name not in ROTATED)
+    found, before = folded_values(fold), read_all(source)
+    changed = {key for key, values in found.items() if (values != before[key][1]).any()}
+    assert changed == set(fold.structure.notes)
+    rewritten(source, tmp_path / "folded", {key: f32(values) for key, values in found.items()})
+    expected_logits = computed(about, load(about, source))
+    logits = computed(about, load(about, tmp_path / "folded"))
+    assert np.abs(logits - expected_logits).max() < 1e-4 * expected_logits.std()
+
+
+def test_plain_tensors_of_a_folded_bf16_model_are_exact(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folds, "SMALLEST_GAIN", -1.0)
+    build(ARCHITECTURES[name], tmp_path / "built")
+    source = uneven(tmp_path / "built", tmp_path / "source", "BF16")
+    fold = measured(source, tmp_path / "work")
+    before = {tensor.name: tensor for tensor in fold.original.tensors}
+    found, plain = folded_values(fold), fold._plain
+    norms = {link.norm for link in fold.structure.links}
+    for tensor in fold.folded.tensors:
+        original = values_of(before[tensor.name])
+        if tensor.name in norms:
+            assert not (found[tensor.name].view(np.uint32) & 0xFFFF).any()
+        elif tensor.name in plain and tensor.name in fold.structure.notes:
+            ratios = found[tensor.name][original != 0] / original[original != 0]
+            assert (np.frexp(ratios)[0] == 0.5).all()
+            assert not (found[tensor.name].view(np.uint32) & 0xFFFF).any()
+    for link in fold.structure.links:
+        if link.norm is None:
+            continue
+        one = np.float32(link.zero_centred)
+        gain = values_of(before[link.norm]).astype(np.float64) + one
+        for side in link.readers:
+            columns = fold.factors_of_inputs(side.tensor)
+            assert columns is not None
+            stored = np.tile(found[link.norm] + one, side.repeats)
+            products = stored.astype(np.float64) * columns[0]
+            assert np.allclose(products, np.tile(gain, side.repeats), rtol=2.0**-23, atol=0)

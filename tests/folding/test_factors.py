@@ -1,0 +1,233 @@
+"""The factors against an independent reference, and channels that are dead, huge, or not finite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from folding_models import CONFIG, HEAD, KEY_HEADS, LAYERS, Floats, columns_of, folded_values, llama_tensors, measured
+from helpers import Tensor, as_float32, f32, folder_bytes, run_command, write_checkpoint
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pqweights.errors import PqweightsError, SourceError
+from pqweights.folding import fold as folds
+from pqweights.folding import sizes
+from pqweights.folding.factors import LARGEST_FACTOR, factors_of, folded_gain, rounded_to_8_bits
+
+Doubles = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def checkpoint(folder: Path, tensors: dict[str, Tensor]) -> Path:
+    return write_checkpoint(folder, tensors, config=CONFIG)
+
+
+def changed(name: str, change: Any) -> dict[str, Tensor]:
+    """The tensors of the Llama in float32, with one changed in place."""
+    tensors = llama_tensors("F32")
+    values = tensors[name][1].copy()
+    change(values)
+    return tensors | {name: ("F32", values)}
+
+
+# --- Against a reference ----------------------------------------------------------------------------------------------
+
+
+def reference(x: Doubles, w: Doubles) -> Doubles:
+    """The factors c = sqrt(x / w) around 1, before they are rounded."""
+    logarithms = 0.5 * (np.log(x) - np.log(w))
+    return np.exp(logarithms - logarithms.mean())
+
+
+def by_hand(values: dict[str, Doubles]) -> dict[str, Doubles]:
+    """The factors of each link of the Llama, one matrix at a time, in float64."""
+    result = {}
+    for layer in range(LAYERS):
+        of = {
+            name.removeprefix(f"model.layers.{layer}.").removesuffix(".weight"): matrix
+            for name, matrix in values.items()
+            if name.startswith(f"model.layers.{layer}.")
+        }
+        for norm, names in (
+            ("input_layernorm", ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+            ("post_attention_layernorm", ["mlp.gate_proj", "mlp.up_proj"]),
+        ):
+            columns = np.sqrt((np.concatenate([of[name] for name in names]) ** 2).mean(axis=0))
+            result[f"model.layers.{layer}.{norm}"] = reference(np.abs(of[norm]), columns)
+        rows = np.linalg.norm(of["mlp.up_proj"] * of["post_attention_layernorm"], axis=1)
+        columns = np.sqrt((of["mlp.down_proj"] ** 2).mean(axis=0))
+        result[f"model.layers.{layer}.mlp.up_proj"] = reference(rows, columns)
+        rows = np.linalg.norm(of["self_attn.v_proj"] * of["input_layernorm"], axis=1)
+        by_head = of["self_attn.o_proj"].reshape(-1, KEY_HEADS, 2, HEAD)
+        columns = np.sqrt((by_head**2).mean(axis=(0, 2))).reshape(-1)
+        result[f"model.layers.{layer}.self_attn.v_proj"] = reference(rows, columns)
+    head = np.sqrt((values["lm_head.weight"] ** 2).mean(axis=0))
+    result["model.norm"] = reference(np.abs(values["model.norm.weight"]), head)
+    return result
+
+
+@pytest.mark.parametrize("chunk", [1 << 20, 1000])
+def test_factors_are_those_of_the_reference(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "CHUNK_WEIGHTS", chunk)
+    tensors = llama_tensors("BF16")
+    values = {name: as_float32(tensor).astype(np.float64) for name, tensor in tensors.items()}
+    expected = by_hand(values)
+    fold = measured(checkpoint(tmp_path / "source", tensors), tmp_path / "work")
+    assert columns_of(fold).keys() == expected.keys()
+    for number, link in enumerate(fold.structure.links):
+        found = fold._known[number].factors
+        assert found is not None
+        assert np.allclose(found[0], expected[link.name], rtol=2.0**-8)
+        assert np.array_equal(found, rounded_to_8_bits(found))
+
+
+def test_folded_tensors_are_those_of_the_reference(tmp_path: Path) -> None:
+    tensors = llama_tensors("F32")
+    fold = measured(checkpoint(tmp_path / "source", tensors), tmp_path / "work")
+    found = folded_values(fold)
+    factors = {link: columns[0] for link, columns in columns_of(fold).items()}
+    assert np.array_equal(found["model.embed_tokens.weight"], tensors["model.embed_tokens.weight"][1])
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        values, heads = (
+            factors[f"{prefix}.self_attn.v_proj"],
+            factors[f"{prefix}.self_attn.v_proj"].reshape(KEY_HEADS, 1, HEAD),
+        )
+        repeated = np.tile(heads, (1, 2, 1)).reshape(-1)
+        first, second, up = (
+            factors[f"{prefix}.{link}"] for link in ("input_layernorm", "post_attention_layernorm", "mlp.up_proj")
+        )
+        one = np.float32(1)
+        expected = {
+            "self_attn.q_proj": (one, first),
+            "self_attn.k_proj": (one, first),
+            "self_attn.v_proj": (1 / values[:, None], first),
+            "self_attn.o_proj": (one, repeated),
+            "mlp.gate_proj": (one, second),
+            "mlp.up_proj": (1 / up[:, None], second),
+            "mlp.down_proj": (one, up),
+        }
+        for name, (rows, columns) in expected.items():
+            weight = f"{prefix}.{name}.weight"
+            assert np.array_equal(found[weight], tensors[weight][1] * columns * rows), weight
+
+
+sizes_of_channels = st.lists(st.floats(0, 1e30), min_size=1, max_size=40)
+
+
+@given(sizes_of_channels, st.integers(0, 2**32 - 1), st.booleans())
+def test_property_factors_are_bounded_and_finite(x: list[float], seed: int, powers_of_two: bool) -> None:
+    w = np.random.default_rng(seed).lognormal(0, 3, len(x)) * (np.arange(len(x)) % 3 > 0)
+    found = factors_of(np.array([x]), w[None], powers_of_two=powers_of_two)
+    assert np.isfinite(found.columns).all() and np.isfinite(found.gain)
+    assert 1 / LARGEST_FACTOR <= found.columns.min() <= found.columns.max() <= LARGEST_FACTOR
+    assert -1e-9 <= found.gain <= 1
+    if powers_of_two:
+        assert (np.frexp(found.columns)[0] == 0.5).all()
+
+
+def test_property_factors_minimize_the_expected_error() -> None:
+    random = np.random.default_rng(1)
+    x, w = random.lognormal(0, 1, (1, 64)), random.lognormal(0, 1, (1, 64))
+    columns = factors_of(x, w, powers_of_two=False).columns.astype(np.float64)
+
+    def error(c: Doubles) -> float:
+        return float(((x / c) ** 2).mean() * ((w * c) ** 2).mean())
+
+    assert error(columns) == pytest.approx((1 - factors_of(x, w, powers_of_two=False).gain) * error(np.ones(64)), 1e-3)
+    for _ in range(50):
+        assert error(columns) <= error(columns * random.lognormal(0, 0.1, (1, 64))) * (1 + 1e-4)
+
+
+@given(st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=40), st.booleans(), st.integers(0, 2**32 - 1))
+def test_property_a_folded_gain_keeps_the_product(weight: list[float], zero_centred: bool, seed: int) -> None:
+    values = np.array(weight, dtype=np.float32)
+    columns = rounded_to_8_bits(np.random.default_rng(seed).lognormal(0, 2, len(values)).astype(np.float32))
+    found = folded_gain(values, columns, zero_centred=zero_centred, exact=False)
+    gain = values.astype(np.float64) + zero_centred
+    # A model multiplies by 1 + weight in float32.
+    computed = (found.stored + np.float32(zero_centred)).astype(np.float64)
+    assert np.allclose(computed * found.columns, gain, rtol=2.0**-22, atol=1e-37)
+
+
+# --- Channels that are dead, huge, or not finite ----------------------------------------------------------------------
+
+UP, DOWN = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight"
+GATE, NORM = "model.layers.1.mlp.gate_proj.weight", "model.layers.1.post_attention_layernorm.weight"
+
+
+def zero_columns(values: Floats) -> None:
+    values[:, ::7] = 0
+
+
+def zero_everything(values: Floats) -> None:
+    values[:] = 0
+
+
+def some_zero_and_negative_gains(values: Floats) -> None:
+    values[::5] = 0
+    values[1::5] *= -1
+
+
+def huge_ratios(values: Floats) -> None:
+    values[..., 0] *= 1e12
+    values[..., 1] *= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        (DOWN, zero_columns),
+        (UP, zero_columns),
+        (UP, zero_everything),
+        (DOWN, zero_everything),
+        (NORM, some_zero_and_negative_gains),
+        (NORM, zero_everything),
+        (NORM, huge_ratios),
+        (DOWN, huge_ratios),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_odd_channels_keep_the_function(
+    name: str, change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folds, "SMALLEST_GAIN", -1.0)
+    tensors = changed(name, change)
+    before = {key: as_float32(value).astype(np.float64) for key, value in tensors.items()}
+    found = folded_values(measured(checkpoint(tmp_path / "source", tensors), tmp_path / "work"))
+    assert all(np.isfinite(values).all() for values in found.values())
+    after = {key: values.astype(np.float64) for key, values in found.items()}
+    for weight in (UP, GATE):
+        rows = after[weight] * after[NORM], before[weight] * before[NORM]
+        if weight == GATE:
+            assert np.allclose(*rows, rtol=1e-6, atol=0)
+    products = [(each[DOWN] @ (each[UP] * each[NORM])) for each in (after, before)]
+    assert np.allclose(*products, rtol=1e-5, atol=1e-6 * np.abs(products[1]).max())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name", [UP, DOWN, "model.layers.1.self_attn.k_proj.weight"])
+def test_weight_that_is_not_finite_is_named(name: str, value: float, tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "source", changed(name, lambda values: values.__setitem__((3, 5), value)))
+    with pytest.raises(PqweightsError, match=f"{name}"):
+        run_command({"quantize": str(source), "fold": "equalize"}, tmp_path / "out")
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_gain_that_is_not_finite_is_named(value: float, tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "source", changed(NORM, lambda values: values.__setitem__(3, value)))
+    with pytest.raises(SourceError, match=f"model.safetensors: .*{NORM}.*finite gains"):
+        run_command({"quantize": str(source), "fold": "equalize"}, tmp_path / "out")
+    assert not (tmp_path / "out").exists() or not folder_bytes(tmp_path / "out")
+
+
+def test_weights_too_large_for_float32_squares_are_folded_or_left(tmp_path: Path) -> None:
+    def enlarge(values: Floats) -> None:
+        values *= 1e22
+
+    source = checkpoint(tmp_path / "source", changed(UP, enlarge))
+    assert np.isfinite(as_float32(f32(changed(UP, enlarge)[UP][1]))).all()
+    found = folded_values(measured(source, tmp_path / "work"))
+    assert all(np.isfinite(values).all() for values in found.values())

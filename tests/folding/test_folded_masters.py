@@ -1,0 +1,117 @@
+"""Folded masters in the commands that read masters: verify, inspect, card, export, another run into their folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from commands import done, refused
+from folding_models import columns_of, folded_values, llama
+from helpers import as_float32, folder_bytes, master_weights, read_all, run_command
+
+from pqweights.checkpoint.source import open_local
+from pqweights.folding.kinds import make_fold
+from pqweights.rewrite.manifest import read_manifest
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("masters")
+    llama(folder / "src")
+    run_command({"quantize": str(folder / "src"), "fold": "equalize"}, folder / "folded")
+    return folder
+
+
+def test_verify_accepts_a_folded_master(folder: Path) -> None:
+    assert json.loads(done("verify", folder / "folded", "--json").stdout)["ok"]
+
+
+def test_verify_accepts_exports_of_a_folded_master(folder: Path, tmp_path: Path) -> None:
+    for number, options in enumerate(([], ["--source", folder / "src"])):
+        for target in ("vllm-int4", "mlx-q4", "torchao-int4"):
+            out = tmp_path / f"{target}-{number}"
+            done("export", folder / "folded", out, "--target", target, *options)
+            assert json.loads(done("verify", out, "--json").stdout)["ok"]
+    done("export", folder / "folded", tmp_path / "bf16", "--target", "bf16")
+    assert json.loads(done("verify", tmp_path / "bf16", "--json").stdout)["ok"]
+
+
+def test_inspect_says_what_was_folded(folder: Path) -> None:
+    found = json.loads(done("inspect", folder / "folded", "--json").stdout)
+    assert found["fold"]["kind"] == "equalize"
+    by_name = {tensor["name"]: tensor for tensor in found["tensors"]}
+    assert by_name["model.norm.weight"]["folded"] == ["model.norm"]
+    done("inspect", folder / "folded")
+
+
+def test_card_of_a_folded_master_is_written(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "folded", tmp_path / "folded")
+    done("card", tmp_path / "folded")
+    assert (tmp_path / "folded" / "README.md").stat().st_size > 500
+    done("export", folder / "folded", tmp_path / "vllm", "--target", "vllm-int4")
+    done("card", tmp_path / "vllm")
+
+
+def test_json_of_quantize_and_plan_has_the_fold(folder: Path, tmp_path: Path) -> None:
+    planned = json.loads(done("plan", folder / "src", "--fold", "equalize", "--json").stdout)
+    ended = json.loads(done("quantize", folder / "src", tmp_path / "out", "--fold", "equalize", "--json").stdout)
+    assert planned["fold"] == ended["fold"]
+    assert planned["fold"]["kind"] == "equalize" and planned["fold"]["left"] == {}
+    folded = {tensor["name"]: tensor.get("folded") for tensor in ended["tensors"]}
+    assert folded["lm_head.weight"] == ["model.norm"]
+    unfolded = json.loads(done("plan", folder / "src", "--json").stdout)
+    assert "fold" not in unfolded
+    held = [each["totals"]["peak_memory_bytes"] for each in (planned, unfolded)]
+    assert held[0] > held[1]
+
+
+def test_unfolded_master_says_nothing_of_folds(folder: Path, tmp_path: Path) -> None:
+    run_command({"quantize": str(folder / "src")}, tmp_path / "plain")
+    assert b"fold" not in (tmp_path / "plain/pqweights.json").read_bytes()
+
+
+def test_result_with_another_fold_is_named(folder: Path) -> None:
+    before = folder_bytes(folder / "folded")
+    assert "another --fold" in refused("quantize", folder / "src", folder / "folded")
+    assert folder_bytes(folder / "folded") == before
+
+
+def test_target_size_folds_with_the_tensors_that_the_fit_keeps(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "fitted"
+    done("quantize", folder / "src", out, "--fold", "equalize", "--target-bpw", "4.6", "--keep", "*.2.mlp.down_proj.*")
+    manifest = read_manifest(out)
+    kept = {tensor.name for tensor in manifest.tensors if tensor.action == "keep"}
+    assert "model.layers.2.mlp.down_proj.weight" in kept
+    assert "model.layers.1.mlp.down_proj.weight" not in kept
+    folded = {record.name: record.folded for record in manifest.records}
+    assert not folded["model.layers.2.mlp.down_proj.weight"]
+    assert "model.layers.2.mlp.up_proj" not in folded["model.layers.2.mlp.up_proj.weight"]
+    assert "model.layers.1.mlp.up_proj" in folded["model.layers.1.mlp.up_proj.weight"]
+    stored, source = read_all(out), read_all(folder / "src")
+    name = "model.layers.2.mlp.down_proj.weight"
+    assert (stored[name][1] == source[name][1]).all()
+
+
+def test_decoded_weights_are_folded_without_rounding_them(folder: Path, tmp_path: Path) -> None:
+    run_command({"quantize": str(folder / "src")}, tmp_path / "master")
+    checkpoint = open_local(tmp_path / "master")
+    fold = make_fold("equalize", checkpoint, plain=[])
+    fold.measure(tmp_path, fetched=tmp_path, threads=1, progress=lambda *_: None)
+    found, decoded = folded_values(fold), master_weights(tmp_path / "master")
+    gate = "model.layers.0.mlp.gate_proj.weight"
+    factors = columns_of(fold)["model.layers.0.post_attention_layernorm"][0]
+    assert (found[gate] == decoded[gate] * factors).all()
+
+
+def test_kept_reader_of_a_norm_gets_powers_of_two(folder: Path, tmp_path: Path) -> None:
+    out, name = tmp_path / "out", "model.layers.1.mlp.gate_proj.weight"
+    done("quantize", folder / "src", out, "--fold", "equalize", "--keep", name)
+    stored, source = (as_float32(read_all(each)[name]) for each in (out, folder / "src"))
+    ratios = stored / source
+    assert (ratios == ratios[:1]).all() and len(set(ratios[0])) > 2
+    assert all((ratio.hex().rstrip("0123456789")).startswith("0x1.0") for ratio in ratios[0].astype(float).tolist())
+    norm = "model.layers.1.post_attention_layernorm.weight"
+    gains = [as_float32(read_all(each)[norm]) for each in (out, folder / "src")]
+    assert (gains[0] * ratios[0] == gains[1]).all()
