@@ -41,6 +41,7 @@ class IntegerExport(Transform):
         with those of rounding
     compensation: what is known of the inputs, if rounding is compensated by it
     fold: the fold of the values
+    folded_master: with an original, the master if it was folded: then that fold is found again for the original
     """
 
     target: IntegerTarget
@@ -50,6 +51,7 @@ class IntegerExport(Transform):
     master_errors: Mapping[str, float] = field(default_factory=dict)
     compensation: Compensation | None = None
     fold: Fold | None = None
+    folded_master: Checkpoint | None = None
 
     kind = "export"
 
@@ -80,6 +82,8 @@ class IntegerExport(Transform):
                 threads=preparation.threads,
                 progress=preparation.progress,
             )
+            if self.folded_master is not None:
+                self.fold.check_norms(self.folded_master)
 
     def folded(self, tensor: str) -> tuple[str, ...]:
         """Return the vectors through which a tensor was folded."""
