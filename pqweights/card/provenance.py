@@ -107,7 +107,11 @@ def _descriptions(manifest: Manifest) -> list[str]:
         lines.append(f"{prefix}The weights are encoded with {' or '.join(code(codec) for codec in others)}.")
     if any(tensor.action == INTEGER for tensor in manifest.tensors):
         rounding = ROUNDING.get(as_text(manifest.made_by.get("qparams")), "")
-        lines.append(f"In this export, the weights are rounded in groups{rounding}.")
+        compensated = ""
+        if manifest.made_by.get("rounding") == "gptq":
+            file = code(as_text(manifest.made_by.get("calibration")))
+            compensated = f", such that errors cancel in the outputs on a calibration text (moments with sha256 {file})"
+        lines.append(f"In this export, the weights are rounded in groups{rounding}{compensated}.")
     return lines
 
 
@@ -117,6 +121,8 @@ def _papers(manifest: Manifest) -> list[str]:
     papers = list(dict.fromkeys(paper for codec in known for paper in codec.papers))
     if isinstance(source.get("awq"), dict) and "original_fingerprint" not in manifest.made_by:
         papers.append(f"Lin et al., *AWQ*, {_paper('2306.00978')}: the scales of input channels.")
+    if manifest.made_by.get("rounding") == "gptq":
+        papers.append(f"Frantar et al., *GPTQ*, {_paper('2210.17323')}: error-compensated rounding.")
     if manifest.made_by.get("basis") == "rotated":
         papers.append(f"Ashkboos et al., *QuaRot*, {_paper('2404.00456')}: integers in the rotated basis.")
     related = ", ".join(f"{name} ({_paper(paper)})" for name, paper in RELATED.items())

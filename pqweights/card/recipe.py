@@ -49,7 +49,10 @@ def recipe(manifest: Manifest) -> list[str]:
         lines.append(f"{default} There are no rules.")
     if isinstance(fit, dict):
         lines.append(_fit(fit, found, "The widths" if is_master else "The master's widths"))
-    return [*lines, _calibration(source.get("awq"), manifest)]
+    fold = source.get("fold") or manifest.made_by.get("fold")
+    folded = [] if not isinstance(fold, dict) else [_fold(fold)]
+    data = isinstance(fold, dict) and "calibration" in fold and not isinstance(source.get("awq"), dict)
+    return [*lines, *folded, *([] if data else [_calibration(source.get("awq"), manifest)])]
 
 
 def _effort(found: Mapping[str, Any]) -> str:
@@ -145,6 +148,20 @@ def _fit(fit: Mapping[str, Any], recipe: Mapping[str, Any], subject: str) -> str
         f"{subject} that no rule sets were chosen for each group of weights by {sensitivities}, to meet {target} with "
         f"the smallest rise of the loss{predicted} (Malinovskii et al., *HIGGS*, "
         "[arXiv:2411.17525](https://arxiv.org/abs/2411.17525))."
+    )
+
+
+def _fold(fold: Mapping[str, Any]) -> str:
+    """Return what was done to neighbouring layers before anything was quantized."""
+    kind = as_text(fold.get("kind"))
+    how = "the residual stream was rotated" if kind == "rotate" else "factors were moved between neighbouring layers"
+    data = ""
+    if "calibration" in fold:
+        file = code(as_text(fold["calibration"]))
+        data = f", by the sizes of channels on a calibration text (file with sha256 {file})"
+    return (
+        f"Before quantization, {how}{data} ({code(f'--fold {words(kind)}')}). The model computes the same, but "
+        "adapters that were trained for the original do not fit it."
     )
 
 
