@@ -26,7 +26,7 @@ from pqweights.planning.plan import INTEGER, TensorPlan, stored_bytes
 from pqweights.planning.roles import classify
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.records import TensorRecord
-from pqweights.rewrite.transform import Transform
+from pqweights.rewrite.transform import Preparation, Transform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,7 @@ class IntegerExport(Transform):
         with those of rounding
     compensation: what is known of the inputs, if rounding is compensated by it
     fold: the fold of the values
+    folded_master: with an original, the master if it was folded: then that fold is found again for the original
     """
 
     target: IntegerTarget
@@ -50,6 +51,7 @@ class IntegerExport(Transform):
     master_errors: Mapping[str, float] = field(default_factory=dict)
     compensation: Compensation | None = None
     fold: Fold | None = None
+    folded_master: Checkpoint | None = None
 
     kind = "export"
 
@@ -70,6 +72,12 @@ class IntegerExport(Transform):
         model = model_dtype(checkpoint.config, checkpoint.tensors)
         planned = [self._planned(tensor, model) for tensor in checkpoint.tensors]
         return planned if self.fold is None else self.fold.noted(planned)
+
+    def prepare(self, preparation: Preparation) -> None:
+        """Measure what the fold depends on, and check that a fold that was found again is the master's."""
+        super().prepare(preparation)
+        if self.fold is not None and self.folded_master is not None:
+            self.fold.check_norms(self.folded_master)
 
     def report_json(self) -> dict[str, Any]:
         """Return what a fold leaves as it is."""

@@ -56,6 +56,7 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
         master_errors={} if original is not None or values.fold is not None else _known_errors(outline, manifest),
         compensation=_compensation(outline, moments if source.rounding == GPTQ else None, values.fold),
         fold=values.fold,
+        folded_master=source.checkpoint if original is not None and source.fold is None else None,
     )
     return replace(values.checkpoint, tensors=outline.tensors), transform
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.names import FACTORS_FILE
-from pqweights.checkpoint.readers import element_count
+from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.dtypes import from_float32, to_float32
@@ -225,6 +225,21 @@ class Fold:
                 self._known[number] = known = self._decided(self.structure.links[number], sizes)
                 stream.write(known.line(number))
 
+    def check_norms(self, master: Checkpoint) -> None:
+        """Check that a master that was folded has the norms of this fold, which was found again for its original.
+
+        Raises SourceError if it has others: the values of the original would not fit to them.
+        """
+        for tensor in master.tensors:
+            if tensor.name in self._norms:
+                found = self.factors(tensor.name).values
+                expected = self._gains[tensor.name] if found is None else found
+                if not np.array_equal(_values(tensor), expected):
+                    raise SourceError(
+                        f"--source: the factors for {tensor.name} are not those that the master was folded with, by "
+                        "another version of pqweights; leave out --source, or quantize again"
+                    )
+
     def _read_gains(self) -> None:
         """Read the norms before files are fetched: one in another file would wait for room that nothing frees."""
         self._gains = {norm: self._norm_weight(norm) for norm in self._norms_read}
@@ -241,10 +256,7 @@ class Fold:
 
     def _norm_weight(self, norm: str) -> Floats:
         tensor = self._tensors[norm]
-        count = element_count(tensor)
-        raw = np.empty(count * 4, dtype=np.uint8)
-        tensor.read(0, count, "F32", raw)
-        values = raw.view(np.float32)
+        values = _values(tensor)
         if not np.isfinite(values).all():
             raise SourceError(
                 f"{tensor.parts[0].file}: tensor {norm!r}: expected finite gains, found a NaN or infinity"
@@ -300,6 +312,14 @@ class Fold:
         if columns is None or link.norm is None:
             return None
         return folded_gain(self._gains[link.norm], columns[0], zero_centred=link.zero_centred, exact=link.exact)
+
+
+def _values(tensor: LogicalTensor) -> Floats:
+    """Read a whole small tensor, flat."""
+    count = element_count(tensor)
+    raw = np.empty(count * 4, dtype=np.uint8)
+    tensor.read(0, count, "F32", raw)
+    return raw.view(np.float32)
 
 
 def _read(path: Path) -> dict[int, _Known]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pqweights.checkpoint.readers import LogicalTensor
@@ -45,6 +47,18 @@ def find_links(config: Mapping[str, Any] | None, tensors: Sequence[LogicalTensor
     return Links(links=tuple(search.links), notes=search.notes, left=search.frozen_left)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Norm:
+    """A norm. short: its name in notes. repeated: see NormReaders."""
+
+    name: str
+    short: str
+    gain: LogicalTensor
+    bias: LogicalTensor | None
+    zero_centred: bool
+    repeated: bool
+
+
 class _Search:
     """The search for the links of one model."""
 
@@ -67,7 +81,7 @@ class _Search:
     def run(self) -> None:
         """Find the links of every layer, and that of the norm before the head."""
         for layer in layers_of(self._tensors):
-            strange = [module for module in layer.modules if not self._is_known(module)]
+            strange = [module for module in layer.modules if not self._known.fullmatch(module)]
             if strange:
                 self.left[f"a module that is not known there: {strange[0]}"].append(layer.prefix.rstrip("."))
                 continue
@@ -77,7 +91,9 @@ class _Search:
                 self._add_pairs(layer, pair)
         self._add_head()
 
-    def _is_known(self, module: str) -> bool:
+    @functools.cached_property
+    def _known(self) -> re.Pattern[str]:
+        """What matches every module that a layer of the family may have."""
         family = self._family
         expressions = [
             *(each.norm for each in family.norms),
@@ -85,11 +101,12 @@ class _Search:
             *(end for pair in family.pairs for end in (pair.writer, pair.reader)),
             *family.others,
         ]
-        return any(re.fullmatch(expression, module) for expression in expressions)
+        return re.compile("|".join(f"(?:{expression})" for expression in expressions))
 
     def _add_norm(self, layer: Layer, norm: NormReaders) -> None:
         """Add the link from a norm to the weights that read its output."""
-        readers = [m for m in layer.modules if any(re.fullmatch(expression, m) for expression in norm.readers)]
+        expression = re.compile("|".join(norm.readers))
+        readers = [module for module in layer.modules if expression.fullmatch(module)]
         if not readers:
             return
         gain, name = layer.weight(norm.norm), layer.prefix + norm.norm
@@ -98,91 +115,79 @@ class _Search:
                 f"--fold: expected the norm {name}.weight, whose output {layer.prefix}{readers[0]} reads, found none; "
                 "leave out --fold, or give the complete checkpoint"
             )
-        self._add_gain(
-            name,
-            gain,
-            layer.bias(norm.norm),
-            [tensor for m in readers if (tensor := layer.weight(m)) is not None],
-            centred=self._family.zero_centred and norm.norm not in NOT_CENTRED,
-            repeated=norm.repeated,
+        found = _Norm(
+            name=name,
             short=norm.norm,
+            gain=gain,
+            bias=layer.bias(norm.norm),
+            zero_centred=self._family.zero_centred and norm.norm not in NOT_CENTRED,
+            repeated=norm.repeated,
         )
+        self._add_gain(found, [tensor for m in readers if (tensor := layer.weight(m)) is not None])
 
-    def _add_gain(
-        self,
-        name: str,
-        gain: LogicalTensor,
-        bias: LogicalTensor | None,
-        readers: Sequence[LogicalTensor],
-        *,
-        centred: bool,
-        repeated: bool,
-        short: str,
-    ) -> None:
-        """Add the link of a norm. short: what notes call it."""
-        channels = gain.shape[0]
-        sides = []
-        for reader in readers:
-            axis = self._input_axis(reader)
-            places = reader.shape[axis]
-            if len(gain.shape) != 1 or places % channels or (places != channels and not repeated):
-                self.left[f"the shapes of a norm and of {short}'s readers do not fit"].append(name)
-                return
-            sides.append(
-                Side(
-                    tensor=reader.name,
-                    axis=axis,
-                    first=0,
-                    count=places,
-                    repeats=places // channels,
-                    width=channels,
-                    stacked=False,
-                )
-            )
-        plain = [side.tensor for side in sides if side.tensor in self._plain]
-        if len(plain) == len(sides):
-            self.left["all that reads the norm stays plain"].append(name)
-            return
-        if centred and plain:
+    def _add_gain(self, norm: _Norm, readers: Sequence[LogicalTensor]) -> None:
+        """Add the link of a norm."""
+        sides = [self._side(norm, reader) for reader in readers]
+        fitting = [side for side in sides if side is not None]
+        plain = [side.tensor for side in fitting if side.tensor in self._plain]
+        reason = ""
+        if len(fitting) < len(sides):
+            reason = f"the shapes of a norm and of {norm.short}'s readers do not fit"
+        elif len(plain) == len(sides):
+            reason = "all that reads the norm stays plain"
+        elif norm.zero_centred and plain:
             reason = "the norm stores its gain minus 1, which no power of two multiplies, and a reader stays plain"
-            self.left[reason].append(name)
+        if reason:
+            self.left[reason].append(norm.name)
             return
-        vectors = () if bias is None else (_whole(bias),)
-        self._add(
-            Link(
-                name=name,
-                norm=gain.name,
-                zero_centred=centred,
-                writers=(),
-                vectors=vectors,
-                readers=tuple(sides),
-                input_norm=None,
-                exact=bool(plain or vectors),
-                matrices=1,
-                channels=channels,
-            ),
-            writer=short,
-            reader="",
+        vectors = () if norm.bias is None else (_whole(norm.bias),)
+        link = Link(
+            name=norm.name,
+            norm=norm.gain.name,
+            zero_centred=norm.zero_centred,
+            writers=(),
+            vectors=vectors,
+            readers=tuple(fitting),
+            input_norm=None,
+            exact=bool(plain or vectors),
+            matrices=1,
+            channels=norm.gain.shape[0],
+        )
+        self._add(link, writer=norm.short, reader="")
+
+    def _side(self, norm: _Norm, reader: LogicalTensor) -> Side | None:
+        """Return the side of a weight that reads a norm; None if their shapes do not fit."""
+        if len(norm.gain.shape) != 1 or len(reader.shape) < 2 or not norm.gain.shape[0]:
+            return None
+        axis, channels = self._input_axis(reader), norm.gain.shape[0]
+        places = reader.shape[axis]
+        if places % channels or (places != channels and not norm.repeated):
+            return None
+        return Side(
+            tensor=reader.name,
+            axis=axis,
+            first=0,
+            count=places,
+            repeats=places // channels,
+            width=channels,
+            stacked=False,
         )
 
     def _add_pairs(self, layer: Layer, pair: WriterReader) -> None:
         """Add the links from a module to the one that reads its output: one, or one for each expert."""
+        writer, reader = re.compile(pair.writer), re.compile(pair.reader)
+        readers = {end.groups(): module for module in layer.modules if (end := reader.fullmatch(module))}
         for module in layer.modules:
-            found = re.fullmatch(pair.writer, module)
-            if found is None:
-                continue
-            reader = next(
-                (m for m in layer.modules if (end := re.fullmatch(pair.reader, m)) and end.groups() == found.groups()),
-                None,
-            )
-            if reader is not None:
-                self._add_pair(layer, module, reader, pair)
+            found = writer.fullmatch(module)
+            if found is not None and found.groups() in readers:
+                self._add_pair(layer, module, readers[found.groups()], pair)
 
     def _add_pair(self, layer: Layer, writer: str, reader: str, pair: WriterReader) -> None:
         """Add one link between two modules."""
         name = layer.prefix + writer
         rows, columns = layer.weight(writer), layer.weight(reader)
-        assert rows is not None and columns is not None
+        if rows is None or columns is None:
+            return
         if columns.name in self._plain:
             self.left["the weight that reads it stays plain"].append(name)
             return
@@ -283,9 +288,15 @@ class _Search:
         elif any(re.search(r"(^|\.)(mtp|nextn)", other) for other in by_name):
             self.left["the heads of multi-token prediction read the lm_head, too"].append(name)
         else:
-            bias = by_name.get(f"{name}.bias")
-            centred = self._family.zero_centred
-            self._add_gain(name, gain, bias, [head], centred=centred, repeated=False, short="norm")
+            norm = _Norm(
+                name=name,
+                short="norm",
+                gain=gain,
+                bias=by_name.get(f"{name}.bias"),
+                zero_centred=self._family.zero_centred,
+                repeated=False,
+            )
+            self._add_gain(norm, [head])
 
     def _add(self, link: Link, *, writer: str, reader: str) -> None:
         """Add a link, and note at its tensors what they are folded with."""

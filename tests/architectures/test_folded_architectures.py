@@ -91,26 +91,6 @@ def test_folded_model_computes_the_same(name: str, tmp_path: Path, monkeypatch: 
     assert np.abs(logits - expected_logits).max() < 1e-4 * expected_logits.std()
 
 
-# The table says which families have a residual stream that can be rotated; their heads must not be tied.
-ROTATED = ("llama", "mistral", "qwen2", "qwen3", "phi3")
-
-
-@pytest.mark.parametrize("name", EXPECTED)
-def test_rotated_model_computes_the_same(name: str, tmp_path: Path) -> None:
-    about = ARCHITECTURES[name]
-    build(about, tmp_path / "built")
-    source = uneven(tmp_path / "built", tmp_path / "source")
-    fold = measured(source, tmp_path / "work", kind="rotate")
-    assert bool(fold.structure.unfolded) == (name not in ROTATED)
-    found, before = folded_values(fold), read_all(source)
-    changed = {key for key, values in found.items() if (values != before[key][1]).any()}
-    assert changed == set(fold.structure.notes)
-    rewritten(source, tmp_path / "folded", {key: f32(values) for key, values in found.items()})
-    expected_logits = computed(about, load(about, source))
-    logits = computed(about, load(about, tmp_path / "folded"))
-    assert np.abs(logits - expected_logits).max() < 1e-4 * expected_logits.std()
-
-
 def test_plain_tensors_of_a_folded_bf16_model_are_exact(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

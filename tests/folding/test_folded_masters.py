@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from commands import done, refused
 from folding_models import columns_of, folded_values, llama
 from helpers import as_float32, folder_bytes, master_weights, read_all, run_command
 
 from pqweights.checkpoint.source import open_local
+from pqweights.folding import fold
+from pqweights.folding.folded import TensorFactors
 from pqweights.folding.kinds import make_fold
 from pqweights.rewrite.manifest import read_manifest
 
@@ -97,12 +101,31 @@ def test_target_size_folds_with_the_tensors_that_the_fit_keeps(folder: Path, tmp
 def test_decoded_weights_are_folded_without_rounding_them(folder: Path, tmp_path: Path) -> None:
     run_command({"quantize": str(folder / "src")}, tmp_path / "master")
     checkpoint = open_local(tmp_path / "master")
-    fold = make_fold("equalize", checkpoint, plain=[])
-    fold.measure(tmp_path, fetched=tmp_path, threads=1, progress=lambda *_: None)
-    found, decoded = folded_values(fold), master_weights(tmp_path / "master")
+    made = make_fold("equalize", checkpoint, plain=[])
+    made.measure(tmp_path, fetched=tmp_path, threads=1, progress=lambda *_: None)
+    found, decoded = folded_values(made), master_weights(tmp_path / "master")
     gate = "model.layers.0.mlp.gate_proj.weight"
-    factors = columns_of(fold)["model.layers.0.post_attention_layernorm"][0]
+    factors = columns_of(made)["model.layers.0.post_attention_layernorm"][0]
     assert (found[gate] == decoded[gate] * factors).all()
+
+
+@pytest.mark.parametrize("kind", ["equalize", "rotate"])
+def test_original_is_refused_if_its_factors_are_not_those_of_the_master(
+    kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if a later version found other ones: the norms of the master would not fit to the values of the original."""
+    run_command({"quantize": str(folder / "src"), "fold": kind}, tmp_path / "folded")
+    command = ("export", tmp_path / "folded", tmp_path / "out", "--target", "vllm-int4", "--source", folder / "src")
+    other = fold.Fold.factors
+
+    def changed(self: fold.Fold, tensor: str) -> TensorFactors:
+        found = other(self, tensor)
+        return found if found.values is None else replace(found, values=found.values * np.float32(1.0078125))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fold.Fold, "factors", changed)
+        assert "not those that the master was folded with" in refused(*command)
+    done(*command)
 
 
 def test_kept_reader_of_a_norm_gets_powers_of_two(folder: Path, tmp_path: Path) -> None:
