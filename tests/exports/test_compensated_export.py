@@ -184,7 +184,6 @@ def test_options_that_do_not_go_together_are_refused(driven: Path, calibrated: A
     path = calibrated[0]
     for options, expected in (
         ({"rounding": "gptq"}, "--calibration FILE"),
-        ({"calibration": path}, "--rounding gptq"),
         ({"rounding": "gptq", "calibration": path, "qparams": "minmax"}, "--qparams best"),
         ({"rounding": "nearest"}, "plain, gptq"),
         ({"target": "mlx-q4", "mode": "mxfp4", "rounding": "gptq", "calibration": path}, "--mode affine"),
