@@ -171,10 +171,8 @@ def _source(tensor: LogicalTensor, number: int, moments: Moments) -> int | str:
     if about.size != tensor.shape[-1]:
         return f"expected {tensor.shape[-1]} input channels, found {about.size}"
     if about.tokens < FEWEST_TOKENS or about.held_back < FEWEST_HELD_BACK or about.windows < FEWEST_WINDOWS:
-        return (
-            f"too few tokens: {about.tokens}, and {about.held_back} held back from {about.windows} windows; expected "
-            f"{FEWEST_TOKENS}, and {FEWEST_HELD_BACK} from {FEWEST_WINDOWS}"
-        )
+        # Without what was found: the summary has a line for each reason.
+        return f"fewer than {FEWEST_TOKENS} tokens, or {FEWEST_HELD_BACK} held back from {FEWEST_WINDOWS} windows"
     return vector
 
 
