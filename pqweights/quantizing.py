@@ -46,7 +46,7 @@ from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.manifest import exceeds
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
-from pqweights.rewrite.transform import Preparation, Transform
+from pqweights.rewrite.transform import Transform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,20 +186,6 @@ class Quantize(Transform):
         if self.awq is not None:
             self.awq.check(checkpoint, result)
         return result if self.fold is None else self.fold.noted(result)
-
-    def prepare(self, preparation: Preparation) -> None:
-        """Measure what the fold depends on."""
-        if self.fold is not None:
-            self.fold.measure(
-                preparation.folder,
-                fetched=preparation.fetched,
-                threads=preparation.threads,
-                progress=preparation.progress,
-            )
-
-    def folded(self, tensor: str) -> tuple[str, ...]:
-        """Return the vectors through which a tensor was folded."""
-        return () if self.fold is None else self.fold.links_of(tensor)
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -74,20 +74,10 @@ class IntegerExport(Transform):
         return planned if self.fold is None else self.fold.noted(planned)
 
     def prepare(self, preparation: Preparation) -> None:
-        """Measure what the fold depends on."""
-        if self.fold is not None:
-            self.fold.measure(
-                preparation.folder,
-                fetched=preparation.fetched,
-                threads=preparation.threads,
-                progress=preparation.progress,
-            )
-            if self.folded_master is not None:
-                self.fold.check_norms(self.folded_master)
-
-    def folded(self, tensor: str) -> tuple[str, ...]:
-        """Return the vectors through which a tensor was folded."""
-        return () if self.fold is None else self.fold.links_of(tensor)
+        """Measure what the fold depends on, and check that it is that of the master."""
+        super().prepare(preparation)
+        if self.fold is not None and self.folded_master is not None:
+            self.fold.check_norms(self.folded_master)
 
     def report_json(self) -> dict[str, Any]:
         """Return what a fold leaves as it is."""

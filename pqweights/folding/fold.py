@@ -32,7 +32,8 @@ from pqweights.folding.factors import (
 )
 from pqweights.folding.folded import FoldedTensor, TensorFactors
 from pqweights.folding.inputs import mean_squares
-from pqweights.folding.links import COLUMNS, Link, Links, Side, find_links
+from pqweights.folding.links import COLUMNS, Link, Links, Side
+from pqweights.folding.search import find_links
 from pqweights.folding.sizes import Progress, Sizes, SizesPass
 from pqweights.planning.moments_file import Moments
 from pqweights.planning.plan import TensorPlan

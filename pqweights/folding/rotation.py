@@ -20,7 +20,8 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.folding.families import Family
 from pqweights.folding.fold import Fold
 from pqweights.folding.folded import TensorFactors
-from pqweights.folding.links import Link, Links, Side, family_of, find_links, layers_of
+from pqweights.folding.links import Link, Links, Side, family_of, layers_of
+from pqweights.folding.search import find_links
 from pqweights.folding.sizes import Progress
 from pqweights.folding.turning import RowBlocks, Turn, TurnedFiles, signs
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.folding.fold import Fold
 from pqweights.planning.plan import DEFAULT_METADATA, TensorPlan
 from pqweights.rewrite.jobs import Job
 from pqweights.rewrite.records import TensorRecord
@@ -77,13 +78,24 @@ class Transform(Protocol):
         """What is read besides the checkpoint itself, by the option that names it; by default nothing."""
         return {}
 
+    @property
+    def fold(self) -> Fold | None:
+        """The fold of the tensors that are read; by default none."""
+        return None
+
     def prepare(self, preparation: Preparation) -> None:
-        """Read what must be known before the first tensor is rewritten; by default nothing."""
-        return
+        """Read what must be known before the first tensor is rewritten: what a fold depends on."""
+        if self.fold is not None:
+            self.fold.measure(
+                preparation.folder,
+                fetched=preparation.fetched,
+                threads=preparation.threads,
+                progress=preparation.progress,
+            )
 
     def folded(self, tensor: str) -> tuple[str, ...]:
-        """Return the vectors through which a tensor was folded (see folding); by default there are none."""
-        return ()
+        """Return the vectors through which a tensor was folded."""
+        return () if self.fold is None else self.fold.links_of(tensor)
 
     def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
         """Raise SourceError if the user asked to refuse such a result; by default every result is accepted."""
