@@ -74,7 +74,7 @@ class IntegerExport(Transform):
         return planned if self.fold is None else self.fold.noted(planned)
 
     def prepare(self, preparation: Preparation) -> None:
-        """Measure what the fold depends on, and check that it is that of the master."""
+        """Measure what the fold depends on, and check that a fold that was found again is the master's."""
         super().prepare(preparation)
         if self.fold is not None and self.folded_master is not None:
             self.fold.check_norms(self.folded_master)

@@ -6,18 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import families
 import numpy as np
 import pytest
 from helpers import Array, as_float32, folder_bytes, read_all, run_command
-from integer_exports import LAYER, from_compressed_tensors, from_torchao, unrotated, work
+from integer_exports import LAYER, from_compressed_tensors, from_torchao, unpacked, unrotated, work
 from random_moments import write_random_moments
 from rewriting import check_killed_runs_resume
 
+from pqweights.checkpoint.source import open_local
 from pqweights.errors import OptionError, SourceError
 from pqweights.exports import compensation
 from pqweights.results.verify import verify
 from pqweights.rewrite import jobs
 from pqweights.rewrite.manifest import read_manifest
+from pqweights.runtimes.decoders import values_of
 
 COMPENSATED = {
     "tile": {"target": "torchao-int4"},
@@ -59,9 +62,6 @@ def test_outputs_on_inputs_held_back_err_less_than_with_plain_rounding(
     report = run_command(command(driven, kind, path, **options), tmp_path / "gptq")
     records = {record.name: record for record in report.records}
     source, gains = read_all(driven / "src"), []
-    from pqweights.checkpoint.source import open_local
-    from pqweights.runtimes.decoders import values_of
-
     master = {tensor.name: values_of(tensor) for tensor in open_local(driven / "master").tensors}
     for name in NAMES:
         account = records[name].rounding
@@ -216,3 +216,54 @@ def test_moments_are_rotated_and_folded_like_the_inputs(driven: Path, calibrated
 
 def test_json_of_a_report_is_json(driven: Path, calibrated: Any, tmp_path: Path) -> None:
     json.dumps(run_command(command(driven, "tile", calibrated[0]), tmp_path / "out").to_json())
+
+
+def from_mlx(tensors: Any, module: str) -> Array:
+    """A stack of weights [experts, N, K] of an mlx export in 4 bits."""
+    words = tensors[f"{module}.weight"][1]
+    codes = unpacked(words.reshape(-1, words.shape[-1]), 4).reshape(*words.shape[:-1], -1).astype(np.float32)
+    size = codes.shape[-1] // as_float32(tensors[f"{module}.scales"]).shape[-1]
+    scales, biases = (np.repeat(as_float32(tensors[f"{module}.{part}"]), size, -1) for part in ("scales", "biases"))
+    result: Array = codes * scales + biases
+    return result
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_each_expert_of_a_stack_has_its_own_inputs(name: str, base: Path, tmp_path: Path) -> None:
+    """mlx stacks Mixtral's experts, and cuts and transposes those of gpt-oss."""
+    pytest.importorskip("mlx_lm")
+    held_back = write_random_moments(
+        families.model(base, name),
+        tmp_path / "m.safetensors",
+        transposed=lambda tensor: name == "gpt_oss" and ".experts." in tensor,
+    )
+    source = {t.name: values_of(t) for t in open_local(families.model(base, name)).tensors}
+    asked = {"export": str(families.master(base, name)), "target": "mlx-q4", "original": families.model(base, name)}
+    run_command(asked, tmp_path / "plain")
+    report = run_command(
+        {**asked, "rounding": "gptq", "calibration": tmp_path / "m.safetensors"}, tmp_path / "gptq", threads=3
+    )
+    stem = f"model.layers.0.{'block_sparse_moe.switch_mlp' if name == 'mixtral' else 'mlp.experts'}.gate_proj"
+    account = {record.name: record.rounding for record in report.records}[f"{stem}.weight"]
+    assert account is not None and (account["matrices"], account["compensated"]) == (4, 4)
+    plain, ours = (from_mlx(read_all(tmp_path / which), stem) for which in ("plain", "gptq"))
+    for expert in range(4):
+        if name == "mixtral":
+            tensor, matrix = f"model.layers.0.block_sparse_moe.experts.{expert}.w1.weight", 0
+            weight = source[tensor]
+        else:
+            tensor, matrix = "model.layers.0.mlp.experts.gate_up_proj", expert
+            weight = source[tensor][expert][:, ::2].T
+        x = held_back[tensor, matrix].astype(np.float64).T
+        before, after = (np.square((found[expert] - weight) @ x).sum() for found in (plain, ours))
+        assert after < 0.8 * before
+
+
+def test_embeddings_and_floats_are_rounded_plainly(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mlx_lm")
+    write_random_moments(families.model(base, "llama"), tmp_path / "m.safetensors")
+    asked = {"export": str(families.master(base, "llama")), "target": "mlx-q4", "rounding": "gptq"}
+    report = run_command({**asked, "calibration": tmp_path / "m.safetensors"}, tmp_path / "out")
+    accounts = {record.name: record.rounding for record in report.records if record.rounding}
+    assert accounts["model.embed_tokens.weight"]["rounded_plainly"] == {"it is looked up, not multiplied by inputs": 1}
+    assert all(each["compensated"] for name, each in accounts.items() if "embed" not in name)

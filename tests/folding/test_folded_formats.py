@@ -247,3 +247,13 @@ def test_layer_with_a_module_that_is_not_known_is_left_alone(tmp_path: Path) -> 
     changed = {name for name in fold.structure.notes if ".1." in name}
     assert not changed
     assert fold.structure.left == {"a module that is not known there: self_attn.indexer": ("model.layers.1",)}
+
+
+@pytest.mark.parametrize("key_heads", [1, 4])
+def test_values_of_other_heads_than_the_configuration_says_are_left(key_heads: int, tmp_path: Path) -> None:
+    """Another tower, or layers with heads of their own: which query head reads which value is not known."""
+    config = CONFIG | {"num_key_value_heads": key_heads}
+    fold = measured(write_checkpoint(tmp_path / "src", llama_tensors(), config=config), tmp_path / "work")
+    names = [f"model.layers.{layer}.self_attn.v_proj" for layer in range(3)]
+    assert fold.structure.left == {"the shapes of a module and its reader do not fit": tuple(names)}
+    assert not {link.name for link in fold.structure.links} & set(names)
