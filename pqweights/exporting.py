@@ -104,7 +104,9 @@ def _lineage(master: Path) -> Lineage:
     if not (master / MANIFEST_FILE).is_file():
         return Lineage()
     manifest = read_manifest(master)
-    about: dict[str, Any] = {key: manifest.made_by[key] for key in ("recipe", "awq", "fit") if key in manifest.made_by}
+    about: dict[str, Any] = {
+        key: manifest.made_by[key] for key in ("recipe", "awq", "fit", "fold") if key in manifest.made_by
+    }
     about["bits_per_weight"] = count(manifest.tensors).bits_per_weight
     about["relative_mse"] = total_relative_mse(manifest.records)
     return Lineage(model=manifest.identity.model, master=about)
