@@ -233,6 +233,8 @@ class _Search:
             width = count = total // 2 if pair.rows == LAST_HALF else total
         if not count or total < count or places % count or (places != count and pair.rows != VALUE_HEADS):
             return None
+        if pair.rows == VALUE_HEADS and total not in (count, places + 2 * count):  # values alone, or behind q and k
+            return None
         written = Side(
             tensor=rows.name, axis=ROWS, first=total - count, count=count, repeats=1, width=width, stacked=stacked
         )

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from building import build, computed, load
 from folding_models import columns_of, folded_values, measured, rewritten, uneven, values_of
-from helpers import f32, read_all
-from known_architectures import ARCHITECTURES
+from helpers import f32, read_all, run_command
+from known_architectures import ARCHITECTURES, VOCABULARY
 
 from pqweights.folding import fold as folds
 from pqweights.folding.families import FAMILIES
+from pqweights.runtimes.models import open_model
 
 ATTENTION = ("input_layernorm", "self_attn.v_proj")
 DENSE = (*ATTENTION, "post_attention_layernorm", "mlp.up_proj")
@@ -120,3 +121,27 @@ def test_plain_tensors_of_a_folded_bf16_model_are_exact(
             stored = np.tile(found[link.norm] + one, side.repeats)
             products = stored.astype(np.float64) * columns[0]
             assert np.allclose(products, np.tile(gain, side.repeats), rtol=2.0**-23, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("target", ["mlx-q4", "vllm-int4"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "mixtral", "gemma2", "phi3", "gpt_oss"])
+def test_folded_exports_compute_closer_to_the_original(
+    name: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The median over tokens, because the choice of experts may change anywhere for a few of them."""
+    if target == "mlx-q4":
+        pytest.importorskip("mlx_lm")
+    monkeypatch.setattr(folds, "SMALLEST_GAIN", -1.0)
+    build(ARCHITECTURES[name], tmp_path / "built")
+    source = uneven(tmp_path / "built", tmp_path / "source", "BF16", seed=2)
+    run_command({"quantize": str(source), "recipe": "q8"}, tmp_path / "master")
+    work = {"export": str(tmp_path / "master"), "target": target, "bits": 8, "group_size": 32, "original": str(source)}
+    run_command(work, tmp_path / "plain")
+    run_command({**work, "fold": "equalize"}, tmp_path / "folded")
+    ids = np.random.default_rng(1).integers(3, VOCABULARY, 60)
+    expected, plain, folded = (
+        open_model(tmp_path / each).logits(ids, len(ids)) for each in ("source", "plain", "folded")
+    )
+    errors = [np.median(np.linalg.norm(found - expected, axis=1)) for found in (folded, plain)]
+    assert errors[0] < errors[1] < 0.1 * np.median(np.linalg.norm(expected, axis=1))

@@ -23,6 +23,7 @@ from helpers import Array, Tensor, as_float32, bf16, write_checkpoint
 
 from pqweights.checkpoint.source import open_local
 from pqweights.folding import fold as folds
+from pqweights.folding import turning
 
 
 @pytest.fixture(autouse=True)
@@ -247,3 +248,36 @@ def test_layer_with_a_module_that_is_not_known_is_left_alone(tmp_path: Path) -> 
     changed = {name for name in fold.structure.notes if ".1." in name}
     assert not changed
     assert fold.structure.left == {"a module that is not known there: self_attn.indexer": ("model.layers.1",)}
+
+
+@pytest.mark.parametrize("key_heads", [1, 4])
+def test_values_of_other_heads_than_the_configuration_says_are_left(key_heads: int, tmp_path: Path) -> None:
+    """Another tower, or layers with heads of their own: which query head reads which value is not known."""
+    config = CONFIG | {"num_key_value_heads": key_heads}
+    fold = measured(write_checkpoint(tmp_path / "src", llama_tensors(), config=config), tmp_path / "work")
+    names = [f"model.layers.{layer}.self_attn.v_proj" for layer in range(3)]
+    assert fold.structure.left == {"the shapes of a module and its reader do not fit": tuple(names)}
+    assert not {link.name for link in fold.structure.links} & set(names)
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+@pytest.mark.parametrize("kind", ["equalize", "rotate"])
+def test_any_range_of_a_folded_tensor_is_that_of_the_whole(
+    kind: str, in_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_files:
+        monkeypatch.setattr(turning, "MOST_WEIGHTS", 1000)
+        monkeypatch.setattr(turning, "STRIP_WEIGHTS", 3000)
+    source = write_checkpoint(tmp_path / "src", llama_tensors("BF16"), config=CONFIG)
+    fold = measured(source, tmp_path / "work", kind=kind)
+    random = np.random.default_rng(4)
+    for tensor in fold.folded.tensors:
+        whole = values_of(tensor).reshape(-1)
+        for _ in range(6):
+            start = int(random.integers(0, len(whole)))
+            count = int(random.integers(1, min(5000, len(whole) - start) + 1))
+            raw = np.full(count * 4 + 8, 255, dtype=np.uint8)
+            tensor.read(start, count, "F32", raw)
+            assert np.array_equal(raw[: count * 4].view(np.float32), whole[start : start + count]), tensor.name
+            tensor.read(start, count, "BF16", raw)
+            assert raw[: count * 2].tobytes() == bf16(whole[start : start + count])[1].tobytes(), tensor.name

@@ -117,6 +117,29 @@ def test_run_killed_at_any_call_resumes_to_the_same_folder(
         assert folder_bytes(Path(str(point["out"]))) == undisturbed, point
 
 
+@pytest.mark.parametrize("kind", ["equalize", "rotate"])
+@pytest.mark.parametrize("with_source", [False, True])
+def test_export_is_the_same_for_any_number_of_threads_and_after_a_kill(
+    kind: str, with_source: bool, source: Path, tmp_path: Path
+) -> None:
+    run_command({"quantize": str(source)}, tmp_path / "master")
+    work: dict[str, Any] = {"export": str(tmp_path / "master"), "target": "vllm-int4", "fold": kind, "group_size": 32}
+    if with_source:
+        work["original"] = str(source)
+    run_command(work, tmp_path / "1", threads=1)
+    expected = folder_bytes(tmp_path / "1")
+    run_command(work, tmp_path / "5", threads=5)
+    assert folder_bytes(tmp_path / "5") == expected
+    points = [
+        {"out": str(tmp_path / f"{function}-{number}"), "function": function, "number": number, "when": "after"}
+        for function, number in (("write", 3), ("write", 12), ("pwrite", 9), ("replace", 4), ("open", 15))
+    ]
+    killed_runs(work, [point | {"may_end": 1} for point in points])
+    for point in points:
+        run_command(work, Path(str(point["out"])))
+        assert folder_bytes(Path(str(point["out"]))) == expected, point
+
+
 @pytest.mark.parametrize("lines", [0, 1, 7, LINKS - 1])
 def test_run_killed_in_the_pass_measures_only_what_is_missing(
     lines: int, source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

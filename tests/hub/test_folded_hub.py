@@ -45,3 +45,26 @@ def test_norms_in_other_files_than_their_readers_are_found(
     assert done.returncode == 0, done.stderr
     assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "expected")
     assert tensors_of(tmp_path / "out") == tensors_of(tmp_path / "expected")
+
+
+def test_folded_master_is_pushed_and_read_again(hub: LoopbackHub, tmp_path: Path) -> None:
+    folder = llama(tmp_path / "source")
+    home = tmp_path / "home"
+    for arguments in (
+        ["quantize", str(folder), str(tmp_path / "master"), "--fold", "equalize"],
+        ["push", str(tmp_path / "master"), "me/master"],
+        ["verify", "me/master"],
+        ["export", "me/master", str(tmp_path / "out"), "--target", "vllm-int4", "--source", str(folder)],
+    ):
+        done = hub_cases.run(hub, home, *arguments)
+        assert done.returncode == 0, (arguments, done.stderr)
+
+
+def test_plan_of_a_repository_lists_what_is_folded_without_reading_weights(hub: LoopbackHub, tmp_path: Path) -> None:
+    folder = llama(tmp_path / "source", shards=6)
+    hub.commit(SOURCE, files_of(folder))
+    done = hub_cases.run(hub, tmp_path / "home", "plan", SOURCE, "--fold", "equalize", "--json")
+    assert done.returncode == 0, done.stderr
+    planned = json.loads(done.stdout)
+    assert len(planned["fold"]["vectors"]) == 13
+    assert planned["hub"]["bytes"] < planned["hub"]["source_bytes"] / 2
