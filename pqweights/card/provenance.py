@@ -32,6 +32,7 @@ def opening(found: Inspection, base_model: str | None) -> list[str]:
     what = "This is a *master*: weights that are quantized once and then exported to the formats that runtimes load."
     if manifest.kind != "master":
         options = {field.name: manifest.made_by.get(field.name) for field in fields(ExportOptions)}
+        options = {name: value.get("kind") if isinstance(value, dict) else value for name, value in options.items()}
         shown = [
             f", {name.replace('_', ' ')} {code(as_text(value))}" for name, value in options.items() if value is not None
         ]
