@@ -131,7 +131,6 @@ def test_compensation_of_folded_weights_helps_on_the_inputs_of_the_folded_model(
     fold.measure(tmp_path / "work", fetched=tmp_path, threads=1, progress=lambda *_: None)
     values, errors = folded_values(fold), {"plain": 0.0, "gptq": 0.0}
     compensation = Compensation(moments, {}, fold)
-    names = dict.fromkeys(integer_names(tmp_path / "plain"))
     for rounding in errors:
         decode = export_weight(tmp_path / rounding)
         for name in integer_names(tmp_path / "plain"):
