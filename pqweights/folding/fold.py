@@ -173,6 +173,11 @@ class Fold:
         return list(dict.fromkeys(read))
 
     @property
+    def disk_bytes(self) -> int:
+        """The room that the file of factors takes while a run is under way: in base64, with names and digests."""
+        return 3 * self.memory_bytes // 2 + 200 * len(self.structure.links)
+
+    @property
     def folded(self) -> Checkpoint:
         """The checkpoint with folded tensors."""
         return self.over(self.original)

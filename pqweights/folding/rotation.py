@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.folding.families import Family
 from pqweights.folding.fold import Fold
 from pqweights.folding.folded import TensorFactors
 from pqweights.folding.links import Link, Links, Side, family_of, layers_of
 from pqweights.folding.search import find_links
 from pqweights.folding.sizes import Progress
-from pqweights.folding.turning import RowBlocks, Turn, TurnedFiles, signs
+from pqweights.folding.turning import KEPT_FILES, MOST_WEIGHTS, RowBlocks, Turn, TurnedFiles, signs
 
 STREAM = "residual stream"
 LARGEST_HEAD = 1024
@@ -177,6 +177,17 @@ class Rotation(Fold):
     def memory_bytes(self) -> int:
         """The memory that the weights of norms take; large turned tensors lie in files."""
         return self._gain_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """The room that the largest turned tensors take, as many as are kept."""
+        parts = self._parts
+        if parts is None:
+            return 0
+        sizes = [element_count(self._tensors[name]) for name in parts.writers]
+        shapes = [self._tensors[name].shape for name in parts.writers]
+        large = [size for size, shape in zip(sizes, shapes, strict=True) if parts.block * shape[-1] > MOST_WEIGHTS]
+        return 4 * sum(sorted(large)[-KEPT_FILES:])
 
     def measure(self, folder: Path, *, fetched: Path, threads: int, progress: Progress) -> None:
         """Prepare to read. Nothing depends on the weights; large turned tensors are kept in the folder for a while."""

@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.writer import disk_errors
+from pqweights.kernels import HADAMARD_SIZE
+from pqweights.kernels.groups import turn_runs
 
 Floats = npt.NDArray[np.float32]
 
@@ -22,6 +24,7 @@ Floats = npt.NDArray[np.float32]
 MOST_WEIGHTS = 1 << 22
 STRIP_WEIGHTS = 1 << 22
 KEPT_FILES = 2
+CACHED_COLUMNS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,11 @@ class Turn:
             low = max(rows.first, first_row) - first_row
             high = min(rows.first + rows.count, first_row + len(values)) - first_row
             for start in range(low, high, rows.size):
-                hadamard(values[start : start + rows.size], axis=0)
+                for column in range(0, values.shape[1], CACHED_COLUMNS):
+                    # A few columns at a time, which stay in the cache through all stages.
+                    part = values[start : start + rows.size, column : column + CACHED_COLUMNS].copy()
+                    hadamard(part, axis=0)
+                    values[start : start + rows.size, column : column + CACHED_COLUMNS] = part
 
 
 def hadamard(values: Floats, axis: int) -> None:
@@ -67,6 +74,9 @@ def hadamard(values: Floats, axis: int) -> None:
     The order of additions is fixed: stages of 1, 2, 4, ... in float32.
     """
     size, step = values.shape[axis], 1
+    if axis == 1 and size % HADAMARD_SIZE == 0:
+        turn_runs(values.reshape(-1))
+        step = HADAMARD_SIZE
     while step < size:
         if axis == 1:
             pairs = values.reshape(len(values), -1, 2, step)

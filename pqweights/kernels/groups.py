@@ -207,6 +207,12 @@ def rotate(values: npt.NDArray[np.float32]) -> None:
     cpu.run("rotate", cpu.address(values, np.float32, blocks * BLOCK_SIZE, written=True), blocks, ORTHONORMAL)
 
 
+def turn_runs(values: npt.NDArray[np.float32]) -> None:
+    """Multiply each run of 128 values by H, in place."""
+    blocks = len(values) // BLOCK_SIZE
+    cpu.run("rotate", cpu.address(values, np.float32, blocks * BLOCK_SIZE, written=True), blocks, 1.0)
+
+
 def pack_bits(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
     """Codes below 2**bits as one stream of bits, the lowest first; their number is a multiple of 8."""
     flat, eights = codes.reshape(-1), codes.size // 8

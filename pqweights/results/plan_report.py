@@ -128,7 +128,7 @@ def report_plan(source: str | Path, recipe: Recipe, options: QuantizeOptions, th
     """
     checkpoint, transform, plan = plan_quantize(source, recipe, options)
     fold = transform.fold
-    needs = resource_needs(plan, threads, held_bytes=0 if fold is None else fold.memory_bytes)
+    needs = resource_needs(plan, threads, fold=fold)
     return PlanReport(plan=plan, fit=transform.fit, fold=fold, needs=needs, hub=_traffic(checkpoint))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pqweights.codecs import get_codec
+from pqweights.folding.fold import Fold
 from pqweights.planning.plan import Plan
 
 # Measured: the interpreter and the libraries while the scalar codecs' kernels are compiled. Without compilation it is
@@ -32,17 +33,24 @@ class ResourceNeeds:
         return {"peak_disk_bytes": self.peak_disk_bytes, "peak_memory_bytes": self.peak_memory_bytes}
 
 
-def resource_needs(plan: Plan, threads: int, *, held_bytes: int = 0) -> ResourceNeeds:
+def resource_needs(plan: Plan, threads: int, *, fold: Fold | None = None) -> ResourceNeeds:
     """Return what fulfilling a plan takes.
 
     threads: how many threads compute
-    held_bytes: what the transform holds in memory for the whole run
+    fold: the fold of the tensors that are read
     """
     largest_header = max((len(shard.header) for shard in plan.shards), default=0)
     codecs = {tensor.codec for tensor in plan.tensors if tensor.codec is not None}
     floor = MEMORY_FLOOR_BYTES + max((get_codec(codec).compiling_bytes for codec in codecs), default=0)
-    memory = floor + held_bytes + threads * MEMORY_PER_THREAD_BYTES + len(plan.tensors) * 12_000 + 2 * largest_header
+    memory = (
+        floor
+        + (0 if fold is None else fold.memory_bytes)
+        + threads * MEMORY_PER_THREAD_BYTES
+        + len(plan.tensors) * 12_000
+        + 2 * largest_header
+    )
+    beside = 0 if fold is None else fold.disk_bytes
     json_files = 1024 * len(plan.tensors) + 65536
     return ResourceNeeds(
-        peak_disk_bytes=plan.output_bytes + plan.companion_bytes + json_files, peak_memory_bytes=memory
+        peak_disk_bytes=plan.output_bytes + plan.companion_bytes + json_files + beside, peak_memory_bytes=memory
     )

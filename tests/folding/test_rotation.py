@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from folding_models import HEAD, LAYERS, WIDTH, folded_values, llama, measured, values_of
+from folding_models import HEAD, LAYERS, WIDE, WIDTH, folded_values, llama, measured, values_of
 from helpers import folder_bytes, run_command
 
 from pqweights.checkpoint.source import open_local
-from pqweights.folding import turning
+from pqweights.folding import rotation, turning
 from pqweights.folding.fold import ROTATE
 from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import read_manifest
@@ -75,6 +75,13 @@ def test_weights_are_those_of_dense_matrices(
     for name, values in expected.items():
         assert np.abs(found[name] - values).max() < 1e-5 * np.abs(values).max(), name
     assert not [path.name for path in (tmp_path / "work").iterdir()]
+
+
+def test_needs_count_the_files_of_large_turned_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = llama(tmp_path / "source", "F32")
+    assert measured(source, tmp_path / "work", kind=ROTATE).disk_bytes == 0
+    monkeypatch.setattr(rotation, "MOST_WEIGHTS", 1)
+    assert measured(source, tmp_path / "work", kind=ROTATE).disk_bytes == 2 * 4 * WIDTH * WIDE
 
 
 @pytest.fixture(scope="module")
