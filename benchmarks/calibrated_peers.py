@@ -239,7 +239,6 @@ METHODS: dict[str, Callable[[Task], None]] = {
     "llmcompressor-gptq": lambda task: llmcompressor(task, "gptq"),
     "llmcompressor-awq-gptq": lambda task: llmcompressor(task, "awq", "gptq"),
     "autoround": autoround,
-    "autoround-rounding": lambda task: autoround(task, iters=0, disable_opt_rtn=True),
     "autoround-best": lambda task: autoround(task, iters=1000),
     "gptqmodel": gptqmodel,
     "torchao": lambda task: torchao(task, "tinygemm"),
