@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,8 +218,8 @@ def through_numpy() -> None:
         likely = np.exp(scores - scores.max(axis=-1, keepdims=True))
         return mx.array(likely / likely.sum(axis=-1, keepdims=True) @ np.repeat(v, shared, axis=1))
 
-    nn.Linear.__call__ = linear
-    mx.fast.scaled_dot_product_attention = attention
+    fast: Any = mx.fast
+    nn.Linear.__call__, fast.scaled_dot_product_attention = linear, attention
 
 
 # GPTQModel: https://github.com/ModelCloud/GPTQModel
@@ -226,6 +227,7 @@ def through_numpy() -> None:
 
 def gptqmodel(task: Task) -> None:
     """GPTQModel with its default settings."""
+    os.environ["GPTQMODEL_CPU_WORKERS"] = "2"  # with fewer than three cores it would take one, and refuse that
     from gptqmodel import GPTQModel, QuantizeConfig
 
     model = GPTQModel.load(str(task.model), QuantizeConfig(bits=BITS, group_size=task.group_size, sym=task.symmetric))
