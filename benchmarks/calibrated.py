@@ -42,7 +42,7 @@ from pqweights.runtimes.folders import read_folder
 from pqweights.runtimes.models import Model, open_model
 from pqweights.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 WINDOWS, WINDOW = 64, 256  # of calibration; windows to evaluate on have this size, too
 SPARE_TOKENS = 600  # decoding and encoding again may join a few
 VLLM, TORCHAO, MLX = "vllm-int4", "torchao-int4", "mlx-q4"
@@ -162,17 +162,19 @@ class Cost:
 
 
 # This process is large, and Linux carries its memory over into the peak of a command that it starts. So a small one
-# starts the command.
-STARTER = (
-    "import dataclasses, harness, json, sys; print(json.dumps(dataclasses.asdict(harness.run_command(sys.argv[1:]))))"
-)
+# starts the command. Tools write logs where they are started.
+STARTER = """
+import dataclasses, json, sys
+sys.path.insert(0, sys.argv[1])
+import harness
+print(json.dumps(dataclasses.asdict(harness.run_command(sys.argv[2:]))))
+"""
 
 
-def run(command: list[str]) -> Cost:
-    """Run a command. Raises Failed."""
-    done = subprocess.run(
-        [sys.executable, "-c", STARTER, *command], cwd=HERE, capture_output=True, text=True, check=False
-    )
+def run(command: list[str], work: Path) -> Cost:
+    """Run a command in a folder. Raises Failed."""
+    starting = [sys.executable, "-c", STARTER, str(HERE), *command]
+    done = subprocess.run(starting, cwd=work, capture_output=True, text=True, check=False)
     if done.returncode:
         raise Failed(done.stderr.strip().splitlines()[-1])
     measured = json.loads(done.stdout)
@@ -254,7 +256,7 @@ def ours(bench: Bench, row: Ours, form: str) -> tuple[Path, Cost]:
 
     def command(name: str, source: Path, result: Path, *arguments: str) -> Cost:
         named = [put_in.get(argument, argument) for argument in arguments]
-        return run([*PQWEIGHTS, name, str(source), str(result), *named, "--overwrite", "--quiet"])
+        return run([*PQWEIGHTS, name, str(source), str(result), *named, "--overwrite", "--quiet"], bench.work)
 
     cost = Cost()
     if row.calibrate is not None:
@@ -274,7 +276,8 @@ def theirs(bench: Bench, row: Peer) -> tuple[Path, Cost]:
     shutil.rmtree(out, ignore_errors=True)
     how = ["--group-size", str(bench.group_size(row.format)), "--windows", str(WINDOWS), "--window", str(WINDOW)]
     files = [str(bench.model), str(bench.calibration), str(out)]
-    return out, run([python, str(HERE / "calibrated_peers.py"), row.method, *files, *how, *row.arguments])
+    command = [python, str(HERE / "calibrated_peers.py"), row.method, *files, *how, *row.arguments]
+    return out, run(command, bench.work)
 
 
 # What the results decode to.

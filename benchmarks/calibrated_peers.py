@@ -162,7 +162,9 @@ def mlx(task: Task, method: str, **how: Any) -> None:
     from mlx_lm.utils import load, quantize_model, save
 
     mx.random.seed(SEED)
-    model, tokenizer, config = load(str(task.model), lazy=True, return_config=True)
+    model, tokenizer, config = load(
+        str(task.model), lazy=True, return_config=True, model_config=former_names(task.model)
+    )
     data, form = mx.array(task.windows), {"group_size": task.group_size, "bits": BITS}
     if method != "rounding":
         model.set_dtype(mx.float32)
@@ -195,6 +197,16 @@ def mlx(task: Task, method: str, **how: Any) -> None:
             )
     model.set_dtype(mx.bfloat16)
     save(str(task.out), str(task.model), model, tokenizer, config)
+
+
+def former_names(model: Path) -> dict[str, Any]:
+    """Settings under the names that mlx-lm looks for; transformers 5 writes others."""
+    config = json.loads((model / "config.json").read_text())
+    found = {
+        "rope_theta": config.get("rope_parameters", {}).get("rope_theta"),
+        "num_experts": config.get("num_local_experts"),
+    }
+    return {name: value for name, value in found.items() if value is not None and name not in config}
 
 
 def through_numpy() -> None:
