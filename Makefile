@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv quantize fit int4 mlx vllm bf16 eval publish demo test test-fast lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-loading bench-quality bench-hub bench-fit bench-rates bench-report bench-kills bad-inputs docs docs-commands dist clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 eval publish demo test test-fast lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-loading bench-quality bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bad-inputs docs docs-commands dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -147,6 +147,24 @@ bench-quality: $(READY) ## MODELS="DIR ...": perplexity, KL and top-1 of masters
 	$(call BENCHMARK,quality) $(MODELS) $(WORK) $(ARGS)
 	$(REPORT)
 
+# Each calibrated tool has an environment of its own: they want other versions of transformers than the project.
+TOOL_llmcompressor := llmcompressor==0.14.0.1
+TOOL_autoround := auto-round==0.16.1
+TOOL_gptqmodel := gptqmodel==7.6.0
+TOOLS := llmcompressor autoround gptqmodel
+
+$(TOOLS:%=$(VENV)-%/.ready): $(VENV)-%/.ready:
+	$(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install --quiet --retries 1 $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)"
+	$(VENV)-$*/bin/python -m pip install --quiet "$(TORCH)" $(TOOL_$*)
+	touch $@
+
+bench-calibrated-env: $(READY) $(TOOLS:%=$(VENV)-%/.ready) ## install the tools of bench-calibrated (TOOLS=... for some of them)
+
+bench-calibrated: $(READY) ## MODELS="DIR ...": 4-bit exports beside GPTQ, AWQ, AutoRound, DWQ and HQQ of other tools
+	$(call BENCHMARK,calibrated) $(MODELS) --environments $(VENV) $(WORK) $(ARGS)
+	$(REPORT)
+
 bench-hub: $(READY) ## over a Hub on the loopback: quantize by id with little disk, push, load; a plan of 430 GB; faults
 	$(call BENCHMARK,hub) $(WORK) $(ARGS)
 	$(REPORT)
@@ -194,4 +212,4 @@ dist: $(VENV)-dist/.ready ## build wheel and sdist in DIST=dist, check them, and
 	cd $(VENV)-wheel && bin/python $(CURDIR)/tools/check_installed.py
 
 clean: ## remove the environments, what was built, and caches
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-dist $(VENV)-wheel $(SITE) $(DIST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis pqweights/kernels/__pycache__
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-dist $(VENV)-wheel $(TOOLS:%=$(VENV)-%) $(SITE) $(DIST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis pqweights/kernels/__pycache__

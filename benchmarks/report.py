@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import calibrated
 import commands
 import exports
 import fit
@@ -47,6 +48,7 @@ SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
     "exports": exports.sections,
     "loading": loading.sections,
     "quality": quality.sections,
+    "calibrated": calibrated.sections,
     "hub": hub.sections,
     "fit": fit.sections,
     "rates": rates.sections,

@@ -1,9 +1,12 @@
-"""Train a tiny mixture of experts on the Python sources of the running interpreter's standard library.
+"""Train a tiny language model on the Python sources of the running interpreter's standard library.
 
-    python benchmarks/train_tiny.py FOLDER --minutes 15
+    python benchmarks/train_tiny.py FOLDER --minutes 15 [--architecture mixture | qwen3]
 
-A Qwen3-MoE with tied embeddings: 4 M parameters, 5 layers, 8 experts of which 2 are active, byte-level BPE of 2048
-tokens. FOLDER gets the checkpoint in BF16, its tokenizer, and eval.txt with every twentieth file, which was held back.
+mixture: a Qwen3-MoE with tied embeddings: 4 M parameters, 5 layers, 8 experts of which 2 are active.
+qwen3: a dense Qwen3 with norms of queries and keys, and a head of its own: 5 M parameters, 5 layers.
+
+Both read a byte-level BPE of 2048 tokens. FOLDER gets the checkpoint in BF16, its tokenizer, and eval.txt with every
+twentieth file, which was held back.
 The purpose is a model that was really trained and whose layers differ in more than size; how good it becomes depends on
 the minutes and the machine.
 """
@@ -19,7 +22,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import ByteLevelBPETokenizer
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 VOCABULARY, CONTEXT, BATCH, PEAK_RATE, SEED = 2048, 256, 16, 2e-3, 0
 HELD_BACK = 20
@@ -34,9 +44,8 @@ def sources() -> tuple[list[str], list[str]]:
     return [t for n, t in enumerate(texts) if n % HELD_BACK], [t for n, t in enumerate(texts) if n % HELD_BACK == 0]
 
 
-def model() -> Qwen3MoeForCausalLM:
-    """The untrained model."""
-    torch.manual_seed(SEED)
+def mixture() -> Qwen3MoeForCausalLM:
+    """An untrained mixture of experts."""
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,
         hidden_size=192,
@@ -60,7 +69,28 @@ def model() -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(config)
 
 
-def train(net: Qwen3MoeForCausalLM, ids: np.ndarray, minutes: float) -> None:
+def qwen3() -> Qwen3ForCausalLM:
+    """An untrained dense model whose rows all divide into groups of 128."""
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+ARCHITECTURES = {"mixture": mixture, "qwen3": qwen3}
+
+
+def train(net: PreTrainedModel, ids: np.ndarray, minutes: float) -> None:
     """AdamW with a warm-up and a cosine over the time that is given."""
     random = np.random.default_rng(SEED)
     net.train()
@@ -91,15 +121,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--minutes", type=float, default=15)
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="mixture")
     options = parser.parse_args()
     texts, held_back = sources()
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(texts, vocab_size=VOCABULARY, min_frequency=2, show_progress=False)
     ids = np.array([number for text in texts for number in bpe.encode(text).ids], dtype=np.int64)
     print(f"{len(texts)} files, {len(ids)} tokens", flush=True)
-    net = model()
+    torch.manual_seed(SEED)
+    net = ARCHITECTURES[options.architecture]()
     train(net, ids, options.minutes)
-    net.config.output_router_logits = False
+    if options.architecture == "mixture":
+        net.config.output_router_logits = False
     net.to(torch.bfloat16).save_pretrained(options.folder)
     PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer).save_pretrained(options.folder)
     (options.folder / "eval.txt").write_text("\n".join(held_back), encoding="utf-8")

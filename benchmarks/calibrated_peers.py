@@ -1,0 +1,301 @@
+"""Quantize a language model to 4 bits with one calibrated tool, in that tool's own environment.
+
+    ENVIRONMENT/bin/python benchmarks/calibrated_peers.py METHOD MODEL TEXT OUT [--group-size 128]
+
+benchmarks/calibrated.py runs it. It needs no package of the project. Every method reads the same tokens: the first
+WINDOWS windows of WINDOW tokens of TEXT, by the model's own tokenizer. What a tool does not say itself is left at its
+default; what is not, is said here. Linear layers are quantized; the head, embeddings and routers stay as they are. Of
+MLX everything is quantized, as its converter does: embeddings and the head in the format of the layers, too, which
+`mlx_lm.awq` and `mlx_lm.gptq` would otherwise store in more bits.
+
+OUT gets what the tool saves. torchao's tensors for the CPU cannot be saved: OUT gets the weights that they decode to,
+in float32, and bits.json with their bits per weight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BITS = 4
+SEED = 0
+ROUTERS = r"re:.*mlp\.gate$"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a tool is to do.
+
+    windows: the calibration tokens, [windows][tokens].
+    symmetric: whether zero is the middle of the integers, where a tool has both.
+    """
+
+    model: Path
+    out: Path
+    windows: list[list[int]]
+    group_size: int
+    symmetric: bool
+
+
+# llm-compressor: https://github.com/vllm-project/llm-compressor
+
+
+def llmcompressor(task: Task, *methods: str) -> None:
+    """Rounding, AWQ, GPTQ, or AWQ's scales and then GPTQ, stored by compressed-tensors."""
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
+    from transformers import AutoModelForCausalLM
+
+    weights = {"num_bits": BITS, "type": "int", "symmetric": task.symmetric, "strategy": "group"}
+    weights["group_size"] = task.group_size
+    how = {
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head", ROUTERS],
+    }
+    # AWQModifier pins its cache for a GPU, and fails if there is none.
+    IntermediatesCache.pin_memory = lambda self, index, names=None: None
+    recipe = [AWQModifier()] if "awq" in methods else []
+    recipe.append(GPTQModifier(**how) if "gptq" in methods else QuantizationModifier(**how))
+    model = AutoModelForCausalLM.from_pretrained(task.model, dtype="auto")
+    tokens = {"input_ids": task.windows, "attention_mask": [[1] * len(window) for window in task.windows]}
+    calibration = {
+        "dataset": Dataset.from_dict(tokens),
+        "max_seq_length": len(task.windows[0]),
+        "num_calibration_samples": len(task.windows),
+        "shuffle_calibration_samples": False,
+    }
+    oneshot(model=model, recipe=recipe, **(calibration if methods else {}))
+    model.save_pretrained(task.out, save_compressed=True)
+
+
+# AutoRound: https://github.com/intel/auto-round
+
+
+def autoround(task: Task, **how: Any) -> None:
+    """AutoRound with its default settings, or with those given."""
+    import torch
+    from auto_round import AutoRound
+    from transformers import AutoTokenizer
+
+    rounding = AutoRound(
+        str(task.model),
+        AutoTokenizer.from_pretrained(task.model),
+        scheme="W4A16",
+        bits=BITS,
+        group_size=task.group_size,
+        sym=task.symmetric,
+        dataset=[{"input_ids": torch.tensor([window])} for window in task.windows],
+        seqlen=len(task.windows[0]),
+        nsamples=len(task.windows),
+        device_map="cpu",
+        **how,
+    )
+    rounding.quantize()
+    rounding.save_quantized(str(task.out), format="auto_round:auto_gptq")
+
+
+# torchao: https://github.com/pytorch/ao
+
+
+def torchao(task: Task, method: str) -> None:
+    """torchao's INT4 for the CPU, by its own rule, by HQQ, or with the scales of its AWQ."""
+    import torch
+    from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+    from torchao.quantization import quantize_
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.bfloat16)
+    rule = "hqq" if method == "hqq" else "tinygemm"
+    config = PrototypeInt4WeightOnlyConfig(group_size=task.group_size, int4_choose_qparams_algorithm=rule)
+
+    def is_quantized(module: torch.nn.Module, name: str) -> bool:
+        return isinstance(module, torch.nn.Linear) and name != "lm_head"
+
+    names = [name for name, module in model.named_modules() if is_quantized(module, name)]
+    if method == "awq":
+        from torchao.prototype.awq import AWQConfig
+
+        quantize_(model, AWQConfig(config, step="prepare"), is_quantized)
+        with torch.no_grad():
+            for window in task.windows:
+                model(torch.tensor([window]))
+        quantize_(model, AWQConfig(config, step="convert"), is_quantized)
+    else:
+        quantize_(model, config, is_quantized)
+    plain = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
+    stored = weights = 0
+    with torch.no_grad():
+        for name in names:
+            module = model.get_submodule(name)
+            rows, columns = module.out_features, module.in_features
+            # Rows of the identity in BF16 give the weights as the kernel sees them; it accumulates in float32.
+            decoded = module(torch.eye(columns, dtype=torch.bfloat16)).T.float()
+            plain.get_submodule(name).weight.copy_(decoded)
+            scales = 16 * columns if method == "awq" else 0
+            stored += rows * columns * BITS + rows * columns // task.group_size * 32 + scales
+            weights += rows * columns
+    plain.save_pretrained(task.out)
+    (task.out / "bits.json").write_text(json.dumps({"bits_per_weight": stored / weights}))
+
+
+# mlx-lm: https://github.com/ml-explore/mlx-lm
+
+
+def mlx(task: Task, method: str, **how: Any) -> None:
+    """mlx-lm's converter, AWQ, GPTQ, or DWQ, with the calls that its own commands make.
+
+    What is calibrated is computed in float32; scales are stored in BF16.
+    """
+    import mlx.core as mx
+    import mlx.optimizers as optimizers
+    from mlx_lm.quant import awq, dwq, gptq
+    from mlx_lm.utils import load, quantize_model, save
+
+    mx.random.seed(SEED)
+    model, tokenizer, config = load(
+        str(task.model), lazy=True, return_config=True, model_config=former_names(task.model)
+    )
+    data, form = mx.array(task.windows), {"group_size": task.group_size, "bits": BITS}
+    if method != "rounding":
+        model.set_dtype(mx.float32)
+    if method == "awq":
+        if config["model_type"] not in awq.AWQ_MODEL_CONFIGS:
+            raise NotImplementedError(f"AWQ support for {config['model_type']} models NYI.")
+        through_numpy()
+        about = awq.AWQ_MODEL_CONFIGS[config["model_type"]]
+        awq.awq_quantize(model, data, about, **form, embed_bits=BITS, embed_group_size=task.group_size)
+        config = awq.update_config(model, config)
+    elif method == "gptq":
+        through_numpy()
+        fallback = {"fallback_bits": BITS, "fallback_group_size": task.group_size}
+        model, config["quantization"] = gptq.gptq_quantize(model, data, BITS, task.group_size, **fallback)
+    else:
+        teacher = copy.deepcopy(model)
+        model, config = quantize_model(model, config, **form)
+        if method == "dwq":
+            examples = [(window, 0) for window in task.windows] * how.get("passes", 1)
+            dwq.dwq_quantize(
+                model,
+                lambda batch, index, split: teacher(batch),
+                optimizers.Adam(learning_rate=how.get("rate", 1e-6), bias_correction=True),
+                examples,
+                examples[:4],  # it is only told how well it does on them
+                batch_size=4,
+                max_seq_length=1025,
+                seed=SEED,
+                dtype=mx.float32,
+            )
+    model.set_dtype(mx.bfloat16)
+    save(str(task.out), str(task.model), model, tokenizer, config)
+
+
+def former_names(model: Path) -> dict[str, Any]:
+    """Settings under the names that mlx-lm looks for; transformers 5 writes others."""
+    config = json.loads((model / "config.json").read_text())
+    found = {
+        "rope_theta": config.get("rope_parameters", {}).get("rope_theta"),
+        "num_experts": config.get("num_local_experts"),
+    }
+    return {name: value for name, value in found.items() if value is not None and name not in config}
+
+
+def through_numpy() -> None:
+    """Let numpy compute MLX's linear layers and attention, in float32: on a CPU it is ten times as fast as MLX."""
+    import mlx.core as mx
+    import mlx.nn as nn
+    import numpy as np
+
+    def linear(self: Any, x: Any) -> Any:
+        product = np.asarray(x) @ np.asarray(self.weight).T
+        return mx.array(product) + self.bias if "bias" in self else mx.array(product)
+
+    def attention(queries: Any, keys: Any, values: Any, *, scale: float, mask: Any = None, **_: Any) -> Any:
+        if not (mask is None or isinstance(mask, str)):
+            raise NotImplementedError(f"a mask of type {type(mask).__name__}")
+        q, k, v = (np.asarray(each) for each in (queries, keys, values))
+        shared = q.shape[1] // k.shape[1]
+        scores = scale * (q @ np.repeat(k, shared, axis=1).swapaxes(-1, -2))
+        if mask == "causal":
+            scores[..., np.triu(np.ones(scores.shape[-2:], dtype=bool), 1)] = -np.inf
+        likely = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        return mx.array(likely / likely.sum(axis=-1, keepdims=True) @ np.repeat(v, shared, axis=1))
+
+    fast: Any = mx.fast
+    nn.Linear.__call__, fast.scaled_dot_product_attention = linear, attention
+
+
+# GPTQModel: https://github.com/ModelCloud/GPTQModel
+
+
+def gptqmodel(task: Task) -> None:
+    """GPTQModel with its default settings."""
+    os.environ["GPTQMODEL_CPU_WORKERS"] = "2"  # with fewer than three cores it would take one, and refuse that
+    from gptqmodel import GPTQModel, QuantizeConfig
+
+    model = GPTQModel.load(str(task.model), QuantizeConfig(bits=BITS, group_size=task.group_size, sym=task.symmetric))
+    model.quantize([{"input_ids": window, "attention_mask": [1] * len(window)} for window in task.windows])
+    model.save(str(task.out))
+
+
+METHODS: dict[str, Callable[[Task], None]] = {
+    "llmcompressor": llmcompressor,
+    "llmcompressor-awq": lambda task: llmcompressor(task, "awq"),
+    "llmcompressor-gptq": lambda task: llmcompressor(task, "gptq"),
+    "llmcompressor-awq-gptq": lambda task: llmcompressor(task, "awq", "gptq"),
+    "autoround": autoround,
+    "autoround-best": lambda task: autoround(task, iters=1000),
+    "gptqmodel": gptqmodel,
+    "torchao": lambda task: torchao(task, "tinygemm"),
+    "torchao-hqq": lambda task: torchao(task, "hqq"),
+    "torchao-awq": lambda task: torchao(task, "awq"),
+    "mlx": lambda task: mlx(task, "rounding"),
+    "mlx-awq": lambda task: mlx(task, "awq"),
+    "mlx-gptq": lambda task: mlx(task, "gptq"),
+    "mlx-dwq": lambda task: mlx(task, "dwq"),
+    "mlx-dwq-longer": lambda task: mlx(task, "dwq", rate=1e-4, passes=4),
+}
+
+
+def read_windows(model: Path, text: Path, count: int, size: int) -> list[list[int]]:
+    """The first windows of the text. Raises SystemExit if it is too short."""
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(text.read_text(encoding="utf-8")).ids
+    if len(ids) < count * size:
+        raise SystemExit(f"{text}: expected {count * size} tokens, found {len(ids)}")
+    return [ids[at : at + size] for at in range(0, count * size, size)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("method", choices=METHODS)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--asymmetric", action="store_true")
+    parser.add_argument("--windows", type=int, default=64)
+    parser.add_argument("--window", type=int, default=256)
+    options = parser.parse_args()
+    task = Task(
+        model=options.model,
+        out=options.out,
+        windows=read_windows(options.model, options.text, options.windows, options.window),
+        group_size=options.group_size,
+        symmetric=not options.asymmetric,
+    )
+    METHODS[options.method](task)
+
+
+if __name__ == "__main__":
+    main()
