@@ -97,11 +97,10 @@ OUR_ROWS = (
     Ours(name="pqweights", export=FROM_ORIGINAL),
     Ours(name="pqweights, rotated basis", export=(*FROM_ORIGINAL, "--basis", "rotated"), formats=(VLLM,)),
     Ours(name="pqweights, from a 5-bit master"),
-    # TODO: these need options that are under construction.
-    # Ours(name="pqweights, folded", export=(*FROM_ORIGINAL, *FOLDED)),
-    # Ours(name="pqweights, folded, from a 5-bit master", quantize=("--recipe", "q5", *FOLDED)),
-    # Ours(name="pqweights GPTQ", export=(*FROM_ORIGINAL, *GPTQ), calibrate=MOMENTS),
-    # Ours(name="pqweights GPTQ, folded", export=(*FROM_ORIGINAL, *FOLDED, *GPTQ), calibrate=MOMENTS),
+    Ours(name="pqweights, folded", export=(*FROM_ORIGINAL, *FOLDED)),
+    Ours(name="pqweights, folded, from a 5-bit master", quantize=("--recipe", "q5", *FOLDED)),
+    Ours(name="pqweights GPTQ", export=(*FROM_ORIGINAL, *GPTQ), calibrate=MOMENTS),
+    Ours(name="pqweights GPTQ, folded", export=(*FROM_ORIGINAL, *FOLDED, *GPTQ), calibrate=MOMENTS),
 )
 
 
