@@ -20,10 +20,9 @@ from pqweights.dtypes import from_float32, to_float32
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
-# A vector is folded if that is expected to take away at least this share of its readers' error. Without data the
-# expectation is rough: where channels differ little, folding only loses what training found.
+# A vector is folded if that is expected to take away at least this share of its readers' error. Where channels differ
+# little, folding only loses what training found, with data or without.
 SMALLEST_GAIN = 0.25
-SMALLEST_GAIN_WITH_DATA = 0.1
 # Channels smaller than this share of the mean are taken as that large, and no factor is further from 1.
 SMALLEST_SHARE = 1e-4
 LARGEST_FACTOR = 4096.0

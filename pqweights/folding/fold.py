@@ -24,7 +24,6 @@ from pqweights.dtypes import from_float32, to_float32
 from pqweights.errors import SourceError
 from pqweights.folding.factors import (
     SMALLEST_GAIN,
-    SMALLEST_GAIN_WITH_DATA,
     Factors,
     FoldedGain,
     factors_of,
@@ -58,8 +57,8 @@ class _Known:
     gain: float
 
     @staticmethod
-    def of(found: Factors, smallest_gain: float) -> _Known:
-        if found.gain < smallest_gain:
+    def of(found: Factors) -> _Known:
+        if found.gain < SMALLEST_GAIN:
             return _Known(None, found.gain)
         stored = from_float32(np.ascontiguousarray(found.columns).reshape(-1), "BF16")
         return _Known(stored.reshape(len(found.columns), -1), found.gain)
@@ -253,7 +252,7 @@ class Fold:
         measured = None if self._moments is None else mean_squares(link, self._moments)
         inputs = sizes.inputs if measured is None else np.where(np.isnan(measured), sizes.inputs, measured)
         found = factors_of(np.sqrt(inputs), np.sqrt(sizes.weights), powers_of_two=link.exact)
-        return _Known.of(found, SMALLEST_GAIN if measured is None else SMALLEST_GAIN_WITH_DATA)
+        return _Known.of(found)
 
     def _gain(self, norm: str, zero_centred: bool) -> Doubles:
         """Return the absolute gain of a norm, [channels]."""

@@ -43,7 +43,6 @@ def folded_with(model: Path, moments: Moments, work: Path) -> Fold:
     work.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folds, "SMALLEST_GAIN", -1.0)
-        patch.setattr(folds, "SMALLEST_GAIN_WITH_DATA", -1.0)
         fold.measure(work, fetched=work, threads=1, progress=lambda *_: None)
     return fold
 
