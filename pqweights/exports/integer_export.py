@@ -14,14 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pqweights.checkpoint.config import model_dtype
-from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.views import MovedTensor
 from pqweights.exports.bf16 import plain_plan
 from pqweights.exports.compensation import CompensatedJob, Compensation
 from pqweights.exports.integer_job import IntegerJob
 from pqweights.exports.integers import IntegerTarget, Outline, Rounding
 from pqweights.exports.options import GPTQ
 from pqweights.folding.fold import Fold
+from pqweights.folding.folded import FoldedTensor
 from pqweights.planning.plan import INTEGER, TensorPlan, stored_bytes
 from pqweights.planning.roles import classify
 from pqweights.rewrite.jobs import CopyJob, Job
@@ -71,7 +73,25 @@ class IntegerExport(Transform):
         """Plan each tensor by the outline's decision."""
         model = model_dtype(checkpoint.config, checkpoint.tensors)
         planned = [self._planned(tensor, model) for tensor in checkpoint.tensors]
-        return planned if self.fold is None else self.fold.noted(planned)
+        return planned if self.fold is None else self.fold.noted(planned, self._sources)
+
+    @functools.cached_property
+    def _sources(self) -> dict[str, tuple[str, ...]]:
+        """For each tensor that the runtime holds in another form, the tensors of the model that it is made of."""
+        return {
+            tensor.name: tuple(source.name for source in tensor.sources)
+            if isinstance(tensor, MovedTensor)
+            else tuple(part.name for part in tensor.parts)
+            for tensor in self.outline.tensors
+            if not isinstance(tensor, EncodedTensor | OriginalTensor | PlainTensor | FoldedTensor)
+        }
+
+    def folded(self, tensor: str) -> tuple[str, ...]:
+        """Return the vectors through which a tensor was folded, or those that it is made of."""
+        if self.fold is None:
+            return ()
+        names = self._sources.get(tensor, (tensor,))
+        return tuple(dict.fromkeys(link for name in names for link in self.fold.links_of(name)))
 
     def prepare(self, preparation: Preparation) -> None:
         """Measure what the fold depends on, and check that a fold that was found again is the master's."""

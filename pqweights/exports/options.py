@@ -49,7 +49,7 @@ class ExportOptions:
         """Whether codes are chosen with a view to the error of outputs: if data are given, unless something else is."""
         if self.rounding is not None:
             return self.rounding == GPTQ
-        return self.calibration is not None and self.qparams != MINMAX
+        return self.calibration is not None and self.qparams != MINMAX and self.mode in (None, "affine")
 
     def only(self, target: str, known: Collection[str]) -> None:
         """Raise OptionError if an option was given that is not in `known`."""

@@ -66,7 +66,7 @@ def _moments(source: ExportSource, path: Path, original: Checkpoint | None, mani
 
     Raises OptionError if nothing uses it, SourceError if it is of another model.
     """
-    fold = {} if manifest is None else manifest.made_by.get("fold", {})
+    fold = {} if manifest is None else manifest.fold
     uses_it = source.rounding == GPTQ or source.fold is not None or (original is not None and "calibration" in fold)
     if not uses_it:
         raise OptionError("--calibration: expected --rounding gptq or --fold as well, which use it")
@@ -92,7 +92,7 @@ def _fingerprints(source: ExportSource, original: Checkpoint | None, manifest: M
     The inputs of a folded master are not those of the model that it was made from. With the original, the factors
     between them are known, unless it was rotated.
     """
-    fold = {} if manifest is None else manifest.made_by.get("fold", {})
+    fold = {} if manifest is None else manifest.fold
     if original is not None and fold.get("kind") != ROTATE:
         return {"this original": original.fingerprint()}
     result = {"this master": source.checkpoint.fingerprint()}

@@ -49,7 +49,7 @@ def values_of(
     Raises OptionError if a master is to be folded twice, SourceError if norms are missing.
     """
     master = source.checkpoint
-    made_with = {} if manifest is None else manifest.made_by.get("fold", {})
+    made_with = {} if manifest is None else manifest.fold
     if made_with and source.fold is not None:
         raise OptionError(
             f"--fold {source.fold}: {source.folder} is folded already ({made_with.get('kind')}); leave out --fold"

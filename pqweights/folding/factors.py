@@ -64,7 +64,8 @@ def factors_of(inputs: Doubles, weights: Doubles, *, powers_of_two: bool) -> Fac
 def rounded_to_8_bits(values: Floats) -> Floats:
     """Round to 8 significant bits.
 
-    So the last bits of sums, which depend on the processor, do not show, and the result is exact in every dtype.
+    So the last bits of sums and logarithms, which depend on the processor, do not show, but for ties; and the result
+    is exact in every dtype.
     """
     flat = np.ascontiguousarray(values, dtype=np.float32).reshape(-1)
     return to_float32(from_float32(flat, "BF16"), "BF16").reshape(values.shape)

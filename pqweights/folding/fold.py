@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -145,13 +145,19 @@ class Fold:
         names = [link.name for link in self.structure.links]
         return {"kind": self.kind, "vectors": names, "left": left, "warnings": list(self.warnings)}
 
-    def noted(self, planned: list[TensorPlan]) -> list[TensorPlan]:
-        """Add to the reasons of tensors what they may be folded with."""
-        notes = self.structure.notes
-        return [
-            tensor._replace(reason=f"{tensor.reason}; {notes[tensor.name]}") if tensor.name in notes else tensor
-            for tensor in planned
-        ]
+    def noted(
+        self, planned: list[TensorPlan], sources: Mapping[str, tuple[str, ...]] | None = None
+    ) -> list[TensorPlan]:
+        """Add to the reasons of tensors what they may be folded with.
+
+        sources: for tensors that are made of others, the names of those
+        """
+        result = []
+        for tensor in planned:
+            names = (sources or {}).get(tensor.name, (tensor.name,))
+            notes = dict.fromkeys(note for name in names if (note := self.structure.notes.get(name)) is not None)
+            result.append(tensor._replace(reason="; ".join([tensor.reason, *notes])) if notes else tensor)
+        return result
 
     @property
     def memory_bytes(self) -> int:
@@ -228,6 +234,15 @@ class Fold:
             for number, sizes in run.run(self.original.tensors, missing, plain=self._plain):
                 self._known[number] = known = self._decided(self.structure.links[number], sizes)
                 stream.write(known.line(number))
+
+    def close(self) -> None:
+        """Free what was held for reading; by default nothing is."""
+        return
+
+    @property
+    def thread_bytes(self) -> int:
+        """The memory that each thread takes besides what an unfolded run takes."""
+        return 0
 
     def check_norms(self, master: Checkpoint) -> None:
         """Check that a master that was folded has the norms of this fold, which was found again for its original.

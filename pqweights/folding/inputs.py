@@ -24,7 +24,12 @@ def mean_squares(link: Link, moments: Moments) -> Doubles | None:
         known = moments.weights.get(side.tensor)
         for matrix, vector in enumerate(() if known is None else known.vectors):
             into = matrix if side.stacked else 0
-            if vector is None or (into, vector) in seen or moments.vectors[vector].size != side.count:
+            if (
+                into >= link.matrices
+                or vector is None
+                or (into, vector) in seen
+                or moments.vectors[vector].size != side.count
+            ):
                 continue
             seen.add((into, vector))
             count = moments.vectors[vector].tokens

@@ -30,5 +30,8 @@ def make_fold(kind: str, original: Checkpoint, *, plain: Collection[str], moment
     Raises OptionError for an unknown kind, or for moments that it has no use for; SourceError if norms are missing.
     """
     if checked_fold(kind) == ROTATE and moments is not None:
-        raise OptionError(f"--calibration: --fold {ROTATE} has no use for it; leave one of them out")
+        raise OptionError(
+            f"--calibration: moments of the unrotated model do not fit one that --fold {ROTATE} rotates; quantize with "
+            f"--fold {ROTATE}, and calibrate that master"
+        )
     return FOLDS[kind](kind, original, plain=plain, moments=moments)

@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 
 from pqweights.checkpoint.readers import LogicalTensor, element_count
+from pqweights.folding import turning
 from pqweights.folding.families import Family
 from pqweights.folding.fold import Fold
 from pqweights.folding.folded import TensorFactors
 from pqweights.folding.links import Link, Links, Side, family_of, layers_of
 from pqweights.folding.search import find_links
 from pqweights.folding.sizes import Progress
-from pqweights.folding.turning import KEPT_FILES, MOST_WEIGHTS, RowBlocks, Turn, TurnedFiles, signs
+from pqweights.folding.turning import RowBlocks, Turn, TurnedFiles, signs
 
 STREAM = "residual stream"
 LARGEST_HEAD = 1024
@@ -150,6 +151,7 @@ class Rotation(Fold):
     def _find(self, plain: Collection[str]) -> Links:
         links = find_links(self.original.config, self.original.tensors, plain=plain)
         self._parts: _Parts | None = None
+        self._files: TurnedFiles | None = None
         family = family_of(self.original.config)
         if family is None or links.unfolded:
             return links
@@ -161,9 +163,9 @@ class Rotation(Fold):
 
     @staticmethod
     def _notes(parts: _Parts) -> dict[str, str]:
-        notes = dict.fromkeys((*parts.readers, parts.embedding), "rotated along its rows")
+        notes = dict.fromkeys((*parts.readers, parts.embedding), "rotated: inputs")
         for name in parts.writers:
-            notes[name] = "rotated along its columns"
+            notes[name] = "rotated: outputs"
         for written, read in parts.heads:
             for name in (written.tensor, read.tensor):
                 notes[name] += ", value heads rotated"
@@ -186,13 +188,25 @@ class Rotation(Fold):
             return 0
         sizes = [element_count(self._tensors[name]) for name in parts.writers]
         shapes = [self._tensors[name].shape for name in parts.writers]
-        large = [size for size, shape in zip(sizes, shapes, strict=True) if parts.block * shape[-1] > MOST_WEIGHTS]
-        return 4 * sum(sorted(large)[-KEPT_FILES:])
+        large = [
+            size for size, shape in zip(sizes, shapes, strict=True) if parts.block * shape[-1] > turning.MOST_WEIGHTS
+        ]
+        return 4 * sum(sorted(large)[-turning.KEPT_FILES :])
 
     def measure(self, folder: Path, *, fetched: Path, threads: int, progress: Progress) -> None:
         """Prepare to read. Nothing depends on the weights; large turned tensors are kept in the folder for a while."""
         self._files = TurnedFiles(folder)
         self._read_gains()
+
+    def close(self) -> None:
+        """Free the room of the turned files."""
+        if self._files is not None:
+            self._files.close()
+
+    @property
+    def thread_bytes(self) -> int:
+        """The memory of a thread: two blocks of rows in float32, and as they are read."""
+        return 0 if self._parts is None else 12 * turning.MOST_WEIGHTS
 
     def links_of(self, tensor: str) -> tuple[str, ...]:
         """Return the vectors through which a tensor was folded."""

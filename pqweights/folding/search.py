@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.errors import SourceError
 from pqweights.folding.families import (
     FAMILIES,
@@ -21,6 +21,7 @@ from pqweights.folding.families import (
     WriterReader,
 )
 from pqweights.folding.links import COLUMNS, LAYER, ROWS, Layer, Link, Links, Side, family_of, layers_of, model_types
+from pqweights.planning.roles import classify, is_of_other_senses
 
 _HEADS = ("lm_head", "model.lm_head", "language_model.lm_head")
 
@@ -135,7 +136,7 @@ class _Search:
             reason = f"the shapes of a norm and of {norm.short}'s readers do not fit"
         elif len(plain) == len(sides):
             reason = "all that reads the norm stays plain"
-        elif norm.zero_centred and plain:
+        elif norm.zero_centred and (plain or norm.bias is not None):
             reason = "the norm stores its gain minus 1, which no power of two multiplies, and a reader stays plain"
         if reason:
             self.left[reason].append(norm.name)
@@ -157,7 +158,7 @@ class _Search:
 
     def _side(self, norm: _Norm, reader: LogicalTensor) -> Side | None:
         """Return the side of a weight that reads a norm; None if their shapes do not fit."""
-        if len(norm.gain.shape) != 1 or len(reader.shape) < 2 or not norm.gain.shape[0]:
+        if len(norm.gain.shape) != 1 or len(reader.shape) < 2 or not norm.gain.shape[0] or not element_count(reader):
             return None
         axis, channels = self._input_axis(reader), norm.gain.shape[0]
         places = reader.shape[axis]
@@ -186,7 +187,7 @@ class _Search:
         """Add one link between two modules."""
         name = layer.prefix + writer
         rows, columns = layer.weight(writer), layer.weight(reader)
-        if rows is None or columns is None:
+        if rows is None or columns is None or not (element_count(rows) and element_count(columns)):
             return
         if columns.name in self._plain:
             self.left["the weight that reads it stays plain"].append(name)
@@ -267,7 +268,9 @@ class _Search:
             if any(re.fullmatch(expression, writer) for expression in norm.readers):
                 gain = layer.weight(norm.norm)
                 centred = self._family.zero_centred and norm.norm not in NOT_CENTRED
-                return None if gain is None else (gain.name, centred)
+                weight = layer.weight(writer)
+                fits = gain is not None and weight is not None and gain.shape == weight.shape[-1:]
+                return (gain.name, centred) if gain is not None and fits else None
         return None
 
     def _input_axis(self, reader: LogicalTensor) -> int:
@@ -287,8 +290,8 @@ class _Search:
             return
         if head is None or self._tied is not False:
             self.left["the head is tied to the embedding, which no norm writes"].append(name)
-        elif any(re.search(r"(^|\.)(mtp|nextn)", other) for other in by_name):
-            self.left["the heads of multi-token prediction read the lm_head, too"].append(name)
+        elif (other := self._other_head(name, head.name)) is not None:
+            self.left[f"{other} may read the last norm or the head, too"].append(name)
         else:
             norm = _Norm(
                 name=name,
@@ -299,6 +302,16 @@ class _Search:
                 repeated=False,
             )
             self._add_gain(norm, [head])
+
+    def _other_head(self, norm: str, head: str) -> str | None:
+        """Return a tensor outside of the layers that is neither the last norm nor the head, nor an embedding."""
+        for tensor in self._tensors:
+            role = classify(tensor.name, tensor.dtype, tensor.shape).name
+            known = LAYER.fullmatch(tensor.name) or tensor.name.startswith(f"{norm}.") or "rotary" in tensor.name
+            known = known or tensor.name == head or is_of_other_senses(tensor.name)
+            if not known and role not in ("embedding", "buffer"):
+                return tensor.name
+        return None
 
     def _add(self, link: Link, *, writer: str, reader: str) -> None:
         """Add a link, and note at its tensors what they are folded with."""

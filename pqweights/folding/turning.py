@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tempfile
@@ -16,7 +17,6 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.kernels import HADAMARD_SIZE
-from pqweights.kernels.groups import turn_runs
 
 Floats = npt.NDArray[np.float32]
 
@@ -25,6 +25,7 @@ MOST_WEIGHTS = 1 << 22
 STRIP_WEIGHTS = 1 << 22
 KEPT_FILES = 2
 CACHED_COLUMNS = 32
+_TURNED = Path("temporary file in the output folder")  # the name of such a file in messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,8 @@ def hadamard(values: Floats, axis: int) -> None:
     """
     size, step = values.shape[axis], 1
     if axis == 1 and size % HADAMARD_SIZE == 0:
+        from pqweights.kernels.groups import turn_runs
+
         turn_runs(values.reshape(-1))
         step = HADAMARD_SIZE
     while step < size:
@@ -105,6 +108,12 @@ class TurnedFiles:
         self._files: OrderedDict[str, int] = OrderedDict()
         self._making = threading.Lock()
 
+    def close(self) -> None:
+        """Free the room of the files."""
+        with self._making:
+            while self._files:
+                os.close(self._files.popitem()[1])
+
     def read(self, name: str, make: Callable[[int], None], start: int, out: Floats) -> None:
         """Fill `out` with elements of a tensor from `start` on. make: writes all of them to a descriptor."""
         with self._making:
@@ -115,7 +124,10 @@ class TurnedFiles:
                 with disk_errors(self._folder):
                     descriptor, path = tempfile.mkstemp(dir=self._folder)
                     os.unlink(path)
+                with contextlib.ExitStack() as failed:
+                    failed.callback(os.close, descriptor)
                     make(descriptor)
+                    failed.pop_all()
                 self._files[name] = descriptor
             descriptor = os.dup(descriptor)
         try:
@@ -131,6 +143,7 @@ class TurnedFiles:
 def write_at(file: int, values: Floats, at: int) -> None:
     """Write values to a descriptor, `at` bytes from its start."""
     view = values.data.cast("B")
-    while view:
-        count = os.pwrite(file, view, at)
-        view, at = view[count:], at + count
+    with disk_errors(_TURNED):
+        while view:
+            count = os.pwrite(file, view, at)
+            view, at = view[count:], at + count

@@ -1,8 +1,8 @@
 """Error-compensated rounding of rows of weights (GPTQ, Frantar et al., arXiv:2210.17323).
 
-H = X' X / n are the second moments of the inputs of a matrix W. Rounding W to Q changes the squares of its outputs by
-tr(E H E'), where E = W - Q. Columns are rounded one after the other, the one of largest H[k, k] first, and each passes
-its error on: with A = H + d mean(diag H) I in the order of columns and A = R' R, the last column first,
+H = X' X / n are the second moments of the inputs of a matrix W. Rounding W to Q gives its outputs a mean squared error
+of tr(E H E'), where E = W - Q. Columns are rounded one after the other, the one of largest H[k, k] first, and each
+passes its error on: with A = H + d mean(diag H) I in the order of columns and A = R' R, the last column first,
 
     target[k] = w[k] + sum over i > k of e[i] R[k, i] / R[k, k]
 

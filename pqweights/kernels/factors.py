@@ -1,14 +1,13 @@
 """Factors on the rows and columns of a weight, and sums of squares along them; docs/folding.md says what for.
 
 Both work on float32 products and sums in a fixed order, so that every processor finds the same.
+The backend is imported where it is used: commands that only read manifests do without it.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-
-from pqweights.kernels import cpu
 
 Floats = npt.NDArray[np.float32]
 
@@ -20,6 +19,8 @@ def multiply(values: npt.NDArray[np.uint8], dtype: str, *, columns: Floats, rows
     dtype: BF16 or F32
     columns, rows: one factor for each
     """
+    from pqweights.kernels import cpu
+
     count, bf16 = len(rows) * len(columns), dtype == "BF16"
     cpu.run(
         "multiply",
@@ -43,6 +44,8 @@ def squares(
     weights: by what squares are multiplied before they are added up along rows, [columns]
     along_rows: whether the sums of the rows are wanted; else they are undefined
     """
+    from pqweights.kernels import cpu
+
     columns, bf16 = len(weights), dtype == "BF16"
     room = np.empty(columns, dtype=np.uint32)
     of_columns, of_rows = np.zeros(columns, dtype=np.float32), np.empty(rows, dtype=np.float32)

@@ -7,6 +7,7 @@ window, so no architecture needs a rule of its own.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,18 +28,32 @@ class SeenInputs:
         self.windows = 0
         # By place: K, whether the model stores the matrix as [N, K], and a digest of its inputs.
         self.found: dict[Place, tuple[int, bool, Any]] = {}
+        self._rows: Counter[Place] = Counter()
 
     def add(self, place: Place, values: torch.Tensor, *, along_rows: bool, window: int, held_back: bool) -> None:
         """Add inputs [..., K] to the digest of the matrix at `place`."""
         rows = values.detach().reshape(-1, values.shape[-1]).float().cpu().numpy()
+        if not len(rows):
+            return
+        self._rows[place] += len(rows)
         if place not in self.found:
             self.found[place] = rows.shape[1], along_rows, hashlib.sha256()
         self.found[place][2].update(np.ascontiguousarray(rows).tobytes())
 
-    def key(self, place: Place) -> tuple[int, str] | None:
-        """Return what is equal for matrices that read the same; None for a matrix that read nothing."""
+    def key(self, place: Place) -> tuple[object, ...] | None:
+        """Return what is equal for matrices that read the same; None for a matrix that read nothing.
+
+        Experts may have read the same few tokens by chance: matrices that did not read every token must also be of the
+        same expert, by its number or by the module that holds it.
+        """
         found = self.found.get(place)
-        return None if found is None else (found[0], found[2].hexdigest())
+        if found is None:
+            return None
+        name, number = place
+        module = name.rpartition(".")[0].rpartition(".")[0]
+        every_token = self._rows[place] == max(self._rows.values())
+        expert = () if every_token and number is None else (number, None if number is not None else module)
+        return found[0], found[2].hexdigest(), expert
 
 
 class VectorMoments:

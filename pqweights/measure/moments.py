@@ -19,6 +19,7 @@ import numpy as np
 
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.writer import COPY_BYTES, disk_errors
+from pqweights.errors import EvaluationError
 from pqweights.measure.calibrate import HELD_BACK_OF, WINDOW, CalibrationOptions, fewest_tokens
 from pqweights.measure.preparation import text_windows, window_size
 from pqweights.measure.recording import LoadedModel, places_of_shape
@@ -290,6 +291,10 @@ def _record_part(
         for number, vector in zip(part, recorded.vectors, strict=True):
             at = offsets[number]
             for values in vector.data():
+                if not np.isfinite(values).all():
+                    raise EvaluationError(
+                        f"the inputs of {layout.places[number][0]} are not finite; try --dtype float32"
+                    )
                 view = np.ascontiguousarray(values).reshape(-1).data.cast("B")
                 while view:
                     count = os.pwrite(descriptor, view, at)

@@ -23,7 +23,6 @@ from pqweights.checkpoint.source import Checkpoint, open_local, read_header
 from pqweights.checkpoint.writer import sha256_of_file, write_whole
 from pqweights.errors import PqweightsError, SourceError
 from pqweights.kernels import HADAMARD_SIZE
-from pqweights.kernels.groups import rotate
 from pqweights.strict_json import Fields, parse_json
 
 Floats = npt.NDArray[np.float32]
@@ -147,6 +146,8 @@ class Moments:
 
 def _rotated(rows: Floats) -> Floats:
     """Return rows with each run of 128 values multiplied by H / sqrt(128)."""
+    from pqweights.kernels.groups import rotate
+
     result = np.ascontiguousarray(rows, dtype=np.float32).copy()
     rotate(result.reshape(-1))
     return result

@@ -76,6 +76,11 @@ def classify(name: str, dtype: str, shape: tuple[int, ...]) -> Role:
     return ROLES[_role_name(_Path.of(name), dtype, shape)]
 
 
+def is_of_other_senses(name: str) -> bool:
+    """Return whether a tensor belongs to a vision or audio tower, or to what projects its output."""
+    return any(_VISION.fullmatch(component) for component in name.split("."))
+
+
 def without_numbers(name: str) -> str:
     """Return the name with 0 for the numbers of layers, experts and so on: all that a role depends on."""
     return _NUMBER.sub(".0", name)

@@ -191,7 +191,11 @@ def _stream_tensors(task: RewriteTask, workspace: Workspace, run: RunOptions) ->
             folder=workspace.folder, fetched=workspace.fetched, threads=run.threads, progress=run.progress
         )
         task.transform.prepare(preparation)
-        return Stream(task, workspace, run).run()
+        try:
+            return Stream(task, workspace, run).run()
+        finally:
+            if task.transform.fold is not None:
+                task.transform.fold.close()
     except (SourceError, MasterError) as error:
         if not (continues and isinstance(error, StrictError)):
             workspace.discard()

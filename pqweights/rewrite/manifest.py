@@ -90,6 +90,17 @@ class Manifest:
         return self.identity.kind
 
     @property
+    def fold(self) -> dict[str, Any]:
+        """What it says of a fold; empty without one.
+
+        Raises MasterError if that is damaged.
+        """
+        found = self.made_by.get("fold", {})
+        if not isinstance(found, dict) or (found and not isinstance(found.get("kind"), str)):
+            raise _damaged("fold", "the kind of a fold", found)
+        return found
+
+    @property
     def made_by(self) -> dict[str, Any]:
         """The transform's account of itself, see RunIdentity."""
         return self.identity.made_by

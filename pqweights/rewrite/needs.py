@@ -42,13 +42,8 @@ def resource_needs(plan: Plan, threads: int, *, fold: Fold | None = None) -> Res
     largest_header = max((len(shard.header) for shard in plan.shards), default=0)
     codecs = {tensor.codec for tensor in plan.tensors if tensor.codec is not None}
     floor = MEMORY_FLOOR_BYTES + max((get_codec(codec).compiling_bytes for codec in codecs), default=0)
-    memory = (
-        floor
-        + (0 if fold is None else fold.memory_bytes)
-        + threads * MEMORY_PER_THREAD_BYTES
-        + len(plan.tensors) * 12_000
-        + 2 * largest_header
-    )
+    held = 0 if fold is None else fold.memory_bytes + threads * fold.thread_bytes
+    memory = floor + held + threads * MEMORY_PER_THREAD_BYTES + len(plan.tensors) * 12_000 + 2 * largest_header
     beside = 0 if fold is None else fold.disk_bytes
     json_files = 1024 * len(plan.tensors) + 65536
     return ResourceNeeds(

@@ -238,7 +238,7 @@ def test_other_towers_and_layers_of_prediction_are_left(tmp_path: Path) -> None:
     for name, values in extra.items():
         assert np.array_equal(found[name], as_float32(values)), name
     assert np.array_equal(found["model.norm.weight"], as_float32(tensors["model.norm.weight"]))
-    assert "the heads of multi-token prediction read the lm_head, too" in fold.structure.left
+    assert any("may read the last norm" in reason for reason in fold.structure.left)
 
 
 def test_layer_with_a_module_that_is_not_known_is_left_alone(tmp_path: Path) -> None:

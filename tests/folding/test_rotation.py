@@ -12,7 +12,7 @@ from folding_models import HEAD, LAYERS, WIDE, WIDTH, folded_values, llama, meas
 from helpers import folder_bytes, run_command
 
 from pqweights.checkpoint.source import open_local
-from pqweights.folding import rotation, turning
+from pqweights.folding import turning
 from pqweights.folding.fold import ROTATE
 from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import read_manifest
@@ -80,7 +80,7 @@ def test_weights_are_those_of_dense_matrices(
 def test_needs_count_the_files_of_large_turned_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = llama(tmp_path / "source", "F32")
     assert measured(source, tmp_path / "work", kind=ROTATE).disk_bytes == 0
-    monkeypatch.setattr(rotation, "MOST_WEIGHTS", 1)
+    monkeypatch.setattr(turning, "MOST_WEIGHTS", 1)
     assert measured(source, tmp_path / "work", kind=ROTATE).disk_bytes == 2 * 4 * WIDTH * WIDE
 
 
@@ -104,7 +104,7 @@ def test_manifest_says_what_was_rotated(folder: Path) -> None:
     manifest = read_manifest(folder / "master")
     assert manifest.made_by["fold"] == {"kind": ROTATE, "block": WIDTH}
     reasons = {tensor.name: tensor.reason for tensor in manifest.tensors}
-    assert "rotated along its columns" in reasons[f"model.layers.{LAYERS - 1}.mlp.down_proj.weight"]
+    assert "rotated: outputs" in reasons[f"model.layers.{LAYERS - 1}.mlp.down_proj.weight"]
     assert not verify(folder / "master", threads=1).problems
 
 
