@@ -22,7 +22,7 @@ from pqweights.exports.integer_job import IntegerJob, RoundedChunk
 from pqweights.folding.fold import Fold
 from pqweights.kernels.compensation import (
     TILE,
-    Factor,
+    MomentsFactor,
     compensate,
     empty_matrix,
     errors_of,
@@ -53,7 +53,7 @@ KEPT_FACTORS = 2
 class ReadyFactor:
     """A factor with the rows held back of its inputs, [rows, K] in its order, and the damping that was chosen."""
 
-    factor: Factor
+    factor: MomentsFactor
     held_back: npt.NDArray[np.float32]
     damping: float
 
@@ -118,9 +118,9 @@ def _made(moments: Moments, vector: int, *, rotated: bool, columns: Floats | Non
         matrix[position[first : first + len(strip)], : len(order)] = strip[:, order]
     held_back = np.ascontiguousarray(moments.held_back(vector, rotated=rotated, columns=columns)[:, order])
 
-    def with_damping(damping: float) -> Factor | None:
+    def with_damping(damping: float) -> MomentsFactor | None:
         damped = factorize(matrix, diagonal[order], damping)
-        return None if damped is None else Factor(order=order, matrix=matrix, diagonal=damped)
+        return None if damped is None else MomentsFactor(order=order, matrix=matrix, diagonal=damped)
 
     least, best, factor, last = np.inf, None, None, None
     for damping in DAMPINGS:

@@ -46,7 +46,7 @@ KEPT_TENSORS = 16
 
 
 @dataclass(frozen=True, eq=False)
-class _Known:
+class _LinkFactors:
     """What is known of a vector.
 
     columns: Factors.columns as BF16, [matrices, bytes]; None if it is left as it is
@@ -57,11 +57,11 @@ class _Known:
     gain: float
 
     @staticmethod
-    def of(found: Factors) -> _Known:
+    def of(found: Factors) -> _LinkFactors:
         if found.gain < SMALLEST_GAIN:
-            return _Known(None, found.gain)
+            return _LinkFactors(None, found.gain)
         stored = from_float32(np.ascontiguousarray(found.columns).reshape(-1), "BF16")
-        return _Known(stored.reshape(len(found.columns), -1), found.gain)
+        return _LinkFactors(stored.reshape(len(found.columns), -1), found.gain)
 
     @property
     def factors(self) -> Floats | None:
@@ -77,16 +77,16 @@ class _Known:
         return b"%s %s\n" % (hashlib.sha256(content).hexdigest().encode(), content)
 
     @staticmethod
-    def parse(line: bytes) -> tuple[int, _Known] | None:
+    def parse(line: bytes) -> tuple[int, _LinkFactors] | None:
         """Return what a line says, with the number of its vector; None for one that a kill cut short."""
         digest, _, content = line.removesuffix(b"\n").partition(b" ")
         if hashlib.sha256(content).hexdigest().encode() != digest or not line.endswith(b"\n"):
             return None
         number, gain, stored = json.loads(content)
         if stored is None:
-            return number, _Known(None, gain)
+            return number, _LinkFactors(None, gain)
         values = np.frombuffer(base64.b64decode(stored[1]), dtype=np.uint8)
-        return number, _Known(values.reshape(stored[0], -1), gain)
+        return number, _LinkFactors(values.reshape(stored[0], -1), gain)
 
 
 class Fold:
@@ -115,7 +115,7 @@ class Fold:
             for side in link.readers:
                 self._sides.setdefault(side.tensor, []).append((number, side, True))
         self._norms = {link.norm: number for number, link in enumerate(self.structure.links) if link.norm}
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _LinkFactors] = {}
         self._gains: dict[str, Floats] = {}  # the weights of norms
         self._lock = threading.Lock()
         self._factors = functools.lru_cache(maxsize=KEPT_TENSORS)(self._new_factors)
@@ -263,11 +263,11 @@ class Fold:
         """Read the norms before files are fetched: one in another file would wait for room that nothing frees."""
         self._gains = {norm: self._norm_weight(norm) for norm in self._norms_read}
 
-    def _decided(self, link: Link, sizes: Sizes) -> _Known:
+    def _decided(self, link: Link, sizes: Sizes) -> _LinkFactors:
         measured = None if self._moments is None else mean_squares(link, self._moments)
         inputs = sizes.inputs if measured is None else np.where(np.isnan(measured), sizes.inputs, measured)
         found = factors_of(np.sqrt(inputs), np.sqrt(sizes.weights), powers_of_two=link.exact)
-        return _Known.of(found)
+        return _LinkFactors.of(found)
 
     def _gain(self, norm: str, zero_centred: bool) -> Doubles:
         """Return the absolute gain of a norm, [channels]."""
@@ -341,13 +341,13 @@ def _values(tensor: LogicalTensor) -> Floats:
     return raw.view(np.float32)
 
 
-def _read(path: Path) -> dict[int, _Known]:
+def _read(path: Path) -> dict[int, _LinkFactors]:
     """Read the vectors that an interrupted run found; a line that is not whole is cut off with all behind it."""
     if not path.exists():
         return {}
     known, valid = {}, 0
     for line in path.read_bytes().splitlines(keepends=True):
-        found = _Known.parse(line)
+        found = _LinkFactors.parse(line)
         if found is None:
             os.truncate(path, valid)
             break

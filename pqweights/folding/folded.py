@@ -44,14 +44,14 @@ class TensorFactors:
     turn: Turn | None = None
     files: TurnedFiles | None = None
 
-    def of_columns(self, part: _Part, width: int) -> Floats:
+    def of_columns(self, part: _Run, width: int) -> Floats:
         """Return the factors of the columns of a part of a tensor with rows of `width` elements."""
         if self.columns is None:
             return _ones(width)[: part.columns]
         matrix = part.matrix if len(self.columns) > 1 else 0
         return self.columns[matrix, part.column : part.column + part.columns]
 
-    def of_rows(self, part: _Part) -> Floats:
+    def of_rows(self, part: _Run) -> Floats:
         """Return the factors of the rows of a part of a tensor."""
         return _ones(part.rows) if self.rows is None else self.rows[part.row : part.row + part.rows]
 
@@ -177,7 +177,7 @@ def exact_dtype(tensor: LogicalTensor) -> str:
     return "BF16" if isinstance(stored, PlainTensor) and stored.dtype == "BF16" else "F32"
 
 
-class _Part(NamedTuple):
+class _Run(NamedTuple):
     """A run of elements: a part of a row, or whole rows of one matrix.
 
     offset: where it begins among the elements that are read
@@ -193,16 +193,16 @@ class _Part(NamedTuple):
     columns: int
 
 
-def _parts(start: int, count: int, *, height: int, width: int) -> Iterator[_Part]:
+def _parts(start: int, count: int, *, height: int, width: int) -> Iterator[_Run]:
     """Yield the runs of elements [start, start + count) of a stack of matrices [height, width]."""
     done = 0
     while done < count:
         row, column = divmod(start + done, width)
         left = count - done
         if column or left < width:
-            part = _Part(done, row // height, row, column, 1, min(width - column, left))
+            part = _Run(done, row // height, row, column, 1, min(width - column, left))
         else:
-            part = _Part(done, row // height, row, 0, min(height - row % height, left // width), width)
+            part = _Run(done, row // height, row, 0, min(height - row % height, left // width), width)
         yield part
         done += part.rows * part.columns
 

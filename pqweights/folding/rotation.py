@@ -50,7 +50,7 @@ class _Parts:
 
 
 @dataclass
-class _Search:
+class _PartSearch:
     """The search for what takes part; `reason` says why nothing does."""
 
     tensors: Mapping[str, LogicalTensor]
@@ -155,7 +155,7 @@ class Rotation(Fold):
         family = family_of(self.original.config)
         if family is None or links.unfolded:
             return links
-        search = _Search(tensors=self._tensors, family=family, links=links, plain=plain)
+        search = _PartSearch(tensors=self._tensors, family=family, links=links, plain=plain)
         self._parts = search.parts()
         if self._parts is None:
             return Links(unfolded=f"this model cannot be rotated: {search.reason}")

@@ -40,7 +40,7 @@ def find_links(config: Mapping[str, Any] | None, tensors: Sequence[LogicalTensor
         known = ", ".join(sorted(FAMILIES))
         kind = kinds[0] if kinds else None
         return Links(unfolded=f"the architecture {kind!r} is not known to --fold; those that are: {known}")
-    search = _Search(config or {}, tensors, family=family, plain=plain)
+    search = _LinkSearch(config or {}, tensors, family=family, plain=plain)
     search.run()
     if not search.links:
         reasons = "; ".join(sorted(search.left)) or "no layer has the names of its family"
@@ -60,7 +60,7 @@ class _Norm:
     repeated: bool
 
 
-class _Search:
+class _LinkSearch:
     """The search for the links of one model."""
 
     def __init__(

@@ -60,7 +60,7 @@ class _Use(NamedTuple):
     input_norm: tuple[str, bool] | None
 
 
-class _Part(NamedTuple):
+class _Sums(NamedTuple):
     """Sums of squares of some channels of one vector of a link, from `first` on."""
 
     use: _Use
@@ -69,7 +69,7 @@ class _Part(NamedTuple):
     sums: Doubles
 
 
-class _Chunk(NamedTuple):
+class _RowRange(NamedTuple):
     """Some rows of one matrix of a tensor.
 
     place: the tensor's
@@ -139,11 +139,11 @@ class SizesPass:
 
     def _measured(
         self, wanted: Sequence[LogicalTensor], uses: dict[str, list[_Use]]
-    ) -> Iterator[tuple[int | None, list[_Part]]]:
+    ) -> Iterator[tuple[int | None, list[_Sums]]]:
         """Yield the sums of each chunk, in order, with the place of its tensor if it is the last chunk of it."""
         total, done = sum(element_count(tensor) for tensor in wanted), 0
         files = {name: use.together for name, use in file_uses(wanted).items()}
-        under_way: deque[tuple[_Chunk, bool, Future[list[_Part]]]] = deque()
+        under_way: deque[tuple[_RowRange, bool, Future[list[_Sums]]]] = deque()
         pool = ThreadPoolExecutor(self.threads, "pqweights-sizes", compute_on, ("cpu",))
         try:
             with self.storage.fetching(self.fetched, files):
@@ -161,7 +161,7 @@ class SizesPass:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _sums(self, tensor: LogicalTensor, uses: Sequence[_Use], chunk: _Chunk) -> list[_Part]:
+    def _sums(self, tensor: LogicalTensor, uses: Sequence[_Use], chunk: _RowRange) -> list[_Sums]:
         """Read some rows, and return their sums of squares for each use."""
         height, columns = tensor.shape[-2:]
         dtype = exact_dtype(tensor)
@@ -186,15 +186,15 @@ class SizesPass:
         return np.square(self.gain(*use.input_norm)).astype(np.float32)
 
 
-def _part(use: _Use, chunk: _Chunk, of_columns: Floats, of_rows: Floats) -> _Part:
+def _part(use: _Use, chunk: _RowRange, of_columns: Floats, of_rows: Floats) -> _Sums:
     """Return the sums of one use."""
     side, matrix = use.side, chunk.matrix if use.side.stacked else 0
     if side.axis == COLUMNS:
         sums = of_columns[side.first : side.first + side.count].astype(np.float64) / chunk.share
-        return _Part(use, matrix, 0, sums.reshape(-1, side.repeats, side.width).sum(axis=1).reshape(-1))
+        return _Sums(use, matrix, 0, sums.reshape(-1, side.repeats, side.width).sum(axis=1).reshape(-1))
     low, high = max(side.first, chunk.row), min(side.first + side.count, chunk.row + chunk.rows)
     sums = of_rows[low - chunk.row : max(low, high) - chunk.row].astype(np.float64)
-    return _Part(use, matrix, low - side.first, sums)
+    return _Sums(use, matrix, low - side.first, sums)
 
 
 def _uses(links: dict[int, Link], plain: Collection[str]) -> dict[str, list[_Use]]:
@@ -209,7 +209,7 @@ def _uses(links: dict[int, Link], plain: Collection[str]) -> dict[str, list[_Use
     return uses
 
 
-def _chunks(wanted: Sequence[LogicalTensor], uses: dict[str, list[_Use]]) -> Iterator[tuple[_Chunk, bool]]:
+def _chunks(wanted: Sequence[LogicalTensor], uses: dict[str, list[_Use]]) -> Iterator[tuple[_RowRange, bool]]:
     """Yield the chunks of all tensors, each within one matrix, and whether it is the last of its tensor."""
     for place, tensor in enumerate(wanted):
         *stack, height, columns = tensor.shape
@@ -219,7 +219,7 @@ def _chunks(wanted: Sequence[LogicalTensor], uses: dict[str, list[_Use]]) -> Ite
         share = sum(rows for _, rows in runs) / height
         for matrix in range(matrices):
             for number, (row, rows) in enumerate(runs):
-                yield _Chunk(place, matrix, row, rows, share), matrix == matrices - 1 and number == len(runs) - 1
+                yield _RowRange(place, matrix, row, rows, share), matrix == matrices - 1 and number == len(runs) - 1
 
 
 def _runs(height: int, step: int) -> Iterator[tuple[int, int]]:

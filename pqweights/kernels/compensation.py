@@ -37,7 +37,7 @@ REPEATS = 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Factor:
+class MomentsFactor:
     """The second moments of the inputs of a matrix with K columns, ready for rounding.
 
     order: i64 [K], the columns in the order of the arrays below: by ascending diagonal, so that the last is first
@@ -127,7 +127,7 @@ class Rounded:
     errors: Tiles
 
 
-def compensate(values: Floats, start: Groups, rule: GroupRule, factor: Factor) -> Rounded:
+def compensate(values: Floats, start: Groups, rule: GroupRule, factor: MomentsFactor) -> Rounded:
     """Round rows of weights [rows, K] with compensation.
 
     start: their groups as `rule.quantize` returns them, where the search for scales and offsets begins
@@ -163,13 +163,13 @@ def sums_of_squares(rows: Floats) -> npt.NDArray[np.float64]:
     return sums
 
 
-def errors_of(values: Floats, groups: Groups, rule: GroupRule, factor: Factor) -> Tiles:
+def errors_of(values: Floats, groups: Groups, rule: GroupRule, factor: MomentsFactor) -> Tiles:
     """Return W - Q of groups, in the order of the factor. values: [rows, K]"""
     return Tiles.of((values - rule.decode(groups).reshape(values.shape))[:, factor.order])
 
 
 def fit_by_importance(
-    weights: Tiles, numbers: tuple[Tiles, Tiles], rule: GroupRule, factor: Factor, limits: tuple[int, int]
+    weights: Tiles, numbers: tuple[Tiles, Tiles], rule: GroupRule, factor: MomentsFactor, limits: tuple[int, int]
 ) -> None:
     """Improve scales and offsets [groups] of rows in place; each column counts by its damped second moment.
 
@@ -196,7 +196,7 @@ def round_tiles(
     weights: Floats,
     numbers: tuple[Floats, Floats],
     group_of: npt.NDArray[np.int64],
-    factor: Factor,
+    factor: MomentsFactor,
     *,
     codes: tuple[int, int],
     repeats: int = REPEATS,
@@ -262,7 +262,7 @@ def trial_weights(size: int) -> Floats:
     return (unit * 200 - 100).astype(np.float32).reshape(1, size, TILE)
 
 
-def trial_error(factor: Factor, inputs: Floats) -> float:
+def trial_error(factor: MomentsFactor, inputs: Floats) -> float:
     """Return the error of the outputs that rounding weights that look random gives.
 
     inputs: [count, K], in the order of the factor

@@ -219,6 +219,24 @@ def _result(job: _CalibrationJob, layers: Sequence[LayerReport], scales: Mapping
     )
 
 
+def calibration_windows(source: Path, text: str, options: CalibrationOptions) -> list[Ids]:
+    """Return a text as windows of token ids for the model in a folder.
+
+    Raises EvaluationError for a text that is too short, MissingDependencyError without transformers.
+    """
+    package("transformers", "transformers", "calibrating")
+    folder = read_folder(source)
+    size = window_size(folder, options.window, WINDOW)
+    return text_windows(
+        folder,
+        text,
+        size=size,
+        fewest=fewest_tokens(size) // size,
+        tokenizer=options.tokenizer,
+        max_tokens=options.max_tokens,
+    )
+
+
 def _prepare(
     source: Path, out: Path, text: str, *, recipe: Recipe, options: CalibrationOptions, progress: Progress
 ) -> _CalibrationJob:
@@ -230,17 +248,7 @@ def _prepare(
         )
     checkpoint, planned = plan_original(source, recipe)
     check_free(out, options.overwrite, kind="scales", read=open_awq)
-    package("transformers", "transformers", "calibrating")
-    folder = read_folder(source)
-    size = window_size(folder, options.window, WINDOW)
-    windows = text_windows(
-        folder,
-        text,
-        size=size,
-        fewest=fewest_tokens(size) // size,
-        tokenizer=options.tokenizer,
-        max_tokens=options.max_tokens,
-    )
+    windows = calibration_windows(source, text, options)
     return _CalibrationJob(
         source=source, checkpoint=checkpoint, planned=planned, windows=windows, options=options, progress=progress
     )

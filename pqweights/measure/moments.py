@@ -20,8 +20,7 @@ import numpy as np
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.writer import COPY_BYTES, disk_errors
 from pqweights.errors import EvaluationError
-from pqweights.measure.calibrate import HELD_BACK_OF, WINDOW, CalibrationOptions, fewest_tokens
-from pqweights.measure.preparation import text_windows, window_size
+from pqweights.measure.calibrate import HELD_BACK_OF, CalibrationOptions, calibration_windows
 from pqweights.measure.recording import LoadedModel, places_of_shape
 from pqweights.measure.unfinished import Unfinished, inputs_of, open_unfinished
 from pqweights.notices import slow_step
@@ -35,8 +34,7 @@ from pqweights.planning.moments_file import (
     write_moments,
 )
 from pqweights.planning.result_file import check_free
-from pqweights.runtimes.folders import read_folder
-from pqweights.runtimes.packages import Refused, package
+from pqweights.runtimes.packages import Refused
 from pqweights.runtimes.texts import Ids
 
 if TYPE_CHECKING:
@@ -164,17 +162,7 @@ def _prepare(source: Path, out: Path, text: str, *, options: CalibrationOptions,
     """Read and check everything that needs no model in memory."""
     checkpoint = open_local(source)
     check_free(out, options.overwrite, kind="moments", read=open_moments)
-    package("transformers", "transformers", "calibrating")
-    folder = read_folder(source)
-    size = window_size(folder, options.window, WINDOW)
-    windows = text_windows(
-        folder,
-        text,
-        size=size,
-        fewest=fewest_tokens(size) // size,
-        tokenizer=options.tokenizer,
-        max_tokens=options.max_tokens,
-    )
+    windows = calibration_windows(source, text, options)
     return _MomentsJob(source=source, checkpoint=checkpoint, windows=windows, options=options, progress=progress)
 
 

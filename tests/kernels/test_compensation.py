@@ -9,7 +9,7 @@ import pytest
 from helpers import gaussian
 
 from pqweights.kernels.compensation import (
-    Factor,
+    MomentsFactor,
     Tiles,
     compensate,
     empty_matrix,
@@ -37,7 +37,7 @@ def inputs(size: int, rows: int = 2000, seed: int = 1) -> Floats:
     return (mixed * np.exp(gaussian(size, seed=seed + 2, scale=0.7))).astype(np.float32)
 
 
-def ready(size: int, damping: float = 0.01) -> tuple[Factor, Floats]:
+def ready(size: int, damping: float = 0.01) -> tuple[MomentsFactor, Floats]:
     """A factor of the moments of inputs, and the moments."""
     x = inputs(size)
     moments = (x.T @ x / np.float32(len(x))).astype(np.float32)
@@ -47,10 +47,10 @@ def ready(size: int, damping: float = 0.01) -> tuple[Factor, Floats]:
     matrix[:, :size] = moments[np.ix_(order, order)]
     diagonal = factorize(matrix, np.diag(moments)[order].copy(), damping)
     assert diagonal is not None
-    return Factor(order=order, matrix=matrix, diagonal=diagonal), moments
+    return MomentsFactor(order=order, matrix=matrix, diagonal=diagonal), moments
 
 
-def damped(factor: Factor, moments: Floats) -> Floats:
+def damped(factor: MomentsFactor, moments: Floats) -> Floats:
     """The moments in the order of a factor, with its diagonal."""
     result = moments[np.ix_(factor.order, factor.order)].copy()
     np.fill_diagonal(result, factor.diagonal)
@@ -179,7 +179,7 @@ def test_scales_look_at_the_importance_of_columns(kind: str) -> None:
     np.fill_diagonal(matrix, sizes[order])
     diagonal = factorize(matrix, sizes[order], 0.0)
     assert diagonal is not None
-    factor = Factor(order=order, matrix=matrix, diagonal=diagonal)
+    factor = MomentsFactor(order=order, matrix=matrix, diagonal=diagonal)
     start = rule.quantize(weights.reshape(-1))
     rounded = compensate(weights, start, rule, factor)
 

@@ -13,6 +13,7 @@ from integer_exports import integer_names
 from test_moments import SMALL, matrix, run
 
 from pqweights.checkpoint.source import open_local
+from pqweights.errors import ExportError
 from pqweights.exports.compensation import Compensation
 from pqweights.folding import fold as folds
 from pqweights.folding.fold import Fold
@@ -117,11 +118,13 @@ def test_compensation_of_folded_weights_helps_on_the_inputs_of_the_folded_model(
     """Experts that the runtime stacks have the factors of their own matrices."""
     if target == "mlx-q4":
         pytest.importorskip("mlx_lm")
-    if "gpt_oss" in (model / "config.json").read_text():
-        pytest.skip("no factor passes between its experts' weights, whose inputs run along their rows")
     run_command({"quantize": str(model)}, tmp_path / "master")
     work = {"export": str(tmp_path / "master"), "target": target, "group_size": 32, "original": str(model)}
     work |= {"fold": "equalize", "calibration": moments.path}
+    if target == "mlx-q4" and "gpt_oss" in (model / "config.json").read_text():
+        with pytest.raises(ExportError, match="mlx-lm does not support this model"):  # one layer is too few for it
+            run_command(work, tmp_path / "plain")
+        return
     for rounding in ("plain", "gptq"):
         run_command({**work, "rounding": rounding}, tmp_path / rounding)
     checkpoint = open_local(model)
@@ -140,7 +143,7 @@ def test_compensation_of_folded_weights_helps_on_the_inputs_of_the_folded_model(
                 parts = [f"{stem}experts.{number}.{module}.weight" for number in range(len(found))]
             for number, part in enumerate(parts):
                 (vector,) = moments.weights[part].vectors if part in moments.weights else (None,)
-                if vector is None or ("down_proj" not in name and "w2" not in part):
+                if vector is None or not any(reader in part for reader in ("down_proj", "w2", "o_proj")):
                     continue
                 tensor = next(tensor for tensor in fold.original.tensors if tensor.name == part)
                 columns = compensation.columns(tensor, 0)

@@ -172,7 +172,7 @@ def _moments() -> npt.NDArray[np.float32]:
     return lower + np.tril(lower, -1).T
 
 
-def _factor(backend: str) -> compensation.Factor:
+def _factor(backend: str) -> compensation.MomentsFactor:
     diagonal = np.diag(_moments()).copy()
     matrix = compensation.empty_matrix(64)
     if backend == "reference":
@@ -180,7 +180,7 @@ def _factor(backend: str) -> compensation.Factor:
     else:
         matrix[:, :64] = _moments()
         assert compensation.factorize(matrix, diagonal, 0.0) is not None
-    return compensation.Factor(order=np.arange(64), matrix=matrix, diagonal=diagonal)
+    return compensation.MomentsFactor(order=np.arange(64), matrix=matrix, diagonal=diagonal)
 
 
 def factor_digest(backend: str) -> str:
@@ -220,7 +220,7 @@ def fit_by_importance_digest(backend: str) -> str:
     weights, importance = rng.standard_normal((70, 64)).astype(np.float32), np.ones(64, dtype=np.float32)
     weights[:, ::9] *= np.float32(10)
     importance[::9] = np.float32(1e-3)
-    factor = compensation.Factor(order=np.arange(64), matrix=compensation.empty_matrix(64), diagonal=importance)
+    factor = compensation.MomentsFactor(order=np.arange(64), matrix=compensation.empty_matrix(64), diagonal=importance)
     found = []
     for symmetric in (False, True):
         rule = GroupRule(bits=4, group_size=32, symmetric=symmetric, middle=True, rule=BEST)
