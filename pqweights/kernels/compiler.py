@@ -18,10 +18,12 @@ from pqweights.kernels import (
     cpu_groups,
     cpu_importance,
     cpu_kernels,
+    cpu_products,
     cpu_sums,
     trellis_decoding,
     trellis_encoding,
 )
+from pqweights.kernels.products import TASK_KERNELS
 
 _MODULES = (
     cpu_kernels,
@@ -29,18 +31,28 @@ _MODULES = (
     cpu_compensation,
     cpu_factors,
     cpu_importance,
+    cpu_products,
     cpu_sums,
     trellis_encoding,
     trellis_decoding,
 )
 KERNELS = {name: kernel for module in _MODULES for name, kernel in module.KERNELS.items()}
+# A function that takes nothing but the address of its task, as OpenMP calls it, around one that takes two pointers more.
+_ENTRY = """
+define void @run_task(ptr %task) {{
+  %result = alloca ptr
+  %exception = alloca ptr
+  %status = call i32 @"{symbol}"(ptr %result, ptr %exception, ptr %task)
+  ret void
+}}
+"""
 
 
 def compile_kernel(name: str) -> tuple[str, bytes]:
     """The symbol and the object file of a kernel (a key of KERNELS) for this machine.
 
     Before its own arguments the function takes two pointers: where numba would put a result (a null pointer) and an
-    exception.
+    exception. Those of TASK_KERNELS take only the address of their task.
     """
     kernel, signature = KERNELS[name]
     compiled = numba.cfunc(signature, nopython=True, error_model="numpy")(kernel)
@@ -52,6 +64,8 @@ def compile_kernel(name: str) -> tuple[str, bytes]:
         r"define void @NRT_MemInfo_call_dtor(\1 %0) { ret void }",
         compiled.inspect_llvm(),
     )
+    if name in TASK_KERNELS:
+        code, symbol = f"{code}\n{_ENTRY.format(symbol=symbol)}", "run_task"
     module = llvm.parse_assembly(code)
     for function in module.functions:
         if not function.is_declaration and function.name != symbol:

@@ -31,11 +31,14 @@ from pqweights.buffers import pageable
 from pqweights.dtypes import item_bytes
 from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES, BlockCoding, EncodedArrays, EncodeStats
 from pqweights.kernels.codebook import Codebook
+from pqweights.kernels.openmp import run_in_threads
+from pqweights.kernels.products import TASK_KERNELS
 from pqweights.notices import COMPILING, slow_step
 from pqweights.user_cache import read_trusted, users_cache, write_trusted
 
 # The files that machine code is made from, beside this one.
 SOURCES = (
+    "code_levels.py",
     "compiler.py",
     "conversions.py",
     "cpu_compensation.py",
@@ -43,6 +46,7 @@ SOURCES = (
     "cpu_groups.py",
     "cpu_importance.py",
     "cpu_kernels.py",
+    "cpu_products.py",
     "cpu_sums.py",
     "emit.py",
     "encoding.py",
@@ -50,6 +54,7 @@ SOURCES = (
     "lanes.py",
     "packing.py",
     "prescaling.py",
+    "products.py",
     "sixteen.py",
     "trellis_codes.py",
     "trellis_decoding.py",
@@ -194,6 +199,8 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "fit_by_importance": [ctypes.c_void_p] * (2 + 5) + [ctypes.c_int64] * 6,
     "output_errors": [ctypes.c_void_p] * (2 + 3) + [ctypes.c_int64] * 3,
     **{f"encode_trellis_{states}": [ctypes.c_void_p] * (2 + 18) + [ctypes.c_int64] * 6 for states in (8, 64, 256)},
+    "prepare": [ctypes.c_void_p] * (2 + 5) + [ctypes.c_int64] * 6,
+    **{name: [ctypes.c_void_p] for name in TASK_KERNELS},
     "decode_trellis": [ctypes.c_void_p] * (2 + 11) + [ctypes.c_int64] * 6,
 }
 # Kernels that are called with the GIL: getting it back would take longer than they do.
@@ -220,6 +227,11 @@ def address(array: npt.NDArray[Any], dtype: type, count: int, *, written: bool =
 def run(name: str, *arguments: float) -> None:
     """Call a kernel (a key of compiler.KERNELS) with the addresses and numbers that it takes."""
     _kernel(name)(*_IGNORED_ADDRESSES, *arguments)
+
+
+def run_task(name: str, task: int, threads: int) -> None:
+    """Call a kernel of TASK_KERNELS with the address of its task, in several threads at once."""
+    run_in_threads(_kernel(name), task, threads)
 
 
 def _kernel(name: str) -> Any:

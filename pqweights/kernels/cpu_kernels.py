@@ -39,7 +39,7 @@ _GROUPS_AHEAD = 2
 
 
 @jit
-def _unpack(row: Any, bits: Any, q: Any, block: Any) -> None:
+def unpack_codes(row: Any, bits: Any, q: Any, block: Any) -> None:
     """Write the 128 codes of a row, which has one field per binary digit of the width, to a block of q."""
     lowest = np.uint8(1)
     at = 0
@@ -323,7 +323,7 @@ def _decode(
         for i in range(count):
             norm[i] = np.float32(np.float64(norm[i]) * from_stored)
         for i in range(count):
-            _unpack(codes[first + i], bits, q, i)
+            unpack_codes(codes[first + i], bits, q, i)
         for i in range(count if not rotate else 0):
             for j in range(128):
                 y[i * 128 + j] = levels[q[i * 128 + j]] * norm[i]

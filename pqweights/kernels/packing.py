@@ -38,7 +38,7 @@ def _make_unpack(width: int) -> Any:
                 halves = [packed & 15, packed >> 4]
             else:
                 halves = [load(builder, target, place, _HALF) for place in places]
-                halves = _with_field(halves, packed, width, args[2])
+                halves = with_field(halves, packed, width, args[2])
             for place, half in zip(places, halves, strict=True):
                 store(half, target, place)
             return context.get_dummy_value()
@@ -51,7 +51,7 @@ def _make_unpack(width: int) -> Any:
 unpack_8, unpack_4, unpack_2, unpack_1 = (_make_unpack(width) for width in (8, 4, 2, 1))
 
 
-def _with_field(halves: list[Lanes], packed: Lanes, width: int, lowest: Any) -> list[Lanes]:
+def with_field(halves: list[Lanes], packed: Lanes, width: int, lowest: Any) -> list[Lanes]:
     """The codes of both half blocks with the bits of the field added; for the widths 1 and 2."""
     builder, results = packed.builder, []
     repeated = shuffled(packed, packed, [lane % (16 * width) for lane in range(HALF)])

@@ -1,0 +1,388 @@
+"""Products of packed weights with a few rows of inputs, in numba: y = W x without decoding W.
+
+A block of W is norm * H levels[codes], and H is symmetric, so <H c, x> = <c, H x>: each block of 128 inputs is rotated
+once for all rows of W, and what is left for a row are table look-ups, multiplications and additions.
+
+For BF16 and F16 models, rotated inputs become integers of 15 bits with a scale for each block, and levels integers of
+14 bits. Within a block their products are added up exactly, in i32; blocks are added up in float32, in 16 lanes. For
+F32 models, inputs and levels are float32 throughout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic
+
+from pqweights.kernels.code_levels import CONVERTS_HALVES, ORDER, WORDS, LevelTable, add_products, block_levels
+from pqweights.kernels.conversions import floats_from_halves, half_from_float, load_values
+from pqweights.kernels.cpu_kernels import unpack_codes
+from pqweights.kernels.emit import (
+    BYTES,
+    F32,
+    FLOATS,
+    I16,
+    I32,
+    I64,
+    INTS,
+    LANES,
+    Lanes,
+    array_pointers,
+    call,
+    load,
+    loop,
+    shuffled,
+    splat,
+    store,
+)
+from pqweights.kernels.jit import inlined, jit
+from pqweights.kernels.products import MOST_INPUT, MOST_ROWS, TASK_SIZE, TILE_ROWS
+from pqweights.kernels.vector import Table, rotate_block, stack
+
+BLOCK = 128
+# Blocks whose norms are converted together.
+GROUP = 16
+# Bytes of the arrays on the stack.
+_BLOCK_BYTES, _BLOCK_OF_4, _GROUP_OF_4 = BLOCK, BLOCK * 4, GROUP * 4
+_FACTORS, _SUMS, _TILE = MOST_ROWS * GROUP * 4, MOST_ROWS * LANES * 4, MOST_ROWS * TILE_ROWS * 4
+_HALVES = ir.VectorType(ir.HalfType(), GROUP)
+
+PREPARE = types.void(*[types.voidptr] * 5, *[types.int64] * 6)
+MULTIPLY = types.void(types.voidptr)
+
+
+# --- inputs ---
+
+
+def _prepare(
+    values_at: Any,  # [rows, blocks * 128] of the dtype
+    signs_at: Any,  # f32 [128]
+    awq_at: Any,  # f32 [blocks * 128]
+    out_at: Any,  # [blocks, rows, 128]: i16 in the order of ORDER, or f32
+    scales_at: Any,  # out: f32 [blocks, rows], what an integer stands for; not written for f32
+    rows: Any,
+    blocks: Any,
+    dtype: Any,  # a value of VALUE_DTYPES
+    rotation: Any,  # 0: none; 1: Hadamard; 2: Hadamard with signs
+    scaled: Any,  # whether inputs are divided by awq
+    whole: Any,  # whether inputs become integers
+) -> None:
+    words16, words32 = carray(values_at, rows * blocks * BLOCK, np.uint16), carray(values_at, rows * blocks * BLOCK, np.uint32)
+    signs, awq = carray(signs_at, BLOCK, np.float32), carray(awq_at, blocks * BLOCK, np.float32)
+    integers = carray(out_at, rows * blocks * BLOCK, np.int16)
+    floats = carray(out_at, rows * blocks * BLOCK, np.float32)
+    scales = carray(scales_at, rows * blocks, np.float32)
+    room = stack(_BLOCK_OF_4)
+    x, bits = carray(room, BLOCK, np.float32), carray(room, BLOCK, np.uint32)
+    for row in range(rows):
+        for block in range(blocks):
+            begin, place = (row * blocks + block) * BLOCK, block * rows + row
+            load_values(words16[begin : begin + BLOCK], words32[begin : begin + BLOCK], dtype, bits, x)
+            if scaled:
+                for j in range(BLOCK):
+                    x[j] = x[j] / awq[block * BLOCK + j]
+            if rotation == 2:
+                for j in range(BLOCK):
+                    x[j] = x[j] * signs[j]
+            if rotation:
+                rotate_block(x, 0, np.float32(1))
+            if whole:
+                scales[place] = _to_integers(x, bits, integers, place * BLOCK)
+            else:
+                for j in range(BLOCK):
+                    floats[place * BLOCK + j] = x[j]
+
+
+@inlined
+def _to_integers(x: Any, bits: Any, integers: Any, at: Any) -> Any:
+    """Write the 128 floats as integers from `at`, in the order of ORDER; return what a one stands for, maybe NaN."""
+    largest = np.uint32(0)
+    for j in range(BLOCK):
+        largest = max(largest, bits[j] & np.uint32(0x7FFFFFFF))  # bit patterns of magnitudes are in their order
+    if largest >= np.uint32(0x7F800000):
+        integers[at : at + BLOCK] = 0
+        return np.float32(np.nan)
+    bits_of_largest = carray(stack(4), 1, np.uint32)
+    bits_of_largest[0] = largest
+    most = bits_of_largest.view(np.float32)[0]
+    if most < np.float32(2.0**-100):
+        integers[at : at + BLOCK] = 0
+        return np.float32(0)
+    store_integers(x, np.float32(MOST_INPUT) / most, integers, at)
+    return most / np.float32(MOST_INPUT)
+
+
+@intrinsic
+def store_integers(typingctx: Any, x: Any, factor: Any, integers: Any, at: Any) -> Any:
+    """Write the nearest integers to x * factor (f32 [128]) from integers[at], in the order of ORDER."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        source, target = array_pointers(context, b, signature, args)
+        factors, words = splat(b, args[1]), []
+        for place in range(0, BLOCK, LANES):
+            nearest = (load(b, source, I64(place)) * factors).rint().whole()
+            words.append(Lanes(b, b.trunc(nearest.value, ir.VectorType(I16, LANES))))
+        while len(words) > 1:
+            lanes = 2 * words[0].value.type.count
+            words = [shuffled(p, q, range(lanes)) for p, q in zip(words[::2], words[1::2], strict=True)]
+        for place in range(0, BLOCK, 32):
+            some = shuffled(words[0], words[0], ORDER[place : place + 32])
+            store(some, target, b.add(args[3], I64(place)), 2)
+        return context.get_dummy_value()
+
+    return types.void(x, factor, integers, at), codegen
+
+
+# --- products ---
+
+
+@intrinsic
+def pointer_in(typingctx: Any, task: Any, place: Any) -> Any:
+    """Return the address that the i64 at task[place] holds."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        (words,) = array_pointers(context, b, signature, args)
+        return b.inttoptr(b.load(b.gep(words, [args[1]])), ir.PointerType(ir.IntType(8)))
+
+    return types.voidptr(task, place), codegen
+
+
+@intrinsic
+def next_tile(typingctx: Any, task: Any) -> Any:
+    """Return task[0] and add 1 to it, as one step among all threads."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        (words,) = array_pointers(context, b, signature, args)
+        return b.atomic_rmw("add", words, I64(1), "monotonic")
+
+    return types.int64(task), codegen
+
+
+@intrinsic
+def sixteen_norms(typingctx: Any, norms: Any, at: Any, out: Any) -> Any:
+    """Convert sixteen float16 bit patterns (u16) from norms[at] to f32."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        source, target = array_pointers(context, b, signature, args)
+        halves = load(b, source, args[1], ir.VectorType(I16, GROUP), 2)
+        store(Lanes(b, b.fpext(b.bitcast(halves.value, _HALVES), FLOATS)), target, I64(0))
+        return context.get_dummy_value()
+
+    return types.void(norms, at, out), codegen
+
+
+def _fused(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
+    """Return a * b + c, rounded once where that is faster."""
+    return call(a.builder, "llvm.fmuladd.v16f32", FLOATS, a, b, c)
+
+
+def _make_add_blocks(bits: int) -> Any:
+    """Return the intrinsic that adds the products of some blocks of a row of W with all rows of inputs."""
+
+    @intrinsic
+    def add_blocks(
+        typingctx: Any,
+        codes: Any,  # u8
+        begin: Any,  # of the first block in codes
+        levels: Any,  # i16
+        inputs: Any,  # i16 [.., rows, 128]
+        first: Any,  # the number of the first block in inputs
+        factors: Any,  # f32 [rows, GROUP]
+        count: Any,  # of blocks
+        rows: Any,  # of inputs
+        sums: Any,  # in and out: f32 [rows, 16]
+    ) -> Any:
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            codes, levels, inputs, factors, sums = array_pointers(context, b, signature, args)
+            begin, first, count, rows = args[1], args[4], args[6], args[7]
+            table = LevelTable(b, levels, bits)
+
+            def product(vectors: list[Lanes], row_of_inputs: Any) -> Lanes:
+                at = b.mul(row_of_inputs, I64(BLOCK))
+                # Two chains of additions, because each waits for the one before.
+                halves = [Lanes(b, ir.Constant(INTS, None))] * 2
+                for k, vector in enumerate(vectors):
+                    x = load(b, inputs, b.add(at, I64(32 * k)), WORDS, 2)
+                    halves[k % 2] = add_products(halves[k % 2], vector, x)
+                total = halves[0] + halves[1]
+                return Lanes(b, b.sitofp(total.value, FLOATS))
+
+            def levels_of(i: Any) -> list[Lanes]:
+                return block_levels(table, codes, b.add(begin, b.mul(i, I64(16 * bits))), bits)
+
+            def one_row(i: Any, total: Lanes) -> Lanes:
+                factor = splat(b, b.load(b.gep(factors, [i])))
+                return _fused(product(levels_of(i), b.add(first, i)), factor, total)
+
+            def many_rows(i: Any, nothing: tuple[()]) -> tuple[()]:
+                vectors = levels_of(i)
+                start = b.mul(b.add(first, i), rows)
+
+                def row(j: Any, nothing: tuple[()]) -> tuple[()]:
+                    factor = splat(b, b.load(b.gep(factors, [b.add(b.mul(j, I64(GROUP)), i)])))
+                    place = b.mul(j, I64(LANES))
+                    total = _fused(product(vectors, b.add(start, j)), factor, load(b, sums, place))
+                    store(total, sums, place)
+                    return nothing
+
+                return loop(b, rows, nothing, row)
+
+            with b.if_else(b.icmp_signed("==", rows, I64(1))) as (single, several):
+                with single:
+                    store(loop(b, count, load(b, sums, I64(0)), one_row), sums, I64(0))
+                with several:
+                    loop(b, count, (), many_rows)
+            return context.get_dummy_value()
+
+        return types.void(codes, begin, levels, inputs, first, factors, count, rows, sums), codegen
+
+    return add_blocks
+
+
+def _make_add_float_blocks(entries: int) -> Any:
+    """Return the intrinsic that adds the products of one block of a row of W with all rows of inputs, in f32."""
+
+    @intrinsic
+    def add_block(
+        typingctx: Any,
+        codes: Any,  # u8 [128]
+        levels: Any,  # f32
+        inputs: Any,  # f32 [.., rows, 128]
+        first: Any,  # the number of the block in inputs
+        norm: Any,  # f32
+        rows: Any,  # of inputs
+        sums: Any,  # in and out: f32 [rows, 16]
+    ) -> Any:
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            codes, levels, inputs, sums = array_pointers(context, b, signature, args)
+            first, norm, rows = args[3], splat(b, args[4]), args[5]
+            table, vectors = Table(b, levels, 0, entries), []
+            for place in range(0, BLOCK, LANES):
+                index = load(b, codes, I64(place), BYTES)
+                vectors.append(table.look_up(Lanes(b, b.zext(index.value, INTS))))
+
+            def row(j: Any, nothing: tuple[()]) -> tuple[()]:
+                at, place = b.mul(b.add(b.mul(first, rows), j), I64(BLOCK)), b.mul(j, I64(LANES))
+                halves = [Lanes(b, ir.Constant(FLOATS, None))] * 2
+                for k, vector in enumerate(vectors):
+                    halves[k % 2] = _fused(vector, load(b, inputs, b.add(at, I64(LANES * k))), halves[k % 2])
+                store(_fused(halves[0] + halves[1], norm, load(b, sums, place)), sums, place)
+                return nothing
+
+            loop(b, rows, (), row)
+            return context.get_dummy_value()
+
+        return types.void(codes, levels, inputs, first, norm, rows, sums), codegen
+
+    return add_block
+
+
+@intrinsic
+def lane_sum(typingctx: Any, sums: Any, at: Any) -> Any:
+    """Return the sum of sums[at] to sums[at + 15], the upper half added to the lower one until one is left."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        (source,) = array_pointers(context, b, signature, args)
+        total, lanes = load(b, source, args[1]), LANES
+        while lanes > 1:
+            lanes //= 2
+            total = shuffled(total, total, range(lanes)) + shuffled(total, total, range(lanes, 2 * lanes))
+        return b.extract_element(total.value, I32(0))
+
+    return types.float32(sums, at), codegen
+
+
+@jit
+def _norms(norms: Any, at: Any, count: Any, bits: Any, out: Any) -> None:
+    """Convert `count` float16 bit patterns, GROUP at most, from norms[at] to f32; bits: u32, the memory of out."""
+    if CONVERTS_HALVES and count == GROUP:
+        sixteen_norms(norms, at, out)
+    else:
+        floats_from_halves(norms[at : at + count], bits, out)
+
+
+@jit
+def _stored(value: Any, bits: Any, dtype: Any) -> Any:
+    """Return the bit pattern (u32) of a float32 in a dtype, rounded to nearest even; bits: u32 [1], overwritten."""
+    both = bits.view(np.float32)
+    both[0] = value
+    u = bits[0]
+    if dtype == 2:
+        return u
+    sign, magnitude = u & np.uint32(0x80000000), u & np.uint32(0x7FFFFFFF)
+    if magnitude > np.uint32(0x7F800000):
+        return np.uint32(0x7FC0 if dtype == 0 else 0x7E00)
+    if dtype == 0:
+        return np.uint32((u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+    return np.uint32(half_from_float(magnitude, abs(value))) | (sign >> np.uint32(16))
+
+
+def _make_multiply(bits: int, whole: bool) -> Any:
+    """Return the kernel for a bit width, with integers or in f32; several threads may run it on one task."""
+    add_blocks, add_float_block = _make_add_blocks(bits), _make_add_float_blocks(1 << max(bits, 5))
+    code_bytes, levels_count = 16 * bits, 1 << max(bits, 5)
+
+    def multiply(task_at: Any) -> None:
+        task = carray(task_at, TASK_SIZE, np.int64)
+        outputs, tile_rows, blocks, rows = task[1], task[2], task[3], task[4]
+        codes = carray(pointer_in(task, 5), outputs * blocks * code_bytes, np.uint8)
+        norms = carray(pointer_in(task, 6), outputs * blocks, np.uint16)
+        levels = carray(pointer_in(task, 7), levels_count, np.int16 if whole else np.float32)
+        inputs = carray(pointer_in(task, 8), rows * blocks * BLOCK, np.int16 if whole else np.float32)
+        scales = carray(pointer_in(task, 9), rows * blocks, np.float32)
+        bias = carray(pointer_in(task, 10), outputs, np.float32)
+        out16 = carray(pointer_in(task, 11), rows * task[13], np.uint16)
+        out32 = carray(pointer_in(task, 11), rows * task[13], np.uint32)
+        dtype, stride, has_bias = task[12], task[13], task[14]
+        factor = task[15:16].view(np.float64)[0]
+
+        norm_at = stack(_GROUP_OF_4)
+        norm, norm_bits = carray(norm_at, GROUP, np.float32), carray(norm_at, GROUP, np.uint32)
+        factors = carray(stack(_FACTORS), MOST_ROWS * GROUP, np.float32)
+        sums = carray(stack(_SUMS), MOST_ROWS * LANES, np.float32)
+        found = carray(stack(_TILE), MOST_ROWS * TILE_ROWS, np.float32)
+        one = carray(stack(4), 1, np.uint32)
+        q = carray(stack(_BLOCK_BYTES), BLOCK, np.uint8)
+        while True:
+            start = next_tile(task) * tile_rows
+            if start >= outputs:
+                break
+            end = min(outputs, start + tile_rows)
+            for r in range(start, end):
+                for k in range(rows * LANES):
+                    sums[k] = np.float32(0)
+                for first in range(0, blocks, GROUP):
+                    count, at = min(GROUP, blocks - first), r * blocks + first
+                    _norms(norms, at, count, norm_bits, norm)
+                    if whole:
+                        for j in range(rows):
+                            for i in range(count):
+                                factors[j * GROUP + i] = norm[i] * scales[(first + i) * rows + j]
+                        add_blocks(codes, at * code_bytes, levels, inputs, first, factors, count, rows, sums)
+                    else:
+                        for i in range(count):
+                            begin = (at + i) * code_bytes
+                            unpack_codes(codes[begin : begin + code_bytes], bits, q, 0)
+                            add_float_block(q, levels, inputs, first + i, norm[i], rows, sums)
+                for j in range(rows):
+                    y = np.float32(np.float64(lane_sum(sums, j * LANES)) * factor)
+                    found[j * TILE_ROWS + r - start] = y + bias[r] if has_bias else y
+            for j in range(rows):
+                for r in range(end - start):
+                    pattern = _stored(found[j * TILE_ROWS + r], one, dtype)
+                    if dtype == 2:
+                        out32[j * stride + start + r] = pattern
+                    else:
+                        out16[j * stride + start + r] = np.uint16(pattern)
+
+    return multiply
+
+
+KERNELS = {
+    "prepare": (_prepare, PREPARE),
+    **{f"product_{bits}": (_make_multiply(bits, True), MULTIPLY) for bits in range(2, 9)},
+    **{f"product_{bits}_f32": (_make_multiply(bits, False), MULTIPLY) for bits in range(2, 9)},
+}
