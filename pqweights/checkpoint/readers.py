@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint import scales
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.storage import Storage
+from pqweights.checkpoint.storage import LocalStorage, Storage
 from pqweights.codecs.protocol import VALUE_DTYPES, Basis, Coder, DamagedBlock, State
 from pqweights.codecs.weight import damaged_error
 from pqweights.dtypes import DTYPE_BITS, FINITE_RANGES, convert, item_bytes, to_float32
@@ -189,6 +189,15 @@ class EncodedTensor:
         """Read the bytes of blocks [first, last) of each part into arrays [blocks, bytes per block]."""
         for part, stored, array in zip(self.coder.parts, self.encoded, into, strict=True):
             self.storage.read_into(stored.file, stored.offset + first * part.bytes_per_block, array.reshape(-1))
+
+    def mapped_parts(self) -> list[npt.NDArray[np.uint8]]:
+        """Return the bytes of each part, [blocks, bytes per block], as they lie in a file of a local folder."""
+        assert isinstance(self.storage, LocalStorage)
+        found = []
+        for part, stored in zip(self.coder.parts, self.encoded, strict=True):
+            raw = self.storage.mapped(stored.file)[stored.offset : stored.offset + stored.byte_count]
+            found.append(raw.reshape(-1, part.bytes_per_block))
+        return found
 
     def _decode(
         self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8], *, basis: Basis = Basis.PLAIN

@@ -1,11 +1,13 @@
 """Where the files of a checkpoint lie: names, sizes and positioned reads, of a local folder or a repository on the Hub.
 
-Files are read into the caller's buffer and never mapped, because mapped pages would count as resident memory.
+Files are read into the caller's buffer, because mapped pages would count as resident memory. Only the weights of a
+model that computes with them as they are stored are mapped: they stay in memory anyhow.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -110,6 +112,7 @@ class LocalStorage:
         self.bytes_read = 0
         self._reader = FileReader()
         self._lock = threading.Lock()
+        self._mapped: dict[str, npt.NDArray[np.uint8]] = {}
         names = sorted(self._walk()) if only is None else only
         self._files = {}
         for name in names:
@@ -161,6 +164,17 @@ class LocalStorage:
 
     def release(self, file: str) -> None:
         """Do nothing: the files stay."""
+
+    def mapped(self, file: str) -> npt.NDArray[np.uint8]:
+        """Return the bytes of a file, which are read when they are used; changes of them do not reach the file."""
+        with self._lock:
+            if file not in self._mapped:
+                with open(self.root / file, "rb") as opened:
+                    pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+                if hasattr(mmap, "MADV_WILLNEED"):
+                    pages.madvise(mmap.MADV_WILLNEED)
+                self._mapped[file] = np.frombuffer(pages, dtype=np.uint8)
+            return self._mapped[file]
 
     def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
         """Fill the buffer with bytes of a file from `offset` on."""

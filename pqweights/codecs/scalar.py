@@ -259,7 +259,7 @@ class ScalarCoder:
         codes, norms = parts
         energies, errors = np.empty((2, len(codes)), dtype=np.float64)
         out = EncodedArrays(codes, norms.reshape(-1).view(np.uint16), energies, errors)
-        stats = self._codec.encode_blocks(values, dtype, self._coding(state), out)
+        stats = self._codec.encode_blocks(values, dtype, self.coding(state), out)
         return Measures(
             energies=energies,
             errors=errors,
@@ -272,7 +272,7 @@ class ScalarCoder:
     ) -> None:
         """See Coder."""
         codes, norms = parts
-        backend().decode((codes, norms.reshape(-1).view(np.uint16)), self._coding(state, basis), dtype, values)
+        backend().decode((codes, norms.reshape(-1).view(np.uint16)), self.coding(state, basis), dtype, values)
 
     def bases(self, state: State) -> frozenset[Basis]:
         """See Coder; a weight that was rotated without signs is coded in the Hadamard basis."""
@@ -286,13 +286,14 @@ class ScalarCoder:
         from pqweights.kernels.reference import decode_blocks
 
         codes, norms = parts
-        return decode_blocks(codes, norms.reshape(-1).view(torch.float16), self._coding(state))
+        return decode_blocks(codes, norms.reshape(-1).view(torch.float16), self.coding(state))
 
     def modelled_errors(self, blocks: Floats) -> Doubles | None:
         """See Coder; encoding takes no longer than a model would."""
         return None
 
-    def _coding(self, state: State, basis: Basis = Basis.PLAIN) -> BlockCoding:
+    def coding(self, state: State, basis: Basis = Basis.PLAIN) -> BlockCoding:
+        """Return how blocks were coded in a state, for kernels that read codes and norms themselves."""
         assert isinstance(state, ScalarState)
         assert basis is Basis.PLAIN or state.rotation == HADAMARD
         return BlockCoding(

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.codecs.weight import block_count
 from pqweights.errors import PqweightsError
+from pqweights.integrations.packed_products import can_multiply, multiply
 from pqweights.integrations.packed_rows import (
     Factor,
     Matrix,
@@ -32,14 +33,12 @@ from pqweights.integrations.packed_rows import (
 
 
 def pack(tensor: EncodedTensor, dtype: torch.dtype) -> PackedTensor | None:
-    """Read a weight [rows, columns], or a stack of them, into memory as it is stored; None for another shape."""
+    """Map a weight [rows, columns], or a stack of them, into memory as it is stored; None for another shape."""
     if len(tensor.shape) not in (2, 3) or not math.prod(tensor.shape):
         return None
     *stack, rows, columns = tensor.shape
     count, block_size = math.prod(stack), tensor.coder.block_size
-    blocks = block_count(math.prod(tensor.shape), block_size)
-    parts = [torch.empty(blocks, part.bytes_per_block, dtype=torch.uint8) for part in tensor.coder.parts]
-    tensor.read_parts(0, blocks, [part.numpy() for part in parts])
+    parts = [torch.from_numpy(part) for part in tensor.mapped_parts()]
     awq = None if tensor.awq is None else torch.from_numpy(tensor.awq_scales()).view(count, -1)
     matrices = []
     for number in range(count):
@@ -165,10 +164,13 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         )
     (matrix,) = weight.matrices
     rows, columns = weight.shape
-    flat, out = x.reshape(-1, columns), x.new_empty(*x.shape[:-1], rows)
+    flat = x.reshape(-1, columns)
+    if can_multiply(matrix, len(flat)):
+        return multiply(matrix, flat, bias).view(*x.shape[:-1], rows)
+    out = x.new_empty(*x.shape[:-1], rows)
     flat_out = out.view(-1, rows)
 
-    def multiply(start: int, stop: int) -> None:
+    def multiply_decoded(start: int, stop: int) -> None:
         with torch.inference_mode():  # set for each thread
             chunk = buffer(weight.dtype, weight.device, (stop - start) * columns).view(-1, columns)
             decode_rows(matrix, start, stop, out=chunk)
@@ -176,7 +178,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
             with torch.autocast(x.device.type, enabled=False):
                 flat_out[:, start:stop] = torch.nn.functional.linear(flat, chunk, bias_of_rows)
 
-    share(multiply, matrix, device=weight.device)
+    share(multiply_decoded, matrix, device=weight.device)
     return out
 
 

@@ -31,7 +31,7 @@ from pqweights.buffers import pageable
 from pqweights.dtypes import item_bytes
 from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES, BlockCoding, EncodedArrays, EncodeStats
 from pqweights.kernels.codebook import Codebook
-from pqweights.kernels.openmp import run_in_threads
+from pqweights.kernels.openmp import TASK_FUNCTION, run_in_threads
 from pqweights.kernels.products import TASK_KERNELS
 from pqweights.notices import COMPILING, slow_step
 from pqweights.user_cache import read_trusted, users_cache, write_trusted
@@ -200,7 +200,6 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "output_errors": [ctypes.c_void_p] * (2 + 3) + [ctypes.c_int64] * 3,
     **{f"encode_trellis_{states}": [ctypes.c_void_p] * (2 + 18) + [ctypes.c_int64] * 6 for states in (8, 64, 256)},
     "prepare": [ctypes.c_void_p] * (2 + 5) + [ctypes.c_int64] * 6,
-    **{name: [ctypes.c_void_p] for name in TASK_KERNELS},
     "decode_trellis": [ctypes.c_void_p] * (2 + 11) + [ctypes.c_int64] * 6,
 }
 # Kernels that are called with the GIL: getting it back would take longer than they do.
@@ -253,6 +252,8 @@ def _linked(name: str, symbol: str, machine_code: bytes) -> Any:
     engine.add_object_file(llvm.ObjectFileRef.from_data(machine_code))
     engine.finalize_object()
     _engines.append(engine)
+    if name in TASK_KERNELS:
+        return TASK_FUNCTION(engine.get_function_address(symbol))
     kind = ctypes.PYFUNCTYPE if name in _SHORT else ctypes.CFUNCTYPE
     return kind(ctypes.c_int32, *_ARGUMENTS[name])(engine.get_function_address(symbol))
 

@@ -179,7 +179,7 @@ def _fused(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
     return call(a.builder, "llvm.fmuladd.v16f32", FLOATS, a, b, c)
 
 
-def _make_add_blocks(bits: int) -> Any:
+def _make_add_blocks(bits: int, together: int) -> Any:
     """Return the intrinsic that adds the products of some blocks of a row of W with all rows of inputs."""
 
     @intrinsic
@@ -193,11 +193,12 @@ def _make_add_blocks(bits: int) -> Any:
         factors: Any,  # f32 [rows, GROUP]
         count: Any,  # of blocks
         rows: Any,  # of inputs
+        from_row: Any,  # the first of the rows of inputs that are multiplied
         sums: Any,  # in and out: f32 [rows, 16]
     ) -> Any:
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
             codes, levels, inputs, factors, sums = array_pointers(context, b, signature, args)
-            begin, first, count, rows = args[1], args[4], args[6], args[7]
+            begin, first, count, rows, from_row = args[1], args[4], *args[6:9]
             table = LevelTable(b, levels, bits)
 
             def product(vectors: list[Lanes], row_of_inputs: Any) -> Lanes:
@@ -210,34 +211,23 @@ def _make_add_blocks(bits: int) -> Any:
                 total = halves[0] + halves[1]
                 return Lanes(b, b.sitofp(total.value, FLOATS))
 
-            def levels_of(i: Any) -> list[Lanes]:
-                return block_levels(table, codes, b.add(begin, b.mul(i, I64(16 * bits))), bits)
+            places = [b.add(from_row, I64(k)) for k in range(together)]
 
-            def one_row(i: Any, total: Lanes) -> Lanes:
-                factor = splat(b, b.load(b.gep(factors, [i])))
-                return _fused(product(levels_of(i), b.add(first, i)), factor, total)
+            def add_block(i: Any, totals: tuple[Lanes, ...]) -> tuple[Lanes, ...]:
+                vectors = block_levels(table, codes, b.add(begin, b.mul(i, I64(16 * bits))), bits)
+                start, result = b.mul(b.add(first, i), rows), []
+                for place, total in zip(places, totals, strict=True):
+                    factor = splat(b, b.load(b.gep(factors, [b.add(b.mul(place, I64(GROUP)), i)])))
+                    result.append(_fused(product(vectors, b.add(start, place)), factor, total))
+                return tuple(result)
 
-            def many_rows(i: Any, nothing: tuple[()]) -> tuple[()]:
-                vectors = levels_of(i)
-                start = b.mul(b.add(first, i), rows)
-
-                def row(j: Any, nothing: tuple[()]) -> tuple[()]:
-                    factor = splat(b, b.load(b.gep(factors, [b.add(b.mul(j, I64(GROUP)), i)])))
-                    place = b.mul(j, I64(LANES))
-                    total = _fused(product(vectors, b.add(start, j)), factor, load(b, sums, place))
-                    store(total, sums, place)
-                    return nothing
-
-                return loop(b, rows, nothing, row)
-
-            with b.if_else(b.icmp_signed("==", rows, I64(1))) as (single, several):
-                with single:
-                    store(loop(b, count, load(b, sums, I64(0)), one_row), sums, I64(0))
-                with several:
-                    loop(b, count, (), many_rows)
+            at = [b.mul(place, I64(LANES)) for place in places]
+            totals = loop(b, count, tuple(load(b, sums, each) for each in at), add_block)
+            for total, each in zip(totals, at, strict=True):
+                store(total, sums, each)
             return context.get_dummy_value()
 
-        return types.void(codes, begin, levels, inputs, first, factors, count, rows, sums), codegen
+        return types.void(codes, begin, levels, inputs, first, factors, count, rows, from_row, sums), codegen
 
     return add_blocks
 
@@ -295,7 +285,7 @@ def lane_sum(typingctx: Any, sums: Any, at: Any) -> Any:
     return types.float32(sums, at), codegen
 
 
-@jit
+@inlined
 def _norms(norms: Any, at: Any, count: Any, bits: Any, out: Any) -> None:
     """Convert `count` float16 bit patterns, GROUP at most, from norms[at] to f32; bits: u32, the memory of out."""
     if CONVERTS_HALVES and count == GROUP:
@@ -322,7 +312,8 @@ def _stored(value: Any, bits: Any, dtype: Any) -> Any:
 
 def _make_multiply(bits: int, whole: bool) -> Any:
     """Return the kernel for a bit width, with integers or in f32; several threads may run it on one task."""
-    add_blocks, add_float_block = _make_add_blocks(bits), _make_add_float_blocks(1 << max(bits, 5))
+    add_1, add_2, add_4, add_8 = (_make_add_blocks(bits, together) for together in (1, 2, 4, 8))
+    add_float_block = _make_add_float_blocks(1 << max(bits, 5))
     code_bytes, levels_count = 16 * bits, 1 << max(bits, 5)
 
     def multiply(task_at: Any) -> None:
@@ -361,7 +352,18 @@ def _make_multiply(bits: int, whole: bool) -> Any:
                         for j in range(rows):
                             for i in range(count):
                                 factors[j * GROUP + i] = norm[i] * scales[(first + i) * rows + j]
-                        add_blocks(codes, at * code_bytes, levels, inputs, first, factors, count, rows, sums)
+                        begin, j = at * code_bytes, 0
+                        while rows - j >= 8:
+                            add_8(codes, begin, levels, inputs, first, factors, count, rows, j, sums)
+                            j += 8
+                        if rows & 4:
+                            add_4(codes, begin, levels, inputs, first, factors, count, rows, j, sums)
+                            j += 4
+                        if rows & 2:
+                            add_2(codes, begin, levels, inputs, first, factors, count, rows, j, sums)
+                            j += 2
+                        if rows & 1:
+                            add_1(codes, begin, levels, inputs, first, factors, count, rows, j, sums)
                     else:
                         for i in range(count):
                             begin = (at + i) * code_bytes

@@ -13,6 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+# A kernel that takes the address of a task.
+TASK_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
 
 def run_in_threads(function: Any, argument: int, threads: int) -> None:
     """Call a function of machine code with one address in several threads at once, one of which is the caller's.
@@ -23,7 +26,7 @@ def run_in_threads(function: Any, argument: int, threads: int) -> None:
     if threads == 1:
         function(argument)
     elif parallel is not None:
-        parallel(ctypes.cast(function, ctypes.c_void_p), argument, threads, 0)
+        parallel(function, argument, threads, 0)
     else:
         others = [_pool(threads - 1).submit(function, argument) for _ in range(threads - 1)]
         function(argument)
@@ -39,7 +42,7 @@ def _parallel() -> Any:
             found = ctypes.CDLL(path).GOMP_parallel
         except (OSError, AttributeError):
             continue
-        found.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        found.argtypes = [TASK_FUNCTION, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         found.restype = None
         return found
     return None

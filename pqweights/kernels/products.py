@@ -7,12 +7,16 @@ The backend is imported where it is used: commands that only read manifests do w
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.buffers import pageable
 from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES, BlockCoding
 
 # Levels and inputs as integers, at most. A lane of sums takes at most 16 products: 16 * 8191 * 16383 < 2**31.
@@ -24,120 +28,159 @@ TILE_WEIGHTS, TILE_ROWS = 1 << 16, 256
 # Products with fewer weights are left to one thread: waking another would take longer.
 LEAST_SHARED = 1 << 17
 
-# What a kernel reads, 8 bytes each. The first is the number of the next tile, which all threads share.
-TASK = np.dtype(
-    [
-        ("next_tile", np.int64),
-        ("outputs", np.int64),
-        ("tile_rows", np.int64),
-        ("blocks", np.int64),
-        ("rows", np.int64),
-        ("codes", np.int64),
-        ("norms", np.int64),
-        ("levels", np.int64),
-        ("inputs", np.int64),
-        ("scales", np.int64),
-        ("bias", np.int64),
-        ("out", np.int64),
-        ("dtype", np.int64),
-        ("stride", np.int64),
-        ("has_bias", np.int64),
-        ("factor", np.float64),
-    ]
-)
-TASK_SIZE = len(TASK)
 TASK_KERNELS = tuple(f"product_{bits}{kind}" for bits in range(2, 9) for kind in ("", "_f32"))
-_NO_AWQ = np.ones(1, dtype=np.float32)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Inputs:
-    """Rows of inputs, ready for products.
+class Task(ctypes.Structure):
+    """What a kernel reads, 8 bytes each; all threads that work on a task count its tiles together."""
 
-    rows, blocks: how many rows there are, and blocks of 128 in each
-    dtype: that of the inputs and of the products
-    values: [blocks, rows, 128], rotated: i16, or f32 if that is the dtype
-    scales: what an integer stands for, f32 [blocks, rows]
-    """
-
-    rows: int
-    blocks: int
-    dtype: str
-    values: npt.NDArray[np.int16] | npt.NDArray[np.float32]
-    scales: npt.NDArray[np.float32]
-
-
-def prepare(address: int, *, rows: int, columns: int, dtype: str, coding: BlockCoding, awq: npt.NDArray[np.float32] | None) -> Inputs:
-    """Rotate rows of inputs as the blocks of a weight were rotated.
-
-    address: of the inputs, [rows, columns] of the dtype, without gaps; columns are a multiple of 128
-    dtype: BF16, F16 or F32
-    coding: that of the weight
-    awq: the scales by which the columns of the weight are divided, f32 [columns], if there are any
-    """
-    from pqweights.kernels import cpu
-
-    blocks, whole = columns // BLOCK_SIZE, dtype != "F32"
-    values = np.empty(rows * columns, dtype=np.int16 if whole else np.float32)
-    scales = np.empty(rows * blocks, dtype=np.float32)
-    rotation = int(coding.rotate) + int(coding.rotate and coding.signed)
-    cpu.run(
-        "prepare",
-        address,
-        SIGNS.ctypes.data,
-        (_NO_AWQ if awq is None else awq).ctypes.data,
-        values.ctypes.data,
-        scales.ctypes.data,
-        rows,
-        blocks,
-        VALUE_DTYPES[dtype],
-        rotation,
-        awq is not None,
-        whole,
+    _fields_ = (
+        ("next_tile", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
+        ("tile_rows", ctypes.c_int64),
+        ("blocks", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("codes", ctypes.c_void_p),
+        ("norms", ctypes.c_void_p),
+        ("levels", ctypes.c_void_p),
+        ("inputs", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("dtype", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("has_bias", ctypes.c_int64),
+        ("factor", ctypes.c_double),
     )
-    return Inputs(rows=rows, blocks=blocks, dtype=dtype, values=values, scales=scales)
+
+
+TASK_SIZE = len(Task._fields_)
+_NO_AWQ = np.ones(1, dtype=np.float32)
+_SIGNS_ADDRESS, _NO_AWQ_ADDRESS = SIGNS.ctypes.data, _NO_AWQ.ctypes.data
+
+
+@dataclass(frozen=True)
+class InputBasis:
+    """What inputs go through before they meet the codes of a weight.
+
+    rotation: 0 for none, 1 for Hadamard, 2 for Hadamard with signs
+    awq: the bytes of the f32 scales by which they are divided; empty without scales
+    """
+
+    rotation: int
+    awq: bytes
+
+    @functools.cached_property
+    def awq_address(self) -> int:
+        """Where the scales lie."""
+        return np.frombuffer(self.awq, dtype=np.float32).ctypes.data if self.awq else _NO_AWQ_ADDRESS
+
+
+class Inputs:
+    """Rows of inputs, ready for products, in memory that the next ones may take over.
+
+    rows: how many there are
+    basis: that in which they are
+    values: the address of [blocks, rows, 128], i16 or f32
+    scales: the address of what an integer stands for, f32 [blocks, rows]
+    """
+
+    def __init__(self) -> None:
+        self.rows, self.values, self.scales, self.basis = 0, 0, 0, None
+        self._memory: tuple[npt.NDArray[Any], ...] = ()
+        self._room = 0
+
+    def prepare(self, address: int, *, rows: int, columns: int, dtype: str, basis: InputBasis) -> None:
+        """Bring rows of inputs into the basis of a weight's codes.
+
+        address: of the inputs, [rows, columns] of the dtype, without gaps; columns are a multiple of 128
+        dtype: BF16, F16 or F32
+        """
+        from pqweights.kernels import cpu
+
+        if rows * columns > self._room:
+            # Aligned, because every load of a vector would else touch two cache lines.
+            self._memory = values, scales = pageable(rows * columns * 4), pageable(rows * columns // BLOCK_SIZE * 4)
+            self.values, self.scales, self._room = values.ctypes.data, scales.ctypes.data, rows * columns
+        self.rows, self.basis = rows, basis
+        cpu.run(
+            "prepare",
+            address,
+            _SIGNS_ADDRESS,
+            basis.awq_address,
+            self.values,
+            self.scales,
+            rows,
+            columns // BLOCK_SIZE,
+            VALUE_DTYPES[dtype],
+            basis.rotation,
+            bool(basis.awq),
+            dtype != "F32",
+        )
 
 
 class Product:
-    """A packed weight [outputs, blocks * 128] that multiplies rows of inputs."""
+    """A packed weight [outputs, blocks * 128] that multiplies rows of inputs.
 
-    def __init__(self, codes: npt.NDArray[np.uint8], norms: npt.NDArray[np.uint16], coding: BlockCoding, *, outputs: int, dtype: str) -> None:
+    basis: that in which it takes its inputs
+    """
+
+    def __init__(
+        self,
+        codes: npt.NDArray[np.uint8],
+        norms: npt.NDArray[np.uint16],
+        coding: BlockCoding,
+        *,
+        outputs: int,
+        dtype: str,
+        awq: npt.NDArray[np.float32] | None = None,
+    ) -> None:
         """Keep a weight.
 
         codes: [outputs * blocks, 16 * bits]
         norms: [outputs * blocks], float16 bit patterns
         dtype: that of inputs and outputs: BF16, F16 or F32
+        awq: the scales by which the columns of the decoded weight are divided, f32 [columns]
         """
-        book, whole = coding.codebook, dtype != "F32"
+        rotation = int(coding.rotate) + int(coding.rotate and coding.signed)
+        self.basis = InputBasis(rotation, b"" if awq is None else awq.tobytes())
+        book, whole, blocks = coding.codebook, dtype != "F32", len(codes) // outputs
         levels, factor = level_integers(book.levels) if whole else (padded(book.levels), 1.0)
         exponent = coding.norm_exponent
         self._kept = codes, norms, levels
         self._kernel = f"product_{book.bits}" + ("" if whole else "_f32")
-        blocks = len(codes) // outputs
-        task = np.zeros((), dtype=TASK)
-        task["outputs"], task["blocks"], task["dtype"] = outputs, blocks, VALUE_DTYPES[dtype]
-        task["tile_rows"] = max(1, min(TILE_ROWS, TILE_WEIGHTS // (blocks * BLOCK_SIZE)))
-        task["codes"], task["norms"], task["levels"] = codes.ctypes.data, norms.ctypes.data, levels.ctypes.data
-        task["factor"] = factor * (math.ldexp(1, exponent - 7) if coding.rotate else math.ldexp(ORTHONORMAL, exponent))
-        self._task = task
+        self._task = Task(
+            outputs=outputs,
+            tile_rows=max(1, min(TILE_ROWS, TILE_WEIGHTS // (blocks * BLOCK_SIZE))),
+            blocks=blocks,
+            codes=codes.ctypes.data,
+            norms=norms.ctypes.data,
+            levels=levels.ctypes.data,
+            dtype=VALUE_DTYPES[dtype],
+            factor=factor * (math.ldexp(1, exponent - 7) if coding.rotate else math.ldexp(ORTHONORMAL, exponent)),
+        )
         self._shared = outputs * blocks * BLOCK_SIZE >= LEAST_SHARED
 
-    def multiply(self, inputs: Inputs, *, out: int, stride: int, bias: int | None, threads: int) -> None:
+    def multiply(
+        self, inputs: Inputs, *, out: int, stride: int, bias: int | None, factor: float, threads: int
+    ) -> None:
         """Write W x + b for each row of inputs.
 
-        inputs: at most MOST_ROWS rows
+        inputs: at most MOST_ROWS rows, in the basis of this weight
         out: the address of the first output; [rows, outputs] of the dtype
         stride: elements between the rows of the output
         bias: the address of the bias, f32 [outputs], if there is one
+        factor: by what W is multiplied
         threads: how many may work
         """
         from pqweights.kernels import cpu
 
-        task = self._task.copy()
-        task["rows"], task["inputs"], task["scales"] = inputs.rows, inputs.values.ctypes.data, inputs.scales.ctypes.data
-        task["out"], task["stride"], task["has_bias"] = out, stride, bias is not None
-        task["bias"] = bias or inputs.scales.ctypes.data
-        cpu.run_task(self._kernel, task.ctypes.data, threads if self._shared else 1)
+        task = Task.from_buffer_copy(self._task)
+        task.rows, task.inputs, task.scales = inputs.rows, inputs.values, inputs.scales
+        task.out, task.stride = out, stride
+        task.has_bias, task.bias = bias is not None, bias or inputs.scales
+        task.factor *= factor
+        cpu.run_task(self._kernel, ctypes.addressof(task), threads if self._shared else 1)
 
 
 def level_integers(levels: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int16], float]:

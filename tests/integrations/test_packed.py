@@ -67,8 +67,15 @@ def packed_bytes(model: Any) -> int:
 def test_logits_match_the_decoded_model(name: str, dtype: str, base: Path) -> None:
     packed, decoded = open_both(families.master(base, name), dtype=dtype)
     one, other = output(packed), output(decoded)
-    # The matrices are the same, but torch may add up products in another order for fewer rows.
-    assert (one - other).abs().max() <= (2.0**-6 if dtype == "bfloat16" else 1e-5) * other.abs().max()
+    if dtype == "float32":
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+    else:  # a decoded weight was rounded to BF16, a packed one was not
+        exact = output(pqweights.load_model(families.master(base, name), dtype="float32", attn_implementation="eager"))
+        errors = [(each - exact).square().mean(-1).sqrt().flatten() for each in (one, other)]
+        # Of a mixture of experts, either may choose other experts than the exact one for a token.
+        ordinary = errors[0] <= 2.0**-5 * exact.square().mean().sqrt()
+        assert (~ordinary).sum() <= (len(IDS[0]) // 8 if name == "mixtral" else 0)
+        assert errors[0][ordinary].mean() <= 1.1 * errors[1][ordinary].mean()
     # Packed weights take the size of the master.
     encoded = {t.name: t for t in open_local(families.master(base, name)).tensors if isinstance(t, EncodedTensor)}
     stored = sum(part.byte_count for tensor in encoded.values() for part in tensor.parts)

@@ -1,0 +1,115 @@
+"""Products of packed rows on the CPU: a few rows of inputs are multiplied with the codes, without decoding them."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pqweights.codecs.scalar import ScalarCoder
+from pqweights.integrations.packed_rows import NAMES, Matrix, PackedRows
+from pqweights.kernels import BLOCK_SIZE
+from pqweights.kernels.products import MOST_ROWS, InputBasis, Inputs, Product
+
+# Up to so many rows of inputs, products of codes are faster than decoding and torch's own product.
+MOST_MULTIPLIED = 2 * MOST_ROWS
+
+
+def can_multiply(matrix: Matrix, rows: int) -> bool:
+    """Whether the product of a matrix with so many rows of inputs can be computed from its codes."""
+    return rows <= MOST_MULTIPLIED and all(_has_product(each) for each in matrix)
+
+
+def _has_product(rows: PackedRows) -> bool:
+    return (
+        isinstance(rows.coder, ScalarCoder)
+        and rows.columns % BLOCK_SIZE == 0
+        and rows.offset == 0
+        and rows.parts[0].device.type == "cpu"
+    )
+
+
+def multiply(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W^T + bias.
+
+    matrix: W, of which can_multiply is true
+    x: [rows, columns] BF16, F16 or F32
+    bias: [outputs], if there is one
+    """
+    x, outputs = x.contiguous(), sum(each.rows for each in matrix)
+    out = torch.empty(len(x), outputs, dtype=x.dtype)
+    floats = None if bias is None else bias.to(torch.float32).contiguous()
+    threads = torch.get_num_threads()
+    for start in range(0, len(x), MOST_ROWS):
+        some, above = x[start : start + MOST_ROWS], 0
+        for each in matrix:
+            product = _product(each, x.dtype)
+            product.multiply(
+                _inputs(some, product.basis),
+                out=out.data_ptr() + (start * outputs + above) * out.element_size(),
+                stride=outputs,
+                bias=None if floats is None else floats.data_ptr() + 4 * above,
+                factor=each.factor.value,
+                threads=threads,
+            )
+            above += each.rows
+    return out
+
+
+# Rows that are copied or pickled get products of their own, of the memory that is then theirs.
+_products: WeakKeyDictionary[PackedRows, dict[torch.dtype, Product]] = WeakKeyDictionary()
+
+
+def _product(rows: PackedRows, dtype: torch.dtype) -> Product:
+    """Return what multiplies these rows, made on first use."""
+    kept = _products.setdefault(rows, {})
+    if dtype not in kept:
+        assert isinstance(rows.coder, ScalarCoder)
+        codes, norms = (part.numpy() for part in rows.parts)
+        kept[dtype] = Product(
+            codes,
+            norms.reshape(-1).view(np.uint16),
+            rows.coder.coding(rows.state),
+            outputs=rows.rows,
+            dtype=NAMES[dtype],
+            awq=None if rows.awq is None else rows.awq.numpy(),
+        )
+    return kept[dtype]
+
+
+# --- inputs ---
+
+
+class _Last:
+    """The inputs that a thread prepared last; copied: as they were given, [rows, columns]."""
+
+    def __init__(self) -> None:
+        self.inputs, self.copied = Inputs(), torch.empty(0)
+
+
+_of_thread = threading.local()
+_compare: Any = ctypes.CDLL(None).memcmp
+_compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+
+def _inputs(x: Tensor, basis: InputBasis) -> Inputs:
+    """Return inputs in a basis; those that several weights read, one after the other, are rotated once.
+
+    They are recognised by their contents: a tensor may have been changed in place since.
+    """
+    last: _Last | None = getattr(_of_thread, "last", None)
+    if last is None:
+        last = _of_thread.last = _Last()
+    copied, inputs = last.copied, last.inputs
+    if copied.shape == x.shape and copied.dtype == x.dtype and inputs.basis == basis:
+        if not _compare(copied.data_ptr(), x.data_ptr(), x.nbytes):
+            return inputs
+    rows, columns = x.shape
+    inputs.prepare(x.data_ptr(), rows=rows, columns=columns, dtype=NAMES[x.dtype], basis=basis)
+    last.copied = x.detach().clone()
+    return inputs
