@@ -1,7 +1,6 @@
 """Weights that stay packed in memory: torch tensors of the model's shape and dtype that are decoded when they are used.
 
-F.linear decodes some rows at a time into a buffer that stays in the cache, and multiplies them there. F.embedding
-decodes the rows that it looks up. An index selects one expert of a stack. Every other operation gets an ordinary,
+F.linear is that of packed_linear.py. F.embedding decodes the rows that it looks up. An index selects one expert of a stack. Every other operation gets an ordinary,
 decoded tensor. For inference only.
 """
 
@@ -19,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.codecs.weight import block_count
 from pqweights.errors import PqweightsError
-from pqweights.integrations.packed_products import can_multiply, multiply
+from pqweights.integrations.packed_linear import linear
 from pqweights.integrations.packed_rows import (
     Factor,
     Matrix,
@@ -75,6 +74,7 @@ class PackedTensor(torch.Tensor):
 
     matrices: tuple[Matrix, ...]
     stacked: bool
+    own_dtype: torch.dtype  # the same as dtype, for which torch would look for an implementation
 
     @staticmethod
     def __new__(cls, matrices: tuple[Matrix, ...], stacked: bool, dtype: torch.dtype) -> PackedTensor:  # noqa: D102
@@ -83,7 +83,7 @@ class PackedTensor(torch.Tensor):
         result: PackedTensor = torch.Tensor._make_wrapper_subclass(
             cls, (len(matrices), *shape) if stacked else shape, dtype=dtype, device=first[0].parts[0].device
         )
-        result.matrices, result.stacked = matrices, stacked
+        result.matrices, result.stacked, result.own_dtype = matrices, stacked, dtype
         return result
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
@@ -97,6 +97,11 @@ class PackedTensor(torch.Tensor):
     def element_size(self) -> float:  # type: ignore[override]
         """Return the bytes per element in memory, a fraction, from which transformers computes the footprint."""
         return self.stored_bytes / self.numel()
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether rows of inputs can be multiplied with this weight as they are."""
+        fits = x.dtype == self.own_dtype and x.ndim > 0 and x.shape[-1] == self.matrices[0][0].columns
+        return fits and not self.stacked and not torch.is_autocast_enabled(x.device.type)
 
     def decode(self) -> Tensor:
         """Return the weight as an ordinary tensor."""
@@ -146,7 +151,7 @@ class PackedTensor(torch.Tensor):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """Implement F.linear, with its parameter names: multiply decoded rows of the weight, chunk by chunk."""
+    """Implement F.linear, with its parameter names."""
     x = input
     if not isinstance(weight, PackedTensor) or weight.stacked or isinstance(x, PackedTensor):
         return NotImplemented
@@ -162,24 +167,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         raise PqweightsError(
             "packed weights have no gradients; use torch.no_grad(), or load the model without packed=True"
         )
-    (matrix,) = weight.matrices
-    rows, columns = weight.shape
-    flat = x.reshape(-1, columns)
-    if can_multiply(matrix, len(flat)):
-        return multiply(matrix, flat, bias).view(*x.shape[:-1], rows)
-    out = x.new_empty(*x.shape[:-1], rows)
-    flat_out = out.view(-1, rows)
-
-    def multiply_decoded(start: int, stop: int) -> None:
-        with torch.inference_mode():  # set for each thread
-            chunk = buffer(weight.dtype, weight.device, (stop - start) * columns).view(-1, columns)
-            decode_rows(matrix, start, stop, out=chunk)
-            bias_of_rows = None if bias is None else bias[start:stop]
-            with torch.autocast(x.device.type, enabled=False):
-                flat_out[:, start:stop] = torch.nn.functional.linear(flat, chunk, bias_of_rows)
-
-    share(multiply_decoded, matrix, device=weight.device)
-    return out
+    return linear(weight.matrices[0], x, bias)
 
 
 def _embedding(
@@ -261,7 +249,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
 def _set_data(tensor: Tensor, value: Tensor) -> Any:
     """Implement `tensor.data = value`, which moving a module does: torch does not copy the attributes of this class."""
     if isinstance(tensor, PackedTensor) and isinstance(value, PackedTensor):
-        tensor.matrices, tensor.stacked = value.matrices, value.stacked
+        tensor.matrices, tensor.stacked, tensor.own_dtype = value.matrices, value.stacked, value.own_dtype
     return NotImplemented
 
 

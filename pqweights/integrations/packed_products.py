@@ -20,24 +20,16 @@ from pqweights.kernels.products import MOST_ROWS, InputBasis, Inputs, Product
 MOST_MULTIPLIED = 2 * MOST_ROWS
 
 
-def can_multiply(matrix: Matrix, rows: int) -> bool:
-    """Whether the product of a matrix with so many rows of inputs can be computed from its codes."""
-    return rows <= MOST_MULTIPLIED and all(_has_product(each) for each in matrix)
-
-
-def _has_product(rows: PackedRows) -> bool:
-    return (
-        isinstance(rows.coder, ScalarCoder)
-        and rows.columns % BLOCK_SIZE == 0
-        and rows.offset == 0
-        and rows.parts[0].device.type == "cpu"
-    )
+def multiplies(matrix: Matrix, x: Tensor) -> bool:
+    """Whether the product of a matrix with rows of inputs is computed from its codes."""
+    few = len(x) <= MOST_MULTIPLIED and x.device.type == "cpu"
+    return few and all(_product(each, x.dtype) is not None for each in matrix)
 
 
 def multiply(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
     """Return x W^T + bias.
 
-    matrix: W, of which can_multiply is true
+    matrix: W, of which `multiplies` is true
     x: [rows, columns] BF16, F16 or F32
     bias: [outputs], if there is one
     """
@@ -49,6 +41,7 @@ def multiply(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
         some, above = x[start : start + MOST_ROWS], 0
         for each in matrix:
             product = _product(each, x.dtype)
+            assert product is not None
             product.multiply(
                 _inputs(some, product.basis),
                 out=out.data_ptr() + (start * outputs + above) * out.element_size(),
@@ -62,24 +55,34 @@ def multiply(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 # Rows that are copied or pickled get products of their own, of the memory that is then theirs.
-_products: WeakKeyDictionary[PackedRows, dict[torch.dtype, Product]] = WeakKeyDictionary()
+_products: WeakKeyDictionary[PackedRows, dict[torch.dtype, Product | None]] = WeakKeyDictionary()
 
 
-def _product(rows: PackedRows, dtype: torch.dtype) -> Product:
-    """Return what multiplies these rows, made on first use."""
-    kept = _products.setdefault(rows, {})
+def _product(rows: PackedRows, dtype: torch.dtype) -> Product | None:
+    """Return what multiplies these rows, made on first use; None if they have to be decoded."""
+    kept = _products.get(rows)
+    if kept is None:
+        kept = _products[rows] = {}
     if dtype not in kept:
-        assert isinstance(rows.coder, ScalarCoder)
-        codes, norms = (part.numpy() for part in rows.parts)
-        kept[dtype] = Product(
-            codes,
-            norms.reshape(-1).view(np.uint16),
-            rows.coder.coding(rows.state),
-            outputs=rows.rows,
-            dtype=NAMES[dtype],
-            awq=None if rows.awq is None else rows.awq.numpy(),
-        )
+        kept[dtype] = _make_product(rows, dtype)
     return kept[dtype]
+
+
+def _make_product(rows: PackedRows, dtype: torch.dtype) -> Product | None:
+    """Return the product of rows that a scalar codec encoded in whole blocks and that lie in the CPU's memory."""
+    coder = rows.coder
+    whole = rows.columns % BLOCK_SIZE == 0 and rows.offset == 0
+    if not (isinstance(coder, ScalarCoder) and whole and rows.parts[0].device.type == "cpu" and dtype in NAMES):
+        return None
+    codes, norms = (part.numpy() for part in rows.parts)
+    return Product(
+        codes,
+        norms.reshape(-1).view(np.uint16),
+        coder.coding(rows.state),
+        outputs=rows.rows,
+        dtype=NAMES[dtype],
+        awq=None if rows.awq is None else rows.awq.numpy(),
+    )
 
 
 # --- inputs ---
