@@ -8,6 +8,10 @@ from torch import Tensor
 from pqweights.integrations.packed_products import multiplies, multiply
 from pqweights.integrations.packed_rows import Matrix, buffer, decode_rows, share
 
+# How many weights are decoded before they are multiplied. Products are fastest if they are large and shared by all
+# threads; and this much memory (32 MB in BF16) is no burden.
+DECODED_WEIGHTS = 1 << 24
+
 
 def linear(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
     """Return x W^T + bias.
@@ -23,16 +27,18 @@ def linear(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _multiply_decoded(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W^T + bias, for x [rows, columns]: decode rows of W that fit a cache, and multiply them there."""
-    out = x.new_empty(len(x), sum(each.rows for each in matrix))
+    """Return x W^T + bias, for x [rows, columns]: decode some rows of W at a time, which torch then multiplies."""
+    columns, outputs = x.shape[1], sum(each.rows for each in matrix)
+    step, found = max(1, DECODED_WEIGHTS // columns), []
+    decoded = buffer(x.dtype, x.device, min(step, outputs) * columns).view(-1, columns)
+    for first in range(0, outputs, step):
+        some = decoded[: outputs - first]
 
-    def multiply_some(start: int, stop: int) -> None:
-        with torch.inference_mode():  # set for each thread
-            chunk = buffer(x.dtype, x.device, (stop - start) * x.shape[1]).view(-1, x.shape[1])
-            decode_rows(matrix, start, stop, out=chunk)
-            some = None if bias is None else bias[start:stop]
-            with torch.autocast(x.device.type, enabled=False):
-                out[:, start:stop] = torch.nn.functional.linear(x, chunk, some)
+        def decode(start: int, stop: int, first: int = first, some: Tensor = some) -> None:
+            decode_rows(matrix, first + start, first + stop, out=some[start:stop])
 
-    share(multiply_some, matrix, device=x.device)
-    return out
+        share(decode, matrix, rows=len(some), device=x.device)
+        part = None if bias is None else bias[first : first + len(some)]
+        with torch.autocast(x.device.type, enabled=False):
+            found.append(torch.nn.functional.linear(x, some, part))
+    return found[0] if len(found) == 1 else torch.cat(found, dim=1)

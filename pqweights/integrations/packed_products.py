@@ -16,13 +16,13 @@ from pqweights.integrations.packed_rows import NAMES, Matrix, PackedRows
 from pqweights.kernels import BLOCK_SIZE
 from pqweights.kernels.products import MOST_ROWS, InputBasis, Inputs, Product
 
-# Up to so many rows of inputs, products of codes are faster than decoding and torch's own product.
-MOST_MULTIPLIED = 2 * MOST_ROWS
-
 
 def multiplies(matrix: Matrix, x: Tensor) -> bool:
-    """Whether the product of a matrix with rows of inputs is computed from its codes."""
-    few = len(x) <= MOST_MULTIPLIED and x.device.type == "cpu"
+    """Whether the product of a matrix with rows of inputs is computed from its codes.
+
+    With more rows than a kernel takes, decoding and torch's own product are faster.
+    """
+    few = len(x) <= MOST_ROWS and x.device.type == "cpu"
     return few and all(_product(each, x.dtype) is not None for each in matrix)
 
 
@@ -36,21 +36,19 @@ def multiply(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
     x, outputs = x.contiguous(), sum(each.rows for each in matrix)
     out = torch.empty(len(x), outputs, dtype=x.dtype)
     floats = None if bias is None else bias.to(torch.float32).contiguous()
-    threads = torch.get_num_threads()
-    for start in range(0, len(x), MOST_ROWS):
-        some, above = x[start : start + MOST_ROWS], 0
-        for each in matrix:
-            product = _product(each, x.dtype)
-            assert product is not None
-            product.multiply(
-                _inputs(some, product.basis),
-                out=out.data_ptr() + (start * outputs + above) * out.element_size(),
-                stride=outputs,
-                bias=None if floats is None else floats.data_ptr() + 4 * above,
-                factor=each.factor.value,
-                threads=threads,
-            )
-            above += each.rows
+    threads, above = torch.get_num_threads(), 0
+    for each in matrix:
+        product = _product(each, x.dtype)
+        assert product is not None
+        product.multiply(
+            _inputs(x, product.basis),
+            out=out.data_ptr() + above * out.element_size(),
+            stride=outputs,
+            bias=None if floats is None else floats.data_ptr() + 4 * above,
+            factor=each.factor.value,
+            threads=threads,
+        )
+        above += each.rows
     return out
 
 

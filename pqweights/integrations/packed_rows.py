@@ -173,12 +173,16 @@ def look_up(matrix: Matrix, rows: Tensor, *, out: Tensor) -> None:
     out.copy_(decoded[places])
 
 
-def share(work: Callable[[int, int], None], matrix: Matrix, *, device: torch.device) -> None:
-    """Call work(start, stop) for runs that cover all rows: on the CPU in several threads, in runs that fit a cache.
+def share(
+    work: Callable[[int, int], None], matrix: Matrix, *, device: torch.device, rows: int | None = None
+) -> None:
+    """Call work(start, stop) for runs that cover the rows: on the CPU in several threads, in runs that fit a cache.
+
+    rows: how many there are; by default those of the matrix
 
     Where whole blocks fit in a run, no block lies in two of them.
     """
-    rows, first = sum(each.rows for each in matrix), matrix[0]
+    rows, first = sum(each.rows for each in matrix) if rows is None else rows, matrix[0]
     step = max(1, (CHUNK_WEIGHTS if device.type == "cpu" else DEVICE_CHUNK_WEIGHTS) // first.columns)
     step -= step % first.rows_of_whole_blocks if step > first.rows_of_whole_blocks else 0
     starts = range(0, rows, step)
