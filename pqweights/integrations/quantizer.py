@@ -5,13 +5,11 @@ transformers calls the methods below during from_pretrained. conversion.py turns
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -22,23 +20,33 @@ from pqweights.errors import MasterError, OutputError, SourceError
 from pqweights.rewrite.listed_files import check_weight_files
 from pqweights.units import counted
 
-_keep_packed: contextvars.ContextVar[bool] = contextvars.ContextVar("keep_packed", default=False)
+PACKED = "packed"
 
 
 def register() -> None:
     """Register the quantizer with transformers. It may be called repeatedly."""
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = PqweightsConfig
     auto.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = PqweightsQuantizer
+    if not hasattr(PreTrainedConfig, PACKED):
+        setattr(PreTrainedConfig, PACKED, _PackedOption())
 
 
-@contextlib.contextmanager
-def packed_weights() -> Iterator[None]:
-    """Keep masters packed that this thread loads while the context is open."""
-    token = _keep_packed.set(True)
-    try:
-        yield
-    finally:
-        _keep_packed.reset(token)
+class _PackedOption:
+    """The option `packed` of from_pretrained, which sets the attributes of a configuration that it knows.
+
+    It is kept among the settings of the master, so that PqweightsConfig gets it and no file does.
+    """
+
+    def __get__(self, config: Any, kind: type) -> bool:
+        settings = getattr(config, "quantization_config", None)
+        return isinstance(settings, dict) and bool(settings.get(PACKED))
+
+    def __set__(self, config: Any, value: bool) -> None:
+        settings = getattr(config, "quantization_config", None)
+        if isinstance(settings, dict) and settings.get("quant_method") == QUANT_METHOD:
+            config.quantization_config = {**settings, PACKED: value}
+        elif value:
+            raise SourceError("packed=True: expected a pqweights master, found another model")
 
 
 class PqweightsConfig(QuantizationConfigMixin):
@@ -47,10 +55,10 @@ class PqweightsConfig(QuantizationConfigMixin):
     dequantize: whether the result is an ordinary model, from which transformers then removes this configuration
     """
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, packed: bool = False, **settings: Any) -> None:
         self.quant_method = QUANT_METHOD
         self.settings = settings
-        self.dequantize = not _keep_packed.get()
+        self.dequantize = not packed
 
     def to_dict(self) -> dict[str, Any]:
         """Return the quantization_config as it is in config.json."""

@@ -5,7 +5,6 @@ The quantizer that reads the weights of a master is in quantizer.py.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,6 @@ def load_model(
         )
     try:
         import transformers
-
-        from pqweights.integrations.quantizer import packed_weights
     except ImportError as error:
         raise MissingDependencyError(
             f"load_model needs transformers 5.23 or newer, and torch ({error}): {pip_install('transformers')}"
@@ -52,7 +49,9 @@ def load_model(
     autoload.arrange()
     architectures = config.get("architectures") or [""]
     loader = _class_for(transformers, str(architectures[0]))
-    with loading(folder, config), packed_weights() if packed else contextlib.nullcontext():
+    if packed:
+        options["packed"] = True
+    with loading(folder, config):
         model, info = loader.from_pretrained(
             folder, dtype=dtype, device_map=device_map, output_loading_info=True, **options
         )

@@ -180,13 +180,13 @@ _PACKED, _THREE_SUMS = 2 * GROUP * 16 * 4, 3 * GROUP * 4
 
 
 @jit
-def _floats_and_bits(address: Any, count: Any) -> Any:
+def floats_and_bits(address: Any, count: Any) -> Any:
     """The same memory as float32 and as bit patterns."""
     return carray(address, count, np.float32), carray(address, count, np.uint32)
 
 
 @jit
-def _words(address: Any, count: Any) -> Any:
+def words_of(address: Any, count: Any) -> Any:
     """The same memory as words of 16 bits, to be used for BF16 and F16, and of 32 bits, to be used for F32."""
     return carray(address, count, np.uint16), carray(address, count, np.uint32)
 
@@ -214,7 +214,7 @@ def _encode(
     to_stored: Any,  # 2**-norm_exponent
     from_stored: Any,  # 2**norm_exponent
 ) -> None:
-    words16, words32 = _words(values_at, blocks * 128)
+    words16, words32 = words_of(values_at, blocks * 128)
     table = carray(table_at, 1, np.float32)
     signs = carray(signs_at, 128, np.float32)
     codes = carray(codes_at, blocks * 16 * bits, np.uint8)
@@ -222,9 +222,9 @@ def _encode(
     energies = carray(energies_at, blocks, np.float64)
     errors = carray(errors_at, blocks, np.float64)
     stats = carray(stats_at, 3, np.float64)
-    x, x_bits = _floats_and_bits(stack(_WEIGHTS_OF_4), GROUP * 128)
-    norm, norm_bits = _floats_and_bits(stack(_BLOCKS_OF_4), GROUP)
-    stored, stored_bits = _floats_and_bits(stack(_BLOCKS_OF_4), GROUP)
+    x, x_bits = floats_and_bits(stack(_WEIGHTS_OF_4), GROUP * 128)
+    norm, norm_bits = floats_and_bits(stack(_BLOCKS_OF_4), GROUP)
+    stored, stored_bits = floats_and_bits(stack(_BLOCKS_OF_4), GROUP)
     room = _Room(
         work=carray(stack(_WEIGHTS_OF_4), GROUP * 128, np.float32),
         terms=carray(stack(_WEIGHTS_OF_4), GROUP * 128, np.float32),
@@ -311,11 +311,11 @@ def _decode(
     norms = carray(norms_at, blocks, np.uint16)
     levels = carray(levels_at, 1, np.float32)
     signs = carray(signs_at, 128, np.float32)
-    words16, words32 = _words(values_at, blocks * 128)
+    words16, words32 = words_of(values_at, blocks * 128)
 
-    y, bit_patterns = _floats_and_bits(stack(_WEIGHTS_OF_4), GROUP * 128)
+    y, bit_patterns = floats_and_bits(stack(_WEIGHTS_OF_4), GROUP * 128)
     q = carray(stack(_WEIGHTS_OF_1), GROUP * 128, np.uint8)
-    norm, norm_bits = _floats_and_bits(stack(_BLOCKS_OF_4), GROUP)
+    norm, norm_bits = floats_and_bits(stack(_BLOCKS_OF_4), GROUP)
 
     for first in range(0, blocks, GROUP):
         count = min(GROUP, blocks - first)

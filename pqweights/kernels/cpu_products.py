@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 
 from pqweights.kernels.code_levels import CONVERTS_HALVES, ORDER, WORDS, LevelTable, add_products, block_levels
 from pqweights.kernels.conversions import floats_from_halves, half_from_float, load_values
-from pqweights.kernels.cpu_kernels import unpack_codes
+from pqweights.kernels.cpu_kernels import floats_and_bits, unpack_codes, words_of
 from pqweights.kernels.emit import (
     BYTES,
     F32,
@@ -46,12 +46,12 @@ BLOCK = 128
 # Blocks whose norms are converted together.
 GROUP = 16
 # Bytes of the arrays on the stack.
-_BLOCK_BYTES, _BLOCK_OF_4, _GROUP_OF_4 = BLOCK, BLOCK * 4, GROUP * 4
+_BLOCK_BYTES, _BLOCK_OF_4, _GROUP_OF_4, _ONE_OF_4 = BLOCK, BLOCK * 4, GROUP * 4, 4
 _FACTORS, _SUMS, _TILE = MOST_ROWS * GROUP * 4, MOST_ROWS * LANES * 4, MOST_ROWS * TILE_ROWS * 4
 _HALVES = ir.VectorType(ir.HalfType(), GROUP)
 
 PREPARE = types.void(*[types.voidptr] * 5, *[types.int64] * 6)
-MULTIPLY = types.void(types.voidptr)
+PRODUCT = types.void(types.voidptr)
 
 
 # --- inputs ---
@@ -70,13 +70,12 @@ def _prepare(
     scaled: Any,  # whether inputs are divided by awq
     whole: Any,  # whether inputs become integers
 ) -> None:
-    words16, words32 = carray(values_at, rows * blocks * BLOCK, np.uint16), carray(values_at, rows * blocks * BLOCK, np.uint32)
+    words16, words32 = words_of(values_at, rows * blocks * BLOCK)
     signs, awq = carray(signs_at, BLOCK, np.float32), carray(awq_at, blocks * BLOCK, np.float32)
     integers = carray(out_at, rows * blocks * BLOCK, np.int16)
     floats = carray(out_at, rows * blocks * BLOCK, np.float32)
     scales = carray(scales_at, rows * blocks, np.float32)
-    room = stack(_BLOCK_OF_4)
-    x, bits = carray(room, BLOCK, np.float32), carray(room, BLOCK, np.uint32)
+    x, bits = floats_and_bits(stack(_BLOCK_OF_4), BLOCK)
     for row in range(rows):
         for block in range(blocks):
             begin, place = (row * blocks + block) * BLOCK, block * rows + row
@@ -105,7 +104,7 @@ def _to_integers(x: Any, bits: Any, integers: Any, at: Any) -> Any:
     if largest >= np.uint32(0x7F800000):
         integers[at : at + BLOCK] = 0
         return np.float32(np.nan)
-    bits_of_largest = carray(stack(4), 1, np.uint32)
+    bits_of_largest = carray(stack(_ONE_OF_4), 1, np.uint32)
     bits_of_largest[0] = largest
     most = bits_of_largest.view(np.float32)[0]
     if most < np.float32(2.0**-100):
@@ -232,11 +231,11 @@ def _make_add_blocks(bits: int, together: int) -> Any:
     return add_blocks
 
 
-def _make_add_float_blocks(entries: int) -> Any:
+def _make_add_floats(entries: int) -> Any:
     """Return the intrinsic that adds the products of one block of a row of W with all rows of inputs, in f32."""
 
     @intrinsic
-    def add_block(
+    def add_floats(
         typingctx: Any,
         codes: Any,  # u8 [128]
         levels: Any,  # f32
@@ -267,7 +266,7 @@ def _make_add_float_blocks(entries: int) -> Any:
 
         return types.void(codes, levels, inputs, first, norm, rows, sums), codegen
 
-    return add_block
+    return add_floats
 
 
 @intrinsic
@@ -310,32 +309,48 @@ def _stored(value: Any, bits: Any, dtype: Any) -> Any:
     return np.uint32(half_from_float(magnitude, abs(value))) | (sign >> np.uint32(16))
 
 
-def _make_multiply(bits: int, whole: bool) -> Any:
-    """Return the kernel for a bit width, with integers or in f32; several threads may run it on one task."""
-    add_1, add_2, add_4, add_8 = (_make_add_blocks(bits, together) for together in (1, 2, 4, 8))
-    add_float_block = _make_add_float_blocks(1 << max(bits, 5))
-    code_bytes, levels_count = 16 * bits, 1 << max(bits, 5)
+@inlined
+def _add_float_block(q: Any, levels: Any, bits: Any, inputs: Any, first: Any, norm: Any, rows: Any, sums: Any) -> None:
+    """Add the products of a block, of which q has the codes, in f32."""
+    if bits <= 5:
+        add_floats_5(q, levels, inputs, first, norm, rows, sums)
+    elif bits == 6:
+        add_floats_6(q, levels, inputs, first, norm, rows, sums)
+    elif bits == 7:
+        add_floats_7(q, levels, inputs, first, norm, rows, sums)
+    else:
+        add_floats_8(q, levels, inputs, first, norm, rows, sums)
 
-    def multiply(task_at: Any) -> None:
+
+# Widths up to 5, then 6, 7 and 8.
+add_floats_5, add_floats_6, add_floats_7, add_floats_8 = (_make_add_floats(1 << bits) for bits in (5, 6, 7, 8))
+
+
+def _make_product(width: int) -> Any:
+    """Return the kernel for a bit width with integers, or for all widths in f32; threads may share a task."""
+    whole = width > 0
+    add_1, add_4 = (_make_add_blocks(width, together) for together in (1, 4))
+
+    def product(task_at: Any) -> None:
         task = carray(task_at, TASK_SIZE, np.int64)
+        bits = width if whole else task[15]
         outputs, tile_rows, blocks, rows = task[1], task[2], task[3], task[4]
-        codes = carray(pointer_in(task, 5), outputs * blocks * code_bytes, np.uint8)
+        codes = carray(pointer_in(task, 5), outputs * blocks * 16 * bits, np.uint8)
         norms = carray(pointer_in(task, 6), outputs * blocks, np.uint16)
-        levels = carray(pointer_in(task, 7), levels_count, np.int16 if whole else np.float32)
+        levels = carray(pointer_in(task, 7), 1, np.int16 if whole else np.float32)
         inputs = carray(pointer_in(task, 8), rows * blocks * BLOCK, np.int16 if whole else np.float32)
         scales = carray(pointer_in(task, 9), rows * blocks, np.float32)
         bias = carray(pointer_in(task, 10), outputs, np.float32)
-        out16 = carray(pointer_in(task, 11), rows * task[13], np.uint16)
-        out32 = carray(pointer_in(task, 11), rows * task[13], np.uint32)
         dtype, stride, has_bias = task[12], task[13], task[14]
-        factor = task[15:16].view(np.float64)[0]
+        out16 = carray(pointer_in(task, 11), rows * stride, np.uint16)
+        out32 = carray(pointer_in(task, 11), rows * stride, np.uint32)
+        factor = task[16:17].view(np.float64)[0]
 
-        norm_at = stack(_GROUP_OF_4)
-        norm, norm_bits = carray(norm_at, GROUP, np.float32), carray(norm_at, GROUP, np.uint32)
+        norm, norm_bits = floats_and_bits(stack(_GROUP_OF_4), GROUP)
         factors = carray(stack(_FACTORS), MOST_ROWS * GROUP, np.float32)
         sums = carray(stack(_SUMS), MOST_ROWS * LANES, np.float32)
         found = carray(stack(_TILE), MOST_ROWS * TILE_ROWS, np.float32)
-        one = carray(stack(4), 1, np.uint32)
+        pattern_of = carray(stack(_ONE_OF_4), 1, np.uint32)
         q = carray(stack(_BLOCK_BYTES), BLOCK, np.uint8)
         while True:
             start = next_tile(task) * tile_rows
@@ -352,39 +367,34 @@ def _make_multiply(bits: int, whole: bool) -> Any:
                         for j in range(rows):
                             for i in range(count):
                                 factors[j * GROUP + i] = norm[i] * scales[(first + i) * rows + j]
-                        begin, j = at * code_bytes, 0
-                        while rows - j >= 8:
-                            add_8(codes, begin, levels, inputs, first, factors, count, rows, j, sums)
-                            j += 8
-                        if rows & 4:
+                        begin, j = at * 16 * bits, 0
+                        while rows - j >= 4:
                             add_4(codes, begin, levels, inputs, first, factors, count, rows, j, sums)
                             j += 4
-                        if rows & 2:
-                            add_2(codes, begin, levels, inputs, first, factors, count, rows, j, sums)
-                            j += 2
-                        if rows & 1:
+                        while j < rows:
                             add_1(codes, begin, levels, inputs, first, factors, count, rows, j, sums)
+                            j += 1
                     else:
                         for i in range(count):
-                            begin = (at + i) * code_bytes
-                            unpack_codes(codes[begin : begin + code_bytes], bits, q, 0)
-                            add_float_block(q, levels, inputs, first + i, norm[i], rows, sums)
+                            begin = (at + i) * 16 * bits
+                            unpack_codes(codes[begin : begin + 16 * bits], bits, q, 0)
+                            _add_float_block(q, levels, bits, inputs, first + i, norm[i], rows, sums)
                 for j in range(rows):
                     y = np.float32(np.float64(lane_sum(sums, j * LANES)) * factor)
                     found[j * TILE_ROWS + r - start] = y + bias[r] if has_bias else y
             for j in range(rows):
                 for r in range(end - start):
-                    pattern = _stored(found[j * TILE_ROWS + r], one, dtype)
+                    pattern = _stored(found[j * TILE_ROWS + r], pattern_of, dtype)
                     if dtype == 2:
                         out32[j * stride + start + r] = pattern
                     else:
                         out16[j * stride + start + r] = np.uint16(pattern)
 
-    return multiply
+    return product
 
 
 KERNELS = {
     "prepare": (_prepare, PREPARE),
-    **{f"product_{bits}": (_make_multiply(bits, True), MULTIPLY) for bits in range(2, 9)},
-    **{f"product_{bits}_f32": (_make_multiply(bits, False), MULTIPLY) for bits in range(2, 9)},
+    **{f"product_{bits}": (_make_product(bits), PRODUCT) for bits in range(2, 9)},
+    "product_f32": (_make_product(0), PRODUCT),
 }

@@ -28,7 +28,7 @@ TILE_WEIGHTS, TILE_ROWS = 1 << 16, 256
 # Products with fewer weights are left to one thread: waking another would take longer.
 LEAST_SHARED = 1 << 17
 
-TASK_KERNELS = tuple(f"product_{bits}{kind}" for bits in range(2, 9) for kind in ("", "_f32"))
+TASK_KERNELS = (*(f"product_{bits}" for bits in range(2, 9)), "product_f32")
 
 
 class Task(ctypes.Structure):
@@ -50,6 +50,7 @@ class Task(ctypes.Structure):
         ("dtype", ctypes.c_int64),
         ("stride", ctypes.c_int64),
         ("has_bias", ctypes.c_int64),
+        ("bits", ctypes.c_int64),
         ("factor", ctypes.c_double),
     )
 
@@ -87,7 +88,7 @@ class Inputs:
 
     def __init__(self) -> None:
         self.rows, self.values, self.scales, self.basis = 0, 0, 0, None
-        self._memory: tuple[npt.NDArray[Any], ...] = ()
+        self.memory: tuple[npt.NDArray[Any], ...] = ()
         self._room = 0
 
     def prepare(self, address: int, *, rows: int, columns: int, dtype: str, basis: InputBasis) -> None:
@@ -100,7 +101,7 @@ class Inputs:
 
         if rows * columns > self._room:
             # Aligned, because every load of a vector would else touch two cache lines.
-            self._memory = values, scales = pageable(rows * columns * 4), pageable(rows * columns // BLOCK_SIZE * 4)
+            self.memory = values, scales = pageable(rows * columns * 4), pageable(rows * columns // BLOCK_SIZE * 4)
             self.values, self.scales, self._room = values.ctypes.data, scales.ctypes.data, rows * columns
         self.rows, self.basis = rows, basis
         cpu.run(
@@ -148,7 +149,7 @@ class Product:
         levels, factor = level_integers(book.levels) if whole else (padded(book.levels), 1.0)
         exponent = coding.norm_exponent
         self._kept = codes, norms, levels
-        self._kernel = f"product_{book.bits}" + ("" if whole else "_f32")
+        self._kernel = f"product_{book.bits}" if whole else "product_f32"
         self._task = Task(
             outputs=outputs,
             tile_rows=max(1, min(TILE_ROWS, TILE_WEIGHTS // (blocks * BLOCK_SIZE))),
@@ -157,6 +158,7 @@ class Product:
             norms=norms.ctypes.data,
             levels=levels.ctypes.data,
             dtype=VALUE_DTYPES[dtype],
+            bits=book.bits,
             factor=factor * (math.ldexp(1, exponent - 7) if coding.rotate else math.ldexp(ORTHONORMAL, exponent)),
         )
         self._shared = outputs * blocks * BLOCK_SIZE >= LEAST_SHARED

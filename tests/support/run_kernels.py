@@ -23,6 +23,7 @@ import groups_reference
 import independent_reader
 import numpy as np
 import numpy.typing as npt
+import product_cases
 import trellis_decoder
 import trellis_writer
 
@@ -339,6 +340,33 @@ def _encode_trellis_digest(states: int) -> Callable[[str], str]:
     return lambda backend: TRELLIS_BYTES[states] if backend == "reference" else _digest(*_encode_trellis(states))
 
 
+def prepare_digest(backend: str) -> str:
+    """Rotate inputs and make integers of them, with and without signs and scales."""
+    made = product_cases.expected_integers if backend == "reference" else product_cases.prepared_integers
+    found: list[npt.NDArray[Any]] = []
+    for bits in (4, 5):
+        for rows in (2, 3):
+            for dtype in ("BF16", "F16"):
+                found += made(product_cases.make_case(bits, dtype, rows))
+    return _digest(*found)
+
+
+def _product_digest(bits: int) -> Callable[[str], str]:
+    """Multiply; sums are in an order of each processor's own, so what is compared is whether the bound is kept."""
+
+    def digest(backend: str) -> str:
+        dtypes = ["BF16", "F16"] if bits else ["F32"]
+        within = "within the bound"
+        if backend == "reference":
+            return within
+        widths = [bits] if bits else range(2, 9)
+        cases = [(width, dtype, rows) for width in widths for dtype in dtypes for rows in (1, 7)]
+        errors = [product_cases.excess(product_cases.make_case(*case)) for case in cases]
+        return within if max(errors) <= 1 else f"{max(errors)} times the bound"
+
+    return digest
+
+
 # Blocks, and what trellis_writer.superblock takes: each trellis, each table, classes beyond the last, enormous steps.
 TRELLIS_SUPERBLOCKS: list[tuple[int, dict[str, Any]]] = [
     (5, {"step": 1e-40, "state_bits": 2, "first": 0, "frequencies": [100, 0, 156]}),
@@ -389,6 +417,8 @@ DIGESTS: dict[str, Callable[[str], str]] = {
     "fit_by_importance": fit_by_importance_digest,
     **{f"encode_trellis_{states}": _encode_trellis_digest(states) for states in TRELLIS_BYTES},
     "decode_trellis": decode_trellis_digest,
+    "prepare": prepare_digest,
+    **{f"product_{bits or 'f32'}": _product_digest(bits) for bits in (*range(2, 9), 0)},
 }
 
 # --- the process ---
