@@ -53,12 +53,12 @@ class TorchStepper:
         parameters = inspect.signature(model.forward).parameters
         self._keep = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._takes_cache = "past_key_values" in parameters
-        self._ids, self._cache = NOTHING, None
+        self._ids = NOTHING
+        self._cache: Any = None
 
     def kept(self, ids: Ids) -> int:
         """See Stepper."""
-        count = len(self._ids)
-        return count if 0 < count < len(ids) and np.array_equal(self._ids, ids[:count]) else 0
+        return _kept(self._ids, ids)
 
     def run(self, ids: Ids, step: Step) -> None:
         """See Stepper."""
@@ -152,12 +152,12 @@ class MlxStepper:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._ids, self._cache = NOTHING, None
+        self._ids = NOTHING
+        self._cache: Any = None
 
     def kept(self, ids: Ids) -> int:
         """See Stepper."""
-        count = len(self._ids)
-        return count if 0 < count < len(ids) and np.array_equal(self._ids, ids[:count]) else 0
+        return _kept(self._ids, ids)
 
     def run(self, ids: Ids, step: Step) -> None:
         """See Stepper."""
@@ -180,6 +180,11 @@ class MlxStepper:
                 fed.append(token)
                 tokens = [token]
         self._ids, self._cache = np.array(fed, dtype=np.int64), cache
+
+
+def _kept(known: Ids, ids: Ids) -> int:
+    """Return how many tokens are known if `ids` begin with them and have more, else 0."""
+    return len(known) if len(known) < len(ids) and np.array_equal(known, ids[: len(known)]) else 0
 
 
 @contextlib.contextmanager

@@ -208,9 +208,7 @@ def test_large_vocabulary_is_scored_in_pieces() -> None:
     def logits(ids: Any, last: int) -> Any:
         return values[None, :] * np.arange(1, last + 1, dtype=np.float32)[:, None] / last
 
-    (loss,) = window_losses(
-        scored(logits), IDS[:12], Windows(size=12, stride=8)
-    )
+    (loss,) = window_losses(scored(logits), IDS[:12], Windows(size=12, stride=8))
     expected = 0.0
     for row, token in zip(logits(IDS[:12], 9)[:-1].astype(np.float64), IDS[4:12], strict=True):
         expected += math.log(np.exp(row).sum()) - row[token]
@@ -282,9 +280,7 @@ def test_perplexity_of_a_perfect_and_of_an_ignorant_model() -> None:
         return logits[-last:]
 
     ids, windows = np.arange(100) % 7, Windows(size=20, stride=10)
-    assert perplexity(
-        window_losses(scored(knowing), ids, windows)
-    ) == pytest.approx(1)
+    assert perplexity(window_losses(scored(knowing), ids, windows)) == pytest.approx(1)
     ignorant = Model(
         runtime="", dtype="", logits=lambda ids, last: np.zeros((last, 7), dtype=np.float32), generate=lambda i, n: i
     )
