@@ -93,14 +93,14 @@ def harmless(text: str) -> str:
 
 def speed_line(done: Generation) -> str:
     """Return the tokens of a prompt and a reply, how fast they were, and how the reply ended."""
-    read = f"{done.prompt_tokens} tokens"
+    from pqweights.units import counted
+
+    read = counted(done.prompt_tokens, "token")
     if done.read_tokens < done.prompt_tokens:
         read += f" ({done.read_tokens} new)"
-    first = "" if done.timings.first_token is None else f", first token after {done.timings.first_token:.2f} s"
-    return (
-        f"prompt: {read}{_rate(done.prompt_rate)}; reply: {len(done.token_ids)} tokens{_rate(done.rate)}{first}; "
-        f"{STOPS[done.stop]}"
-    )
+    first = "" if done.timings.first_token is None else f", first token after {done.timings.first_token:.2g} s"
+    said = counted(len(done.token_ids), "token")
+    return f"prompt: {read}{_rate(done.prompt_rate)}; reply: {said}{_rate(done.rate)}{first}; {STOPS[done.stop]}"
 
 
 def setting_line(done: Generation) -> str:

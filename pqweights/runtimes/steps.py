@@ -144,7 +144,7 @@ def _endless(transformers: Any) -> Any:
 
 def _called(base: Any, function: Callable[[Any, Any], Any]) -> Any:
     """Return an object of a class of transformers that calls a function; `generate` takes nothing else."""
-    return type("Called", (base,), {"__call__": lambda self, ids, scores, **_: function(ids, scores)})()
+    return type("Called", (base,), {"__call__": lambda self, ids, scores: function(ids, scores)})()
 
 
 class MlxStepper:

@@ -69,6 +69,7 @@ def llama_config(**changed: Any) -> dict[str, Any]:
         "num_key_value_heads": 1,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-6,
         "bos_token_id": BEGIN,
         "eos_token_id": END,
         "dtype": "float32",
