@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import unicodedata
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ REORDERING = frozenset(
     "\N{RIGHT-TO-LEFT OVERRIDE}\N{LEFT-TO-RIGHT ISOLATE}\N{RIGHT-TO-LEFT ISOLATE}\N{FIRST STRONG ISOLATE}"
     "\N{POP DIRECTIONAL ISOLATE}"
 )
+WAITING_SECONDS = 1.0
 STOPS = {
     "end": "ended by the model",
     "length": "ended at --max-tokens",
@@ -44,19 +46,43 @@ def reply_once(generator: Generator, prompt: str, *, json: bool) -> None:
 
 def replied(generator: Generator, prompt: str, *, quietly: bool = False) -> Generation:
     """Generate a reply. quietly: whether to write no text on stdout"""
-    screen = _Screen()
-    with contextlib.ExitStack() as waiting:
-        waiting.enter_context(output.status("reading the prompt"))
+    screen, waiting = _Screen(), _Waiting("reading the prompt")
 
-        def show(piece: str) -> None:
-            waiting.close()
-            if not quietly:
-                screen.write(piece)
+    def show(piece: str) -> None:
+        waiting.close()
+        if not quietly:
+            screen.write(piece)
 
-        try:
-            return generator.reply(prompt, show)
-        finally:
-            screen.end_line()
+    try:
+        return generator.reply(prompt, show)
+    finally:
+        waiting.close()
+        screen.end_line()
+
+
+class _Waiting:
+    """A line about a step, shown if it takes long: on a terminal, beginning and ending it takes as long as a token."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._shown = text, contextlib.ExitStack()
+        self._lock, self._ended = threading.Lock(), False
+        self._timer = threading.Timer(WAITING_SECONDS, self._show)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def close(self) -> None:
+        """Show the line no longer."""
+        if self._ended:
+            return
+        with self._lock:
+            self._ended = True
+            self._timer.cancel()
+            self._shown.close()
+
+    def _show(self) -> None:
+        with self._lock:
+            if not self._ended:
+                self._shown.enter_context(output.status(self._text))
 
 
 class _Screen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,10 @@ from pqweights.runtimes.texts import Ids, load_tokenizer
 OnText = Callable[[str], None]
 # Called with a line about what is done in another way than the caller may expect.
 Tell = Callable[[str], None]
+
+
+# What part of the tokens that a model takes a conversation leaves for the reply.
+PART_FOR_REPLY = 4
 
 
 class Generator:
@@ -72,6 +77,7 @@ class Generator:
         if options.chat and not self.chats:
             tell("the model has no chat template: it continues the text as it is")
         self._turns = [] if options.system is None else [Turn(SYSTEM, options.system)]
+        self._reserved = min(options.max_tokens, (self._folder.context or 0) // PART_FOR_REPLY)
         self._packed = False
         self._model: Model | None = None
         self._load_seconds = time.perf_counter() - start
@@ -95,7 +101,7 @@ class Generator:
     def check(self, prompt: str, name: str = "--prompt") -> Ids:
         """Return the tokens of a prompt, or of the conversation with it as the last turn.
 
-        The oldest turns of a conversation are left out if the model cannot take them all.
+        The oldest turns of a conversation are left out if they leave too little room for a reply.
 
         Raises GenerationError if the model cannot take it.
         """
@@ -109,7 +115,7 @@ class Generator:
         while True:
             asked = [*kept, *dialogue[left_out:], Turn(USER, prompt)]
             ids = chat_ids(self._tokenizer, asked, self._tokenizer_place)
-            if self._folder.context is None or len(ids) < self._folder.context or left_out == len(dialogue):
+            if len(ids) + self._reserved <= (self._folder.context or math.inf) or left_out == len(dialogue):
                 break
             left_out += 2  # a question and its answer
         check_ids(self._folder, ids)

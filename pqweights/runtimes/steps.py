@@ -58,7 +58,13 @@ class TorchStepper:
 
     def kept(self, ids: Ids) -> int:
         """See Stepper."""
-        return _kept(self._ids, ids)
+        common = _common(self._ids, ids)
+        return common if common == len(self._ids) or self._can_be_cut() else 0
+
+    def _can_be_cut(self) -> bool:
+        """Whether tokens can be taken off the end of the cache: a sliding window has dropped those before."""
+        layer = package("transformers.cache_utils", "transformers").DynamicLayer
+        return all(type(each) is layer for each in self._cache.layers)
 
     def run(self, ids: Ids, step: Step) -> None:
         """See Stepper."""
@@ -72,9 +78,11 @@ class TorchStepper:
     def _loop(self, torch: Any, ids: Ids, step: Step) -> None:
         """Generate with a cache that stays for the next call, unless this one is broken off."""
         kept, cache, fed = self.kept(ids), self._cache, ids.tolist()
-        self._ids, self._cache = NOTHING, None
         if not kept:
             cache = _new_cache(self._model)
+        elif kept < len(self._ids):
+            cache.crop(kept - len(self._ids))
+        self._ids, self._cache = NOTHING, None
         model, device = self._model, self._model.device
         tokens = torch.tensor([fed[kept:]], device=device)
         while True:
@@ -157,15 +165,20 @@ class MlxStepper:
 
     def kept(self, ids: Ids) -> int:
         """See Stepper."""
-        return _kept(self._ids, ids)
+        common = _common(self._ids, ids)
+        caches = package("mlx_lm.models.cache", "mlx")
+        return common if common == len(self._ids) or caches.can_trim_prompt_cache(self._cache) else 0
 
     def run(self, ids: Ids, step: Step) -> None:
         """See Stepper."""
         mx = package("mlx.core", "mlx")
+        caches = package("mlx_lm.models.cache", "mlx")
         kept, cache, fed = self.kept(ids), self._cache, ids.tolist()
-        self._ids, self._cache = NOTHING, None
         if not kept:
-            cache = package("mlx_lm.models.cache", "mlx").make_prompt_cache(self._model)
+            cache = caches.make_prompt_cache(self._model)
+        elif kept < len(self._ids):
+            caches.trim_prompt_cache(cache, len(self._ids) - kept)
+        self._ids, self._cache = NOTHING, None
         with _memory():
             for start in range(kept, len(ids) - MLX_PREFILL_TOKENS, MLX_PREFILL_TOKENS):
                 kept = start + MLX_PREFILL_TOKENS
@@ -182,9 +195,11 @@ class MlxStepper:
         self._ids, self._cache = np.array(fed, dtype=np.int64), cache
 
 
-def _kept(known: Ids, ids: Ids) -> int:
-    """Return how many tokens are known if `ids` begin with them and have more, else 0."""
-    return len(known) if len(known) < len(ids) and np.array_equal(known, ids[: len(known)]) else 0
+def _common(known: Ids, ids: Ids) -> int:
+    """Return with how many known tokens `ids` begin; at least the last one of `ids` must be read."""
+    count = min(len(known), len(ids) - 1)
+    differ = np.flatnonzero(known[:count] != ids[:count])
+    return int(differ[0]) if len(differ) else count
 
 
 @contextlib.contextmanager

@@ -96,14 +96,7 @@ def test_both_loops_give_the_tokens_of_transformers(name, tmp_path, monkeypatch)
     expected = model.generate(PROMPT, 12).tolist()
 
     def tokens(prompt: Any, count: int) -> list[int]:
-        found: list[int] = []
-
-        def step(logits: Any) -> int | None:
-            found.append(int(logits.argmax()))
-            return found[-1] if len(found) < count else None
-
-        model.stepper.run(prompt, step)
-        return found
+        return greedy_tokens(model.stepper, prompt, count)
 
     assert tokens(PROMPT, 5) == expected[:5]
     longer = np.append(PROMPT, expected[:8])
@@ -113,11 +106,29 @@ def test_both_loops_give_the_tokens_of_transformers(name, tmp_path, monkeypatch)
     assert tokens(PROMPT, 12) == expected
 
 
-def test_a_prompt_that_begins_otherwise_is_read_anew(work):
+def greedy_tokens(stepper: steps.Stepper, prompt: Any, count: int) -> list[int]:
+    found: list[int] = []
+
+    def step(logits: Any) -> int | None:
+        found.append(int(logits.argmax()))
+        return found[-1] if len(found) < count else None
+
+    stepper.run(prompt, step)
+    return found
+
+
+def test_what_prompts_have_in_common_is_not_read_again(work):
     stepper = open_model(work / "babbler").stepper
     stepper.run(PROMPT, lambda logits: None)
     assert stepper.kept(np.append(PROMPT, 3)) == len(PROMPT)
-    assert [stepper.kept(ids) for ids in (PROMPT, PROMPT[:3], np.append(PROMPT[1:], [3, 4]))] == [0, 0, 0]
+    # The last token is always read, and what comes after the first difference is taken off.
+    others = (PROMPT, PROMPT[:3], np.append(PROMPT[:4], [3, 4]), PROMPT[1:])
+    assert [stepper.kept(ids) for ids in others] == [len(PROMPT) - 1, 2, 4, 0]
+    expected: list[int] = []
+    for each in (np.append(PROMPT[:4], [3, 4]), PROMPT, PROMPT[1:]):
+        found = greedy_tokens(stepper, each, 5)
+        assert found == open_model(work / "babbler").generate(each, 5).tolist() != expected
+        expected = found
 
     def broken(logits: Any) -> int:
         raise KeyboardInterrupt
@@ -171,7 +182,7 @@ def test_a_conversation_is_kept_and_not_read_again(work):
 def test_replies_of_a_conversation_do_not_depend_on_what_was_kept(work, monkeypatch):
     asked, anew = (generator(work / "babbler", max_tokens=12) for _ in range(2))
     found = [asked.reply(prompt, lambda piece: None) for prompt in ("Hi", "And?")]
-    monkeypatch.setattr(steps, "_kept", lambda known, ids: 0)
+    monkeypatch.setattr(steps, "_common", lambda known, ids: 0)
     expected = [anew.reply(prompt, lambda piece: None) for prompt in ("Hi", "And?")]
     assert [each.token_ids for each in found] == [each.token_ids for each in expected]
 
@@ -181,8 +192,8 @@ def test_the_oldest_turns_are_left_out_where_the_model_takes_no_more(work):
     asked = generator(work / "chat", told, system="S")
     for _ in range(4):
         asked.reply("w" * 25, lambda piece: None)
-    # A turn with its answer has 39 tokens, and the first one two more: the third fits, the fourth does not.
-    assert told == ["the conversation is too long for the model: its first 2 turns are left out"]
+    # A quarter of the 128 tokens is left for the reply. A turn with its answer has 39 tokens: two turns fit, not three.
+    assert told == ["the conversation is too long for the model: its first 2 turns are left out"] * 2
     with pytest.raises(GenerationError, match="takes 128"):
         asked.reply("w" * 128, lambda piece: None)
     assert asked.reply("Hi", lambda piece: None).text == SPEECH
@@ -308,7 +319,7 @@ def test_a_master_that_is_damaged_is_refused_or_ends_the_reply(work, tmp_path):
 
 
 def test_a_block_that_cannot_be_decoded_is_an_error_in_the_middle(work, monkeypatch):
-    said: list[str] = []
+    said: list[Any] = []
     asked = generator(work / "t4", packed=True, max_tokens=8)
     asked.load()
     stepper = asked._model.stepper  # type: ignore[union-attr]
@@ -318,13 +329,14 @@ def test_a_block_that_cannot_be_decoded_is_an_error_in_the_middle(work, monkeypa
         def stepping(logits: Any) -> Any:
             if len(said) == 2:
                 raise MasterError("model.safetensors: lm_head.weight: block 3: damaged")
+            said.append(logits)
             return step(logits)
 
         original(ids, stepping)
 
     monkeypatch.setattr(stepper, "run", run)
     with pytest.raises(MasterError, match="block 3"):
-        asked.reply("Hello", said.append)
+        asked.reply("Hello", lambda piece: None)
     assert len(said) == 2
 
 
