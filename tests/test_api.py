@@ -22,13 +22,14 @@ from pqweights.planning.choice import RecipeOptions, choose_recipe
 from pqweights.quantizing import plan_quantize
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
-FUNCTIONS = ("plan", "quantize", "export", "verify", "inspect")
+FUNCTIONS = ("plan", "quantize", "export", "verify", "inspect", "generate")
 # Options that are about printing, or belong to another function of the API.
 ONLY_COMMANDS = {
     "plan": {"json", "plot", "summary", "quiet"},
     "quantize": {"json", "dry_run", "summary", "quiet"},
     "export": {"json", "quiet"},
     "verify": {"json", "quiet"},
+    "generate": {"json", "quiet", "prompt"},
     "inspect": {"json", "plot", "summary", "quiet", "distribution", "threads", "allow_pickle"},
 }
 RENAMED = {"set": "set_bits"}
@@ -73,7 +74,10 @@ def test_arguments_are_those_of_the_command(function):
     mirrored = {RENAMED.get(name, name) for name in options - ONLY_COMMANDS[function] - {"help"}}
     parameters = signatures.signature(getattr(pqweights, function)).parameters
     named = {name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
-    assert named - {"progress"} | ({"recipe"} & parameters.keys()) | ({"target"} & parameters.keys()) == mirrored
+    assert (
+        named - {"progress", "on_text"} | ({"recipe"} & parameters.keys()) | ({"target"} & parameters.keys())
+        == mirrored
+    )
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

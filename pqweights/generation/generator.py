@@ -64,8 +64,6 @@ class Generator:
         self._device = choose_device(options.device, [self._folder])
         check_options(self._folder, self._device, bool(options.packed))
         self._settings = read_settings(self._folder)
-        if self._settings.not_applied:
-            tell(f"generation_config.json: not applied: {', '.join(self._settings.not_applied)}")
         self._choice = choose_tokens(options, self._settings)
         self._random = np.random.default_rng(self._choice.seed)
         self._tokenizer_place = options.tokenizer or path
@@ -74,8 +72,6 @@ class Generator:
         self.chats = options.chat and has_chat_template(self._tokenizer)
         if options.system is not None and not self.chats:
             raise GenerationError(f"{path}: --system: the model has no chat template; put the text into the prompt")
-        if options.chat and not self.chats:
-            tell("the model has no chat template: it continues the text as it is")
         self._turns = [] if options.system is None else [Turn(SYSTEM, options.system)]
         self._reserved = min(options.max_tokens, (self._folder.context or 0) // PART_FOR_REPLY)
         self._packed = False
@@ -97,6 +93,10 @@ class Generator:
             self._tell(why)
         self._model = open_model(self._folder.path, device=self._device, dtype=self._options.dtype, packed=self._packed)
         self._load_seconds += time.perf_counter() - start
+        if self._settings.not_applied:
+            self._tell(f"generation_config.json: not applied: {', '.join(self._settings.not_applied)}")
+        if self._options.chat and not self.chats:
+            self._tell("the model has no chat template: it continues the text as it is")
 
     def check(self, prompt: str, name: str = "--prompt") -> Ids:
         """Return the tokens of a prompt, or of the conversation with it as the last turn.

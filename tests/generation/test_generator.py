@@ -202,6 +202,7 @@ def test_the_oldest_turns_are_left_out_where_the_model_takes_no_more(work):
 def test_without_a_chat_template_the_text_is_continued(work):
     told: list[str] = []
     asked = generator(work / "speaker", told)
+    asked.load()
     assert told == ["the model has no chat template: it continues the text as it is"]
     assert not asked.chats
     assert [asked.reply("A", lambda piece: None).prompt_tokens for _ in range(2)] == [1, 1]
@@ -235,7 +236,7 @@ def test_other_models_take_the_likeliest_token(tmp_path):
 def test_settings_that_are_not_applied_are_told(tmp_path):
     told: list[str] = []
     generation = {"min_p": 0.1, "num_beams": 1, "no_repeat_ngram_size": 3}
-    generator(speaker(tmp_path / "model", generation=generation), told)
+    generator(speaker(tmp_path / "model", generation=generation), told).load()
     assert told[0] == "generation_config.json: not applied: min_p, no_repeat_ngram_size"
 
 
