@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import families
+import language_models
 import pytest
 import typer.main
 from commands import answer
@@ -55,6 +56,8 @@ def master(source: Path) -> Path:
 
 def test_the_examples_of_the_page_run(tmp_path, monkeypatch, capsys):
     families.build(families.FAMILIES["llama"], tmp_path / "model")
+    for name, data in language_models.tokenizer_files().items():
+        (tmp_path / "model" / name).write_bytes(data)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     exec(compile(examples(), str(PAGE), "exec"), names)
@@ -62,7 +65,7 @@ def test_the_examples_of_the_page_run(tmp_path, monkeypatch, capsys):
     assert "is kept: " in printed and "{6}" in printed and "100%" in printed
     assert re.search(r"error 0\.00\d+$", printed, re.MULTILINE)
     assert "another result" in printed  # as the page says of the last example
-    assert {"plan", "master", "export", "fitted", "found", "model"} <= names.keys()
+    assert {"plan", "master", "export", "fitted", "found", "said", "model"} <= names.keys()
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
