@@ -185,15 +185,7 @@ def test_small_divergences_are_exact() -> None:
     base = np.random.default_rng(5).standard_normal(50_000).astype(np.float32)
     other = base.copy()
     other[7] += np.float32(1e-4)
-    models = [
-        Model(
-            runtime="",
-            dtype="",
-            logits=lambda ids, last, values=values: np.tile(values, (last, 1)),
-            generate=lambda i, n: i,
-        )
-        for values in (other, base)
-    ]
+    models = [scored(lambda ids, last, values=values: np.tile(values, (last, 1))) for values in (other, base)]
     found = compare(models[0], models[1], ids=IDS, windows=Windows(size=32, stride=8)).divergence
     share = np.exp(base[7].astype(np.float64)) / np.exp(base.astype(np.float64)).sum()
     step = float(other[7]) - float(base[7])
@@ -257,12 +249,7 @@ def test_vocabularies_of_different_sizes_are_refused() -> None:
 
 def test_perplexity_that_overflows_is_infinite() -> None:
     scores = compare(
-        Model(
-            runtime="",
-            dtype="",
-            logits=lambda ids, last: np.tile(np.float32([0, 3e6]), (last, 1)),
-            generate=lambda i, n: i,
-        ),
+        scored(lambda ids, last: np.tile(np.float32([0, 3e6]), (last, 1))),
         None,
         ids=np.zeros(64, dtype=np.int64),
         windows=Windows(size=16, stride=8),
@@ -281,9 +268,7 @@ def test_perplexity_of_a_perfect_and_of_an_ignorant_model() -> None:
 
     ids, windows = np.arange(100) % 7, Windows(size=20, stride=10)
     assert perplexity(window_losses(scored(knowing), ids, windows)) == pytest.approx(1)
-    ignorant = Model(
-        runtime="", dtype="", logits=lambda ids, last: np.zeros((last, 7), dtype=np.float32), generate=lambda i, n: i
-    )
+    ignorant = scored(lambda ids, last: np.zeros((last, 7), dtype=np.float32))
     assert perplexity(window_losses(ignorant, ids, windows)) == pytest.approx(7)
 
 

@@ -213,11 +213,11 @@ def test_without_a_chat_template_the_text_is_continued(work):
 
 
 def test_models_that_sample_do_so_by_default(tmp_path):
-    sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    sampling = {"do_sample": True, "temperature": 3.0, "top_p": 0.9, "top_k": 20}
     folder = babbler(tmp_path / "model", generation=sampling)
     first = reply(folder, max_tokens=20)
     choice = first.settings.choice
-    assert (choice.temperature, choice.top_p, choice.top_k) == (0.6, 0.9, 20)
+    assert (choice.temperature, choice.top_p, choice.top_k) == (3.0, 0.9, 20)
     assert choice.seed is not None
     assert reply(folder, max_tokens=20, seed=choice.seed).token_ids == first.token_ids
     assert reply(folder, max_tokens=20, seed=choice.seed + 1).token_ids != first.token_ids
