@@ -160,12 +160,12 @@ def test_an_interrupt_keeps_the_text_and_shows_the_figures(work):
     assert process.returncode == 130
     text = (begin + rest).decode("utf-8").removesuffix("\n")
     assert text and (SPEECH * (len(text) // len(SPEECH) + 1)).startswith(text)
-    speed, setting, last = errors.decode().splitlines()
+    speed, setting, last = errors.decode().splitlines()[-3:]  # there may be a line about loading
     assert speed.endswith("; interrupted") and setting.startswith("loaded in ") and last == "interrupted"
 
 
 def test_an_interrupt_still_prints_json(work, tmp_path):
-    process = started(work / "endless", "-p", "A", "--max-tokens", LIMIT, "--json")
+    process = started(work / "endless", "-p", "A", "--max-tokens", LIMIT, "--json", "--quiet")
     time.sleep(0.2)
     assert process.stderr is not None
     waiting = Path(f"/proc/{process.pid}/maps")
@@ -286,7 +286,8 @@ def test_interrupts_on_a_terminal_end_a_reply_and_then_the_command(work):
         at.type("\x03")
         at.until("> ")
         at.type("half a line")
-        at.until("half a line")  # before the editor of lines waits for keys, it notices no signal
+        at.until("half a line")
+        time.sleep(0.5)  # the editor of lines notices a signal while it waits for keys, not while it shows them
         at.type("\x03")
         assert at.end() == 130 and "interrupted" in at.text and "Traceback" not in at.text
 
