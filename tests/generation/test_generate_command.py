@@ -25,6 +25,9 @@ from pqweights_cli.main import app
 from pqweights_cli.replies import harmless
 from typer.testing import CliRunner
 
+from pqweights.errors import MasterError
+from pqweights.runtimes.steps import TorchStepper
+
 pytest.importorskip("transformers")
 
 COMMAND = [sys.executable, "-m", "pqweights_cli", "generate"]
@@ -158,27 +161,35 @@ def test_an_interrupt_keeps_the_text_and_shows_the_figures(work):
     process.send_signal(signal.SIGINT)
     rest, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    text = (begin + rest).decode("utf-8").removesuffix("\n")
+    text = (begin + rest).decode("utf-8").removesuffix("\n").removesuffix("\N{REPLACEMENT CHARACTER}")
     assert text and (SPEECH * (len(text) // len(SPEECH) + 1)).startswith(text)
     speed, setting, last = errors.decode().splitlines()[-3:]  # there may be a line about loading
     assert speed.endswith("; interrupted") and setting.startswith("loaded in ") and last == "interrupted"
 
 
-def test_an_interrupt_still_prints_json(work, tmp_path):
-    process = started(work / "endless", "-p", "A", "--max-tokens", LIMIT, "--json", "--quiet")
-    time.sleep(0.2)
-    assert process.stderr is not None
-    waiting = Path(f"/proc/{process.pid}/maps")
-    deadline = time.monotonic() + 60
-    while "model.safetensors" not in waiting.read_text() and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.05)
-    time.sleep(2)
-    process.send_signal(signal.SIGINT)
-    out, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and errors.decode() == "interrupted\n"
-    if out:  # the reply had begun
-        found = json.loads(out)
-        assert found["stop"] == "interrupted" and found["text"].startswith(SPEECH[:1])
+def fails_after(steps: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every reply fail after some tokens."""
+    original = TorchStepper.run
+
+    def run(stepper: TorchStepper, ids: Any, step: Any) -> None:
+        calls = iter(range(steps + 1))
+
+        def stepping(logits: Any) -> Any:
+            if next(calls) == steps:
+                raise error
+            return step(logits)
+
+        original(stepper, ids, stepping)
+
+    monkeypatch.setattr(TorchStepper, "run", run)
+
+
+def test_an_interrupt_still_prints_json(work, monkeypatch):
+    fails_after(3, KeyboardInterrupt(), monkeypatch)
+    result = invoke("generate", work / "chat", "-p", "A", "--json")
+    found = json.loads(result.stdout)
+    assert (found["stop"], found["text"], found["generated_tokens"]) == ("interrupted", "Zé", 3)
+    assert (result.exit_code, result.stderr) == (130, "interrupted\n")
 
 
 # --- a terminal ---
@@ -310,22 +321,7 @@ def test_json_needs_a_prompt_on_a_terminal(work):
 
 
 def test_an_error_in_the_middle_ends_the_line_of_the_text(work, monkeypatch):
-    from pqweights.errors import MasterError
-    from pqweights.runtimes.steps import TorchStepper
-
-    original = TorchStepper.run
-
-    def run(stepper: Any, ids: Any, step: Any) -> None:
-        calls = iter(range(3))
-
-        def stepping(logits: Any) -> Any:
-            if next(calls) == 2:
-                raise MasterError("model.safetensors: lm_head.weight: block 3: damaged")
-            return step(logits)
-
-        original(stepper, ids, stepping)
-
-    monkeypatch.setattr(TorchStepper, "run", run)
+    fails_after(2, MasterError("model.safetensors: lm_head.weight: block 3: damaged"), monkeypatch)
     result = invoke("generate", work / "chat", "-p", "A", "--quiet")
     assert (result.exit_code, result.stdout) == (1, "Z\n")
     assert result.stderr == "error: model.safetensors: lm_head.weight: block 3: damaged\n"
