@@ -18,7 +18,7 @@ from pqweights.generation.prompts import (
     ASSISTANT,
     SYSTEM,
     USER,
-    Turn,
+    Message,
     chat_ids,
     check_ids,
     check_prompt,
@@ -72,7 +72,7 @@ class Generator:
         self.chats = options.chat and has_chat_template(self._tokenizer)
         if options.system is not None and not self.chats:
             raise GenerationError(f"{path}: --system: the model has no chat template; put the text into the prompt")
-        self._turns = [] if options.system is None else [Turn(SYSTEM, options.system)]
+        self._turns = [] if options.system is None else [Message(SYSTEM, options.system)]
         self._reserved = min(options.max_tokens, (self._folder.context or 0) // PART_FOR_REPLY)
         self._packed = False
         self._model: Model | None = None
@@ -113,7 +113,7 @@ class Generator:
         kept, turns = [turn for turn in self._turns if turn.role == SYSTEM], self._turns
         dialogue, left_out = [turn for turn in turns if turn.role != SYSTEM], 0
         while True:
-            asked = [*kept, *dialogue[left_out:], Turn(USER, prompt)]
+            asked = [*kept, *dialogue[left_out:], Message(USER, prompt)]
             ids = chat_ids(self._tokenizer, asked, self._tokenizer_place)
             if len(ids) + self._reserved <= (self._folder.context or math.inf) or left_out == len(dialogue):
                 break
@@ -151,7 +151,7 @@ class Generator:
         read = len(ids) - self._model.stepper.kept(ids)
         run.follow(self._model, ids)
         if self.chats:
-            self._turns = [*self._turns, Turn(USER, prompt), Turn(ASSISTANT, run.text)]
+            self._turns = [*self._turns, Message(USER, prompt), Message(ASSISTANT, run.text)]
         return self._report(run, ids, read)
 
     def _report(self, run: _Reply, ids: Ids, read: int) -> Generation:

@@ -140,7 +140,7 @@ def read_settings(folder: Folder) -> ModelSettings:
     if found is None or ends is None:
         text = folder.config.get("text_config")
         ends = (text if isinstance(text, dict) else {}).get("eos_token_id", folder.config.get("eos_token_id"))
-    read = _Values(folder.path, stated)
+    read = _StatedValues(folder.path, stated)
     sampling = {}
     if stated.get("do_sample") is True:
         sampling = {
@@ -158,7 +158,7 @@ def read_settings(folder: Folder) -> ModelSettings:
 
 
 @dataclass(frozen=True)
-class _Values:
+class _StatedValues:
     """The values of generation_config.json in a folder."""
 
     folder: Path

@@ -19,8 +19,8 @@ SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A turn of a conversation. role: SYSTEM, USER or ASSISTANT"""
+class Message:
+    """A message of a conversation. role: SYSTEM, USER or ASSISTANT"""
 
     role: str
     text: str
@@ -45,7 +45,7 @@ def text_ids(tokenizer: Any, text: str) -> Ids:
         return np.array(tokenizer(text)["input_ids"], dtype=np.int64)
 
 
-def chat_ids(tokenizer: Any, turns: Sequence[Turn], where: Path) -> Ids:
+def chat_ids(tokenizer: Any, turns: Sequence[Message], where: Path) -> Ids:
     """Return the ids of a conversation, up to where the model's turn begins.
 
     where: the folder of the tokenizer
