@@ -10,7 +10,21 @@ from typing import Annotated
 
 import typer
 
-from . import ablate, calibrate, card, export, inspect, interrupts, plan, push, quantize, recipes, sensitivity, verify
+from . import (
+    ablate,
+    calibrate,
+    card,
+    export,
+    generate,
+    inspect,
+    interrupts,
+    plan,
+    push,
+    quantize,
+    recipes,
+    sensitivity,
+    verify,
+)
 from . import eval as evaluate
 
 app = typer.Typer(
@@ -46,6 +60,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "inspect": inspect.command,
     "verify": verify.command,
     "export": export.command,
+    "generate": generate.command,
     "card": card.command,
     "push": push.command,
     "sensitivity": sensitivity.command,

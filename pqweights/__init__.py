@@ -20,12 +20,22 @@ from pqweights import autoload
 from pqweights.errors import PqweightsError
 
 if TYPE_CHECKING:
-    from pqweights.api import export, inspect, plan, quantize, verify
+    from pqweights.api import export, generate, inspect, plan, quantize, verify
 
-__all__ = ["PqweightsError", "__version__", "export", "inspect", "load_model", "plan", "quantize", "verify"]
+__all__ = [
+    "PqweightsError",
+    "__version__",
+    "export",
+    "generate",
+    "inspect",
+    "load_model",
+    "plan",
+    "quantize",
+    "verify",
+]
 __version__ = "0.2.0"
 
-_FUNCTIONS = ("export", "inspect", "plan", "quantize", "verify")
+_FUNCTIONS = ("export", "generate", "inspect", "plan", "quantize", "verify")
 
 
 def load_model(

@@ -15,6 +15,9 @@ from pqweights.exporting import MasterFolder
 from pqweights.exporting import export as export_master
 from pqweights.exports import get_target
 from pqweights.exports.options import ExportOptions
+from pqweights.generation.generator import Generator
+from pqweights.generation.options import DEFAULT_MAX_TOKENS, GenerationOptions
+from pqweights.generation.report import INTERRUPTED, Generation
 from pqweights.hub.sources import Access, Fetched, local_folder
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES
 from pqweights.planning.recipe import Recipe
@@ -271,6 +274,66 @@ def inspect(folder: str | PathLike[str], *, revision: str | None = None, token: 
     """
     found = local_folder(arguments.local_or_hub("folder", folder), Access(revision, token), only=[MANIFEST_FILE])
     return inspect_folder(found.path)
+
+
+def generate(
+    model: str | PathLike[str],
+    prompt: str,
+    *,
+    system: str | None = None,
+    no_chat: bool = False,
+    max_tokens: int = DEFAULT_MAX_TOKENS,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    packed: bool | None = None,
+    tokenizer: str | PathLike[str] | None = None,
+    dtype: str = "auto",
+    device: str = "cpu",
+    on_text: Callable[[str], None] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+) -> Generation:
+    """Load a model, and let it answer or continue one prompt.
+
+    model: a master, an export or any checkpoint of a language model: a folder, or ORG/NAME on the Hub
+    prompt: the text to answer, or to continue if the model has no chat template
+    system: a system message, for models with a chat template
+    no_chat: whether to continue the prompt as it is, also if there is a chat template
+    max_tokens: the most tokens to generate
+    temperature: 0 for the likeliest token; by default that of generation_config.json if the model samples, else 0
+    top_p: the probability of the likeliest tokens that are chosen from; by default that of generation_config.json
+    seed: of the random choices; by default a random one, which the report names
+    packed: whether the weights of a master stay packed; by default those of scalar codecs do
+    tokenizer: the folder of the tokenizer; by default the model's own
+    dtype: "auto" for the model's own, "float32", "bfloat16" or "float16"
+    device: "cpu", "cuda", or "auto" for a GPU if there is one
+    on_text: called with each piece of the text as it comes
+    The other arguments are those of `quantize`.
+
+    Raises SourceError, MasterError, GenerationError, EvaluationError, OptionError, DeviceError, HubError or
+    MissingDependencyError.
+    """
+    asked = GenerationOptions(
+        system=system,
+        chat=not no_chat,
+        max_tokens=max_tokens,
+        temperature=arguments.number("temperature", temperature),
+        top_p=arguments.number("top_p", top_p),
+        seed=arguments.whole("seed", seed),
+        packed=packed,
+        tokenizer=None if tokenizer is None else arguments.local("tokenizer", tokenizer),
+        dtype=dtype,
+        device=device,
+    )
+    asked.check()
+    found = _folder(model, Access(revision, token), progress or _ignore, ours=False)
+    opened = Generator(found.path, asked, name=str(model), tell=lambda line: None)
+    done = opened.reply(prompt, on_text or (lambda piece: None))
+    if done.stop == INTERRUPTED:
+        raise KeyboardInterrupt
+    return done
 
 
 def _ignore(done: int, total: int, name: str) -> None:

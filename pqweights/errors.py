@@ -12,6 +12,7 @@
     |-- ExportError            an export target cannot store this model, or not with these options
     |-- OptionError            an option has a value that is wrong for every input; commands exit with 2
     |-- EvaluationError        nothing can be measured with this text, these models or these options
+    |-- GenerationError        a model cannot generate from this prompt, or not in the memory there is
     |-- DeviceError            the device that was asked for cannot be used
     `-- MissingDependencyError an optional package is needed and not installed
 
@@ -65,6 +66,10 @@ class OptionError(PqweightsError):
 
 class EvaluationError(PqweightsError):
     """Nothing can be measured with this text, these models or these options."""
+
+
+class GenerationError(PqweightsError):
+    """A model cannot generate from this prompt, or not in the memory there is."""
 
 
 class DeviceError(PqweightsError):

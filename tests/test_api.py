@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import families
+import language_models
 import pytest
 import typer.main
 from commands import answer
@@ -22,13 +23,14 @@ from pqweights.planning.choice import RecipeOptions, choose_recipe
 from pqweights.quantizing import plan_quantize
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
-FUNCTIONS = ("plan", "quantize", "export", "verify", "inspect")
+FUNCTIONS = ("plan", "quantize", "export", "verify", "inspect", "generate")
 # Options that are about printing, or belong to another function of the API.
 ONLY_COMMANDS = {
     "plan": {"json", "plot", "summary", "quiet"},
     "quantize": {"json", "dry_run", "summary", "quiet"},
     "export": {"json", "quiet"},
     "verify": {"json", "quiet"},
+    "generate": {"json", "quiet", "prompt"},
     "inspect": {"json", "plot", "summary", "quiet", "distribution", "threads", "allow_pickle"},
 }
 RENAMED = {"set": "set_bits"}
@@ -54,6 +56,8 @@ def master(source: Path) -> Path:
 
 def test_the_examples_of_the_page_run(tmp_path, monkeypatch, capsys):
     families.build(families.FAMILIES["llama"], tmp_path / "model")
+    for name, data in language_models.tokenizer_files().items():
+        (tmp_path / "model" / name).write_bytes(data)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     exec(compile(examples(), str(PAGE), "exec"), names)
@@ -61,7 +65,7 @@ def test_the_examples_of_the_page_run(tmp_path, monkeypatch, capsys):
     assert "is kept: " in printed and "{6}" in printed and "100%" in printed
     assert re.search(r"error 0\.00\d+$", printed, re.MULTILINE)
     assert "another result" in printed  # as the page says of the last example
-    assert {"plan", "master", "export", "fitted", "found", "model"} <= names.keys()
+    assert {"plan", "master", "export", "fitted", "found", "said", "model"} <= names.keys()
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -73,7 +77,10 @@ def test_arguments_are_those_of_the_command(function):
     mirrored = {RENAMED.get(name, name) for name in options - ONLY_COMMANDS[function] - {"help"}}
     parameters = signatures.signature(getattr(pqweights, function)).parameters
     named = {name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
-    assert named - {"progress"} | ({"recipe"} & parameters.keys()) | ({"target"} & parameters.keys()) == mirrored
+    assert (
+        named - {"progress", "on_text"} | ({"recipe"} & parameters.keys()) | ({"target"} & parameters.keys())
+        == mirrored
+    )
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

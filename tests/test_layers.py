@@ -45,7 +45,7 @@ LAYERS = (
     ("pqweights.quantizing", "pqweights.exports", "pqweights.exporting"),
     ("pqweights.integrations", "pqweights.results"),
     ("pqweights.runtimes",),
-    ("pqweights.evaluate", "pqweights.measure"),
+    ("pqweights.evaluate", "pqweights.generation", "pqweights.measure"),
     ("pqweights.card", "pqweights.plots", "pqweights.push", "pqweights.arguments", "pqweights.api"),
     ("pqweights_cli",),
 )

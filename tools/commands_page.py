@@ -39,6 +39,7 @@ PAGES = {
     "inspect": (("The format", "format.md"),),
     "verify": (("The format", "format.md"), ("Bad inputs", "bad-inputs.md")),
     "export": (("Exports", "exports.md"),),
+    "generate": (("Generating text", "generate.md"), ("Loading masters", "loading.md")),
     "card": (("The model card", "card.md"),),
     "push": (("The Hub", "hub.md"), ("The model card", "card.md")),
     "sensitivity": (("Fitting a size", "fit.md"),),

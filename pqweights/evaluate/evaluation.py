@@ -9,15 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pqweights.errors import DeviceError, EvaluationError
+from pqweights.errors import EvaluationError
 from pqweights.evaluate.protocol import Scores, Windows, compare
 from pqweights.evaluate.report import EvaluationReport, EvaluationSettings, ModelScores
 from pqweights.evaluate.speed import Speed, measure_speed
-from pqweights.exports.target import MLX
 from pqweights.notices import slow_step
 from pqweights.runtimes.folders import Folder, Size, read_folder, size
-from pqweights.runtimes.models import AUTO, DTYPES, Model, check_options, open_model
-from pqweights.runtimes.packages import package
+from pqweights.runtimes.models import AUTO, DTYPES, Model, check_options, choose_device, open_model
 from pqweights.runtimes.texts import Ids, check_vocabulary, tokenize
 
 DEFAULT_WINDOW, DEFAULT_STRIDE = 2048, 512
@@ -165,7 +163,7 @@ def _prepare(models: Sequence[Path], text: str, options: EvaluationOptions, *, p
     compared = [read_folder(path) for path in models]
     base = [] if options.reference is None else [read_folder(options.reference)]
     folders = [*base, *compared]
-    device = _device(options.device, folders)
+    device = choose_device(options.device, folders)
     for folder in base:
         check_options(folder, device, packed=False)
     for folder in compared:
@@ -237,21 +235,6 @@ def _settings(job: _EvaluationJob) -> EvaluationSettings:
         packed=options.packed,
         reference=None if options.reference is None else str(options.reference),
     )
-
-
-def _device(asked: str, folders: Sequence[Folder]) -> str:
-    """Return cpu or cuda. auto is cuda if there is a GPU, unless a folder is for mlx-lm, which chooses by itself.
-
-    Raises DeviceError, MissingDependencyError.
-    """
-    if asked == "cpu" or (asked == "auto" and any(folder.kind == MLX for folder in folders)):
-        return "cpu"
-    torch = package("torch", "transformers", f"--device {asked}")
-    if torch.cuda.is_available():
-        return "cuda"
-    if asked == "cuda":
-        raise DeviceError(f"--device cuda: torch {torch.__version__} finds no GPU that it can use; use --device cpu")
-    return "cpu"
 
 
 def choose_windows(folders: Sequence[Folder], options: TextOptions) -> Windows:

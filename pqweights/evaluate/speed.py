@@ -7,7 +7,6 @@ arXiv:2603.29078 v1: 100 tokens, three runs after one to warm up, greedy, one se
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -21,8 +20,8 @@ import numpy as np
 
 from pqweights import errors
 from pqweights.errors import EvaluationError, PqweightsError
+from pqweights.runtimes.memory import peak_bytes
 from pqweights.runtimes.models import open_model
-from pqweights.runtimes.packages import package
 from pqweights.runtimes.texts import Ids
 
 TOKENS, RUNS = 100, 3
@@ -105,15 +104,4 @@ def _measured(request: dict[str, Any]) -> dict[str, Any]:
         start = time.perf_counter()
         count = len(model.generate(ids, TOKENS))
         rates.append(count / (time.perf_counter() - start))
-    return {"tokens_per_second": rates[1:], "peak_bytes": _peak_bytes(request["device"]), "dtype": model.dtype}
-
-
-def _peak_bytes(device: str) -> int:
-    if device == "cuda":
-        return int(package("torch", "transformers").cuda.max_memory_allocated())
-    if sys.platform == "darwin":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # On Linux, ru_maxrss starts at the memory of the process that started this one.
-    status = Path("/proc/self/status").read_text()
-    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
+    return {"tokens_per_second": rates[1:], "peak_bytes": peak_bytes(request["device"]), "dtype": model.dtype}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.errors import EvaluationError, SourceError
+from pqweights.errors import DeviceError, EvaluationError, SourceError
 from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO
 from pqweights.runtimes.decoders import Stored, stored_parts, unpack_nibbles, unpack_tiles
 from pqweights.runtimes.folders import MASTER, Folder, read_folder
 from pqweights.runtimes.packages import Refused, package, quiet
+from pqweights.runtimes.steps import MlxStepper, Stepper, TorchStepper
 from pqweights.runtimes.texts import Ids, load_tokenizer
 from pqweights.units import counted
 
@@ -41,12 +42,14 @@ class Model:
     dtype: the dtype of the arithmetic.
     logits: takes ids [tokens] and n; returns f32 [n, vocabulary], the predictions after each of the last n tokens.
     generate: takes ids [tokens] and n; returns the n likeliest next ids, greedily, and does not stop at an end of text.
+    stepper: what generates one token after another, which the caller chooses.
     """
 
     runtime: str
     dtype: str
     logits: Callable[[Ids, int], Floats]
     generate: Callable[[Ids, int], Ids]
+    stepper: Stepper
 
 
 def open_model(path: Path, *, device: str = "cpu", dtype: str = "float32", packed: bool = False) -> Model:
@@ -78,6 +81,21 @@ def check_options(folder: Folder, device: str, packed: bool) -> None:
         raise EvaluationError(f"{folder.path}: --packed: expected a pqweights master, found another checkpoint")
     if folder.kind == MLX and device != "cpu":
         raise EvaluationError(f"{folder.path}: mlx-lm chooses its device itself; leave out --device {device}")
+
+
+def choose_device(asked: str, folders: Sequence[Folder]) -> str:
+    """Return cpu or cuda. auto is cuda if there is a GPU, unless a folder is for mlx-lm, which chooses by itself.
+
+    Raises DeviceError, MissingDependencyError.
+    """
+    if asked == "cpu" or (asked == "auto" and any(folder.kind == MLX for folder in folders)):
+        return "cpu"
+    torch = package("torch", "transformers", f"--device {asked}")
+    if torch.cuda.is_available():
+        return "cuda"
+    if asked == "cuda":
+        raise DeviceError(f"--device cuda: torch {torch.__version__} finds no GPU that it can use; use --device cpu")
+    return "cpu"
 
 
 def continuation(path: Path, model: Model, *, prompt: str, tokens: int) -> str:
@@ -126,7 +144,7 @@ def _loader(folder: Folder) -> Any:
         if type(config) in mappings.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
             return transformers.AutoModelForImageTextToText
     raise SourceError(
-        f"{folder.path}: its architecture, {named[0]}, is not a causal language model, so it has no perplexity"
+        f"{folder.path}: its architecture, {named[0]}, is not a causal language model, which predicts the next token"
     )
 
 
@@ -172,7 +190,7 @@ def _in_torch(runtime: str, model: Any) -> Model:
         return found
 
     dtype = str(model.dtype).removeprefix("torch.")
-    return Model(runtime=runtime, dtype=dtype, logits=logits, generate=generate)
+    return Model(runtime=runtime, dtype=dtype, logits=logits, generate=generate, stepper=TorchStepper(model))
 
 
 def _open_master(folder: Folder, *, device: str, dtype: str, packed: bool) -> Model:
@@ -300,4 +318,4 @@ def _open_mlx(folder: Folder, dtype: str) -> Model:
         return np.array([int(token) for token, _ in found], dtype=np.int64)
 
     computed_in = str(computed.dtype).removeprefix("mlx.core.")
-    return Model(runtime="mlx-lm", dtype=computed_in, logits=logits, generate=generate)
+    return Model(runtime="mlx-lm", dtype=computed_in, logits=logits, generate=generate, stepper=MlxStepper(model))

@@ -25,17 +25,23 @@ def read_text(path: Path) -> str:
 
     Raises EvaluationError if it is empty or not UTF-8, OSError.
     """
-    data = path.read_bytes()
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise EvaluationError(
-            f"{path}: expected UTF-8 text, found the byte 0x{data[error.start]:02x} at offset {error.start}; "
-            "convert the file"
-        ) from None
+    text = decoded(path.read_bytes(), str(path))
     if not text.strip():
         raise EvaluationError(f"{path}: expected a text, found {'only white space' if text else 'an empty file'}")
     return text
+
+
+def decoded(data: bytes, name: str) -> str:
+    """Decode UTF-8, with or without a mark of the byte order. name: of the input, for the message
+
+    Raises EvaluationError for anything else.
+    """
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise EvaluationError(
+            f"{name}: expected UTF-8 text, found the byte 0x{data[error.start]:02x} at offset {error.start}; convert it"
+        ) from None
 
 
 def wikitext() -> str:

@@ -115,6 +115,8 @@ COMMANDS = [
     ("card MASTER", "open", "pqweights.json", ENDED),
     ("push MASTER me/model --dry-run", "open", "pqweights.json", ENDED),
     ("eval SOURCE --text TEXT", "import", "pqweights.evaluate.evaluation", ENDED),
+    ("generate SOURCE --prompt Hi", "import", "pqweights.generation.generator", ENDED),
+    ("generate SOURCE --prompt Hi", "open", "config.json", ENDED),
     ("calibrate SOURCE OUT --text TEXT", "import", "pqweights.measure.calibrate", None),
     ("sensitivity SOURCE OUT --text TEXT", "import", "pqweights.measure.sensitivity", None),
     ("ablate SOURCE --text TEXT", "import", "pqweights.measure.ablation", ENDED),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,18 @@ from pqweights.evaluate.protocol import (
     perplexity_change,
     window_losses,
 )
-from pqweights.runtimes.models import Model
+from pqweights.runtimes.models import Floats, Model
+from pqweights.runtimes.steps import MlxStepper
+from pqweights.runtimes.texts import Ids
 
 VOCABULARY = 37
 IDS = np.random.default_rng(3).integers(0, VOCABULARY, 160)
+
+
+def scored(logits: Callable[[Ids, int], Floats]) -> Model:
+    """A model that only computes logits."""
+    stepper = MlxStepper(None)
+    return Model(runtime="a table", dtype="float32", logits=logits, generate=lambda ids, count: ids, stepper=stepper)
 
 
 def table_model(seed: int, noise: float = 0.0, vocabulary: int = VOCABULARY) -> Model:
@@ -37,7 +45,7 @@ def table_model(seed: int, noise: float = 0.0, vocabulary: int = VOCABULARY) -> 
     def logits(ids: Any, last: int) -> Any:
         return (tokens[ids] + places[: len(ids)])[-last:].astype(np.float32)
 
-    return Model(runtime="a table", dtype="float32", logits=logits, generate=lambda ids, count: ids)
+    return scored(logits)
 
 
 def naively(models: Sequence[Model], ids: Any, size: int, stride: int, score_first: bool) -> tuple[Any, Any, Any]:
@@ -177,15 +185,7 @@ def test_small_divergences_are_exact() -> None:
     base = np.random.default_rng(5).standard_normal(50_000).astype(np.float32)
     other = base.copy()
     other[7] += np.float32(1e-4)
-    models = [
-        Model(
-            runtime="",
-            dtype="",
-            logits=lambda ids, last, values=values: np.tile(values, (last, 1)),
-            generate=lambda i, n: i,
-        )
-        for values in (other, base)
-    ]
+    models = [scored(lambda ids, last, values=values: np.tile(values, (last, 1))) for values in (other, base)]
     found = compare(models[0], models[1], ids=IDS, windows=Windows(size=32, stride=8)).divergence
     share = np.exp(base[7].astype(np.float64)) / np.exp(base.astype(np.float64)).sum()
     step = float(other[7]) - float(base[7])
@@ -200,9 +200,7 @@ def test_large_vocabulary_is_scored_in_pieces() -> None:
     def logits(ids: Any, last: int) -> Any:
         return values[None, :] * np.arange(1, last + 1, dtype=np.float32)[:, None] / last
 
-    (loss,) = window_losses(
-        Model(runtime="", dtype="", logits=logits, generate=lambda i, n: i), IDS[:12], Windows(size=12, stride=8)
-    )
+    (loss,) = window_losses(scored(logits), IDS[:12], Windows(size=12, stride=8))
     expected = 0.0
     for row, token in zip(logits(IDS[:12], 9)[:-1].astype(np.float64), IDS[4:12], strict=True):
         expected += math.log(np.exp(row).sum()) - row[token]
@@ -218,7 +216,7 @@ def test_infinite_negative_logits_are_impossible_tokens() -> None:
             values[:, list(tokens)] = -np.inf
             return values
 
-        return Model(runtime="", dtype="", logits=logits, generate=lambda i, n: i)
+        return scored(logits)
 
     ids = IDS % 30
     both = compare(ruling_out(33, 34), ruling_out(33, 34), ids=ids, windows=Windows(size=64, stride=16)).divergence
@@ -237,7 +235,7 @@ def test_nan_or_infinite_logits_are_refused(bad: float) -> None:
         values[-3, 4] = bad
         return values
 
-    broken = Model(runtime="", dtype="", logits=logits, generate=lambda i, n: i)
+    broken = scored(logits)
     with pytest.raises(EvaluationError, match="the window from token 0 on: the model's logits are NaN or infinite"):
         window_losses(broken, IDS, Windows(size=64, stride=16))
     with pytest.raises(EvaluationError, match="the window from token 0 on: the reference's logits are NaN or infinite"):
@@ -251,12 +249,7 @@ def test_vocabularies_of_different_sizes_are_refused() -> None:
 
 def test_perplexity_that_overflows_is_infinite() -> None:
     scores = compare(
-        Model(
-            runtime="",
-            dtype="",
-            logits=lambda ids, last: np.tile(np.float32([0, 3e6]), (last, 1)),
-            generate=lambda i, n: i,
-        ),
+        scored(lambda ids, last: np.tile(np.float32([0, 3e6]), (last, 1))),
         None,
         ids=np.zeros(64, dtype=np.int64),
         windows=Windows(size=16, stride=8),
@@ -274,12 +267,8 @@ def test_perplexity_of_a_perfect_and_of_an_ignorant_model() -> None:
         return logits[-last:]
 
     ids, windows = np.arange(100) % 7, Windows(size=20, stride=10)
-    assert perplexity(
-        window_losses(Model(runtime="", dtype="", logits=knowing, generate=lambda i, n: i), ids, windows)
-    ) == pytest.approx(1)
-    ignorant = Model(
-        runtime="", dtype="", logits=lambda ids, last: np.zeros((last, 7), dtype=np.float32), generate=lambda i, n: i
-    )
+    assert perplexity(window_losses(scored(knowing), ids, windows)) == pytest.approx(1)
+    ignorant = scored(lambda ids, last: np.zeros((last, 7), dtype=np.float32))
     assert perplexity(window_losses(ignorant, ids, windows)) == pytest.approx(7)
 
 

@@ -19,6 +19,7 @@ from hostile.evaluation import EVAL_CASES
 from hostile.exports import EXPORT_CASES
 from hostile.folds import FOLD_CASES
 from hostile.foreign import FOREIGN_CASES, PACKED_CASES
+from hostile.generation import GENERATE_CASES
 from hostile.headers import HEADER_CASES, WEIGHT_CASES
 from hostile.indexes import INDEX_CASES
 from hostile.masters import MASTER_CASES
@@ -42,6 +43,7 @@ CASES = [
     *EXPORT_CASES,
     *FOLD_CASES,
     *EVAL_CASES,
+    *GENERATE_CASES,
     *CALIBRATE_CASES,
     *FIT_CASES,
 ]

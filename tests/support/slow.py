@@ -36,6 +36,8 @@ SLOW = {
     "exports/test_vllm_export.py": MODELS,
     "exports/test_folded_exports.py": MODELS,
     "folding/test_folded_runs.py::test_run_killed_at_any_call_resumes_to_the_same_folder": KILLS,
+    "generation/test_generate_command.py": PROCESSES,
+    "generation/test_generator.py": MODELS,
     "hub/test_folded_hub.py": HUB,
     "hub/test_hub.py": HUB,
     "hub/test_hub_hostile.py": HUB,

@@ -1,0 +1,149 @@
+"""Replies of a model on the screen: the text as it comes, and afterwards what it took."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import unicodedata
+from typing import TYPE_CHECKING
+
+import typer
+
+from . import output
+
+if TYPE_CHECKING:
+    from pqweights.generation.generator import Generator
+    from pqweights.generation.report import Generation
+
+# Characters that change the order in which others are shown: what is read would not be what is there.
+REORDERING = frozenset(
+    "\N{LEFT-TO-RIGHT EMBEDDING}\N{RIGHT-TO-LEFT EMBEDDING}\N{POP DIRECTIONAL FORMATTING}\N{LEFT-TO-RIGHT OVERRIDE}"
+    "\N{RIGHT-TO-LEFT OVERRIDE}\N{LEFT-TO-RIGHT ISOLATE}\N{RIGHT-TO-LEFT ISOLATE}\N{FIRST STRONG ISOLATE}"
+    "\N{POP DIRECTIONAL ISOLATE}"
+)
+WAITING_SECONDS = 1.0
+STOPS = {
+    "end": "ended by the model",
+    "length": "ended at --max-tokens",
+    "context": "ended at the model's limit",
+    "interrupted": "interrupted",
+}
+
+
+def reply_once(generator: Generator, prompt: str, *, json: bool) -> None:
+    """Answer a prompt on stdout, as text or as a JSON document; an interrupt then counts as that of the command."""
+    from pqweights.generation.report import INTERRUPTED
+
+    done = replied(generator, prompt, quietly=json)
+    if json:
+        output.print_json(done.to_json())
+    else:
+        output.note("\n".join([speed_line(done), setting_line(done)]))
+    if done.stop == INTERRUPTED:
+        raise KeyboardInterrupt
+
+
+def replied(generator: Generator, prompt: str, *, quietly: bool = False) -> Generation:
+    """Generate a reply. quietly: whether to write no text on stdout"""
+    screen, waiting = _Screen(), _Waiting("reading the prompt")
+
+    def show(piece: str) -> None:
+        waiting.close()
+        if not quietly:
+            screen.write(piece)
+
+    try:
+        return generator.reply(prompt, show)
+    finally:
+        waiting.close()
+        screen.end_line()
+
+
+class _Waiting:
+    """A line about a step, shown if it takes long: on a terminal, beginning and ending it takes as long as a token."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._shown = text, contextlib.ExitStack()
+        self._lock, self._ended = threading.Lock(), False
+        self._timer = threading.Timer(WAITING_SECONDS, self._show)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def close(self) -> None:
+        """Show the line no longer."""
+        if self._ended:
+            return
+        with self._lock:
+            self._ended = True
+            self._timer.cancel()
+            self._shown.close()
+
+    def _show(self) -> None:
+        with self._lock:
+            if not self._ended:
+                self._shown.enter_context(output.status(self._text))
+
+
+class _Screen:
+    """stdout, to which a text is written in pieces."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stdout.isatty()
+        self._last = "\n"
+
+    def write(self, piece: str) -> None:
+        """Write a piece of a text at once."""
+        encoding = sys.stdout.encoding or "utf-8"
+        shown = harmless(piece) if self._is_terminal else piece
+        sys.stdout.write(shown.encode(encoding, "replace").decode(encoding))
+        sys.stdout.flush()
+        self._last = piece
+
+    def end_line(self) -> None:
+        """End the line, unless the text did."""
+        if not self._last.endswith("\n"):
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+
+def harmless(text: str) -> str:
+    """Return a text without characters that control a terminal; line feeds and tabs stay, and emoji stay whole."""
+    return "".join(
+        "?"
+        if character in REORDERING or (unicodedata.category(character) == "Cc" and character not in "\n\t")
+        else character
+        for character in text.replace("\r\n", "\n")
+    )
+
+
+def speed_line(done: Generation) -> str:
+    """Return the tokens of a prompt and a reply, how fast they were, and how the reply ended."""
+    from pqweights.units import counted
+
+    read = counted(done.prompt_tokens, "token")
+    if done.read_tokens < done.prompt_tokens:
+        read += f" ({done.read_tokens} new)"
+    first = "" if done.timings.first_token is None else f", first token after {done.timings.first_token:.2g} s"
+    said = counted(len(done.token_ids), "token")
+    return f"prompt: {read}{_rate(done.prompt_rate)}; reply: {said}{_rate(done.rate)}{first}; {STOPS[done.stop]}"
+
+
+def setting_line(done: Generation) -> str:
+    """Return how long loading took, the peak memory, and what the model computed in."""
+    settings, choice = done.settings, done.settings.choice
+    weights = ", weights packed" if settings.packed else ""
+    chosen = "greedy" if choice.seed is None else f"temperature {choice.temperature:g}, seed {choice.seed}"
+    return (
+        f"loaded in {done.timings.load:.1f} s, peak memory {output.size(done.peak_bytes)}; {settings.dtype} on "
+        f"{settings.device}{weights}; {chosen}"
+    )
+
+
+def _rate(tokens_per_second: float | None) -> str:
+    return "" if tokens_per_second is None else f" at {tokens_per_second:.1f}/s"
+
+
+def echo_error(message: str) -> None:
+    """Write an expected error to stderr, after which the command goes on."""
+    typer.echo(f"error: {' '.join(message.split())}", err=True)

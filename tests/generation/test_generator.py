@@ -1,0 +1,398 @@
+"""Generation as a library: the tokens of transformers' generate, conversations, stops, timings, masters and exports."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import families
+import language_models
+import numpy as np
+import pytest
+from calls import export, quantize
+from language_models import SPEECH, TEMPLATE, babbler, speaker
+
+import pqweights
+from pqweights.errors import EvaluationError, GenerationError, MasterError, OptionError, PqweightsError, SourceError
+from pqweights.generation import generator as module
+from pqweights.generation.generator import Generator
+from pqweights.generation.options import GenerationOptions
+from pqweights.generation.report import CONTEXT, END, INTERRUPTED, LENGTH, Generation
+from pqweights.planning.recipe import load_recipe
+from pqweights.runtimes import steps
+from pqweights.runtimes.models import open_model
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models: speaker, chat, babbler, its masters q4 and t4, and exports of q4."""
+    folder = tmp_path_factory.mktemp("models")
+    speaker(folder / "speaker")
+    speaker(folder / "chat", template=TEMPLATE)
+    babbler(folder / "babbler", template=TEMPLATE)
+    for recipe in ("q4", "t4"):
+        quantize(folder / "babbler", folder / recipe, load_recipe(recipe), threads=2)
+    for target in ("bf16", "torchao-int4", "mlx-q4", "vllm-int4"):
+        export(folder / "q4", folder / target, target, threads=2)
+    return folder
+
+
+def generator(path: Path, told: list[str] | None = None, **options: Any) -> Generator:
+    tell = (lambda line: None) if told is None else told.append
+    return Generator(path, GenerationOptions(**options), tell=tell)
+
+
+def reply(path: Path, prompt: str = "A", **options: Any) -> Generation:
+    return generator(path, **options).reply(prompt, lambda piece: None)
+
+
+def greedy(path: Path, prompt: str, count: int, **settings: Any) -> list[int]:
+    """What generate of transformers continues a prompt with, up to an end of text."""
+    model = pqweights.load_model(path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    given = tokenizer(prompt, return_tensors="pt")
+    found = model.generate(**given, max_new_tokens=count, do_sample=False, pad_token_id=0, **settings)
+    return found[0, given["input_ids"].shape[1] :].tolist()
+
+
+# --- tokens ---
+
+
+def test_text_comes_in_pieces_and_ends_with_the_text(work):
+    pieces: list[str] = []
+    done = generator(work / "speaker").reply("A", pieces.append)
+    assert pieces == list(SPEECH)
+    assert (done.text, done.stop) == (SPEECH, END)
+    assert done.token_ids == (*SPEECH.encode(), language_models.END)
+    assert (done.prompt_tokens, done.read_tokens) == (1, 1)
+
+
+def test_greedy_tokens_are_those_of_transformers(work):
+    for prompt in ("Hello", "a b c"):
+        expected = greedy(work / "babbler", prompt, 40)
+        assert len(set(expected)) > 10
+        assert list(reply(work / "babbler", prompt, chat=False, max_tokens=40).token_ids) == expected
+
+
+def test_repetition_penalty_of_the_model_is_applied(work, tmp_path):
+    folder = Path(shutil.copytree(work / "babbler", tmp_path / "model"))
+    (folder / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.8, "eos_token_id": 257}))
+    found = list(reply(folder, "Hello", chat=False, max_tokens=40).token_ids)
+    assert found == greedy(folder, "Hello", 40) != greedy(work / "babbler", "Hello", 40)
+
+
+PROMPT = np.array(families.IDS[0], dtype=np.int64)
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_both_loops_give_the_tokens_of_transformers(name, tmp_path, monkeypatch):
+    """Also after a call that left its cache, which the next prompt begins with."""
+    model = open_model(families.build(families.FAMILIES[name], tmp_path / "model"))
+    expected = model.generate(PROMPT, 12).tolist()
+
+    def tokens(prompt: Any, count: int) -> list[int]:
+        return greedy_tokens(model.stepper, prompt, count)
+
+    assert tokens(PROMPT, 5) == expected[:5]
+    longer = np.append(PROMPT, expected[:8])
+    assert model.stepper.kept(longer) in (0, len(PROMPT) + 4)
+    assert tokens(longer, 4) == expected[8:]
+    monkeypatch.setattr(steps, "_is_plain", lambda model: False)
+    assert tokens(PROMPT, 12) == expected
+
+
+def greedy_tokens(stepper: steps.Stepper, prompt: Any, count: int) -> list[int]:
+    found: list[int] = []
+
+    def step(logits: Any) -> int | None:
+        found.append(int(logits.argmax()))
+        return found[-1] if len(found) < count else None
+
+    stepper.run(prompt, step)
+    return found
+
+
+def test_what_prompts_have_in_common_is_not_read_again(work):
+    stepper = open_model(work / "babbler").stepper
+    stepper.run(PROMPT, lambda logits: None)
+    assert stepper.kept(np.append(PROMPT, 3)) == len(PROMPT)
+    # The last token is always read, and what comes after the first difference is taken off.
+    others = (PROMPT, PROMPT[:3], np.append(PROMPT[:4], [3, 4]), PROMPT[1:])
+    assert [stepper.kept(ids) for ids in others] == [len(PROMPT) - 1, 2, 4, 0]
+    expected: list[int] = []
+    for each in (np.append(PROMPT[:4], [3, 4]), PROMPT, PROMPT[1:]):
+        found = greedy_tokens(stepper, each, 5)
+        assert found == open_model(work / "babbler").generate(each, 5).tolist() != expected
+        expected = found
+
+    def broken(logits: Any) -> int:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stepper.run(np.append(PROMPT, 3), broken)
+    assert stepper.kept(np.append(PROMPT, [3, 4])) == 0
+
+
+# --- ends ---
+
+
+def test_every_end_of_text_of_the_model_ends_a_reply(tmp_path):
+    euro = "€".encode()[-1]
+    folder = speaker(tmp_path / "model", generation={"eos_token_id": [language_models.END, euro]})
+    assert (reply(folder).text, reply(folder).stop) == ("Zé\N{REPLACEMENT CHARACTER}", END)
+
+
+def test_a_reply_ends_at_the_limits(work):
+    done = reply(work / "speaker", max_tokens=3)
+    assert (done.stop, len(done.token_ids), done.text) == (LENGTH, 3, "Zé")
+    full = reply(work / "babbler", "A" * (language_models.CONTEXT - 5), chat=False, max_tokens=9)
+    assert (full.stop, len(full.token_ids)) == (CONTEXT, 5)
+
+
+def test_an_interrupt_ends_a_reply_and_keeps_the_text(work):
+    asked = generator(work / "chat")
+
+    def show(piece: str) -> None:
+        if piece == "€":
+            raise KeyboardInterrupt
+
+    done = asked.reply("Hi", show)
+    assert (done.text, done.stop) == ("Zé€", INTERRUPTED)
+    assert asked.reply("Hi again", lambda piece: None).text == SPEECH
+
+
+# --- conversations ---
+
+
+def test_a_conversation_is_kept_and_not_read_again(work):
+    asked = generator(work / "chat", system="S")
+    first, second = (asked.reply(prompt, lambda piece: None) for prompt in ("Hi", "And?"))
+    tokens = len("S") + len("Hi") + 4  # <s>, and the beginnings of three turns
+    assert (first.prompt_tokens, first.read_tokens) == (tokens, tokens)
+    assert second.prompt_tokens == tokens + len(SPEECH.encode()) + len("And?") + 2
+    assert second.read_tokens == len("And?") + 2
+    assert first.settings.chat and second.settings.chat
+
+
+def test_replies_of_a_conversation_do_not_depend_on_what_was_kept(work, monkeypatch):
+    asked, anew = (generator(work / "babbler", max_tokens=12) for _ in range(2))
+    found = [asked.reply(prompt, lambda piece: None) for prompt in ("Hi", "And?")]
+    monkeypatch.setattr(steps, "_common", lambda known, ids: 0)
+    expected = [anew.reply(prompt, lambda piece: None) for prompt in ("Hi", "And?")]
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+
+
+def test_the_oldest_turns_are_left_out_where_the_model_takes_no_more(work):
+    told: list[str] = []
+    asked = generator(work / "chat", told, system="S")
+    for _ in range(4):
+        asked.reply("w" * 25, lambda piece: None)
+    # A quarter of the 128 tokens is left for the reply. A turn with its answer has 39 tokens: two turns fit, not three.
+    assert told == ["the conversation is too long for the model: its first 2 turns are left out"] * 2
+    with pytest.raises(GenerationError, match="takes 128"):
+        asked.reply("w" * 128, lambda piece: None)
+    assert asked.reply("Hi", lambda piece: None).text == SPEECH
+
+
+def test_without_a_chat_template_the_text_is_continued(work):
+    told: list[str] = []
+    asked = generator(work / "speaker", told)
+    asked.load()
+    assert told == ["the model has no chat template: it continues the text as it is"]
+    assert not asked.chats
+    assert [asked.reply("A", lambda piece: None).prompt_tokens for _ in range(2)] == [1, 1]
+    assert not generator(work / "chat", chat=False).chats
+
+
+# --- settings ---
+
+
+def test_models_that_sample_do_so_by_default(tmp_path):
+    sampling = {"do_sample": True, "temperature": 3.0, "top_p": 0.9, "top_k": 20}
+    folder = babbler(tmp_path / "model", generation=sampling)
+    first = reply(folder, max_tokens=20)
+    choice = first.settings.choice
+    assert (choice.temperature, choice.top_p, choice.top_k) == (3.0, 0.9, 20)
+    assert choice.seed is not None
+    assert reply(folder, max_tokens=20, seed=choice.seed).token_ids == first.token_ids
+    assert reply(folder, max_tokens=20, seed=choice.seed + 1).token_ids != first.token_ids
+    changed = reply(folder, max_tokens=20, temperature=0.0).settings.choice
+    assert (changed.temperature, changed.top_k, changed.seed) == (0.0, 0, None)
+    assert reply(folder, max_tokens=2, top_p=0.5).settings.choice.top_p == 0.5
+
+
+def test_other_models_take_the_likeliest_token(tmp_path):
+    folder = babbler(tmp_path / "model", generation={"temperature": 0.6, "top_k": 20})
+    assert reply(folder, max_tokens=2).settings.choice.temperature == 0
+    asked = reply(folder, max_tokens=2, temperature=1.0, seed=1).settings.choice
+    assert (asked.temperature, asked.top_p, asked.top_k) == (1.0, 1.0, 0)
+
+
+def test_settings_that_are_not_applied_are_told(tmp_path):
+    told: list[str] = []
+    generation = {"min_p": 0.1, "num_beams": 1, "no_repeat_ngram_size": 3}
+    generator(speaker(tmp_path / "model", generation=generation), told).load()
+    assert told[0] == "generation_config.json: not applied: min_p, no_repeat_ngram_size"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 0}, "--max-tokens: expected at least 1, found 0"),
+        ({"temperature": -0.1}, "--temperature: expected 0"),
+        ({"temperature": float("nan")}, "--temperature"),
+        ({"temperature": float("inf")}, "--temperature"),
+        ({"top_p": 0.0}, "--top-p: expected more than 0"),
+        ({"top_p": 1.1}, "--top-p"),
+        ({"top_p": float("nan")}, "--top-p"),
+        ({"seed": -1}, "--seed: expected 0 or more"),
+        ({"dtype": "int8"}, "--dtype: expected auto or float32"),
+        ({"system": "S", "chat": False}, "leave out --no-chat"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_read(options, message, tmp_path):
+    with pytest.raises(OptionError, match=message):
+        generator(tmp_path / "nowhere", **options)
+
+
+# --- masters and exports ---
+
+
+def test_scalar_masters_run_packed_and_trellis_masters_decoded(work):
+    scalar, trellis = (reply(work / name, "Hello", chat=False, max_tokens=20) for name in ("q4", "t4"))
+    assert (scalar.settings.packed, trellis.settings.packed) == (True, False)
+    assert list(trellis.token_ids) == greedy(work / "t4", "Hello", 20)
+    assert "packed" in scalar.settings.runtime and "decoded" in trellis.settings.runtime
+
+
+@pytest.mark.parametrize("name", ["q4", "t4"])
+def test_packed_and_decoded_masters_say_the_same(name, work):
+    packed, decoded = (reply(work / name, "Hello", max_tokens=20, packed=packed) for packed in (True, False))
+    assert packed.text == decoded.text and (packed.settings.packed, decoded.settings.packed) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("bf16", "torch"), ("torchao-int4", "torchao"), ("mlx-q4", "mlx"), ("vllm-int4", "compressed_tensors")],
+)
+def test_exports_run_in_their_libraries(name, package, work):
+    pytest.importorskip(package)
+    asked = generator(work / name, max_tokens=8)
+    first = asked.reply("Hello", lambda piece: None)
+    assert len(first.token_ids) == 8 and not first.settings.packed
+    model = open_model(work / name, dtype="auto")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(work / name)
+    turns = [{"role": "user", "content": "Hello"}]
+    given = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert list(first.token_ids) == model.generate(np.array(given), 8).tolist()
+    second = asked.reply("More", lambda piece: None)
+    assert second.read_tokens < second.prompt_tokens
+
+
+def test_packed_is_for_masters(work):
+    with pytest.raises(EvaluationError, match="--packed: expected a pqweights master"):
+        generator(work / "bf16", packed=True)
+
+
+def test_a_trellis_master_stays_packed_where_the_decoded_model_does_not_fit(work, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr("pqweights.generation.packing.free_bytes", lambda: 10**6)
+    done = generator(work / "t4", told, max_tokens=4).reply("Hello", lambda piece: None)
+    assert done.settings.packed
+    assert len(told) == 1 and "the weights stay packed, which is slower" in told[0]
+    with pytest.raises(GenerationError, match="leave out --no-packed"):
+        reply(work / "t4", packed=False)
+    with pytest.raises(GenerationError, match="quantize it and run the master packed"):
+        reply(work / "babbler")
+
+
+def test_a_master_that_is_damaged_is_refused_or_ends_the_reply(work, tmp_path):
+    cut = Path(shutil.copytree(work / "q4", tmp_path / "cut"))
+    (file,) = cut.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-5000])
+    with pytest.raises(PqweightsError, match=file.name):
+        reply(cut)
+
+
+def test_a_block_that_cannot_be_decoded_is_an_error_in_the_middle(work, monkeypatch):
+    said: list[Any] = []
+    asked = generator(work / "t4", packed=True, max_tokens=8)
+    asked.load()
+    stepper = asked._model.stepper  # type: ignore[union-attr]
+    original = stepper.run
+
+    def run(ids: Any, step: Any) -> None:
+        def stepping(logits: Any) -> Any:
+            if len(said) == 2:
+                raise MasterError("model.safetensors: lm_head.weight: block 3: damaged")
+            said.append(logits)
+            return step(logits)
+
+        original(ids, stepping)
+
+    monkeypatch.setattr(stepper, "run", run)
+    with pytest.raises(MasterError, match="block 3"):
+        asked.reply("Hello", lambda piece: None)
+    assert len(said) == 2
+
+
+# --- what cannot generate ---
+
+
+@pytest.mark.parametrize("text", ["", "  \n"])
+def test_empty_prompts_are_refused(text, work):
+    with pytest.raises(GenerationError, match="expected a text"):
+        reply(work / "speaker", text)
+
+
+def test_prompts_beyond_the_limit_are_refused_before_the_model_is_loaded(work, monkeypatch):
+    monkeypatch.setattr(module, "open_model", None)
+    with pytest.raises(GenerationError, match="has 128 tokens, and the model takes 128"):
+        reply(work / "speaker", "A" * 128)
+
+
+def test_out_of_memory_is_one_line(work, monkeypatch):
+    asked = generator(work / "babbler")
+    asked.load()
+
+    def fail(**_: Any) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+
+    monkeypatch.setattr(asked._model.stepper, "_model", fail)  # type: ignore[union-attr]
+    monkeypatch.setattr(steps, "_is_plain", lambda model: True)
+    monkeypatch.setattr(steps, "_new_cache", lambda model: None)
+    fail.device = "cpu"  # type: ignore[attr-defined]
+    with pytest.raises(GenerationError, match="not enough memory to generate"):
+        asked.reply("Hello", lambda piece: None)
+
+
+def test_images_are_left_out_and_the_model_answers_text(tmp_path):
+    folder = families.build(families.FAMILIES["qwen3_5"], tmp_path / "model")
+    for name, data in language_models.tokenizer_files().items():
+        (folder / name).write_bytes(data)
+    assert len(reply(folder, "Hello", max_tokens=5).token_ids) == 5
+
+
+def test_encoder_decoders_are_refused(tmp_path):
+    config = transformers.T5Config(d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16, vocab_size=261)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    for name, data in language_models.tokenizer_files().items():
+        (tmp_path / "model" / name).write_bytes(data)
+    with pytest.raises(SourceError, match="not a causal language model"):
+        reply(tmp_path / "model")
+
+
+def test_figures_are_consistent(work):
+    done = reply(work / "speaker")
+    timings = done.timings
+    assert timings.first_token is not None and timings.first_token > 0 and timings.load > 0
+    assert done.prompt_rate == 1 / timings.first_token
+    assert done.rate == (len(done.token_ids) - 1) / timings.generation
+    assert done.to_json()["generated_tokens"] == len(done.token_ids) and done.peak_bytes > 10**7
+    single = reply(work / "speaker", max_tokens=1)
+    assert single.rate is None and single.prompt_rate is not None

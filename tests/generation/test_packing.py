@@ -1,0 +1,141 @@
+"""Whether a model fits into memory, and whether a master runs packed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import language_models
+import pytest
+from calls import export, quantize
+from helpers import read_all
+
+from pqweights.errors import GenerationError
+from pqweights.generation import packing
+from pqweights.generation.packing import Needs, check_fits, choose_packed, read_needs
+from pqweights.planning.recipe import load_recipe
+from pqweights.runtimes.folders import read_folder
+from pqweights.runtimes.memory import free_bytes, peak_bytes
+
+SCALAR, TRELLIS = "hadamard-lloyd-max", "hadamard-trellis"
+TEXT_SIZES = {"decoded": 16 * 10**9, "packed": 5 * 10**9}
+
+
+def needs(*codecs: str, free: int | None = 64 * 10**9) -> Needs:
+    return Needs(codecs=frozenset(codecs), free=free, **TEXT_SIZES)
+
+
+@pytest.mark.parametrize(
+    ("codecs", "free", "packed", "told"),
+    [
+        ((), 64, False, False),  # no master
+        ((), 1, False, False),
+        ((SCALAR,), 64, True, False),
+        ((SCALAR, "absmax"), 1, True, False),
+        ((TRELLIS,), 64, False, False),
+        ((TRELLIS,), 15, True, True),
+        ((TRELLIS,), None, False, False),
+        ((TRELLIS, SCALAR), 64, False, False),
+        ((TRELLIS, SCALAR), 15, True, True),
+        (("a codec that somebody added",), 64, False, False),
+    ],
+)
+def test_scalar_codes_run_packed_and_others_where_they_must(codecs, free, packed, told):
+    found, why = choose_packed(None, needs(*codecs, free=None if free is None else free * 10**9))
+    assert (found, why is not None) == (packed, told)
+    if why is not None:
+        assert "16.00 GB" in why and "15.00 GB are free" in why
+
+
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("codec", [SCALAR, TRELLIS])
+def test_what_was_asked_for_is_done(asked, codec):
+    assert choose_packed(asked, needs(codec, free=1)) == (asked, None)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    language_models.babbler(folder / "source")
+    for recipe in ("q4", "t4"):
+        quantize(folder / "source", folder / recipe, load_recipe(recipe), threads=2)
+    export(folder / "q4", folder / "bf16", "bf16", threads=2)
+    return folder
+
+
+def test_needs_are_read_from_headers(folders, monkeypatch):
+    monkeypatch.setattr(packing, "free_bytes", lambda: 123)
+    parameters = sum(values.size for _, values in read_all(folders / "source").values())
+    source = read_needs(read_folder(folders / "source"), "auto")  # whose dtype is float32
+    assert (source.decoded, source.codecs, source.free) == (4 * parameters, frozenset(), 123)
+    assert read_needs(read_folder(folders / "source"), "bfloat16").decoded == 2 * parameters
+    assert read_needs(read_folder(folders / "bf16"), "auto").decoded == 2 * parameters
+    scalar, trellis = (read_needs(read_folder(folders / name), "auto") for name in ("q4", "t4"))
+    assert (scalar.codecs, trellis.codecs) == ({SCALAR}, {TRELLIS})
+    assert scalar.decoded == trellis.decoded == 4 * parameters
+    assert scalar.packed == sum(file.stat().st_size for file in (folders / "q4").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("name", "packed", "remedy"),
+    [
+        ("source", False, "pqweights quantize"),
+        ("bf16", False, "pqweights quantize"),
+        ("t4", False, "leave out --no-packed"),
+        ("t4", True, "fewer bits"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_to_do(name, packed, remedy, folders):
+    folder = read_folder(folders / name)
+    with pytest.raises(GenerationError, match=remedy) as caught:
+        check_fits(folder, needs(free=4 * 10**9), packed=packed)
+    needed = "5.00 GB" if packed else "16.00 GB"
+    assert needed in str(caught.value) and "4.00 GB are free" in str(caught.value)
+    check_fits(folder, needs(free=None), packed=packed)
+    check_fits(folder, needs(free=16 * 10**9), packed=packed)
+
+
+def system(root: Path, available: int, groups: str = "", **files: str) -> Path:
+    """A tree with the files of Linux that say how much memory is free. available: in kB"""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 99999 kB\nMemFree: 1 kB\nMemAvailable:  {available} kB\n")
+    (root / "proc/self/cgroup").write_text(groups)
+    for name, content in files.items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return root
+
+
+STAT = "anon 5\ninactive_file 300\nactive_file 7\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("", {}, 8000 * 1024),
+        ("0::/\n", {"memory.max": "5000\n", "memory.current": "1000\n", "memory.stat": STAT}, 4300),
+        ("0::/\n", {"memory.max": "max\n", "memory.current": "1000\n"}, 8000 * 1024),
+        # A limit of a parent group counts, and so does that of a container whose own path is not mounted.
+        ("0::/a/b\n", {"a/memory.max": "5000", "a/memory.current": "1000", "a/b/memory.max": "max"}, 4000),
+        ("0::/host/x\n", {"memory.max": "700", "memory.current": "1000"}, 0),
+        (
+            "3:cpu,memory:/job\n2:pids:/\n",
+            {
+                "memory/job/memory.limit_in_bytes": "5000",
+                "memory/job/memory.usage_in_bytes": "4000",
+                "memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 500\n",
+            },
+            1500,
+        ),
+    ],
+)
+def test_free_memory_is_the_least_of_the_machine_and_its_groups(groups, files, expected, tmp_path):
+    assert free_bytes(system(tmp_path, 8000, groups, **files)) == expected
+
+
+def test_free_memory_is_unknown_where_the_system_does_not_say(tmp_path):
+    assert free_bytes(tmp_path) is None
+
+
+def test_peak_of_this_process_is_plausible():
+    assert 10**7 < peak_bytes("cpu") < 10**12
