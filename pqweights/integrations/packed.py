@@ -1,7 +1,7 @@
 """Weights that stay packed in memory: torch tensors of the model's shape and dtype that are decoded when they are used.
 
-F.linear is that of packed_linear.py. F.embedding decodes the rows that it looks up. An index selects one expert of a stack. Every other operation gets an ordinary,
-decoded tensor. For inference only.
+F.linear is that of packed_linear.py. F.embedding decodes the rows that it looks up. An index selects one expert of a
+stack. Every other operation gets an ordinary, decoded tensor. For inference only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pqweights.integrations.packed_rows import (
     Factor,
     Matrix,
     PackedRows,
-    buffer,
     decode_into,
     decode_rows,
     look_up,

@@ -96,7 +96,7 @@ def _embedding_forward(self: Any, input: Tensor) -> Tensor:
 
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward that torch.compile leaves out: experts and others that use packed weights in their own ways."""
-    left_out = torch._disable_dynamo(function)
+    left_out = torch._disable_dynamo(function)  # type: ignore[attr-defined]  # imports dynamo only when it is called
 
     def forward(self: Any, *args: Any, **options: Any) -> Any:
         return (left_out if torch.compiler.is_compiling() else function)(self, *args, **options)

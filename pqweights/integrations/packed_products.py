@@ -14,7 +14,8 @@ from torch import Tensor
 from pqweights.codecs.scalar import ScalarCoder
 from pqweights.integrations.packed_rows import NAMES, Matrix, PackedRows
 from pqweights.kernels import BLOCK_SIZE
-from pqweights.kernels.products import MOST_ROWS, InputBasis, Inputs, Product
+from pqweights.kernels.product_task import MOST_ROWS
+from pqweights.kernels.products import InputBasis, Inputs, Product
 
 
 def multiplies(matrix: Matrix, x: Tensor) -> bool:
@@ -107,9 +108,9 @@ def _inputs(x: Tensor, basis: InputBasis) -> Inputs:
     if last is None:
         last = _of_thread.last = _Last()
     copied, inputs = last.copied, last.inputs
-    if copied.shape == x.shape and copied.dtype == x.dtype and inputs.basis == basis:
-        if not _compare(copied.data_ptr(), x.data_ptr(), x.nbytes):
-            return inputs
+    alike = copied.shape == x.shape and copied.dtype == x.dtype and inputs.basis == basis
+    if alike and not _compare(copied.data_ptr(), x.data_ptr(), x.nbytes):
+        return inputs
     rows, columns = x.shape
     inputs.prepare(x.data_ptr(), rows=rows, columns=columns, dtype=NAMES[x.dtype], basis=basis)
     last.copied = x.detach().clone()

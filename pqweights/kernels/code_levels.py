@@ -174,7 +174,7 @@ def _looked_up(plane: Sequence[Lanes], codes: Lanes) -> Lanes:
     """Return plane[code] for 64 bytes; a plane is a table of bytes, 16 in a vector."""
     builder = codes.builder
     if _ARM:
-        kind, name = ir.VectorType(I8, 16), f"llvm.aarch64.neon.tbl{{}}.v16i8"
+        kind, name = ir.VectorType(I8, 16), "llvm.aarch64.neon.tbl{}.v16i8"
         quarters = [shuffled(codes, codes, range(start, start + 16)) for start in range(0, HALF, 16)]
         found = []
         for quarter in quarters:
@@ -224,4 +224,3 @@ def add_products(total: Lanes, a: Lanes, b: Lanes) -> Lanes:
     products = Lanes(builder, builder.mul(builder.sext(a.value, kind), builder.sext(b.value, kind)))
     halves = [shuffled(products, products, range(start, start + 16)) for start in (0, 16)]
     return total + halves[0] + halves[1]
-

@@ -23,7 +23,7 @@ from pqweights.kernels import (
     trellis_decoding,
     trellis_encoding,
 )
-from pqweights.kernels.products import TASK_KERNELS
+from pqweights.kernels.product_task import TASK_KERNELS
 
 _MODULES = (
     cpu_kernels,
@@ -37,7 +37,7 @@ _MODULES = (
     trellis_decoding,
 )
 KERNELS = {name: kernel for module in _MODULES for name, kernel in module.KERNELS.items()}
-# A function that takes nothing but the address of its task, as OpenMP calls it, around one that takes two pointers more.
+# What OpenMP calls: a function that takes nothing but the address of a task, around one that takes two pointers more.
 _ENTRY = """
 define void @run_task(ptr %task) {{
   %result = alloca ptr

@@ -32,7 +32,7 @@ from pqweights.dtypes import item_bytes
 from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES, BlockCoding, EncodedArrays, EncodeStats
 from pqweights.kernels.codebook import Codebook
 from pqweights.kernels.openmp import TASK_FUNCTION, run_in_threads
-from pqweights.kernels.products import TASK_KERNELS
+from pqweights.kernels.product_task import TASK_KERNELS
 from pqweights.notices import COMPILING, slow_step
 from pqweights.user_cache import read_trusted, users_cache, write_trusted
 
@@ -54,7 +54,7 @@ SOURCES = (
     "lanes.py",
     "packing.py",
     "prescaling.py",
-    "products.py",
+    "product_task.py",
     "sixteen.py",
     "trellis_codes.py",
     "trellis_decoding.py",

@@ -22,7 +22,6 @@ from pqweights.kernels.conversions import floats_from_halves, half_from_float, l
 from pqweights.kernels.cpu_kernels import floats_and_bits, unpack_codes, words_of
 from pqweights.kernels.emit import (
     BYTES,
-    F32,
     FLOATS,
     I16,
     I32,
@@ -39,7 +38,7 @@ from pqweights.kernels.emit import (
     store,
 )
 from pqweights.kernels.jit import inlined, jit
-from pqweights.kernels.products import MOST_INPUT, MOST_ROWS, TASK_SIZE, TILE_ROWS
+from pqweights.kernels.product_task import MOST_INPUT, MOST_ROWS, TASK_SIZE, TILE_ROWS
 from pqweights.kernels.vector import Table, rotate_block, stack
 
 BLOCK = 128
@@ -197,7 +196,7 @@ def _make_add_blocks(bits: int, together: int) -> Any:
     ) -> Any:
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
             codes, levels, inputs, factors, sums = array_pointers(context, b, signature, args)
-            begin, first, count, rows, from_row = args[1], args[4], *args[6:9]
+            begin, first, count, rows, from_row = args[1], args[4], args[6], args[7], args[8]
             table = LevelTable(b, levels, bits)
 
             def product(vectors: list[Lanes], row_of_inputs: Any) -> Lanes:

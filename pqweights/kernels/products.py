@@ -1,8 +1,7 @@
 """Products of packed weights with a few rows of inputs on the CPU: y = W x + b, from the codes themselves.
 
-cpu_products.py has the arithmetic. Here a `Product` keeps what belongs to a weight, and `Inputs` what belongs to rows of
-inputs, which several weights may share.
-The backend is imported where it is used: commands that only read manifests do without it.
+cpu_products.py has the arithmetic. A `Product` keeps what belongs to a weight, `Inputs` what belongs to rows of inputs,
+which several weights may share.
 """
 
 from __future__ import annotations
@@ -17,45 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.buffers import pageable
-from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES, BlockCoding
+from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES, BlockCoding, cpu
+from pqweights.kernels.product_task import LEAST_SHARED, MOST_LEVEL, TILE_ROWS, TILE_WEIGHTS, Task
 
-# Levels and inputs as integers, at most. A lane of sums takes at most 16 products: 16 * 8191 * 16383 < 2**31.
-MOST_LEVEL, MOST_INPUT = 8191, 16383
-# Rows of inputs that one call multiplies.
-MOST_ROWS = 16
-# Rows of a weight that a thread takes at a time: about this many weights, and at most so many rows.
-TILE_WEIGHTS, TILE_ROWS = 1 << 16, 256
-# Products with fewer weights are left to one thread: waking another would take longer.
-LEAST_SHARED = 1 << 17
-
-TASK_KERNELS = (*(f"product_{bits}" for bits in range(2, 9)), "product_f32")
-
-
-class Task(ctypes.Structure):
-    """What a kernel reads, 8 bytes each; all threads that work on a task count its tiles together."""
-
-    _fields_ = (
-        ("next_tile", ctypes.c_int64),
-        ("outputs", ctypes.c_int64),
-        ("tile_rows", ctypes.c_int64),
-        ("blocks", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("codes", ctypes.c_void_p),
-        ("norms", ctypes.c_void_p),
-        ("levels", ctypes.c_void_p),
-        ("inputs", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("dtype", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("has_bias", ctypes.c_int64),
-        ("bits", ctypes.c_int64),
-        ("factor", ctypes.c_double),
-    )
-
-
-TASK_SIZE = len(Task._fields_)
 _NO_AWQ = np.ones(1, dtype=np.float32)
 _SIGNS_ADDRESS, _NO_AWQ_ADDRESS = SIGNS.ctypes.data, _NO_AWQ.ctypes.data
 
@@ -87,7 +50,8 @@ class Inputs:
     """
 
     def __init__(self) -> None:
-        self.rows, self.values, self.scales, self.basis = 0, 0, 0, None
+        self.rows, self.values, self.scales = 0, 0, 0
+        self.basis: InputBasis | None = None
         self.memory: tuple[npt.NDArray[Any], ...] = ()
         self._room = 0
 
@@ -97,8 +61,6 @@ class Inputs:
         address: of the inputs, [rows, columns] of the dtype, without gaps; columns are a multiple of 128
         dtype: BF16, F16 or F32
         """
-        from pqweights.kernels import cpu
-
         if rows * columns > self._room:
             # Aligned, because every load of a vector would else touch two cache lines.
             self.memory = values, scales = pageable(rows * columns * 4), pageable(rows * columns // BLOCK_SIZE * 4)
@@ -163,9 +125,7 @@ class Product:
         )
         self._shared = outputs * blocks * BLOCK_SIZE >= LEAST_SHARED
 
-    def multiply(
-        self, inputs: Inputs, *, out: int, stride: int, bias: int | None, factor: float, threads: int
-    ) -> None:
+    def multiply(self, inputs: Inputs, *, out: int, stride: int, bias: int | None, factor: float, threads: int) -> None:
         """Write W x + b for each row of inputs.
 
         inputs: at most MOST_ROWS rows, in the basis of this weight
@@ -175,8 +135,6 @@ class Product:
         factor: by what W is multiplied
         threads: how many may work
         """
-        from pqweights.kernels import cpu
-
         task = Task.from_buffer_copy(self._task)
         task.rows, task.inputs, task.scales = inputs.rows, inputs.values, inputs.scales
         task.out, task.stride = out, stride

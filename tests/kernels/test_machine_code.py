@@ -33,6 +33,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pqweights.kernels import cpu
+from pqweights.kernels.product_task import TASK_KERNELS
 
 KERNELS = tuple(run_kernels.DIGESTS)
 # What compiled code may ask of its process: C's memory and mathematics.
@@ -236,11 +237,22 @@ def fused(instructions: list[str]) -> list[str]:
 
 
 def test_operations_are_fused_only_where_that_changes_no_result(others: dict[str, OtherRun]) -> None:
-    """The target could fuse everywhere. Butterflies multiply by 1 and -1, and encode estimates numbers of levels."""
+    """The target could fuse everywhere. Butterflies multiply by 1 and -1, and encode estimates numbers of levels.
+
+    Products, whose sums are in an order of each processor's own, are fused.
+    """
     run = others[FUSING]
     found = {kernel: bool(fused(instructions)) for kernel, instructions in run.instructions.items()}
     fuses = run.answer["fuses"]
-    rotating = ("encode", "decode", "rotate", "decode_trellis", *(f"encode_trellis_{n}" for n in (8, 64, 256)))
+    rotating = (
+        "encode",
+        "decode",
+        "rotate",
+        "prepare",
+        *TASK_KERNELS,
+        "decode_trellis",
+        *(f"encode_trellis_{n}" for n in (8, 64, 256)),
+    )
     assert found == dict.fromkeys(KERNELS, False) | dict.fromkeys(rotating, fuses)
     assert {"vmulps", "mulps", "fmul"} & set(run.instructions["fit"])
 
@@ -587,8 +599,11 @@ def test_kernels_are_called_with_the_types_that_they_were_compiled_for() -> None
         name: [ctypes.c_void_p] * 2 + [same[kind] for kind in signature.args]
         for name, (_, signature) in COMPILED.items()
     }
+    alone = {name: called.pop(name) for name in TASK_KERNELS}
     assert called == cpu._ARGUMENTS
-    assert set(called) == set(KERNELS)
+    assert {*called, *alone} == set(KERNELS)
+    # A kernel that takes a task is called through a function of C that takes nothing else.
+    assert {tuple(kinds) for kinds in alone.values()} == {(ctypes.c_void_p,) * 3}
 
 
 @pytest.mark.parametrize("package", ["numba", "llvmlite", "numpy"])

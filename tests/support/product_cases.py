@@ -12,6 +12,7 @@ import numpy.typing as npt
 from pqweights.codecs.lloyd_max import codebook
 from pqweights.dtypes import from_float32, to_float32
 from pqweights.kernels import BlockCoding, products
+from pqweights.kernels.product_task import MOST_INPUT, MOST_LEVEL
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -86,9 +87,9 @@ def exact(case: Case) -> tuple[Doubles, Doubles]:
     sizes = np.einsum("obk,rbk->ro", np.abs(coded), np.abs(inputs)) * 2.0**-22
     if case.dtype == "F32":
         return made, sizes
-    steps = np.abs(inputs).max(-1) / products.MOST_INPUT
+    steps = np.abs(inputs).max(-1) / MOST_INPUT
     of_inputs = np.einsum("ob,rb->ro", np.square(coded).sum(-1), np.square(steps) / 12)
-    level_steps = np.square(norms[:, 0] * np.abs(levels).max() / products.MOST_LEVEL).reshape(case.outputs, -1) / 12
+    level_steps = np.square(norms[:, 0] * np.abs(levels).max() / MOST_LEVEL).reshape(case.outputs, -1) / 12
     of_levels = np.einsum("ob,rb->ro", level_steps, np.square(inputs).sum(-1))
     return made, 6 * np.sqrt(of_inputs + of_levels) + sizes
 
@@ -124,18 +125,17 @@ def excess(case: Case, **options: Any) -> float:
 
 
 def prepared_integers(case: Case) -> tuple[npt.NDArray[np.int16], Floats]:
-    """Return what the kernel makes of inputs, in the order of the codes: [blocks, rows, 128], and [blocks, rows]."""
-    from pqweights.kernels.code_levels import ORDER
+    """Return what the kernel makes of inputs: [blocks, rows, 128] in ascending order, and scales [blocks, rows].
 
+    The order in which a kernel has them depends on the processor; products show whether it is right.
+    """
     rows, columns = case.x.shape
     rotation = 2 if case.coding.signed else 1
     basis = products.InputBasis(rotation, b"" if case.awq is None else case.awq.tobytes())
     raw, inputs = from_float32(case.x.reshape(-1), case.dtype), products.Inputs()
     inputs.prepare(raw.ctypes.data, rows=rows, columns=columns, dtype=case.dtype, basis=basis)
     values = np.frombuffer(inputs.memory[0], dtype=np.int16)[: rows * columns].reshape(-1, rows, 128)
-    ordered = np.empty_like(values)
-    ordered[:, :, ORDER] = values
-    return ordered, np.frombuffer(inputs.memory[1], dtype=np.float32)[: rows * columns // 128].reshape(-1, rows)
+    return np.sort(values), np.frombuffer(inputs.memory[1], dtype=np.float32)[: rows * columns // 128].reshape(-1, rows)
 
 
 def expected_integers(case: Case) -> tuple[npt.NDArray[np.int16], Floats]:
@@ -149,11 +149,11 @@ def expected_integers(case: Case) -> tuple[npt.NDArray[np.int16], Floats]:
         h *= 2
     most = np.abs(blocks).max(-1, keepdims=True)
     zero = most < np.float32(2.0**-100)
-    factor = np.float32(products.MOST_INPUT) / np.where(zero, np.float32(1), most)
+    factor = np.float32(MOST_INPUT) / np.where(zero, np.float32(1), most)
     values = np.where(zero, 0, np.rint(blocks * factor)).astype(np.int16)
-    scales = np.where(zero, np.float32(0), most / np.float32(products.MOST_INPUT))
+    scales = np.where(zero, np.float32(0), most / np.float32(MOST_INPUT))
     rows = len(case.x)
     return (
-        np.ascontiguousarray(values.reshape(rows, -1, 128).swapaxes(0, 1)),
+        np.sort(values.reshape(rows, -1, 128).swapaxes(0, 1)),
         np.ascontiguousarray(scales.reshape(rows, -1).swapaxes(0, 1)),
     )
