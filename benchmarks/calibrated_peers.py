@@ -18,6 +18,7 @@ import argparse
 import copy
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -242,9 +243,24 @@ def gptqmodel(task: Task) -> None:
     os.environ["GPTQMODEL_CPU_WORKERS"] = "2"  # with fewer than three cores it would take one, and refuse that
     from gptqmodel import GPTQModel, QuantizeConfig
 
-    model = GPTQModel.load(str(task.model), QuantizeConfig(bits=BITS, group_size=task.group_size, sym=task.symmetric))
-    model.quantize([{"input_ids": window, "attention_mask": [1] * len(window)} for window in task.windows])
-    model.save(str(task.out))
+    how = QuantizeConfig(bits=BITS, group_size=task.group_size, sym=task.symmetric)
+    with tempfile.TemporaryDirectory() as folder:
+        model = GPTQModel.load(str(with_padding(task.model, Path(folder))), how)
+        model.quantize([{"input_ids": window, "attention_mask": [1] * len(window)} for window in task.windows])
+        model.save(str(task.out))
+
+
+def with_padding(model: Path, folder: Path) -> Path:
+    """A copy of a model with a token for padding, without which GPTQModel refuses a tokenizer; no window is padded."""
+    for path in model.iterdir():
+        (folder / path.name).symlink_to(path)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    if not settings.keys() & {"pad_token", "eos_token"}:
+        vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+        settings["pad_token"] = min(vocabulary, key=vocabulary.__getitem__)
+        (folder / "tokenizer_config.json").unlink()
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
 
 
 METHODS: dict[str, Callable[[Task], None]] = {

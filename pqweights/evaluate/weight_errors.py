@@ -43,10 +43,15 @@ def relative_mse(original: Path, folder: Path) -> Errors:
     A weight that config.json declares as rotated is rotated back first. For an export to MLX, mlx-lm renames and
     reshapes the original's weights first.
 
-    Raises SourceError, also for a weight that the original does not have under the same name and shape, MasterError for
-    a folder without a manifest, MissingDependencyError.
+    Raises SourceError, also for folded weights, and for a weight that the original does not have under the same name
+    and shape, MasterError for a folder without a manifest, MissingDependencyError.
     """
     manifest = read_manifest(folder)
+    if manifest.fold or manifest.identity.master.get("fold"):
+        raise SourceError(
+            f"{folder}: expected weights that only rounding changed, found folded ones, which differ from those of "
+            f"{original} by factors as well; pqweights inspect {folder} shows their errors against the folded weights"
+        )
     target = str(manifest.made_by.get("target"))
     if target in EXPORTS and get_target(target).runtime == MLX:
         originals = _mlx_weights(original, read_config(folder) or {})

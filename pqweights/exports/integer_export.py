@@ -44,6 +44,7 @@ class IntegerExport(Transform):
     compensation: what is known of the inputs, if rounding is compensated by it
     fold: the fold of the values
     folded_master: with an original, the master if it was folded: then that fold is found again for the original
+    master_factors: the digest of the factors that this master was folded with, if its manifest has it
     """
 
     target: IntegerTarget
@@ -54,6 +55,7 @@ class IntegerExport(Transform):
     compensation: Compensation | None = None
     fold: Fold | None = None
     folded_master: Checkpoint | None = None
+    master_factors: str | None = None
 
     kind = "export"
 
@@ -97,7 +99,7 @@ class IntegerExport(Transform):
         """Measure what the fold depends on, and check that a fold that was found again is the master's."""
         super().prepare(preparation)
         if self.fold is not None and self.folded_master is not None:
-            self.fold.check_norms(self.folded_master)
+            self.fold.check_master(self.folded_master, self.master_factors)
 
     def report_json(self) -> dict[str, Any]:
         """Return what a fold leaves as it is."""

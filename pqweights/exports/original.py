@@ -57,6 +57,7 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
         compensation=_compensation(outline, moments if source.rounding == GPTQ else None, values.fold),
         fold=values.fold,
         folded_master=source.checkpoint if original is not None and source.fold is None else None,
+        master_factors=None if manifest is None else manifest.factors,
     )
     return replace(values.checkpoint, tensors=outline.tensors), transform
 

@@ -10,12 +10,13 @@ layers is from Nagel et al. (arXiv:1906.04721).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.dtypes import from_float32, to_float32
+from pqweights.dtypes import FINITE_RANGES, convert, from_float32, to_float32
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -77,6 +78,32 @@ def _at_least_small(sizes: Doubles) -> Doubles:
     return result
 
 
+def keeping_bits(columns: Floats, vectors: Sequence[tuple[Floats, str]]) -> Floats:
+    """Return powers of two with 1 in place of those that would cost a plain vector bits.
+
+    columns: the powers of two, [channels]
+    vectors: what is divided by them and stored plainly, [channels], each with its dtype
+
+    A power of two is exact as long as no number becomes subnormal or infinite, which in float16 is soon.
+    """
+    kept = np.ones(columns.shape, dtype=bool)
+    for values, dtype in vectors:
+        divided = values / columns
+        kept &= _is_in_range(divided, dtype) & (_stored(divided, dtype) * columns == values)
+    return np.where(kept, columns, np.float32(1))
+
+
+def _is_in_range(values: Floats, dtype: str) -> npt.NDArray[np.bool_]:
+    low, high = FINITE_RANGES.get(dtype, FINITE_RANGES["F32"])
+    return (values >= low) & (values <= high)
+
+
+def _stored(values: Floats, dtype: str) -> Floats:
+    """Return values as they are in a dtype: the largest for those beyond its range."""
+    limited = np.clip(values, *FINITE_RANGES.get(dtype, FINITE_RANGES["F32"])).astype(np.float32)
+    return to_float32(convert(limited.view(np.uint8), "F32", dtype), dtype)
+
+
 @dataclass(frozen=True, eq=False)
 class FoldedGain:
     """A norm's gain with the factors of its readers.
@@ -89,21 +116,23 @@ class FoldedGain:
     columns: Floats
 
 
-def folded_gain(weight: Floats, columns: Floats, *, zero_centred: bool, exact: bool) -> FoldedGain:
+def folded_gain(weight: Floats, columns: Floats, *, zero_centred: bool, exact: bool, dtype: str) -> FoldedGain:
     """Divide a gain by the factors of its readers.
 
     weight: the norm's weight, [channels]
     columns: the factors that are wanted, [channels]
     zero_centred: the gain is 1 + weight
     exact: the factors are powers of two, and the gain is divided without rounding
+    dtype: the dtype that the weight is stored in
     """
     gain = weight.astype(np.float64) + zero_centred
     if exact:
         return FoldedGain((gain / columns).astype(np.float32), columns)
     wanted = rounded_to_8_bits((gain / columns).astype(np.float32))
-    stored = rounded_to_8_bits(wanted - np.float32(1)) if zero_centred else wanted
+    rounded = rounded_to_8_bits(wanted - np.float32(1)) if zero_centred else wanted
+    stored = _stored(rounded, dtype)
     computed = stored.astype(np.float64) + zero_centred
-    usable = (computed != 0) & np.isfinite(computed) & (np.sign(computed) == np.sign(gain))
+    usable = (computed != 0) & _is_in_range(rounded, dtype) & (np.sign(computed) == np.sign(gain))
     with np.errstate(divide="ignore", invalid="ignore"):
         factors = np.where(usable, gain / computed, 1.0).astype(np.float32)
     return FoldedGain(np.where(usable, stored, weight).astype(np.float32), factors)

@@ -22,12 +22,14 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.dtypes import from_float32, to_float32
 from pqweights.errors import SourceError
+from pqweights.folding.digest import digest_of
 from pqweights.folding.factors import (
     SMALLEST_GAIN,
     Factors,
     FoldedGain,
     factors_of,
     folded_gain,
+    keeping_bits,
 )
 from pqweights.folding.folded import FoldedTensor, TensorFactors
 from pqweights.folding.inputs import mean_squares
@@ -117,6 +119,7 @@ class Fold:
         self._norms = {link.norm: number for number, link in enumerate(self.structure.links) if link.norm}
         self._known: dict[int, _LinkFactors] = {}
         self._gains: dict[str, Floats] = {}  # the weights of norms
+        self._biases: dict[str, Floats] = {}
         self._lock = threading.Lock()
         self._factors = functools.lru_cache(maxsize=KEPT_TENSORS)(self._new_factors)
 
@@ -167,8 +170,8 @@ class Fold:
 
     @property
     def _gain_bytes(self) -> int:
-        """The memory that the weights of norms take."""
-        return sum(4 * element_count(self._tensors[norm]) for norm in self._norms_read)
+        """The memory that the weights of norms and biases take."""
+        return sum(4 * element_count(self._tensors[name]) for name in [*self._norms_read, *self._biases_read])
 
     @property
     def _norms_read(self) -> list[str]:
@@ -176,6 +179,11 @@ class Fold:
         links = self.structure.links
         read = [norm for link in links for norm in (link.norm, link.input_norm and link.input_norm[0]) if norm]
         return list(dict.fromkeys(read))
+
+    @property
+    def _biases_read(self) -> list[str]:
+        """The biases that factors must keep the bits of."""
+        return list(dict.fromkeys(side.tensor for link in self.structure.links for side in link.vectors))
 
     @property
     def disk_bytes(self) -> int:
@@ -234,6 +242,7 @@ class Fold:
             for number, sizes in run.run(self.original.tensors, missing, plain=self._plain):
                 self._known[number] = known = self._decided(self.structure.links[number], sizes)
                 stream.write(known.line(number))
+                stream.flush()  # a kill must not cost what is known
 
     def close(self) -> None:
         """Free what was held for reading; by default nothing is."""
@@ -244,30 +253,55 @@ class Fold:
         """The memory that each thread takes besides what an unfolded run takes."""
         return 0
 
-    def check_norms(self, master: Checkpoint) -> None:
-        """Check that a master that was folded has the norms of this fold, which was found again for its original.
+    def digest(self) -> str:
+        """Return the digest of all factors, see digest_of. `measure` must have been called."""
+        names = (tensor.name for tensor in self.original.tensors if self._touches(tensor.name))
+        return digest_of((name, self.factors(name)) for name in names)
 
-        Raises SourceError if it has others: the values of the original would not fit to them.
+    def check_master(self, master: Checkpoint, digest: str | None) -> None:
+        """Check that a master was folded with the factors of this fold, which was found again for its original.
+
+        digest: that of the master's factors; None for a master of a version that did not write it, of which only the
+            norms can be compared
+
+        Raises SourceError if its factors are others: the values of the original would not fit to its plain tensors.
         """
-        for tensor in master.tensors:
-            if tensor.name in self._norms:
-                found = self.factors(tensor.name).values
-                expected = self._gains[tensor.name] if found is None else found
-                if not np.array_equal(_values(tensor), expected):
-                    raise SourceError(
-                        f"--source: the factors for {tensor.name} are not those that the master was folded with, by "
-                        "another version of pqweights; leave out --source, or quantize again"
-                    )
+        if digest is None:
+            others = [tensor.name for tensor in master.tensors if self._is_other_norm(tensor)]
+        else:
+            others = [] if digest == self.digest() else ["its tensors"]
+        if others:
+            raise SourceError(
+                f"--source: the factors for {others[0]} are not those that the master was folded with, by another "
+                "version of pqweights; leave out --source, or quantize again"
+            )
+
+    def _is_other_norm(self, tensor: LogicalTensor) -> bool:
+        """Whether a tensor of a folded master is a norm with another gain than this fold gives it."""
+        if tensor.name not in self._norms:
+            return False
+        found = self.factors(tensor.name).values
+        return not np.array_equal(_values(tensor), self._gains[tensor.name] if found is None else found)
 
     def _read_gains(self) -> None:
-        """Read the norms before files are fetched: one in another file would wait for room that nothing frees."""
+        """Read norms and biases before files are fetched: others would wait for room that nothing frees."""
         self._gains = {norm: self._norm_weight(norm) for norm in self._norms_read}
+        self._biases = {name: _values(self._tensors[name]) for name in self._biases_read}
 
     def _decided(self, link: Link, sizes: Sizes) -> _LinkFactors:
         measured = None if self._moments is None else mean_squares(link, self._moments)
         inputs = sizes.inputs if measured is None else np.where(np.isnan(measured), sizes.inputs, measured)
         found = factors_of(np.sqrt(inputs), np.sqrt(sizes.weights), powers_of_two=link.exact)
+        if link.exact and link.matrices == 1:
+            columns = keeping_bits(found.columns[0], self._plain_vectors(link))
+            found = Factors(columns[None], found.gain)
         return _LinkFactors.of(found)
+
+    def _plain_vectors(self, link: Link) -> list[tuple[Floats, str]]:
+        """Return the gain and the biases of a link, [channels], each with the dtype that it is stored in."""
+        vectors = [(self._biases[s.tensor][s.first : s.first + s.count], s.tensor) for s in link.vectors]
+        vectors += [] if link.norm is None else [(self._gains[link.norm], link.norm)]
+        return [(values, self._tensors[name].plain_dtype) for values, name in vectors]
 
     def _gain(self, norm: str, zero_centred: bool) -> Doubles:
         """Return the absolute gain of a norm, [channels]."""
@@ -330,7 +364,13 @@ class Fold:
         link, columns = self.structure.links[number], self._known[number].factors
         if columns is None or link.norm is None:
             return None
-        return folded_gain(self._gains[link.norm], columns[0], zero_centred=link.zero_centred, exact=link.exact)
+        return folded_gain(
+            self._gains[link.norm],
+            columns[0],
+            zero_centred=link.zero_centred,
+            exact=link.exact,
+            dtype=self._tensors[link.norm].plain_dtype,
+        )
 
 
 def _values(tensor: LogicalTensor) -> Floats:

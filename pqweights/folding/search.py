@@ -25,6 +25,8 @@ from pqweights.planning.roles import classify, is_of_other_senses
 
 _HEADS = ("lm_head", "model.lm_head", "language_model.lm_head")
 
+_NARROW = "a weight stays plain in float16, whose range factors may leave"
+
 
 def find_links(config: Mapping[str, Any] | None, tensors: Sequence[LogicalTensor], *, plain: Collection[str]) -> Links:
     """Return the vectors of a model.
@@ -138,6 +140,8 @@ class _LinkSearch:
             reason = "all that reads the norm stays plain"
         elif norm.zero_centred and (plain or norm.bias is not None):
             reason = "the norm stores its gain minus 1, which no power of two multiplies, and a reader stays plain"
+        elif any(reader.name in plain and reader.plain_dtype == "F16" for reader in readers):
+            reason = _NARROW
         if reason:
             self.left[reason].append(norm.name)
             return
@@ -191,6 +195,9 @@ class _LinkSearch:
             return
         if columns.name in self._plain:
             self.left["the weight that reads it stays plain"].append(name)
+            return
+        if rows.name in self._plain and rows.plain_dtype == "F16":
+            self.left[_NARROW].append(name)
             return
         sides = self._sides(rows, columns, pair)
         if sides is None:

@@ -24,8 +24,8 @@ from pqweights.measure.calibrate import HELD_BACK_OF, CalibrationOptions, calibr
 from pqweights.measure.recording import LoadedModel, places_of_shape
 from pqweights.measure.unfinished import Unfinished, inputs_of, open_unfinished
 from pqweights.notices import slow_step
+from pqweights.planning.calibration_json import MOMENTS
 from pqweights.planning.moments_file import (
-    MOMENTS_VERSION,
     InputVector,
     WeightInputs,
     header_of,
@@ -138,7 +138,7 @@ def calibrate_moments(
         job = _prepare(source, out, text, options=options, progress=progress)
     asked = inputs_of(
         job.checkpoint,
-        recipe={"moments": MOMENTS_VERSION},
+        recipe={"moments": MOMENTS.version},
         text=text,
         windows=job.windows,
         dtype=options.dtype,

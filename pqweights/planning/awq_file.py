@@ -27,12 +27,11 @@ from pqweights.checkpoint.source import Checkpoint, open_local, read_header
 from pqweights.checkpoint.writer import sha256_of_file, write_whole
 from pqweights.codecs.protocol import exact_rate
 from pqweights.dtypes import to_float32
-from pqweights.errors import PqweightsError, SourceError
+from pqweights.errors import SourceError
+from pqweights.planning.calibration_json import SCALES
 from pqweights.planning.plan import QUANTIZE, TensorPlan
-from pqweights.strict_json import Fields, parse_json
+from pqweights.strict_json import Fields
 
-METADATA_KEY = "pqweights_awq"
-AWQ_VERSION = 1
 # A safetensors file of ours holds at least one tensor: this empty one if no weight is scaled.
 NO_SCALES = "no_weight_is_scaled"
 
@@ -74,7 +73,7 @@ class AwqScales:
         self.file.storage.read_into(stored.file, stored.offset, raw)
         values = to_float32(raw, "F16")
         if not (np.isfinite(values) & (values >= SMALLEST_SCALE)).all():
-            raise _damaged(self.path, f"{stored.name!r}: expected finite scales from {SMALLEST_SCALE} on")
+            raise SCALES.damaged(self.path, f"{stored.name!r}: expected finite scales from {SMALLEST_SCALE} on")
         return raw
 
     def check(self, checkpoint: Checkpoint, tensors: Sequence[TensorPlan]) -> None:
@@ -90,7 +89,7 @@ class AwqScales:
             tensor = planned.get(name)
             shape = () if tensor is None else tensor.shape
             if len(shape) < 2 or not math.prod(shape) or self._stored[awq_name(name)].shape != scale_shape(shape):
-                raise _damaged(self.path, f"{name!r}: expected scales for a weight of the checkpoint")
+                raise SCALES.damaged(self.path, f"{name!r}: expected scales for a weight of the checkpoint")
             assert tensor is not None
             if (tensor.codec, tensor.bits) != (codec, bits) and not self.any_codec:
                 now = f"{tensor.codec} at {tensor.bits} bits" if tensor.action == QUANTIZE else "nothing (it is kept)"
@@ -111,13 +110,13 @@ def open_awq(path: Path, any_codec: bool = False) -> AwqScales:
     file = open_local(path)
     (name,) = file.weight_files
     _, metadata = read_header(file.storage, name)
-    about = _metadata_fields(path, metadata)
+    about = SCALES.fields(path, metadata)
     checkpoint, searched = about.text("checkpoint"), _searched(about)
     stored = {part.name.removesuffix(AWQ_SUFFIX): part for part in file.stored}
     if stored.keys() != searched.keys() and (searched or stored.keys() != {NO_SCALES}):
-        raise _damaged(path, "its metadata does not describe its tensors")
+        raise SCALES.damaged(path, "its metadata does not describe its tensors")
     if any(part.dtype != "F16" for part in stored.values()):
-        raise _damaged(path, "expected float16 scales")
+        raise SCALES.damaged(path, "expected float16 scales")
     return AwqScales(
         path=path,
         file=file,
@@ -126,24 +125,6 @@ def open_awq(path: Path, any_codec: bool = False) -> AwqScales:
         checkpoint=checkpoint,
         searched=searched,
     )
-
-
-def _metadata_fields(path: Path, metadata: Mapping[str, str]) -> Fields:
-    """Return the JSON in the metadata of a file of scales, of this version."""
-
-    def wrong(key: str, expected: str, found: Any) -> PqweightsError:
-        return _damaged(path, f"{key}: expected {expected}, found {str(found)[:80]!r}")
-
-    try:
-        value = parse_json(metadata[METADATA_KEY].encode("utf-8", "surrogatepass"))
-    except (KeyError, ValueError):
-        value = None
-    if not isinstance(value, dict):
-        raise SourceError(f"{path}: expected scales that pqweights calibrate wrote, found another file")
-    version = value.get("version")
-    if type(version) is not int or version != AWQ_VERSION:
-        raise SourceError(f"{path}: version: expected {AWQ_VERSION}, found {version!r}; a newer pqweights may read it")
-    return Fields(value, wrong)
 
 
 def _searched(about: Fields) -> dict[str, tuple[str, float]]:
@@ -176,11 +157,7 @@ def write_awq(
     """
     specs = [TensorSpec(awq_name(name), "F16", values.shape) for name, values in scales.items()]
     specs = specs or [TensorSpec(NO_SCALES + AWQ_SUFFIX, "F16", (0,))]
-    entry = {"version": AWQ_VERSION, "checkpoint": checkpoint, **about, "weights": weights}
-    metadata = {"format": "pt", METADATA_KEY: json.dumps(entry, ensure_ascii=False)}
+    entry = {"version": SCALES.version, "checkpoint": checkpoint, **about, "weights": weights}
+    metadata = {"format": "pt", SCALES.key: json.dumps(entry, ensure_ascii=False)}
     pieces = (values.astype("<f2").tobytes() for values in scales.values())
     write_whole(path.absolute().parent, path, itertools.chain([encode_header(specs, metadata)], pieces))
-
-
-def _damaged(path: Path, what: str) -> SourceError:
-    return SourceError(f"{path}: damaged: {what}; run pqweights calibrate again")

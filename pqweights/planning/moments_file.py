@@ -21,14 +21,13 @@ import numpy.typing as npt
 from pqweights.checkpoint.header import StoredTensor, TensorSpec, encode_header
 from pqweights.checkpoint.source import Checkpoint, open_local, read_header
 from pqweights.checkpoint.writer import sha256_of_file, write_whole
-from pqweights.errors import PqweightsError, SourceError
+from pqweights.errors import SourceError
 from pqweights.kernels import HADAMARD_SIZE
-from pqweights.strict_json import Fields, parse_json
+from pqweights.planning.calibration_json import MOMENTS
+from pqweights.strict_json import Fields
 
 Floats = npt.NDArray[np.float32]
 
-METADATA_KEY = "pqweights_moments"
-MOMENTS_VERSION = 1
 # Rows of a matrix of moments that are read together: rotating takes whole blocks of them.
 STRIP_ROWS = HADAMARD_SIZE
 
@@ -106,7 +105,9 @@ class Moments:
             count = min(STRIP_ROWS, size - first)
             strip = self._read(f"inputs.{vector}.moments", first * size, count * size).reshape(count, size)
             if (np.diagonal(strip, first) < 0).any():
-                raise _damaged(self.path, f"inputs.{vector}.moments: expected means of squares, found a negative one")
+                raise MOMENTS.damaged(
+                    self.path, f"inputs.{vector}.moments: expected means of squares, found a negative one"
+                )
             if columns is not None:
                 strip = strip / columns / columns[first : first + count, None]
             if rotated:
@@ -122,7 +123,7 @@ class Moments:
         name = f"inputs.{vector}.moments"
         result = np.array([self._read(name, place * (size + 1), 1)[0] for place in range(size)], dtype=np.float32)
         if (result < 0).any():
-            raise _damaged(self.path, f"{name}: expected means of squares, found a negative one")
+            raise MOMENTS.damaged(self.path, f"{name}: expected means of squares, found a negative one")
         return result
 
     def held_back(self, vector: int, *, rotated: bool = False, columns: Floats | None = None) -> Floats:
@@ -140,7 +141,7 @@ class Moments:
         self.file.storage.read_into(stored.file, stored.offset + start * 4, raw)
         values = raw.view("<f4")
         if not np.isfinite(values).all():
-            raise _damaged(self.path, f"{name}: expected finite numbers, found a NaN or an infinity")
+            raise MOMENTS.damaged(self.path, f"{name}: expected finite numbers, found a NaN or an infinity")
         return values
 
 
@@ -163,11 +164,11 @@ def open_moments(path: Path) -> Moments:
     file = open_local(path)
     (name,) = file.weight_files
     stored, metadata = read_header(file.storage, name)
-    about = _metadata_fields(path, metadata)
+    about = MOMENTS.fields(path, metadata)
     by_name = {part.name: part for part in stored}
     vectors = tuple(_vector(path, entry, number, by_name) for number, entry in enumerate(about.objects("inputs")))
     if len(by_name) != 2 * len(vectors):
-        raise _damaged(path, "its metadata does not describe its tensors")
+        raise MOMENTS.damaged(path, "its metadata does not describe its tensors")
     return Moments(
         path=path,
         file=file,
@@ -179,34 +180,13 @@ def open_moments(path: Path) -> Moments:
     )
 
 
-def _metadata_fields(path: Path, metadata: Mapping[str, str]) -> Fields:
-    """Return the JSON in the metadata of a file of moments, of this version."""
-
-    def wrong(key: str, expected: str, found: Any) -> PqweightsError:
-        return _damaged(path, f"{key}: expected {expected}, found {str(found)[:80]!r}")
-
-    try:
-        value = parse_json(metadata[METADATA_KEY].encode("utf-8", "surrogatepass"))
-    except (KeyError, ValueError):
-        value = None
-    if not isinstance(value, dict):
-        found = "scales, which calibrate writes without --moments" if "pqweights_awq" in metadata else "another file"
-        raise SourceError(f"{path}: expected moments that pqweights calibrate --moments wrote, found {found}")
-    version = value.get("version")
-    if type(version) is not int or version != MOMENTS_VERSION:
-        raise SourceError(
-            f"{path}: version: expected {MOMENTS_VERSION}, found {version!r}; a newer pqweights may read it"
-        )
-    return Fields(value, wrong)
-
-
 def _vector(path: Path, entry: Fields, number: int, stored: Mapping[str, StoredTensor]) -> InputVector:
     moments, held_back = (stored.get(f"inputs.{number}.{part}") for part in ("moments", "held_back"))
     if moments is None or held_back is None or len(moments.shape) != 2 or {moments.dtype, held_back.dtype} != {"F32"}:
-        raise _damaged(path, f"expected inputs.{number} as two float32 matrices")
+        raise MOMENTS.damaged(path, f"expected inputs.{number} as two float32 matrices")
     size = moments.shape[1]
     if moments.shape != (size, size) or len(held_back.shape) != 2 or held_back.shape[1] != size or not size:
-        raise _damaged(path, f"inputs.{number}: expected moments [K, K] and rows [n, K]")
+        raise MOMENTS.damaged(path, f"inputs.{number}: expected moments [K, K] and rows [n, K]")
     return InputVector(
         size=size, tokens=entry.count("tokens"), held_back=held_back.shape[0], windows=entry.count("windows")
     )
@@ -220,7 +200,7 @@ def _weights(path: Path, about: Fields, vectors: int) -> dict[str, WeightInputs]
         if not isinstance(found, list) or not all(
             number is None or (type(number) is int and 0 <= number < vectors) for number in found
         ):
-            raise _damaged(path, f"{name!r}: expected numbers of its inputs")
+            raise MOMENTS.damaged(path, f"{name!r}: expected numbers of its inputs")
         result[name] = WeightInputs(vectors=tuple(found), transposed=entry.flag("transposed"))
     return result
 
@@ -228,14 +208,14 @@ def _weights(path: Path, about: Fields, vectors: int) -> dict[str, WeightInputs]
 def header_of(vectors: Sequence[InputVector], about: Mapping[str, Any], weights: Mapping[str, WeightInputs]) -> bytes:
     """Return the header of a file of moments. about: how they were found, with the fingerprint as `checkpoint`."""
     entry = {
-        "version": MOMENTS_VERSION,
+        "version": MOMENTS.version,
         **about,
         "inputs": [{"tokens": each.tokens, "windows": each.windows} for each in vectors],
         "weights": {
             name: {"inputs": list(each.vectors), "transposed": each.transposed} for name, each in weights.items()
         },
     }
-    return encode_header(specs_of(vectors), {"format": "pt", METADATA_KEY: json.dumps(entry, ensure_ascii=False)})
+    return encode_header(specs_of(vectors), {"format": "pt", MOMENTS.key: json.dumps(entry, ensure_ascii=False)})
 
 
 def specs_of(vectors: Sequence[InputVector]) -> list[TensorSpec]:
@@ -260,7 +240,3 @@ def write_moments(path: Path, header: bytes, data: Iterable[bytes]) -> None:
 def _chained(header: bytes, data: Iterable[bytes]) -> Iterator[bytes]:
     yield header
     yield from data
-
-
-def _damaged(path: Path, what: str) -> SourceError:
-    return SourceError(f"{path}: damaged: {what}; run pqweights calibrate --moments again")

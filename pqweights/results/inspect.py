@@ -64,7 +64,7 @@ class Inspection:
         }
         return {
             "kind": self.manifest.kind,
-            **self.manifest.made_by,
+            **self.manifest.account,
             "totals": self.totals.to_json() | measured,
             "tensors": [tensor.to_json() for tensor in self.tensors],
         }

@@ -208,7 +208,14 @@ def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], workspace: Wor
     with storage.fetching(workspace.fetched, dict.fromkeys(task.plan.companions, 1)):
         files = _write_small_files(task, records, workspace)
         fingerprint = task.checkpoint.fingerprint()
-    manifest = Manifest(identity=task.identity, source_fingerprint=fingerprint, records=records, files=files)
+    fold = task.transform.fold
+    manifest = Manifest(
+        identity=task.identity,
+        source_fingerprint=fingerprint,
+        records=records,
+        files=files,
+        factors=None if fold is None else fold.digest(),
+    )
     write_whole(workspace.folder, task.out / MANIFEST_FILE, manifest.to_pieces())
     sync_folder(task.out)
     workspace.finish()

@@ -41,6 +41,8 @@ MANIFEST_VERSION = 2
 TENSOR_HASHES: dict[int, TensorHash] = {1: SHA256, MANIFEST_VERSION: HASH_OF_PIECES}
 # The key of a transform's account of itself (Transform.describe) that tells which kind of result it makes.
 KINDS = {"recipe": "master", "target": "export"}
+# The key of the digest of factors in what a manifest says of a fold.
+FACTORS_KEY = "factors_sha256"
 # The manifest's own keys. Every other key belongs to the account.
 OWN_KEYS = frozenset(
     {
@@ -70,6 +72,7 @@ class Manifest:
     source_fingerprint: that of the checkpoint that was read (Checkpoint.fingerprint)
     records: what was measured of each tensor, in the order of identity.tensors
     files: the files without tensors, by name
+    factors: the digest of the factors of a fold; None without one, and in manifests of earlier versions
     version: that of the format; new manifests have the latest
     """
 
@@ -77,6 +80,7 @@ class Manifest:
     source_fingerprint: str
     records: tuple[TensorRecord, ...]
     files: dict[str, FileRecord]
+    factors: str | None = None
     version: int = MANIFEST_VERSION
 
     @property
@@ -106,6 +110,13 @@ class Manifest:
         return self.identity.made_by
 
     @property
+    def account(self) -> dict[str, Any]:
+        """What it says of how the result was made: `made_by`, and what was only known once it was made."""
+        if self.factors is None:
+            return self.made_by
+        return self.made_by | {"fold": self.made_by["fold"] | {FACTORS_KEY: self.factors}}
+
+    @property
     def tensors(self) -> tuple[TensorPlan, ...]:
         """What became of each tensor, see RunIdentity."""
         return self.identity.tensors
@@ -132,7 +143,7 @@ class Manifest:
         return {
             "manifest_version": self.version,
             "kind": identity.kind,
-            **identity.made_by,
+            **self.account,
             "source": {**origin, "bytes": identity.source_bytes, "fingerprint": self.source_fingerprint},
             **({"model": identity.model} if identity.model else {}),
             **({"master": identity.master} if identity.master else {}),
@@ -246,9 +257,10 @@ def _parse(fields: Fields, version: int) -> Manifest:
     entries = [_parse_tensor(entry, hash_key) for entry in fields.objects("tensors")]
     files = fields.fields("files")
     source = fields.fields("source")
+    made_by, factors = _parse_account(fields)
     identity = RunIdentity(
         kind=_parse_kind(fields),
-        made_by={key: fields.raw(key) for key in fields if key not in OWN_KEYS},
+        made_by=made_by,
         source_bytes=source.count("bytes"),
         max_shard_bytes=_parse_shard_bytes(fields),
         tensors=tuple(tensor for tensor, _ in entries),
@@ -267,8 +279,19 @@ def _parse(fields: Fields, version: int) -> Manifest:
             for name in fields.mapping("files")
             for record in [files.fields(name)]
         },
+        factors=factors,
         version=version,
     )
+
+
+def _parse_account(fields: Fields) -> tuple[dict[str, Any], str | None]:
+    """Return the transform's account of itself, and the digest of factors that stands in what it says of a fold."""
+    made_by = {key: fields.raw(key) for key in fields if key not in OWN_KEYS}
+    fold = made_by.get("fold")
+    if not isinstance(fold, dict) or FACTORS_KEY not in fold:
+        return made_by, None
+    made_by["fold"] = {key: value for key, value in fold.items() if key != FACTORS_KEY}
+    return made_by, fields.fields("fold").text(FACTORS_KEY)
 
 
 def _parse_kind(fields: Fields) -> str:

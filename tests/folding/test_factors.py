@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 from folding_models import CONFIG, HEAD, KEY_HEADS, LAYERS, Floats, columns_of, folded_values, llama_tensors, measured
-from helpers import Tensor, as_float32, f32, folder_bytes, run_command, write_checkpoint
+from helpers import Tensor, as_float32, f16, f32, folder_bytes, read_all, run_command, write_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pqweights.checkpoint.source import open_local
 from pqweights.errors import PqweightsError, SourceError
 from pqweights.folding import fold as folds
 from pqweights.folding import sizes
-from pqweights.folding.factors import LARGEST_FACTOR, factors_of, folded_gain, rounded_to_8_bits
+from pqweights.folding.factors import LARGEST_FACTOR, factors_of, folded_gain, keeping_bits, rounded_to_8_bits
+from pqweights.folding.kinds import make_fold
 
 Doubles = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -145,11 +147,68 @@ def test_property_factors_minimize_the_expected_error() -> None:
 def test_property_a_folded_gain_keeps_the_product(weight: list[float], zero_centred: bool, seed: int) -> None:
     values = np.array(weight, dtype=np.float32)
     columns = rounded_to_8_bits(np.random.default_rng(seed).lognormal(0, 2, len(values)).astype(np.float32))
-    found = folded_gain(values, columns, zero_centred=zero_centred, exact=False)
+    found = folded_gain(values, columns, zero_centred=zero_centred, exact=False, dtype="BF16")
     gain = values.astype(np.float64) + zero_centred
     # A model multiplies by 1 + weight in float32.
     computed = (found.stored + np.float32(zero_centred)).astype(np.float64)
     assert np.allclose(computed * found.columns, gain, rtol=2.0**-22, atol=1e-37)
+
+
+# --- Plain tensors in float16 ----------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(-60000, 60000, width=16), min_size=1, max_size=40), st.booleans(), st.integers(0, 2**32 - 1))
+def test_property_a_gain_in_float16_keeps_the_product(weight: list[float], zero_centred: bool, seed: int) -> None:
+    values = np.array(weight, dtype=np.float32)
+    columns = rounded_to_8_bits(np.random.default_rng(seed).lognormal(0, 5, len(values)).astype(np.float32))
+    found = folded_gain(values, columns, zero_centred=zero_centred, exact=False, dtype="F16")
+    assert np.array_equal(found.stored.astype(np.float16), found.stored)
+    computed = (found.stored + np.float32(zero_centred)).astype(np.float64)
+    assert np.allclose(computed * found.columns, values.astype(np.float64) + zero_centred, rtol=2.0**-22, atol=1e-37)
+
+
+@given(st.lists(st.floats(-60000, 60000, width=16), min_size=1, max_size=40), st.integers(0, 2**32 - 1))
+def test_property_powers_of_two_keep_the_bits_of_float16(values: list[float], seed: int) -> None:
+    vector = np.array(values, dtype=np.float32)
+    columns = np.exp2(np.random.default_rng(seed).integers(-12, 13, len(vector))).astype(np.float32)
+    kept = keeping_bits(columns, [(vector, "F16")])
+    with np.errstate(over="ignore"):
+        alone = (vector / columns).astype(np.float16).astype(np.float32) * columns == vector
+    assert np.array_equal(kept, np.where(alone, columns, 1))
+
+
+def test_biases_and_gains_in_float16_lose_no_bits(tmp_path: Path) -> None:
+    """A bias that a factor makes subnormal or infinite keeps its channel unfolded; the others are folded."""
+    random = np.random.default_rng(4)
+    tensors = llama_tensors("F16")
+    for layer in range(LAYERS):
+        sizes = np.exp(random.uniform(-12, 12, KEY_HEADS * HEAD))
+        bias = (random.standard_normal(KEY_HEADS * HEAD) * sizes).clip(-6e4, 6e4)
+        tensors[f"model.layers.{layer}.self_attn.v_proj.bias"] = f16(bias.astype(np.float32))
+    source = checkpoint(tmp_path / "source", tensors)
+    run_command({"quantize": str(source), "fold": "equalize"}, tmp_path / "out")
+    stored, fold = read_all(tmp_path / "out"), measured(source, tmp_path / "work")
+    for layer in range(LAYERS):
+        name = f"model.layers.{layer}.self_attn.v_proj"
+        columns = columns_of(fold)[name][0]
+        before, after = (as_float32(each[f"{name}.bias"]).astype(np.float64) for each in (tensors, stored))
+        assert np.array_equal(after * columns, before)
+        assert (columns == 1).any() and len(set(columns)) > 4
+        norm = f"model.layers.{layer}.input_layernorm"
+        gains = [as_float32(each[f"{norm}.weight"]).astype(np.float64) for each in (tensors, stored)]
+        assert np.allclose(gains[1] * columns_of(fold)[norm][0], gains[0], rtol=2.0**-22, atol=0)
+
+
+def test_weight_that_stays_plain_in_float16_leaves_its_vector_alone(tmp_path: Path) -> None:
+    source = open_local(checkpoint(tmp_path / "source", llama_tensors("F16")))
+    fold = make_fold("equalize", source, plain=[GATE, "model.layers.0.self_attn.v_proj.weight"])
+    (reason,) = fold.structure.left
+    assert "float16" in reason
+    assert fold.structure.left[reason] == (
+        "model.layers.0.input_layernorm",
+        "model.layers.0.self_attn.v_proj",
+        "model.layers.1.post_attention_layernorm",
+    )
 
 
 # --- Channels that are dead, huge, or not finite ----------------------------------------------------------------------

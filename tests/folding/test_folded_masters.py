@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -10,10 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import done, refused
-from folding_models import columns_of, folded_values, llama
+from folding_models import columns_of, folded_values, llama, measured
 from helpers import as_float32, folder_bytes, master_weights, read_all, run_command
 
 from pqweights.checkpoint.source import open_local
+from pqweights.errors import SourceError
+from pqweights.evaluate.weight_errors import relative_mse
 from pqweights.folding import fold
 from pqweights.folding.folded import TensorFactors
 from pqweights.folding.kinds import make_fold
@@ -110,22 +113,69 @@ def test_decoded_weights_are_folded_without_rounding_them(folder: Path, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["equalize", "rotate"])
+@pytest.mark.parametrize("part", ["values", "rows", "columns"])
+@pytest.mark.parametrize("has_digest", [True, False])
 def test_original_is_refused_if_its_factors_are_not_those_of_the_master(
-    kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, part: str, has_digest: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if a later version found other ones: the norms of the master would not fit to the values of the original."""
+    """As if a later version found others; of masters that have no digest of them, only the norms can be compared."""
     run_command({"quantize": str(folder / "src"), "fold": kind}, tmp_path / "folded")
+    if not has_digest:
+        remove_digest(tmp_path / "folded")
     command = ("export", tmp_path / "folded", tmp_path / "out", "--target", "vllm-int4", "--source", folder / "src")
     other = fold.Fold.factors
 
     def changed(self: fold.Fold, tensor: str) -> TensorFactors:
         found = other(self, tensor)
-        return found if found.values is None else replace(found, values=found.values * np.float32(1.0078125))
+        values = getattr(found, part)
+        return found if values is None else replace(found, **{part: values * np.float32(1.0078125)})
 
-    with monkeypatch.context() as patch:
-        patch.setattr(fold.Fold, "factors", changed)
-        assert "not those that the master was folded with" in refused(*command)
+    if has_digest or part == "values":
+        with monkeypatch.context() as patch:
+            patch.setattr(fold.Fold, "factors", changed)
+            assert "not those that the master was folded with" in refused(*command)
     done(*command)
+
+
+def remove_digest(master: Path) -> None:
+    """Make the manifest of a folded master one of the first version that folded."""
+    manifest = json.loads((master / "pqweights.json").read_bytes())
+    del manifest["fold"]["factors_sha256"]
+    (master / "pqweights.json").write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def test_digest_of_factors_is_over_the_stated_fields(folder: Path, tmp_path: Path) -> None:
+    made = measured(folder / "src", tmp_path)
+    expected = hashlib.sha256()
+    for name in sorted(tensor.name for tensor in open_local(folder / "src").tensors):
+        factors = made.factors(name) if name in made.structure.notes else TensorFactors()
+        for part in ("rows", "columns", "values"):
+            numbers = getattr(factors, part)
+            if numbers is not None:
+                expected.update(json.dumps([name, part, list(numbers.shape)]).encode() + b"\n")
+                expected.update(numbers.astype("<f4").tobytes())
+    manifest = read_manifest(folder / "folded")
+    assert manifest.factors == expected.hexdigest()
+    assert json.loads((folder / "folded/pqweights.json").read_bytes())["fold"] == {
+        "kind": "equalize",
+        "vectors": 13,
+        "factors_sha256": manifest.factors,
+    }
+
+
+def test_master_without_the_digest_is_not_made_again(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "folded", tmp_path / "folded")
+    remove_digest(tmp_path / "folded")
+    before = folder_bytes(tmp_path / "folded")
+    run_command({"quantize": str(folder / "src"), "fold": "equalize"}, tmp_path / "folded")
+    assert folder_bytes(tmp_path / "folded") == before
+
+
+def test_errors_of_folded_weights_are_not_compared_with_unfolded_ones(folder: Path, tmp_path: Path) -> None:
+    done("export", folder / "folded", tmp_path / "out", "--target", "vllm-int4")
+    for result in (folder / "folded", tmp_path / "out"):
+        with pytest.raises(SourceError, match="found folded ones"):
+            relative_mse(folder / "src", result)
 
 
 def test_kept_reader_of_a_norm_gets_powers_of_two(folder: Path, tmp_path: Path) -> None:

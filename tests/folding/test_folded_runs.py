@@ -224,6 +224,7 @@ def test_plan_and_manifest_say_what_is_folded(source: Path, tmp_path: Path) -> N
     run_command(command(source), tmp_path / "out")
     manifest = read_manifest(tmp_path / "out")
     assert manifest.made_by["fold"] == {"kind": "equalize", "vectors": LINKS}
+    assert manifest.account["fold"] == {**manifest.made_by["fold"], "factors_sha256": manifest.factors}
     folded = {record.name: record.folded for record in manifest.records}
     assert folded[f"{prefix}.mlp.up_proj.weight"] == (
         f"{prefix}.post_attention_layernorm",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -125,4 +126,8 @@ def test_export_cannot_rotate_where_the_embedding_stays_plain(folder: Path, tmp_
     command = {"export": str(tmp_path / "master"), "target": "vllm-int4", "group_size": 32, "fold": ROTATE}
     report = run_command(command, tmp_path / "int4")
     assert any("cannot be rotated" in warning for warning in report.warnings)
-    assert json.loads((tmp_path / "int4" / "pqweights.json").read_bytes())["fold"] == {"kind": ROTATE, "block": 0}
+    assert json.loads((tmp_path / "int4" / "pqweights.json").read_bytes())["fold"] == {
+        "kind": ROTATE,
+        "block": 0,
+        "factors_sha256": hashlib.sha256().hexdigest(),  # no factors
+    }

@@ -196,7 +196,7 @@ EXPORT_CASES = [
     ),
     exporting(
         "moments-as-scales",
-        {"quantize src out --awq m.safetensors": ("m.safetensors", "expected scales", "another file")},
+        {"quantize src out --awq m.safetensors": ("m.safetensors", "expected scales", "found moments")},
         damage=moments(),
     ),
     exporting(

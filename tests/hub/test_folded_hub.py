@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +14,15 @@ import hub_cases
 import pytest
 from folding_models import llama
 from helpers import folder_bytes
-from hub_cases import SOURCE, files_of
-from loopback_hub import LoopbackHub
+from hub_cases import RUN, SOURCE, files_of
+from loopback_hub import Fault, LoopbackHub, Stall
+
+from pqweights.checkpoint.names import FACTORS_FILE, WORK_FOLDER
 
 pytest.importorskip("huggingface_hub")
+
+LINKS = 13
+STALL_AT = 20_000
 
 
 @pytest.fixture
@@ -45,6 +54,45 @@ def test_norms_in_other_files_than_their_readers_are_found(
     assert done.returncode == 0, done.stderr
     assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "expected")
     assert tensors_of(tmp_path / "out") == tensors_of(tmp_path / "expected")
+
+
+def kill_at(hub: LoopbackHub, home: Path, shard: int, *, after: int, command: list[str]) -> None:
+    """Run a command until a request for a shard stalls, the one after the first `after`, and kill it there."""
+    hub.inject(Fault(Stall(100, at=STALL_AT), "GET", rf"resolve/.*-0000{shard}-of", after=after))
+    process = subprocess.Popen([sys.executable, str(RUN), *command], env=hub.environment(home), stderr=subprocess.PIPE)
+    try:
+        end = time.monotonic() + 60
+        while not any(request.fault and request.bytes_sent == STALL_AT for request in hub.requests):
+            assert time.monotonic() < end and process.poll() is None, "no request stalled"
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.communicate()
+        hub.clear_faults()
+
+
+@pytest.mark.parametrize(("after", "lines"), [(1, range(1, LINKS)), (2, range(LINKS, LINKS + 1))])
+def test_killed_low_disk_run_continues(after: int, lines: range, hub: LoopbackHub, tmp_path: Path) -> None:
+    """Killed while the pass that measures fetches a shard, and while the pass that quantizes does."""
+    folder, home, out = llama(tmp_path / "source", shards=6), tmp_path / "home", tmp_path / "out"
+    hub.commit(SOURCE, files_of(folder))
+    fold = ["--fold", "equalize", "--threads", "2"]
+    done = hub_cases.run(hub, home, "quantize", str(folder), str(tmp_path / "expected"), *fold)
+    assert done.returncode == 0, done.stderr
+    command = ["quantize", SOURCE, str(out), "--low-disk", "--quiet", *fold]
+    kill_at(hub, home, 4, after=after, command=command)
+    measured = (out / WORK_FOLDER / FACTORS_FILE).read_bytes()
+    assert measured.count(b"\n") in lines
+    sent = len(hub.requests)
+    done = hub_cases.run(hub, home, *command)
+    assert done.returncode == 0, done.stderr
+    # A request for the header of each shard, and one for each pass that needs it again.
+    again = Counter(request.path.rpartition("/")[2] for request in hub.requests[sent:])
+    assert [again[f"model-0000{shard}-of-00006.safetensors"] for shard in (2, 3, 4, 5)] == (
+        [2, 2, 3, 3] if after == 1 else [1, 1, 2, 2]
+    )
+    assert bytes_of(out) == bytes_of(tmp_path / "expected")
+    assert tensors_of(out) == tensors_of(tmp_path / "expected")
 
 
 def test_folded_master_is_pushed_and_read_again(hub: LoopbackHub, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from pqweights.errors import MasterError, OutputError, PqweightsError, SourceErr
 from pqweights.measure import recording, scale_search
 from pqweights.measure.activations import WeightPlace
 from pqweights.measure.scale_search import Inputs, Matrix, output_errors, search
-from pqweights.planning.awq_file import METADATA_KEY, NO_SCALES, open_awq, write_awq
+from pqweights.planning.awq_file import NO_SCALES, open_awq, write_awq
 from pqweights.planning.plan import QUANTIZE, TensorPlan
 from pqweights.results.inspect import inspect
 from pqweights.results.verify import verify
@@ -249,7 +249,7 @@ def wrong_files(source: Path, awq: Path) -> dict[str, Callable[[Path], None]]:
 
     def other(metadata: Any, tensors: dict[str, Tensor]) -> Callable[[Path], None]:
         text = metadata if isinstance(metadata, str) else json.dumps(metadata)
-        return lambda path: path.write_bytes(safetensors_bytes(tensors, {METADATA_KEY: text})) and None
+        return lambda path: path.write_bytes(safetensors_bytes(tensors, {"pqweights_awq": text})) and None
 
     good = {name + "_awq_scale": f16(values) for name, values in SCALES.items()}
     entry = {"version": 1, "checkpoint": fingerprint, "weights": searched()}
