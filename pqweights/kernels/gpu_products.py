@@ -31,13 +31,14 @@ from pqweights.kernels.products import InputBasis
 
 # Blocks that one program prepares. The interpreter's cost is per program, not per element.
 PREPARED_BLOCKS = 256 if INTERPRETED else 1
-# Blocks of a row of W that one program reads at a time: with 16 rows, 8 kB of codes of 4 bits.
-BLOCKS = 8
+# Blocks of a row of W that one program reads at a time: with 16 rows, 4 kB of codes of 4 bits.
+BLOCKS = 4
 # Rows of W that one program multiplies. More of them read the inputs less often; fewer leave no processor idle, if
 # there are this many programs. The tensor cores take 16.
 MOST_OUTPUTS, LEAST_OUTPUTS, ENOUGH_PROGRAMS = (1024, 256, 1) if INTERPRETED else (16, 4, 512)
 TILE = 16
-MULTIPLY_OPTIONS = {} if INTERPRETED else {"num_warps": 4}
+# No pipelining: the look-ups need what was just loaded, and many programs share a processor.
+MULTIPLY_OPTIONS = {} if INTERPRETED else {"num_warps": 4, "num_stages": 1}
 PREPARE_OPTIONS = {} if INTERPRETED else {"num_warps": 1}
 
 
