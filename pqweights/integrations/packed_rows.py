@@ -14,7 +14,9 @@ from torch import Tensor
 
 from pqweights.checkpoint import scales
 from pqweights.codecs.protocol import Coder, DamagedBlock, State
+from pqweights.codecs.scalar import ScalarCoder
 from pqweights.codecs.weight import block_count, damaged_error
+from pqweights.kernels import BLOCK_SIZE, BlockCoding
 from pqweights.kernels.reference import TORCH_DTYPES
 from pqweights.kernels.workers import scratch
 
@@ -126,6 +128,13 @@ class PackedRows:
         return replace(self, parts=parts, awq=awq, factor=replace(self.factor))
 
     @property
+    def coding(self) -> BlockCoding | None:
+        """How blocks were coded, for products with the codes; None if a row is not so many blocks of a scalar codec."""
+        if isinstance(self.coder, ScalarCoder) and self.columns % BLOCK_SIZE == 0 and self.offset == 0:
+            return self.coder.coding(self.state)
+        return None
+
+    @property
     def byte_count(self) -> int:
         """The size of parts and scales, in bytes; blocks that hold parts of two matrices of a stack count for both."""
         return sum(t.numel() * t.element_size() for t in (*self.parts, self.awq) if t is not None)
@@ -173,9 +182,7 @@ def look_up(matrix: Matrix, rows: Tensor, *, out: Tensor) -> None:
     out.copy_(decoded[places])
 
 
-def share(
-    work: Callable[[int, int], None], matrix: Matrix, *, device: torch.device, rows: int | None = None
-) -> None:
+def share(work: Callable[[int, int], None], matrix: Matrix, *, device: torch.device, rows: int | None = None) -> None:
     """Call work(start, stop) for runs that cover the rows: on the CPU in several threads, in runs that fit a cache.
 
     rows: how many there are; by default those of the matrix
