@@ -25,7 +25,7 @@ MOST_ROWS = 64
 def multiplies(matrix: Matrix, x: Tensor) -> bool:
     """Whether the product of a matrix with rows of inputs is computed from its codes; without triton it is not."""
     few = len(x) <= MOST_ROWS and x.dtype in NAMES and _has_triton()
-    return few and all(each.coding is not None and each.parts[0].device == x.device for each in matrix)
+    return few and all(each.parts[0].device == x.device and _product(each) is not None for each in matrix)
 
 
 def multiply(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -39,6 +39,7 @@ def multiply(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
     out = torch.empty(len(x), sum(each.rows for each in matrix), dtype=x.dtype, device=x.device)
     for each in matrix:
         product = _product(each)
+        assert product is not None
         here = slice(above, above + each.rows)
         part = None if bias is None else bias[here].contiguous()
         product.multiply(_inputs(x, product), out=out[:, here], bias=part, factor=each.factor.value)
@@ -52,26 +53,30 @@ def _has_triton() -> bool:
 
 
 # Rows that are copied or moved get products of their own.
-_products: WeakKeyDictionary[PackedRows, GpuProduct] = WeakKeyDictionary()
+_products: WeakKeyDictionary[PackedRows, GpuProduct | None] = WeakKeyDictionary()
 
 
-def _product(rows: PackedRows) -> GpuProduct:
-    """Return what multiplies these rows, made on first use."""
+def _product(rows: PackedRows) -> GpuProduct | None:
+    """Return what multiplies these rows, made on first use; None if they have to be decoded."""
+    if rows not in _products:
+        _products[rows] = _make_product(rows)
+    return _products[rows]
+
+
+def _make_product(rows: PackedRows) -> GpuProduct | None:
+    """Return the product of rows that a scalar codec encoded in whole blocks."""
     from pqweights.kernels.gpu_products import GpuProduct
 
-    kept = _products.get(rows)
-    if kept is None:
-        coding = rows.coding
-        assert coding is not None
-        codes, norms = rows.parts
-        kept = _products[rows] = GpuProduct(
-            words=codes.view(torch.int32),
-            norms=norms.reshape(-1).view(torch.float16),
-            coding=coding,
-            outputs=rows.rows,
-            awq=rows.awq,
-        )
-    return kept
+    if rows.coding is None:
+        return None
+    codes, norms = rows.parts
+    return GpuProduct(
+        words=codes.view(torch.int32),
+        norms=norms.reshape(-1).view(torch.float16),
+        coding=rows.coding,
+        outputs=rows.rows,
+        awq=rows.awq,
+    )
 
 
 # --- inputs ---

@@ -182,7 +182,9 @@ def look_up(matrix: Matrix, rows: Tensor, *, out: Tensor) -> None:
     out.copy_(decoded[places])
 
 
-def share(work: Callable[[int, int], None], matrix: Matrix, *, device: torch.device, rows: int | None = None) -> None:
+def share(
+    work: Callable[[int, int], None], matrix: Matrix, *, device: torch.device, rows: int | None = None
+) -> None:
     """Call work(start, stop) for runs that cover the rows: on the CPU in several threads, in runs that fit a cache.
 
     rows: how many there are; by default those of the matrix
