@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv quantize fit int4 mlx vllm bf16 eval publish demo test test-fast lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-loading bench-quality bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bad-inputs docs docs-commands dist clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 eval publish demo test test-fast lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-loading bench-gpu bench-quality bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bad-inputs docs docs-commands dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -142,6 +142,9 @@ bench-exports: $(READY) ## errors of integer exports on real and heavy-tailed we
 bench-loading: $(READY) ## a master in transformers, packed and not: time and memory of loading, tokens per second
 	$(call BENCHMARK,loading) $(WORK) $(ARGS)
 	$(REPORT)
+
+bench-gpu: $(READY) ## products of packed weights on an NVIDIA GPU beside torch's BF16 (TORCH_INDEX: a CUDA build)
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 bench-quality: $(READY) ## MODELS="DIR ...": perplexity, KL and top-1 of masters with and without AWQ, the ablation, peers
 	$(call BENCHMARK,quality) $(MODELS) $(WORK) $(ARGS)

@@ -1,4 +1,7 @@
-"""Products of packed rows on the CPU: a few rows of inputs are multiplied with the codes, without decoding them."""
+"""Products of packed rows: a few rows of inputs are multiplied with the codes, without decoding them.
+
+Here is what belongs to the CPU; packed_products_gpu.py has the same two functions for tensors on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pqweights.codecs.scalar import ScalarCoder
+from pqweights.integrations import packed_products_gpu
 from pqweights.integrations.packed_rows import NAMES, Matrix, PackedRows
-from pqweights.kernels import BLOCK_SIZE
 from pqweights.kernels.product_task import MOST_ROWS
 from pqweights.kernels.products import InputBasis, Inputs, Product
 
@@ -23,6 +25,8 @@ def multiplies(matrix: Matrix, x: Tensor) -> bool:
 
     With more rows than a kernel takes, decoding and torch's own product are faster.
     """
+    if x.device.type == "cuda":
+        return packed_products_gpu.multiplies(matrix, x)
     few = len(x) <= MOST_ROWS and x.device.type == "cpu"
     return few and all(_product(each, x.dtype) is not None for each in matrix)
 
@@ -34,6 +38,8 @@ def multiply(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
     x: [rows, columns] BF16, F16 or F32
     bias: [outputs], if there is one
     """
+    if x.device.type == "cuda":
+        return packed_products_gpu.multiply(matrix, x, bias)
     x, outputs = x.contiguous(), sum(each.rows for each in matrix)
     out = torch.empty(len(x), outputs, dtype=x.dtype)
     floats = None if bias is None else bias.to(torch.float32).contiguous()
@@ -69,15 +75,14 @@ def _product(rows: PackedRows, dtype: torch.dtype) -> Product | None:
 
 def _make_product(rows: PackedRows, dtype: torch.dtype) -> Product | None:
     """Return the product of rows that a scalar codec encoded in whole blocks and that lie in the CPU's memory."""
-    coder = rows.coder
-    whole = rows.columns % BLOCK_SIZE == 0 and rows.offset == 0
-    if not (isinstance(coder, ScalarCoder) and whole and rows.parts[0].device.type == "cpu" and dtype in NAMES):
+    coding = rows.coding
+    if coding is None or rows.parts[0].device.type != "cpu" or dtype not in NAMES:
         return None
     codes, norms = (part.numpy() for part in rows.parts)
     return Product(
         codes,
         norms.reshape(-1).view(np.uint16),
-        coder.coding(rows.state),
+        coding,
         outputs=rows.rows,
         dtype=NAMES[dtype],
         awq=None if rows.awq is None else rows.awq.numpy(),

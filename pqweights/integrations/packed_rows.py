@@ -14,7 +14,9 @@ from torch import Tensor
 
 from pqweights.checkpoint import scales
 from pqweights.codecs.protocol import Coder, DamagedBlock, State
+from pqweights.codecs.scalar import ScalarCoder
 from pqweights.codecs.weight import block_count, damaged_error
+from pqweights.kernels import BLOCK_SIZE, BlockCoding
 from pqweights.kernels.reference import TORCH_DTYPES
 from pqweights.kernels.workers import scratch
 
@@ -124,6 +126,13 @@ class PackedRows:
         awq = None if self.awq is None else self.awq.to(device)
         parts = tuple(part.to(device) for part in self.parts)
         return replace(self, parts=parts, awq=awq, factor=replace(self.factor))
+
+    @property
+    def coding(self) -> BlockCoding | None:
+        """How blocks were coded, for products with the codes; None if a row is not so many blocks of a scalar codec."""
+        if isinstance(self.coder, ScalarCoder) and self.columns % BLOCK_SIZE == 0 and self.offset == 0:
+            return self.coder.coding(self.state)
+        return None
 
     @property
     def byte_count(self) -> int:

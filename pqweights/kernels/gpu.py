@@ -32,7 +32,7 @@ COMPILE_OPTIONS = {} if INTERPRETED else {"enable_fp_fusion": False, "num_warps"
 
 BF16, F16, F32 = (tl.constexpr(VALUE_DTYPES[name]) for name in ("BF16", "F16", "F32"))
 
-_launch = threading.Lock()  # Triton compiles on the first launch, which two threads must not do at once
+launching = threading.Lock()  # Triton compiles on the first launch, which two threads must not do at once
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _butterfly(x: tl.tensor, H: tl.constexpr, BLOCKS: tl.constexpr) -> tl.tensor
 
 
 @triton.jit
-def _hadamard(x: tl.tensor, BLOCKS: tl.constexpr) -> tl.tensor:
+def hadamard(x: tl.tensor, BLOCKS: tl.constexpr) -> tl.tensor:
     """x [BLOCKS, 128] f32 rotated, by the stages 1, 2, ..., 64."""
     for stage in tl.static_range(7):
         x = _butterfly(x, 1 << stage, BLOCKS)
@@ -60,7 +60,7 @@ def _tree_sum(x: tl.tensor, BLOCKS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _power_of_two(k: tl.tensor) -> tl.tensor:
+def power_of_two(k: tl.tensor) -> tl.tensor:
     """2**k in f64, for k (i32) from -1022 to 1023."""
     return ((k.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
 
@@ -129,8 +129,8 @@ def _prescaled(x: tl.tensor, BLOCKS: tl.constexpr) -> tl.tensor:
     exponent = ((largest.to(tl.int64, bitcast=True) >> 52) - 1023).to(tl.int32)
     k = tl.where(safe | (largest_bits == 0) | (finite == 0), 0, exponent)
     half = tl.where(k < 0, -(-k // 2), k // 2)
-    first = _power_of_two(-half).to(tl.float32)
-    second = _power_of_two(half - k).to(tl.float32)
+    first = power_of_two(-half).to(tl.float32)
+    second = power_of_two(half - k).to(tl.float32)
     x = x * first[:, None] * second[:, None]
     return x, _tree_sum(x * x, BLOCKS), k, finite
 
@@ -181,7 +181,7 @@ def _encode(
     x, squares, k, finite = _prescaled(x * tl.load(signs + j)[None, :], BLOCKS)
     radius = tl.sqrt_rn(squares)
     inverse = tl.where(radius > 0, tl.div_rn(tl.full([BLOCKS], 1.0, tl.float32), radius), 0.0)
-    z = _hadamard(x, BLOCKS) * inverse[:, None]
+    z = hadamard(x, BLOCKS) * inverse[:, None]
     q = _nearest(z, thresholds, BITS, BLOCKS)
     c = tl.load(levels + q)
     projection = _tree_sum(z * c, BLOCKS)
@@ -189,12 +189,12 @@ def _encode(
     residual = _tree_sum((z - c) * (z - c), BLOCKS)
     norm = radius * tl.div_rn(projection, level_energy)
 
-    two_to_k = _power_of_two(k)
+    two_to_k = power_of_two(k)
     exact = norm.to(tl.float64) * two_to_k
-    stored = (exact * _power_of_two(-norm_exponent)).to(tl.float32).to(tl.float16)
+    stored = (exact * power_of_two(-norm_exponent)).to(tl.float32).to(tl.float16)
     energy = squares.to(tl.float64) * two_to_k * two_to_k
     length = tl.where(radius > 0, radius.to(tl.float64) * two_to_k, 1.0)
-    gain = stored.to(tl.float64) * _power_of_two(norm_exponent) / length
+    gain = stored.to(tl.float64) * power_of_two(norm_exponent) / length
     error = energy / 128.0 * _relative_error(residual, projection, level_energy, gain)
 
     tl.store(norms + row, stored.to(tl.int16, bitcast=True), mask=inside)
@@ -253,11 +253,11 @@ def _decode(
     x = tl.load(levels + _unpack(codes + row[:, None] * (16 * BITS), mask, BITS, BLOCKS))
     norm = tl.load(norms + row, mask=inside, other=0).to(tl.float16, bitcast=True).to(tl.float64)
     if ROTATE:
-        x = _hadamard(x, BLOCKS)
-        scale = (norm * _power_of_two(norm_exponent - 7)).to(tl.float32)
+        x = hadamard(x, BLOCKS)
+        scale = (norm * power_of_two(norm_exponent - 7)).to(tl.float32)
     else:
         orthonormal = tl.full([BLOCKS], 0x3FB6A09E667F3BCD, tl.int64).to(tl.float64, bitcast=True)  # 1 / sqrt(128)
-        scale = (norm * (orthonormal * _power_of_two(norm_exponent))).to(tl.float32)
+        scale = (norm * (orthonormal * power_of_two(norm_exponent))).to(tl.float32)
     x = x * scale[:, None] * tl.load(signs + j)[None, :]
     _store_values(x, values, row[:, None] * 128 + j[None, :], mask, DTYPE)
 
@@ -332,7 +332,7 @@ def _stream() -> Iterator[None]:
 def _run(kernel: Any, dtype: str, coding: BlockCoding, blocks: int, *arguments: Any) -> None:
     grid = (triton.cdiv(blocks, BLOCKS_PER_PROGRAM),)
     # The interpreter computes with numpy, which would warn of infinities and NaN, in blocks that are refused later.
-    with _launch, np.errstate(all="ignore"):
+    with launching, np.errstate(all="ignore"):
         constants = {"DTYPE": VALUE_DTYPES[dtype], "BITS": coding.codebook.bits, "BLOCKS": BLOCKS_PER_PROGRAM}
         kernel[grid](*arguments, **constants, **COMPILE_OPTIONS)
 
