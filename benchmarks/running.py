@@ -188,6 +188,7 @@ def model_child(folder: str, *, packed: bool, tokens: int, prompt: int, threads:
         "imported_bytes": imported["VmHWM"],
         "generated_peak_bytes": generated["VmHWM"],
         "peak_bytes": memory()["VmHWM"],
+        "anonymous_bytes": memory()["RssAnon"],
         "weights": sum(p.numel() for p in model.parameters()),
         "threads": torch.get_num_threads(),
     }
@@ -251,20 +252,28 @@ def run_json(command: list[Any]) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def read_seconds(files: tuple[Path, ...]) -> float:
-    """How long it takes to read files that are in the page cache; first, they are read into it."""
-    room = bytearray(1 << 22)
-    for _ in range(2):
-        start = time.perf_counter()
-        for file in files:
-            with open(file, "rb", buffering=0) as stream:
-                while stream.readinto(room):
-                    pass
+def read_seconds(files: tuple[Path, ...], fresh: bool) -> float:
+    """How long it takes to read files from the page cache, into a buffer of 4 MiB or into fresh memory."""
+    start, room = time.perf_counter(), bytearray(1 << 22)
+    for file in files:
+        with open(file, "rb", buffering=0) as stream:
+            if fresh:
+                room = bytearray(file.stat().st_size)
+            left = memoryview(room)
+            while count := stream.readinto(left):
+                left = left[count:] if fresh else left
     return time.perf_counter() - start
 
 
-MEDIANS = ("read_seconds", "seconds", "first_token_seconds", "tokens_per_second", "prompt_seconds")
-LARGEST = ("imported_bytes", "generated_peak_bytes", "peak_bytes", "weights", "threads")
+MEDIANS = (
+    "read_seconds",
+    "fresh_read_seconds",
+    "seconds",
+    "first_token_seconds",
+    "tokens_per_second",
+    "prompt_seconds",
+)
+LARGEST = ("imported_bytes", "generated_peak_bytes", "peak_bytes", "anonymous_bytes", "weights", "threads")
 
 
 def measure_model(ways: list[Way], rounds: int) -> list[dict]:
@@ -272,9 +281,11 @@ def measure_model(ways: list[Way], rounds: int) -> list[dict]:
     found: dict[str, list[dict]] = {way.name: [] for way in ways}
     for _ in range(rounds):
         for way in ways:
-            reading = read_seconds(way.files)
+            read_seconds(way.files, fresh=False)  # into the page cache
+            reading = {"read_seconds": read_seconds(way.files, fresh=False)}
+            reading["fresh_read_seconds"] = read_seconds(way.files, fresh=True)
             run = run_json(way.command)
-            found[way.name].append({**run, "read_seconds": reading, "prompt_seconds": min(run["prompt_seconds"])})
+            found[way.name].append({**run, **reading, "prompt_seconds": min(run["prompt_seconds"])})
     return [
         {
             "way": way.name,
@@ -344,40 +355,51 @@ MODEL_HEADER = (
     "way",
     "bits per weight",
     "tokens/s",
+    "slowest to fastest",
     "of BF16",
     "prompt, s",
     "speed, of BF16",
 )
-MEMORY_HEADER = (
+LOADING_HEADER = (
     "weights",
     "way",
     "file",
     "reading it, s",
     "loading, s",
     "of reading",
+    "reading into fresh memory, s",
     "until a token, s",
+)
+MEMORY_HEADER = (
+    "weights",
+    "way",
+    "file",
     "after imports",
-    "peak",
-    "peak less the file",
-    "peak less imports and file",
+    "peak, tokens",
+    "peak, and a prompt",
+    "peak less file",
+    "peak less file and imports",
+    "anonymous at the end",
 )
 
 
 def model_row(row: Document) -> list[Cell]:
     """A line of the table of models."""
+    runs = row["tokens_per_second_runs"]
     return [
         f"{row['weights'] / 1e9:.2f} G",
         row["way"],
         f"{row['bytes'] * 8 / row['weights']:.2f}",
         f"{row['tokens_per_second']:.2f}",
+        f"{min(runs):.2f} to {max(runs):.2f}",
         f"{row['tokens_ratio']:.2f}",
         f"{row['prompt_seconds']:.2f}",
         f"{row['prompt_ratio']:.2f}",
     ]
 
 
-def memory_row(row: Document) -> list[Cell]:
-    """A line of the table of loading and memory."""
+def loading_row(row: Document) -> list[Cell]:
+    """A line of the table of loading."""
     return [
         f"{row['weights'] / 1e9:.2f} G",
         row["way"],
@@ -385,12 +407,16 @@ def memory_row(row: Document) -> list[Cell]:
         f"{row['read_seconds']:.2f}",
         f"{row['seconds']:.2f}",
         f"{row['loading_of_reading']:.1f}",
+        f"{row['fresh_read_seconds']:.2f}",
         f"{row['first_token_seconds']:.2f}",
-        gigabytes(row["imported_bytes"]),
-        gigabytes(row["peak_bytes"]),
-        gigabytes(row["peak_bytes"] - row["bytes"]),
-        gigabytes(row["peak_bytes"] - row["bytes"] - row["imported_bytes"]),
     ]
+
+
+def memory_row(row: Document) -> list[Cell]:
+    """A line of the table of memory."""
+    file, imports, peak = row["bytes"], row["imported_bytes"], row["peak_bytes"]
+    sizes = (file, imports, row["generated_peak_bytes"], peak, peak - file, peak - file - imports)
+    return [f"{row['weights'] / 1e9:.2f} G", row["way"], *map(gigabytes, (*sizes, row["anonymous_bytes"]))]
 
 
 def llama_line(rows: list[Document]) -> str:
@@ -419,6 +445,7 @@ def sections(document: Document) -> dict[str, str]:
         "running-kernels": f"{shape}\n\n" + table(KERNEL_HEADER, one_row),
         "running-rows": f"{shape}\n\n" + table(ROWS_HEADER, more),
         "running-models": f"{about}\n\n" + table(MODEL_HEADER, [model_row(row) for row in models]),
+        "running-loading": table(LOADING_HEADER, [loading_row(row) for row in models]),
         "running-memory": table(MEMORY_HEADER, [memory_row(row) for row in models]),
     }
 

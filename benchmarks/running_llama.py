@@ -187,6 +187,7 @@ def run(file: Path, *, tokens: int, prompt: int, threads: int) -> dict[str, Any]
         "imported_bytes": imported["VmHWM"],
         "generated_peak_bytes": generated["VmHWM"],
         "peak_bytes": memory()["VmHWM"],
+        "anonymous_bytes": memory()["RssAnon"],
         "weights": model.weights(),
         "threads": threads,
         "version": __version__,
