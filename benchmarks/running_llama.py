@@ -78,6 +78,7 @@ def convert(folder: Path, out: Path) -> None:
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, values in bf16_tensors(folder).items():
         stored = names.get_name(name, try_suffixes=(".weight",))
+        assert stored is not None, name
         if values.ndim == 1:
             writer.add_tensor(stored, (values.astype(np.uint32) << np.uint32(16)).view(np.float32))
             continue
