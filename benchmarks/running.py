@@ -80,12 +80,22 @@ def kernel_child(threads: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def gaussian(chance: Any, rows: int, columns: int) -> Any:
-    """A BF16 tensor in memory of numpy, which packed weights have here, too: both then have pages of the same size."""
+    """A BF16 tensor."""
     import numpy as np
     import torch
 
     values = chance.standard_normal((rows, columns), dtype=np.float32)
-    return torch.from_numpy((values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)).view(torch.bfloat16)
+    return placed((values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)).view(torch.bfloat16)
+
+
+def placed(values: Any) -> Any:
+    """A tensor of its own: plain and packed weights then are aligned alike, and have pages of the same size."""
+    import torch
+
+    from pqweights.buffers import pageable
+
+    result = torch.from_numpy(pageable(values.nbytes).view(values.dtype).reshape(values.shape))
+    return result.copy_(torch.from_numpy(values))
 
 
 def random_packed(chance: Any, bits: int) -> Any:
@@ -108,7 +118,7 @@ def random_packed(chance: Any, bits: int) -> Any:
         columns=columns,
         coder=coder,
         state=coder.first_state(),
-        parts=(torch.from_numpy(codes), torch.from_numpy(norms)),
+        parts=(placed(codes), placed(norms)),
         offset=0,
         first_block=0,
         awq=None,
