@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv quantize fit int4 mlx vllm bf16 eval publish demo test test-fast lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-loading bench-gpu bench-quality bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bad-inputs docs docs-commands dist clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 eval publish demo test test-fast lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-loading bench-running bench-gpu bench-quality bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bad-inputs docs docs-commands dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -85,7 +85,7 @@ format: $(READY) ## format the code
 # checkpoints are made (20 GB at most), by default a temporary folder. EXTRAS: bench, or bench,bench-llama.
 # MACHINE: a short name of another machine than that of the pages, whose figures then stand in columns beside theirs.
 DOCS ?= docs/benchmarks
-PAGES ?= docs/benchmarks.md docs/exports.md docs/fit.md docs/hub.md docs/quality.md docs/trellis.md README.md
+PAGES ?= docs/benchmarks.md docs/exports.md docs/fit.md docs/hub.md docs/quality.md docs/running-a-master.md docs/trellis.md README.md
 EXTRAS ?= bench
 BENCHMARK = $(BIN)/python benchmarks/$(1).py --out $(DOCS) $(if $(MACHINE),--machine $(MACHINE))
 REPORT = $(BIN)/python benchmarks/report.py --out $(DOCS) $(PAGES)
@@ -139,8 +139,12 @@ bench-exports: $(READY) ## errors of integer exports on real and heavy-tailed we
 	$(call BENCHMARK,exports) $(MODELS) --weights minilm heavy $(WORK) $(ARGS)
 	$(REPORT)
 
-bench-loading: $(READY) ## a master in transformers, packed and not: time and memory of loading, tokens per second
+bench-loading: $(READY) ## a master in transformers, packed and not: time and memory of loading
 	$(call BENCHMARK,loading) $(WORK) $(ARGS)
+	$(REPORT)
+
+bench-running: $(READY) ## products and tokens of packed masters beside BF16 and, with ARGS="--llama-cpp PYTHON", llama.cpp
+	$(call BENCHMARK,running) $(WORK) $(ARGS)
 	$(REPORT)
 
 bench-gpu: $(READY) ## products of packed weights on an NVIDIA GPU beside torch's BF16 (TORCH_INDEX: a CUDA build)

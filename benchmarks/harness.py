@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import logging
 import mmap
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -85,6 +87,18 @@ def run_command(
         shutil.rmtree(out)
     peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return Run(seconds, exit_seconds, usage.ru_utime, usage.ru_stime, peak_bytes, written_bytes)
+
+
+def memory() -> dict[str, int]:
+    """The memory of this process in bytes, as the kernel counts it."""
+    text = Path("/proc/self/status").read_text()
+    return {name: int(kilobytes) * 1024 for name, kilobytes in re.findall(r"(Rss\w+|Vm\w+):\s+(\d+) kB", text)}
+
+
+def silence_torchao() -> None:
+    """Without torchao's remarks on what is not installed, which it makes when transformers is imported."""
+    logging.getLogger("torchao").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 
 def folder_bytes(folder: Path) -> int:

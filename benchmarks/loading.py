@@ -1,18 +1,16 @@
-"""Loading a master in transformers: seconds, memory, and tokens per second, beside the original BF16 checkpoint.
+"""Loading a master in transformers: seconds and memory, beside the original BF16 checkpoint.
 
-    python benchmarks/loading.py --size 3300MB --largest 250MB --small 800MB
+    python benchmarks/loading.py --size 3300MB --largest 250MB
 
 Every load is a fresh process that reads from the page cache. transformers maps BF16 files into memory, so their weights
 are only read when the model computes: each process also makes one token, and memory is given after that. Peaks are
 those of all resident memory, mapped files included (VmHWM), and of anonymous memory alone (RssAnon, sampled every 2
-ms); both include what the imports take, which is given as well. Tokens are generated greedily, batch 1, after 10 to
-warm up, in one process per model.
+ms); both include what the imports take, which is given as well. Tokens per second are in running.py.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -30,23 +28,18 @@ from harness import (
     gigabytes,
     machine,
     make_source,
+    memory,
     now,
     publish,
     read_all,
     run_command,
+    silence_torchao,
     table,
     version,
 )
 
 BF16, DECODED, PACKED = "BF16 original, from_pretrained", "master, from_pretrained", "master, load_model(packed=True)"
 WAYS = (BF16, DECODED, PACKED)
-TOKENS = 100
-
-
-def memory() -> dict[str, int]:
-    """The memory of this process in bytes, as the kernel counts it."""
-    text = Path("/proc/self/status").read_text()
-    return {name: int(kilobytes) * 1024 for name, kilobytes in re.findall(r"(Rss\w+|Vm\w+):\s+(\d+) kB", text)}
 
 
 class Watch:
@@ -67,8 +60,8 @@ class Watch:
         return self.peak
 
 
-def child(way: str, folder: str, tokens: int, runs: int) -> dict[str, Any]:
-    """Load and make a token; then generate, if there are runs. This is what a process of its own does."""
+def child(way: str, folder: str) -> dict[str, Any]:
+    """Load and make a token. This is what a process of its own does."""
     silence_torchao()
     import torch
     import transformers
@@ -84,12 +77,10 @@ def child(way: str, folder: str, tokens: int, runs: int) -> dict[str, Any]:
     else:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     loaded = time.perf_counter() - start
-    ids = torch.arange(1, 17)[None]
     with torch.inference_mode():
-        model(ids[:, :1])
+        model(torch.ones(1, 1, dtype=torch.long))
     first = time.perf_counter() - start
     anonymous, after = watch.stop(), memory()
-    seconds = [generation_seconds(model, ids, count) for count in ([10, *[tokens] * runs] if runs else [])]
     return {
         "seconds": loaded,
         "first_token_seconds": first,
@@ -99,31 +90,13 @@ def child(way: str, folder: str, tokens: int, runs: int) -> dict[str, Any]:
         "final_bytes": after["VmRSS"],
         "final_anonymous_bytes": after["RssAnon"],
         "weights": sum(p.numel() for p in model.parameters()),
-        "threads": torch.get_num_threads(),
-        "tokens_per_second": [tokens / value for value in seconds[1:]],
     }
 
 
-def silence_torchao() -> None:
-    """Without torchao's remarks on what is not installed."""
-    import logging
-
-    logging.getLogger("torchao").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
-
-
-def generation_seconds(model: Any, ids: Any, count: int) -> float:
-    """How long it takes to make that many tokens, greedily."""
-    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    begin = time.perf_counter()
-    model.generate(ids, max_new_tokens=count, min_new_tokens=count, **settings)
-    return time.perf_counter() - begin
-
-
-def in_child(way: str, folder: Path, tokens: int = 0, runs: int = 0) -> dict[str, Any]:
+def in_child(way: str, folder: Path) -> dict[str, Any]:
     """What `child` returns in a process of its own."""
     read_all(folder)
-    command = [sys.executable, __file__, "--child", way, str(folder), str(tokens), str(runs)]
+    command = [sys.executable, __file__, "--child", way, str(folder)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -173,15 +146,6 @@ def measure_loading(folders: dict[str, Path], rounds: int) -> list[dict]:
     ]
 
 
-def measure_tokens(folders: dict[str, Path], runs: int) -> list[dict]:
-    """A row for the model decoded from the master, and one for the packed model."""
-    rows = []
-    for way in (DECODED, PACKED):
-        found = in_child(way, folders[way], TOKENS, runs)
-        rows.append({"way": way, **{key: found[key] for key in ("weights", "threads", "tokens_per_second")}})
-    return rows
-
-
 def loading_row(row: Document) -> list[Cell]:
     """A line of the table of loading."""
     return [
@@ -194,15 +158,9 @@ def loading_row(row: Document) -> list[Cell]:
     ]
 
 
-def tokens_row(row: Document) -> list[Cell]:
-    """A line of the table of generation."""
-    rates = row["tokens_per_second"]
-    return [row["way"], f"{statistics.median(rates):.2f}", ", ".join(f"{rate:.2f}" for rate in rates)]
-
-
 def sections(document: Document) -> dict[str, str]:
     """The tables, in Markdown."""
-    settings, rows, tokens = document["settings"], document["loading"], document["tokens"]
+    settings, rows = document["settings"], document["loading"]
     weights, imports = rows[0]["weights"] / 1e9, gigabytes(max(row["imported_bytes"] for row in rows))
     return {
         "loading": (
@@ -210,36 +168,27 @@ def sections(document: Document) -> dict[str, str]:
             f"page cache warm. The imports alone take {imports} of all memory.\n\n"
             + table(LOADING_HEADER, [loading_row(row) for row in rows])
         ),
-        "tokens": (
-            f"A synthetic Llama of {tokens[0]['weights'] / 1e9:.2f} G weights, BF16 on the CPU with "
-            f"{tokens[0]['threads']} threads, batch 1, {TOKENS} tokens, median of {settings['runs']}.\n\n"
-            + table(["way", "tokens/s", "the runs"], [tokens_row(row) for row in tokens])
-        ),
     }
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
-        way, folder, count, runs = sys.argv[2:]
-        print(json.dumps(child(way, folder, int(count), int(runs))))
+        way, folder = sys.argv[2:]
+        print(json.dumps(child(way, folder)))
         return
     parser = argument_parser(__doc__)
     parser.add_argument("--folder", type=Path, help="where checkpoints are made; by default a temporary folder")
     parser.add_argument("--size", default="3300MB", help="size of the checkpoint that is loaded")
     parser.add_argument("--largest", default="250MB", help="size of its largest tensor")
-    parser.add_argument("--small", default="800MB", help="size of the checkpoint that generates")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--runs", type=int, default=3, help="runs of generation")
     options = parser.parse_args()
     start = now()
     with tempfile.TemporaryDirectory(dir=options.folder) as work:
         loading = measure_loading(make(Path(work), options.size, options.largest), options.rounds)
-    with tempfile.TemporaryDirectory(dir=options.folder) as work:
-        tokens = measure_tokens(make(Path(work), options.small, "60MB"), options.runs)
     about = machine(start)
     about["versions"] |= {name: version(name) for name in ("transformers", "safetensors")}
-    settings = {"dtype": "BF16", "bits": 5, "rounds": options.rounds, "runs": options.runs, "tokens": TOKENS}
-    document = {"machine": about, "settings": settings, "loading": loading, "tokens": tokens}
+    settings = {"dtype": "BF16", "bits": 5, "rounds": options.rounds}
+    document = {"machine": about, "settings": settings, "loading": loading}
     publish("loading", document, sections(document), options)
 
 

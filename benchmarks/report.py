@@ -30,6 +30,7 @@ import phases
 import planning
 import quality
 import rates
+import running
 import scaling
 import throughput
 from harness import Document, machine_line
@@ -47,6 +48,7 @@ SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
     "phases": phases.sections,
     "exports": exports.sections,
     "loading": loading.sections,
+    "running": running.sections,
     "quality": quality.sections,
     "calibrated": calibrated.sections,
     "hub": hub.sections,
