@@ -271,7 +271,10 @@ def test_inputs_are_prepared_once_for_the_weights_that_read_them(
         assert [count(each, hidden) for each in (q, k)] == [1, 0]
         assert [count(q, hidden.clone()), count(q, hidden[:, :1]), count(q, hidden[:, 1:])] == [1, 1, 1]
         assert [count(q, hidden), count(signed, hidden), count(q, hidden)] == [1, 1, 1]
-        assert count(q, hidden.data) == 1  # which counts its changes apart
+        alias = hidden.data  # counts its changes apart
+        alias.mul_(3)
+        assert alias._version == hidden._version
+        assert count(q, alias) == 1
     with torch.inference_mode():
         made = hidden.clone()
         assert [count(q, made), count(q, made)] == [1, 1]
