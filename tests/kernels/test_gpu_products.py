@@ -147,16 +147,15 @@ def test_products_match_the_decoded_weight(
 
 @pytest.mark.parametrize("exponent", [-150, 140])
 def test_norm_exponents_beyond_float32(exponent: int, device: torch.device, products: ModuleType) -> None:
-    """The factor that they amount to is no float32 either, but the outputs are."""
+    """The power of two that they amount to is no float32 either, but the outputs are."""
     coding = BlockCoding(codebook=codebook(4), norm_exponent=exponent)
     weight = random_weight(coding, 9, 256, device)
     for rows in (1, 3):
-        x = random_inputs(rows, 256, torch.float32, device)
+        x = random_inputs(rows, 256, torch.float32, device) * 2.0 ** (60 if exponent < 0 else -60)
         product = weight.product(products)
-        factor = 2.0 ** -(exponent // 2)
         y = torch.empty(rows, 9, device=device)
-        product.multiply(products.prepare(x, product.basis, None), out=y, bias=None, factor=factor)
-        assert_close(y, x, weight.decoded * factor)
+        product.multiply(products.prepare(x, product.basis, None), out=y, bias=None, factor=1.0)
+        assert_close(y, x, weight.decoded)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -272,6 +271,10 @@ def test_inputs_are_prepared_once_for_the_weights_that_read_them(
         assert [count(each, hidden) for each in (q, k)] == [1, 0]
         assert [count(q, hidden.clone()), count(q, hidden[:, :1]), count(q, hidden[:, 1:])] == [1, 1, 1]
         assert [count(q, hidden), count(signed, hidden), count(q, hidden)] == [1, 1, 1]
+        alias = hidden.data  # counts its changes apart
+        alias.mul_(3)
+        assert alias._version == hidden._version
+        assert count(q, alias) == 1
     with torch.inference_mode():
         made = hidden.clone()
         assert [count(q, made), count(q, made)] == [1, 1]
