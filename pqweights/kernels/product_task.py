@@ -9,7 +9,7 @@ MOST_LEVEL, MOST_INPUT = 8191, 16383
 # Rows of inputs that one call multiplies.
 MOST_ROWS = 16
 # Rows of a weight that a thread takes at a time: about this many weights, and at most so many rows.
-TILE_WEIGHTS, TILE_ROWS = 1 << 16, 256
+TILE_WEIGHTS, TILE_ROWS = 1 << 18, 256
 # Products with fewer weights are left to one thread: waking another would take longer.
 LEAST_SHARED = 1 << 17
 
