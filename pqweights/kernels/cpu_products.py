@@ -39,7 +39,7 @@ from pqweights.kernels.emit import (
 )
 from pqweights.kernels.jit import inlined, jit
 from pqweights.kernels.product_task import MOST_INPUT, MOST_ROWS, TASK_SIZE, TILE_ROWS
-from pqweights.kernels.vector import Table, rotate_block, stack
+from pqweights.kernels.vector import Table, fold_vectors, rotate_block, stack
 
 BLOCK = 128
 # Blocks whose norms are converted together.
@@ -201,13 +201,12 @@ def _make_add_blocks(bits: int, together: int) -> Any:
 
             def product(vectors: list[Lanes], row_of_inputs: Any) -> Lanes:
                 at = b.mul(row_of_inputs, I64(BLOCK))
-                # Two chains of additions, because each waits for the one before.
-                halves = [Lanes(b, ir.Constant(INTS, None))] * 2
+                # In a chain, each addition waits for the one before. Several rows of inputs are chains enough.
+                chains = [Lanes(b, ir.Constant(INTS, None))] * (2 if together == 1 else 1)
                 for k, vector in enumerate(vectors):
                     x = load(b, inputs, b.add(at, I64(32 * k)), WORDS, 2)
-                    halves[k % 2] = add_products(halves[k % 2], vector, x)
-                total = halves[0] + halves[1]
-                return Lanes(b, b.sitofp(total.value, FLOATS))
+                    chains[k % len(chains)] = add_products(chains[k % len(chains)], vector, x)
+                return Lanes(b, b.sitofp(fold_vectors(chains).value, FLOATS))
 
             places = [b.add(from_row, I64(k)) for k in range(together)]
 
