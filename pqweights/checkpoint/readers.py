@@ -20,6 +20,7 @@ from pqweights.checkpoint.storage import LocalStorage, Storage
 from pqweights.codecs.protocol import VALUE_DTYPES, Basis, Coder, DamagedBlock, State
 from pqweights.codecs.weight import damaged_error
 from pqweights.dtypes import DTYPE_BITS, FINITE_RANGES, convert, item_bytes, to_float32
+from pqweights.errors import SourceError
 from pqweights.kernels.workers import scratch
 
 
@@ -196,6 +197,8 @@ class EncodedTensor:
         found = []
         for part, stored in zip(self.coder.parts, self.encoded, strict=True):
             raw = self.storage.mapped(stored.file)[stored.offset : stored.offset + stored.byte_count]
+            if len(raw) < stored.byte_count:
+                raise SourceError(f"{stored.file}: tensor {stored.name!r}: the file has become shorter")
             found.append(raw.reshape(-1, part.bytes_per_block))
         return found
 

@@ -171,7 +171,7 @@ class LocalStorage:
             if file not in self._mapped:
                 with open(self.root / file, "rb") as opened:
                     pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-                if hasattr(mmap, "MADV_WILLNEED"):
+                with contextlib.suppress(AttributeError, OSError):  # a hint, which not every system takes
                     pages.madvise(mmap.MADV_WILLNEED)
                 self._mapped[file] = np.frombuffer(pages, dtype=np.uint8)
             return self._mapped[file]

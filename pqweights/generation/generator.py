@@ -68,10 +68,12 @@ class Generator:
         self._random = np.random.default_rng(self._choice.seed)
         self._tokenizer_place = options.tokenizer or path
         self._tokenizer = load_tokenizer(self._tokenizer_place)
-        self._ends = self._settings.ends | {self._tokenizer.eos_token_id} - {None}
+        self._ends = self._settings.ends | ({self._tokenizer.eos_token_id} - {None})
         self.chats = options.chat and has_chat_template(self._tokenizer)
         if options.system is not None and not self.chats:
             raise GenerationError(f"{path}: --system: the model has no chat template; put the text into the prompt")
+        if options.system is not None:
+            check_prompt(options.system, "--system")
         self._turns = [] if options.system is None else [Message(SYSTEM, options.system)]
         self._reserved = min(options.max_tokens, (self._folder.context or 0) // PART_FOR_REPLY)
         self._packed = False
@@ -150,7 +152,7 @@ class Generator:
         )
         read = len(ids) - self._model.stepper.kept(ids)
         run.follow(self._model, ids)
-        if self.chats:
+        if self.chats and run.text:
             self._turns = [*self._turns, Message(USER, prompt), Message(ASSISTANT, run.text)]
         return self._report(run, ids, read)
 

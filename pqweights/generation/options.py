@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,8 +68,8 @@ class GenerationOptions:
         """Raise OptionError for values that are wrong for every model."""
         if self.max_tokens < 1:
             raise OptionError(f"--max-tokens: expected at least 1, found {self.max_tokens}")
-        if self.temperature is not None and not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise OptionError(f"--temperature: expected 0 (the likeliest token) or more, found {self.temperature:g}")
+        if self.temperature is not None and not (self.temperature == 0 or 1e-6 <= self.temperature <= 1e6):
+            raise OptionError(f"--temperature: expected 0 (the likeliest token) to 1e6, found {self.temperature:g}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise OptionError(f"--top-p: expected more than 0 and at most 1, found {self.top_p:g}")
         if self.seed is not None and self.seed < 0:
@@ -152,7 +151,7 @@ def read_settings(folder: Folder) -> ModelSettings:
     return ModelSettings(
         ends=frozenset(token for token in ids if isinstance(token, int)),
         sampling=sampling,
-        repetition_penalty=read.number("repetition_penalty", 1.0, lambda value: value > 0),
+        repetition_penalty=read.number("repetition_penalty", 1.0, lambda value: 1e-6 <= value <= 1e6),
         not_applied=tuple(name for name, idle in NOT_APPLIED.items() if stated.get(name) not in idle),
     )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +13,15 @@ from pqweights.codecs import CODECS
 from pqweights.codecs.scalar import ScalarCodec
 from pqweights.errors import GenerationError
 from pqweights.exports.target import MLX
+from pqweights.kernels import BLOCK_SIZE
 from pqweights.markdown import size as shown
 from pqweights.runtimes.folders import MASTER, Folder, size
 from pqweights.runtimes.memory import free_bytes
 from pqweights.runtimes.models import AUTO
 
+# Architectures that multiply with the columns of their weights, which have to be decoded for it.
+TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "llama4", "llama4_text")
+MOSTLY = 0.9
 BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -27,12 +32,14 @@ class Needs:
     codecs: the names of the codecs of a master; empty for other models.
     decoded: with ordinary weights.
     packed: as it is stored.
+    multiplied: whether nearly all weights can be multiplied as they are stored.
     free: what this process can still take; None if the system does not say.
     """
 
     codecs: frozenset[str]
     decoded: int
     packed: int
+    multiplied: bool
     free: int | None
 
     def fits(self, needed: int) -> bool:
@@ -43,12 +50,12 @@ class Needs:
 def choose_packed(asked: bool | None, needs: Needs) -> tuple[bool, str | None]:
     """Decide whether the weights of a model stay packed, and return a line about it if the user could wonder.
 
-    Scalar codes are multiplied as they are, which is faster than BF16. Other codes are decoded for each token, so they
-    stay packed only where the decoded model does not fit into memory.
+    Scalar codes in whole blocks are multiplied as they are, which is faster than BF16. Other codes are decoded for each
+    token, so they stay packed only where the decoded model does not fit into memory.
     """
     if asked is not None or not needs.codecs:
         return bool(asked), None
-    if all(isinstance(CODECS.get(name), ScalarCodec) for name in needs.codecs):
+    if needs.multiplied:
         return True, None
     if needs.fits(needs.decoded):
         return False, None
@@ -66,14 +73,34 @@ def read_needs(folder: Folder, dtype: str) -> Needs:
     Raises SourceError, MasterError.
     """
     stored = size(folder.path)
-    codecs: frozenset[str] = frozenset()
+    encoded: list[EncodedTensor] = []
     if folder.kind == MASTER:
-        tensors = open_local(folder.path).tensors
-        codecs = frozenset(each.coder.codec for each in tensors if isinstance(each, EncodedTensor))
+        encoded = [each for each in open_local(folder.path).tensors if isinstance(each, EncodedTensor)]
     decoded = stored.bytes
     if folder.kind != MLX and stored.parameters is not None:
         decoded = stored.parameters * BYTES_PER_WEIGHT[_own_dtype(folder.config) if dtype == AUTO else dtype]
-    return Needs(codecs=codecs, decoded=decoded, packed=stored.bytes, free=free_bytes())
+    return Needs(
+        codecs=frozenset(each.coder.codec for each in encoded),
+        decoded=decoded,
+        packed=stored.bytes,
+        multiplied=_multiplied(encoded, folder.config),
+        free=free_bytes(),
+    )
+
+
+def _multiplied(encoded: Sequence[EncodedTensor], config: Mapping[str, Any]) -> bool:
+    """Whether nearly all weights of a master are multiplied without being decoded for each token."""
+    if config.get("model_type") in TRANSPOSED:
+        return False
+    weights = [
+        (
+            math.prod(each.shape),
+            isinstance(CODECS.get(each.coder.codec), ScalarCodec) and not each.shape[-1] % BLOCK_SIZE,
+        )
+        for each in encoded
+        if len(each.shape) > 1
+    ]
+    return sum(size for size, whole in weights if whole) >= MOSTLY * sum(size for size, _ in weights)
 
 
 def check_fits(folder: Folder, needs: Needs, *, packed: bool) -> None:

@@ -4,7 +4,7 @@ transformers renames each stored tensor, hands it to a converter (of the model, 
 calls the converter for each parameter in turn. Here, the parts of a weight `X` (`X_codes` and so on) first get the name
 `X`, so that all renamings and converters of the model find the names that they expect. Every converter is replaced by
 one that reads encoded weights itself when its turn comes: in chunks, decoded straight into the memory of the parameter.
-Nothing is mapped or fetched in advance, and the loader, which would only log errors, catches none.
+Nothing is fetched in advance, and the loader, which would only log errors, catches none.
 """
 
 from __future__ import annotations

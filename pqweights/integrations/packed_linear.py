@@ -22,6 +22,10 @@ def linear(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
     """
     columns, outputs = matrix[0].columns, sum(each.rows for each in matrix)
     flat = x.reshape(-1, columns)
+    if not len(flat):
+        return x.new_empty(*x.shape[:-1], outputs)
+    if bias is not None and (bias.shape != (outputs,) or bias.device != x.device):
+        bias = bias.to(x.device).expand(outputs)
     product = multiply if multiplies(matrix, flat) else _multiply_decoded
     return product(matrix, flat, bias).view(*x.shape[:-1], outputs)
 

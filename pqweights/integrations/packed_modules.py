@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from pqweights.integrations.packed import PackedTensor
 from pqweights.integrations.packed_linear import linear
+from pqweights.integrations.packed_products_gpu import forget_inputs
 
 
 def name_packed_modules(model: Any) -> None:
@@ -80,6 +81,8 @@ def _linear_forward(self: Any, input: Tensor) -> Tensor:
         made: Tensor = torch.ops.pqweights.linear(input, self.packed_number, self.bias)
         return made
     parameters = self._parameters
+    if "weight" not in parameters:  # a parametrization computes it
+        return nn.functional.linear(input, self.weight, self.bias)
     weight, bias = parameters["weight"], parameters["bias"]
     if isinstance(weight, PackedTensor) and weight.takes(input) and not torch.is_grad_enabled():
         return linear(weight.matrices[0], input, bias)
@@ -109,6 +112,7 @@ _FORWARDS = {nn.Linear.forward: _linear_forward, nn.Embedding.forward: _embeddin
 
 @torch.library.custom_op("pqweights::linear", mutates_args=())
 def _linear_operator(input: Tensor, number: int, bias: Tensor | None) -> Tensor:
+    forget_inputs()
     return nn.functional.linear(input, _numbered[number].weight, bias)
 
 

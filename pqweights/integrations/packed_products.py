@@ -41,7 +41,7 @@ def multiply(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
     if x.device.type == "cuda":
         return packed_products_gpu.multiply(matrix, x, bias)
     x, outputs = x.contiguous(), sum(each.rows for each in matrix)
-    out = torch.empty(len(x), outputs, dtype=x.dtype)
+    out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
     floats = None if bias is None else bias.to(torch.float32).contiguous()
     threads, above = torch.get_num_threads(), 0
     for each in matrix:
@@ -96,7 +96,7 @@ class _Last:
     """The inputs that a thread prepared last; copied: as they were given, [rows, columns]."""
 
     def __init__(self) -> None:
-        self.inputs, self.copied = Inputs(), torch.empty(0)
+        self.inputs, self.copied = Inputs(), torch.empty(0, device="cpu")
 
 
 _of_thread = threading.local()

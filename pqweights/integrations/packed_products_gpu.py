@@ -24,7 +24,7 @@ MOST_ROWS = 64
 
 def multiplies(matrix: Matrix, x: Tensor) -> bool:
     """Whether the product of a matrix with rows of inputs is computed from its codes; without triton it is not."""
-    few = len(x) <= MOST_ROWS and x.dtype in NAMES and _has_triton()
+    few = len(x) <= MOST_ROWS and x.dtype in NAMES and _runs_triton(x.device)
     return few and all(each.parts[0].device == x.device and _product(each) is not None for each in matrix)
 
 
@@ -48,8 +48,11 @@ def multiply(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _runs_triton(device: torch.device) -> bool:
+    """Whether the kernels run on a device: on GPUs of NVIDIA from Ampere on, whose tensor cores they use."""
+    if importlib.util.find_spec("triton") is None or torch.version.hip is not None:
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 # Rows that are copied or moved get products of their own.
@@ -104,9 +107,10 @@ def _inputs(x: Tensor, product: GpuProduct) -> GpuInputs:
     """Return inputs in the basis of a product; those that several weights read, one after the other, are rotated once.
 
     They are recognised by the tensor and the count of its changes, because a comparison would take as long as the
-    rotation. torch counts the changes that it makes: a kernel that writes into a tensor behind its back has to use
-    another tensor for the next inputs, or `torch.autograd.graph.increment_version`. Tensors of inference mode have no
-    count, and a CUDA graph that is being captured needs all its steps: these are prepared every time.
+    rotation. torch counts the changes that its operations make, but not those through `.data`, nor those of a kernel
+    that writes into a tensor behind its back: that has to use another tensor for the next inputs, or
+    `torch.autograd.graph.increment_version`. Tensors of inference mode have no count, and a CUDA graph that is being
+    captured needs all its steps: these are prepared every time.
     """
     from pqweights.kernels.gpu_products import prepare
 
@@ -119,6 +123,11 @@ def _inputs(x: Tensor, product: GpuProduct) -> GpuInputs:
     inputs = prepare(x, product.basis, product.awq)
     _of_thread.last = _Prepared(x=x, version=x._version, stream=stream, inputs=inputs)
     return inputs
+
+
+def forget_inputs() -> None:
+    """Prepare the next inputs in any case: compiled code writes into its buffers without torch counting it."""
+    _of_thread.last = None
 
 
 def _is_unchanged(x: Tensor, last: _Prepared) -> bool:

@@ -34,10 +34,13 @@ def register() -> None:
 class _PackedOption:
     """The option `packed` of from_pretrained, which sets the attributes of a configuration that it knows.
 
-    It is kept among the settings of the master, so that PqweightsConfig gets it and no file does.
+    It is kept among the settings of the master, where PqweightsConfig finds it. Other configurations may have an
+    attribute of this name for something else.
     """
 
-    def __get__(self, config: Any, kind: type) -> bool:
+    def __get__(self, config: Any, kind: type) -> Any:
+        if config is None or PACKED in vars(config):
+            return False if config is None else vars(config)[PACKED]
         settings = getattr(config, "quantization_config", None)
         return isinstance(settings, dict) and bool(settings.get(PACKED))
 
@@ -45,8 +48,8 @@ class _PackedOption:
         settings = getattr(config, "quantization_config", None)
         if isinstance(settings, dict) and settings.get("quant_method") == QUANT_METHOD:
             config.quantization_config = {**settings, PACKED: value}
-        elif value:
-            raise SourceError("packed=True: expected a pqweights master, found another model")
+        else:
+            vars(config)[PACKED] = value
 
 
 class PqweightsConfig(QuantizationConfigMixin):

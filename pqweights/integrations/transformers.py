@@ -5,6 +5,7 @@ The quantizer that reads the weights of a master is in quantizer.py.
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,10 @@ def load_model(
     autoload.arrange()
     architectures = config.get("architectures") or [""]
     loader = _class_for(transformers, str(architectures[0]))
-    if packed:
+    if packed and isinstance(options.get("config"), transformers.PreTrainedConfig):
+        options["config"] = copy.deepcopy(options["config"])  # transformers gives options only to those that it reads
+        options["config"].packed = True
+    elif packed:
         options["packed"] = True
     with loading(folder, config):
         model, info = loader.from_pretrained(

@@ -2,7 +2,7 @@
 
 compiler.py makes the code from cpu_kernels.py and cpu_groups.py. That takes seconds, and merely importing numba for
 it takes more time and memory than a small model. So the object code is kept, and later runs load it with llvmlite
-alone. The kernels start no threads: callers bring their own.
+alone. The kernels start no threads: callers bring their own, and products (openmp.py) those of torch.
 """
 
 from __future__ import annotations

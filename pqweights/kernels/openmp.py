@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ def run_in_threads(function: Any, argument: int, threads: int) -> None:
         parallel(function, argument, threads, 0)
     else:
         others = [_pool(threads - 1).submit(function, argument) for _ in range(threads - 1)]
-        function(argument)
-        for other in others:
-            other.result()
+        try:
+            function(argument)
+        finally:  # they use memory of the caller
+            wait(others)
 
 
 @functools.cache
@@ -49,17 +51,23 @@ def _parallel() -> Any:
 
 
 def _runtimes() -> list[str]:
-    """Return the OpenMP runtimes that this process has loaded."""
+    """Return the OpenMP runtimes that this process has loaded, that of torch first; none without torch."""
+    if "torch" not in sys.modules:
+        return []
+    folder = Path(sys.modules["torch"].__file__ or "").parent / "lib"
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # not Linux: torch keeps its runtime beside its own libraries
-        torch = sys.modules.get("torch")
-        folder = Path(getattr(torch, "__file__", None) or "").parent / "lib"
         return [str(path) for path in sorted(folder.glob("lib*omp*.dylib"))]
     paths = {line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6}
-    return sorted(path for path in paths if Path(path).name.startswith(("libgomp", "libomp", "libiomp")))
+    found = [Path(path) for path in paths if Path(path).name.startswith(("libgomp", "libomp", "libiomp"))]
+    # Other packages bring runtimes of their own.
+    return [str(path) for path in sorted(found, key=lambda path: (not path.is_relative_to(folder), path))]
 
 
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="pqweights")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)

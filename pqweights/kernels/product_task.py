@@ -10,6 +10,8 @@ MOST_LEVEL, MOST_INPUT = 8191, 16383
 MOST_ROWS = 16
 # Rows of a weight that a thread takes at a time: about this many weights, and at most so many rows.
 TILE_WEIGHTS, TILE_ROWS = 1 << 18, 256
+# Smaller tiles are for the end: a thread that is late holds the others up for no longer than one.
+TILES_PER_THREAD = 4
 # Products with fewer weights are left to one thread: waking another would take longer.
 LEAST_SHARED = 1 << 17
 

@@ -17,7 +17,15 @@ import numpy.typing as npt
 
 from pqweights.buffers import pageable
 from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES, BlockCoding, cpu
-from pqweights.kernels.product_task import LEAST_SHARED, MOST_LEVEL, TILE_ROWS, TILE_WEIGHTS, Task
+from pqweights.kernels.product_task import (
+    LEAST_SHARED,
+    MOST_LEVEL,
+    MOST_ROWS,
+    TILE_ROWS,
+    TILE_WEIGHTS,
+    TILES_PER_THREAD,
+    Task,
+)
 
 _NO_AWQ = np.ones(1, dtype=np.float32)
 _SIGNS_ADDRESS, _NO_AWQ_ADDRESS = SIGNS.ctypes.data, _NO_AWQ.ctypes.data
@@ -65,7 +73,7 @@ class Inputs:
             # Aligned, because every load of a vector would else touch two cache lines.
             self.memory = values, scales = pageable(rows * columns * 4), pageable(rows * columns // BLOCK_SIZE * 4)
             self.values, self.scales, self._room = values.ctypes.data, scales.ctypes.data, rows * columns
-        self.rows, self.basis = rows, basis
+        self.rows, self.basis = rows, None  # until they are there
         cpu.run(
             "prepare",
             address,
@@ -80,6 +88,7 @@ class Inputs:
             bool(basis.awq),
             dtype != "F32",
         )
+        self.basis = basis
 
 
 class Product:
@@ -108,6 +117,7 @@ class Product:
         rotation = int(coding.rotate) + int(coding.rotate and coding.signed)
         self.basis = InputBasis(rotation, b"" if awq is None else awq.tobytes())
         book, whole, blocks = coding.codebook, dtype != "F32", len(codes) // outputs
+        assert len(norms) == outputs * blocks
         levels, factor = level_integers(book.levels) if whole else (padded(book.levels), 1.0)
         exponent = coding.norm_exponent
         self._kept = codes, norms, levels
@@ -116,8 +126,8 @@ class Product:
             outputs=outputs,
             tile_rows=max(1, min(TILE_ROWS, TILE_WEIGHTS // (blocks * BLOCK_SIZE))),
             blocks=blocks,
-            codes=codes.ctypes.data,
-            norms=norms.ctypes.data,
+            codes=cpu.address(codes, np.uint8, len(norms) * 16 * book.bits),
+            norms=cpu.address(norms, np.uint16, len(norms)),
             levels=levels.ctypes.data,
             dtype=VALUE_DTYPES[dtype],
             bits=book.bits,
@@ -135,12 +145,15 @@ class Product:
         factor: by what W is multiplied
         threads: how many may work
         """
+        assert 0 < inputs.rows <= MOST_ROWS and inputs.basis == self.basis
+        threads = threads if self._shared else 1
         task = Task.from_buffer_copy(self._task)
+        task.tile_rows = min(task.tile_rows, -(-task.outputs // (TILES_PER_THREAD * threads)))
         task.rows, task.inputs, task.scales = inputs.rows, inputs.values, inputs.scales
         task.out, task.stride = out, stride
         task.has_bias, task.bias = bias is not None, bias or inputs.scales
         task.factor *= factor
-        cpu.run_task(self._kernel, ctypes.addressof(task), threads if self._shared else 1)
+        cpu.run_task(self._kernel, ctypes.addressof(task), threads)
 
 
 def level_integers(levels: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int16], float]:

@@ -7,8 +7,12 @@ from pathlib import Path
 import language_models
 import pytest
 from calls import export, quantize
-from helpers import read_all
+from helpers import bf16, gaussian, read_all, run_command, write_checkpoint
 
+from pqweights.checkpoint.readers import EncodedTensor
+from pqweights.checkpoint.source import open_local
+from pqweights.codecs import CODECS
+from pqweights.codecs.scalar import ScalarCodec
 from pqweights.errors import GenerationError
 from pqweights.generation import packing
 from pqweights.generation.packing import Needs, check_fits, choose_packed, read_needs
@@ -21,7 +25,8 @@ TEXT_SIZES = {"decoded": 16 * 10**9, "packed": 5 * 10**9}
 
 
 def needs(*codecs: str, free: int | None = 64 * 10**9) -> Needs:
-    return Needs(codecs=frozenset(codecs), free=free, **TEXT_SIZES)
+    scalar = bool(codecs) and all(isinstance(CODECS.get(name), ScalarCodec) for name in codecs)
+    return Needs(codecs=frozenset(codecs), free=free, multiplied=scalar, **TEXT_SIZES)
 
 
 @pytest.mark.parametrize(
@@ -139,3 +144,21 @@ def test_free_memory_is_unknown_where_the_system_does_not_say(tmp_path):
 
 def test_peak_of_this_process_is_plausible():
     assert 10**7 < peak_bytes("cpu") < 10**12
+
+
+@pytest.mark.parametrize(
+    ("shapes", "model_type", "multiplied"),
+    [
+        ([(512, 256), (256, 512)], "llama", True),
+        ([(512, 576), (256, 576)], "llama", False),  # blocks run across rows
+        ([(5120, 256), (8, 100)], "llama", True),  # a few weights hardly count
+        ([(768, 256), (256, 768)], "gpt2", False),  # which multiplies with columns
+    ],
+)
+def test_weights_are_multiplied_as_they_are_in_whole_blocks_of_rows(shapes, model_type, multiplied, tmp_path):
+    weights = {f"model.{n}.weight": bf16(gaussian(*shape, seed=n)) for n, shape in enumerate(shapes)}
+    source = write_checkpoint(tmp_path / "source", weights)
+    run_command({"quantize": str(source)}, tmp_path / "master")
+    encoded = [each for each in open_local(tmp_path / "master").tensors if isinstance(each, EncodedTensor)]
+    assert len(encoded) == len(shapes)
+    assert packing._multiplied(encoded, {"model_type": model_type}) is multiplied

@@ -354,3 +354,84 @@ def test_operations_on_the_storage_are_refused(tmp_path: Path) -> None:
     for use in (weight.share_memory_, weight.untyped_storage):
         with pytest.raises(PqweightsError, match="no storage"):
             use()
+
+
+# --- products of codes ---
+
+
+def packed_linear(folder: Path, dtype: str = "float32") -> Any:
+    return pqweights.load_model(families.master(folder, "llama"), packed=True, dtype=dtype).lm_head
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (1,), (3, 2), (2, 3, 4)])
+def test_any_leading_dimensions(shape: tuple[int, ...], dtype: str, base: Path) -> None:
+    layer = packed_linear(base, dtype)
+    x = torch.randn(*shape, 256).to(layer.weight.dtype)
+    with torch.no_grad():
+        made, exact = layer(x), x.double() @ layer.weight.decode().double().t()
+    assert made.shape == (*shape, 512) and made.dtype == x.dtype
+    if x.numel():
+        rounding = {"float32": 2.0**-20, "bfloat16": 2.0**-6, "float16": 2.0**-9}[dtype]
+        assert (made.double() - exact).abs().max() <= rounding * exact.abs().max()
+
+
+def test_inputs_with_strides_and_a_bias_that_is_broadcast(base: Path) -> None:
+    layer = packed_linear(base)
+    x = torch.randn(256, 3).t()
+    with torch.no_grad():
+        plain = layer(x.contiguous())
+        assert torch.equal(layer(x), plain)
+        assert torch.equal(torch.nn.functional.linear(x, layer.weight, torch.ones(1)), plain + 1)
+        with pytest.raises(RuntimeError):
+            torch.nn.functional.linear(x, layer.weight, torch.ones(7))
+    with torch.device("meta"), torch.no_grad():
+        assert torch.equal(layer(x), plain)
+
+
+def test_inputs_that_change_in_place_are_rotated_again(base: Path) -> None:
+    layer = packed_linear(base)
+    x = torch.randn(1, 256)
+    with torch.inference_mode():
+        before = layer(x)
+        x.mul_(2)
+        assert torch.allclose(layer(x), 2 * before, rtol=1e-5)
+        x.data.mul_(2)
+        assert torch.allclose(layer(x), 4 * before, rtol=1e-5)
+
+
+def test_from_pretrained_takes_packed(base: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = families.master(base, "llama")
+    packed = AutoModelForCausalLM.from_pretrained(folder, packed=True)
+    assert isinstance(packed.lm_head.weight, PackedTensor)
+    assert "packed" not in packed.config.to_dict()
+    ordinary = AutoModelForCausalLM.from_pretrained(folder, packed=False)
+    assert not isinstance(ordinary.lm_head.weight, PackedTensor)
+    ordinary.save_pretrained(tmp_path / "plain")
+    assert "packed" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    config = AutoConfig.from_pretrained(folder)
+    assert isinstance(pqweights.load_model(folder, packed=True, config=config).lm_head.weight, PackedTensor)
+    assert not isinstance(pqweights.load_model(folder, config=config).lm_head.weight, PackedTensor)
+
+
+def test_configurations_of_other_models_may_have_an_attribute_of_that_name() -> None:
+    from transformers import LlamaConfig
+
+    config = LlamaConfig()
+    assert config.packed is False
+    config.packed = "rows"
+    assert config.packed == "rows" and config.to_dict()["packed"] == "rows"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_models_compute_the_same(base: Path) -> None:
+    """Without a code generator, which would take minutes: what counts is that torch can trace the model."""
+    for name, whole in (("llama", True), ("mixtral", False)):
+        packed = pqweights.load_model(families.master(base, name), packed=True, dtype="float32")
+        torch._dynamo.reset()
+        compiled = torch.compile(packed, backend="aot_eager", fullgraph=whole)
+        with torch.no_grad():
+            made, expected = compiled(IDS).logits, packed(IDS).logits
+        assert (made - expected).abs().max() <= 1e-5 * expected.abs().max()
