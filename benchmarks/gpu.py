@@ -66,7 +66,8 @@ def graph_of(work: Callable[[], None]) -> Callable[[], None]:
 
 def microseconds(work: Callable[[], None]) -> float:
     """The time between events before and after the work."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    event: Any = torch.cuda.Event
+    start, end = (event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
     work()
@@ -101,7 +102,7 @@ def measure(shape: tuple[int, int], bits: int, counts: list[int], device: torch.
             raise SystemExit(
                 f"error: {shape}, {bits} bits, {count} rows: an output is off by {error:.3g} of the largest"
             )
-        works = {"ours": ours, "torch": torchs}
+        works: dict[str, Callable[[], None]] = {"ours": ours, "torch": torchs}
         for work in works.values():
             work()  # compiles
         works |= {f"{name}, graph": graph_of(work) for name, work in works.items()}
@@ -110,8 +111,8 @@ def measure(shape: tuple[int, int], bits: int, counts: list[int], device: torch.
             for name, work in works.items():
                 times[name].append(microseconds(work) / number)
         medians = {name: statistics.median(values) for name, values in times.items()}
-        found.append({"outputs": shape[0], "columns": shape[1], "bits": bits, "rows": count, "error": float(error)})
-        found[-1] |= {"microseconds": medians, "bytes": first.byte_count}
+        about = {"outputs": shape[0], "columns": shape[1], "bits": bits, "rows": count, "error": float(error)}
+        found.append({**about, "microseconds": medians, "bytes": first.byte_count})
     return found
 
 
