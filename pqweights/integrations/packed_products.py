@@ -17,7 +17,7 @@ from torch import Tensor
 from pqweights.integrations import packed_products_gpu
 from pqweights.integrations.packed_rows import NAMES, Matrix, PackedRows
 from pqweights.kernels.product_task import MOST_ROWS
-from pqweights.kernels.products import InputBasis, Inputs, Product
+from pqweights.kernels.products import InputBasis, PreparedInputs, Product
 
 
 def multiplies(matrix: Matrix, x: Tensor) -> bool:
@@ -96,7 +96,7 @@ class _Last:
     """The inputs that a thread prepared last; copied: as they were given, [rows, columns]."""
 
     def __init__(self) -> None:
-        self.inputs, self.copied = Inputs(), torch.empty(0, device="cpu")
+        self.inputs, self.copied = PreparedInputs(), torch.empty(0, device="cpu")
 
 
 _of_thread = threading.local()
@@ -104,7 +104,7 @@ _compare: Any = ctypes.CDLL(None).memcmp
 _compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
-def _inputs(x: Tensor, basis: InputBasis) -> Inputs:
+def _inputs(x: Tensor, basis: InputBasis) -> PreparedInputs:
     """Return inputs in a basis; those that several weights read, one after the other, are rotated once.
 
     They are recognised by their contents: a tensor may have been changed in place since.

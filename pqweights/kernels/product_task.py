@@ -8,9 +8,9 @@ import ctypes
 MOST_LEVEL, MOST_INPUT = 8191, 16383
 # Rows of inputs that one call multiplies.
 MOST_ROWS = 16
-# Rows of a weight that a thread takes at a time: about this many weights, and at most so many rows.
+# A thread takes a tile of rows at a time, of about TILE_WEIGHTS weights and no more than TILE_ROWS rows.
 TILE_WEIGHTS, TILE_ROWS = 1 << 18, 256
-# Smaller tiles are for the end: a thread that is late holds the others up for no longer than one.
+# A small weight is cut into at least this many tiles per thread, so that a slow thread delays the others by one tile.
 TILES_PER_THREAD = 4
 # Products with fewer weights are left to one thread: waking another would take longer.
 LEAST_SHARED = 1 << 17

@@ -1,6 +1,6 @@
 """Products of packed weights with a few rows of inputs on the CPU: y = W x + b, from the codes themselves.
 
-cpu_products.py has the arithmetic. A `Product` keeps what belongs to a weight, `Inputs` what belongs to rows of inputs,
+cpu_products.py has the arithmetic. A `Product` keeps what belongs to a weight; `PreparedInputs` keeps rows of inputs,
 which several weights may share.
 """
 
@@ -48,7 +48,7 @@ class InputBasis:
         return np.frombuffer(self.awq, dtype=np.float32).ctypes.data if self.awq else _NO_AWQ_ADDRESS
 
 
-class Inputs:
+class PreparedInputs:
     """Rows of inputs, ready for products, in memory that the next ones may take over.
 
     rows: how many there are
@@ -135,7 +135,9 @@ class Product:
         )
         self._shared = outputs * blocks * BLOCK_SIZE >= LEAST_SHARED
 
-    def multiply(self, inputs: Inputs, *, out: int, stride: int, bias: int | None, factor: float, threads: int) -> None:
+    def multiply(
+        self, inputs: PreparedInputs, *, out: int, stride: int, bias: int | None, factor: float, threads: int
+    ) -> None:
         """Write W x + b for each row of inputs.
 
         inputs: at most MOST_ROWS rows, in the basis of this weight

@@ -106,7 +106,7 @@ def computed(case: Case, *, threads: int = 1, factor: float = 1.0) -> Doubles:
         awq=case.awq,
     )
     raw = from_float32(case.x.reshape(-1), case.dtype)
-    inputs = products.Inputs()
+    inputs = products.PreparedInputs()
     inputs.prepare(raw.ctypes.data, rows=rows, columns=columns, dtype=case.dtype, basis=weight.basis)
     stride = case.outputs + 3
     out = from_float32(np.full(rows * stride, 77, dtype=np.float32), case.dtype)
@@ -132,7 +132,7 @@ def prepared_integers(case: Case) -> tuple[npt.NDArray[np.int16], Floats]:
     rows, columns = case.x.shape
     rotation = 2 if case.coding.signed else 1
     basis = products.InputBasis(rotation, b"" if case.awq is None else case.awq.tobytes())
-    raw, inputs = from_float32(case.x.reshape(-1), case.dtype), products.Inputs()
+    raw, inputs = from_float32(case.x.reshape(-1), case.dtype), products.PreparedInputs()
     inputs.prepare(raw.ctypes.data, rows=rows, columns=columns, dtype=case.dtype, basis=basis)
     values = np.frombuffer(inputs.memory[0], dtype=np.int16)[: rows * columns].reshape(-1, rows, 128)
     return np.sort(values), np.frombuffer(inputs.memory[1], dtype=np.float32)[: rows * columns // 128].reshape(-1, rows)
