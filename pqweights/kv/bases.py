@@ -1,0 +1,136 @@
+"""The bases of klt.py from the weights of a model: projections of queries, keys, values and outputs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pqweights.errors import OptionError
+from pqweights.kv.klt import Basis, LayerBases, Turning
+from pqweights.kv.model import FULL, HYBRID, CachedModel
+from pqweights.kv.rope import RopePairs
+
+# Directions that the weights leave out keep this share of the mean variance, so that every covariance is invertible.
+LEAST_SHARE = 1e-4
+
+
+def model_bases(net: Any, model: CachedModel) -> dict[int, LayerBases]:
+    """Return the bases of all layers with full attention, by their number.
+
+    net: the model, a PreTrainedModel
+
+    Raises OptionError for a model whose attention is not made of four projections.
+    """
+    modules = list(_attentions(net))
+    numbers = [number for number, kind in enumerate(model.layers) if kind in (FULL, HYBRID)]
+    found = {getattr(module, "layer_idx", None): (module, parent) for module, parent in modules}
+    result = {}
+    for number in numbers:
+        if number not in found:
+            raise OptionError(
+                f"KV cache klt: {model.config.model_type}: layer {number}: expected q_proj, k_proj, v_proj and o_proj, "
+                "from which the transform is made; take hadamard"
+            )
+        result[number] = _layer_bases(*found[number], _turning(net, model, number))
+    return result
+
+
+def digest(bases: dict[int, LayerBases]) -> str:
+    """Return a short hash of what the weights of a model make of the bases, rounded to what all machines agree on."""
+    hashed = hashlib.sha256()
+    for number, layer in sorted(bases.items()):
+        for basis in (layer.keys, layer.values):
+            proportions = basis.variances / basis.variances.amax(-1, keepdim=True)
+            hashed.update(bytes([number & 255]) + (proportions * 64).round().to(torch.uint8).cpu().numpy().tobytes())
+    return hashed.hexdigest()[:16]
+
+
+def _attentions(net: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the attention modules with four projections, each with the module that it is a child of."""
+    for parent in net.modules():
+        for child in parent.children():
+            if all(hasattr(child, name) for name in ("q_proj", "k_proj", "v_proj")) and _output(child) is not None:
+                yield child, parent
+
+
+def _output(attention: Any) -> Any:
+    """Return the output projection of an attention module; None without one."""
+    return next(
+        (getattr(attention, name) for name in ("o_proj", "out_proj", "dense") if hasattr(attention, name)), None
+    )
+
+
+def _layer_bases(attention: Any, parent: Any, turning: Turning | None) -> LayerBases:
+    with torch.no_grad():
+        size = attention.head_dim
+        gain = _norm_gain(parent, attention)
+        keys, values = (_weight(getattr(attention, name)) * gain for name in ("k_proj", "v_proj"))
+        key_heads, value_heads = keys.unflatten(0, (-1, size)), values.unflatten(0, (keys.shape[0] // size, -1))
+        heads = len(key_heads)
+        queries = (_weight(attention.q_proj) * gain).unflatten(0, (heads, -1, size))
+        output = _weight(_output(attention))
+        if queries.shape[1] * heads * value_heads.shape[1] == 2 * output.shape[1]:  # each head's queries, then its gate
+            queries = queries[:, 0::2]
+        outputs = output.unflatten(1, (heads, -1, value_heads.shape[1]))
+        key_gain, query_gain = (_head_gain(attention, name, size) for name in ("k_norm", "q_norm"))
+        of_queries = torch.einsum("hrdi,hrei->hde", queries, queries) * query_gain[:, None] * query_gain
+        of_keys = torch.einsum("hdi,hei->hde", key_heads, key_heads) * key_gain[:, None] * key_gain
+        of_values = torch.einsum("hdi,hei->hde", value_heads, value_heads)
+        of_outputs = torch.einsum("ihrd,ihre->hde", outputs, outputs)
+        return LayerBases(_basis(of_keys, of_queries), _basis(of_values, of_outputs), turning)
+
+
+def _basis(covariance: Tensor, measure: Tensor) -> Basis:
+    """Return the transform of a covariance for errors that are measured by e^T measure e, both [heads, size, size]."""
+    values, vectors = torch.linalg.eigh(measure.double())
+    # Of the measure only its directions matter; with a mean of one, coefficients have the size of states.
+    values = values.clamp(min=0) / values.mean(-1, keepdim=True) + LEAST_SHARE
+    root = vectors * values.sqrt()[:, None] @ vectors.transpose(-1, -2)
+    inverse = vectors * values.rsqrt()[:, None] @ vectors.transpose(-1, -2)
+    variances, turned = torch.linalg.eigh(root @ covariance.double() @ root)
+    variances = variances.clamp(min=0) + LEAST_SHARE * variances.mean(-1, keepdim=True)
+    synthesis = turned.transpose(-1, -2) @ inverse
+    return Basis((root @ turned).float(), synthesis.float(), variances.float())
+
+
+def _weight(module: Any) -> Tensor:
+    """Return the matrix of a linear layer, [outputs, inputs] f32, also of one whose weight is packed."""
+    weight = module.weight
+    return (
+        weight.dequantize() if weight.is_quantized or type(weight) not in (Tensor, nn.Parameter) else weight
+    ).float()
+
+
+def _norm_gain(parent: Any, attention: Any) -> Tensor | float:
+    """Return the gain of the norm before the attention, [inputs] f32; 1 if there is none that is known."""
+    norm = getattr(parent, "input_layernorm", None)
+    weight = getattr(norm, "weight", None)
+    if weight is None or weight.numel() != attention.k_proj.in_features:
+        return 1.0
+    # Some norms multiply with 1 + weight. What this one does shows in what it makes of ones and minus ones.
+    signs = torch.ones_like(weight)
+    signs[1::2] = -1
+    return norm(signs[None])[0].float().abs()  # type: ignore[misc]
+
+
+def _head_gain(attention: Any, name: str, size: int) -> Tensor:
+    """Return the gain of a norm of each head's queries or keys, [size] f32; ones if there is none."""
+    weight = getattr(getattr(attention, name, None), "weight", None)
+    if weight is None or weight.numel() != size:
+        return torch.ones(size)
+    return weight.float().cpu()  # type: ignore[no-any-return]
+
+
+def _turning(net: Any, model: CachedModel, number: int) -> Turning | None:
+    """Return the angles of RoPE in a layer."""
+    names = ("inv_freq", f"{model.layers[number]}_inv_freq")
+    buffers = (getattr(module, name, None) for module in net.modules() for name in names)
+    frequencies = next((found for found in buffers if isinstance(found, Tensor) and found.dim() == 1), None)
+    if frequencies is None or model.pairs is None:
+        return None
+    pairs = RopePairs(model.size, 2 * len(frequencies), model.pairs.interleaved)
+    return Turning(pairs, frequencies.detach().clone().cpu())

@@ -1,0 +1,188 @@
+"""Transform coding of keys and values, in a basis that follows from the model's weights.
+
+A head's keys and values lie mostly in a part of its coordinates that the weights decide: if the inputs of the
+projection W are uncorrelated, keys have the covariance W W^T. And not all errors count alike: an error e of a key
+changes scores by <q, e>, so that what counts is its product with the covariance of queries; an error of a value counts
+by what the output projection makes of it. The Karhunen-Loeve transform of the covariance in that measure gives
+coefficients of very different variance, most of which need few bits or none (reverse water-filling: Cover and Thomas,
+Elements of Information Theory, Theorem 10.3.3). No data is needed for it, and nothing has to be stored with a cache.
+
+Keys are turned back by the angles of RoPE first, because before RoPE they are alike at all positions. Mean and variance
+of the coefficients are those of the first tokens. Each vector has a factor of its own, and Lloyd-Max levels.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pqweights.codecs.lloyd_max import codebook
+from pqweights.kv.bits import pack, packed_bytes, unpack
+from pqweights.kv.quantizer import Parts
+from pqweights.kv.rope import RopePairs
+
+# Coefficients with the same number of bits, in the order of their variances.
+TOGETHER = 8
+MOST_BITS = 8
+# The relative errors of Lloyd-Max levels with 0, 1, ... 8 bits for Gaussian numbers.
+ERRORS = (1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.0006417, 0.0001633, 0.00004128)
+ONE_BIT = math.sqrt(2 / math.pi)
+# How many tokens what the weights say of variances, and a mean of zero, count for beside the first tokens.
+PRIOR_VARIANCE, PRIOR_MEAN = 16, 4
+FIRST_TOKENS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """The transform of the keys or values of a layer.
+
+    analysis: [heads, size, size] f32, by which rows of states are multiplied
+    synthesis: its inverse
+    variances: of the coefficients, as the weights say, [heads, size] f32; only their proportions matter
+    """
+
+    analysis: Tensor
+    synthesis: Tensor
+    variances: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Turning:
+    """The angles by which RoPE turns pairs of coordinates. frequencies: per token, [rotated / 2] f32"""
+
+    pairs: RopePairs
+    frequencies: Tensor
+
+    def turned(self, states: Tensor, start: int, sign: int) -> Tensor:
+        """Turn states [..., tokens, size] of the tokens from `start` on by their angles, forward (1) or back (-1)."""
+        positions = torch.arange(start, start + states.shape[-2], device=states.device, dtype=torch.float64)
+        angles = positions[:, None] * self.frequencies.to(states.device, torch.float64) * sign
+        cos, sin = angles.cos().float(), angles.sin().float()
+        rotated, rest = states.split([self.pairs.rotated, self.pairs.size - self.pairs.rotated], dim=-1)
+        whole = RopePairs(self.pairs.rotated, self.pairs.rotated, self.pairs.interleaved)
+        x, y = whole.split(rotated)
+        return torch.cat([whole.joined(x * cos - y * sin, x * sin + y * cos), rest], dim=-1)
+
+
+@dataclass(frozen=True)
+class LayerBases:
+    """The bases of a layer. turning: the angles of RoPE; None without it"""
+
+    keys: Basis
+    values: Basis
+    turning: Turning | None
+
+
+class KarhunenLoeve:
+    """The quantizer.
+
+    basis: of the layer's keys or values
+    bits: of a coefficient on average, a multiple of 1/4
+    turning: the angles of RoPE for keys; None for values, and for models without RoPE
+    """
+
+    step = 1
+    first = FIRST_TOKENS
+
+    def __init__(self, basis: Basis, bits: float, turning: Turning | None) -> None:
+        self._basis, self.bits, self._turning = basis, bits, turning
+
+    def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
+        """See StateQuantizer."""
+        if shared is not None:
+            return shared
+        found = self._coefficients(states, start)
+        count = found.shape[2]
+        mean = (found.sum(2) / (count + PRIOR_MEAN)).half()
+        squares = (found - mean.float()[:, :, None]).square().sum(2)
+        prior = self._basis.variances.to(found.device)
+        prior = prior * (squares.mean(-1, keepdim=True) / count / prior.mean(-1, keepdim=True))
+        variance = (squares + PRIOR_VARIANCE * prior) / (count + PRIOR_VARIANCE)
+        spread, order = variance.sqrt().sort(dim=-1, descending=True)
+        spread = spread.half().clamp(min=torch.finfo(torch.float16).tiny)
+        widths = allocated(spread.float().log().mean((0, 1)).exp().square(), self.bits)
+        repeated = torch.tensor(widths, dtype=torch.uint8, device=found.device).expand(len(found), 1, -1)
+        return {"mean": mean, "spread": spread, "order": order.to(torch.uint8), "widths": repeated.contiguous()}
+
+    def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
+        """See StateQuantizer."""
+        found = self._coefficients(states, start) - shared["mean"].float()[:, :, None]
+        order = shared["order"].long()[:, :, None].expand_as(found)
+        spread = shared["spread"].float()[:, :, None]
+        scaled = found.gather(-1, order) / spread
+        runs = _runs(shared["widths"])
+        used = runs[-1][1] if runs else 0
+        rms = scaled[..., :used].square().mean(-1, keepdim=True).sqrt()
+        normed = scaled / torch.where(rms > 0, rms, 1)
+        codes, levels = [], []
+        for begin, end, bits in runs:
+            table, thresholds = _tables(bits, states.device)
+            code = torch.bucketize(normed[..., begin:end].contiguous(), thresholds, right=True)
+            codes.append(pack(code.to(torch.uint8), bits))
+            levels.append(table[code])
+        reached, weights = torch.cat(levels, dim=-1), spread[..., :used].square()
+        factor = (scaled[..., :used] * reached * weights).sum(-1) / (reached.square() * weights).sum(-1)
+        return {"codes": torch.cat(codes, dim=-1), "factor": factor.half()}
+
+    def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
+        """See StateQuantizer."""
+        packed, levels, at = rows["codes"], [], 0
+        for begin, end, bits in _runs(shared["widths"]):
+            size = packed_bytes(end - begin, bits)
+            table, _ = _tables(bits, packed.device)
+            levels.append(table[unpack(packed[..., at : at + size], bits, end - begin).int()])
+            at += size
+        reached = torch.cat(levels, dim=-1)
+        spread = shared["spread"].float()[:, :, None, : reached.shape[-1]]
+        scaled = reached * rows["factor"].float()[..., None] * spread
+        # The rows of the synthesis that go with the coefficients in their order, for each sequence and head.
+        synthesis = self._basis.synthesis.to(packed.device)
+        order = shared["order"].long()[..., : reached.shape[-1], None].expand(-1, -1, -1, synthesis.shape[-1])
+        chosen = synthesis.expand(len(order), -1, -1, -1).gather(2, order)
+        states = scaled @ chosen + shared["mean"].float()[:, :, None] @ synthesis
+        return states if self._turning is None else self._turning.turned(states, start, 1)
+
+    def _coefficients(self, states: Tensor, start: int) -> Tensor:
+        turned = states if self._turning is None else self._turning.turned(states, start, -1)
+        return turned @ self._basis.analysis.to(states.device)
+
+
+def allocated(variances: Tensor, bits: float) -> list[int]:
+    """Return the bits of each eight coefficients, whose mean is at most `bits`, so that the error is least.
+
+    variances: in descending order, [size]
+    """
+    eights = variances.double().unflatten(0, (-1, TOGETHER)).mean(-1).tolist()
+    widths = [0] * len(eights)
+    for _ in range(max(1, int(bits * len(eights)))):
+        gains = [
+            variance * (ERRORS[width] - ERRORS[width + 1]) if width < MOST_BITS else -1.0
+            for variance, width in zip(eights, widths, strict=True)
+        ]
+        widths[gains.index(max(gains))] += 1
+    return widths
+
+
+def _runs(widths: Tensor) -> list[tuple[int, int, int]]:
+    """Return the ranges of coefficients with the same number of bits, as (begin, end, bits); none for no bits."""
+    runs: list[tuple[int, int, int]] = []
+    for number, bits in enumerate(widths[0, 0].tolist()):
+        begin = number * TOGETHER
+        if bits and runs and runs[-1][2] == bits and runs[-1][1] == begin:
+            runs[-1] = (runs[-1][0], begin + TOGETHER, bits)
+        elif bits:
+            runs.append((begin, begin + TOGETHER, bits))
+    return runs
+
+
+@functools.cache
+def _tables(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the levels of a width and the thresholds between them."""
+    if bits == 1:
+        return torch.tensor([-ONE_BIT, ONE_BIT], device=device), torch.zeros(1, device=device)
+    found = codebook(bits)
+    return torch.from_numpy(found.levels).to(device), torch.from_numpy(found.thresholds).to(device)

@@ -1,0 +1,73 @@
+"""Pairs of key coordinates that RoPE rotates together, as an angle and a radius (Wu et al., arXiv:2502.00527).
+
+Keys may have outliers in single channels, but RoPE turns such a channel and its partner in a circle, on which radius
+and angle are spread evenly (Section 3.1). Angles need no scale, and radii are not negative, so all that is stored with
+the codes is one scale for each pair of channels (Section 3.2).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pqweights.kv.bits import pack, unpack
+from pqweights.kv.quantizer import TOKENS_TOGETHER, Parts
+from pqweights.kv.rope import RopePairs
+
+
+class PolarPairs:
+    """The quantizer. Codes of 32 tokens lie together, so that a product looks up 32 tokens in one table (Section 3.3).
+
+    pairs: which coordinates are pairs
+    angle_bits, radius_bits: of the codes, m and n of the paper
+    """
+
+    step = first = TOKENS_TOGETHER
+
+    def __init__(self, pairs: RopePairs, angle_bits: int, radius_bits: int) -> None:
+        self.pairs, self.angle_bits, self.radius_bits = pairs, angle_bits, radius_bits
+
+    def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
+        """See StateQuantizer. New scales are taken only when a radius exceeds the old ones."""
+        x, y = self.pairs.split(states)
+        scale = (torch.hypot(x, y).amax(2) / ((1 << self.radius_bits) - 1)).half()
+        if shared is None:
+            return {"scale": scale}
+        known = shared["scale"]
+        return shared if bool((scale <= known).all()) else {"scale": torch.maximum(scale, known)}
+
+    def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
+        """See StateQuantizer."""
+        x, y = self.pairs.split(states)
+        scale = shared["scale"].float()[:, :, None]
+        radii = torch.hypot(x, y) / torch.where(scale > 0, scale, 1)
+        radii = radii.round_().clamp_(0, (1 << self.radius_bits) - 1)
+        turns = (torch.atan2(y, x) + math.pi) / (2 * math.pi)
+        angles = (turns * (1 << self.angle_bits)).round_().to(torch.int32) & ((1 << self.angle_bits) - 1)
+        return {
+            "angles": pack(self._together(angles.to(torch.uint8)), self.angle_bits),
+            "radii": pack(self._together(radii.to(torch.uint8)), self.radius_bits),
+        }
+
+    def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
+        """See StateQuantizer."""
+        table = self.directions(rows["angles"].device)
+        codes = self._apart(unpack(rows["angles"], self.angle_bits, self.step)).long()
+        radii = self._apart(unpack(rows["radii"], self.radius_bits, self.step)) * shared["scale"].float()[:, :, None]
+        return self.pairs.joined(table[0][codes] * radii, table[1][codes] * radii)
+
+    def directions(self, device: torch.device) -> Tensor:
+        """Return cosine and sine of every angle code, [2, 2**angle_bits] f32."""
+        angles = torch.arange(1 << self.angle_bits, device=device) * (2 * math.pi / (1 << self.angle_bits)) - math.pi
+        return torch.stack([angles.cos(), angles.sin()])
+
+    def _together(self, codes: Tensor) -> Tensor:
+        """[batch, heads, tokens, pairs] -> [batch, heads, rows, pairs, 32]"""
+        batch, heads, tokens, pairs = codes.shape
+        return codes.view(batch, heads, tokens // self.step, self.step, pairs).transpose(-1, -2)
+
+    def _apart(self, codes: Tensor) -> Tensor:
+        """Undo `_together`."""
+        return codes.transpose(-1, -2).flatten(2, 3)
