@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pqweights.errors import OptionError
 from pqweights.kv.klt import Basis, LayerBases, Turning
@@ -35,7 +35,7 @@ def model_bases(net: Any, model: CachedModel) -> dict[int, LayerBases]:
                 f"KV cache klt: {model.config.model_type}: layer {number}: expected q_proj, k_proj, v_proj and o_proj, "
                 "from which the transform is made; take hadamard"
             )
-        result[number] = _layer_bases(*found[number], _turning(net, model, number))
+        result[number] = _layer_bases(*found[number], _key_heads(model.config), _turning(net, model, number))
     return result
 
 
@@ -53,7 +53,8 @@ def _attentions(net: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the attention modules with four projections, each with the module that it is a child of."""
     for parent in net.modules():
         for child in parent.children():
-            if all(hasattr(child, name) for name in ("q_proj", "k_proj", "v_proj")) and _output(child) is not None:
+            apart = all(hasattr(child, name) for name in ("q_proj", "k_proj", "v_proj"))
+            if (apart or hasattr(child, "qkv_proj")) and _output(child) is not None:
                 yield child, parent
 
 
@@ -64,14 +65,14 @@ def _output(attention: Any) -> Any:
     )
 
 
-def _layer_bases(attention: Any, parent: Any, turning: Turning | None) -> LayerBases:
+def _layer_bases(attention: Any, parent: Any, heads: int, turning: Turning | None) -> LayerBases:
+    """Return the bases of a layer. heads: those of keys"""
     with torch.no_grad():
         size = attention.head_dim
         gain = _norm_gain(parent, attention)
-        keys, values = (_weight(getattr(attention, name)) * gain for name in ("k_proj", "v_proj"))
-        key_heads, value_heads = keys.unflatten(0, (-1, size)), values.unflatten(0, (keys.shape[0] // size, -1))
-        heads = len(key_heads)
-        queries = (_weight(attention.q_proj) * gain).unflatten(0, (heads, -1, size))
+        query_weight, keys, values = (each * gain for each in _projections(attention, heads))
+        key_heads, value_heads = keys.unflatten(0, (heads, size)), values.unflatten(0, (heads, -1))
+        queries = query_weight.unflatten(0, (heads, -1, size))
         output = _weight(_output(attention))
         if queries.shape[1] * heads * value_heads.shape[1] == 2 * output.shape[1]:  # each head's queries, then its gate
             queries = queries[:, 0::2]
@@ -88,7 +89,8 @@ def _basis(covariance: Tensor, measure: Tensor) -> Basis:
     """Return the transform of a covariance for errors that are measured by e^T measure e, both [heads, size, size]."""
     values, vectors = torch.linalg.eigh(measure.double())
     # Of the measure only its directions matter; with a mean of one, coefficients have the size of states.
-    values = values.clamp(min=0) / values.mean(-1, keepdim=True) + LEAST_SHARE
+    mean = values.mean(-1, keepdim=True)
+    values = values.clamp(min=0) / torch.where(mean > 0, mean, 1) + LEAST_SHARE
     root = vectors * values.sqrt()[:, None] @ vectors.transpose(-1, -2)
     inverse = vectors * values.rsqrt()[:, None] @ vectors.transpose(-1, -2)
     variances, turned = torch.linalg.eigh(root @ covariance.double() @ root)
@@ -97,32 +99,65 @@ def _basis(covariance: Tensor, measure: Tensor) -> Basis:
     return Basis((root @ turned).float(), synthesis.float(), variances.float())
 
 
+def _key_heads(config: Any) -> int:
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def _projections(attention: Any, heads: int) -> Iterator[Tensor]:
+    """Yield the weights of queries, keys and values, [outputs, inputs] f32.
+
+    heads: those of keys, which are as many rows of a joint projection as those of values
+    """
+    if hasattr(attention, "qkv_proj"):
+        whole = _weight(attention.qkv_proj)
+        rows = heads * attention.head_dim
+        yield from whole.split([len(whole) - 2 * rows, rows, rows])
+    else:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            yield _weight(getattr(attention, name))
+
+
 def _weight(module: Any) -> Tensor:
     """Return the matrix of a linear layer, [outputs, inputs] f32, also of one whose weight is packed."""
     weight = module.weight
-    return (
-        weight.dequantize() if weight.is_quantized or type(weight) not in (Tensor, nn.Parameter) else weight
-    ).float()
+    with torch.no_grad():
+        plain: Tensor = weight.float() if type(weight).__module__.startswith(("torch.", "pqweights.")) else (
+            weight.dequantize()
+        )  # fmt: skip
+        return plain.float()
 
 
 def _norm_gain(parent: Any, attention: Any) -> Tensor | float:
     """Return the gain of the norm before the attention, [inputs] f32; 1 if there is none that is known."""
     norm = getattr(parent, "input_layernorm", None)
     weight = getattr(norm, "weight", None)
-    if weight is None or weight.numel() != attention.k_proj.in_features:
+    if norm is None or weight is None or weight.numel() != _inputs(attention):
         return 1.0
-    # Some norms multiply with 1 + weight. What this one does shows in what it makes of ones and minus ones.
+    return _gain(norm, weight)
+
+
+def _gain(norm: Any, weight: Any) -> Tensor:
+    """Return what a norm multiplies each coordinate by, [size] f32: its weight, or 1 + weight.
+
+    It shows in what the norm makes of ones and minus ones.
+    """
     signs = torch.ones_like(weight)
     signs[1::2] = -1
-    return norm(signs[None])[0].float().abs()  # type: ignore[misc]
+    gain: Tensor = norm(signs[None])[0].float().abs()
+    return gain
+
+
+def _inputs(attention: Any) -> int:
+    projection = attention.qkv_proj if hasattr(attention, "qkv_proj") else attention.k_proj
+    return int(projection.in_features)
 
 
 def _head_gain(attention: Any, name: str, size: int) -> Tensor:
     """Return the gain of a norm of each head's queries or keys, [size] f32; ones if there is none."""
-    weight = getattr(getattr(attention, name, None), "weight", None)
-    if weight is None or weight.numel() != size:
-        return torch.ones(size)
-    return weight.float().cpu()  # type: ignore[no-any-return]
+    norm = getattr(attention, name, None)
+    weight = getattr(norm, "weight", None)
+    known = norm is not None and weight is not None and weight.numel() == size
+    return _gain(norm, weight) if known else torch.ones(size)
 
 
 def _turning(net: Any, model: CachedModel, number: int) -> Turning | None:

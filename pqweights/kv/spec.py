@@ -31,6 +31,8 @@ def _meant(scheme: type[Scheme], spec: str, word: str) -> dict[str, float]:
     if word in scheme.words:
         return dict(scheme.words[word])
     key, equals, value = word.partition("=")
+    if not equals and word in scheme.choices:
+        raise OptionError(f"KV cache {spec!r}: {word}: expected {word}=N, with N {_listed(scheme.choices[word])}")
     if not equals:
         raise OptionError(f"KV cache {spec!r}: {scheme.name} has no option {word!r}; {_known(scheme, word)}")
     if key not in scheme.choices:

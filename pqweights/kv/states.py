@@ -11,7 +11,7 @@ from torch import Tensor
 from pqweights.kv.quantizer import Parts, StateQuantizer
 
 # Room for more rows is added in proportion to those there are, so that a token is copied a bounded number of times.
-GROWTH, LEAST_ROOM = 16, 32
+GROWTH, LEAST_TOKENS = 16, 32
 
 
 @dataclass(kw_only=True)
@@ -139,7 +139,7 @@ class PackedStates:
             return
         used = last.tokens // quantizer.step
         for name, part in rows.items():
-            last.rows[name] = _appended(last.rows[name], used, part)
+            last.rows[name] = _appended(last.rows[name], used, part, least=LEAST_TOKENS // quantizer.step)
         last.tokens += states.shape[2]
 
 
@@ -154,11 +154,14 @@ def used_rows(chunk: Chunk, step: int) -> Parts:
     return {name: part[:, :, :count] for name, part in chunk.rows.items()}
 
 
-def _appended(part: Tensor, used: int, more: Tensor) -> Tensor:
-    """Write rows behind the `used` ones, in place if there is room, and return where all rows are."""
+def _appended(part: Tensor, used: int, more: Tensor, *, least: int) -> Tensor:
+    """Write rows behind the `used` ones, in place if there is room, and return where all rows are.
+
+    least: the fewest rows for which there is room after growing, beyond these
+    """
     needed = used + more.shape[2]
     if needed > part.shape[2]:
-        room = needed + max(LEAST_ROOM, needed // GROWTH)
+        room = needed + max(least - 1, needed // GROWTH)
         grown = part.new_empty((*part.shape[:2], room, *part.shape[3:]))
         grown[:, :, :used] = part[:, :, :used]
         part = grown
