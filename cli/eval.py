@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from pqweights.evaluate.report import EvaluationReport, EvaluationSettings, ModelScores
     from pqweights.hub.sources import Fetched
     from pqweights.results.evaluation_record import EvaluationRecord, Place
+    from pqweights.runtimes.cached import CacheFigures
+
+
+CACHE_LEGEND = (
+    "; bits/coord.: all that the cache holds of a window, with recent tokens at 16 bits; attention: relative squared "
+    "error of its outputs"
+)
 
 
 class Dataset(StrEnum):
@@ -52,6 +59,16 @@ DeviceOption = Annotated[
 PackedOption = Annotated[
     bool, typer.Option("--packed", help="Keep the weights packed in memory; every MODEL must be a master.")
 ]
+KvCacheOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--kv-cache",
+        metavar="SPEC",
+        help="Quantize keys and values: klt, hadamard, polar, polar-rope, kivi or absmax, with options as in "
+        "hadamard:3. Repeat it to compare several. Scored tokens are read one by one, as in generation.",
+        show_default=False,
+    ),
+]
 SpeedOption = Annotated[
     bool, typer.Option("--speed", help="Also measure tokens per second and peak memory, each model in its own process.")
 ]
@@ -78,6 +95,7 @@ def command(
     dtype: DtypeOption = None,
     device: DeviceOption = options.Device.CPU,
     packed: PackedOption = False,
+    kv_cache: KvCacheOption = None,
     speed: SpeedOption = False,
     plot: PlotOption = None,
     no_record: options.RecordOption = False,
@@ -109,9 +127,12 @@ def command(
             dtype=dtype and dtype.value,
             device=device.value,
             packed=packed,
+            kv_caches=tuple(kv_cache or ()),
             speed=speed,
         )
-        _evaluate(sources, text, asked, presentation=_Presentation(plot=plot, json=json, record=not no_record))
+        _evaluate(
+            sources, text, asked, presentation=_Presentation(plot=plot, json=json, record=not (no_record or kv_cache))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +160,8 @@ def _evaluate(sources: _Sources, text: Path | None, asked: EvaluationOptions, *,
     with output.progress("evaluating", unit="steps") as progress:
         done = evaluate(sources.folders, words, asked, progress=progress)
     _show(sources.renamed(done), presentation)
+    if not presentation.record:
+        return
     for row, place in zip(done.rows, places, strict=True):
         if place is not None:
             tokenizer = asked.reading.tokenizer
@@ -233,8 +256,11 @@ def _text(report: EvaluationReport) -> str:
     shown = [name for name in cells[0] if any(each[name] for each in cells)]
     columns = [(name, name != "model") for name in shown]
     legend = "+-: standard error over windows"
-    if report.reference:
+    caches = any(row.kv_cache for row in rows)
+    if report.reference or caches:
         legend += "; change: of the perplexity, with paired errors; KL: KL(reference || model) in nats per token"
+    if caches:
+        legend += CACHE_LEGEND + ("" if report.reference else "; the reference is the model with its own cache")
     lines = [
         tables.wrapped(_settings_line(report.settings)),
         "",
@@ -251,6 +277,10 @@ def _text(report: EvaluationReport) -> str:
         )
         lines.append(tables.wrapped(meaning))
     return "\n".join(lines)
+
+
+def _attention_error(figures: CacheFigures) -> str:
+    return "" if figures.attention_error is None else f"{figures.attention_error:.5f}"
 
 
 def _runtime_lines(rows: Sequence[ModelScores]) -> list[str]:
@@ -280,6 +310,10 @@ def _cells(row: ModelScores, is_reference: bool) -> dict[str, str]:
     divergence, size, speed = row.scores.divergence, row.size, row.speed
     return {
         "model": row.model + (" (reference)" if is_reference else ""),
+        "KV cache": "" if row.kv_cache is None else row.kv_cache.spec,
+        "bits/coord.": "" if row.kv_cache is None else f"{row.kv_cache.bits_per_coordinate:.3f}",
+        "bytes/token": "" if row.kv_cache is None else f"{row.kv_cache.bytes_per_token:.0f}",
+        "attention": "" if row.kv_cache is None else _attention_error(row.kv_cache),
         "GB": f"{size.bytes / 1e9:.3f}",
         "bits/param": "" if size.bits_per_parameter is None else f"{size.bits_per_parameter:.3f}",
         "bits/weight": "" if size.bits_per_weight is None else f"{size.bits_per_weight:.3f}",

@@ -64,6 +64,15 @@ PackedOption = Annotated[
         show_default="packed for scalar codecs; for others only if the decoded model does not fit into memory",
     ),
 ]
+KvCacheOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache",
+        metavar="SPEC",
+        help="Quantize keys and values: klt, hadamard, polar, polar-rope, kivi or absmax, with options as in klt:3.",
+        show_default="as the model computes them",
+    ),
+]
 DeviceOption = Annotated[
     options.Device, typer.Option("--device", help="Device to compute on; auto uses a GPU if there is one.")
 ]
@@ -79,6 +88,7 @@ def command(
     top_p: TopPOption = None,
     seed: SeedOption = None,
     packed: PackedOption = None,
+    kv_cache: KvCacheOption = None,
     tokenizer: options.TokenizerOption = None,
     dtype: options.ModelDtypeOption = options.ModelDtype.AUTO,
     device: DeviceOption = options.Device.CPU,
@@ -105,6 +115,7 @@ def command(
             top_p=top_p,
             seed=seed,
             packed=packed,
+            kv_cache=kv_cache,
             tokenizer=tokenizer,
             dtype=dtype.value,
             device=device.value,

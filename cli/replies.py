@@ -133,10 +133,14 @@ def setting_line(done: Generation) -> str:
     """Return how long loading took, the peak memory, and what the model computed in."""
     settings, choice = done.settings, done.settings.choice
     weights = ", weights packed" if settings.packed else ""
+    cache = ""
+    if done.kv_cache is not None:
+        taken = f"{done.kv_cache.bits_per_coordinate:.2f} bits per coordinate"
+        cache = f", KV cache {done.kv_cache.spec} at {taken}"
     chosen = "greedy" if choice.seed is None else f"temperature {choice.temperature:g}, seed {choice.seed}"
     return (
         f"loaded in {done.timings.load:.1f} s, peak memory {output.size(done.peak_bytes)}; {settings.dtype} on "
-        f"{settings.device}{weights}; {chosen}"
+        f"{settings.device}{weights}{cache}; {chosen}"
     )
 
 

@@ -287,6 +287,7 @@ def generate(
     top_p: float | None = None,
     seed: int | None = None,
     packed: bool | None = None,
+    kv_cache: str | None = None,
     tokenizer: str | PathLike[str] | None = None,
     dtype: str = "auto",
     device: str = "cpu",
@@ -306,6 +307,7 @@ def generate(
     top_p: the probability of the likeliest tokens that are chosen from; by default that of generation_config.json
     seed: of the random choices; by default a random one, which the report names
     packed: whether the weights of a master stay packed; by default those of scalar codecs do
+    kv_cache: how keys and values are quantized, such as "klt:3" or "hadamard:4"; by default they stay as they are
     tokenizer: the folder of the tokenizer; by default the model's own
     dtype: "auto" for the model's own, "float32", "bfloat16" or "float16"
     device: "cpu", "cuda", or "auto" for a GPU if there is one
@@ -323,6 +325,7 @@ def generate(
         top_p=arguments.number("top_p", top_p),
         seed=arguments.whole("seed", seed),
         packed=packed,
+        kv_cache=kv_cache,
         tokenizer=None if tokenizer is None else arguments.local("tokenizer", tokenizer),
         dtype=dtype,
         device=device,

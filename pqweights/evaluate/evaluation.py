@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from pqweights.evaluate.protocol import Scores, Windows, compare
 from pqweights.evaluate.report import EvaluationReport, EvaluationSettings, ModelScores
 from pqweights.evaluate.speed import Speed, measure_speed
 from pqweights.notices import slow_step
+from pqweights.runtimes.cached import MEASURED_QUERIES, CacheFigures, check_spec
 from pqweights.runtimes.folders import Folder, Size, read_folder, size
 from pqweights.runtimes.models import AUTO, DTYPES, Model, check_options, choose_device, open_model
 from pqweights.runtimes.texts import Ids, check_vocabulary, tokenize
@@ -52,6 +53,8 @@ class EvaluationOptions:
     dtype: one of DTYPES; by default float32, and the model's own for speed.
     device: cpu, cuda or auto.
     packed: whether masters compute with packed weights; the reference never does.
+    kv_caches: how keys and values are quantized, each in a row of its own; the reference's never are. Without a
+        reference, each model is compared with itself.
     speed: whether tokens per second and peak memory are measured, too.
     """
 
@@ -61,15 +64,18 @@ class EvaluationOptions:
     dtype: str | None = None
     device: str = "cpu"
     packed: bool = False
+    kv_caches: tuple[str, ...] = ()
     speed: bool = False
 
 
 class _Computed(NamedTuple):
-    """What a loaded model says: its runtime, its dtype, and its scores."""
+    """What a loaded model says: its runtime, its dtype, its scores, and what its quantized cache takes."""
 
+    folder: Folder
     runtime: str
     dtype: str
     scores: Scores
+    kv_cache: CacheFigures | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +114,7 @@ class _EvaluationJob:
     @property
     def scoring_steps(self) -> int:
         """How many windows all models compute together."""
-        return len(self.starts) * len(self.compared)
+        return len(self.starts) * len(self.compared) * max(1, len(self.options.kv_caches))
 
     def report(self, done: int, what: str) -> None:
         """Report progress after `done` steps."""
@@ -144,12 +150,20 @@ def evaluate(
     with slow_step("reading the text with transformers"):
         job = _prepare(models, text, options, progress=progress)
     computed = _score_all(job)
-    speeds = _measure_speeds(job) if options.speed else [None] * len(job.folders)
+    paths = [folder.path for folder in job.folders]
+    speeds = dict(zip(paths, _measure_speeds(job), strict=True)) if options.speed else {}
+    sizes = dict(zip(paths, job.sizes, strict=True))
     rows = [
         ModelScores(
-            model=str(folder.path), runtime=found.runtime, dtype=found.dtype, size=own, scores=found.scores, speed=speed
+            model=str(found.folder.path),
+            runtime=found.runtime,
+            dtype=found.dtype,
+            size=sizes[found.folder.path],
+            scores=found.scores,
+            speed=speeds.get(found.folder.path),
+            kv_cache=found.kv_cache,
         )
-        for folder, own, found, speed in zip(job.folders, job.sizes, computed, speeds, strict=True)
+        for found in computed
     ]
     return EvaluationReport(_settings(job), rows.pop(0) if job.base else None, tuple(rows))
 
@@ -160,6 +174,12 @@ def _prepare(models: Sequence[Path], text: str, options: EvaluationOptions, *, p
         raise EvaluationError(f"dtype {options.dtype!r}: expected {', '.join(DTYPES)}")
     if not models:
         raise EvaluationError("expected at least one model, found none")
+    for spec in options.kv_caches:
+        check_spec(spec)
+    if options.kv_caches and options.speed:
+        raise EvaluationError(
+            "--speed: it measures models as they are; `pqweights generate --kv-cache` prints its speed"
+        )
     compared = [read_folder(path) for path in models]
     base = [] if options.reference is None else [read_folder(options.reference)]
     folders = [*base, *compared]
@@ -187,27 +207,57 @@ def _prepare(models: Sequence[Path], text: str, options: EvaluationOptions, *, p
 def _score_all(job: _EvaluationJob) -> list[_Computed]:
     """Score all models; the reference comes first if there is one. Only the figures stay in memory."""
     base = None if job.base is None else job.open(job.base, 0)
-    result = [_score(job, number, base) for number in range(len(job.compared))]
-    if base is not None:
+    result = [row for number in range(len(job.compared)) for row in _score(job, number, base)]
+    if base is not None and job.base is not None:
         losses = result[0].scores.reference_losses
         assert losses is not None
-        result.insert(0, _Computed(base.runtime, base.dtype, Scores(losses)))
+        result.insert(0, _Computed(job.base, base.runtime, base.dtype, Scores(losses)))
     return result
 
 
-def _score(job: _EvaluationJob, number: int, base: Model | None) -> _Computed:
+def _score(job: _EvaluationJob, number: int, base: Model | None) -> list[_Computed]:
     """Load one of the compared models and score it. It is freed on return, before the next one is loaded."""
-    folder, before = job.compared[number], number * len(job.starts)
+    folder, specs = job.compared[number], job.options.kv_caches
+    before = number * len(job.starts) * max(1, len(specs))
     model = job.open(folder, before)
+    if specs:
+        return _score_caches(job, folder, model, base=base, before=before)
+    scores = _compared(job, folder, model, base=base, before=before)
+    return [_Computed(folder, model.runtime, model.dtype, scores)]
+
+
+def _compared(job: _EvaluationJob, folder: Folder, model: Model, *, base: Model | None, before: int) -> Scores:
+    """Score a model beside the reference. before: the steps done"""
 
     def show(done: int, total: int) -> None:
         job.report(before + done, str(folder.path))
 
     try:
-        scores = compare(model, base, ids=job.ids, windows=job.windows, progress=show)
+        return compare(model, base, ids=job.ids, windows=job.windows, progress=show)
     except EvaluationError as error:
         raise EvaluationError(f"{folder.path}: {error}") from None
-    return _Computed(model.runtime, model.dtype, scores)
+
+
+def _score_caches(
+    job: _EvaluationJob, folder: Folder, model: Model, *, base: Model | None, before: int
+) -> list[_Computed]:
+    """Score a model with each of the quantized caches; without a reference, beside and after itself."""
+    if model.cached is None:
+        raise EvaluationError(f"{folder.path}: --kv-cache: {model.runtime} has a cache of its own")
+    runs = [model.cached(spec) for spec in job.options.kv_caches]
+    rows = []
+    for number, run in enumerate(runs):
+        with_cache = replace(model, logits=run.logits)
+        steps = before + number * len(job.starts)
+        scores = _compared(job, folder, with_cache, base=base or model, before=steps)
+        ids = job.ids[: job.windows.size]
+        error = run.attention_error(ids) if len(ids) > 2 * MEASURED_QUERIES else None
+        figures = run.figures(attention_error=error)
+        rows.append(_Computed(folder, model.runtime, model.dtype, scores, figures))
+    losses = rows[0].scores.reference_losses
+    if base is None and losses is not None:
+        rows.insert(0, _Computed(folder, model.runtime, model.dtype, Scores(losses)))
+    return rows
 
 
 def _measure_speeds(job: _EvaluationJob) -> list[Speed | None]:

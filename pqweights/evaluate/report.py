@@ -10,6 +10,7 @@ from typing import Any
 from pqweights.evaluate.protocol import Divergence, Estimate, Scores
 from pqweights.evaluate.speed import Speed
 from pqweights.results.evaluation_record import EvaluationRecord
+from pqweights.runtimes.cached import CacheFigures
 from pqweights.runtimes.folders import Size
 
 
@@ -55,6 +56,7 @@ class ModelScores:
     size: the size of its files.
     scores: its losses, and its divergence from the reference.
     speed: its speed; None if it was not measured.
+    kv_cache: its quantized cache of keys and values; None if they stay as they are.
     """
 
     model: str
@@ -63,6 +65,7 @@ class ModelScores:
     size: Size
     scores: Scores
     speed: Speed | None
+    kv_cache: CacheFigures | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of the model in eval --json."""
@@ -82,6 +85,7 @@ class ModelScores:
             "kl": None if divergence is None else _kl_json(divergence),
             "top1_agreement": None if divergence is None else to_json(divergence.top1),
             "speed": None if self.speed is None else self.speed.to_json(),
+            "kv_cache": None if self.kv_cache is None else self.kv_cache.to_json(),
         }
 
 

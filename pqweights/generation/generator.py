@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ from pqweights.generation.prompts import (
 )
 from pqweights.generation.report import CONTEXT, END, INTERRUPTED, LENGTH, Generation, GenerationSettings, Timings
 from pqweights.generation.text import CONTEXT_TOKENS, TextStream
+from pqweights.runtimes.cached import CachedRun, CacheFigures
 from pqweights.runtimes.folders import read_folder
 from pqweights.runtimes.memory import peak_bytes
 from pqweights.runtimes.models import Model, check_options, choose_device, open_model
+from pqweights.runtimes.steps import TorchStepper
 from pqweights.runtimes.texts import Ids, load_tokenizer
 
 # Called with each piece of the text as it comes.
@@ -78,6 +81,7 @@ class Generator:
         self._reserved = min(options.max_tokens, (self._folder.context or 0) // PART_FOR_REPLY)
         self._packed = False
         self._model: Model | None = None
+        self._run: CachedRun | None = None
         self._load_seconds = time.perf_counter() - start
 
     def load(self) -> None:
@@ -94,11 +98,21 @@ class Generator:
         if why is not None:
             self._tell(why)
         self._model = open_model(self._folder.path, device=self._device, dtype=self._options.dtype, packed=self._packed)
+        if self._options.kv_cache is not None:
+            self._quantize_cache(self._options.kv_cache)
         self._load_seconds += time.perf_counter() - start
         if self._settings.not_applied:
             self._tell(f"generation_config.json: not applied: {', '.join(self._settings.not_applied)}")
         if self._options.chat and not self.chats:
             self._tell("the model has no chat template: it continues the text as it is")
+
+    def _quantize_cache(self, spec: str) -> None:
+        """Let the model generate with a quantized cache."""
+        assert self._model is not None
+        if self._model.cached is None:
+            raise GenerationError(f"{self._folder.path}: --kv-cache: {self._model.runtime} has a cache of its own")
+        self._run = self._model.cached(spec)
+        self._model = replace(self._model, stepper=self._run.stepper())
 
     def check(self, prompt: str, name: str = "--prompt") -> Ids:
         """Return the tokens of a prompt, or of the conversation with it as the last turn.
@@ -177,8 +191,17 @@ class Generator:
             stop=CONTEXT if is_full else run.stop,
             timings=run.timings(self._load_seconds),
             peak_bytes=peak_bytes(self._device),
+            kv_cache=self._cache_figures(),
             settings=settings,
         )
+
+    def _cache_figures(self) -> CacheFigures | None:
+        """Return what the quantized cache takes; None without one, or where only transformers' `generate` has it."""
+        if self._run is None or self._model is None:
+            return None
+        assert isinstance(self._model.stepper, TorchStepper)
+        cache = self._model.stepper.cache
+        return None if cache is None else self._run.figures(cache)
 
 
 class _Reply:

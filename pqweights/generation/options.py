@@ -10,6 +10,7 @@ from typing import Any
 
 from pqweights.checkpoint.storage import LocalStorage, read_file
 from pqweights.errors import OptionError, SourceError
+from pqweights.runtimes.cached import check_spec
 from pqweights.runtimes.folders import Folder
 from pqweights.runtimes.models import AUTO, DTYPES
 from pqweights.strict_json import is_number, parse_json
@@ -48,6 +49,7 @@ class GenerationOptions:
     top_p: the probability of the likeliest tokens that are chosen from; by default that of the model.
     seed: of the random choices; by default a random one, which the result names.
     packed: whether the weights of a master stay packed; by default choose_packed decides.
+    kv_cache: the method that quantizes keys and values, with its options; by default they stay as they are.
     tokenizer: the folder of the tokenizer; by default the model's own.
     dtype: one of DTYPES, or auto for the model's own.
     device: cpu, cuda or auto.
@@ -60,6 +62,7 @@ class GenerationOptions:
     top_p: float | None = None
     seed: int | None = None
     packed: bool | None = None
+    kv_cache: str | None = None
     tokenizer: Path | None = None
     dtype: str = AUTO
     device: str = "cpu"
@@ -76,6 +79,8 @@ class GenerationOptions:
             raise OptionError(f"--seed: expected 0 or more, found {self.seed}")
         if self.dtype not in (AUTO, *DTYPES):
             raise OptionError(f"--dtype: expected {AUTO} or {', '.join(DTYPES)}, found {self.dtype!r}")
+        if self.kv_cache is not None:
+            check_spec(self.kv_cache)
         if self.system is not None and not self.chat:
             raise OptionError("--system: it is for conversations; leave out --no-chat")
 

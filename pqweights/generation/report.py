@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pqweights.generation.options import TokenChoice
+from pqweights.runtimes.cached import CacheFigures
 
 # How a reply ends: with a token that ends a text, at the most tokens asked for, at the most that the model takes, or
 # because the user broke it off.
@@ -77,6 +78,7 @@ class Generation:
     stop: END, LENGTH, CONTEXT or INTERRUPTED
     timings: how long it took
     peak_bytes: the peak memory of the process so far; on cuda, what torch allocated on the GPU
+    kv_cache: what the quantized cache of keys and values takes; None without one
     settings: what generated it
     """
 
@@ -88,6 +90,7 @@ class Generation:
     stop: str
     timings: Timings
     peak_bytes: int
+    kv_cache: CacheFigures | None
     settings: GenerationSettings
 
     @property
@@ -121,5 +124,6 @@ class Generation:
             "generation_seconds": self.timings.generation,
             "load_seconds": self.timings.load,
             "peak_bytes": self.peak_bytes,
+            "kv_cache": None if self.kv_cache is None else self.kv_cache.to_json(),
             "settings": self.settings.to_json(),
         }

@@ -64,6 +64,15 @@ class KVCache(Cache):
                 count += batch * heads * states.tokens * size
         return bits / count if count else 0.0
 
+    def coordinates_per_token(self) -> int:
+        """Return how many coordinates the keys and values of one token have in all packed layers that hold any."""
+        count = 0
+        for layer in self.packed_layers:
+            for states in layer.states if layer.is_initialized else ():
+                assert states.window is not None
+                count += states.window.shape[1] * states.window.shape[3]
+        return count
+
     def _tensors(self) -> Iterator[Tensor]:
         for layer in self.packed_layers:
             if layer.is_initialized:

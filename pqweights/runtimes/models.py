@@ -11,6 +11,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from pqweights.errors import DeviceError, EvaluationError, SourceError
 from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO
+from pqweights.runtimes.cached import CachedRun
 from pqweights.runtimes.decoders import Stored, stored_parts, unpack_nibbles, unpack_tiles
 from pqweights.runtimes.folders import MASTER, Folder, read_folder
 from pqweights.runtimes.packages import Refused, package, quiet
@@ -43,6 +45,8 @@ class Model:
     logits: takes ids [tokens] and n; returns f32 [n, vocabulary], the predictions after each of the last n tokens.
     generate: takes ids [tokens] and n; returns the n likeliest next ids, greedily, and does not stop at an end of text.
     stepper: what generates one token after another, which the caller chooses.
+    cached: takes the spec of a quantized cache of keys and values, and returns the model with it; None if the runtime
+        has a cache of its own. Raises OptionError.
     """
 
     runtime: str
@@ -50,6 +54,7 @@ class Model:
     logits: Callable[[Ids, int], Floats]
     generate: Callable[[Ids, int], Ids]
     stepper: Stepper
+    cached: Callable[[str], CachedRun] | None = None
 
 
 def open_model(path: Path, *, device: str = "cpu", dtype: str = "float32", packed: bool = False) -> Model:
@@ -190,7 +195,14 @@ def _in_torch(runtime: str, model: Any) -> Model:
         return found
 
     dtype = str(model.dtype).removeprefix("torch.")
-    return Model(runtime=runtime, dtype=dtype, logits=logits, generate=generate, stepper=TorchStepper(model))
+    return Model(
+        runtime=runtime,
+        dtype=dtype,
+        logits=logits,
+        generate=generate,
+        stepper=TorchStepper(model),
+        cached=partial(CachedRun, model),
+    )
 
 
 def _open_master(folder: Folder, *, device: str, dtype: str, packed: bool) -> Model:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,15 +47,26 @@ class Stepper(Protocol):
 
 
 class TorchStepper:
-    """A model of transformers. model: with a head for the next token, in evaluation mode"""
+    """A model of transformers.
 
-    def __init__(self, model: Any) -> None:
+    model: with a head for the next token, in evaluation mode
+    new_cache: makes its caches; by default they are those of transformers
+    """
+
+    def __init__(self, model: Any, new_cache: Callable[[], Any] | None = None) -> None:
         self._model = model
+        self._new_cache = new_cache or partial(_new_cache, model)
+        self._is_quantized = new_cache is not None
         parameters = inspect.signature(model.forward).parameters
         self._keep = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._takes_cache = "past_key_values" in parameters
         self._ids = NOTHING
         self._cache: Any = None
+
+    @property
+    def cache(self) -> Any:
+        """The cache after the last call; None before the first, and for models that go through `generate`."""
+        return self._cache
 
     def kept(self, ids: Ids) -> int:
         """See Stepper."""
@@ -63,14 +75,15 @@ class TorchStepper:
 
     def _can_be_cut(self) -> bool:
         """Whether tokens can be taken off the end of the cache: a sliding window has dropped those before."""
-        layer = package("transformers.cache_utils", "transformers").DynamicLayer
-        return all(type(each) is layer for each in self._cache.layers)
+        caches = package("transformers.cache_utils", "transformers")
+        fixed = (caches.DynamicSlidingWindowLayer, caches.LinearAttentionCacheLayerMixin)
+        return all(each.is_croppable and not isinstance(each, fixed) for each in self._cache.layers)
 
     def run(self, ids: Ids, step: Step) -> None:
         """See Stepper."""
         torch = package("torch", "transformers")
         with torch.inference_mode(), silent(), _memory():
-            if self._takes_cache and _is_plain(self._model):
+            if self._takes_cache and _is_plain(self._model, self._new_cache()):
                 self._loop(torch, ids, step)
             else:
                 self._generate(torch, ids, step)
@@ -79,7 +92,7 @@ class TorchStepper:
         """Generate with a cache that stays for the next call, unless this one is broken off."""
         kept, cache, fed = self.kept(ids), self._cache, ids.tolist()
         if not kept:
-            cache = _new_cache(self._model)
+            cache = self._new_cache()
         elif kept < len(self._ids):
             cache.crop(kept - len(self._ids))
         self._ids, self._cache = NOTHING, None
@@ -111,8 +124,10 @@ class TorchStepper:
             return torch.full((len(found),), ended, device=found.device)
 
         given = torch.tensor([ids.tolist()], device=self._model.device)
+        cache = {"past_key_values": self._new_cache()} if self._is_quantized else {}
         self._model.generate(
             given,
+            **cache,
             attention_mask=torch.ones_like(given),
             generation_config=_endless(transformers),
             logits_processor=transformers.LogitsProcessorList([_called(transformers.LogitsProcessor, choose)]),
@@ -120,15 +135,18 @@ class TorchStepper:
         )
 
 
-def _is_plain(model: Any) -> bool:
+def _is_plain(model: Any, cache: Any) -> bool:
     """Whether a model has the usual preparation of inputs, and a cache of nothing but keys and values."""
     transformers = package("transformers", "transformers")
-    layer = package("transformers.cache_utils", "transformers").DynamicLayer
+    caches = package("transformers.cache_utils", "transformers")
     usual = type(model).prepare_inputs_for_generation is transformers.GenerationMixin.prepare_inputs_for_generation
     if not usual or not model._supports_default_dynamic_cache():
         return False
-    layers = _new_cache(model).layers
-    return bool(layers) and all(isinstance(each, layer) for each in layers)
+    recurrent = caches.LinearAttentionCacheLayerMixin
+    layers = cache.layers
+    return bool(layers) and all(
+        isinstance(each, caches.DynamicLayer) and not isinstance(each, recurrent) for each in layers
+    )
 
 
 def _new_cache(model: Any) -> Any:

@@ -1,0 +1,70 @@
+"""How much a quantized cache changes what attention computes, layer by layer, with the same queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, DynamicCache
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+from pqweights.kv.cache import KVCache
+from pqweights.kv.layer import PackedLayer
+
+MEASURED = "pqweights_measured"
+
+
+class _Comparison:
+    """Attention computed twice: with keys and values as they are, and as a cache returns them."""
+
+    def __init__(self, cache: KVCache, queries: int) -> None:
+        self._cache, self._queries = cache, queries
+        self.error = self.energy = 0.0
+
+    def __call__(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, None]:
+        scaling = options.get("scaling") or query.shape[-1] ** -0.5
+        found = _attention(query, key, value, attention_mask, scaling)
+        layer = self._cache.layers[module.layer_idx]
+        if isinstance(layer, PackedLayer):
+            before = key.shape[2] - self._queries
+            layer.update(key[:, :, :before], value[:, :, :before])
+            kept = layer.update(key[:, :, before:], value[:, :, before:])
+            last = slice(query.shape[2] - self._queries, None)
+            mask = None if attention_mask is None else attention_mask[:, :, last]
+            other = _attention(query[:, :, last], *kept, mask, scaling)
+            self.error += float((other - found[:, last]).double().square().sum())
+            self.energy += float(found[:, last].double().square().sum())
+        return found, None
+
+
+def attention_error(net: Any, cache: KVCache, ids: Tensor, queries: int) -> float:
+    """Return the relative mean squared error of the outputs of all attention layers whose cache is packed.
+
+    net: a PreTrainedModel, which sees no quantization
+    cache: an empty one, which is filled
+    ids: [1, tokens], more than `queries`
+    queries: how many of the last tokens' queries are measured; the tokens before them are in the cache
+    """
+    comparison = _Comparison(cache, queries)
+    AttentionInterface.register(MEASURED, comparison)
+    AttentionMaskInterface.register(MEASURED, eager_mask)
+    before = net.config._attn_implementation
+    net.set_attn_implementation(MEASURED)
+    try:
+        net(ids, past_key_values=DynamicCache(config=net.config.get_text_config(decoder=True)), use_cache=True)
+    finally:
+        net.set_attn_implementation(before)
+    return comparison.error / comparison.energy if comparison.energy else 0.0
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """Return softmax(query key^T) value, [batch, tokens, heads, size]."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = (query @ key.transpose(-1, -2)).float() * scaling
+    if mask is not None:
+        scores = scores + mask[..., : key.shape[2]]
+    return (torch.softmax(scores, dim=-1).to(value.dtype) @ value).transpose(1, 2)

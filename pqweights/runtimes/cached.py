@@ -1,0 +1,120 @@
+"""A model of transformers that computes with a quantized cache of keys and values, and what that cache takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.runtimes.packages import package, quiet
+from pqweights.runtimes.steps import TorchStepper
+from pqweights.runtimes.texts import Ids
+
+Floats = npt.NDArray[np.float32]
+
+# The queries whose attention is compared with that over keys and values as they are: those of a text's last tokens.
+MEASURED_QUERIES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheFigures:
+    """What a quantized cache is and takes.
+
+    spec: the method and its options, in the shortest form
+    tokens: how many tokens it held
+    bits_per_coordinate: see KVCache.bits_per_coordinate
+    bytes_per_token: of all packed layers together, for one sequence
+    attention_error: the relative mean squared error of the attention's outputs; None if it was not measured
+    """
+
+    spec: str
+    tokens: int
+    bits_per_coordinate: float
+    bytes_per_token: float
+    attention_error: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as eval --json and generate --json print them."""
+        return dict(vars(self))
+
+
+def check_spec(spec: str) -> None:
+    """Raise OptionError for a spec of a quantized cache that names no method, or an option that it does not have.
+
+    Raises MissingDependencyError without torch and transformers.
+    """
+    for name in ("torch", "transformers"):
+        package(name, "transformers", "--kv-cache")
+    from pqweights.kv.spec import parse_spec
+
+    parse_spec(spec)
+
+
+class CachedRun:
+    """A model with a quantized cache.
+
+    net: a PreTrainedModel with a head for the next token, in evaluation mode
+    spec: the method and its options
+
+    Raises OptionError for a spec that names no method, and for a model whose cache the method cannot quantize.
+    """
+
+    def __init__(self, net: Any, spec: str) -> None:
+        self._net, self._spec = net, spec
+        self._last = self.new_cache()
+
+    def new_cache(self) -> Any:
+        """Return an empty cache."""
+        from pqweights.kv.cache import kv_cache
+
+        return kv_cache(self._net, self._spec)
+
+    def logits(self, ids: Ids, last: int) -> Floats:
+        """Return the predictions after each of the last tokens, as they come when a text is generated.
+
+        The model reads what is before them at once, and then one token after another.
+
+        ids: [tokens]; last: how many. Returns f32 [last, vocabulary].
+        """
+        torch = package("torch", "transformers")
+        cache, found = self.new_cache(), []
+        given = torch.from_numpy(np.ascontiguousarray(ids))[None].to(self._net.device)
+        start = max(1, len(ids) - last + 1)
+        with torch.inference_mode(), quiet():
+            found.append(self._net(given[:, :start], past_key_values=cache, use_cache=True).logits[0, -1])
+            for at in range(start, len(ids)):
+                result = self._net(given[:, at : at + 1], past_key_values=cache, use_cache=True)
+                found.append(result.logits[0, -1])
+        self._last = cache
+        values: Floats = torch.stack(found).float().cpu().numpy()
+        return values
+
+    def stepper(self) -> TorchStepper:
+        """Return what generates with such a cache."""
+        return TorchStepper(self._net, self.new_cache)
+
+    def figures(self, cache: Any = None, attention_error: float | None = None) -> CacheFigures:
+        """Return what a cache takes. cache: by default that of the last call of `logits`."""
+        cache = self._last if cache is None else cache
+        return CacheFigures(
+            spec=cache.spec,
+            tokens=cache.get_seq_length(),
+            bits_per_coordinate=cache.bits_per_coordinate(),
+            bytes_per_token=cache.bits_per_coordinate() / 8 * cache.coordinates_per_token(),
+            attention_error=attention_error,
+        )
+
+    def attention_error(self, ids: Ids) -> float:
+        """Return the relative mean squared error of the attention's outputs for the queries of the last tokens.
+
+        Each layer gets the inputs that it has without quantization. Keys and values of the tokens before the last
+        MEASURED_QUERIES are those that the cache has kept. ids: [tokens], more than MEASURED_QUERIES
+        """
+        from pqweights.kv.attention_error import attention_error
+
+        torch = package("torch", "transformers")
+        given = torch.from_numpy(np.ascontiguousarray(ids))[None].to(self._net.device)
+        with torch.inference_mode(), quiet():
+            return attention_error(self._net, self.new_cache(), given, MEASURED_QUERIES)
