@@ -148,6 +148,12 @@ def test_blocks_do_not_depend_on_the_pieces_that_they_are_encoded_in() -> None:
     assert np.array_equal(measures.errors[-7:], last[2].errors)
 
 
+def test_first_block_that_is_not_finite_is_counted_from_the_first_piece() -> None:
+    blocks = helpers.gaussian(PIECE_BLOCKS + 9, 128, seed=3)
+    blocks[PIECE_BLOCKS + 4, 7] = blocks[PIECE_BLOCKS + 6, 0] = np.nan
+    assert encoded(blocks)[2].first_bad_block == PIECE_BLOCKS + 4
+
+
 @pytest.mark.parametrize("first", range(8))
 def test_radius_that_no_encoder_writes_is_found(first: int) -> None:
     angles, radii, _ = encoded(helpers.gaussian(5, 128))
