@@ -1,6 +1,6 @@
 """Quality and encoding rate on real trained weights, beside other quantizers at their own defaults, in one run.
 
-    python benchmarks/peers.py [MODEL.safetensors]
+    python benchmarks/peers.py [MODEL.safetensors] [--only QUANTIZER...]
 
 The weights are the linear weights (2-D, rows that 128 divides, no embeddings) of all-MiniLM-L6-v2 by default. Relative
 MSE is ||W - W'||^2 / ||W||^2 over all of them. Bits per weight count codes, scales, zero points, norms and padding, as
@@ -15,13 +15,16 @@ checkpoints come. Rounds take turns, and the tables show medians. Quantizers tha
 and llama.cpp) get pieces of at most 2**20 weights from a pool of threads; torch's use torch.set_num_threads; MLX has no
 such setting.
 
-A library that is missing is named, with the line that installs it.
+A library that is missing is named, with the line that installs it. With --only, a document in --out keeps its machine,
+its settings and the rows of the other quantizers.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import importlib.util
+import json
 import logging
 import math
 import statistics
@@ -38,6 +41,7 @@ from harness import Cell, Document, argument_parser, machine, now, publish, tabl
 from safetensors.numpy import load_file
 
 from pqweights.codecs import get_codec
+from pqweights.codecs.polar import RATE as POLAR_RATE
 from pqweights.codecs.protocol import Bytes, Coder, Measures
 from pqweights.codecs.weight import PassTotals, block_count, encode_chunk
 from pqweights.rewrite.task import usable_cores
@@ -99,13 +103,15 @@ class Encoded(NamedTuple):
     measures: Measures
 
 
+POLAR = f"pqweights polar, {POLAR_RATE} bits"
 # Rates of the trellis codec: as many bits as the scalar codec takes.
 TRELLIS_RATES = (5.125, 4.125, 3.125, 2.125)
 
 
 def ours() -> list[Quantizer]:
-    """The scalar codec at every bit width, and the trellis codec with every number of states; without a rescue."""
+    """The scalar codec at every bit width, the trellis codec with every number of states, polar; without a rescue."""
     scalar, trellis = get_codec("hadamard-lloyd-max"), get_codec("hadamard-trellis")
+    polar = get_codec("polar").coder(POLAR_RATE)
     widths = [
         quantizer_of(scalar.coder(bits), f"pqweights, {bits} bits", f"{bits}-bit codes; F16 norm per 128")
         for bits in range(8, 1, -1)
@@ -120,7 +126,7 @@ def ours() -> list[Quantizer]:
         for states in trellis.efforts
         for bits in TRELLIS_RATES
     ]
-    return rates + widths
+    return [*rates, *widths, quantizer_of(polar, POLAR, "46 bits of angles and F16 radius per 16")]
 
 
 def trellis_name(states: int, bits: float) -> str:
@@ -589,16 +595,30 @@ def short(document: Document) -> str:
     return table(SHORT_HEADER, rows)
 
 
+def with_earlier(document: Document, options: argparse.Namespace) -> Document:
+    """The document in --out with the rows of a run with --only in place of its own; new ones follow those of `ours`."""
+    path = None if options.out is None else options.out / "peers.json"
+    if not options.only or path is None or not path.is_file():
+        return document
+    earlier: Document = json.loads(path.read_text())
+    measured = {row["quantizer"]: row for row in document["rows"]}
+    rows = [measured.pop(row["quantizer"], row) for row in earlier["rows"]]
+    after = 1 + max(place for place, row in enumerate(rows) if row["quantizer"].startswith("pqweights"))
+    return {**earlier, "rows": [*rows[:after], *measured.values(), *rows[after:]]}
+
+
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("model", type=Path, nargs="?", help="a safetensors file; all-MiniLM-L6-v2 by default")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", help="names of quantizers; by default all")
     options = parser.parse_args()
     start = now()
     tensors = linear_weights(options.model or default_model())
     weights, heavy, normal = pieces(tensors), pieces(heavy_tailed()), pieces(gaussian())
     threads = sorted({1, usable_cores()})
     quantizers, versions, absent = load_quantizers()
+    quantizers = [quantizer for quantizer in quantizers if not options.only or quantizer.name in options.only]
     # also a warm-up
     qualities = [[quality(quantizer, each) for each in (weights, heavy, normal)] for quantizer in quantizers]
     measured = rates(quantizers, weights, threads, options.rounds)
@@ -621,6 +641,7 @@ def main() -> None:
         "rounds": options.rounds,
     }
     document = {"machine": machine(start), "settings": settings, "versions": versions, "absent": absent, "rows": rows}
+    document = with_earlier(document, options)
     shown = sections(document)
     publish("peers", document, {"peers": shown["peers"]}, options)
 

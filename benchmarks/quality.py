@@ -1,6 +1,6 @@
 """What a language model is worth after quantization: masters with and without AWQ, the ablation, and the peers.
 
-    python benchmarks/quality.py MODEL_DIR [MODEL_DIR...] [--text TEXT] [--only masters trellis ablation peers]
+    python benchmarks/quality.py MODEL_DIR [MODEL_DIR...] [--text TEXT] [--only masters trellis polar ablation peers]
 
 Each model is measured beside the original by the protocol of `pqweights eval` (docs/evaluation.md), on the first
 `--max-tokens` tokens of the text (MODEL_DIR/eval.txt by default), in float32 on the CPU: perplexity, KL divergence,
@@ -27,6 +27,7 @@ from harness import Cell, Document, argument_parser, machine, now, publish, tabl
 from safetensors.numpy import save_file
 
 from pqweights.checkpoint.source import Checkpoint, open_local
+from pqweights.codecs.polar import RATE as POLAR_RATE
 from pqweights.evaluate.evaluation import TextOptions, choose_windows
 from pqweights.evaluate.protocol import Scores, Windows, compare
 from pqweights.evaluate.weight_errors import relative_mse
@@ -63,7 +64,7 @@ PEERS = (
 TRELLIS_RATES = (8.0, 6.5625, 6.125, 5.5, 5.125, 4.5, 4.25, 4.125, 3.4375, 3.125, 2.125)
 LONGER = ((64, 5.125), (64, 4.125), (64, 3.125), (256, 4.125))
 WITH_AWQ = (5.125, 4.125, 3.125)
-MASTERS, TRELLIS, ABLATION, OTHERS = "masters", "trellis", "ablation", "peers"
+MASTERS, TRELLIS, POLAR, ABLATION, OTHERS = "masters", "trellis", "polar", "ablation", "peers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +166,13 @@ def trellis_masters(bench: Bench) -> Iterator[dict[str, Any]]:
             yield master(bench, recipe, f"trellis {rate:g} AWQ", searched_scales(bench, recipe))
 
 
+def polar_masters(bench: Bench) -> Iterator[dict[str, Any]]:
+    """The rows of the codec `polar` and of a trellis master of its size."""
+    for codec in ("polar", "hadamard-trellis"):
+        recipe = replace(load_recipe("q5"), name=codec, codec=codec).with_bits(POLAR_RATE)
+        yield master(bench, recipe, f"{codec.removeprefix('hadamard-')} {POLAR_RATE:g}", None)
+
+
 def master(bench: Bench, recipe: Recipe, what: str, awq: Path | None) -> dict[str, Any]:
     """The row of a master."""
     out = bench.work / "master"
@@ -240,7 +248,13 @@ def ablation(bench: Bench) -> Iterator[dict[str, Any]]:
         }
 
 
-PARTS = {MASTERS: masters, TRELLIS: trellis_masters, ABLATION: ablation, OTHERS: others}
+PARTS = {
+    MASTERS: masters,
+    TRELLIS: trellis_masters,
+    POLAR: polar_masters,
+    ABLATION: ablation,
+    OTHERS: others,
+}
 
 
 def open_bench(model: Path, options: Any, work: Path) -> Bench:

@@ -54,6 +54,7 @@ LEAVES = ("pqweights.autoload", "pqweights.errors")
 OPTIONAL = {
     "torch": {
         "pqweights.codecs.hadamard_trellis",
+        "pqweights.codecs.polar",
         "pqweights.codecs.protocol",
         "pqweights.codecs.scalar",
         "pqweights.measure.activations",

@@ -19,6 +19,7 @@ from pqweights.codecs.lloyd_max import MAX_BITS, MIN_BITS
 from pqweights.codecs.protocol import (
     Basis,
     Bytes,
+    Coder,
     Doubles,
     Floats,
     Measures,
@@ -59,7 +60,10 @@ POLARQUANT = (
 
 @dataclass(frozen=True)
 class ScalarState:
-    """The state of a weight: its rotation, and the exponent with which norms are float16(norm * 2**-norm_exponent)."""
+    """The state of a weight: its rotation, and the exponent with which norms are float16(norm * 2**-norm_exponent).
+
+    The radii of polar.py are such norms, too.
+    """
 
     rotation: str
     norm_exponent: int
@@ -76,7 +80,7 @@ class ScalarState:
 
 @dataclass(frozen=True)
 class NormRange:
-    """The smallest and largest norm of the non-zero blocks, before the exponent; inf and 0.0 if there are none."""
+    """The smallest and largest norm that is not 0, before the exponent; inf and 0.0 if there are none."""
 
     smallest: float
     largest: float
@@ -222,37 +226,12 @@ class ScalarCoder:
         return ScalarState(self._codec.rotations[0], 0)
 
     def next_state(self, history: Sequence[PassResult]) -> ScalarState | None:
-        """See Coder.
-
-        A rotation is judged only after a pass with the exponent that fits its norms. Rotations are tried in the order
-        of the codec until the error of one is small enough; if none is, the one with the smallest error stands.
-        """
-        last = history[-1]
-        state, norms = last.state, last.observed
-        assert isinstance(state, ScalarState) and isinstance(norms, NormRange)
-        exponent = norm_exponent_for(norms)
-        if state.norm_exponent != exponent:
-            return ScalarState(state.rotation, exponent)
-        if not exceeds_promise(self, last.relative_mse):
-            return None
-        # The last pass of a rotation is the one with the fitting exponent.
-        tried = {result.state.rotation: result for result in history if isinstance(result.state, ScalarState)}
-        for rotation in self._codec.rotations:
-            if rotation not in tried:
-                return ScalarState(rotation, state.norm_exponent)
-        best = min(tried.values(), key=lambda result: result.relative_mse).state
-        assert isinstance(best, ScalarState)
-        return None if best.rotation == state.rotation else best
+        """See Coder and `state_after`."""
+        return state_after(self, self._codec.rotations, history)
 
     def parse_state(self, fields: Fields) -> ScalarState:
         """See Coder."""
-        rotation = fields.defaulted("rotation", fields.text, self._codec.rotations[0])
-        exponent = fields.defaulted("norm_exponent", fields.whole, 0)
-        if rotation not in self._codec.rotations:
-            raise ValueError(f"{self.codec} has no rotation {rotation!r}")
-        if exponent not in NORM_EXPONENTS:
-            raise ValueError(f"norm_exponent: expected {NORM_EXPONENTS[0]} to {NORM_EXPONENTS[-1]}, found {exponent}")
-        return ScalarState(rotation, exponent)
+        return parse_scalar_state(self.codec, self._codec.rotations, fields)
 
     def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
         """See Coder."""
@@ -312,3 +291,41 @@ def norm_exponent_for(norms: NormRange) -> int:
     if norms.largest == 0.0 or (norms.smallest >= SMALLEST_NORMAL_HALF and norms.largest <= LARGEST_HALF):
         return 0
     return math.frexp(norms.largest)[1] - 1 - 14
+
+
+def state_after(coder: Coder, rotations: Sequence[str], history: Sequence[PassResult]) -> ScalarState | None:
+    """Return what Coder.next_state does for a codec with these rotations, the default one first.
+
+    A rotation is judged only after a pass with the exponent that fits its norms. Rotations are tried in order until the
+    error of one is small enough; if none is, the one with the smallest error stands.
+    """
+    last = history[-1]
+    state, norms = last.state, last.observed
+    assert isinstance(state, ScalarState) and isinstance(norms, NormRange)
+    exponent = norm_exponent_for(norms)
+    if state.norm_exponent != exponent:
+        return ScalarState(state.rotation, exponent)
+    if not exceeds_promise(coder, last.relative_mse):
+        return None
+    # The last pass of a rotation is the one with the fitting exponent.
+    tried = {result.state.rotation: result for result in history if isinstance(result.state, ScalarState)}
+    for rotation in rotations:
+        if rotation not in tried:
+            return ScalarState(rotation, state.norm_exponent)
+    best = min(tried.values(), key=lambda result: result.relative_mse).state
+    assert isinstance(best, ScalarState)
+    return None if best.rotation == state.rotation else best
+
+
+def parse_scalar_state(codec: str, rotations: Sequence[str], fields: Fields) -> ScalarState:
+    """Return what Coder.parse_state does for a codec with these rotations, the default one first.
+
+    Raises ValueError for a rotation or an exponent that the codec never writes, and what `fields` raises.
+    """
+    rotation = fields.defaulted("rotation", fields.text, rotations[0])
+    exponent = fields.defaulted("norm_exponent", fields.whole, 0)
+    if rotation not in rotations:
+        raise ValueError(f"{codec} has no rotation {rotation!r}")
+    if exponent not in NORM_EXPONENTS:
+        raise ValueError(f"norm_exponent: expected {NORM_EXPONENTS[0]} to {NORM_EXPONENTS[-1]}, found {exponent}")
+    return ScalarState(rotation, exponent)

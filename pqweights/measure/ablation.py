@@ -1,8 +1,9 @@
 """The ablation: what each part of the method is worth on a model, by perplexity, with everything else the same.
 
 The rows are those of the table in arXiv:2603.29078 v1 (absmax, rotation alone, levels alone, both), the least-squares
-norm, activation-aware scales, and INT4 made from the master or straight from the original. Each row is a master or an
-export, made by the same calls as anywhere else, in a folder that is removed after it was measured.
+norm, activation-aware scales, and INT4 made from the master or straight from the original; besides, a trellis master of
+each size, and one of polar, which has a single size. Each row is a master or an export, made by the same calls as
+anywhere else, in a folder that is removed after it was measured.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pqweights.codecs import get_codec
+from pqweights.codecs.polar import RATE
 from pqweights.errors import EvaluationError, ExportError, MissingDependencyError, OptionError, RecipeError
 from pqweights.evaluate.evaluation import TextOptions, choose_windows
 from pqweights.evaluate.protocol import Estimate, Scores, Windows, compare, perplexity_change
@@ -24,7 +26,7 @@ from pqweights.exporting import MasterFolder, export
 from pqweights.exports.options import ExportOptions
 from pqweights.measure.calibrate import WINDOW, CalibrationOptions, calibrate, fewest_tokens
 from pqweights.notices import slow_step
-from pqweights.planning.recipe import Recipe
+from pqweights.planning.recipe import Recipe, Rule
 from pqweights.quantizing import QuantizeOptions, quantize
 from pqweights.results.inspect import inspect
 from pqweights.rewrite.task import RunOptions
@@ -40,6 +42,7 @@ BOTH = "+ both"
 LEAST_SQUARES = "+ least-squares norm"
 AWQ = "+ AWQ"
 TRELLIS = "trellis of the same size"
+POLAR = "polar"
 
 
 class _Configuration(NamedTuple):
@@ -84,7 +87,7 @@ class AblationRow:
     """One configuration.
 
     name: the configuration.
-    bits: the width of the master; None for the original, and for INT4 made straight from it.
+    bits: the width of the master, or the rate of polar; None for the original, and for INT4 made straight from it.
     bits_per_weight: over the quantized weights; None for the original.
     relative_mse: against the original, over all weights that the master quantizes; None for the original.
     scores: its losses, and its divergence from the original.
@@ -281,7 +284,7 @@ def _missing_packages() -> list[str]:
 def _row_count(options: AblationOptions) -> int:
     """Return how many rows there will be, the original included."""
     masters, integers = len(MASTERS) - (not options.awq), len(RULES) if options.int4 else 0
-    return 1 + len(options.widths) * (masters + integers) + integers
+    return 1 + len(options.widths) * (masters + integers) + integers + 1
 
 
 class _Maker:
@@ -315,6 +318,8 @@ class _Maker:
                     yield from self._integers(bits, None)
                     if is_last:
                         yield from self._integers(None, self._source)
+        self._quantize_polar()
+        yield _Made(POLAR, RATE, self._master)
         shutil.rmtree(self._master, ignore_errors=True)
 
     def _quantize(self, configuration: _Configuration, bits: float) -> None:
@@ -331,6 +336,18 @@ class _Maker:
             calibrate(self._source, self._scales, self._text.calibration or "", recipe=recipe, options=options)
         scaled = QuantizeOptions(awq=self._scales if configuration.scaled else None)
         quantize(self._source, self._master, recipe, options=scaled, run=self._run)
+
+    def _quantize_polar(self) -> None:
+        """Make the master of polar; weights whose bits a rule gives keep the codec of the recipe, which has them."""
+        recipe = self._recipe
+
+        def kept(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+            return tuple(
+                rule if rule.bits is None else replace(rule, codec=rule.codec or recipe.codec) for rule in rules
+            )
+
+        changed = replace(recipe, codec="polar", bits=RATE, rules=kept(recipe.rules), overrides=kept(recipe.overrides))
+        quantize(self._source, self._master, changed, run=self._run)
 
     def _integers(self, bits: float | None, original: Path | None) -> Iterator[_Made]:
         """Yield torchao INT4 by each rule: of the master, or of the original if it is given."""

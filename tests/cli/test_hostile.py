@@ -39,6 +39,7 @@ USAGE_ERRORS = {
     "trellis-bits-too-few",
     "trellis-bits-too-many",
     "trellis-bits-nan",
+    "codec-polar-bits-4",
     "effort-unknown",
     "effort-no-number",
     "effort-of-a-codec-without",

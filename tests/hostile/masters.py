@@ -161,6 +161,50 @@ def trellis_settings(name: str, *path: str | int, to: Any, export: tuple[str, ..
     return trellis(name, damage, verify=("config.json",), export=export)
 
 
+def make_polar_master(folder: Path) -> None:
+    """An undamaged master of polar: one weight of whole rows, one that is flattened, a kept vector."""
+    from calls import quantize
+
+    from pqweights.planning.recipe import load_recipe
+
+    values = np.random.default_rng(18).standard_normal((40, 128), dtype=np.float32)
+    odd = np.ascontiguousarray(values.reshape(-1)[:260])
+    weights = {UP: ("F32", [40, 128], values.tobytes()), DOWN: ("F32", [4, 65], odd.tobytes()), NORM: VECTOR}
+    write(folder, {FILE: stored(weights), CONFIG: {"model_type": "llama"}})
+    quantize(folder / "src", folder / "master", load_recipe("q5").with_codec("polar"), threads=1)
+    shutil.rmtree(folder / "src")
+
+
+def polar(name: str, damage: Damage, **expected: tuple[str, ...] | None) -> Case:
+    """A changed master of polar."""
+    return damaged(f"polar-{name}", damage, make_polar_master, **expected)
+
+
+def polar_settings(name: str, *path: str | int, to: Any, export: tuple[str, ...]) -> Case:
+    """A changed quantization_config of such a master."""
+    damage = set_json("config.json", "quantization_config", *path, to=to)
+    return polar(name, damage, verify=("config.json",), export=export)
+
+
+def overwrite(file: str, tensor: str, at: int, data: bytes) -> Damage:
+    """Replace bytes of a tensor. at: the first of them"""
+
+    def damage(master: Path) -> None:
+        content = bytearray((master / file).read_bytes())
+        length = int.from_bytes(content[:8], "little")
+        start = 8 + length + json.loads(content[8 : 8 + length])[tensor]["data_offsets"][0] + at
+        content[start : start + len(data)] = data
+        (master / file).write_bytes(content)
+
+    return damage
+
+
+def fewer_radii(tensors: dict[str, Stored]) -> None:
+    """Leave out the last row of radii."""
+    dtype, (rows, columns), data = tensors[UP + "_radii"]
+    tensors[UP + "_radii"] = (dtype, [rows - 1, columns], data[: -2 * columns])
+
+
 def restored(change: Callable[[dict[str, Stored]], Any]) -> Damage:
     """Change the stored tensors of the only file, leave its header consistent, and forget the manifest."""
 
@@ -375,7 +419,7 @@ MASTER_CASES = [
         export=(DOWN + "_trellis", "found no such tensor"),
     ),
     trellis_settings("version-1", "format_version", to=1, export=("config.json", "format_version", "2 or later")),
-    trellis_settings("version-3", "format_version", to=3, export=("config.json", "format_version", "3")),
+    trellis_settings("version-4", "format_version", to=4, export=("config.json", "format_version", "4")),
     trellis_settings("bits-9", "bits", to=9, export=("config.json", "bits", "from 1.5 to 8", "found 9")),
     trellis_settings("bits-3", "bits", to=3, export=(UP + "_trellis", "expected U8", "at 3 bits")),
     trellis_settings("rotation-unknown", "rotation", to="givens", export=("config.json", "'givens'")),
@@ -384,6 +428,33 @@ MASTER_CASES = [
     trellis_settings("shape-beyond-memory", "overrides", UP, "shape", to=[10**9, 10**9], export=(UP, "1000000000")),
     trellis_settings("shape-empty", "overrides", UP, "shape", to=[0, 128], export=(UP, "[0, 128]")),
     trellis_settings("levels", "levels", to={"hadamard-trellis": {"4": [1.0]}}, export=("config.json", "levels")),
+    polar("angles-flipped", flip(ONLY_SHARD, UP + "_angles"), verify=(ONLY_SHARD, UP + "_angles")),
+    polar(
+        "radius-infinite",
+        overwrite(ONLY_SHARD, UP + "_radii", at=160, data=b"\x00\x7c"),
+        verify=(ONLY_SHARD, UP + "_radii"),
+        export=(ONLY_SHARD, UP, "block 10", "a radius is negative or not finite"),
+    ),
+    polar(
+        "radius-negative",
+        overwrite(ONLY_SHARD, UP + "_radii", at=0, data=b"\x00\xb0"),
+        verify=(ONLY_SHARD, UP + "_radii"),
+        export=(ONLY_SHARD, UP, "block 0", "a radius is negative or not finite"),
+    ),
+    polar("cut", cut(ONLY_SHARD, 1), verify=(ONLY_SHARD, "bytes"), export=(ONLY_SHARD, "expected", "bytes", "found")),
+    polar(
+        "part-missing",
+        restored(lambda tensors: tensors.pop(UP + "_radii")),
+        verify=(MANIFEST,),
+        export=(UP + "_radii", "found no such tensor"),
+    ),
+    polar("radii-of-another-size", restored(fewer_radii), verify=(MANIFEST,), export=(UP + "_radii", "expected F16")),
+    polar_settings("version-2", "format_version", to=2, export=("config.json", "format_version", "3 or later")),
+    polar_settings("bits-4", "bits", to=4, export=("config.json", "bits", "3.875 bits", "found 4")),
+    polar_settings("rotation-none", "rotation", to="none", export=("config.json", "'none'")),
+    polar_settings("exponent-1000", "overrides", UP, to={"norm_exponent": 1000}, export=(UP, "norm_exponent", "1000")),
+    polar_settings("shape-of-another", "overrides", DOWN, "shape", to=[4, 200], export=(DOWN, "[4, 200]")),
+    polar_settings("levels", "levels", to={"polar": {"3.875": [1.0]}}, export=("config.json", "levels")),
     damaged("manifest-absent", delete(MANIFEST), verify=(MANIFEST,), inspect=(MANIFEST,)),
     damaged("manifest-empty", replace(MANIFEST, b""), verify=(MANIFEST, "JSON"), inspect=(MANIFEST, "JSON")),
     damaged("manifest-cut", cut(MANIFEST, 10), verify=(MANIFEST, "JSON"), inspect=(MANIFEST, "JSON")),

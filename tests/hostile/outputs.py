@@ -103,6 +103,11 @@ OUTPUT_CASES = [
         Case(f"trellis-{name}", {f"{QUANTIZE} --codec hadamard-trellis --bits {bits}": ("1.5 to 8", bits)}, GOOD_SRC)
         for name, bits in {"bits-too-few": "1", "bits-too-many": "9", "bits-nan": "nan"}.items()
     ),
+    Case(
+        "codec-polar-bits-4",
+        {QUANTIZE + " --codec polar --bits 4": ("--bits", "expected 3.875 bits", "found 4")},
+        GOOD_SRC,
+    ),
     Case("effort-unknown", {QUANTIZE + " --recipe t4 --effort 7": ("--effort", "8, 64 or 256", "7")}, GOOD_SRC),
     Case("effort-no-number", {QUANTIZE + " --recipe t4 --effort fast": ("--effort", "integer")}, GOOD_SRC),
     Case(

@@ -256,7 +256,7 @@ def test_master_without_a_weight_is_refused(copied: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda q: q.update(format_version=3), "format_version"),
+        (lambda q: q.update(format_version=99), "format_version"),
         (lambda q: q.update(extra=1), "unknown key 'extra'"),
         (lambda q: q.update(bits=5), "expected 32 ascending float32 numbers for 5 bits"),
         (lambda q: q["levels"]["hadamard-lloyd-max"]["6"].pop(), "64 ascending"),

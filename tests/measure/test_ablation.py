@@ -60,7 +60,8 @@ def test_there_is_a_row_for_each_configuration(report: dict[str, Any]) -> None:
         assert {(bits, name) for name, *_ in MASTERS} <= set(names)
         assert not HAS_TORCHAO or (bits, "+ INT4 on top, least squares") in names
     assert not HAS_TORCHAO or (None, "INT4 from the original, torchao's min-max") in names
-    assert len(names) == len(set(names)) == (21 if HAS_TORCHAO else 15)
+    assert len(names) == len(set(names)) == (22 if HAS_TORCHAO else 16)
+    assert names[-1] == (3.875, "polar")
     assert report["absent"] == []
     # The last third of the text is used for calibration.
     assert report["settings"]["tokens"] == 2000
@@ -129,11 +130,13 @@ def test_options_leave_out_awq_and_int4(source: Path, tmp_path: Path) -> None:
         tmp_path / "work",
         "--max-tokens",
         256,
+        "--set",
+        "*.up_proj.weight=6",  # a width that polar does not have
         *WINDOWS,
     )
     assert done.exit_code == 0, done.stderr
     table = [line for line in done.stdout.splitlines() if " +- " in line]
-    assert len(table) == 7  # six rows, and the line that explains +-
+    assert len(table) == 8  # seven rows, and the line that explains +-
     assert "AWQ" not in "".join(table)
     assert "256 tokens" in done.stdout
     assert list((tmp_path / "work").iterdir()) == []

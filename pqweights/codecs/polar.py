@@ -1,0 +1,232 @@
+"""Hadamard rotation and the recursive polar transform of 16 coordinates: PolarQuant for KV caches, for weights.
+
+Han et al., arXiv:2502.02617: rotate, turn each 16 coordinates into 15 angles and a radius, quantize the angles, and
+keep the radius in 16 bits. The codec has one rate, 3.875 bits, and no norm per block. For weights it is there for
+comparison: at its size other codecs err less (docs/quality.md). The rotation is that of the other codecs, the
+Walsh-Hadamard matrix of order 128, where the paper has a random one for the whole vector. docs/format.md, section 9,
+has the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.codecs import polar_transform
+from pqweights.codecs.comparison import PIECE_BLOCKS, hadamard, prescale, tree_sum
+from pqweights.codecs.polar_codebook import RELATIVE_MSE
+from pqweights.codecs.protocol import (
+    Basis,
+    Bytes,
+    DamagedBlock,
+    Doubles,
+    Floats,
+    Measures,
+    Part,
+    PassResult,
+    State,
+    check_effort,
+    decode_torch_on_cpu,
+    unknown_rate,
+)
+from pqweights.codecs.scalar import (
+    HADAMARD,
+    LARGEST_HALF,
+    SIGNED_HADAMARD,
+    NormRange,
+    ScalarState,
+    parse_scalar_state,
+    state_after,
+)
+from pqweights.dtypes import FINITE_RANGES, from_float32, item_bytes, to_float32
+from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS
+from pqweights.strict_json import Fields
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ANGLES = "_angles"
+RADII = "_radii"
+RATE = 3.875
+ROTATIONS = (HADAMARD, SIGNED_HADAMARD)
+
+_FIRST_INVALID_HALF = 0x7C00  # infinity; NaN and all negative numbers follow
+_ROOT_OF_BLOCK_SIZE = math.sqrt(BLOCK_SIZE)
+
+
+class Polar:
+    """The codec; see Codec."""
+
+    name = "polar"
+    format_version = 3
+    suffixes = (ANGLES, RADII)
+    rates = (RATE,)
+    any_rate = False
+    efforts: tuple[int, ...] = ()
+    on_gpu = False
+    block_size = BLOCK_SIZE
+    state_defaults: Mapping[str, Any] = {"rotation": HADAMARD, "norm_exponent": 0}
+    compiling_bytes = 0
+    description = ""
+    papers = (
+        "Han, Kacham, Karbasi, Mirrokni and Zandieh, *PolarQuant: Quantizing KV Caches with Polar Transformation*, "
+        "[arXiv:2502.02617](https://arxiv.org/abs/2502.02617): the method.",
+    )
+
+    def coder(self, bits: float, effort: int | None = None) -> PolarCoder:
+        """See Codec."""
+        check_effort(self, effort)
+        if bits not in self.rates:
+            raise unknown_rate(self, bits)
+        return PolarCoder()
+
+    def coder_from_tables(self, bits: float, tables: Any) -> PolarCoder:
+        """See Codec; there are no tables but those of the format."""
+        if tables is not None:
+            raise ValueError(f"expected none for {self.name}")
+        return self.coder(bits)
+
+
+@dataclass(frozen=True)
+class PolarCoder:
+    """The codec at its rate; see Coder."""
+
+    codec = Polar.name
+    bits = RATE
+    depends_on_size = False
+    block_size = BLOCK_SIZE
+    parts = (Part(ANGLES, "U8", polar_transform.ANGLE_BYTES), Part(RADII, "F16", polar_transform.GROUPS))
+    distortion = RELATIVE_MSE
+    orthogonal_error = False  # because radii are those of the weights, not of least squares
+
+    def sized(self, weights: int) -> PolarCoder:
+        """See Coder."""
+        return self
+
+    def tables(self) -> None:
+        """See Coder."""
+        return
+
+    def first_state(self) -> ScalarState:
+        """See Coder."""
+        return ScalarState(HADAMARD, 0)
+
+    def next_state(self, history: Sequence[PassResult]) -> ScalarState | None:
+        """See Coder; rotation and exponent are found as for the scalar codecs."""
+        return state_after(self, ROTATIONS, history)
+
+    def parse_state(self, fields: Fields) -> ScalarState:
+        """See Coder."""
+        return parse_scalar_state(self.codec, ROTATIONS, fields)
+
+    def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
+        """See Coder."""
+        assert isinstance(state, ScalarState)
+        angles, radii = parts[0], parts[1].view(np.float16)
+        energies, errors = np.empty((2, len(angles)), dtype=np.float64)
+        smallest, largest, first_bad = math.inf, 0.0, -1
+        for here, raw in _pieces(values, len(angles), dtype):
+            x = to_float32(raw, dtype).reshape(-1, BLOCK_SIZE).T.copy()
+            bad = np.flatnonzero(~np.isfinite(x).all(axis=0))
+            if len(bad):
+                x[:, bad] = 0
+                first_bad = here.start + int(bad[0]) if first_bad < 0 else first_bad
+            found = _encode(x, state)
+            angles[here], radii[here] = found.angles.T, found.radii.T
+            energies[here], errors[here] = found.energies, found.errors
+            used = found.exact_radii[found.exact_radii > 0]
+            smallest = min(smallest, float(used.min(initial=math.inf)))
+            largest = max(largest, float(used.max(initial=0.0)))
+        observed = NormRange(smallest, largest)
+        return Measures(energies=energies, errors=errors, first_bad_block=first_bad, observed=observed)
+
+    def decode(
+        self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State, basis: Basis = Basis.PLAIN
+    ) -> None:
+        """See Coder."""
+        assert isinstance(state, ScalarState)
+        angles, radii = parts[0], np.ascontiguousarray(parts[1]).view(np.float16)
+        damaged = np.flatnonzero((radii.view(np.uint16) >= _FIRST_INVALID_HALF).any(axis=1))
+        if len(damaged):
+            raise DamagedBlock(int(damaged[0]), "a radius is negative or not finite")
+        for here, raw in _pieces(values, len(angles), dtype):
+            y = _decode(np.ascontiguousarray(angles[here].T), np.ascontiguousarray(radii[here].T), state, basis)
+            raw[:] = from_float32(np.clip(y.T, *FINITE_RANGES[dtype]).reshape(-1), dtype)
+
+    def bases(self, state: State) -> frozenset[Basis]:
+        """See Coder; a weight that was rotated without signs is coded in the Hadamard basis."""
+        assert isinstance(state, ScalarState)
+        return frozenset([Basis.PLAIN, Basis.HADAMARD] if state.rotation == HADAMARD else [Basis.PLAIN])
+
+    def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
+        """See Coder."""
+        return decode_torch_on_cpu(self, parts, state)
+
+    def modelled_errors(self, blocks: Floats) -> Doubles | None:
+        """See Coder; encoding is fast enough to measure the error."""
+        return None
+
+
+class _EncodedPiece(NamedTuple):
+    """The encoding of some blocks.
+
+    angles: packed codes, [46, blocks]
+    radii: as they are stored, [8, blocks]
+    energies: sums of squares, [blocks]
+    errors: sums of squared errors, [blocks]
+    exact_radii: the radii before the exponent and before rounding, [8, blocks]
+    """
+
+    angles: Bytes
+    radii: npt.NDArray[np.float16]
+    energies: Doubles
+    errors: Doubles
+    exact_radii: Doubles
+
+
+def _pieces(values: Bytes, blocks: int, dtype: str) -> Iterator[tuple[slice, Bytes]]:
+    """Yield slices of the blocks with their raw values."""
+    block_bytes = BLOCK_SIZE * item_bytes(dtype)
+    for first in range(0, blocks, PIECE_BLOCKS):
+        here = slice(first, min(first + PIECE_BLOCKS, blocks))
+        yield here, values[here.start * block_bytes : here.stop * block_bytes]
+
+
+def _encode(x: Floats, state: ScalarState) -> _EncodedPiece:
+    """Encode blocks of finite values, [128, blocks]."""
+    if state.rotation == SIGNED_HADAMARD:
+        x = x * SIGNS[:, None]
+    x, squares, k = prescale(x)
+    z = hadamard(x)
+    codes, lengths = polar_transform.angle_codes(z)
+    exact = np.ldexp(lengths.astype(np.float64) * ORTHONORMAL, k)
+    # No radius is clipped in the last pass, whose exponent fits.
+    radii = np.minimum(np.ldexp(exact, -state.norm_exponent), LARGEST_HALF).astype(np.float16)
+    decoded = np.ldexp(radii.astype(np.float64) * _ROOT_OF_BLOCK_SIZE, state.norm_exponent - k).astype(np.float32)
+    z -= polar_transform.directions(codes) * np.repeat(decoded, len(z) // len(decoded), axis=0)
+    z *= z
+    return _EncodedPiece(
+        angles=polar_transform.pack(codes),
+        radii=radii,
+        energies=np.ldexp(squares.astype(np.float64), 2 * k),
+        errors=np.ldexp(tree_sum(z).astype(np.float64) / BLOCK_SIZE, 2 * k),
+        exact_radii=exact,
+    )
+
+
+def _decode(angles: Bytes, radii: npt.NDArray[np.float16], state: ScalarState, basis: Basis) -> Floats:
+    """Decode blocks: packed codes [46, blocks] and radii [8, blocks] to values [128, blocks], some perhaps infinite."""
+    x = polar_transform.directions(polar_transform.unpack(angles))
+    scale = radii.astype(np.float64) * (ORTHONORMAL if basis is Basis.PLAIN else 1.0)
+    x *= np.repeat(scale.astype(np.float32), len(x) // len(scale), axis=0)
+    if basis is Basis.PLAIN:
+        x = hadamard(x)
+    if state.norm_exponent:
+        with np.errstate(over="ignore"):
+            x = np.ldexp(x, state.norm_exponent)
+    return x * SIGNS[:, None] if state.rotation == SIGNED_HADAMARD else x

@@ -1,0 +1,281 @@
+"""The codec `polar`: codes and radii by definition, an independent decoder, extremes, and the commands."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import families
+import helpers
+import mpmath
+import numpy as np
+import polar_decoder
+import pytest
+from calls import make_card
+from commands import answer, done, invoke, refused
+
+from pqweights.codecs import CODECS, nearest_rate, polar_codebook, polar_transform
+from pqweights.codecs.comparison import PIECE_BLOCKS
+from pqweights.codecs.polar import RATE, PolarCoder
+from pqweights.codecs.protocol import VALUE_DTYPES, Basis, DamagedBlock
+from pqweights.codecs.scalar import HADAMARD, SIGNED_HADAMARD, ScalarState
+from pqweights.codecs.weight import encode_weight
+
+CODER = PolarCoder()
+PLAIN = ScalarState(HADAMARD, 0)
+LEVELS = range(1, 5)
+
+
+def encoded(blocks: Any, state: ScalarState = PLAIN) -> Any:
+    """Encode float32 blocks [blocks, 128]; returns packed codes, radii f16 and what was measured."""
+    angles = np.empty((len(blocks), 46), dtype=np.uint8)
+    radii = np.empty((len(blocks), 16), dtype=np.uint8)
+    measures = CODER.encode(blocks.reshape(-1).view(np.uint8), [angles, radii], dtype="F32", state=state)
+    return angles, radii.view(np.float16), measures
+
+
+def decoded(angles: Any, radii: Any, state: ScalarState = PLAIN, dtype: str = "F32", basis: Basis = Basis.PLAIN) -> Any:
+    values = np.empty(len(angles) * 128 * (4 if dtype == "F32" else 2), dtype=np.uint8)
+    CODER.decode([angles, radii.view(np.uint8)], values, dtype=dtype, state=state, basis=basis)
+    return values.view(np.float32).reshape(-1, 128) if dtype == "F32" else values
+
+
+def whole(values: Any) -> Any:
+    """Encode a float32 weight with all passes; returns what it decodes to and the last pass."""
+    weight, measured = encode_weight(
+        np.ascontiguousarray(values).reshape(-1).view(np.uint8), dtype="F32", shape=values.shape, coder=CODER
+    )
+    return weight.decode().view(np.float32).reshape(values.shape), measured
+
+
+def example() -> Any:
+    """The block of the worked example in docs/format.md."""
+    j = np.arange(128)
+    return (((37 * j * j + 11 * j) % 101 - 50) / 1000).astype(np.float32)[None]
+
+
+# Tables
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_tables_are_correctly_rounded_and_those_of_the_page(level: int) -> None:
+    """No value is so near to a tie between two float32 numbers that a C library could round it to the other one."""
+    with mpmath.workdps(30):
+        centroids = [mpmath.mpf(angle) for angle in polar_codebook.LEVELS[level - 1]]
+        ends = polar_codebook.angle_boundaries(level)
+        found = [*polar_transform.unit_vectors(level), np.array(polar_transform.tangents(level))]
+        exact = [
+            [mpmath.cos(angle) for angle in centroids],
+            [mpmath.sin(angle) for angle in centroids],
+            [mpmath.tan(ends[0]), mpmath.mpf(1), mpmath.tan(ends[2])],
+        ]
+        for values, wanted in zip(found, exact, strict=True):
+            assert values.dtype == np.float32
+            for value, want in zip(values, wanted, strict=True):
+                spacing = float(np.spacing(np.abs(value)))
+                assert abs(float(value) - float(want)) < (0.5 - 1e-6) * spacing or value == 1
+    assert all(map(np.array_equal, polar_transform.unit_vectors(level), polar_decoder.vectors(level)))
+    page = Path(__file__).parents[2].joinpath("docs/format.md").read_text(encoding="utf-8")
+    steep = [str(tangent) for tangent in polar_transform.tangents(level)[::2]]
+    assert re.search(rf"{steep[0]}, 1(,| and) {steep[1]}", page)
+
+
+# Codes and radii
+
+
+def test_codes_and_radii_are_those_of_the_polar_transform() -> None:
+    blocks = helpers.gaussian(3000, 128, seed=1)
+    angles, radii, _ = encoded(blocks)
+    x = blocks.astype(np.float64) @ helpers.sylvester() / math.sqrt(128)
+    packed = polar_transform.unpack(angles.T)
+    for level in LEVELS:
+        found = np.arctan2(x[:, 1::2], x[:, 0::2]) % (2 * math.pi)
+        ends = np.array(polar_codebook.angle_boundaries(level))
+        expected = np.searchsorted(ends, found, side="right")
+        same = expected == packed[level - 1].T
+        near = np.abs(found[..., None] - np.append(ends, (0, 2 * math.pi))).min(axis=-1) < 1e-4
+        assert (same | near).all() and same.mean() > 0.999
+        x = np.hypot(x[:, 0::2], x[:, 1::2])
+    assert np.allclose(radii.astype(np.float64), x, rtol=2.0**-11 + 1e-6, atol=0)
+
+
+def test_worked_example_of_the_page() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/format.md").read_text(encoding="utf-8")
+    stated = page[page.index("*Worked example.* The block `(((37") :]
+    angles, radii, _ = encoded(example())
+    hexes = re.findall(r"^    ([0-9A-F ]+?)    level \d$", stated, re.MULTILINE)
+    assert bytes.fromhex("".join(hexes)) == angles.tobytes()
+    assert bytes.fromhex(re.search(r"radii `([0-9A-F ]+)`", stated)[1]) == radii.astype("<f2").tobytes()
+    values = re.search(r"decoded to ([-\d., ]+)\.", " ".join(stated.split()))[1].split(", ")
+    assert decoded(angles, radii)[0, :4] == pytest.approx([float(value) for value in values], abs=5e-9)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_packing_of_one_code_is_its_field_alone(level: int) -> None:
+    sizes = [128 >> each for each in LEVELS]
+    for place in (0, 1, sizes[level - 1] - 1):
+        codes = [np.zeros((size, 1), dtype=np.uint8) for size in sizes]
+        codes[level - 1][place] = 2 ** polar_codebook.ANGLE_BITS[level - 1] - 1
+        packed = polar_transform.pack(codes)
+        assert packed.shape == (46, 1)
+        assert np.bitwise_count(packed).sum() == polar_codebook.ANGLE_BITS[level - 1]
+        for each in LEVELS:
+            assert np.array_equal(polar_decoder.unpack(packed.T, each)[0], codes[each - 1][:, 0])
+
+
+@pytest.mark.parametrize("rotation", [HADAMARD, SIGNED_HADAMARD])
+@pytest.mark.parametrize("exponent", [-140, -3, 0, 5, 112])
+def test_independent_decoder_finds_the_same_values(rotation: str, exponent: int) -> None:
+    rng = np.random.default_rng(2)
+    angles = rng.integers(0, 256, (PIECE_BLOCKS + 700, 46)).astype(np.uint8)
+    radii = rng.integers(0, 0x7C00, (len(angles), 8)).astype(np.uint16).view(np.float16)
+    state = ScalarState(rotation, exponent)
+    wanted = polar_decoder.decode_blocks(angles, radii, rotation=rotation, norm_exponent=exponent)
+    for dtype in VALUE_DTYPES:
+        assert np.array_equal(
+            decoded(angles, radii, state, dtype).reshape(-1).view(np.uint8),
+            helpers.raw_bytes(wanted.reshape(-1), dtype),
+        )
+
+
+def test_blocks_do_not_depend_on_the_pieces_that_they_are_encoded_in() -> None:
+    blocks = helpers.gaussian(2 * PIECE_BLOCKS + 5, 128, seed=3)
+    angles, radii, measures = encoded(blocks)
+    last = encoded(blocks[-7:])
+    assert np.array_equal(angles[-7:], last[0]) and np.array_equal(radii[-7:], last[1])
+    assert np.array_equal(measures.errors[-7:], last[2].errors)
+
+
+def test_first_block_that_is_not_finite_is_counted_from_the_first_piece() -> None:
+    blocks = helpers.gaussian(PIECE_BLOCKS + 9, 128, seed=3)
+    blocks[PIECE_BLOCKS + 4, 7] = blocks[PIECE_BLOCKS + 6, 0] = np.nan
+    assert encoded(blocks)[2].first_bad_block == PIECE_BLOCKS + 4
+
+
+@pytest.mark.parametrize("first", range(8))
+def test_radius_that_no_encoder_writes_is_found(first: int) -> None:
+    angles, radii, _ = encoded(helpers.gaussian(5, 128))
+    for wrong in (np.inf, np.nan, -1.0, -0.0):
+        damaged = radii.copy()
+        damaged[3, first] = wrong
+        with pytest.raises(DamagedBlock) as found:
+            decoded(angles, damaged)
+        assert (found.value.block, found.value.reason) == (3, "a radius is negative or not finite")
+
+
+# Whole weights
+
+
+def test_error_of_gaussian_weights_is_that_of_theory() -> None:
+    _, measured = whole(helpers.gaussian(2048, 1024, seed=5))
+    assert measured.relative_mse == pytest.approx(polar_codebook.RELATIVE_MSE, rel=0.003)
+    assert RATE + math.log2(measured.relative_mse) / 2 == pytest.approx(1.394, abs=0.003)
+
+
+def test_weight_takes_62_bits_for_16_weights() -> None:
+    assert sum(part.bytes_per_block for part in CODER.parts) * 8 * 16 == 62 * 128
+    assert nearest_rate("polar", 5) == nearest_rate("polar", 2) == RATE
+
+
+@pytest.mark.parametrize("scale", [2.0**-149, 1e-40, 1e-30, 1e-9, 1e9, 1e30, 1e37])
+def test_tiny_and_huge_weights_keep_their_precision(scale: float) -> None:
+    values = (np.random.default_rng(6).standard_normal((64, 128)) * 7 * scale).astype(np.float32)
+    back, measured = whole(values)
+    assert np.isfinite(back).all()
+    error = ((back.astype(np.float64) - values) ** 2).sum() / (values.astype(np.float64) ** 2).sum()
+    # Below float32's normal range decoded values are rounded to multiples of 2**-149.
+    assert error == pytest.approx(measured.relative_mse, rel=1e-3, abs=0.02 if scale < 1e-40 else 0)
+    assert measured.relative_mse < 1.1 * CODER.distortion
+
+
+def test_largest_float32_stays_finite() -> None:
+    largest = np.float32(np.finfo(np.float32).max)
+    for values in (
+        np.full((3, 128), largest),
+        helpers.gaussian(3, 128) * 0 + largest * np.sign(helpers.gaussian(3, 128)),
+    ):
+        back, _ = whole(values.astype(np.float32))
+        assert np.isfinite(back).all() and np.abs(back).max() > largest / 2
+
+
+def test_constant_weight_is_rescued_by_the_signs() -> None:
+    back, measured = whole(np.full((8, 128), 0.0125, dtype=np.float32))
+    assert measured.state == ScalarState(SIGNED_HADAMARD, 0)
+    assert measured.relative_mse < 1.25 * CODER.distortion
+    assert np.allclose(back, 0.0125, atol=0.01)
+
+
+def test_group_of_zeros_has_radius_zero() -> None:
+    turned = np.zeros((1, 128))
+    turned[0, :16] = np.arange(1, 17)
+    angles, radii, _ = encoded((turned @ helpers.sylvester() / 128).astype(np.float32))
+    assert (radii[0, 1:] < 1e-6 * radii[0, 0]).all()
+    assert np.allclose(decoded(angles, np.where(radii < 1e-3, np.float16(0), radii), basis=Basis.HADAMARD)[0, 16:], 0)
+
+
+# Commands
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `model` and `master`."""
+    folder = tmp_path_factory.mktemp("polar")
+    families.build(families.FAMILIES["llama"], folder / "model")
+    done("quantize", folder / "model", folder / "master", "--codec", "polar")
+    return folder
+
+
+def test_master_is_what_was_planned(folder: Path) -> None:
+    planned = answer("plan", folder / "model", "--codec", "polar")
+    made = answer("inspect", folder / "master")
+    files = sum(file.stat().st_size for file in (folder / "master").glob("*.safetensors"))
+    assert planned["totals"]["output_bytes"] == files
+    coded = [tensor for tensor in made["tensors"] if tensor["action"] == "quantize"]
+    assert {(tensor["codec"], tensor["bits"]) for tensor in coded} == {("polar", RATE)}
+    assert all(tensor["relative_mse"] < 1.25 * CODER.distortion for tensor in coded)
+    assert answer("verify", folder / "master")["ok"]
+
+
+def test_loaded_and_exported_weights_are_the_decoded_ones(folder: Path, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    import pqweights
+
+    done("export", folder / "master", tmp_path / "out", "--target", "bf16")
+    weights = helpers.master_weights(folder / "master")
+    exported = helpers.read_all(tmp_path / "out")
+    loaded = dict(pqweights.load_model(folder / "master").named_parameters())
+    for name, values in weights.items():
+        assert np.array_equal(helpers.as_float32(exported[name]), helpers.as_float32(helpers.bf16(values)))
+        assert np.array_equal(loaded[name].detach().to(torch.float32).numpy(), helpers.as_float32(exported[name]))
+    packed = pqweights.load_model(folder / "master", packed=True)
+    assert packed is not None
+
+
+def test_other_rate_is_refused_with_a_codec_that_has_it(folder: Path, tmp_path: Path) -> None:
+    assert invoke("quantize", folder / "model", tmp_path / "out", "--codec", "polar", "--bits", "4").exit_code == 2
+    (tmp_path / "r.yaml").write_text("codec: polar\nbits: 4\n")
+    line = refused("quantize", folder / "model", tmp_path / "out", "--recipe", tmp_path / "r.yaml")
+    assert "expected 3.875 bits for polar, found 4; hadamard-lloyd-max has a whole number of bits from 2 to 8" in line
+
+
+def test_card_names_codec_rate_version_and_paper(folder: Path) -> None:
+    text = make_card(folder / "master", "someone/polar").text
+    assert "Default: `polar`, 3.875 bits" in text
+    assert "The master has format version 3, because of `polar`." in text
+    assert "arXiv:2502.02617" in text
+
+
+def test_older_masters_keep_their_version(folder: Path, tmp_path: Path) -> None:
+    for recipe, version in (("q5", 1), ("t4", 2)):
+        done("quantize", folder / "model", tmp_path / recipe, "--recipe", recipe)
+        assert answer("inspect", tmp_path / recipe)["tensors"]
+        text = (tmp_path / recipe / "config.json").read_text()
+        assert f'"format_version": {version}' in text
+
+
+def test_codec_is_listed_with_the_others() -> None:
+    recipes = Path(__file__).parents[2].joinpath("recipes/README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `([a-z0-9-]+)` \| ", recipes, re.MULTILINE)) >= set(CODECS)

@@ -1,0 +1,134 @@
+"""The angle codebooks of PolarQuant for KV caches, derived again by Lloyd's method with quadrature, in 30 digits."""
+
+import functools
+import itertools
+import math
+
+import mpmath
+import numpy as np
+import pytest
+
+from pqweights.codecs.polar_codebook import (
+    ANGLE_BITS,
+    GROUP,
+    LEVELS,
+    RELATIVE_MSE,
+    angle_boundaries,
+    angle_density,
+)
+
+UPPER_LEVELS = (2, 3, 4)
+
+
+def moment(level, function, low, high):
+    """Return the integral of a function times sin^(2^(level-1) - 1)(2 psi), in mpmath's digits."""
+    power = 2 ** (level - 1) - 1
+    return mpmath.quad(lambda psi: function(psi) * mpmath.sin(2 * psi) ** power, [low, high])
+
+
+def cells(centroids):
+    """Return the cells of centroids on [0, pi/2]."""
+    inner = [(a + b) / 2 for a, b in itertools.pairwise(centroids)]
+    return list(itertools.pairwise([mpmath.mpf(0), *inner, mpmath.pi / 2]))
+
+
+@functools.cache
+def derived(level):
+    """Return the four centroids with the least mean squared error of the angle.
+
+    Lloyd's method has no other fixed point, because the density is log-concave (Kieffer 1983).
+    """
+    with mpmath.workdps(30):
+        centroids = [mpmath.pi / 2 * (k + mpmath.mpf(1) / 2) / 4 for k in range(4)]
+        for _ in range(1000):
+            previous = centroids
+            centroids = [
+                moment(level, lambda psi: psi, low, high) / moment(level, lambda psi: 1, low, high)
+                for low, high in cells(previous)
+            ]
+            if max(abs(a - b) for a, b in zip(centroids, previous, strict=True)) < mpmath.mpf(10) ** -20:
+                return centroids
+    raise AssertionError("Lloyd's method did not converge")
+
+
+def mean_cosine(level):
+    """Return E[cos(angle - centroid)] at a level, by quadrature over the derived cells."""
+    if level == 1:
+        return mpmath.sin(mpmath.pi / 16) / (mpmath.pi / 16)
+    centroids = derived(level)
+    total = moment(level, lambda psi: 1, mpmath.mpf(0), mpmath.pi / 2)
+    return (
+        sum(
+            moment(level, lambda psi, c=c: mpmath.cos(psi - c), low, high)
+            for c, (low, high) in zip(centroids, cells(centroids), strict=True)
+        )
+        / total
+    )
+
+
+def test_sizes():
+    assert 2 ** len(ANGLE_BITS) == GROUP
+    assert [len(level) for level in LEVELS] == [2**bits for bits in ANGLE_BITS]
+    angles = sum(bits * GROUP // 2**level for level, bits in enumerate(ANGLE_BITS, start=1))
+    assert (angles + 16) / GROUP == 3.875
+
+
+def test_level_1_divides_the_circle_into_equal_cells():
+    assert LEVELS[0] == pytest.approx([(2 * k + 1) * math.pi / 16 for k in range(16)], rel=1e-15)
+    assert angle_boundaries(1) == pytest.approx([k * math.pi / 8 for k in range(1, 16)], rel=1e-15)
+    assert (LEVELS[0][-1] - 2 * math.pi + LEVELS[0][0]) / 2 == pytest.approx(0, abs=1e-15)
+
+
+@pytest.mark.parametrize("level", UPPER_LEVELS)
+def test_centroids_are_the_doubles_nearest_to_the_minimum(level):
+    assert LEVELS[level - 1] == tuple(float(centroid) for centroid in derived(level))
+
+
+@pytest.mark.parametrize("level", UPPER_LEVELS)
+def test_boundaries_are_half_way_between_centroids(level):
+    low, middle, high = angle_boundaries(level)
+    assert middle == pytest.approx(math.pi / 4, rel=1e-15)
+    assert low == pytest.approx(float(cells(derived(level))[0][1]), rel=1e-15)
+    assert high == pytest.approx(math.pi / 2 - low, rel=1e-15)
+
+
+@pytest.mark.parametrize("level", range(1, 5))
+def test_density_integrates_to_1(level):
+    end = 2 * math.pi if level == 1 else math.pi / 2
+    middles = (np.arange(10000) + 0.5) * end / 10000
+    assert angle_density(level, middles).sum() * end / 10000 == pytest.approx(1, rel=1e-7)
+
+
+@pytest.mark.parametrize("level", range(1, 5))
+def test_density_is_that_of_normal_vectors(level):
+    rng = np.random.default_rng(level)
+    radii = rng.standard_normal((400_000, 2**level))
+    for _ in range(1, level):
+        radii = np.hypot(radii[:, 0::2], radii[:, 1::2])
+    end = 2 * math.pi if level == 1 else math.pi / 2
+    counts, edges = np.histogram(np.arctan2(radii[:, 1], radii[:, 0]) % (2 * math.pi), bins=16, range=(0, end))
+    steps = np.linspace(edges[:-1], edges[1:], 201)
+    expected = len(radii) * (angle_density(level, (steps[:-1] + steps[1:]) / 2).mean(axis=0) * end / 16)
+    assert ((counts - expected) ** 2 / expected).sum() < 45  # chi-squared, 15 degrees of freedom: 1 in 10,000
+
+
+def test_relative_error_by_quadrature():
+    with mpmath.workdps(30):
+        cosine = mpmath.fprod(mean_cosine(level) for level in range(1, 5))
+        assert float(2 - 2 * cosine) == pytest.approx(RELATIVE_MSE, rel=1e-9)
+    assert math.log2(RELATIVE_MSE) / 2 + 3.875 == pytest.approx(1.394, abs=5e-4)  # bits above the bound
+
+
+def test_relative_error_of_random_vectors():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((40_000, GROUP))
+    radii, codes = x, []
+    for level in range(1, 5):
+        angles = np.arctan2(radii[:, 1::2], radii[:, 0::2]) % (2 * math.pi)
+        codes.append(np.searchsorted(angle_boundaries(level), angles, side="right"))
+        radii = np.hypot(radii[:, 0::2], radii[:, 1::2])
+    decoded = radii
+    for level in range(4, 0, -1):
+        angles = np.asarray(LEVELS[level - 1])[codes[level - 1]]
+        decoded = np.stack([decoded * np.cos(angles), decoded * np.sin(angles)], axis=-1).reshape(len(x), -1)
+    assert ((decoded - x) ** 2).sum() / (x**2).sum() == pytest.approx(RELATIVE_MSE, rel=0.005)
