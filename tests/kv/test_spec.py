@@ -21,7 +21,8 @@ WRONG = {
     "": "no method is called ''; expected klt",
     "Polar": "the nearest is 'polar'",
     "polar rope": "the nearest is 'polar-rope'",
-    "hadamard:9": "hadamard has no option '9'; expected 2 to qjl, bits=N, keys=N, values=N, centred=N, qjl=N, residual=N",
+    "hadamard:9": "hadamard has no option '9'; expected 2 to qjl, bits=N, keys=N, values=N, centred=N, qjl=N, "
+    "residual=N",
     "hadamard:bit=4": "hadamard has no option 'bit'; the nearest is 'bits'",
     "hadamard:": "hadamard has no option ''",
     "hadamard:3,": "hadamard has no option ''",
