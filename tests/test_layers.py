@@ -72,8 +72,10 @@ OPTIONAL = {
         "pqweights.integrations.packed_products_gpu",
         "pqweights.integrations.packed_rows",
         "pqweights.kv.bases",
+        "pqweights.kv.attention_error",
         "pqweights.kv.bits",
         "pqweights.kv.cache",
+        "pqweights.kv.files",
         "pqweights.kv.klt",
         "pqweights.kv.layer",
         "pqweights.kv.pairs",
@@ -139,11 +141,13 @@ OPTIONAL = {
         "pqweights.integrations.packed_modules",
         "pqweights.integrations.quantizer",
         "pqweights.integrations.transformers",
+        "pqweights.kv.attention_error",
         "pqweights.kv.cache",
+        "pqweights.kv.files",
         "pqweights.kv.layer",
         "pqweights.kv.model",
     },
-    "safetensors": set(),
+    "safetensors": {"pqweights.kv.files"},
 }
 HEAVY = {*OPTIONAL, "numpy", "rich"} - {"yaml"}
 BAR = "pqweights_cli.bar"  # it imports rich, and is itself imported where a bar is shown
