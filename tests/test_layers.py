@@ -58,6 +58,7 @@ OPTIONAL = {
         "pqweights.codecs.scalar",
         "pqweights.measure.activations",
         "pqweights.measure.inputs",
+        "pqweights.kernels.attention",
         "pqweights.kernels.reference",
         "pqweights.kernels.gpu",
         "pqweights.kernels.gpu_products",
@@ -79,6 +80,7 @@ OPTIONAL = {
         "pqweights.kernels.cpu_factors",
         "pqweights.kernels.cpu_groups",
         "pqweights.kernels.cpu_importance",
+        "pqweights.kernels.cpu_polar_scores",
         "pqweights.kernels.cpu_products",
         "pqweights.kernels.cpu_sums",
         "pqweights.kernels.cpu_kernels",
@@ -96,6 +98,7 @@ OPTIONAL = {
     },
     "llvmlite": {
         "pqweights.kernels.code_levels",
+        "pqweights.kernels.cpu_polar_scores",
         "pqweights.kernels.cpu_products",
         "pqweights.kernels.cpu",
         "pqweights.kernels.compiler",

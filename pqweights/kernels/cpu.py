@@ -38,6 +38,7 @@ from pqweights.user_cache import read_trusted, users_cache, write_trusted
 
 # The files that machine code is made from, beside this one.
 SOURCES = (
+    "attention_task.py",
     "code_levels.py",
     "compiler.py",
     "conversions.py",
@@ -46,6 +47,7 @@ SOURCES = (
     "cpu_groups.py",
     "cpu_importance.py",
     "cpu_kernels.py",
+    "cpu_polar_scores.py",
     "cpu_products.py",
     "cpu_sums.py",
     "emit.py",

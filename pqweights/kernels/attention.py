@@ -1,0 +1,85 @@
+"""Attention on packed codes of keys and values on the CPU: products that restore neither.
+
+cpu_polar_scores.py has the arithmetic. All tensors lie on the CPU without gaps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from pqweights.kernels import cpu
+from pqweights.kernels.attention_task import (
+    GROUP,
+    LEAST_SHARED,
+    LEAST_TILE,
+    MOST_ROWS,
+    MOST_SIZE,
+    POLAR_WIDTHS,
+    PolarTask,
+    tile_length,
+)
+
+
+def polar_rope_scores(
+    queries: torch.Tensor,
+    angles: torch.Tensor,
+    radii: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    angle_bits: int,
+    radius_bits: int,
+    halves: bool = True,
+) -> torch.Tensor:
+    """Return the products of queries with polar-rope keys, by table look-up (Wu et al., arXiv:2502.00527, Section 3.3).
+
+    Key pair j of a token is scales[j] * radius * (cos angle, sin angle), with radius = radius code and
+    angle = 2 pi * angle code / 2**angle_bits - pi.
+
+    queries: [heads, rows, size] f32, rotated by RoPE; up to 16 rows, which are the query heads of a key head times the
+        tokens; a size of up to 256 and a multiple of 8
+    angles: [heads, groups, size / 2, 4 * angle_bits] u8, the packed codes of 32 tokens for each pair
+    radii: [heads, groups, size / 2, 4 * radius_bits] u8
+    scales: [heads, size / 2] f32, f16 or bf16
+    angle_bits, radius_bits: (4, 4) or (4, 2)
+    halves: whether pair j is the coordinates j and j + size / 2, rather than 2 j and 2 j + 1
+
+    Returns [heads, rows, groups * 32] f32. With AVX-512 VBMI and VNNI, table entries are rounded to multiples of
+    1/32639 of the largest one of the query, and sums are exact. Raises ValueError for tensors that do not fit together.
+    """
+    if (angle_bits, radius_bits) not in POLAR_WIDTHS:
+        raise ValueError(f"expected angle and radius bits {POLAR_WIDTHS}, found {(angle_bits, radius_bits)}")
+    heads, rows, size = queries.shape
+    groups, pairs = angles.shape[1], size // 2
+    if not 0 < rows <= MOST_ROWS or size % 8 or not 0 < size <= MOST_SIZE:
+        raise ValueError(
+            f"expected 1 to {MOST_ROWS} rows of a multiple of 8 up to {MOST_SIZE}, found {rows} rows of {size}"
+        )
+    scales = scales.to(torch.float32)
+    addresses = (
+        _address("queries", queries, torch.float32, (heads, rows, size)),
+        _address("angles", angles, torch.uint8, (heads, groups, pairs, 4 * angle_bits)),
+        _address("radii", radii, torch.uint8, (heads, groups, pairs, 4 * radius_bits)),
+        _address("scales", scales, torch.float32, (heads, pairs)),
+    )
+    out = torch.empty((heads, rows, groups * GROUP), dtype=torch.float32)
+    if out.numel() == 0:
+        return out
+    threads = torch.get_num_threads() if heads * rows * groups * GROUP * pairs >= LEAST_SHARED else 1
+    tile = tile_length(groups, heads=heads, threads=threads, least=LEAST_TILE)
+    step, offset = (1, pairs) if halves else (2, 1)
+    task = PolarTask(0, heads, rows, groups, pairs, tile, *addresses, out.data_ptr(), step, offset)
+    cpu.run_task(f"polar_scores_{angle_bits}{radius_bits}", ctypes.addressof(task), threads)
+    return out
+
+
+def _address(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Return where a tensor lies, which is checked here because the kernels check nothing."""
+    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or not tensor.is_cpu:
+        gaps = "" if tensor.is_contiguous() else " with gaps"
+        raise ValueError(
+            f"expected {name} {list(shape)} of {dtype} on the CPU without gaps, "
+            f"found {list(tensor.shape)} of {tensor.dtype} on {tensor.device.type}{gaps}"
+        )
+    return tensor.data_ptr()

@@ -1,0 +1,138 @@
+"""Attention on packed keys and values, beside float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import attention_cases
+import numpy as np
+import pytest
+import torch
+from attention_cases import Floats, PolarCase, excess, polar_case, polar_computed, polar_exact
+
+from pqweights.kernels import attention
+from pqweights.kernels.attention_task import POLAR_WIDTHS
+
+ROWS = (1, 2, 3, 7, 16)
+
+
+def polar_scores(case: PolarCase) -> Floats:
+    """The scores of the public function."""
+    scores: Floats = attention.polar_rope_scores(
+        *map(torch.from_numpy, case.arrays),
+        angle_bits=case.angle_bits,
+        radius_bits=case.radius_bits,
+        halves=case.halves,
+    ).numpy()
+    return scores
+
+
+@pytest.fixture
+def every_call_is_shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Cut even the smallest calls into tiles for two threads."""
+    monkeypatch.setattr(attention, "LEAST_SHARED", 0)
+    monkeypatch.setattr(attention, "LEAST_TILE", 1)
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+# --- scores of polar-rope keys ---
+
+
+@pytest.mark.parametrize("size", [8, 32, 64, 96, 128, 160, 256])
+@pytest.mark.parametrize("widths", POLAR_WIDTHS)
+def test_polar_scores_are_within_the_bound(widths: tuple[int, int], size: int) -> None:
+    for rows in ROWS:
+        for halves in (True, False):
+            case = polar_case(widths, rows, size=size, halves=halves)
+            assert excess(polar_scores(case), polar_exact(case)) <= 1
+
+
+@pytest.mark.parametrize("groups", [1, 15, 16, 17, 130])
+def test_polar_scores_of_any_number_of_groups(groups: int) -> None:
+    for heads in (1, 3):
+        case = polar_case((4, 4), 2, groups=groups, heads=heads)
+        assert excess(polar_scores(case), polar_exact(case)) <= 1
+
+
+@pytest.mark.usefixtures("every_call_is_shared")
+@pytest.mark.parametrize("widths", POLAR_WIDTHS)
+def test_threads_change_no_bit_of_polar_scores(widths: tuple[int, int]) -> None:
+    case = polar_case(widths, 3, groups=100, heads=3)
+    alone = polar_computed(case, tile_groups=100)
+    assert np.array_equal(polar_scores(case), alone)
+    for threads in (2, 3, 8):
+        assert np.array_equal(polar_computed(case, threads=threads), alone)
+
+
+def test_rows_of_polar_scores_do_not_depend_on_each_other() -> None:
+    case = polar_case((4, 2), 7)
+    together = polar_scores(case)
+    for row in range(7):
+        alone = replace(case, queries=np.ascontiguousarray(case.queries[:, row : row + 1]))
+        assert np.array_equal(polar_scores(alone)[:, 0], together[:, row])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_queries_that_are_no_numbers_make_scores_that_are_none(value: float) -> None:
+    """Of their own row, and of no other."""
+    case = polar_case((4, 4), 4)
+    queries = case.queries.copy()
+    queries[1, 2, 5] = value
+    made, usual = polar_scores(replace(case, queries=queries)), polar_scores(case)
+    assert not np.isfinite(made[1, 2]).any()
+    made[1, 2] = usual[1, 2]
+    assert np.array_equal(made, usual)
+
+
+def test_zero_and_tiny_queries() -> None:
+    case = polar_case((4, 4), 2)
+    for factor in (0.0, 1e-38):
+        made = polar_scores(replace(case, queries=case.queries * np.float32(factor)))
+        assert np.abs(made).max() < 1e-33
+
+
+def test_scales_may_be_bfloat16() -> None:
+    case = polar_case((4, 4), 1)
+    scales = torch.from_numpy(case.scales).bfloat16()
+    whole = replace(case, scales=scales.half().numpy())
+    arguments = [torch.from_numpy(array) for array in case.arrays[:3]]
+    made = attention.polar_rope_scores(*arguments, scales, angle_bits=4, radius_bits=4)
+    assert np.array_equal(made.numpy(), polar_scores(whole))
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(0, 3), (2, 0)])
+def test_polar_scores_of_nothing_are_empty(heads: int, groups: int) -> None:
+    case = polar_case((4, 4), 1)
+    cut = [case.queries[:heads], case.angles[:heads, :groups], case.radii[:heads, :groups], case.scales[:heads]]
+    tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in cut]
+    assert attention.polar_rope_scores(*tensors, angle_bits=4, radius_bits=4).shape == (heads, 1, groups * 32)
+
+
+def test_polar_arguments_that_do_not_fit_are_refused() -> None:
+    """The kernels only see where a tensor begins."""
+    queries, angles, radii, scales = map(torch.from_numpy, polar_case((4, 4), 2).arrays)
+    good = {"queries": queries, "angles": angles, "radii": radii, "scales": scales}
+    bad = [
+        {"queries": queries.double()},
+        {"queries": queries[:, :0]},
+        {"queries": queries.repeat(1, 9, 1)},
+        {"queries": queries[..., :60].contiguous()},
+        {"angles": angles[:, ::2]},
+        {"angles": angles.to(torch.int8)},
+        {"radii": radii[..., :8].contiguous()},
+        {"scales": scales[:, :16].contiguous()},
+    ]
+    for change in bad:
+        with pytest.raises(ValueError, match="expected"):
+            attention.polar_rope_scores(**(good | change), angle_bits=4, radius_bits=4)
+    with pytest.raises(ValueError, match="angle and radius bits"):
+        attention.polar_rope_scores(**good, angle_bits=3, radius_bits=4)
+
+
+def test_codes_are_unpacked_as_they_are_described() -> None:
+    """The reference of these tests, by an example: eight codes of three bits, a field of two and one of one."""
+    packed = np.array([0b00_11_10_01, 0b10_01_00_11, 0b1000_0001], dtype=np.uint8)
+    assert attention_cases.unpacked(packed, 3, 8).tolist() == [1 + 4, 3, 2, 0, 3, 1, 0, 2 + 4]
