@@ -80,6 +80,7 @@ OPTIONAL = {
         "pqweights.kernels.cpu_factors",
         "pqweights.kernels.cpu_groups",
         "pqweights.kernels.cpu_importance",
+        "pqweights.kernels.cpu_attention",
         "pqweights.kernels.cpu_polar_scores",
         "pqweights.kernels.cpu_products",
         "pqweights.kernels.cpu_sums",
@@ -98,6 +99,7 @@ OPTIONAL = {
     },
     "llvmlite": {
         "pqweights.kernels.code_levels",
+        "pqweights.kernels.cpu_attention",
         "pqweights.kernels.cpu_polar_scores",
         "pqweights.kernels.cpu_products",
         "pqweights.kernels.cpu",

@@ -1,6 +1,6 @@
 """Attention on packed codes of keys and values on the CPU: products that restore neither.
 
-cpu_polar_scores.py has the arithmetic. All tensors lie on the CPU without gaps.
+cpu_polar_scores.py and cpu_attention.py have the arithmetic. All tensors lie on the CPU without gaps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from pqweights.kernels.attention_task import (
     MOST_ROWS,
     MOST_SIZE,
     POLAR_WIDTHS,
+    TOKEN_WIDTHS,
+    VALUE_TILE,
     PolarTask,
+    TokenTask,
     tile_length,
 )
 
@@ -66,12 +69,96 @@ def polar_rope_scores(
     out = torch.empty((heads, rows, groups * GROUP), dtype=torch.float32)
     if out.numel() == 0:
         return out
-    threads = torch.get_num_threads() if heads * rows * groups * GROUP * pairs >= LEAST_SHARED else 1
+    threads = _threads(out.numel() * pairs)
     tile = tile_length(groups, heads=heads, threads=threads, least=LEAST_TILE)
     step, offset = (1, pairs) if halves else (2, 1)
     task = PolarTask(0, heads, rows, groups, pairs, tile, *addresses, out.data_ptr(), step, offset)
     cpu.run_task(f"polar_scores_{angle_bits}{radius_bits}", ctypes.addressof(task), threads)
     return out
+
+
+def weighted_values(weights: torch.Tensor, codes: torch.Tensor, levels: torch.Tensor, *, size: int) -> torch.Tensor:
+    """Return the sums of values that are levels, each times its weight: sum over t of weights[t] * levels[codes[t]].
+
+    For v = scale[t] * code + low[t], levels are 0, 1, .. and scales belong into the weights; add the sum of
+    weights[t] * low[t].
+
+    weights: [heads, rows, tokens] f32; up to 16 rows, which are the query heads of a value head times their tokens
+    codes: [heads, tokens, size * bits / 8] u8, packed along the coordinates
+    levels: [2**bits] f32, for 2 to 8 bits; 2, 3 and 4 are fast
+    size: coordinates of a head, a multiple of 32 up to 256
+
+    Returns [heads, rows, size] f32, the same bits for any number of threads. Raises ValueError for tensors that do not
+    fit together.
+    """
+    heads, rows, tokens = weights.shape
+    bits = _token_bits(levels, rows, size)
+    out = torch.empty((heads, rows, size), dtype=torch.float32)
+    addresses = (
+        _address("codes", codes, torch.uint8, (heads, tokens, size * bits // 8)),
+        _address("levels", levels, torch.float32, (1 << bits,)),
+        _address("weights", weights, torch.float32, (heads, rows, tokens)),
+        out.data_ptr(),
+    )
+    if out.numel() == 0 or tokens == 0:
+        return out.zero_()
+    tiles = -(-tokens // VALUE_TILE)
+    sums, finished = torch.empty(heads * tiles * rows * size), torch.zeros(heads, dtype=torch.int64)
+    task = TokenTask(
+        0, heads, rows, tokens, size, bits, VALUE_TILE, *addresses, None, sums.data_ptr(), finished.data_ptr()
+    )
+    threads = _threads(heads * rows * tokens * size)
+    cpu.run_task(f"weighted_values_{bits if bits in TOKEN_WIDTHS else 8}", ctypes.addressof(task), threads)
+    return out
+
+
+def hadamard_scores(
+    queries: torch.Tensor, codes: torch.Tensor, norms: torch.Tensor, levels: torch.Tensor
+) -> torch.Tensor:
+    """Return the products of queries with keys norms[t] * levels[codes[t]].
+
+    queries: [heads, rows, size] f32, rotated as the keys were before they were encoded, with all constant factors; up
+        to 16 rows, a size that is a multiple of 32 up to 256
+    codes: [heads, tokens, size * bits / 8] u8, packed along the coordinates
+    norms: [heads, tokens] f16
+    levels: [2**bits] f32, for 2 to 8 bits; 2, 3 and 4 are fast
+
+    Returns [heads, rows, tokens] f32. Raises ValueError for tensors that do not fit together.
+    """
+    (heads, rows, size), tokens = queries.shape, codes.shape[1]
+    bits = _token_bits(levels, rows, size)
+    out = torch.empty((heads, rows, tokens), dtype=torch.float32)
+    addresses = (
+        _address("codes", codes, torch.uint8, (heads, tokens, size * bits // 8)),
+        _address("levels", levels, torch.float32, (1 << bits,)),
+        _address("queries", queries, torch.float32, (heads, rows, size)),
+        out.data_ptr(),
+        _address("norms", norms, torch.float16, (heads, tokens)),
+    )
+    if out.numel() == 0:
+        return out
+    threads = _threads(heads * rows * tokens * size)
+    tile = tile_length(tokens, heads=heads, threads=threads, least=LEAST_TILE * GROUP)
+    task = TokenTask(0, heads, rows, tokens, size, bits, tile, *addresses, None, None)
+    cpu.run_task(f"hadamard_scores_{bits if bits in TOKEN_WIDTHS else 8}", ctypes.addressof(task), threads)
+    return out
+
+
+def _token_bits(levels: torch.Tensor, rows: int, size: int) -> int:
+    """Return the bits of token-wise codes with these levels, if there is a kernel for them."""
+    bits = len(levels).bit_length() - 1
+    if not 2 <= bits <= 8 or len(levels) != 1 << bits:
+        raise ValueError(f"expected 4 to 256 levels, a power of two, found {len(levels)}")
+    if not 0 < rows <= MOST_ROWS or size % 32 or not 0 < size <= MOST_SIZE:
+        raise ValueError(
+            f"expected 1 to {MOST_ROWS} rows of a multiple of 32 up to {MOST_SIZE}, found {rows} rows of {size}"
+        )
+    return bits
+
+
+def _threads(look_ups: int) -> int:
+    """Return in how many threads to make this many look-ups."""
+    return torch.get_num_threads() if look_ups >= LEAST_SHARED else 1
 
 
 def _address(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:

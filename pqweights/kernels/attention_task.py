@@ -16,11 +16,17 @@ MOST_ENTRY = 127 * 256 + 127
 TILES_PER_THREAD = 4
 # Making the tables of a query costs as much as some groups, so a tile has at least this many.
 LEAST_TILE = 16
+# Tokens of a tile of values. It does not depend on the threads, and so neither do sums.
+VALUE_TILE = 1024
 # Calls with fewer look-ups are left to one thread: waking another would take longer.
 LEAST_SHARED = 1 << 19
 
 POLAR_KERNELS = tuple(f"polar_scores_{angle}{radius}" for angle, radius in POLAR_WIDTHS)
-ATTENTION_KERNELS = POLAR_KERNELS
+# Widths of token-wise codes that have a kernel of their own; others take that of the last.
+TOKEN_WIDTHS = (2, 3, 4, 8)
+VALUE_KERNELS = tuple(f"weighted_values_{bits}" for bits in TOKEN_WIDTHS)
+HADAMARD_KERNELS = tuple(f"hadamard_scores_{bits}" for bits in TOKEN_WIDTHS)
+ATTENTION_KERNELS = (*POLAR_KERNELS, *VALUE_KERNELS, *HADAMARD_KERNELS)
 
 
 class PolarTask(ctypes.Structure):
@@ -46,7 +52,31 @@ class PolarTask(ctypes.Structure):
     )
 
 
-POLAR_TASK_SIZE = len(PolarTask._fields_)
+class TokenTask(ctypes.Structure):
+    """What kernels of VALUE_KERNELS and HADAMARD_KERNELS read, in the same way.
+
+    Arrays are those of `attention.weighted_values` and `attention.hadamard_scores`.
+    """
+
+    _fields_ = (
+        ("next_tile", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("tokens", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("bits", ctypes.c_int64),
+        ("tile_tokens", ctypes.c_int64),
+        ("codes", ctypes.c_void_p),
+        ("levels", ctypes.c_void_p),
+        ("inputs", ctypes.c_void_p),  # weights or queries
+        ("out", ctypes.c_void_p),
+        ("norms", ctypes.c_void_p),  # of scores: f16 [heads, tokens]
+        ("sums", ctypes.c_void_p),  # of values: room for f32 [heads, tiles, rows, size]
+        ("finished", ctypes.c_void_p),  # of values: how many tiles of a head are done, i64 [heads], zeros
+    )
+
+
+POLAR_TASK_SIZE, TOKEN_TASK_SIZE = len(PolarTask._fields_), len(TokenTask._fields_)
 
 
 def tile_length(items: int, *, heads: int, threads: int, least: int) -> int:

@@ -13,6 +13,7 @@ import numba
 from numba.core import config
 
 from pqweights.kernels import (
+    cpu_attention,
     cpu_compensation,
     cpu_factors,
     cpu_groups,
@@ -29,6 +30,7 @@ from pqweights.kernels.product_task import TASK_KERNELS
 _MODULES = (
     cpu_kernels,
     cpu_groups,
+    cpu_attention,
     cpu_compensation,
     cpu_factors,
     cpu_importance,

@@ -42,6 +42,7 @@ SOURCES = (
     "code_levels.py",
     "compiler.py",
     "conversions.py",
+    "cpu_attention.py",
     "cpu_compensation.py",
     "cpu_factors.py",
     "cpu_groups.py",

@@ -11,7 +11,6 @@ bytes apart, for four pairs at once; their sums are exact, in i32. Elsewhere ent
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,6 @@ from pqweights.kernels.emit import (
     I32,
     I64,
     INTS,
-    LANES,
     Lanes,
     array_pointers,
     call,
@@ -48,13 +46,12 @@ from pqweights.kernels.emit import (
     splat,
     store,
 )
-from pqweights.kernels.vector import stack
+from pqweights.kernels.vector import Table, stack
 
 ANGLES = 16
 # Pairs whose tables fill a vector of 64 bytes.
 TOGETHER = 4
 _BYTES_64 = ir.VectorType(I8, 64)
-_EIGHT_FLOATS, _EIGHT_INTS = ir.VectorType(F32, 8), ir.VectorType(I32, 8)
 WHOLE = has("avx512f", "avx512bw", "avx512vbmi", "avx512vnni")
 # Bytes of the arrays on the stack: tables of all rows, float32 tables of one, and what a one stands for.
 _ENTRIES = MOST_SIZE // 2 * ANGLES
@@ -205,34 +202,6 @@ def _pair_codes(b: Any, codes: Any, at: Any, width: int) -> list[Lanes]:
     return halves
 
 
-def _look_up_in(b: Any, tables: Any, at: Any) -> Callable[[Lanes], Lanes]:
-    """Return the function that looks up sixteen codes in the 16 floats from tables[at]."""
-    if has("avx512f"):
-        table = load(b, tables, at)
-        return lambda codes: call(b, "llvm.x86.avx512.permvar.sf.512", FLOATS, table, codes)
-    if has("avx2"):
-        low, high = (load(b, tables, b.add(at, I64(start)), _EIGHT_FLOATS) for start in (0, 8))
-
-        def permuted(codes: Lanes) -> Lanes:
-            found = []
-            for start in (0, 8):
-                eight = shuffled(codes, codes, range(start, start + 8))
-                parts = [call(b, "llvm.x86.avx2.permps", _EIGHT_FLOATS, half, eight) for half in (low, high)]
-                found.append(((eight << 28) < 0).choose(parts[1], parts[0]))
-            return shuffled(found[0], found[1], range(LANES))
-
-        return permuted
-
-    def loaded(codes: Lanes) -> Lanes:
-        result = ir.Constant(FLOATS, ir.Undefined)
-        for lane in range(LANES):
-            place = b.add(at, b.zext(b.extract_element(codes.value, I32(lane)), I64))
-            result = b.insert_element(result, b.load(b.gep(tables, [place])), I32(lane))
-        return Lanes(b, result)
-
-    return loaded
-
-
 def _make_float_scores(angle_bits: int, radius_bits: int, together: int) -> Any:
     """Return the intrinsic that writes the products of some rows with the keys of a group, from float tables."""
 
@@ -263,7 +232,8 @@ def _make_float_scores(angle_bits: int, radius_bits: int, together: int) -> Any:
                 lengths = [Lanes(b, b.sitofp(half.value, FLOATS)) for half in _pair_codes(b, radii, r_at, radius_bits)]
                 result: list[Lanes] = []
                 for number, start in enumerate(starts):
-                    look_up = _look_up_in(b, tables, b.add(start, b.mul(j, I64(ANGLES))))
+                    entries = b.gep(tables, [b.add(start, b.mul(j, I64(ANGLES)))])
+                    look_up = Table(b, entries, 0, ANGLES).look_up
                     totals = sums[2 * number : 2 * number + 2]
                     result += [fused(look_up(a), r, s) for a, r, s in zip(places, lengths, totals, strict=True)]
                 return tuple(result)

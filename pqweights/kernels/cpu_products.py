@@ -283,7 +283,7 @@ def lane_sum(typingctx: Any, sums: Any, at: Any) -> Any:
 
 
 @inlined
-def _norms(norms: Any, at: Any, count: Any, bits: Any, out: Any) -> None:
+def norms_to_floats(norms: Any, at: Any, count: Any, bits: Any, out: Any) -> None:
     """Convert `count` float16 bit patterns, GROUP at most, from norms[at] to f32; bits: u32, the memory of out."""
     if CONVERTS_HALVES and count == GROUP:
         sixteen_norms(norms, at, out)
@@ -360,7 +360,7 @@ def _make_product(width: int) -> Any:
                     sums[k] = np.float32(0)
                 for first in range(0, blocks, GROUP):
                     count, at = min(GROUP, blocks - first), r * blocks + first
-                    _norms(norms, at, count, norm_bits, norm)
+                    norms_to_floats(norms, at, count, norm_bits, norm)
                     if whole:
                         for j in range(rows):
                             for i in range(count):

@@ -9,10 +9,23 @@ import attention_cases
 import numpy as np
 import pytest
 import torch
-from attention_cases import Floats, PolarCase, excess, polar_case, polar_computed, polar_exact
+from attention_cases import (
+    Floats,
+    PolarCase,
+    TokenCase,
+    excess,
+    polar_case,
+    polar_computed,
+    polar_exact,
+    scores_computed,
+    scores_exact,
+    sums_computed,
+    sums_exact,
+    token_case,
+)
 
 from pqweights.kernels import attention
-from pqweights.kernels.attention_task import POLAR_WIDTHS
+from pqweights.kernels.attention_task import POLAR_WIDTHS, VALUE_TILE
 
 ROWS = (1, 2, 3, 7, 16)
 
@@ -130,6 +143,93 @@ def test_polar_arguments_that_do_not_fit_are_refused() -> None:
             attention.polar_rope_scores(**(good | change), angle_bits=4, radius_bits=4)
     with pytest.raises(ValueError, match="angle and radius bits"):
         attention.polar_rope_scores(**good, angle_bits=3, radius_bits=4)
+
+
+# --- token-wise codes ---
+
+
+def value_sums(case: TokenCase) -> Floats:
+    """The sums of the public function."""
+    arrays = (case.weights, case.codes, case.levels)
+    sums: Floats = attention.weighted_values(*map(torch.from_numpy, arrays), size=case.size).numpy()
+    return sums
+
+
+def hadamard_scores(case: TokenCase) -> Floats:
+    """The scores of the public function."""
+    arrays = (case.queries, case.codes, case.norms, case.levels)
+    scores: Floats = attention.hadamard_scores(*map(torch.from_numpy, arrays)).numpy()
+    return scores
+
+
+@pytest.mark.parametrize("size", [32, 64, 96, 128, 160, 256])
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_products_with_token_wise_codes_are_within_the_bound(bits: int, size: int) -> None:
+    for rows in (1, 3, 4, 16):
+        case = token_case(bits, rows, size=size)
+        assert excess(value_sums(case), sums_exact(case)) <= 1
+        assert excess(hadamard_scores(case), scores_exact(case)) <= 1
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 63, 64, 65, 2100])
+def test_any_number_of_tokens(tokens: int) -> None:
+    for bits in (3, 4):
+        for rows in (1, 5):
+            case = token_case(bits, rows, tokens=tokens, heads=3)
+            assert excess(value_sums(case), sums_exact(case)) <= 1
+            assert excess(hadamard_scores(case), scores_exact(case)) <= 1
+
+
+@pytest.mark.usefixtures("every_call_is_shared")
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5])
+def test_threads_change_no_bit_of_token_wise_products(bits: int, heads: int) -> None:
+    """Where a tile of values ends does not depend on the threads."""
+    case = token_case(bits, 3, heads=heads, tokens=3000)
+    torch.set_num_threads(1)
+    sums, scores = value_sums(case), hadamard_scores(case)
+    torch.set_num_threads(2)
+    for _ in range(5):
+        assert np.array_equal(value_sums(case), sums)
+        assert np.array_equal(hadamard_scores(case), scores)
+    for threads in (2, 3, 8):
+        assert np.array_equal(sums_computed(case, threads, VALUE_TILE), sums)
+        assert np.array_equal(scores_computed(case, threads, 64), scores)
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [(0, 3), (2, 0)])
+def test_token_wise_products_of_nothing(heads: int, tokens: int) -> None:
+    codes, levels = torch.zeros(heads, tokens, 32, dtype=torch.uint8), torch.ones(16)
+    sums = attention.weighted_values(torch.ones(heads, 2, tokens), codes, levels, size=64)
+    assert torch.equal(sums, torch.zeros(heads, 2, 64))
+    norms = torch.ones(heads, tokens, dtype=torch.float16)
+    assert attention.hadamard_scores(torch.ones(heads, 2, 64), codes, norms, levels).shape == (heads, 2, tokens)
+
+
+def test_token_wise_arguments_that_do_not_fit_are_refused() -> None:
+    case = token_case(4, 2)
+    weights, codes, levels = map(torch.from_numpy, (case.weights, case.codes, case.levels))
+    queries, norms = torch.from_numpy(case.queries), torch.from_numpy(case.norms)
+    for sums in (
+        (weights.double(), codes, levels, 64),
+        (weights[:, :, :5].contiguous(), codes, levels, 64),
+        (weights.repeat(1, 9, 1), codes, levels, 64),
+        (weights, codes, levels, 48),
+        (weights, codes, levels, 96),
+        (weights, codes, levels[:8].contiguous(), 64),
+        (weights, codes, levels[:15].contiguous(), 64),
+        (weights, codes[:, :, ::2], levels, 32),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            attention.weighted_values(*sums[:3], size=sums[3])
+    for scores in (
+        (queries[:1].contiguous(), codes, norms, levels),
+        (queries, codes, norms.float(), levels),
+        (queries, codes, norms[:, :5].contiguous(), levels),
+        (queries, codes, norms, levels[:2].contiguous()),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            attention.hadamard_scores(*scores)
 
 
 def test_codes_are_unpacked_as_they_are_described() -> None:

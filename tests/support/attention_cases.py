@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.kernels import cpu
-from pqweights.kernels.attention_task import MOST_ENTRY, PolarTask
+from pqweights.kernels.attention_task import MOST_ENTRY, TOKEN_WIDTHS, PolarTask, TokenTask
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -102,6 +102,97 @@ def polar_computed(case: PolarCase, threads: int = 1, tile_groups: int = 2) -> F
     task = PolarTask(0, heads, rows, groups, size // 2, tile_groups, *addresses, step, offset)
     cpu.run_task(f"polar_scores_{case.angle_bits}{case.radius_bits}", ctypes.addressof(task), threads)
     return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCase:
+    """Token-wise codes, and what they are multiplied with.
+
+    codes: [heads, tokens, size * bits / 8]; levels: [2**bits]
+    weights: [heads, rows, tokens]; queries: [heads, rows, size]; norms: [heads, tokens]
+    """
+
+    codes: Bytes
+    levels: Floats
+    weights: Floats
+    queries: Floats
+    norms: npt.NDArray[np.float16]
+
+    @property
+    def bits(self) -> int:
+        return len(self.levels).bit_length() - 1
+
+    @property
+    def size(self) -> int:
+        return self.queries.shape[-1]
+
+    @property
+    def values(self) -> Doubles:
+        """What the codes stand for, [heads, tokens, size]."""
+        return self.levels.astype(np.float64)[unpacked(self.codes, self.bits, self.size)]
+
+
+def token_case(bits: int, rows: int, *, size: int = 64, heads: int = 2, tokens: int = 83) -> TokenCase:
+    """Return random codes, among them tokens of the lowest and the highest, and weights and norms of every size."""
+    rng = np.random.default_rng([bits, rows, size, tokens])
+    codes = rng.integers(0, 256, (heads, tokens, size * bits // 8)).astype(np.uint8)
+    codes[:, 1::7], codes[:, 2::7] = 0, 255
+    norms = (10.0 ** rng.uniform(-7, 1, (heads, tokens))).astype(np.float16)
+    norms[:, ::9] = 0
+    return TokenCase(
+        codes=codes,
+        levels=rng.standard_normal(1 << bits).astype(np.float32),
+        weights=np.exp(rng.uniform(-20, 0, (heads, rows, tokens))).astype(np.float32),
+        queries=rng.standard_normal((heads, rows, size)).astype(np.float32),
+        norms=norms,
+    )
+
+
+def sums_exact(case: TokenCase) -> tuple[Doubles, Doubles]:
+    """Return the sums of weighted values, [heads, rows, size], and how far a kernel may be off.
+
+    Tokens are added one after the other in a tile, of which a chain has a fourth.
+    """
+    values, weights = case.values, case.weights.astype(np.float64)
+    made = np.einsum("hrt,htd->hrd", weights, values)
+    sizes = np.einsum("hrt,htd->hrd", weights, np.abs(values))
+    return made, 2.0**-18 * sizes + 1e-30
+
+
+def scores_exact(case: TokenCase) -> tuple[Doubles, Doubles]:
+    """Return the scores, [heads, rows, tokens], and how far a kernel may be off."""
+    keys, queries = case.values * case.norms.astype(np.float64)[..., None], case.queries.astype(np.float64)
+    made = np.einsum("hrd,htd->hrt", queries, keys)
+    return made, 2.0**-20 * np.einsum("hrd,htd->hrt", np.abs(queries), np.abs(keys)) + 1e-30
+
+
+def sums_computed(case: TokenCase, threads: int = 1, tile_tokens: int = 16) -> Floats:
+    """Return the sums of the kernel, called without torch."""
+    heads, rows, tokens = case.weights.shape
+    out = np.full((heads, rows, case.size), np.nan, dtype=np.float32)
+    tiles = -(-tokens // tile_tokens)
+    sums, finished = np.empty(heads * tiles * rows * case.size, np.float32), np.zeros(heads, np.int64)
+    arrays = (case.codes, case.levels, case.weights, out, case.norms, sums, finished)
+    return _run("weighted_values", case, threads, tile_tokens, arrays)
+
+
+def scores_computed(case: TokenCase, threads: int = 1, tile_tokens: int = 16) -> Floats:
+    """Return the scores of the kernel, called without torch."""
+    heads, rows, tokens = case.weights.shape
+    out = np.full((heads, rows, tokens), np.nan, dtype=np.float32)
+    arrays = (case.codes, case.levels, case.queries, out, case.norms, np.empty(0), np.empty(0))
+    return _run("hadamard_scores", case, threads, tile_tokens, arrays)
+
+
+def _run(
+    name: str, case: TokenCase, threads: int, tile_tokens: int, arrays: tuple[npt.NDArray[Any], ...]
+) -> npt.NDArray[Any]:
+    heads, rows, tokens = case.weights.shape
+    addresses = [array.ctypes.data for array in arrays]
+    task = TokenTask(0, heads, rows, tokens, case.size, case.bits, tile_tokens, *addresses)
+    kernel = f"{name}_{case.bits if case.bits in TOKEN_WIDTHS else 8}"
+    cpu.run_task(kernel, ctypes.addressof(task), threads)
+    return arrays[3]
 
 
 def excess(made: Floats, exact: tuple[Doubles, Doubles]) -> float:
