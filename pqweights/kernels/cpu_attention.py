@@ -88,15 +88,18 @@ def _coordinates(b: Any, k: Any, size: Any, fields: tuple[int, ...]) -> list[Any
 def _unpack(codes: Any, begin: Any, tokens: Any, size: Any, bits: Any, out: Any) -> None:
     """Write the codes of some tokens as bytes, [tokens, size]; any width and size."""
     for token in range(tokens):
-        at, place, base = begin + token * (size * bits // 8), 0, token * size
+        at, place = begin + token * (size * bits // 8), 0
         for width in (8, 4, 2, 1):
             if bits & width:
                 run, mask = size * width // 8, np.uint8((1 << width) - 1)
+                field = codes[at : at + run]
                 for part in range(8 // width):
-                    shift, to = np.uint8(part * width), base + part * run
+                    # Slices, as LLVM then sees that no index counts from the end.
+                    to, shift = token * size + part * run, np.uint8(part * width)
+                    target = out[to : to + run]
                     for i in range(run):
-                        code = np.uint8(((codes[at + i] >> shift) & mask) << np.uint8(place))
-                        out[to + i] = code if place == 0 else out[to + i] | code
+                        code = np.uint8(((field[i] >> shift) & mask) << np.uint8(place))
+                        target[i] = code if place == 0 else target[i] | code
                 at, place = at + run, place + width
 
 
@@ -233,8 +236,7 @@ def _make_weighted_values(width: int) -> Any:
             if tile >= heads * tiles:
                 break
             head, start, sum_at = tile // tiles, tile % tiles * tile_tokens, tile * row_sums
-            for i in range(row_sums):
-                sums[sum_at + i] = np.float32(0)
+            sums[sum_at : sum_at + row_sums] = np.float32(0)
             end = min(tokens, start + tile_tokens)
             for block in range(start, end, BLOCK):
                 count, at = min(BLOCK, end - block), (head * tokens + block) * stride
@@ -245,12 +247,12 @@ def _make_weighted_values(width: int) -> Any:
                     _unpack(codes, at, count, size, bits, unpacked)
                     add_unpacked(unpacked, 0, size, size, table, weights, w, tokens, count, rows, sums, sum_at)
             if _count_up(finished, head) == tiles - 1:
-                first, to = head * tiles * row_sums, head * row_sums
-                for i in range(row_sums):
-                    out[to + i] = sums[first + i]
-                for other in range(1, tiles):
+                total = out[head * row_sums : (head + 1) * row_sums]
+                total[:] = np.float32(0)
+                for other in range(head * tiles, (head + 1) * tiles):
+                    part = sums[other * row_sums : (other + 1) * row_sums]
                     for i in range(row_sums):
-                        out[to + i] += sums[first + other * row_sums + i]
+                        total[i] += part[i]
 
     return weighted_values
 
