@@ -3,8 +3,8 @@
     python benchmarks/attention.py
 
 One query (batch 1) against keys and values of SIZE coordinates, for one head and for eight. Ours is the look-up product
-of polar-rope keys, the product of Hadamard keys, and the sum of 4-bit values with a scale and a low end for each token,
-scaling included. Torch has the same keys in BF16 and takes the fastest of its WAYS for the shape. "Restored" is the
+of polar-rope keys, the product of Hadamard keys, and the sum of 4-bit values with a scale and a low end for each token.
+Torch has the same keys in BF16 and takes the fastest of its WAYS for the shape. "Restored" is the
 packed keys restored to BF16 by torch, then multiplied.
 Each way goes round a set of distinct caches of at least CACHE_BYTES, so that none lies in a processor's cache; the ways
 take turns. Ratios are medians of the ratios of turns that followed each other.
@@ -139,8 +139,7 @@ def values() -> Product:
 
     def ours(weights: Tensor, cache: list[Tensor]) -> Tensor:
         packed, scales, lows = cache
-        low = weights @ lows.float()[..., None]
-        return weighted_values(weights * scales[:, None], packed, levels, size=SIZE) + low
+        return weighted_values(weights, packed, levels, size=SIZE, scales=scales, lows=lows)
 
     def restored(cache: list[Tensor]) -> Tensor:
         packed, scales, lows = (tensor if tensor.dim() == 3 else tensor.bfloat16()[..., None] for tensor in cache)

@@ -1,6 +1,7 @@
 """Attention on packed codes of keys and values on the CPU: products that restore neither.
 
-cpu_polar_scores.py and cpu_attention.py have the arithmetic. All tensors lie on the CPU without gaps.
+cpu_polar_scores.py, cpu_hadamard_scores.py and cpu_weighted_values.py have the arithmetic. All tensors lie on the CPU
+without gaps.
 """
 
 from __future__ import annotations
@@ -77,16 +78,23 @@ def polar_rope_scores(
     return out
 
 
-def weighted_values(weights: torch.Tensor, codes: torch.Tensor, levels: torch.Tensor, *, size: int) -> torch.Tensor:
-    """Return the sums of values that are levels, each times its weight: sum over t of weights[t] * levels[codes[t]].
-
-    For v = scale[t] * code + low[t], levels are 0, 1, .. and scales belong into the weights; add the sum of
-    weights[t] * low[t].
+def weighted_values(
+    weights: torch.Tensor,
+    codes: torch.Tensor,
+    levels: torch.Tensor,
+    *,
+    size: int,
+    scales: torch.Tensor | None = None,
+    lows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the sum over t of weights[t] * values[t], with values[t] = scales[t] * levels[codes[t]] + lows[t].
 
     weights: [heads, rows, tokens] f32; up to 16 rows, which are the query heads of a value head times their tokens
     codes: [heads, tokens, size * bits / 8] u8, packed along the coordinates
     levels: [2**bits] f32, for 2 to 8 bits; 2, 3 and 4 are fast
     size: coordinates of a head, a multiple of 32 up to 256
+    scales: [heads, tokens] f16; 1 without
+    lows: [heads, tokens] f16; 0 without
 
     Returns [heads, rows, size] f32, the same bits for any number of threads. Raises ValueError for tensors that do not
     fit together.
@@ -94,19 +102,26 @@ def weighted_values(weights: torch.Tensor, codes: torch.Tensor, levels: torch.Te
     heads, rows, tokens = weights.shape
     bits = _token_bits(levels, rows, size)
     out = torch.empty((heads, rows, size), dtype=torch.float32)
+    of_tokens = ("scales", scales), ("lows", lows)
+    scales_at, lows_at = (
+        None if tensor is None else _address(name, tensor, torch.float16, (heads, tokens)) for name, tensor in of_tokens
+    )
     addresses = (
         _address("codes", codes, torch.uint8, (heads, tokens, size * bits // 8)),
         _address("levels", levels, torch.float32, (1 << bits,)),
         _address("weights", weights, torch.float32, (heads, rows, tokens)),
         out.data_ptr(),
+        scales_at,
     )
     if out.numel() == 0 or tokens == 0:
         return out.zero_()
     tiles = -(-tokens // VALUE_TILE)
-    sums, finished = torch.empty(heads * tiles * rows * size), torch.zeros(heads, dtype=torch.int64)
-    task = TokenTask(
-        0, heads, rows, tokens, size, bits, VALUE_TILE, *addresses, None, sums.data_ptr(), finished.data_ptr()
+    sums, finished = (
+        torch.empty(heads * tiles * rows * size, dtype=torch.float32),
+        torch.zeros(heads, dtype=torch.int64),
     )
+    room = sums.data_ptr(), finished.data_ptr()
+    task = TokenTask(0, heads, rows, tokens, size, bits, VALUE_TILE, *addresses, *room, lows_at)
     threads = _threads(heads * rows * tokens * size)
     cpu.run_task(f"weighted_values_{bits if bits in TOKEN_WIDTHS else 8}", ctypes.addressof(task), threads)
     return out
@@ -139,7 +154,7 @@ def hadamard_scores(
         return out
     threads = _threads(heads * rows * tokens * size)
     tile = tile_length(tokens, heads=heads, threads=threads, least=LEAST_TILE * GROUP)
-    task = TokenTask(0, heads, rows, tokens, size, bits, tile, *addresses, None, None)
+    task = TokenTask(0, heads, rows, tokens, size, bits, tile, *addresses)
     cpu.run_task(f"hadamard_scores_{bits if bits in TOKEN_WIDTHS else 8}", ctypes.addressof(task), threads)
     return out
 

@@ -55,7 +55,7 @@ class PolarTask(ctypes.Structure):
 class TokenTask(ctypes.Structure):
     """What kernels of VALUE_KERNELS and HADAMARD_KERNELS read, in the same way.
 
-    Arrays are those of `attention.weighted_values` and `attention.hadamard_scores`.
+    Arrays are those of `attention.weighted_values` and `attention.hadamard_scores`; an address may be None.
     """
 
     _fields_ = (
@@ -70,9 +70,10 @@ class TokenTask(ctypes.Structure):
         ("levels", ctypes.c_void_p),
         ("inputs", ctypes.c_void_p),  # weights or queries
         ("out", ctypes.c_void_p),
-        ("norms", ctypes.c_void_p),  # of scores: f16 [heads, tokens]
+        ("scales", ctypes.c_void_p),  # or norms
         ("sums", ctypes.c_void_p),  # of values: room for f32 [heads, tiles, rows, size]
         ("finished", ctypes.c_void_p),  # of values: how many tiles of a head are done, i64 [heads], zeros
+        ("lows", ctypes.c_void_p),
     )
 
 

@@ -13,15 +13,16 @@ import numba
 from numba.core import config
 
 from pqweights.kernels import (
-    cpu_attention,
     cpu_compensation,
     cpu_factors,
     cpu_groups,
+    cpu_hadamard_scores,
     cpu_importance,
     cpu_kernels,
     cpu_polar_scores,
     cpu_products,
     cpu_sums,
+    cpu_weighted_values,
     trellis_decoding,
     trellis_encoding,
 )
@@ -30,13 +31,14 @@ from pqweights.kernels.product_task import TASK_KERNELS
 _MODULES = (
     cpu_kernels,
     cpu_groups,
-    cpu_attention,
     cpu_compensation,
     cpu_factors,
+    cpu_hadamard_scores,
     cpu_importance,
     cpu_polar_scores,
     cpu_products,
     cpu_sums,
+    cpu_weighted_values,
     trellis_encoding,
     trellis_decoding,
 )

@@ -151,7 +151,9 @@ def test_polar_arguments_that_do_not_fit_are_refused() -> None:
 def value_sums(case: TokenCase) -> Floats:
     """The sums of the public function."""
     arrays = (case.weights, case.codes, case.levels)
-    sums: Floats = attention.weighted_values(*map(torch.from_numpy, arrays), size=case.size).numpy()
+    of_tokens = {} if case.lows is None else {"scales": case.norms, "lows": case.lows}
+    more = {name: torch.from_numpy(array) for name, array in of_tokens.items()}
+    sums: Floats = attention.weighted_values(*map(torch.from_numpy, arrays), size=case.size, **more).numpy()
     return sums
 
 
@@ -195,6 +197,19 @@ def test_threads_change_no_bit_of_token_wise_products(bits: int, heads: int) -> 
     for threads in (2, 3, 8):
         assert np.array_equal(sums_computed(case, threads, VALUE_TILE), sums)
         assert np.array_equal(scores_computed(case, threads, 64), scores)
+
+
+def test_scales_without_lows_and_lows_without_scales() -> None:
+    case = token_case(4, 1, tokens=77)
+    assert case.lows is not None
+    tensors = [torch.from_numpy(array) for array in (case.weights, case.codes, case.levels)]
+    plain = value_sums(replace(case, lows=None)).astype(np.float64)
+    lows = np.einsum("hrt,ht->hr", case.weights.astype(np.float64), case.lows.astype(np.float64))[..., None]
+    made = attention.weighted_values(*tensors, size=64, lows=torch.from_numpy(case.lows))
+    assert np.allclose(made.numpy(), plain + lows, rtol=1e-5, atol=1e-5)
+    made = attention.weighted_values(*tensors, size=64, scales=torch.from_numpy(case.norms))
+    zero = replace(case, lows=np.zeros_like(case.lows))
+    assert excess(made.numpy(), sums_exact(zero)) <= 1
 
 
 @pytest.mark.parametrize(("heads", "tokens"), [(0, 3), (2, 0)])

@@ -110,6 +110,7 @@ class TokenCase:
 
     codes: [heads, tokens, size * bits / 8]; levels: [2**bits]
     weights: [heads, rows, tokens]; queries: [heads, rows, size]; norms: [heads, tokens]
+    lows: [heads, tokens]; values then have norms, too
     """
 
     codes: Bytes
@@ -117,6 +118,7 @@ class TokenCase:
     weights: Floats
     queries: Floats
     norms: npt.NDArray[np.float16]
+    lows: npt.NDArray[np.float16] | None
 
     @property
     def bits(self) -> int:
@@ -133,7 +135,10 @@ class TokenCase:
 
 
 def token_case(bits: int, rows: int, *, size: int = 64, heads: int = 2, tokens: int = 83) -> TokenCase:
-    """Return random codes, among them tokens of the lowest and the highest, and weights and norms of every size."""
+    """Return random codes, among them tokens of the lowest and the highest, and weights and norms of every size.
+
+    An odd number of rows has lows.
+    """
     rng = np.random.default_rng([bits, rows, size, tokens])
     codes = rng.integers(0, 256, (heads, tokens, size * bits // 8)).astype(np.uint8)
     codes[:, 1::7], codes[:, 2::7] = 0, 255
@@ -145,6 +150,7 @@ def token_case(bits: int, rows: int, *, size: int = 64, heads: int = 2, tokens: 
         weights=np.exp(rng.uniform(-20, 0, (heads, rows, tokens))).astype(np.float32),
         queries=rng.standard_normal((heads, rows, size)).astype(np.float32),
         norms=norms,
+        lows=rng.standard_normal((heads, tokens)).astype(np.float16) if rows % 2 else None,
     )
 
 
@@ -153,10 +159,12 @@ def sums_exact(case: TokenCase) -> tuple[Doubles, Doubles]:
 
     Tokens are added one after the other in a tile, of which a chain has a fourth.
     """
-    values, weights = case.values, case.weights.astype(np.float64)
+    values, weights, sizes = case.values, case.weights.astype(np.float64), np.abs(case.values)
+    if case.lows is not None:
+        scales, lows = (array.astype(np.float64)[..., None] for array in (case.norms, case.lows))
+        values, sizes = values * scales + lows, sizes * scales + np.abs(lows)
     made = np.einsum("hrt,htd->hrd", weights, values)
-    sizes = np.einsum("hrt,htd->hrd", weights, np.abs(values))
-    return made, 2.0**-18 * sizes + 1e-30
+    return made, 2.0**-18 * np.einsum("hrt,htd->hrd", weights, sizes) + 1e-30
 
 
 def scores_exact(case: TokenCase) -> tuple[Doubles, Doubles]:
@@ -172,27 +180,29 @@ def sums_computed(case: TokenCase, threads: int = 1, tile_tokens: int = 16) -> F
     out = np.full((heads, rows, case.size), np.nan, dtype=np.float32)
     tiles = -(-tokens // tile_tokens)
     sums, finished = np.empty(heads * tiles * rows * case.size, np.float32), np.zeros(heads, np.int64)
-    arrays = (case.codes, case.levels, case.weights, out, case.norms, sums, finished)
-    return _run("weighted_values", case, threads, tile_tokens, arrays)
+    norms = None if case.lows is None else case.norms
+    arrays = (case.codes, case.levels, case.weights, out, norms, sums, finished, case.lows)
+    _run("weighted_values", case, threads, tile_tokens, arrays)
+    return out
 
 
 def scores_computed(case: TokenCase, threads: int = 1, tile_tokens: int = 16) -> Floats:
     """Return the scores of the kernel, called without torch."""
     heads, rows, tokens = case.weights.shape
     out = np.full((heads, rows, tokens), np.nan, dtype=np.float32)
-    arrays = (case.codes, case.levels, case.queries, out, case.norms, np.empty(0), np.empty(0))
-    return _run("hadamard_scores", case, threads, tile_tokens, arrays)
+    arrays = (case.codes, case.levels, case.queries, out, case.norms)
+    _run("hadamard_scores", case, threads, tile_tokens, arrays)
+    return out
 
 
 def _run(
-    name: str, case: TokenCase, threads: int, tile_tokens: int, arrays: tuple[npt.NDArray[Any], ...]
-) -> npt.NDArray[Any]:
+    name: str, case: TokenCase, threads: int, tile_tokens: int, arrays: tuple[npt.NDArray[Any] | None, ...]
+) -> None:
     heads, rows, tokens = case.weights.shape
-    addresses = [array.ctypes.data for array in arrays]
+    addresses = [None if array is None else array.ctypes.data for array in arrays]
     task = TokenTask(0, heads, rows, tokens, case.size, case.bits, tile_tokens, *addresses)
     kernel = f"{name}_{case.bits if case.bits in TOKEN_WIDTHS else 8}"
     cpu.run_task(kernel, ctypes.addressof(task), threads)
-    return arrays[3]
 
 
 def excess(made: Floats, exact: tuple[Doubles, Doubles]) -> float:
