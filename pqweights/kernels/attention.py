@@ -35,6 +35,7 @@ def polar_rope_scores(
     angle_bits: int,
     radius_bits: int,
     halves: bool = True,
+    chunk_groups: int | None = None,
 ) -> torch.Tensor:
     """Return the products of queries with polar-rope keys, by table look-up (Wu et al., arXiv:2502.00527, Section 3.3).
 
@@ -45,9 +46,10 @@ def polar_rope_scores(
         tokens; a size of up to 256 and a multiple of 8
     angles: [heads, groups, size / 2, 4 * angle_bits] u8, the packed codes of 32 tokens for each pair
     radii: [heads, groups, size / 2, 4 * radius_bits] u8
-    scales: [heads, size / 2] f32, f16 or bf16
+    scales: [heads, size / 2] f32, f16 or bf16; with chunk_groups, [heads, chunks, size / 2]
     angle_bits, radius_bits: (4, 4) or (4, 2)
     halves: whether pair j is the coordinates j and j + size / 2, rather than 2 j and 2 j + 1
+    chunk_groups: how many groups share scales, of which the last chunk may have fewer; all without
 
     Returns [heads, rows, groups * 32] f32. With AVX-512 VBMI and VNNI, table entries are rounded to multiples of
     1/32639 of the largest one of the query, and sums are exact. Raises ValueError for tensors that do not fit together.
@@ -60,12 +62,15 @@ def polar_rope_scores(
         raise ValueError(
             f"expected 1 to {MOST_ROWS} rows of a multiple of 8 up to {MOST_SIZE}, found {rows} rows of {size}"
         )
+    if chunk_groups is not None and chunk_groups < 1:
+        raise ValueError(f"expected chunks of at least one group, found {chunk_groups}")
+    chunks = () if chunk_groups is None else (-(-groups // chunk_groups),)
     scales = scales.to(torch.float32)
     addresses = (
         _address("queries", queries, torch.float32, (heads, rows, size)),
         _address("angles", angles, torch.uint8, (heads, groups, pairs, 4 * angle_bits)),
         _address("radii", radii, torch.uint8, (heads, groups, pairs, 4 * radius_bits)),
-        _address("scales", scales, torch.float32, (heads, pairs)),
+        _address("scales", scales, torch.float32, (heads, *chunks, pairs)),
     )
     out = torch.empty((heads, rows, groups * GROUP), dtype=torch.float32)
     if out.numel() == 0:
@@ -73,7 +78,9 @@ def polar_rope_scores(
     threads = _threads(out.numel() * pairs)
     tile = tile_length(groups, heads=heads, threads=threads, least=LEAST_TILE)
     step, offset = (1, pairs) if halves else (2, 1)
-    task = PolarTask(0, heads, rows, groups, pairs, tile, *addresses, out.data_ptr(), step, offset)
+    task = PolarTask(
+        0, heads, rows, groups, pairs, tile, *addresses, out.data_ptr(), step, offset, chunk_groups or groups
+    )
     cpu.run_task(f"polar_scores_{angle_bits}{radius_bits}", ctypes.addressof(task), threads)
     return out
 

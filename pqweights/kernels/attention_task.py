@@ -49,6 +49,7 @@ class PolarTask(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("pair_step", ctypes.c_int64),  # from the first coordinate of a pair to that of the next one
         ("pair_offset", ctypes.c_int64),  # from the first coordinate of a pair to its second one
+        ("chunk_groups", ctypes.c_int64),
     )
 
 

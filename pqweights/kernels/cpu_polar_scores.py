@@ -46,6 +46,7 @@ from pqweights.kernels.emit import (
     splat,
     store,
 )
+from pqweights.kernels.jit import inlined
 from pqweights.kernels.vector import Table, stack
 
 ANGLES = 16
@@ -251,6 +252,25 @@ def _make_float_scores(angle_bits: int, radius_bits: int, together: int) -> Any:
     return float_scores
 
 
+@intrinsic
+def _float_of(typingctx: Any, pattern: Any) -> Any:
+    """Return the float32 of a bit pattern (u32)."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.bitcast(args[0], F32)
+
+    return types.float32(pattern), codegen
+
+
+@inlined
+def _unit(largest: Any) -> Any:
+    """Return what a one stands for in integers of which the largest has this bit pattern; NaN for no number."""
+    if largest >= np.uint32(0x7F800000):
+        return np.float32(np.nan)
+    unit = _float_of(largest) / np.float32(MOST_ENTRY)
+    return unit if unit > np.float32(2.0**-100) else np.float32(0)
+
+
 def _make_polar_scores(angle_bits: int, radius_bits: int) -> Any:
     """Return the kernel for two widths; threads may share a task."""
     make = _make_whole_scores if WHOLE else _make_float_scores
@@ -264,7 +284,9 @@ def _make_polar_scores(angle_bits: int, radius_bits: int) -> Any:
         queries = carray(pointer_in(task, 6), heads * rows * 2 * pairs, np.float32)
         angles = carray(pointer_in(task, 7), heads * groups * angle_bytes, np.uint8)
         radii = carray(pointer_in(task, 8), heads * groups * radius_bytes, np.uint8)
-        scales = carray(pointer_in(task, 9), heads * pairs, np.float32)
+        chunk_groups = task[13]
+        chunks = (groups + chunk_groups - 1) // chunk_groups
+        scales = carray(pointer_in(task, 9), heads * chunks * pairs, np.float32)
         out = carray(pointer_in(task, 10), heads * rows * groups * GROUP, np.float32)
         step, offset = task[11], task[12]
 
@@ -279,21 +301,20 @@ def _make_polar_scores(angle_bits: int, radius_bits: int) -> Any:
             if tile >= heads * tiles:
                 break
             head, start = tile // tiles, tile % tiles * tile_groups
-            for row in range(rows):
-                query, at = queries[(head * rows + row) * 2 * pairs :], row * pairs * ANGLES
-                if whole:
-                    largest = float_tables(query, scales[head * pairs :], pairs, step, offset, row_floats)
-                    factor = np.float32(0)
-                    if largest >= np.uint32(0x7F800000):
-                        factors[row] = np.float32(np.nan)
-                    else:
-                        factors[row] = _float_of(largest) / np.float32(MOST_ENTRY)
-                        if factors[row] > np.float32(2.0**-100):
-                            factor = np.float32(1) / factors[row]
-                    split_tables(row_floats, factor, pairs, tables, 2 * at)
-                else:
-                    float_tables(query, scales[head * pairs :], pairs, step, offset, floats[at:])
+            scales_of = np.int64(-1)  # the chunk that the tables are made for
             for group in range(start, min(groups, start + tile_groups)):
+                if group // chunk_groups != scales_of:
+                    scales_of = group // chunk_groups
+                    of_chunk = scales[(head * chunks + scales_of) * pairs :]
+                    for row in range(rows):
+                        query, at = queries[(head * rows + row) * 2 * pairs :], row * pairs * ANGLES
+                        if whole:
+                            largest = float_tables(query, of_chunk, pairs, step, offset, row_floats)
+                            factors[row] = _unit(largest)
+                            factor = np.float32(1) / factors[row] if factors[row] > 0 else np.float32(0)
+                            split_tables(row_floats, factor, pairs, tables, 2 * at)
+                        else:
+                            float_tables(query, of_chunk, pairs, step, offset, floats[at:])
                 angle_at, radius_at = (head * groups + group) * angle_bytes, (head * groups + group) * radius_bytes
                 row, to = 0, head * rows * stride + group * GROUP
                 places = tables if whole else floats
@@ -307,16 +328,6 @@ def _make_polar_scores(angle_bits: int, radius_bits: int) -> Any:
                     scores_1(angles, angle_at, radii, radius_at, places, pairs, row, factors, out, to, stride)
 
     return polar_scores
-
-
-@intrinsic
-def _float_of(typingctx: Any, pattern: Any) -> Any:
-    """Return the float32 of a bit pattern (u32)."""
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.bitcast(args[0], F32)
-
-    return types.float32(pattern), codegen
 
 
 KERNELS = {

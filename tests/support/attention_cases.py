@@ -43,6 +43,7 @@ class PolarCase:
     angle_bits: int
     radius_bits: int
     halves: bool
+    chunk_groups: int
 
     @property
     def arrays(self) -> tuple[npt.NDArray[Any], ...]:
@@ -52,14 +53,17 @@ class PolarCase:
 def polar_case(
     widths: tuple[int, int], rows: int, *, size: int = 64, heads: int = 2, groups: int = 5, halves: bool = True
 ) -> PolarCase:
-    """Return random codes, among them groups of the lowest and the highest; some pairs are much larger than others."""
+    """Return random codes, among them groups of the lowest and the highest; some pairs are much larger than others.
+
+    Three groups share scales.
+    """
     rng = np.random.default_rng([*widths, rows, size, groups])
     angles, radii = (rng.integers(0, 256, (heads, groups, size // 2, 4 * width)).astype(np.uint8) for width in widths)
     for codes, extremes in ((angles, (0, 255, 255)), (radii, (255, 255, 0))):
         for group, value in zip(range(1, groups), extremes, strict=False):
             codes[:, group] = value
-    scales = rng.uniform(0.1, 1, (heads, size // 2)).astype(np.float16)
-    scales[:, ::7] *= np.float16(20)
+    scales = rng.uniform(0.1, 1, (heads, -(-groups // 3), size // 2)).astype(np.float16)
+    scales[:, :, ::7] *= np.float16(20)
     return PolarCase(
         queries=rng.standard_normal((heads, rows, size)).astype(np.float32),
         angles=angles,
@@ -68,6 +72,7 @@ def polar_case(
         angle_bits=widths[0],
         radius_bits=widths[1],
         halves=halves,
+        chunk_groups=3,
     )
 
 
@@ -79,17 +84,19 @@ def polar_exact(case: PolarCase) -> tuple[Doubles, Doubles]:
     radii = unpacked(case.radii, case.radius_bits, 32).astype(np.float64)
     angle_codes = unpacked(case.angles, case.angle_bits, 32)
     angles = 2 * np.pi * angle_codes / 2**case.angle_bits - np.pi
-    lengths = radii * case.scales.astype(np.float64)[:, None, :, None]
+    scales = np.repeat(case.scales.astype(np.float64), case.chunk_groups, axis=1)[:, : radii.shape[1]]
+    lengths = radii * scales[..., None]  # [heads, groups, pairs, 32]
     keys = np.stack([lengths * np.cos(angles), lengths * np.sin(angles)])  # [2, heads, groups, pairs, 32]
     heads, rows, size = case.queries.shape
     order = np.arange(size).reshape(2, -1) if case.halves else np.arange(size).reshape(-1, 2).T
     queries = case.queries.astype(np.float64)[..., order]  # [heads, rows, 2, pairs]
     scores = np.einsum("hrcp,chgpt->hrgt", queries, keys).reshape(heads, rows, -1)
     sizes = np.einsum("hrcp,chgpt->hrgt", np.abs(queries), np.abs(keys)).reshape(heads, rows, -1)
-    most = (np.hypot(queries[:, :, 0], queries[:, :, 1]) * case.scales.astype(np.float64)[:, None]).max(-1)
-    steps = most / MOST_ENTRY / np.sqrt(12)
-    spread = np.sqrt(np.square(radii).sum(2)).reshape(heads, 1, -1)  # over pairs
-    return scores, 6 * steps[..., None] * spread + 2.0**-21 * sizes + 1e-30
+    sizes_of_pairs = np.hypot(queries[:, :, 0], queries[:, :, 1])
+    steps = (sizes_of_pairs[:, :, None] * scales[:, None]).max(-1) / MOST_ENTRY / np.sqrt(12)  # [heads, rows, groups]
+    spread = np.sqrt(np.square(radii).sum(2))[:, None]  # over pairs
+    bound = 6 * (steps[..., None] * spread).reshape(heads, rows, -1)
+    return scores, bound + 2.0**-21 * sizes + 1e-30
 
 
 def polar_computed(case: PolarCase, threads: int = 1, tile_groups: int = 2) -> Floats:
@@ -99,7 +106,7 @@ def polar_computed(case: PolarCase, threads: int = 1, tile_groups: int = 2) -> F
     out = np.full((heads, rows, groups * 32), np.nan, dtype=np.float32)
     addresses = [array.ctypes.data for array in (case.queries, case.angles, case.radii, scales, out)]
     step, offset = (1, size // 2) if case.halves else (2, 1)
-    task = PolarTask(0, heads, rows, groups, size // 2, tile_groups, *addresses, step, offset)
+    task = PolarTask(0, heads, rows, groups, size // 2, tile_groups, *addresses, step, offset, case.chunk_groups)
     cpu.run_task(f"polar_scores_{case.angle_bits}{case.radius_bits}", ctypes.addressof(task), threads)
     return out
 
