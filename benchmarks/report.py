@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attention
 import calibrated
 import commands
 import exports
@@ -49,6 +50,7 @@ SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
     "exports": exports.sections,
     "loading": loading.sections,
     "running": running.sections,
+    "attention": attention.sections,
     "quality": quality.sections,
     "calibrated": calibrated.sections,
     "hub": hub.sections,

@@ -38,16 +38,20 @@ from pqweights.user_cache import read_trusted, users_cache, write_trusted
 
 # The files that machine code is made from, beside this one.
 SOURCES = (
+    "attention_task.py",
     "code_levels.py",
     "compiler.py",
     "conversions.py",
     "cpu_compensation.py",
     "cpu_factors.py",
     "cpu_groups.py",
+    "cpu_hadamard_scores.py",
     "cpu_importance.py",
     "cpu_kernels.py",
+    "cpu_polar_scores.py",
     "cpu_products.py",
     "cpu_sums.py",
+    "cpu_weighted_values.py",
     "emit.py",
     "encoding.py",
     "jit.py",
@@ -56,6 +60,7 @@ SOURCES = (
     "prescaling.py",
     "product_task.py",
     "sixteen.py",
+    "token_codes.py",
     "trellis_codes.py",
     "trellis_decoding.py",
     "trellis_encoding.py",
