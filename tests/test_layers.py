@@ -79,6 +79,7 @@ OPTIONAL = {
         "pqweights.kv.files",
         "pqweights.kv.klt",
         "pqweights.kv.layer",
+        "pqweights.kv.on_codes",
         "pqweights.kv.pairs",
         "pqweights.kv.quantizer",
         "pqweights.kv.recursive",
@@ -154,6 +155,7 @@ OPTIONAL = {
         "pqweights.kv.files",
         "pqweights.kv.layer",
         "pqweights.kv.model",
+        "pqweights.kv.on_codes",
     },
     "safetensors": {"pqweights.kv.files"},
 }
