@@ -3,8 +3,8 @@
     python benchmarks/kv_cache.py MODEL_DIR[@CONTEXT][+outliers]... [--only SPEC...] [--windows 16]
 
 Each model is measured in float32 beside itself with its own cache, on windows of CONTEXT tokens, or of as many as it
-takes: the first part of a window is read at once, as a prompt, and the last --scored tokens one by one, as in generation, so
-that each sees what the cache kept of those before it. Windows are computed as the sequences of a batch. Bits for each
+takes: the first part of a window is read at once, as a prompt, and the last --scored tokens one by one, as in
+generation, so that each sees what the cache kept of those before it. Windows are computed as the sequences of a batch. Bits for each
 coordinate count all that a cache holds at the end of a window, with tokens that are not packed at 16 bits.
 
 A folder with a recall.jsonl (benchmarks/train_recall.py) is also asked for what stands far before; the rows then have
@@ -138,10 +138,9 @@ def with_cache(bench: Bench, make: Callable[[], Any], batch: int) -> tuple[Float
     start = bench.windows.shape[1] - bench.scored
     with torch.inference_mode():
         for some in bench.windows.split(batch):
-            cache, steps = make(), []
-            steps.append(bench.net(some[:, :start], past_key_values=cache, logits_to_keep=1).logits[:, -1])
-            for at in range(start, some.shape[1] - 1):
-                steps.append(bench.net(some[:, at : at + 1], past_key_values=cache).logits[:, -1])
+            cache = make()
+            pieces = [some[:, :start], *some[:, start:-1].split(1, dim=1)]
+            steps = [bench.net(each, past_key_values=cache, logits_to_keep=1).logits[:, -1] for each in pieces]
             found.append(torch.stack(steps, dim=1))
             bits.append(bits_of(cache))
     return torch.cat(found).numpy(), float(np.mean(bits))
