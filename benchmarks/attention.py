@@ -4,8 +4,8 @@
 
 One query (batch 1) against keys and values of SIZE coordinates, for one head and for eight. Ours is the look-up product
 of polar-rope keys, the product of Hadamard keys, and the sum of 4-bit values with a scale and a low end for each token.
-Torch has the same keys in BF16 and takes the fastest of its WAYS for the shape. "Restored" is the
-packed keys restored to BF16 by torch, then multiplied.
+Torch has keys in BF16, and the fastest of its ways for the shape counts. "Restored" is the packed keys restored to BF16
+by torch, then multiplied.
 Each way goes round a set of distinct caches of at least CACHE_BYTES, so that none lies in a processor's cache; the ways
 take turns. Ratios are medians of the ratios of turns that followed each other.
 """
@@ -30,8 +30,10 @@ SIZE = 128
 KEYS = (1 << 10, 1 << 12, 1 << 14, 1 << 16)
 HEADS = (1, 8)
 CACHE_BYTES = 128_000_000
-# Look-ups that a way of torch makes before the fastest is chosen, and restoring turns, which are slow.
-TRIALS, RESTORED_TURNS = 7, 5
+# Turns in which torch's fastest way is found, before it takes turns with ours: some leave threads asleep for the next.
+TRIALS = 15
+# Restoring is slow, and has fewer turns.
+RESTORED_TURNS = 5
 
 Tensor = torch.Tensor
 
@@ -170,34 +172,37 @@ def measure(product: Product, heads: int, keys: int, plain: Tensor, rounds: int)
     check(product, half.float(), [part[0] for part in packed])
     turn = itertools.count()
 
-    def seconds(way: Callable[[Tensor, Tensor], Any]) -> float:
+    def seconds(name: str) -> float:
         cache = plain[next(turn) % len(plain)]
-        return timed(lambda: way(half, cache))
+        return timed(lambda: product.ways[name](half, cache))
 
-    trials = {name: statistics.median(seconds(way) for _ in range(TRIALS)) for name, way in product.ways.items()}
+    trials = {name: statistics.median(seconds(name) for _ in range(TRIALS)) for name in product.ways}
     best = min(trials, key=lambda name: trials[name])
-    times: dict[str, list[float]] = {"packed": [], "bf16": [], "restored": []}
+    times: dict[str, list[float]] = {"packed": [], "bf16": []}
     for number in range(-1, rounds):  # the first round is for warming up
         cache = [part[number % len(part)] for part in packed]
-        ours, theirs = timed(lambda cache=cache: product.ours(whole, cache)), seconds(product.ways[best])
+        ours, theirs = timed(lambda cache=cache: product.ours(whole, cache)), seconds(best)
         if number >= 0:
             times["packed"].append(ours)
             times["bf16"].append(theirs)
+    restored = []
     for number in range(RESTORED_TURNS):
         cache = [part[number % len(part)] for part in packed]
-        times["restored"].append(timed(lambda cache=cache: product.ways[best](half, product.restored(cache))))
+        restored.append(timed(lambda cache=cache: product.ways[best](half, product.restored(cache))))
     ratios = [theirs / ours for ours, theirs in zip(times["packed"], times["bf16"], strict=True)]
-    medians = {f"{name}_seconds": statistics.median(found) for name, found in times.items()}
+    packed_seconds, restored_seconds = (statistics.median(found) for found in (times["packed"], restored))
     return {
         "product": product.name,
         "heads": heads,
         "keys": keys,
         "bytes_per_key": product.bytes_per_key,
         "way": best,
-        **medians,
+        "packed_seconds": packed_seconds,
+        "bf16_seconds": statistics.median(times["bf16"]),
+        "restored_seconds": restored_seconds,
         "ratio": statistics.median(ratios),
         "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
-        "restored_ratio": medians["restored_seconds"] / medians["packed_seconds"],
+        "restored_ratio": restored_seconds / packed_seconds,
     }
 
 
@@ -281,7 +286,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--heads", type=int, nargs="+", default=HEADS)
     parser.add_argument("--keys", type=int, nargs="+", default=KEYS, help="multiples of 32")
-    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--rounds", type=int, default=31)
     options = parser.parse_args()
     start = now()
     torch.set_num_threads(options.threads)
