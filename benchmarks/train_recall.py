@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -96,9 +97,9 @@ def language(texts: list[str]) -> Language:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=VOCABULARY - KEYS, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
-    everything = "".join(texts)
-    syllables = [consonant + vowel for consonant in "bdgkmnrstz" for vowel in "aeiou"]
-    names = [first + second for first in syllables for second in syllables if first + second not in everything]
+    consonants, vowels = "bdgkmnrstz", "aeiou"
+    taken = set(re.findall(f"(?=({f'[{consonants}][{vowels}]' * 2}))", "".join(texts)))
+    names = [name for name in map("".join, product(consonants, vowels, repeat=2)) if name not in taken]
     names = sorted(np.random.default_rng(SEED).choice(names, KEYS, replace=False).tolist())
     tokenizer.add_tokens([AddedToken(name + "=", normalized=False) for name in names])
 
