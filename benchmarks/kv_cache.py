@@ -4,8 +4,8 @@
 
 Each model is measured in float32 beside itself with its own cache, on windows of CONTEXT tokens, or of as many as it
 takes: the first part of a window is read at once, as a prompt, and the last --scored tokens one by one, as in
-generation, so that each sees what the cache kept of those before it. Windows are computed as the sequences of a batch. Bits for each
-coordinate count all that a cache holds at the end of a window, with tokens that are not packed at 16 bits.
+generation, so that each sees what the cache kept of those before it. Windows are computed as the sequences of a batch.
+Bits for each coordinate count all that a cache holds at the end of a window, with tokens that are not packed at 16.
 
 A folder with a recall.jsonl (benchmarks/train_recall.py) is also asked for what stands far before; the rows then have
 the share of right answers, and the mean log-probability of their tokens. A folder given as MODEL_DIR+outliers gets
@@ -147,13 +147,18 @@ def with_cache(bench: Bench, make: Callable[[], Any], batch: int) -> tuple[Float
 
 
 def bits_of(cache: Any) -> float:
-    """Bits for each coordinate of a cache of ours or of transformers, with tokens that are not packed at 16 bits."""
+    """Bits for each coordinate of a cache of ours or of transformers, with tokens that are not packed at 16 bits.
+
+    transformers stores scales in the dtype of the model; they count as in a model of BF16, too.
+    """
     if isinstance(cache, KVCache):
         return cache.bits_per_coordinate()
     bits = count = 0
     for layer in cache.layers:
         for window, packed in ((layer.keys, layer._quantized_keys), (layer.values, layer._quantized_values)):
-            bits += 16 * window.numel() + 8 * sum(map(tensor_bytes, tensors_of(packed)))
+            parts = list(tensors_of(packed))
+            bits += 16 * (window.numel() + sum(part.numel() for part in parts if part.is_floating_point()))
+            bits += 8 * sum(tensor_bytes(part) for part in parts if not part.is_floating_point())
         window = layer.keys
         heads, size = layer.shape
         count += 2 * window.shape[0] * heads * size * layer.get_seq_length() if window.dim() == 4 else 0
