@@ -106,7 +106,8 @@ class KarhunenLoeve:
         spread = spread.half().clamp(min=torch.finfo(torch.float16).tiny)
         widths = allocated(spread.float().log().mean((0, 1)).exp().square(), self.bits)
         repeated = torch.tensor(widths, dtype=torch.uint8, device=found.device).expand(len(found), 1, -1)
-        return {"mean": mean, "spread": spread, "order": order.to(torch.uint8), "widths": repeated.contiguous()}
+        order = order.to(torch.uint8 if order.shape[-1] <= 256 else torch.int16)
+        return {"mean": mean, "spread": spread, "order": order, "widths": repeated.contiguous()}
 
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
         """See StateQuantizer."""
