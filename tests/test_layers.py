@@ -58,6 +58,9 @@ OPTIONAL = {
         "pqweights.codecs.scalar",
         "pqweights.measure.activations",
         "pqweights.measure.inputs",
+        "pqweights.measure.kv_channels",
+        "pqweights.measure.kv_distribution",
+        "pqweights.measure.kv_states",
         "pqweights.kernels.reference",
         "pqweights.kernels.gpu",
         "pqweights.kernels.gpu_products",
@@ -130,6 +133,7 @@ OPTIONAL = {
         "pqweights.plots.distribution",
         "pqweights.plots.evaluation",
         "pqweights.plots.figure",
+        "pqweights.plots.kv",
         "pqweights.plots.layers",
     },
     "transformers": {

@@ -43,6 +43,7 @@ class Model:
     logits: takes ids [tokens] and n; returns f32 [n, vocabulary], the predictions after each of the last n tokens.
     generate: takes ids [tokens] and n; returns the n likeliest next ids, greedily, and does not stop at an end of text.
     stepper: what generates one token after another, which the caller chooses.
+    net: the PreTrainedModel that computes; None for models of mlx-lm.
     """
 
     runtime: str
@@ -50,6 +51,7 @@ class Model:
     logits: Callable[[Ids, int], Floats]
     generate: Callable[[Ids, int], Ids]
     stepper: Stepper
+    net: Any = None
 
 
 def open_model(path: Path, *, device: str = "cpu", dtype: str = "float32", packed: bool = False) -> Model:
@@ -190,7 +192,8 @@ def _in_torch(runtime: str, model: Any) -> Model:
         return found
 
     dtype = str(model.dtype).removeprefix("torch.")
-    return Model(runtime=runtime, dtype=dtype, logits=logits, generate=generate, stepper=TorchStepper(model))
+    stepper = TorchStepper(model)
+    return Model(runtime=runtime, dtype=dtype, logits=logits, generate=generate, stepper=stepper, net=model)
 
 
 def _open_master(folder: Folder, *, device: str, dtype: str, packed: bool) -> Model:
