@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,11 +11,13 @@ import typer
 
 from . import options, output, report
 from .report_errors import integer_form_lines, quality_lines
+from .report_kv import kv_lines
 from .report_summary import action_text, is_summarized, summary_table
 from .tables import table, wrapped
 
 if TYPE_CHECKING:
     from pqweights.measure.distribution import Distribution, Normality
+    from pqweights.measure.kv_states import StatesOptions
     from pqweights.planning.plan import TensorPlan
     from pqweights.results.inspect import Inspection
     from pqweights.rewrite.manifest import Manifest
@@ -25,7 +28,7 @@ FolderOrSource = Annotated[
     typer.Argument(
         metavar="DIR",
         help="Master or export written by pqweights: a folder, or ORG/NAME on the Hub. With --distribution, any "
-        "checkpoint.",
+        "checkpoint; with --kv, any of a language model.",
     ),
 ]
 DistributionOption = Annotated[
@@ -33,6 +36,40 @@ DistributionOption = Annotated[
     typer.Option(
         "--distribution",
         help="Measure instead how close the weights of a checkpoint are to Gaussian, before and after the rotation.",
+    ),
+]
+KVOption = Annotated[
+    bool,
+    typer.Option(
+        "--kv",
+        help="Measure instead the keys and values that a language model computes for --text: how Gaussian they are, "
+        "before and after preconditioning, and the outlier channels of keys.",
+    ),
+]
+TextOption = Annotated[
+    Path | None, typer.Option("--text", metavar="FILE", help="With --kv: UTF-8 text for the model to read.")
+]
+MaxTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens",
+        min=2,
+        help="With --kv: number of tokens to read from the start of the text.",
+        show_default="2048, or the model's limit if smaller",
+    ),
+]
+TokenizerOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tokenizer", metavar="DIR", help="With --kv: folder of the tokenizer.", show_default="the model's own"
+    ),
+]
+DeviceOption = Annotated[
+    options.Device | None,
+    typer.Option(
+        "--device",
+        help="With --kv: device to run the model on; auto uses a GPU if there is one.",
+        show_default="cpu",
     ),
 ]
 PlotOption = Annotated[
@@ -44,6 +81,11 @@ PlotOption = Annotated[
 def command(
     folder: FolderOrSource,
     distribution: DistributionOption = False,
+    kv: KVOption = False,
+    text: TextOption = None,
+    max_tokens: MaxTokensOption = None,
+    tokenizer: TokenizerOption = None,
+    device: DeviceOption = None,
     summary: options.SummaryOption = None,
     plot: PlotOption = None,
     threads: options.ThreadsOption = None,
@@ -56,8 +98,23 @@ def command(
     """Show what a finished folder holds: tensors, bits, relative errors, sizes and totals."""
     with output.errors(quiet=quiet):
         from pqweights.checkpoint.names import MANIFEST_FILE
+        from pqweights.measure.kv_states import StatesOptions
 
-        if distribution:
+        of_kv = {"--text": text, "--max-tokens": max_tokens, "--tokenizer": tokenizer, "--device": device}
+        others = {"--distribution": distribution or None, "--summary": summary, "--threads": threads}
+        _check_kv(kv, of_kv, others | {"--allow-pickle": allow_pickle or None})
+        if kv:
+            assert text is not None
+            options.check_plot(plot)
+            found = options.fetched(folder, options.access(revision, token))
+            _show_kv(
+                found.path,
+                text,
+                StatesOptions(max_tokens=max_tokens, tokenizer=tokenizer, device=(device or options.Device.CPU).value),
+                plot=plot,
+                json=json,
+            )
+        elif distribution:
             found = options.fetched(folder, options.access(revision, token))
             asked = _Distributions(
                 threads=options.thread_count(threads), allow_pickle=allow_pickle, plot=plot, json=json
@@ -68,6 +125,39 @@ def command(
             shown = _show_folder(found.path, plot, summary=summary, json=json)
             if found.origin is None:
                 report.warn_of_broken_files(found.path, shown.manifest)
+
+
+def _check_kv(kv: bool, of_kv: Mapping[str, object], others: Mapping[str, object]) -> None:
+    """Raise OptionError for options that mean nothing with --kv, or without it; an option that is None was not given.
+
+    of_kv: the options of --kv, of which --text is needed
+    others: the options of the other forms of the command
+    """
+    from pqweights.errors import OptionError
+
+    wrong = next((name for name, value in (others if kv else of_kv).items() if value is not None), None)
+    if wrong is not None:
+        raise OptionError(f"{wrong}: means nothing {'with' if kv else 'without'} --kv; leave it out"
+                          f"{'' if kv else ', or add --kv'}")  # fmt: skip
+    if kv and of_kv["--text"] is None:
+        raise OptionError("--kv: expected --text FILE, a text for the model to read")
+
+
+def _show_kv(model: Path, text: Path, asked: StatesOptions, *, plot: Path | None, json: bool) -> None:
+    from pqweights.measure.kv_distribution import measure_kv
+    from pqweights.runtimes.texts import read_text
+
+    words = read_text(text)
+    with output.progress("measuring", unit="layers") as progress:
+        found = measure_kv(model, words, asked, progress=progress)
+    if plot is not None:
+        from pqweights.plots.kv import plot_kv
+
+        plot_kv(found, plot)
+    if json:
+        output.print_json(found.to_json())
+    else:
+        typer.echo("\n".join(kv_lines(found)))
 
 
 def _show_folder(folder: Path, plot: Path | None, *, summary: bool | None, json: bool) -> Inspection:

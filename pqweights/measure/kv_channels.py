@@ -140,4 +140,5 @@ def _pairs(states: LayerStates, keys: Doubles, magnitudes: Doubles, pairs: RopeP
 def _variation(values: Doubles) -> Doubles:
     """Return the coefficient of variation over tokens, [heads, tokens, n] -> [heads, n]; 0 where all are 0."""
     mean = values.mean(axis=1)
-    return np.divide(values.std(axis=1), mean, out=np.zeros_like(mean), where=mean > 0)
+    variation: Doubles = np.divide(values.std(axis=1), mean, out=np.zeros_like(mean), where=mean > 0)
+    return variation

@@ -29,6 +29,8 @@ LEVEL_COUNT = len(ANGLE_BITS)
 # Distribution functions of angles are compared at the ends of this many equal bins, of which the most probable has a
 # probability of 0.0005.
 ANGLE_BINS = 1 << 13
+# The bins of the total variation, which are also those of the plot: narrow enough to show peaks of single angles.
+COARSE_BINS = 64
 KEYS, VALUES = "keys", "values"
 
 Counts = npt.NDArray[np.int64]
@@ -36,24 +38,44 @@ Progress = Callable[[int, int, str], None]  # called with the layers done, the l
 
 
 @dataclass(frozen=True, kw_only=True)
+class AngleFit:
+    """How close the angles of a level are to their density.
+
+    ks: the Kolmogorov-Smirnov distance
+    total_variation: half the sum of the differences of probability over COARSE_BINS equal bins; it sees what a KS of
+        angles all around a circle does not, such as peaks at regular distances
+    by_chance: about the total variation of as many independent angles with exactly this density
+    """
+
+    ks: float
+    total_variation: float
+    by_chance: float
+
+    def to_json(self) -> dict[str, float]:
+        """Return all figures by name."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
 class SideFigures:
     """The figures of vectors before or after preconditioning; each vector is divided by its norm / sqrt(size).
 
     coordinates: how close the coordinates are to N(0, 1)
-    angles: the Kolmogorov-Smirnov distance of the angles to their density, for each level
+    angles: how close the angles of each level are to their density
     radius_cv: the coefficient of variation of the norms of groups of 16 coordinates
 
     The last two are empty and None if the size is not a multiple of 16.
     """
 
     coordinates: Normality | None
-    angles: tuple[float, ...]
+    angles: tuple[AngleFit, ...]
     radius_cv: float | None
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures by name."""
         coordinates = self.coordinates and self.coordinates.to_json()
-        return {"coordinates": coordinates, "angles_ks": list(self.angles), "radius_cv": self.radius_cv}
+        angles = [fit.to_json() for fit in self.angles]
+        return {"coordinates": coordinates, "angles": angles, "radius_cv": self.radius_cv}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +151,7 @@ class KVDistribution:
 def measure_kv(
     path: Path,
     text: str,
-    options: StatesOptions = StatesOptions(),
+    options: StatesOptions,
     *,
     progress: Progress = lambda done, total, what: None,
 ) -> KVDistribution:
@@ -249,7 +271,7 @@ class _Side:
     def figures(self) -> SideFigures:
         """Return the figures of everything that was counted."""
         found = self._radii > 0
-        angles = [_distance(level, counts) for level, counts in enumerate(self._angles, 1)] if found else []
+        angles = [_angle_fit(level, counts) for level, counts in enumerate(self._angles, 1)] if found else []
         spread = self._radii * self._radius_squares / self._radius_sum**2 - 1 if found else 0.0
         return SideFigures(
             coordinates=self._tally.fit(),
@@ -280,10 +302,19 @@ def _angle_law(level: int) -> Doubles:
     return law
 
 
-def _distance(level: int, counts: Counts) -> float:
-    """Return the Kolmogorov-Smirnov distance of counted angles to their density."""
-    below = np.concatenate([[0], np.cumsum(counts)]) / counts.sum()
-    return float(np.abs(below - _angle_law(level)).max())
+def _angle_fit(level: int, counts: Counts) -> AngleFit:
+    """Return how close counted angles, [ANGLE_BINS], are to their density."""
+    count, law = int(counts.sum()), _angle_law(level)
+    below = np.concatenate([[0], np.cumsum(counts)]) / count
+    expected = np.diff(law[:: ANGLE_BINS // COARSE_BINS])
+    found = counts.reshape(COARSE_BINS, -1).sum(axis=1) / count
+    # The mean absolute error of a frequency is sqrt(2 / pi) of its standard deviation.
+    errors = np.sqrt(2 / math.pi * expected * (1 - expected) / count)
+    return AngleFit(
+        ks=float(np.abs(below - law).max()),
+        total_variation=float(np.abs(found - expected).sum() / 2),
+        by_chance=float(errors.sum() / 2),
+    )
 
 
 def random_radius_cv(size: int) -> float:

@@ -70,7 +70,7 @@ class ModelStates:
     layers: tuple[LayerStates, ...]
 
 
-def read_states(path: Path, text: str, options: StatesOptions = StatesOptions()) -> ModelStates:
+def read_states(path: Path, text: str, options: StatesOptions) -> ModelStates:
     """Run a model in float32 over the first tokens of a text, in one pass, and return its keys and values.
 
     path: a checkpoint, a master or an export that torch can run

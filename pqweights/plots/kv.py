@@ -18,6 +18,7 @@ from pqweights.measure.distribution import HISTOGRAM_EDGES
 from pqweights.measure.kv_channels import OUTLIER, KeyPair
 from pqweights.measure.kv_distribution import (
     ANGLE_BINS,
+    COARSE_BINS,
     KEYS,
     LEVEL_COUNT,
     VALUES,
@@ -30,11 +31,9 @@ from pqweights.plots.figure import AFTER, BEFORE, NORMAL, check_plot_file, figur
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import SubFigure
+    from matplotlib.figure import Figure, SubFigure
 
 SIDES = (("before", BEFORE), ("after", AFTER))
-# Bins of a drawn histogram of angles.
-SHOWN_BINS = 128
 # Bins of HISTOGRAM_EDGES that are drawn as one.
 COORDINATE_BINS = 10
 # At most so many tokens are drawn, evenly spread.
@@ -49,20 +48,28 @@ def plot_kv(distribution: KVDistribution, file: Path) -> None:
     """
     check_plot_file(file)
     with figure(file, width=13.0, height=15.5) as drawn:
-        rows = drawn.subfigures(4, 1, height_ratios=[3, 3, 3.6, 4.2])
-        for row, kind in zip(rows, (KEYS, VALUES), strict=False):
-            _draw_angles(row, kind, distribution.histograms[kind])
-        _draw_coordinates(rows[2], distribution)
-        _draw_channels(rows[3], distribution)
+        keys, values, coordinates, channels = _rows(drawn, 3.0, 3.0, 3.6, 4.2)
+        _draw_angles(keys, KEYS, distribution.histograms[KEYS])
+        _draw_angles(values, VALUES, distribution.histograms[VALUES])
+        _draw_coordinates(coordinates, distribution)
+        _draw_channels(channels, distribution)
         drawn.suptitle(f"keys and values of {distribution.tokens} tokens, before and after preconditioning")
+
+
+def _rows(drawn: Figure, *heights: float) -> list[SubFigure]:
+    """Return a part of the figure for each row. heights: their proportions"""
+    rows: Any = drawn.subfigures(len(heights), 1, height_ratios=heights)
+    return list(rows)
 
 
 def _draw_angles(row: SubFigure, kind: str, sides: tuple[SideHistograms, SideHistograms]) -> None:
     """Draw the angles of each level with their density."""
-    row.suptitle(f"{kind}: angles of the recursive polar transform", fontsize="medium")
+    title = f"{kind}: angles of the recursive polar transform"
+    missing = "" if sides[0].angles.any() else ", which takes vectors of a multiple of 16 coordinates only"
+    row.suptitle(title + missing, fontsize="medium")
     for level, axes in enumerate(row.subplots(1, LEVEL_COUNT), 1):
         for (label, colour), side in zip(SIDES, sides, strict=True):
-            _draw_density(axes, angle_edges(level), side.angles[level - 1], ANGLE_BINS // SHOWN_BINS, label, colour)
+            _draw_density(axes, angle_edges(level), side.angles[level - 1], ANGLE_BINS // COARSE_BINS, label, colour)
         x = np.linspace(0, 2 * math.pi if level == 1 else math.pi / 2, 401)
         density = np.maximum(angle_density(level, x), 0)
         axes.plot(x, density, label="density", color=NORMAL, linestyle="--", linewidth=1)
@@ -82,7 +89,7 @@ def _draw_density(
     coarse = counts.reshape(-1, together).sum(axis=1)
     ends = edges[::together]
     density = coarse / max(int(counts.sum()), 1) / np.diff(ends)
-    axes.stairs(density, ends, label=label, color=colour, linewidth=1.5)
+    axes.stairs(density, ends, baseline=None, label=label, color=colour, linewidth=1.5)
 
 
 def _draw_coordinates(row: SubFigure, distribution: KVDistribution) -> None:
@@ -106,7 +113,7 @@ def _draw_channels(row: SubFigure, distribution: KVDistribution) -> None:
     row.suptitle(f"keys with the largest channel: layer {layer}, head {head}", fontsize="medium")
     image, profile, plane = row.subplots(1, 3, width_ratios=[2, 1.4, 1.2])
     shown = np.linspace(0, len(keys) - 1, min(len(keys), SHOWN_TOKENS)).round().astype(int)
-    _draw_magnitudes(row, image, np.abs(keys[shown]), tokens=len(keys))
+    _draw_magnitudes(row, image, np.abs(keys[shown]), pair, tokens=len(keys))
     _draw_profile(profile, channels.magnitudes[head], pair)
     if pair is None:
         plane.text(0.5, 0.5, "the model has no RoPE", transform=plane.transAxes, ha="center")
@@ -115,12 +122,17 @@ def _draw_channels(row: SubFigure, distribution: KVDistribution) -> None:
         _draw_pair(plane, keys[shown], pair)
 
 
-def _draw_magnitudes(row: SubFigure, axes: Axes, magnitudes: npt.NDArray[np.float32], *, tokens: int) -> None:
-    """Draw the magnitude of every coordinate. magnitudes: [tokens, size]"""
+def _draw_magnitudes(
+    row: SubFigure, axes: Axes, magnitudes: npt.NDArray[np.float32], pair: KeyPair | None, *, tokens: int
+) -> None:
+    """Draw the magnitude of every coordinate, [tokens, size], and mark the channels of the pair."""
     extent = (0.0, float(tokens), magnitudes.shape[1] - 0.5, -0.5)
     drawn = axes.imshow(magnitudes.T, aspect="auto", cmap="magma", interpolation="nearest", extent=extent)
     axes.grid(visible=False)
-    axes.set(title="|K|", xlabel="token", ylabel="channel")
+    if pair is not None:
+        for channel, colour in zip(pair.channels, CHANNEL_COLOURS, strict=True):
+            axes.plot(tokens, channel, marker="<", color=colour, clip_on=False, linestyle="none")
+    axes.set(title="|K|", xlabel="token", ylabel="channel", xlim=extent[:2])
     row.colorbar(drawn, ax=axes, pad=0.02)
 
 
@@ -132,8 +144,7 @@ def _draw_profile(axes: Axes, magnitudes: npt.NDArray[np.float64], pair: KeyPair
         for channel, colour in zip(pair.channels, CHANNEL_COLOURS, strict=True):
             axes.vlines(channel, 0, magnitudes[channel], color=colour, linewidth=2.5, label=f"channel {channel}")
     axes.set(title="mean |K| over the median channel", xlabel="channel")
-    axes.set_ylim(bottom=0)
-    axes.margins(y=0.3)
+    axes.set_ylim(0, 1.35 * max(OUTLIER, float(magnitudes.max())))
     axes.legend(loc="upper right", fontsize="small")
 
 
