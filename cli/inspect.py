@@ -17,7 +17,6 @@ from .tables import table, wrapped
 
 if TYPE_CHECKING:
     from pqweights.measure.distribution import Distribution, Normality
-    from pqweights.measure.kv_states import StatesOptions
     from pqweights.planning.plan import TensorPlan
     from pqweights.results.inspect import Inspection
     from pqweights.rewrite.manifest import Manifest
@@ -98,22 +97,17 @@ def command(
     """Show what a finished folder holds: tensors, bits, relative errors, sizes and totals."""
     with output.errors(quiet=quiet):
         from pqweights.checkpoint.names import MANIFEST_FILE
-        from pqweights.measure.kv_states import StatesOptions
 
         of_kv = {"--text": text, "--max-tokens": max_tokens, "--tokenizer": tokenizer, "--device": device}
         others = {"--distribution": distribution or None, "--summary": summary, "--threads": threads}
         _check_kv(kv, of_kv, others | {"--allow-pickle": allow_pickle or None})
         if kv:
             assert text is not None
-            options.check_plot(plot)
             found = options.fetched(folder, options.access(revision, token))
-            _show_kv(
-                found.path,
-                text,
-                StatesOptions(max_tokens=max_tokens, tokenizer=tokenizer, device=(device or options.Device.CPU).value),
-                plot=plot,
-                json=json,
+            reading = _KeysAndValues(
+                text=text, max_tokens=max_tokens, tokenizer=tokenizer, device=device, plot=plot, json=json
             )
+            _show_kv(found.path, reading)
         elif distribution:
             found = options.fetched(folder, options.access(revision, token))
             asked = _Distributions(
@@ -143,18 +137,40 @@ def _check_kv(kv: bool, of_kv: Mapping[str, object], others: Mapping[str, object
         raise OptionError("--kv: expected --text FILE, a text for the model to read")
 
 
-def _show_kv(model: Path, text: Path, asked: StatesOptions, *, plot: Path | None, json: bool) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _KeysAndValues:
+    """How keys and values are measured and shown.
+
+    text: what the model reads
+    max_tokens, tokenizer, device: as in StatesOptions; None for its defaults
+    plot: where to plot the distributions, if anywhere
+    json: whether to print JSON
+    """
+
+    text: Path
+    max_tokens: int | None
+    tokenizer: Path | None
+    device: options.Device | None
+    plot: Path | None
+    json: bool
+
+
+def _show_kv(model: Path, asked: _KeysAndValues) -> None:
     from pqweights.measure.kv_distribution import measure_kv
+    from pqweights.measure.kv_states import StatesOptions
     from pqweights.runtimes.texts import read_text
 
-    words = read_text(text)
+    options.check_plot(asked.plot)
+    words = read_text(asked.text)
+    device = (asked.device or options.Device.CPU).value
+    reading = StatesOptions(max_tokens=asked.max_tokens, tokenizer=asked.tokenizer, device=device)
     with output.progress("measuring", unit="layers") as progress:
-        found = measure_kv(model, words, asked, progress=progress)
-    if plot is not None:
+        found = measure_kv(model, words, reading, progress=progress)
+    if asked.plot is not None:
         from pqweights.plots.kv import plot_kv
 
-        plot_kv(found, plot)
-    if json:
+        plot_kv(found, asked.plot)
+    if asked.json:
         output.print_json(found.to_json())
     else:
         typer.echo("\n".join(kv_lines(found)))

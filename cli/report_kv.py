@@ -83,7 +83,8 @@ def _angles_notes(rows: Sequence[StatesDistribution]) -> list[str]:
         "total variation, from 0 to 1, between the angles of the recursive polar transform and the densities of "
         "Gaussian vectors, from which their codebooks are made"
     ]
-    for each in (rows[0], rows[-1]):
+    measured = [each for each in rows if each.after.angles]
+    for each in (measured[0], measured[-1]):
         chance = ", ".join(f"{fit.by_chance:.4f}" for fit in each.after.angles)
         notes.append(f"as many independent Gaussian vectors as {_name(each)} have about {chance} by chance")
     return [wrapped(note) for note in notes]
