@@ -65,7 +65,7 @@ def _rows(drawn: Figure, *heights: float) -> list[SubFigure]:
 def _draw_angles(row: SubFigure, kind: str, sides: tuple[SideHistograms, SideHistograms]) -> None:
     """Draw the angles of each level with their density."""
     title = f"{kind}: angles of the recursive polar transform"
-    missing = "" if sides[0].angles.any() else ", which takes vectors of a multiple of 16 coordinates only"
+    missing = "" if sides[0].angles.any() else ", none were measured"
     row.suptitle(title + missing, fontsize="medium")
     for level, axes in enumerate(row.subplots(1, LEVEL_COUNT), 1):
         for (label, colour), side in zip(SIDES, sides, strict=True):
@@ -152,7 +152,7 @@ def _draw_pair(axes: Axes, keys: npt.NDArray[np.float32], pair: KeyPair) -> None
     """Draw both channels of a pair in their plane, a point for each token. keys: [tokens, size]"""
     first, second = pair.channels
     axes.scatter(keys[:, first], keys[:, second], s=5, alpha=0.35, color=AFTER, linewidths=0)
-    limit = 1.1 * float(np.abs(keys[:, [first, second]]).max())
+    limit = 1.1 * float(np.abs(keys[:, [first, second]]).max()) or 1.0
     across: dict[str, Any] = {"xlim": (-limit, limit), "ylim": (-limit, limit)}
     axes.set(title=f"channels {first} and {second}", xlabel=f"channel {first}", ylabel=f"channel {second}", **across)
     axes.set_aspect("equal")
