@@ -93,13 +93,14 @@ def _angles_notes(rows: Sequence[StatesDistribution]) -> list[str]:
 def _channels_table(channels: Sequence[KeyChannels]) -> str:
     columns = [("largest key channels", False), ("head", True), ("channels", False)]
     columns += [("over median", False), ("CV of radius", True), ("CV of channels", False), ("direction", True)]
+    columns += [("one of two", True)]
     return output.table(columns, [_channels_row(each) for each in channels])
 
 
 def _channels_row(each: KeyChannels) -> list[str]:
     pair = each.strongest
     if pair is None:
-        return [f"layer {each.layer}", "", "", f"{each.largest:.2f}", "", "", ""]
+        return [f"layer {each.layer}", "", "", f"{each.largest:.2f}", "", "", "", ""]
     return [
         f"layer {each.layer}",
         str(pair.head),
@@ -108,6 +109,7 @@ def _channels_row(each: KeyChannels) -> list[str]:
         f"{pair.radius_cv:.3f}",
         f"{pair.coordinate_cvs[0]:.3f}, {pair.coordinate_cvs[1]:.3f}",
         f"{pair.direction:.3f}",
+        "" if pair.alone is None else f"{pair.alone:.0%}",
     ]
 
 
@@ -123,6 +125,10 @@ def _channels_notes(channels: Sequence[KeyChannels]) -> list[str]:
         "channels: the two that RoPE rotates together; CV of radius: of sqrt(x^2 + y^2) over tokens; CV of channels: "
         "of |x| and of |y|, 0.48 on a circle; direction: 0 if the tokens lie all around, 1 if on one side"
     )
+    notes.append(
+        f"one of two: of the tokens at which |x| or |y| is at least {OUTLIER:g} times the median channel's mean, the "
+        "share at which only one of them is"
+    )
     pairs = [pair for each in channels for pair in each.outliers]
     return [wrapped(line) for line in [*notes, *_pair_notes(pairs)]]
 
@@ -135,7 +141,9 @@ def _pair_notes(pairs: Sequence[KeyPair]) -> list[str]:
     single = sum(pair.outliers == 1 for pair in pairs)
     radius = sum(pair.radius_cv for pair in pairs) / len(pairs)
     coordinates = sum(sum(pair.coordinate_cvs) / 2 for pair in pairs) / len(pairs)
+    shares = [pair.alone for pair in pairs if pair.alone is not None]
     return [
-        f"{counted(len(pairs), 'pair')} with outliers: {single} with one, {len(pairs) - single} with two; "
-        f"the mean of their CV of radius is {radius:.3f}, that of their channels {coordinates:.3f}"
+        f"{counted(len(pairs), 'pair')} with outliers: {single} with one, {len(pairs) - single} with two; on average "
+        f"the CV of radius is {radius:.3f}, that of the channels {coordinates:.3f}, and one of two is large at "
+        f"{sum(shares) / len(shares):.0%} of the tokens where any is"
     ]

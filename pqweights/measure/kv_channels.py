@@ -1,7 +1,7 @@
 """The channels of keys: outliers, the pairs that RoPE makes of them, and their circles (Wu et al., arXiv:2502.00527).
 
-Figure 1 of the paper shows that single channels of keys are outliers, that usually one channel of a pair that RoPE
-rotates together is one, and that both together form a circle in their plane, whose radius is easy to quantize.
+Figure 1 of the paper shows that some channels of keys are outliers, at most tokens one of the two that RoPE rotates
+together, and that both together form a circle in their plane, whose radius is easy to quantize.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class KeyPair:
     radius_cv: the coefficient of variation (standard deviation over mean) of the radius
     coordinate_cvs: those of |x| and |y|; 0.48 for a circle, 0.76 for Gaussian numbers
     direction: the length of the mean of (x, y) / radius: 1 if all tokens lie in one direction, 0 all around a circle
+    alone: of the tokens at which x or y is OUTLIER times the median or more, the share at which the other one is not;
+        None if there are no such tokens
     """
 
     layer: int
@@ -42,6 +44,7 @@ class KeyPair:
     radius_cv: float
     coordinate_cvs: tuple[float, float]
     direction: float
+    alone: float | None
 
     @property
     def outliers(self) -> int:
@@ -98,10 +101,10 @@ class KeyChannels:
 def measure_channels(states: LayerStates) -> KeyChannels:
     """Measure the channels of a layer's keys."""
     keys = states.keys.double().numpy()
-    mean = np.abs(keys).mean(axis=1)
-    median = np.median(mean, axis=-1, keepdims=True)
-    magnitudes = np.divide(mean, median, out=np.zeros_like(mean), where=median > 0)
-    pairs = () if states.pairs is None else _pairs(states, keys, magnitudes, states.pairs)
+    median = np.median(np.abs(keys).mean(axis=1), axis=-1)[:, None, None]
+    scaled = np.divide(keys, median, out=np.zeros_like(keys), where=median > 0)
+    magnitudes = np.abs(scaled).mean(axis=1)
+    pairs = () if states.pairs is None else _pairs(states.layer, scaled, states.pairs)
     ordered = sorted(pairs, key=lambda pair: max(pair.magnitudes), reverse=True)
     return KeyChannels(
         layer=states.layer,
@@ -112,8 +115,8 @@ def measure_channels(states: LayerStates) -> KeyChannels:
     )
 
 
-def _pairs(states: LayerStates, keys: Doubles, magnitudes: Doubles, pairs: RopePairs) -> tuple[KeyPair, ...]:
-    """Measure all pairs of a layer. keys: [heads, tokens, size]"""
+def _pairs(layer: int, keys: Doubles, pairs: RopePairs) -> tuple[KeyPair, ...]:
+    """Measure all pairs of a layer. keys: over the median of their head, [heads, tokens, size]"""
     import torch
 
     firsts, seconds = (each.tolist() for each in pairs.split(torch.arange(pairs.size)))
@@ -122,18 +125,21 @@ def _pairs(states: LayerStates, keys: Doubles, magnitudes: Doubles, pairs: RopeP
     unit = np.divide(x + 1j * y, radius, out=np.zeros(radius.shape, dtype=np.complex128), where=radius > 0)
     direction = np.abs(unit.mean(axis=1))
     of_radius, of_x, of_y = (_variation(each) for each in (radius, np.abs(x), np.abs(y)))
+    large_x, large_y = np.abs(x) >= OUTLIER, np.abs(y) >= OUTLIER
+    one, any_ = (large_x ^ large_y).sum(axis=1), (large_x | large_y).sum(axis=1)  # [heads, pairs]
     return tuple(
         KeyPair(
-            layer=states.layer,
+            layer=layer,
             head=head,
             channels=(first, second),
-            magnitudes=(float(magnitudes[head, first]), float(magnitudes[head, second])),
-            radius_cv=float(of_radius[head, number]),
-            coordinate_cvs=(float(of_x[head, number]), float(of_y[head, number])),
-            direction=float(direction[head, number]),
+            magnitudes=(float(np.abs(x[head, :, at]).mean()), float(np.abs(y[head, :, at]).mean())),
+            radius_cv=float(of_radius[head, at]),
+            coordinate_cvs=(float(of_x[head, at]), float(of_y[head, at])),
+            direction=float(direction[head, at]),
+            alone=float(one[head, at] / any_[head, at]) if any_[head, at] else None,
         )
         for head in range(len(keys))
-        for number, (first, second) in enumerate(zip(firsts, seconds, strict=True))
+        for at, (first, second) in enumerate(zip(firsts, seconds, strict=True))
     )
 
 

@@ -205,6 +205,8 @@ def test_planted_circle_of_outliers_is_found(pairs: RopePairs, channels: tuple[i
     assert pair.magnitudes == pytest.approx([12 * (2 / math.pi) / math.sqrt(2 / math.pi)] * 2, rel=0.05)
     assert pair.radius_cv == pytest.approx(0.02, rel=0.1) and pair.direction < 0.01
     assert pair.coordinate_cvs == pytest.approx([math.sqrt(math.pi**2 / 8 - 1)] * 2, abs=0.01)
+    threshold = OUTLIER * math.sqrt(2 / math.pi) / 12
+    assert pair.alone == pytest.approx(4 / math.pi * math.asin(threshold), abs=0.02)
     # Of the other pairs, radii have a Rayleigh distribution.
     assert found.radius_cv == pytest.approx(math.sqrt(4 / math.pi - 1), rel=0.03)
 
@@ -217,6 +219,7 @@ def test_outlier_in_one_channel_of_a_pair() -> None:
     assert pair is not None and found.outliers == (pair,)
     assert pair.channels == (8, 40) and pair.outliers == found.outlier_channels == 1
     assert pair.magnitudes[0] < 1.3 < OUTLIER < pair.magnitudes[1] and pair.direction > 0.95
+    assert pair.alone is not None and pair.alone > 0.98
 
 
 def test_keys_with_the_largest_channel_are_kept_for_the_plot() -> None:

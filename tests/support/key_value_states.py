@@ -37,10 +37,10 @@ def turned(radius: float, angle: float) -> Any:
 
 
 def with_circle(pairs: RopePairs = HALVES, *, head: int = 1, number: int = 5) -> Any:
-    """Normal keys with one pair of outliers that goes around a circle eight times, [heads, tokens, size] f32."""
+    """Normal keys with one pair of outliers that lies all around a circle, [heads, tokens, size] f32."""
     keys = gaussian(3, pairs.size)
     first, second = pairs.split(keys)
-    circle = turned(12.0, 8 * 2 * math.pi / TOKENS)
+    circle = turned(12.0, math.pi * (3 - math.sqrt(5)))  # the golden angle, which comes near no angle again
     first, second = first.clone(), second.clone()
     first[head, :, number], second[head, :, number] = circle[:, 0], circle[:, 1]
     return pairs.joined(first, second)
