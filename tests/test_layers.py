@@ -60,6 +60,9 @@ OPTIONAL = {
         "pqweights.measure.activations",
         "pqweights.measure.inputs",
         "pqweights.kernels.attention",
+        "pqweights.measure.kv_channels",
+        "pqweights.measure.kv_distribution",
+        "pqweights.measure.kv_states",
         "pqweights.kernels.reference",
         "pqweights.kernels.gpu",
         "pqweights.kernels.gpu_products",
@@ -142,6 +145,7 @@ OPTIONAL = {
         "pqweights.plots.distribution",
         "pqweights.plots.evaluation",
         "pqweights.plots.figure",
+        "pqweights.plots.kv",
         "pqweights.plots.layers",
     },
     "transformers": {
