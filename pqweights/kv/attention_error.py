@@ -58,7 +58,8 @@ def attention_error(net: Any, cache: KVCache, ids: Tensor, queries: int) -> floa
     before = net.config._attn_implementation
     net.set_attn_implementation(MEASURED)
     try:
-        net(ids, past_key_values=DynamicCache(config=net.config.get_text_config(decoder=True)), use_cache=True)
+        with torch.no_grad():
+            net(ids, past_key_values=DynamicCache(config=net.config.get_text_config(decoder=True)), use_cache=True)
     finally:
         net.set_attn_implementation(before)
         comparison.end()

@@ -47,6 +47,10 @@ def test_rotation_is_the_same_in_another_process() -> None:
     assert len(done) == 1
 
 
+def dense(size: int, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(rotation._dense(size).astype(np.float32)).to(device)
+
+
 @pytest.mark.parametrize("spec", ["polar", "hadamard:3,centred=0"])
 def test_hadamard_preconditions_as_well_as_a_dense_random_matrix(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On vectors with outliers in few channels, on vectors in one of many planes, and on vectors of all directions."""
@@ -54,9 +58,8 @@ def test_hadamard_preconditions_as_well_as_a_dense_random_matrix(spec: str, monk
     planes = gaussian(100, 1, 20, 2) @ gaussian(100, 1, 2, 64, seed=2)
     for states in (outliers, planes, gaussian(1, 1, 2000, 64)):
         found = relative_error(decoded(spec, states), states)
-        dense = torch.from_numpy(rotation._dense(64).astype(np.float32))
         for module in (recursive, scalar):
-            monkeypatch.setattr(module, "rotation", lambda size, device: dense)
+            monkeypatch.setattr(module, "rotation", dense)
         assert found == pytest.approx(relative_error(decoded(spec, states), states), rel=0.08)
         monkeypatch.undo()
 
