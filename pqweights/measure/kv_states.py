@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqweights.errors import EvaluationError
+from pqweights.exports.target import MLX
 from pqweights.notices import slow_step
 from pqweights.runtimes.folders import Folder, read_folder
 from pqweights.runtimes.models import Model, check_options, choose_device, open_model
@@ -80,6 +81,9 @@ def read_states(path: Path, text: str, options: StatesOptions) -> ModelStates:
     """
     package("torch", "transformers", WHY)
     folder = read_folder(path)
+    if folder.kind == MLX:
+        raise EvaluationError(f"{path}: --kv: expected a model that transformers computes, found an export for mlx-lm; "
+                              "give the checkpoint or the master")  # fmt: skip
     device = choose_device(options.device, [folder])
     check_options(folder, device, packed=False)
     config = _config(folder)
@@ -87,9 +91,8 @@ def read_states(path: Path, text: str, options: StatesOptions) -> ModelStates:
     ids = _ids(folder, text, options)
     with slow_step(f"loading {path}"):
         model = open_model(path, device=device)
-    if model.net is None or "past_key_values" not in inspect.signature(model.net.forward).parameters:
-        raise EvaluationError(f"{path}: --kv: expected a model whose keys and values torch can hand out, found one of "
-                              f"{model.runtime}")  # fmt: skip
+    if "past_key_values" not in inspect.signature(model.net.forward).parameters:
+        raise EvaluationError(_without_states(folder, config))
     with slow_step(f"running {path}"):
         recorded = _recorded(folder, model, ids)
     return ModelStates(tokens=len(ids), runtime=model.runtime, layers=_layers(folder, config, recorded))

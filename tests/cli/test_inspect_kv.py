@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +95,13 @@ def test_sizes_without_angles_have_no_table_of_them(tmp_path: Path) -> None:
 def test_misplaced_option_exits_as_a_wrong_option(folder: Path) -> None:
     assert "--text: means nothing without --kv" in refused("inspect", folder, "--text", folder / "text.txt", code=2)
     assert "--threads: means nothing with --kv" in refused(*asked(folder, "--threads", 2), code=2)
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers", "matplotlib"])
+def test_missing_packages_are_named(package: str, folder: Path, tmp_path: Path) -> None:
+    command = ["pqweights", *map(str, asked(folder, "--plot", tmp_path / "plot.svg"))]
+    without = f"import sys; sys.modules[{package!r}] = None; sys.argv = {command!r}"
+    code = f"{without}; from pqweights_cli.main import main; main()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
+    assert re.search(rf"needs? {package}: pip install", ended.stderr)

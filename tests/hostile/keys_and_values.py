@@ -70,6 +70,12 @@ KV_CASES = [
     inspecting("model-an-encoder-decoder", "T5ForConditionalGeneration", "not a causal language model", config=T5),
     inspecting("model-with-latent-attention", "deepseek_v3", "multi-head latent attention", config=LATENT),
     inspecting("model-without-attention", "mamba", "expected a model with attention", config=MAMBA),
+    inspecting(
+        "model-for-mlx",
+        "model",
+        "an export for mlx-lm",
+        config=language_model_config() | {"quantization": {"group_size": 64, "bits": 4}},
+    ),
     inspecting("model-without-config", "config.json", without=("model/config.json",)),
     inspecting("tokenizer-missing", "--tokenizer DIR", without=("model/tokenizer.json", "model/tokenizer_config.json")),
     inspecting("tokens-unknown", "token 15", "has only 8", config=language_model_config(8)),
