@@ -50,6 +50,7 @@ SOURCES = (
     "cpu_kernels.py",
     "cpu_polar_scores.py",
     "cpu_products.py",
+    "cpu_restoring.py",
     "cpu_sums.py",
     "cpu_weighted_values.py",
     "emit.py",
