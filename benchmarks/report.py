@@ -18,11 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attention
 import calibrated
 import commands
 import exports
 import fit
 import hub
+import kv_cache
 import loading
 import numpy as np
 import peers
@@ -49,6 +51,8 @@ SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
     "exports": exports.sections,
     "loading": loading.sections,
     "running": running.sections,
+    "attention": attention.sections,
+    "kv_cache": kv_cache.sections,
     "quality": quality.sections,
     "calibrated": calibrated.sections,
     "hub": hub.sections,

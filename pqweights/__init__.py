@@ -21,6 +21,8 @@ from pqweights.errors import PqweightsError
 
 if TYPE_CHECKING:
     from pqweights.api import export, generate, inspect, plan, quantize, verify
+    from pqweights.kv.cache import kv_cache
+    from pqweights.kv.files import load_kv_cache, save_kv_cache
 
 __all__ = [
     "PqweightsError",
@@ -28,14 +30,23 @@ __all__ = [
     "export",
     "generate",
     "inspect",
+    "kv_cache",
+    "load_kv_cache",
     "load_model",
     "plan",
     "quantize",
+    "save_kv_cache",
     "verify",
 ]
 __version__ = "0.2.0"
 
-_FUNCTIONS = ("export", "generate", "inspect", "plan", "quantize", "verify")
+# The functions of the API, by the module that has them.
+_FUNCTIONS = {
+    **dict.fromkeys(("export", "generate", "inspect", "plan", "quantize", "verify"), "pqweights.api"),
+    "kv_cache": "pqweights.kv.cache",
+    "load_kv_cache": "pqweights.kv.files",
+    "save_kv_cache": "pqweights.kv.files",
+}
 
 
 def load_model(
@@ -58,7 +69,7 @@ def __getattr__(name: str) -> Any:
     """Import the functions of the API on first use."""
     if name not in _FUNCTIONS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("pqweights.api"), name)
+    return getattr(importlib.import_module(_FUNCTIONS[name]), name)
 
 
 def __dir__() -> list[str]:

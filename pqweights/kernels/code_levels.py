@@ -27,14 +27,15 @@ _FEATURES = llvm.get_host_cpu_features() if _TARGET == (None, None) and bool(num
 _ARM = platform.machine() in ("arm64", "aarch64")
 
 
-def _has(*features: str) -> bool:
+def has(*features: str) -> bool:
+    """Whether kernels are compiled for a processor with all these features."""
     return all(bool(_FEATURES.get(feature, False)) for feature in features)
 
 
-PERMUTES_WORDS = _has("avx512f", "avx512bw")
-_DOT_PRODUCTS = PERMUTES_WORDS and _has("avx512vnni")
-_SHUFFLES_BYTES = _has("avx2") or _ARM
-CONVERTS_HALVES = _has("f16c") or _ARM
+PERMUTES_WORDS = has("avx512f", "avx512bw")
+_DOT_PRODUCTS = PERMUTES_WORDS and has("avx512vnni")
+_SHUFFLES_BYTES = has("avx2") or _ARM
+CONVERTS_HALVES = has("f16c") or _ARM
 # Tables of more entries than this are read entry by entry where bytes are shuffled 16 at a time.
 _MOST_SHUFFLED = 128 if _ARM else 64
 
@@ -214,7 +215,7 @@ def add_products(total: Lanes, a: Lanes, b: Lanes) -> Lanes:
         return call(builder, "llvm.x86.avx512.vpdpwssd.512", INTS, total, a, b)
     if PERMUTES_WORDS:
         return total + call(builder, "llvm.x86.avx512.pmaddw.d.512", INTS, a, b)
-    if _has("avx2"):
+    if has("avx2"):
         kind, sums = ir.VectorType(I32, 8), []
         for start in (0, 16):
             halves = [shuffled(each, each, range(start, start + 16)) for each in (a, b)]

@@ -172,7 +172,7 @@ def sixteen_norms(typingctx: Any, norms: Any, at: Any, out: Any) -> Any:
     return types.void(norms, at, out), codegen
 
 
-def _fused(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
+def fused(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
     """Return a * b + c, rounded once where that is faster."""
     return call(a.builder, "llvm.fmuladd.v16f32", FLOATS, a, b, c)
 
@@ -215,7 +215,7 @@ def _make_add_blocks(bits: int, together: int) -> Any:
                 start, result = b.mul(b.add(first, i), rows), []
                 for place, total in zip(places, totals, strict=True):
                     factor = splat(b, b.load(b.gep(factors, [b.add(b.mul(place, I64(GROUP)), i)])))
-                    result.append(_fused(product(vectors, b.add(start, place)), factor, total))
+                    result.append(fused(product(vectors, b.add(start, place)), factor, total))
                 return tuple(result)
 
             at = [b.mul(place, I64(LANES)) for place in places]
@@ -255,8 +255,8 @@ def _make_add_floats(entries: int) -> Any:
                 at, place = b.mul(b.add(b.mul(first, rows), j), I64(BLOCK)), b.mul(j, I64(LANES))
                 halves = [Lanes(b, ir.Constant(FLOATS, None))] * 2
                 for k, vector in enumerate(vectors):
-                    halves[k % 2] = _fused(vector, load(b, inputs, b.add(at, I64(LANES * k))), halves[k % 2])
-                store(_fused(halves[0] + halves[1], norm, load(b, sums, place)), sums, place)
+                    halves[k % 2] = fused(vector, load(b, inputs, b.add(at, I64(LANES * k))), halves[k % 2])
+                store(fused(halves[0] + halves[1], norm, load(b, sums, place)), sums, place)
                 return nothing
 
             loop(b, rows, (), row)
@@ -283,7 +283,7 @@ def lane_sum(typingctx: Any, sums: Any, at: Any) -> Any:
 
 
 @inlined
-def _norms(norms: Any, at: Any, count: Any, bits: Any, out: Any) -> None:
+def norms_to_floats(norms: Any, at: Any, count: Any, bits: Any, out: Any) -> None:
     """Convert `count` float16 bit patterns, GROUP at most, from norms[at] to f32; bits: u32, the memory of out."""
     if CONVERTS_HALVES and count == GROUP:
         sixteen_norms(norms, at, out)
@@ -360,7 +360,7 @@ def _make_product(width: int) -> Any:
                     sums[k] = np.float32(0)
                 for first in range(0, blocks, GROUP):
                     count, at = min(GROUP, blocks - first), r * blocks + first
-                    _norms(norms, at, count, norm_bits, norm)
+                    norms_to_floats(norms, at, count, norm_bits, norm)
                     if whole:
                         for j in range(rows):
                             for i in range(count):

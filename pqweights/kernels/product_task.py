@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
+from pqweights.kernels.attention_task import ATTENTION_KERNELS
+
 # Levels and inputs as integers, at most. A lane of sums takes at most 16 products: 16 * 8191 * 16383 < 2**31.
 MOST_LEVEL, MOST_INPUT = 8191, 16383
 # Rows of inputs that one call multiplies.
@@ -15,7 +17,7 @@ TILES_PER_THREAD = 4
 # Products with fewer weights are left to one thread: waking another would take longer.
 LEAST_SHARED = 1 << 17
 
-TASK_KERNELS = (*(f"product_{bits}" for bits in range(2, 9)), "product_f32")
+TASK_KERNELS = (*(f"product_{bits}" for bits in range(2, 9)), "product_f32", *ATTENTION_KERNELS)
 
 
 class Task(ctypes.Structure):

@@ -18,6 +18,7 @@ from numba.extending import intrinsic
 
 from pqweights.kernels.emit import (
     BYTES,
+    F32,
     FLOATS,
     I8,
     I16,
@@ -46,6 +47,7 @@ _FOR_THIS_MACHINE = (
 )
 _FEATURES = llvm.get_host_cpu_features() if _FOR_THIS_MACHINE else {}
 _HAS_PERMUTE = bool(_FEATURES.get("avx512f", False))
+_PERMUTES_EIGHTS = bool(_FEATURES.get("avx2", False))
 _HAS_RANGE = bool(_FEATURES.get("avx512dq", False))
 HAS_COMPRESS = bool(_FEATURES.get("avx512vbmi2", False)) and bool(_FEATURES.get("avx512vl", False))
 # Fused operations are used only where they change no result: with factors of 1 and -1, and to estimate the number of a
@@ -53,6 +55,7 @@ HAS_COMPRESS = bool(_FEATURES.get("avx512vbmi2", False)) and bool(_FEATURES.get(
 _HAS_FMA = bool(_FEATURES.get("fma", False))
 # Tables of more entries than this are read lane by lane: permuting so many registers costs more.
 _MOST_PERMUTED = 256
+_EIGHT_FLOATS = ir.VectorType(F32, 8)
 
 
 # The parameters of each intrinsic are the operands of the code that it emits, so they stay apart.
@@ -120,11 +123,16 @@ class Table:
         self._builder, self._entries = builder, entries
         self._pointer = builder.gep(pointer, [I32(start)])
         self._permuted = _HAS_PERMUTE and entries <= _MOST_PERMUTED
+        self._eights = _PERMUTES_EIGHTS and not self._permuted and entries == LANES
         if self._permuted:
             self._registers = [load(builder, self._pointer, I32(i)) for i in range(0, entries, LANES)]
+        elif self._eights:
+            self._registers = [load(builder, self._pointer, I32(i), _EIGHT_FLOATS) for i in (0, 8)]
 
     def look_up(self, index: Lanes) -> Lanes:
         """table[index modulo entries], a vector of floats for a vector of i32."""
+        if self._eights:
+            return self._permute_eights(index)
         return self._permute(index) if self._permuted else self._gather(index)
 
     def _permute(self, index: Lanes) -> Lanes:
@@ -141,6 +149,15 @@ class Table:
             parts = [upper.choose(b, a) for a, b in zip(parts[::2], parts[1::2], strict=True)]
             bit *= 2
         return parts[0]
+
+    def _permute_eights(self, index: Lanes) -> Lanes:
+        found = []
+        for start in (0, 8):
+            eight = shuffled(index, index, range(start, start + 8))
+            name = "llvm.x86.avx2.permps"
+            low, high = (call(self._builder, name, _EIGHT_FLOATS, half, eight) for half in self._registers)
+            found.append(((eight << 28) < 0).choose(high, low))  # by bit 3
+        return shuffled(found[0], found[1], range(LANES))
 
     def _gather(self, index: Lanes) -> Lanes:
         # Loads lane by lane: LLVM's gather costs more on most machines.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pqweights.errors import OptionError
-from pqweights.kv.klt import Basis, LayerBases, Turning
+from pqweights.kv.klt import LayerBases, StateBasis, Turning
 from pqweights.kv.model import FULL, HYBRID, CachedModel
 from pqweights.kv.rope import RopePairs
 
@@ -90,7 +90,7 @@ def _layer_bases(attention: Any, parent: Any, heads: int, turning: Turning | Non
         return LayerBases(_basis(of_keys, of_queries), _basis(of_values, of_outputs), turning)
 
 
-def _basis(covariance: Tensor, measure: Tensor) -> Basis:
+def _basis(covariance: Tensor, measure: Tensor) -> StateBasis:
     """Return the transform of a covariance for errors that are measured by e^T measure e, both [heads, size, size]."""
     values, vectors = torch.linalg.eigh(measure.double())
     # Of the measure only its directions matter; with a mean of one, coefficients have the size of states.
@@ -103,7 +103,7 @@ def _basis(covariance: Tensor, measure: Tensor) -> Basis:
     mean = variances.mean(-1, keepdim=True)
     variances = variances.clamp(min=0) + torch.where(mean > 0, LEAST_SHARE * mean, 1)  # weights may be zero
     synthesis = turned.transpose(-1, -2) @ inverse
-    return Basis((root @ turned).float(), synthesis.float(), variances.float())
+    return StateBasis((root @ turned).float(), synthesis.float(), variances.float())
 
 
 def _signs(vectors: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from pqweights.kv.bases import model_bases
 from pqweights.kv.klt import LayerBases
 from pqweights.kv.layer import PackedHybridLayer, PackedLayer
 from pqweights.kv.model import FULL, HYBRID, CachedModel, cached_model
+from pqweights.kv.on_codes import attend_on_codes
 from pqweights.kv.schemes import Scheme
 from pqweights.kv.spec import parse_spec
 from pqweights.kv.states import tensor_bytes
@@ -80,17 +81,25 @@ class KVCache(Cache):
                     yield from states.tensors()
 
 
-def kv_cache(model: Any, spec: str) -> KVCache:
+def kv_cache(model: Any, spec: str, *, on_codes: bool = False) -> KVCache:
     """Return an empty quantized cache for a model, for `past_key_values` of its `generate` or of its forward pass.
 
     model: a PreTrainedModel, or its configuration, from which all methods but klt can be made
     spec: the method and its options, such as "klt:3", "hadamard:3", "polar" or "polar-rope:m4n2,values=2,residual=64"
+    on_codes: whether tokens that are generated one by one attend on the codes, without restoring keys and values, where
+        there are kernels for it: on CPUs, for hadamard and polar-rope. The model's attention is set to one that can
+        (`set_attn_implementation`), also for other caches, with which it computes what it did.
 
     Raises OptionError for a spec that names no method, and for a model whose cache the method cannot quantize.
     """
     scheme = parse_spec(spec)
     config = getattr(model, "config", model)
     cached = cached_model(config, scheme)
+    if on_codes and config is not model and attend_on_codes(model):
+        cache = KVCache(cached, scheme, _bases(model, cached) if scheme.needs_weights else {})
+        for layer in cache.packed_layers:
+            layer.on_codes = True
+        return cache
     if not scheme.needs_weights:
         return KVCache(cached, scheme, {})
     if config is model:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pqweights.codecs.lloyd_max import codebook
+from pqweights.kernels.restoring import scaled_levels
 from pqweights.kv.bits import pack, packed_bytes, unpack
 from pqweights.kv.quantizer import Parts
 from pqweights.kv.rope import RopePairs
@@ -34,10 +35,12 @@ ONE_BIT = math.sqrt(2 / math.pi)
 # How many tokens what the weights say of variances, and a mean of zero, count for beside the first tokens.
 PRIOR_VARIANCE, PRIOR_MEAN = 16, 4
 FIRST_TOKENS = 64
+# Positions for which angles are computed at once.
+MORE_POSITIONS = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class Basis:
+class StateBasis:
     """The transform of the keys or values of a layer.
 
     analysis: [heads, size, size] f32, by which rows of states are multiplied
@@ -50,6 +53,31 @@ class Basis:
     variances: Tensor
 
 
+class _Angles:
+    """Cosines and sines of the angles of all positions up to the last that was asked for, on one device."""
+
+    def __init__(self, frequencies: tuple[float, ...], device: torch.device) -> None:
+        self._frequencies = torch.tensor(frequencies, dtype=torch.float64, device=device)
+        self._cos = self._sin = torch.empty(0, len(frequencies), device=device)
+
+    def at(self, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return those of some positions, twice [count, frequencies] f32."""
+        end = start + count
+        if end > len(self._cos):
+            room = -(-end // MORE_POSITIONS) * MORE_POSITIONS
+            with torch.inference_mode(False):  # others may use them in another mode
+                positions = torch.arange(room, device=self._frequencies.device, dtype=torch.float64)
+                angles = positions[:, None] * self._frequencies
+                self._cos, self._sin = angles.cos().float(), angles.sin().float()
+        return self._cos[start:end], self._sin[start:end]
+
+
+@functools.lru_cache(maxsize=8)
+def _angles(frequencies: tuple[float, ...], device: torch.device) -> _Angles:
+    """Return what all layers with the same frequencies share."""
+    return _Angles(frequencies, device)
+
+
 @dataclass(frozen=True, eq=False)
 class Turning:
     """The angles by which RoPE turns pairs of coordinates. frequencies: per token, [rotated / 2] f32"""
@@ -57,23 +85,32 @@ class Turning:
     pairs: RopePairs
     frequencies: Tensor
 
+    @functools.cached_property
+    def _known_frequencies(self) -> tuple[float, ...]:
+        return tuple(self.frequencies.tolist())
+
+    @torch.no_grad()
     def turned(self, states: Tensor, start: int, sign: int) -> Tensor:
         """Turn states [..., tokens, size] of the tokens from `start` on by their angles, forward (1) or back (-1)."""
-        positions = torch.arange(start, start + states.shape[-2], device=states.device, dtype=torch.float64)
-        angles = positions[:, None] * self.frequencies.to(states.device, torch.float64) * sign
-        cos, sin = angles.cos().float(), angles.sin().float()
-        rotated, rest = states.split([self.pairs.rotated, self.pairs.size - self.pairs.rotated], dim=-1)
-        whole = RopePairs(self.pairs.rotated, self.pairs.rotated, self.pairs.interleaved)
-        x, y = whole.split(rotated)
-        return torch.cat([whole.joined(x * cos - y * sin, x * sin + y * cos), rest], dim=-1)
+        cos, sin = _angles(self._known_frequencies, states.device).at(start, states.shape[-2])
+        rotated = self.pairs.rotated
+        shape = (rotated // 2, 2) if self.pairs.interleaved else (2, rotated // 2)
+        # Views, so that each half is written where it belongs.
+        result = torch.empty_like(states, memory_format=torch.contiguous_format)
+        ends = -1 if self.pairs.interleaved else -2
+        (x, y), (to_x, to_y) = (whole[..., :rotated].unflatten(-1, shape).unbind(ends) for whole in (states, result))
+        torch.mul(x, cos, out=to_x).addcmul_(y, sin, value=-sign)
+        torch.mul(y, cos, out=to_y).addcmul_(x, sin, value=sign)
+        result[..., rotated:] = states[..., rotated:]
+        return result
 
 
 @dataclass(frozen=True)
 class LayerBases:
     """The bases of a layer. turning: the angles of RoPE; None without it"""
 
-    keys: Basis
-    values: Basis
+    keys: StateBasis
+    values: StateBasis
     turning: Turning | None
 
 
@@ -88,7 +125,7 @@ class KarhunenLoeve:
     step = 1
     first = FIRST_TOKENS
 
-    def __init__(self, basis: Basis, bits: float, turning: Turning | None) -> None:
+    def __init__(self, basis: StateBasis, bits: float, turning: Turning | None) -> None:
         self._basis, self.bits, self._turning = basis, bits, turning
 
     def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
@@ -131,20 +168,15 @@ class KarhunenLoeve:
 
     def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
         """See StateQuantizer."""
-        packed, levels, at = rows["codes"], [], 0
-        for begin, end, bits in _runs(shared["widths"]):
-            size = packed_bytes(end - begin, bits)
-            table, _ = _tables(bits, packed.device)
-            levels.append(table[unpack(packed[..., at : at + size], bits, end - begin).int()])
-            at += size
-        reached = torch.cat(levels, dim=-1)
-        spread = shared["spread"].float()[:, :, None, : reached.shape[-1]]
-        scaled = reached * rows["factor"].float()[..., None] * spread
+        scaled = _scaled_levels(rows, _runs(shared["widths"]))
         # The rows of the synthesis that go with the coefficients in their order, for each sequence and head.
-        synthesis = self._basis.synthesis.to(packed.device)
-        order = shared["order"].long()[..., : reached.shape[-1], None].expand(-1, -1, -1, synthesis.shape[-1])
+        synthesis = self._basis.synthesis.to(scaled.device)
+        order = shared["order"].long()[..., : scaled.shape[-1], None].expand(-1, -1, -1, synthesis.shape[-1])
         chosen = synthesis.expand(len(order), -1, -1, -1).gather(2, order)
-        states = scaled @ chosen + shared["mean"].float()[:, :, None] @ synthesis
+        chosen *= shared["spread"].float()[..., : scaled.shape[-1], None]
+        mean = shared["mean"].float()[:, :, None] @ synthesis
+        states = torch.baddbmm(mean.flatten(0, 1), scaled.flatten(0, 1), chosen.flatten(0, 1))
+        states = states.unflatten(0, scaled.shape[:2])
         return states if self._turning is None else self._turning.turned(states, start, 1)
 
     def _coefficients(self, states: Tensor, start: int) -> Tensor:
@@ -178,6 +210,29 @@ def _runs(widths: Tensor) -> list[tuple[int, int, int]]:
         elif bits:
             runs.append((begin, begin + TOGETHER, bits))
     return runs
+
+
+def _scaled_levels(rows: Parts, runs: list[tuple[int, int, int]]) -> Tensor:
+    """Return the levels of all codes, times the factors of their vectors, [batch, heads, tokens, used] f32."""
+    packed, factors = rows["codes"], rows["factor"]
+    if packed.is_cpu:
+        return scaled_levels(packed, factors, [(end - begin, bits) for begin, end, bits in runs], _all_levels())
+    levels, at = [], 0
+    for begin, end, bits in runs:
+        size = packed_bytes(end - begin, bits)
+        table, _ = _tables(bits, packed.device)
+        levels.append(table[unpack(packed[..., at : at + size], bits, end - begin).int()])
+        at += size
+    return torch.cat(levels, dim=-1) * factors.float()[..., None]
+
+
+@functools.cache
+def _all_levels() -> Tensor:
+    """Return the levels of all widths, [9, 256] f32."""
+    result = torch.zeros(MOST_BITS + 1, 1 << MOST_BITS)
+    for bits in range(1, MOST_BITS + 1):
+        result[bits, : 1 << bits] = _tables(bits, torch.device("cpu"))[0]
+    return result
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 from pqweights.errors import OptionError
 from pqweights.kv.klt import LayerBases
 from pqweights.kv.model import CachedModel
+from pqweights.kv.on_codes import PAST, PastOfLayer, has_kernels
 from pqweights.kv.schemes import LayerModel, Scheme
 from pqweights.kv.states import PackedStates
 
@@ -19,6 +20,8 @@ class PackedLayer(DynamicLayer):
 
     The tokens of an `update` are seen as they came in that call, and packed when they leave the window of recent
     tokens; what is packed is never packed again.
+
+    on_codes: whether single tokens attend on codes, through the attention of on_codes.py, where there are kernels
     """
 
     def __init__(self, scheme: Scheme, model: CachedModel, bases: LayerBases | None) -> None:
@@ -26,6 +29,8 @@ class PackedLayer(DynamicLayer):
         self._scheme, self._model, self._bases = scheme, model, bases
         self.packed_keys: PackedStates | None = None
         self.packed_values: PackedStates | None = None
+        self.on_codes = False
+        self._past: PastOfLayer | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make both stores, for the sizes that this layer really has."""
@@ -44,7 +49,16 @@ class PackedLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         keys, values = self.states
-        return keys.extended(key_states), values.extended(value_states)
+        if not (self.on_codes and key_states.shape[2] == 1 and keys.chunks and has_kernels(keys, values)):
+            return keys.extended(key_states), values.extended(value_states)
+        if self._past is not None and not self._past.used:
+            raise OptionError("KV cache: this model's attention does not take packed keys; leave out on_codes")
+        self._past = PastOfLayer(keys, values)
+        keys.append(key_states)
+        values.append(value_states)
+        key_states = key_states.view_as(key_states)  # an object of its own, which the model's other parts do not have
+        setattr(key_states, PAST, self._past)
+        return key_states, value_states
 
     @property
     def states(self) -> tuple[PackedStates, PackedStates]:

@@ -12,9 +12,14 @@ import math
 import torch
 from torch import Tensor
 
+from pqweights.kernels.attention import polar_rope_scores
+from pqweights.kernels.attention_task import POLAR_WIDTHS
 from pqweights.kv.bits import pack, unpack
 from pqweights.kv.quantizer import TOKENS_TOGETHER, Parts
 from pqweights.kv.rope import RopePairs
+
+# Sizes of keys that the kernel takes are multiples of this.
+UNIT = 8
 
 
 class PolarPairs:
@@ -57,6 +62,23 @@ class PolarPairs:
         codes = self._apart(unpack(rows["angles"], self.angle_bits, self.step)).long()
         radii = self._apart(unpack(rows["radii"], self.radius_bits, self.step)) * shared["scale"].float()[:, :, None]
         return self.pairs.joined(table[0][codes] * radii, table[1][codes] * radii)
+
+    def can_score(self) -> bool:
+        """See TakesScores."""
+        return (self.angle_bits, self.radius_bits) in POLAR_WIDTHS and not self.pairs.size % UNIT
+
+    def scores(self, queries: Tensor, rows: Parts, shared: Parts) -> Tensor:
+        """See TakesScores: the product by table look-up of Section 3.3."""
+        batch, heads = queries.shape[:2]
+        found = polar_rope_scores(
+            torch.cat(self.pairs.split(queries), dim=-1).flatten(0, 1),
+            rows["angles"].flatten(0, 1),
+            rows["radii"].flatten(0, 1),
+            shared["scale"].flatten(0, 1).contiguous(),
+            angle_bits=self.angle_bits,
+            radius_bits=self.radius_bits,
+        )
+        return found.view(batch, heads, *found.shape[1:])
 
     def directions(self, device: torch.device) -> Tensor:
         """Return cosine and sine of every angle code, [2, 2**angle_bits] f32."""

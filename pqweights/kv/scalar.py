@@ -15,12 +15,16 @@ import torch
 from torch import Tensor
 
 from pqweights.codecs.lloyd_max import codebook
+from pqweights.kernels.attention import hadamard_scores, weighted_values
+from pqweights.kernels.attention_task import MOST_SIZE
 from pqweights.kv.bits import pack, packed_bytes, unpack
 from pqweights.kv.quantizer import Parts
 from pqweights.kv.rotation import SEED, rotation
 
 # The mean is that of at least so many tokens.
 FIRST_TOKENS = 32
+# Sizes of heads that the kernels take are multiples of this.
+UNIT = 32
 
 
 class RotatedScalar:
@@ -70,6 +74,37 @@ class RotatedScalar:
         """Decode vectors as they are after the rotation."""
         levels, _ = _tables(self.bits, rows["codes"].device)
         return levels[unpack(rows["codes"], self.bits, self.size).int()] * rows["factor"].float()[..., None]
+
+    def can_score(self) -> bool:
+        """See TakesScores."""
+        return self.size % UNIT == 0 and self.size <= MOST_SIZE
+
+    def scores(self, queries: Tensor, rows: Parts, shared: Parts) -> Tensor:
+        """See TakesScores: queries are rotated in place of keys."""
+        batch, heads = queries.shape[:2]
+        found = hadamard_scores(
+            (queries @ rotation(self.size, queries.device).T).flatten(0, 1),
+            rows["codes"].flatten(0, 1),
+            rows["factor"].flatten(0, 1),
+            _tables(self.bits, queries.device)[0],
+        ).view(batch, heads, queries.shape[2], -1)
+        return found + queries @ shared["mean"].float().transpose(-1, -2) if self.centred else found
+
+    def can_weigh(self) -> bool:
+        """See TakesWeights."""
+        return self.can_score() and not self.centred
+
+    def weighted(self, weights: Tensor, rows: Parts, shared: Parts) -> Tensor:
+        """See TakesWeights: the sum is rotated back in place of values."""
+        batch, heads = weights.shape[:2]
+        found = weighted_values(
+            weights.flatten(0, 1),
+            rows["codes"].flatten(0, 1),
+            _tables(self.bits, weights.device)[0],
+            size=self.size,
+            scales=rows["factor"].flatten(0, 1),
+        )
+        return found.view(batch, heads, *found.shape[1:]) @ rotation(self.size, weights.device)
 
 
 class RotatedScalarWithSigns:

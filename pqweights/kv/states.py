@@ -11,7 +11,7 @@ from torch import Tensor
 from pqweights.kv.quantizer import Parts, StateQuantizer
 
 # Room for more rows is added in proportion to those there are, so that a token is copied a bounded number of times.
-GROWTH, LEAST_TOKENS = 16, 32
+GROWTH, LEAST_TOKENS = 64, 32
 
 
 @dataclass(kw_only=True)
@@ -164,7 +164,7 @@ def _appended(part: Tensor, used: int, more: Tensor, *, least: int) -> Tensor:
     frozen = part.is_inference() and not torch.is_inference_mode_enabled()  # torch refuses to write into it here
     if needed > part.shape[2] or frozen:
         room = needed + max(least - 1, needed // GROWTH)
-        grown = part.new_empty((*part.shape[:2], room, *part.shape[3:]))
+        grown = part.new_zeros((*part.shape[:2], room, *part.shape[3:]))
         grown[:, :, :used] = part[:, :, :used]
         part = grown
     part[:, :, used:needed] = more

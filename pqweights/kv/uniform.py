@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pqweights.kernels.attention import weighted_values
 from pqweights.kv.bits import pack, unpack
 from pqweights.kv.quantizer import TOKENS_TOGETHER, Parts
 
@@ -52,6 +53,23 @@ class TokenWise:
         size = scale.shape[-1] * (self.group or rows["codes"].shape[-1] * 8 // self.bits)
         codes = unpack(rows["codes"], self.bits, size)
         return (codes.view(*scale.shape, -1) * scale[..., None] + low[..., None]).flatten(-2)
+
+    def can_weigh(self) -> bool:
+        """See TakesWeights."""
+        return self.group is None
+
+    def weighted(self, weights: Tensor, rows: Parts, shared: Parts) -> Tensor:
+        """See TakesWeights."""
+        batch, heads = weights.shape[:2]
+        found = weighted_values(
+            weights.flatten(0, 1),
+            rows["codes"].flatten(0, 1),
+            torch.arange(1 << self.bits, dtype=torch.float32),
+            size=rows["codes"].shape[-1] * 8 // self.bits,
+            scales=rows["scale"].flatten(0, 1).squeeze(-1),
+            lows=rows["low"].flatten(0, 1).squeeze(-1),
+        )
+        return found.view(batch, heads, *found.shape[1:])
 
     def _group(self, size: int) -> int:
         return size if self.group is None else self.group

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,11 +66,11 @@ class CachedRun:
         self._net, self._spec = net, spec
         self._last = self.new_cache()
 
-    def new_cache(self) -> Any:
-        """Return an empty cache."""
+    def new_cache(self, *, on_codes: bool = False) -> Any:
+        """Return an empty cache. on_codes: see kv_cache"""
         from pqweights.kv.cache import kv_cache
 
-        return kv_cache(self._net, self._spec)
+        return kv_cache(self._net, self._spec, on_codes=on_codes)
 
     def logits(self, ids: Ids, last: int) -> Floats:
         """Return the predictions after each of the last tokens, as they come when a text is generated.
@@ -93,7 +94,7 @@ class CachedRun:
 
     def stepper(self) -> TorchStepper:
         """Return what generates with such a cache."""
-        return TorchStepper(self._net, self.new_cache)
+        return TorchStepper(self._net, partial(self.new_cache, on_codes=True))
 
     def figures(self, cache: Any = None, attention_error: float | None = None) -> CacheFigures:
         """Return what a cache takes. cache: by default that of the last call of `logits`."""

@@ -15,7 +15,7 @@ import pqweights
 from pqweights.kv import bases as module
 from pqweights.kv.bases import LEAST_SHARE, digest, model_bases
 from pqweights.kv.cache import kv_cache
-from pqweights.kv.klt import ERRORS, Basis, KarhunenLoeve, LayerBases, allocated
+from pqweights.kv.klt import ERRORS, KarhunenLoeve, LayerBases, StateBasis, allocated
 from pqweights.kv.model import cached_model
 from pqweights.kv.scalar import RotatedScalar
 from pqweights.kv.spec import parse_spec
@@ -30,7 +30,7 @@ def bases(net: Any) -> dict[int, LayerBases]:
     return model_bases(net, cached_model(net.config, KLT))
 
 
-def parts(found: dict[int, LayerBases]) -> list[Basis]:
+def parts(found: dict[int, LayerBases]) -> list[StateBasis]:
     return [basis for each in found.values() for basis in (each.keys, each.values)]
 
 
@@ -247,7 +247,7 @@ def test_weights_of_zero_leave_everything_finite() -> None:
 
 @pytest.mark.parametrize("size", [256, 512])
 def test_large_heads_have_an_order_of_their_own(size: int) -> None:
-    even = Basis(torch.eye(size)[None], torch.eye(size)[None], torch.ones(1, size))
+    even = StateBasis(torch.eye(size)[None], torch.eye(size)[None], torch.ones(1, size))
     states = gaussian(1, 1, 300, size) * torch.logspace(0, 2, size)[torch.randperm(size)]
     held = PackedStates(KarhunenLoeve(even, 4, None), 0)
     held.append(states)

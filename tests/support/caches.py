@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from pqweights.kv.klt import Basis, LayerBases
+from pqweights.kv.klt import LayerBases, StateBasis
 from pqweights.kv.rope import RopePairs
 from pqweights.kv.schemes import LayerModel
 from pqweights.kv.spec import parse_spec
@@ -122,7 +122,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 def layer(size: int, *, interleaved: bool = False) -> LayerModel:
     """What a method knows of a layer of two heads whose states are not correlated."""
-    even = Basis(torch.eye(size).expand(2, -1, -1), torch.eye(size).expand(2, -1, -1), torch.ones(2, size))
+    even = StateBasis(torch.eye(size).expand(2, -1, -1), torch.eye(size).expand(2, -1, -1), torch.ones(2, size))
     pairs = RopePairs(size, size, interleaved)
     return LayerModel(key_size=size, value_size=size, pairs=pairs, bases=LayerBases(even, even, None))
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attention_cases
 import compensation_reference
 import groups_reference
 import independent_reader
@@ -31,6 +32,7 @@ from pqweights.codecs.hadamard_trellis import HadamardTrellis, TrellisCoder, Tre
 from pqweights.codecs.lloyd_max import codebook
 from pqweights.codecs.protocol import Bytes
 from pqweights.kernels import BlockCoding, EncodedArrays, compensation, cpu, factors, groups, load_backend
+from pqweights.kernels.attention_task import POLAR_WIDTHS, TOKEN_WIDTHS
 from pqweights.kernels.groups import BEST, FLOAT_MODES, RUNTIME_RULES, FloatRule, GroupRule, Groups
 from pqweights.kernels.trellis import Superblocks
 
@@ -367,6 +369,44 @@ def _product_digest(bits: int) -> Callable[[str], str]:
     return digest
 
 
+def _polar_digest(widths: tuple[int, int]) -> Callable[[str], str]:
+    """Multiply queries with polar-rope keys; as with products, what is compared is whether the bound is kept."""
+
+    def digest(backend: str) -> str:
+        within = "within the bound"
+        if backend == "reference":
+            return within
+        cases = [attention_cases.polar_case(widths, rows, halves=rows < 4) for rows in (1, 7)]
+        errors = [
+            attention_cases.excess(attention_cases.polar_computed(case), attention_cases.polar_exact(case))
+            for case in cases
+        ]
+        return within if max(errors) <= 1 else f"{max(errors)} times the bound"
+
+    return digest
+
+
+def _token_digest(bits: int, scores: bool) -> Callable[[str], str]:
+    """Multiply with token-wise codes, in the same way; the last width has all that are left."""
+    computed, exact = (
+        (attention_cases.scores_computed, attention_cases.scores_exact)
+        if scores
+        else (attention_cases.sums_computed, attention_cases.sums_exact)
+    )
+
+    def digest(backend: str) -> str:
+        within = "within the bound"
+        if backend == "reference":
+            return within
+        widths = [bits] if bits < 8 else range(5, 9)
+        kinds = [(width, rows, size) for width in widths for rows in (1, 6) for size in (96, 128)]
+        cases = [attention_cases.token_case(width, rows, size=size) for width, rows, size in kinds]
+        errors = [attention_cases.excess(computed(case), exact(case)) for case in cases]
+        return within if max(errors) <= 1 else f"{max(errors)} times the bound"
+
+    return digest
+
+
 # Blocks, and what trellis_writer.superblock takes: each trellis, each table, classes beyond the last, enormous steps.
 TRELLIS_SUPERBLOCKS: list[tuple[int, dict[str, Any]]] = [
     (5, {"step": 1e-40, "state_bits": 2, "first": 0, "frequencies": [100, 0, 156]}),
@@ -419,6 +459,9 @@ DIGESTS: dict[str, Callable[[str], str]] = {
     "decode_trellis": decode_trellis_digest,
     "prepare": prepare_digest,
     **{f"product_{bits or 'f32'}": _product_digest(bits) for bits in (*range(2, 9), 0)},
+    **{f"polar_scores_{angle}{radius}": _polar_digest((angle, radius)) for angle, radius in POLAR_WIDTHS},
+    **{f"weighted_values_{bits}": _token_digest(bits, scores=False) for bits in TOKEN_WIDTHS},
+    **{f"hadamard_scores_{bits}": _token_digest(bits, scores=True) for bits in TOKEN_WIDTHS},
 }
 
 # --- the process ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,6 +30,7 @@ class PolarRope(Scheme):
     name = "polar-rope"
     choices = {"angle": WIDTHS, "radius": WIDTHS, "values": (2, 4, UNQUANTIZED), "residual": WINDOWS}
     words = {f"m{m}n{n}": {"angle": m, "radius": n} for m in WIDTHS for n in WIDTHS}
+    always: ClassVar[Collection[str]] = ("angle", "radius")
     needs_rope: ClassVar[bool] = True
 
     def key_quantizer(self, layer: LayerModel) -> StateQuantizer:

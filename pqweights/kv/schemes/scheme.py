@@ -46,6 +46,8 @@ class Scheme(ABC):
     choices: ClassVar[Mapping[str, Collection[float]]]
     # What words without "=" stand for.
     words: ClassVar[Mapping[str, Mapping[str, float]]]
+    # The options that a spec names even if they have their default values.
+    always: ClassVar[Collection[str]] = ("bits",)
     # Whether keys must be rotated by RoPE.
     needs_rope: ClassVar[bool] = False
     # Whether quantizers follow from the weights of the model.
@@ -74,7 +76,7 @@ class Scheme(ABC):
         given = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
+            if getattr(self, field.name) != field.default or field.name in self.always
         }
         found = []
         for word, meant in self.words.items():

@@ -1,0 +1,152 @@
+"""Attention of one token on packed keys and values, without restoring them, where there are kernels for it.
+
+The cache hands its layer's packed states to the attention as an attribute of the new key; the attention that is
+registered here takes products on codes, and adds those with the recent tokens, which are not packed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from pqweights.kernels.attention_task import MOST_ROWS
+from pqweights.kv.quantizer import Parts
+from pqweights.kv.states import Chunk, PackedStates
+
+NAME = "pqweights_codes"
+PAST = "pqweights_past"
+# Arguments of attention functions that mean something that is not computed here.
+OTHERS = ("s_aux", "softcap", "position_bias", "output_attentions")
+
+
+@runtime_checkable
+class TakesScores(Protocol):
+    """A quantizer of keys with a kernel for products with queries."""
+
+    def can_score(self) -> bool:
+        """Whether there is a kernel for these options."""
+        ...
+
+    def scores(self, queries: Tensor, rows: Parts, shared: Parts) -> Tensor:
+        """Return the products of queries [batch, heads, n, size] f32 with all keys in `rows`, [batch, heads, n, keys].
+
+        The parts have room for more rows than are used; what is returned for those means nothing.
+        """
+        ...
+
+
+@runtime_checkable
+class TakesWeights(Protocol):
+    """A quantizer of values with a kernel for weighted sums."""
+
+    def can_weigh(self) -> bool:
+        """Whether there is a kernel for these options."""
+        ...
+
+    def weighted(self, weights: Tensor, rows: Parts, shared: Parts) -> Tensor:
+        """Return the sums of values with weights [batch, heads, n, values] f32, [batch, heads, n, size] f32."""
+        ...
+
+
+class Past:
+    """The keys or values of a layer before a token: the chunks and how many tokens each had, and the window."""
+
+    def __init__(self, states: PackedStates) -> None:
+        self.states, self.window = states, states.window
+        self.chunks: list[tuple[Chunk, int]] = [(chunk, chunk.tokens) for chunk in states.chunks]
+
+    def restored(self) -> Tensor:
+        """Return the states, [batch, heads, tokens, size], decoded."""
+        assert self.window is not None
+        parts = [self.states.decoded_chunk(chunk)[:, :, :tokens].to(self.window.dtype) for chunk, tokens in self.chunks]
+        return torch.cat([*parts, self.window], dim=2)
+
+
+class PastOfLayer:
+    """The keys and values of a layer before a token. used: whether the attention took them"""
+
+    def __init__(self, keys: PackedStates, values: PackedStates) -> None:
+        self.keys, self.values = Past(keys), Past(values)
+        self.used = False
+
+
+def has_kernels(keys: PackedStates, values: PackedStates) -> bool:
+    """Whether attention can run on these states as they are stored."""
+    scores, weights = keys.quantizer, values.quantizer
+    takes_keys = scores is None or (isinstance(scores, TakesScores) and scores.can_score())
+    takes_values = weights is None or (isinstance(weights, TakesWeights) and weights.can_weigh())
+    window = keys.window
+    return takes_keys and takes_values and window is not None and window.device.type == "cpu"
+
+
+def attend_on_codes(net: Any) -> bool:
+    """Let a model attend on codes where its cache allows it; return whether it can.
+
+    net: a PreTrainedModel that attends through transformers' interface
+    """
+    if net.config._attn_implementation == NAME:
+        return True
+    known = bool(getattr(net, "_supports_attention_backend", False)) and net.config._attn_implementation == "sdpa"
+    if known:
+        net.set_attn_implementation(NAME)
+    return known
+
+
+def attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Any]:
+    """Compute attention as transformers calls it; see AttentionInterface."""
+    past: PastOfLayer | None = getattr(key, PAST, None)
+    if past is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+    past.used = True
+    groups = query.shape[1] // key.shape[1]
+    if groups > MOST_ROWS or any(options.get(name) is not None for name in OTHERS):
+        keys = torch.cat([past.keys.restored(), key], dim=2)
+        values = torch.cat([past.values.restored(), value], dim=2)
+        return sdpa_attention_forward(module, query, keys, values, attention_mask, **options)  # type: ignore[no-any-return]
+    scaling = options.get("scaling") or query.shape[-1] ** -0.5
+    queries = (query.float() * scaling).view(query.shape[0], key.shape[1], groups, query.shape[-1])
+    scores = _scores(queries, past.keys, key)
+    if attention_mask is not None:
+        mask = attention_mask[..., : scores.shape[-1]]
+        bias = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask.float()
+        scores = scores + bias  # [batch, 1, 1, tokens]
+    sums = _sums(torch.softmax(scores, dim=-1), past.values, value)
+    return sums.to(query.dtype).reshape(query.shape[0], 1, query.shape[1], -1), None
+
+
+def _scores(queries: Tensor, past: Past, key: Tensor) -> Tensor:
+    """Return the scores of all tokens, [batch, heads, groups, tokens] f32."""
+    assert past.window is not None
+    found: list[Tensor] = []
+    for chunk, tokens in past.chunks:
+        assert isinstance(past.states.quantizer, TakesScores)
+        found.append(past.states.quantizer.scores(queries, chunk.rows, chunk.shared)[..., :tokens])
+    recent = torch.cat([past.window, key], dim=2).float()
+    return torch.cat([*found, queries @ recent.transpose(-1, -2)], dim=-1)
+
+
+def _sums(weights: Tensor, past: Past, value: Tensor) -> Tensor:
+    """Return the weighted sums of all values, [batch, heads, groups, size] f32."""
+    assert past.window is not None
+    packed = sum(tokens for _, tokens in past.chunks)
+    recent = torch.cat([past.window, value], dim=2).float()
+    total = weights[..., packed:] @ recent
+    start = 0
+    for chunk, tokens in past.chunks:
+        assert isinstance(past.states.quantizer, TakesWeights)
+        room = next(iter(chunk.rows.values())).shape[2]
+        some = torch.nn.functional.pad(weights[..., start : start + tokens], (0, room - tokens)).contiguous()
+        total = total + past.states.quantizer.weighted(some, chunk.rows, chunk.shared)
+        start += tokens
+    return total
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
