@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pqweights.codecs.lloyd_max import codebook
-from pqweights.kernels.restoring import scaled_levels
+from pqweights.kernels.restoring import MOST_SIZE, scaled_levels
 from pqweights.kv.bits import pack, packed_bytes, unpack
 from pqweights.kv.quantizer import Parts
 from pqweights.kv.rope import RopePairs
@@ -215,7 +215,7 @@ def _runs(widths: Tensor) -> list[tuple[int, int, int]]:
 def _scaled_levels(rows: Parts, runs: list[tuple[int, int, int]]) -> Tensor:
     """Return the levels of all codes, times the factors of their vectors, [batch, heads, tokens, used] f32."""
     packed, factors = rows["codes"], rows["factor"]
-    if packed.is_cpu:
+    if packed.is_cpu and sum(end - begin for begin, end, _ in runs) <= MOST_SIZE:
         return scaled_levels(packed, factors, [(end - begin, bits) for begin, end, bits in runs], _all_levels())
     levels, at = [], 0
     for begin, end, bits in runs:
