@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ class _Comparison:
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
-        scaling = options.get("scaling") or query.shape[-1] ** -0.5
-        found = _attention(query, key, value, attention_mask, scaling)
+        options.setdefault("scaling", query.shape[-1] ** -0.5)
+        found = _attention(query, key, value, attention_mask, options)
         layer = self._cache.layers[module.layer_idx]
         if isinstance(layer, PackedLayer):
             before = key.shape[2] - self._queries
@@ -34,14 +35,16 @@ class _Comparison:
             kept = layer.update(key[:, :, before:], value[:, :, before:])
             last = slice(query.shape[2] - self._queries, None)
             mask = None if attention_mask is None else attention_mask[:, :, last]
-            other = _attention(query[:, :, last], *kept, mask, scaling)
+            other = _attention(query[:, :, last], *kept, mask, options)
             self.error += float((other - found[:, last]).double().square().sum())
             self.energy += float(found[:, last].double().square().sum())
         return found, None
 
 
-def attention_error(net: Any, cache: KVCache, ids: Tensor, queries: int) -> float:
+def attention_error(net: Any, cache: KVCache, ids: Tensor, queries: int) -> float | None:
     """Return the relative mean squared error of the outputs of all attention layers whose cache is packed.
+
+    None for a model whose attention cannot be replaced, as it computes it itself.
 
     net: a PreTrainedModel, which sees no quantization
     cache: an empty one, which is filled
@@ -57,14 +60,23 @@ def attention_error(net: Any, cache: KVCache, ids: Tensor, queries: int) -> floa
         net(ids, past_key_values=DynamicCache(config=net.config.get_text_config(decoder=True)), use_cache=True)
     finally:
         net.set_attn_implementation(before)
-    return comparison.error / comparison.energy if comparison.energy else 0.0
+    return comparison.error / comparison.energy if comparison.energy else None
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """Return softmax(query key^T) value, [batch, tokens, heads, size]."""
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Mapping[str, Any]) -> Tensor:
+    """Return softmax(query key^T) value, [batch, tokens, heads, size].
+
+    options: scaling, and of models that have them softcap, and s_aux, a further score for each head with no value
+    """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scores = (query @ key.transpose(-1, -2)).float() * scaling
+    scores = (query @ key.transpose(-1, -2)).float() * options["scaling"]
+    softcap, sinks = options.get("softcap"), options.get("s_aux")
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores + mask[..., : key.shape[2]]
-    return (torch.softmax(scores, dim=-1).to(value.dtype) @ value).transpose(1, 2)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : key.shape[2]]
+    return (weights.to(value.dtype) @ value).transpose(1, 2)

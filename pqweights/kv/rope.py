@@ -76,4 +76,5 @@ def _is_interleaved(config: Any) -> bool:
     turn = next((getattr(module, name) for name in QUARTER_TURNS if hasattr(module, name)), None)
     if turn is None:
         return config.model_type in INTERLEAVED
-    return bool(turn(torch.arange(4.0)[None])[0, 1] == 0)
+    states = torch.arange(4.0).view(1, 1, 1, 4)  # some functions take all four axes only
+    return bool(turn(states)[..., 1] == 0)
