@@ -26,7 +26,7 @@ class _Comparison:
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
-        options.setdefault("scaling", query.shape[-1] ** -0.5)
+        options["scaling"] = options.get("scaling") or query.shape[-1] ** -0.5
         found = _attention(query, key, value, attention_mask, options)
         layer = self._cache.layers[module.layer_idx]
         if isinstance(layer, PackedLayer):
@@ -44,7 +44,7 @@ class _Comparison:
 def attention_error(net: Any, cache: KVCache, ids: Tensor, queries: int) -> float | None:
     """Return the relative mean squared error of the outputs of all attention layers whose cache is packed.
 
-    None for a model whose attention cannot be replaced, as it computes it itself.
+    None for a model that computes its attention itself, so that it cannot be replaced, and for outputs of zero.
 
     net: a PreTrainedModel, which sees no quantization
     cache: an empty one, which is filled
