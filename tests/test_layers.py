@@ -61,6 +61,9 @@ OPTIONAL = {
         "pqweights.measure.inputs",
         "pqweights.kernels.attention",
         "pqweights.kernels.nearest",
+        "pqweights.measure.kv_channels",
+        "pqweights.measure.kv_distribution",
+        "pqweights.measure.kv_states",
         "pqweights.kernels.restoring",
         "pqweights.kernels.reference",
         "pqweights.kernels.gpu",
@@ -147,6 +150,7 @@ OPTIONAL = {
         "pqweights.plots.distribution",
         "pqweights.plots.evaluation",
         "pqweights.plots.figure",
+        "pqweights.plots.kv",
         "pqweights.plots.layers",
     },
     "transformers": {

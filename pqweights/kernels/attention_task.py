@@ -33,6 +33,8 @@ LEVELS_OF_WIDTH = 256
 # Where the thresholds begin that come into question for a bit of a code, the highest first, each in whole vectors.
 STEP_STARTS = (0, 16, 32, 48, 64, 80, 112, 176)
 THRESHOLDS_OF_WIDTH = 176 + 128
+# The most coefficients of a vector whose levels are restored.
+MOST_COEFFICIENTS = 1024
 
 
 class PolarTask(ctypes.Structure):

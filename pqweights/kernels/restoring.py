@@ -10,7 +10,7 @@ import torch
 from pqweights.kernels import cpu
 from pqweights.kernels.attention_task import (
     LEVELS_OF_WIDTH,
-    MOST_SIZE,
+    MOST_COEFFICIENTS,
     RESTORING_KERNEL,
     RestoringTask,
     tile_length,
@@ -28,7 +28,7 @@ def scaled_levels(
     codes: [batch, heads, tokens, bytes] u8, the packed codes of one run after the other; there may be gaps between the
         tokens of one head and of the next
     factors: [batch, heads, tokens] f16
-    runs: how many coefficients each run has, a multiple of 8, and their bits, 1 to 8; up to 256 coefficients in all
+    runs: how many coefficients each run has, a multiple of 8, and their bits, 1 to 8; up to 1024 coefficients in all
     levels: [9, 256] f32, by the bits of a code; for up to 3 bits, only the first 2**bits matter
 
     Returns [batch, heads, tokens, coefficients] f32, the same bits for any number of threads. Raises ValueError for
@@ -36,8 +36,10 @@ def scaled_levels(
     """
     batch, heads, tokens, size = codes.shape
     used = sum(count for count, _ in runs)
-    if any(count % 8 or count <= 0 or not 1 <= bits <= 8 for count, bits in runs) or used > MOST_SIZE:
-        raise ValueError(f"expected runs of multiples of 8 with 1 to 8 bits, {MOST_SIZE} at most in all, found {runs}")
+    if any(count % 8 or count <= 0 or not 1 <= bits <= 8 for count, bits in runs) or used > MOST_COEFFICIENTS:
+        raise ValueError(
+            f"expected runs of multiples of 8 with 1 to 8 bits, {MOST_COEFFICIENTS} at most in all, found {runs}"
+        )
     if size != sum(count * bits // 8 for count, bits in runs) or factors.shape != codes.shape[:3]:
         raise ValueError(f"expected codes of {runs} and a factor for each, found {codes.shape} and {factors.shape}")
     _check("codes", codes, torch.uint8)

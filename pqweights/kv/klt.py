@@ -42,7 +42,7 @@ MORE_POSITIONS = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class Basis:
+class StateBasis:
     """The transform of the keys or values of a layer.
 
     analysis: [heads, size, size] f32, by which rows of states are multiplied
@@ -111,8 +111,8 @@ class Turning:
 class LayerBases:
     """The bases of a layer. turning: the angles of RoPE; None without it"""
 
-    keys: Basis
-    values: Basis
+    keys: StateBasis
+    values: StateBasis
     turning: Turning | None
 
 
@@ -127,7 +127,7 @@ class KarhunenLoeve:
     step = 1
     first = FIRST_TOKENS
 
-    def __init__(self, basis: Basis, bits: float, turning: Turning | None) -> None:
+    def __init__(self, basis: StateBasis, bits: float, turning: Turning | None) -> None:
         self._basis, self.bits, self._turning = basis, bits, turning
 
     def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
@@ -145,7 +145,8 @@ class KarhunenLoeve:
         spread = spread.half().clamp(min=torch.finfo(torch.float16).tiny)
         widths = allocated(spread.float().log().mean((0, 1)).exp().square(), self.bits)
         repeated = torch.tensor(widths, dtype=torch.uint8, device=found.device).expand(len(found), 1, -1)
-        return {"mean": mean, "spread": spread, "order": order.to(torch.uint8), "widths": repeated.contiguous()}
+        order = order.to(torch.uint8 if order.shape[-1] <= 256 else torch.int16)
+        return {"mean": mean, "spread": spread, "order": order, "widths": repeated.contiguous()}
 
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
         """See StateQuantizer."""
