@@ -3,48 +3,26 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from pqweights.kernels import cpu
-from pqweights.kernels.attention_task import (
-    LEVELS_OF_WIDTH,
-    NEAREST_KERNEL,
-    STEP_STARTS,
-    THRESHOLDS_OF_WIDTH,
-    NearestTask,
-)
+from pqweights.kernels.attention_task import NEAREST_KERNEL, NearestTask
+from pqweights.kernels.code_tables import CodeTables
 
 # Fewer numbers are left to one thread, and a tile has about so many.
 LEAST_SHARED, TILE_NUMBERS = 1 << 16, 1 << 12
 
 
-class Codebooks:
-    """Levels and thresholds of some widths, as the kernel reads them.
-
-    books: bits, 1 to 8 -> ascending levels, [2**bits] f32, and the thresholds between them, [2**bits - 1] f32
-    """
-
-    def __init__(self, books: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.levels = torch.zeros(9, LEVELS_OF_WIDTH)
-        self.thresholds = torch.zeros(9, THRESHOLDS_OF_WIDTH)
-        for bits, (levels, thresholds) in books.items():
-            self.levels[bits, : 1 << bits] = levels
-            for step in range(bits):
-                gap = 1 << (bits - step)  # from one threshold of this step to the next
-                start = STEP_STARTS[step]
-                self.thresholds[bits, start : start + (1 << step)] = thresholds[gap // 2 - 1 :: gap]
-
-
 def nearest(
-    values: torch.Tensor, runs: Sequence[tuple[int, int]], books: Codebooks
+    values: torch.Tensor, runs: Sequence[tuple[int, int]], tables: CodeTables
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes of numbers, the count of thresholds that are not above them, and the levels of the codes.
 
     values: [..., size] f32 on the CPU
     runs: how many of the `size` numbers a run has, a multiple of 8, and the bits of their codes; `size` in all
-    books: of the widths in `runs`
+    tables: of the widths in `runs`
 
     Returns u8 and f32, both of the shape of `values`. Raises ValueError for arguments that do not fit together.
     """
@@ -59,10 +37,10 @@ def nearest(
     if values.numel() == 0:
         return codes, levels
     numbers = (ctypes.c_int64 * (2 * len(runs)))(*(number for run in runs for number in run))
-    tensors = (values, books.thresholds, books.levels, codes, levels)
+    of_tables = (tables.thresholds.ctypes.data, tables.levels.ctypes.data)
     task = NearestTask(
         0, values.numel() // size, size, -(-TILE_NUMBERS // size), len(runs),
-        ctypes.addressof(numbers), *(tensor.data_ptr() for tensor in tensors),
+        ctypes.addressof(numbers), values.data_ptr(), *of_tables, codes.data_ptr(), levels.data_ptr(),
     )  # fmt: skip
     threads = torch.get_num_threads() if values.numel() >= LEAST_SHARED else 1
     cpu.run_task(NEAREST_KERNEL, ctypes.addressof(task), threads)

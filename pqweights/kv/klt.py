@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from pqweights.codecs.lloyd_max import codebook
-from pqweights.kernels.nearest import Codebooks, nearest
+from pqweights.kernels.code_tables import CodeTables, code_tables
+from pqweights.kernels.nearest import nearest
 from pqweights.kernels.restoring import scaled_levels
 from pqweights.kv.bits import pack, packed_bytes, unpack
 from pqweights.kv.quantizer import Parts
@@ -217,7 +218,7 @@ def _coded(normed: Tensor, runs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]
     """Return the packed codes of coefficients, [batch, heads, tokens, bytes] u8, and their levels in f32."""
     counts = [count for count, _ in runs]
     if normed.is_cpu:
-        codes, reached = nearest(normed, runs, _codebooks())
+        codes, reached = nearest(normed, runs, _code_tables())
         parts = list(codes.split(counts, dim=-1))
     else:
         tables = [_tables(bits, normed.device) for _, bits in runs]
@@ -236,7 +237,7 @@ def _scaled_levels(rows: Parts, runs: list[tuple[int, int]]) -> Tensor:
     """Return the levels of all codes, times the factors of their vectors, [batch, heads, tokens, used] f32."""
     packed, factors = rows["codes"], rows["factor"]
     if packed.is_cpu:
-        return scaled_levels(packed, factors, runs, _codebooks().levels)
+        return scaled_levels(packed, factors, runs, _code_tables())
     levels, at = [], 0
     for count, bits in runs:
         size = packed_bytes(count, bits)
@@ -247,9 +248,10 @@ def _scaled_levels(rows: Parts, runs: list[tuple[int, int]]) -> Tensor:
 
 
 @functools.cache
-def _codebooks() -> Codebooks:
-    """Return the levels of all widths, for kernels."""
-    return Codebooks({bits: _tables(bits, torch.device("cpu")) for bits in range(1, MOST_BITS + 1)})
+def _code_tables() -> CodeTables:
+    """Return the levels and thresholds of all widths, for kernels."""
+    found = {bits: _tables(bits, torch.device("cpu")) for bits in range(1, MOST_BITS + 1)}
+    return code_tables({bits: (levels.numpy(), thresholds.numpy()) for bits, (levels, thresholds) in found.items()})
 
 
 @functools.cache
