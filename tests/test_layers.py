@@ -60,6 +60,7 @@ OPTIONAL = {
         "pqweights.measure.activations",
         "pqweights.measure.inputs",
         "pqweights.kernels.attention",
+        "pqweights.kernels.nearest",
         "pqweights.measure.kv_channels",
         "pqweights.measure.kv_distribution",
         "pqweights.measure.kv_states",
@@ -102,6 +103,7 @@ OPTIONAL = {
         "pqweights.kernels.cpu_groups",
         "pqweights.kernels.cpu_importance",
         "pqweights.kernels.cpu_hadamard_scores",
+        "pqweights.kernels.cpu_nearest",
         "pqweights.kernels.cpu_polar_scores",
         "pqweights.kernels.cpu_products",
         "pqweights.kernels.cpu_restoring",
@@ -124,6 +126,7 @@ OPTIONAL = {
     "llvmlite": {
         "pqweights.kernels.code_levels",
         "pqweights.kernels.cpu_hadamard_scores",
+        "pqweights.kernels.cpu_nearest",
         "pqweights.kernels.cpu_polar_scores",
         "pqweights.kernels.cpu_products",
         "pqweights.kernels.cpu",

@@ -48,6 +48,7 @@ SOURCES = (
     "cpu_hadamard_scores.py",
     "cpu_importance.py",
     "cpu_kernels.py",
+    "cpu_nearest.py",
     "cpu_polar_scores.py",
     "cpu_products.py",
     "cpu_restoring.py",

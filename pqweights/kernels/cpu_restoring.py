@@ -13,7 +13,7 @@ import numpy as np
 from numba import carray, types
 from numba.extending import intrinsic
 
-from pqweights.kernels.attention_task import LEVELS_OF_WIDTH, MOST_SIZE, RESTORING_KERNEL, RESTORING_TASK_SIZE
+from pqweights.kernels.attention_task import LEVELS_OF_WIDTH, MOST_COEFFICIENTS, RESTORING_KERNEL, RESTORING_TASK_SIZE
 from pqweights.kernels.cpu_kernels import floats_and_bits
 from pqweights.kernels.cpu_products import PRODUCT, next_tile, norms_to_floats, pointer_in
 from pqweights.kernels.emit import (
@@ -35,9 +35,9 @@ from pqweights.kernels.jit import inlined
 from pqweights.kernels.vector import Table, stack
 
 # Tokens that are unpacked together, and the bytes that each takes unpacked.
-BLOCK, ROW = 32, MOST_SIZE + LANES
+BLOCK, ROW = 16, MOST_COEFFICIENTS + LANES
 # Bytes of the arrays on the stack.
-_PACKED, _UNPACKED, _FACTORS = BLOCK * MOST_SIZE + LANES, BLOCK * ROW, BLOCK * 4
+_PACKED, _UNPACKED, _FACTORS = BLOCK * MOST_COEFFICIENTS + LANES, BLOCK * ROW, BLOCK * 4
 
 
 def _make_copy_field(first: bool) -> Any:
@@ -182,7 +182,7 @@ def _restore(task_at: Any) -> None:
     halves = carray(pointer_in(task, 11), (heads - 1) * head_factors + tokens, np.uint16)
     levels = carray(pointer_in(task, 12), 9 * LEVELS_OF_WIDTH, np.float32)
     out = carray(pointer_in(task, 13), heads * tokens * used, np.float32)
-    packed = carray(stack(_PACKED), BLOCK * MOST_SIZE + LANES, np.uint8)
+    packed = carray(stack(_PACKED), BLOCK * MOST_COEFFICIENTS + LANES, np.uint8)
     unpacked = carray(stack(_UNPACKED), BLOCK * ROW, np.uint8)
     factors, factor_bits = floats_and_bits(stack(_FACTORS), BLOCK)
     tiles = (tokens + tile_tokens - 1) // tile_tokens

@@ -9,42 +9,41 @@ import torch
 
 from pqweights.kernels import cpu
 from pqweights.kernels.attention_task import (
-    LEVELS_OF_WIDTH,
-    MOST_SIZE,
+    MOST_COEFFICIENTS,
     RESTORING_KERNEL,
     RestoringTask,
     tile_length,
 )
+from pqweights.kernels.code_tables import CodeTables
 
 # Fewer coefficients are left to one thread, and a tile has at least this many tokens.
 LEAST_SHARED, LEAST_TILE = 1 << 16, 32
 
 
 def scaled_levels(
-    codes: torch.Tensor, factors: torch.Tensor, runs: Sequence[tuple[int, int]], levels: torch.Tensor
+    codes: torch.Tensor, factors: torch.Tensor, runs: Sequence[tuple[int, int]], tables: CodeTables
 ) -> torch.Tensor:
-    """Return levels[bits, code] * factor for the codes of vectors whose coefficients have different widths.
+    """Return level * factor for the codes of vectors whose coefficients have different widths.
 
     codes: [batch, heads, tokens, bytes] u8, the packed codes of one run after the other; there may be gaps between the
         tokens of one head and of the next
     factors: [batch, heads, tokens] f16
-    runs: how many coefficients each run has, a multiple of 8, and their bits, 1 to 8; up to 256 coefficients in all
-    levels: [9, 256] f32, by the bits of a code; for up to 3 bits, only the first 2**bits matter
+    runs: how many coefficients each run has, a multiple of 8, and their bits, 1 to 8; up to 1024 coefficients in all
+    tables: of the widths in `runs`
 
     Returns [batch, heads, tokens, coefficients] f32, the same bits for any number of threads. Raises ValueError for
     tensors that do not fit together.
     """
     batch, heads, tokens, size = codes.shape
     used = sum(count for count, _ in runs)
-    if any(count % 8 or count <= 0 or not 1 <= bits <= 8 for count, bits in runs) or used > MOST_SIZE:
-        raise ValueError(f"expected runs of multiples of 8 with 1 to 8 bits, {MOST_SIZE} at most in all, found {runs}")
+    if any(count % 8 or count <= 0 or not 1 <= bits <= 8 for count, bits in runs) or used > MOST_COEFFICIENTS:
+        raise ValueError(
+            f"expected runs of multiples of 8 with 1 to 8 bits, {MOST_COEFFICIENTS} at most in all, found {runs}"
+        )
     if size != sum(count * bits // 8 for count, bits in runs) or factors.shape != codes.shape[:3]:
         raise ValueError(f"expected codes of {runs} and a factor for each, found {codes.shape} and {factors.shape}")
     _check("codes", codes, torch.uint8)
     _check("factors", factors, torch.float16)
-    _check("levels", levels, torch.float32)
-    if levels.shape != (9, LEVELS_OF_WIDTH) or not levels.is_contiguous():
-        raise ValueError(f"expected levels [9, {LEVELS_OF_WIDTH}] without gaps, found {list(levels.shape)}")
     out = torch.empty((batch, heads, tokens, used), dtype=torch.float32)
     if out.numel() == 0:
         return out
@@ -58,7 +57,7 @@ def scaled_levels(
     numbers = (ctypes.c_int64 * (2 * len(runs)))(*(number for run in runs for number in run))
     task = RestoringTask(
         0, batch * heads, tokens, used, size, tile, codes.stride(0), factors.stride(0), len(runs),
-        ctypes.addressof(numbers), codes.data_ptr(), factors.data_ptr(), levels.data_ptr(), out.data_ptr(),
+        ctypes.addressof(numbers), codes.data_ptr(), factors.data_ptr(), tables.levels.ctypes.data, out.data_ptr(),
     )  # fmt: skip
     cpu.run_task(RESTORING_KERNEL, ctypes.addressof(task), threads)
     return out

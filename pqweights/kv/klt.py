@@ -14,6 +14,7 @@ of the coefficients are those of the first tokens. Each vector has a factor of i
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -21,7 +22,9 @@ import torch
 from torch import Tensor
 
 from pqweights.codecs.lloyd_max import codebook
-from pqweights.kernels.restoring import MOST_SIZE, scaled_levels
+from pqweights.kernels.code_tables import CodeTables, code_tables
+from pqweights.kernels.nearest import nearest
+from pqweights.kernels.restoring import scaled_levels
 from pqweights.kv.bits import pack, packed_bytes, unpack
 from pqweights.kv.quantizer import Parts
 from pqweights.kv.rope import RopePairs
@@ -148,23 +151,22 @@ class KarhunenLoeve:
 
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
         """See StateQuantizer."""
-        found = self._coefficients(states, start) - shared["mean"].float()[:, :, None]
-        order = shared["order"].long()[:, :, None].expand_as(found)
-        spread = shared["spread"].float()[:, :, None]
-        scaled = found.gather(-1, order) / spread
         runs = _runs(shared["widths"])
-        used = runs[-1][1] if runs else 0
-        rms = scaled[..., :used].square().mean(-1, keepdim=True).sqrt()
-        normed = scaled / torch.where(rms > 0, rms, 1)
-        codes, levels = [], []
-        for begin, end, bits in runs:
-            table, thresholds = _tables(bits, states.device)
-            code = torch.bucketize(normed[..., begin:end].contiguous(), thresholds, right=True)
-            codes.append(pack(code.to(torch.uint8), bits))
-            levels.append(table[code])
-        reached, weights = torch.cat(levels, dim=-1), spread[..., :used].square()
-        factor = (scaled[..., :used] * reached * weights).sum(-1) / (reached.square() * weights).sum(-1)
-        return {"codes": torch.cat(codes, dim=-1), "factor": factor.half()}
+        used = sum(count for count, _ in runs)
+        # The columns of the analysis that go with the coefficients in their order, so that each has the variance 1.
+        analysis = self._basis.analysis.to(states.device)
+        order, spread = shared["order"].long()[..., :used], shared["spread"].float()[..., :used]
+        columns = order[:, :, None].expand(-1, -1, analysis.shape[-1], -1)
+        chosen = analysis.expand(len(order), -1, -1, -1).gather(3, columns) / spread[:, :, None]
+        mean = shared["mean"].float().gather(-1, order) / spread
+        turned = states if self._turning is None else self._turning.turned(states, start, -1)
+        scaled = torch.baddbmm(mean.flatten(0, 1)[:, None], turned.flatten(0, 1), chosen.flatten(0, 1), beta=-1)
+        scaled = scaled.unflatten(0, states.shape[:2])
+        rms = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True) / math.sqrt(used)
+        codes, reached = _coded(scaled / torch.where(rms > 0, rms, 1), runs)
+        weighted = reached * spread.square()[:, :, None]
+        factor = torch.linalg.vecdot(scaled, weighted) / torch.linalg.vecdot(reached, weighted)
+        return {"codes": codes, "factor": factor.half()}
 
     def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
         """See StateQuantizer."""
@@ -200,39 +202,56 @@ def allocated(variances: Tensor, bits: float) -> list[int]:
     return widths
 
 
-def _runs(widths: Tensor) -> list[tuple[int, int, int]]:
-    """Return the ranges of coefficients with the same number of bits, as (begin, end, bits); none for no bits."""
-    runs: list[tuple[int, int, int]] = []
-    for number, bits in enumerate(widths[0, 0].tolist()):
-        begin = number * TOGETHER
-        if bits and runs and runs[-1][2] == bits and runs[-1][1] == begin:
-            runs[-1] = (runs[-1][0], begin + TOGETHER, bits)
-        elif bits:
-            runs.append((begin, begin + TOGETHER, bits))
+def _runs(widths: Tensor) -> list[tuple[int, int]]:
+    """Return how many coefficients have the same number of bits, in their order, and the bits; none without bits.
+
+    Widths only decrease, so that the coefficients without bits are the last ones.
+    """
+    runs: list[tuple[int, int]] = []
+    for bits, eights in itertools.groupby(widths[0, 0].tolist()):
+        if bits:
+            runs.append((TOGETHER * len(list(eights)), bits))
     return runs
 
 
-def _scaled_levels(rows: Parts, runs: list[tuple[int, int, int]]) -> Tensor:
+def _coded(normed: Tensor, runs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """Return the packed codes of coefficients, [batch, heads, tokens, bytes] u8, and their levels in f32."""
+    counts = [count for count, _ in runs]
+    if normed.is_cpu:
+        codes, reached = nearest(normed, runs, _code_tables())
+        parts = list(codes.split(counts, dim=-1))
+    else:
+        tables = [_tables(bits, normed.device) for _, bits in runs]
+        pieces = [part.contiguous() for part in normed.split(counts, dim=-1)]
+        parts = [
+            torch.bucketize(piece, thresholds, right=True).to(torch.uint8)
+            for piece, (_, thresholds) in zip(pieces, tables, strict=True)
+        ]
+        levels = [table[part.int()] for part, (table, _) in zip(parts, tables, strict=True)]
+        reached = torch.cat(levels, dim=-1)
+    packed = [pack(part, bits) for part, (_, bits) in zip(parts, runs, strict=True)]
+    return torch.cat(packed, dim=-1), reached
+
+
+def _scaled_levels(rows: Parts, runs: list[tuple[int, int]]) -> Tensor:
     """Return the levels of all codes, times the factors of their vectors, [batch, heads, tokens, used] f32."""
     packed, factors = rows["codes"], rows["factor"]
-    if packed.is_cpu and sum(end - begin for begin, end, _ in runs) <= MOST_SIZE:
-        return scaled_levels(packed, factors, [(end - begin, bits) for begin, end, bits in runs], _all_levels())
+    if packed.is_cpu:
+        return scaled_levels(packed, factors, runs, _code_tables())
     levels, at = [], 0
-    for begin, end, bits in runs:
-        size = packed_bytes(end - begin, bits)
+    for count, bits in runs:
+        size = packed_bytes(count, bits)
         table, _ = _tables(bits, packed.device)
-        levels.append(table[unpack(packed[..., at : at + size], bits, end - begin).int()])
+        levels.append(table[unpack(packed[..., at : at + size], bits, count).int()])
         at += size
     return torch.cat(levels, dim=-1) * factors.float()[..., None]
 
 
 @functools.cache
-def _all_levels() -> Tensor:
-    """Return the levels of all widths, [9, 256] f32."""
-    result = torch.zeros(MOST_BITS + 1, 1 << MOST_BITS)
-    for bits in range(1, MOST_BITS + 1):
-        result[bits, : 1 << bits] = _tables(bits, torch.device("cpu"))[0]
-    return result
+def _code_tables() -> CodeTables:
+    """Return the levels and thresholds of all widths, for kernels."""
+    found = {bits: _tables(bits, torch.device("cpu")) for bits in range(1, MOST_BITS + 1)}
+    return code_tables({bits: (levels.numpy(), thresholds.numpy()) for bits, (levels, thresholds) in found.items()})
 
 
 @functools.cache

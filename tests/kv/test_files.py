@@ -13,7 +13,6 @@ from cached_models import causal, hybrid_model, layer_states, one_by_one, read, 
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import DynamicCache
 
 import pqweights
 from pqweights.errors import OptionError, OutputError, SourceError
