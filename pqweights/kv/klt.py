@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from pqweights.codecs.lloyd_max import codebook
-from pqweights.kernels.restoring import MOST_SIZE, scaled_levels
+from pqweights.kernels.attention_task import MOST_SIZE
+from pqweights.kernels.restoring import scaled_levels
 from pqweights.kv.bits import pack, packed_bytes, unpack
 from pqweights.kv.quantizer import Parts
 from pqweights.kv.rope import RopePairs
