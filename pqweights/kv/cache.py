@@ -59,7 +59,8 @@ class KVCache(Cache):
         for layer in self.packed_layers:
             for states in layer.states if layer.is_initialized else ():
                 window = states.window
-                assert window is not None
+                if window is None:
+                    continue
                 bits += 8 * states.packed_bytes() + 16 * window.numel()
                 batch, heads, _, size = window.shape
                 count += batch * heads * states.tokens * size
@@ -70,8 +71,8 @@ class KVCache(Cache):
         count = 0
         for layer in self.packed_layers:
             for states in layer.states if layer.is_initialized else ():
-                assert states.window is not None
-                count += states.window.shape[1] * states.window.shape[3]
+                if states.window is not None:
+                    count += states.window.shape[1] * states.window.shape[3]
         return count
 
     def _tensors(self) -> Iterator[Tensor]:

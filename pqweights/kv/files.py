@@ -19,14 +19,14 @@ from torch import Tensor
 from transformers.cache_utils import DummyLayer, DynamicSlidingWindowLayer
 
 from pqweights.errors import OptionError, OutputError, SourceError
-from pqweights.kv.bases import digest
+from pqweights.kv.bases import is_same_summary, summary
 from pqweights.kv.cache import KVCache, kv_cache
 from pqweights.kv.layer import PackedLayer
 from pqweights.kv.model import CachedModel
 from pqweights.kv.saved import SavedParts, shown
 from pqweights.kv.spec import parse_spec
 from pqweights.kv.states import Chunk, PackedStates, used_rows
-from pqweights.strict_json import parse_json
+from pqweights.strict_json import is_number, parse_json
 
 KEY = "pqweights_kv"
 VERSION = 1
@@ -98,7 +98,7 @@ def load_kv_cache(path: str | os.PathLike[str], model: Any, *, on_codes: bool = 
     expected = _identity(cache)
     for name in (*IDENTITY, WEIGHTS):
         found = about["model"].get(name)
-        if found != expected.get(name):
+        if not _agrees(name, found, expected.get(name)):
             raise SourceError(f"{file}: it is the cache of another model: {name} is {shown(found)}, that of this model "
                               f"{shown(expected.get(name))}")  # fmt: skip
     dtype = None if getattr(model, "config", None) is None else model.dtype
@@ -137,9 +137,16 @@ def _identity(cache: KVCache) -> dict[str, Any]:
     model: CachedModel = cache.model
     found = {name: getattr(model.config, name) for name in IDENTITY if getattr(model.config, name, None) is not None}
     if cache.bases:
-        found[WEIGHTS] = digest(dict(cache.bases))
+        found[WEIGHTS] = summary(dict(cache.bases))
     plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
     return plain
+
+
+def _agrees(name: str, found: Any, expected: Any) -> bool:
+    """Whether what a file says of its model is what the model says."""
+    if name != WEIGHTS or not isinstance(found, list) or not isinstance(expected, list):
+        return bool(found == expected)
+    return all(is_number(each) for each in found) and is_same_summary(found, expected)
 
 
 def _saved_layer(number: int, layer: Any, tensors: dict[str, Tensor]) -> dict[str, Any] | None:

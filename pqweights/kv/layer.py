@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from pqweights.errors import OptionError
 from pqweights.kv.klt import LayerBases
@@ -73,9 +73,11 @@ class PackedLayer(DynamicLayer):
 
     @property
     def batch_size(self) -> int:
-        """How many sequences the layer holds."""
-        window = self.states[0].window
-        return 0 if window is None else window.shape[0]
+        """How many sequences the layer holds. Raises AttributeError for an empty layer, as transformers expects."""
+        window = None if self.packed_keys is None else self.packed_keys.window
+        if window is None:
+            raise AttributeError("an empty layer has no batch size")
+        return window.shape[0]
 
     def get_seq_length(self) -> int:
         """Return how many tokens the layer holds."""
@@ -129,7 +131,7 @@ class PackedLayer(DynamicLayer):
                 states.each(lambda part: part.to(device, non_blocking=True))
 
 
-class PackedHybridLayer(LinearAttentionLayer, PackedLayer):
+class PackedHybridLayer(LinearAttentionAndFullAttentionLayer, PackedLayer):
     """A layer with full attention and a recurrent state beside it, of which only keys and values are packed."""
 
     is_compileable = False

@@ -18,6 +18,9 @@ from pqweights.kv.bits import pack, unpack
 from pqweights.kv.quantizer import TOKENS_TOGETHER, Parts
 from pqweights.kv.rope import RopePairs
 
+# A later radius may be cut by this factor. New scales for every pair that exceeds its own by a little would come with
+# nearly every 32 tokens, as there are many pairs; the cut is no larger than what rounding the angle to 4 bits does.
+OVERSHOOT = 1.125
 # Sizes of keys that the kernel takes are multiples of this.
 UNIT = 8
 
@@ -35,15 +38,14 @@ class PolarPairs:
         self.pairs, self.angle_bits, self.radius_bits = pairs, angle_bits, radius_bits
 
     def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
-        """See StateQuantizer. New scales are taken only when a radius is nearer to a code that the old ones lack."""
+        """See StateQuantizer. New scales are taken only when a radius exceeds the old ones by more than OVERSHOOT."""
         x, y = self.pairs.split(states)
         scale = (torch.hypot(x, y).amax(2) / ((1 << self.radius_bits) - 1)).half()
         if shared is None:
             return {"scale": scale}
         known = shared["scale"]
-        largest = (1 << self.radius_bits) - 1
-        reached = scale.float() * largest <= known.float() * (largest + 0.5)
-        return shared if bool(reached.all()) else {"scale": torch.maximum(scale, known)}
+        reached = bool((scale.float() <= known.float() * OVERSHOOT).all())
+        return shared if reached else {"scale": torch.maximum(scale, known)}
 
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
         """See StateQuantizer."""
