@@ -90,6 +90,7 @@ OPTIONAL = {
         "pqweights.kv.recursive",
         "pqweights.kv.rope",
         "pqweights.kv.rotation",
+        "pqweights.kv.saved",
         "pqweights.kv.scalar",
         "pqweights.kv.states",
         "pqweights.kv.uniform",

@@ -47,11 +47,8 @@ def summary(bases: dict[int, LayerBases]) -> list[float]:
 
     They depend on the machine in their last digits only; `is_same_summary` compares them.
     """
-    found = []
-    for _, layer in sorted(bases.items()):
-        for basis in (layer.keys, layer.values):
-            found.append(round(float(basis.variances.double().log().mean()), 6))
-    return found
+    both = [basis for _, layer in sorted(bases.items()) for basis in (layer.keys, layer.values)]
+    return [round(float(basis.variances.double().log().mean()), 6) for basis in both]
 
 
 def is_same_summary(first: Sequence[float], second: Sequence[float]) -> bool:
