@@ -138,14 +138,11 @@ def test_generate_of_transformers_gives_the_same_tokens(beams: int, llama: Any) 
     assert generated(on_codes=True) == generated()
 
 
-def test_layers_beside_packed_ones_attend_as_before() -> None:
-    """Sliding windows, recurrent states, and caches of transformers."""
+def test_sliding_layers_beside_packed_ones_attend_as_before() -> None:
     net = causal("Qwen3", num_hidden_layers=4, sliding_window=32, use_sliding_window=True, max_window_layers=2)
     before, after = caches(net, "hadamard:4", tokens(1, PROMPT))
     assert len(after.packed_layers) == 2 < len(after.layers)
     check_alike(net, "hadamard:4", before, after)
-    hybrid = hybrid_model()
-    check_alike(hybrid, "hadamard:4", *caches(hybrid, "hadamard:4", tokens(1, PROMPT)))
 
 
 def test_other_caches_compute_what_they_did() -> None:
@@ -204,6 +201,10 @@ def test_models_that_attend_in_their_own_way_restore(name: str, changed: Any) ->
     net = causal(name, **changed)
     check_falls_back(net, "hadamard:4")
     assert net.config._attn_implementation != NAME
+
+
+def test_a_model_of_which_transformers_replaces_no_attention_restores() -> None:
+    check_falls_back(hybrid_model(), "hadamard:4")
 
 
 def test_sinks_and_masks_of_heads_restore(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
