@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv quantize fit int4 mlx vllm bf16 eval publish demo test test-fast lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-attention bench-loading bench-running bench-gpu bench-quality bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bad-inputs docs docs-commands dist clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 eval publish demo test test-fast lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-attention bench-kv bench-loading bench-running bench-gpu bench-quality bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bad-inputs docs docs-commands dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -145,6 +145,10 @@ bench-loading: $(READY) ## a master in transformers, packed and not: time and me
 
 bench-attention: $(READY) ## products with packed keys and values beside BF16
 	$(call BENCHMARK,attention) $(ARGS)
+	$(REPORT)
+
+bench-kv: $(READY) ## quantized caches on the models of ARGS="MODEL_DIR..."
+	$(call BENCHMARK,kv_cache) $(ARGS)
 	$(REPORT)
 
 bench-running: $(READY) ## products and tokens of packed masters beside BF16 and, with ARGS="--llama-cpp PYTHON", llama.cpp

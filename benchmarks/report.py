@@ -24,6 +24,7 @@ import commands
 import exports
 import fit
 import hub
+import kv_cache
 import loading
 import numpy as np
 import peers
@@ -51,6 +52,7 @@ SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
     "loading": loading.sections,
     "running": running.sections,
     "attention": attention.sections,
+    "kv_cache": kv_cache.sections,
     "quality": quality.sections,
     "calibrated": calibrated.sections,
     "hub": hub.sections,

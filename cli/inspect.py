@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,7 @@ import typer
 
 from . import options, output, report
 from .report_errors import integer_form_lines, quality_lines
+from .report_kv import kv_lines
 from .report_summary import action_text, is_summarized, summary_table
 from .tables import table, wrapped
 
@@ -25,7 +27,7 @@ FolderOrSource = Annotated[
     typer.Argument(
         metavar="DIR",
         help="Master or export written by pqweights: a folder, or ORG/NAME on the Hub. With --distribution, any "
-        "checkpoint.",
+        "checkpoint; with --kv, any of a language model.",
     ),
 ]
 DistributionOption = Annotated[
@@ -33,6 +35,40 @@ DistributionOption = Annotated[
     typer.Option(
         "--distribution",
         help="Measure instead how close the weights of a checkpoint are to Gaussian, before and after the rotation.",
+    ),
+]
+KVOption = Annotated[
+    bool,
+    typer.Option(
+        "--kv",
+        help="Measure instead the keys and values that a language model computes for --text: how Gaussian they are, "
+        "before and after preconditioning, and the outlier channels of keys.",
+    ),
+]
+TextOption = Annotated[
+    Path | None, typer.Option("--text", metavar="FILE", help="With --kv: UTF-8 text for the model to read.")
+]
+MaxTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens",
+        min=2,
+        help="With --kv: number of tokens to read from the start of the text.",
+        show_default="2048, or the model's limit if smaller",
+    ),
+]
+TokenizerOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tokenizer", metavar="DIR", help="With --kv: folder of the tokenizer.", show_default="the model's own"
+    ),
+]
+DeviceOption = Annotated[
+    options.Device | None,
+    typer.Option(
+        "--device",
+        help="With --kv: device to run the model on; auto uses a GPU if there is one.",
+        show_default="cpu",
     ),
 ]
 PlotOption = Annotated[
@@ -44,6 +80,11 @@ PlotOption = Annotated[
 def command(
     folder: FolderOrSource,
     distribution: DistributionOption = False,
+    kv: KVOption = False,
+    text: TextOption = None,
+    max_tokens: MaxTokensOption = None,
+    tokenizer: TokenizerOption = None,
+    device: DeviceOption = None,
     summary: options.SummaryOption = None,
     plot: PlotOption = None,
     threads: options.ThreadsOption = None,
@@ -57,7 +98,17 @@ def command(
     with output.errors(quiet=quiet):
         from pqweights.checkpoint.names import MANIFEST_FILE
 
-        if distribution:
+        of_kv = {"--text": text, "--max-tokens": max_tokens, "--tokenizer": tokenizer, "--device": device}
+        others = {"--distribution": distribution or None, "--summary": summary, "--threads": threads}
+        _check_kv(kv, of_kv, others | {"--allow-pickle": allow_pickle or None})
+        if kv:
+            assert text is not None
+            found = options.fetched(folder, options.access(revision, token))
+            reading = _KeysAndValues(
+                text=text, max_tokens=max_tokens, tokenizer=tokenizer, device=device, plot=plot, json=json
+            )
+            _show_kv(found.path, reading)
+        elif distribution:
             found = options.fetched(folder, options.access(revision, token))
             asked = _Distributions(
                 threads=options.thread_count(threads), allow_pickle=allow_pickle, plot=plot, json=json
@@ -68,6 +119,61 @@ def command(
             shown = _show_folder(found.path, plot, summary=summary, json=json)
             if found.origin is None:
                 report.warn_of_broken_files(found.path, shown.manifest)
+
+
+def _check_kv(kv: bool, of_kv: Mapping[str, object], others: Mapping[str, object]) -> None:
+    """Raise OptionError for options that mean nothing with --kv, or without it; an option that is None was not given.
+
+    of_kv: the options of --kv, of which --text is needed
+    others: the options of the other forms of the command
+    """
+    from pqweights.errors import OptionError
+
+    wrong = next((name for name, value in (others if kv else of_kv).items() if value is not None), None)
+    if wrong is not None:
+        raise OptionError(f"{wrong}: means nothing {'with' if kv else 'without'} --kv; leave it out"
+                          f"{'' if kv else ', or add --kv'}")  # fmt: skip
+    if kv and of_kv["--text"] is None:
+        raise OptionError("--kv: expected --text FILE, a text for the model to read")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _KeysAndValues:
+    """How keys and values are measured and shown.
+
+    text: what the model reads
+    max_tokens, tokenizer, device: as in StatesOptions; None for its defaults
+    plot: where to plot the distributions, if anywhere
+    json: whether to print JSON
+    """
+
+    text: Path
+    max_tokens: int | None
+    tokenizer: Path | None
+    device: options.Device | None
+    plot: Path | None
+    json: bool
+
+
+def _show_kv(model: Path, asked: _KeysAndValues) -> None:
+    from pqweights.measure.kv_distribution import measure_kv
+    from pqweights.measure.kv_states import StatesOptions
+    from pqweights.runtimes.texts import read_text
+
+    options.check_plot(asked.plot)
+    words = read_text(asked.text)
+    device = (asked.device or options.Device.CPU).value
+    reading = StatesOptions(max_tokens=asked.max_tokens, tokenizer=asked.tokenizer, device=device)
+    with output.progress("measuring", unit="layers") as progress:
+        found = measure_kv(model, words, reading, progress=progress)
+    if asked.plot is not None:
+        from pqweights.plots.kv import plot_kv
+
+        plot_kv(found, asked.plot)
+    if asked.json:
+        output.print_json(found.to_json())
+    else:
+        typer.echo("\n".join(kv_lines(found)))
 
 
 def _show_folder(folder: Path, plot: Path | None, *, summary: bool | None, json: bool) -> Inspection:

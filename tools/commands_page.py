@@ -36,16 +36,20 @@ PAGES = {
     "quantize": (("Recipes", "../recipes/README.md"), ("Fitting a size", "fit.md"), ("The method", "method.md")),
     "plan": (("Recipes", "../recipes/README.md"), ("Fitting a size", "fit.md")),
     "recipes": (("Recipes", "../recipes/README.md"),),
-    "inspect": (("The format", "format.md"),),
+    "inspect": (("The format", "format.md"), ("KV caches", "kv-cache.md")),
     "verify": (("The format", "format.md"), ("Bad inputs", "bad-inputs.md")),
     "export": (("Exports", "exports.md"),),
-    "generate": (("Generating text", "generate.md"), ("Loading masters", "loading.md")),
+    "generate": (
+        ("Generating text", "generate.md"),
+        ("KV caches", "kv-cache.md"),
+        ("Loading masters", "loading.md"),
+    ),
     "card": (("The model card", "card.md"),),
     "push": (("The Hub", "hub.md"), ("The model card", "card.md")),
     "sensitivity": (("Fitting a size", "fit.md"),),
     "calibrate": (("Activation-aware scales", "awq.md"),),
     "ablate": (("Measured quality", "quality.md"),),
-    "eval": (("Evaluation", "evaluation.md"),),
+    "eval": (("Evaluation", "evaluation.md"), ("KV caches", "kv-cache.md")),
 }
 VALUES = {int: "N", float: "X", str: "TEXT"}
 

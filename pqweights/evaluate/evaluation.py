@@ -14,7 +14,7 @@ from pqweights.evaluate.protocol import Scores, Windows, compare
 from pqweights.evaluate.report import EvaluationReport, EvaluationSettings, ModelScores
 from pqweights.evaluate.speed import Speed, measure_speed
 from pqweights.notices import slow_step
-from pqweights.runtimes.cached import MEASURED_QUERIES, CacheFigures, check_spec
+from pqweights.runtimes.cached import MEASURED_QUERIES, CachedRun, CacheFigures, check_spec
 from pqweights.runtimes.folders import Folder, Size, read_folder, size
 from pqweights.runtimes.models import AUTO, DTYPES, Model, check_options, choose_device, open_model
 from pqweights.runtimes.texts import Ids, check_vocabulary, tokenize
@@ -242,9 +242,9 @@ def _score_caches(
     job: _EvaluationJob, folder: Folder, model: Model, *, base: Model | None, before: int
 ) -> list[_Computed]:
     """Score a model with each of the quantized caches; without a reference, beside and after itself."""
-    if model.cached is None:
+    if model.net is None:
         raise EvaluationError(f"{folder.path}: --kv-cache: {model.runtime} has a cache of its own")
-    runs = [model.cached(spec) for spec in job.options.kv_caches]
+    runs = [CachedRun(model.net, spec) for spec in job.options.kv_caches]
     rows = []
     for number, run in enumerate(runs):
         with_cache = replace(model, logits=run.logits)

@@ -109,9 +109,9 @@ class Generator:
     def _quantize_cache(self, spec: str) -> None:
         """Let the model generate with a quantized cache."""
         assert self._model is not None
-        if self._model.cached is None:
+        if self._model.net is None:
             raise GenerationError(f"{self._folder.path}: --kv-cache: {self._model.runtime} has a cache of its own")
-        self._run = self._model.cached(spec)
+        self._run = CachedRun(self._model.net, spec)
         self._model = replace(self._model, stepper=self._run.stepper())
 
     def check(self, prompt: str, name: str = "--prompt") -> Ids:

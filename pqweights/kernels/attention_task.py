@@ -1,4 +1,4 @@
-"""What the attention kernels are asked to do: limits, and the memory in which a call is described."""
+"""What the kernels for packed keys and values are asked to do: limits, and the memory that describes a call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,15 @@ POLAR_KERNELS = tuple(f"polar_scores_{angle}{radius}" for angle, radius in POLAR
 TOKEN_WIDTHS = (2, 3, 4, 8)
 VALUE_KERNELS = tuple(f"weighted_values_{bits}" for bits in TOKEN_WIDTHS)
 HADAMARD_KERNELS = tuple(f"hadamard_scores_{bits}" for bits in TOKEN_WIDTHS)
-ATTENTION_KERNELS = (*POLAR_KERNELS, *VALUE_KERNELS, *HADAMARD_KERNELS)
+RESTORING_KERNEL, NEAREST_KERNEL = "restore_levels", "nearest_levels"
+ATTENTION_KERNELS = (*POLAR_KERNELS, *VALUE_KERNELS, *HADAMARD_KERNELS, RESTORING_KERNEL, NEAREST_KERNEL)
+# Room for the levels of each width of transform codes.
+LEVELS_OF_WIDTH = 256
+# Where the thresholds begin that come into question for a bit of a code, the highest first, each in whole vectors.
+STEP_STARTS = (0, 16, 32, 48, 64, 80, 112, 176)
+THRESHOLDS_OF_WIDTH = 176 + 128
+# The most coefficients of a vector whose levels are restored.
+MOST_COEFFICIENTS = 1024
 
 
 class PolarTask(ctypes.Structure):
@@ -78,7 +86,47 @@ class TokenTask(ctypes.Structure):
     )
 
 
+class RestoringTask(ctypes.Structure):
+    """What the kernel RESTORING_KERNEL reads, in the same way. Arrays are those of `restoring.scaled_levels`."""
+
+    _fields_ = (
+        ("next_tile", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("tokens", ctypes.c_int64),
+        ("used", ctypes.c_int64),  # coefficients of a token
+        ("stride", ctypes.c_int64),  # bytes of a token
+        ("tile_tokens", ctypes.c_int64),
+        ("head_bytes", ctypes.c_int64),  # from the codes of one head to those of the next
+        ("head_factors", ctypes.c_int64),
+        ("run_count", ctypes.c_int64),
+        ("runs", ctypes.c_void_p),  # i64 [runs, 2]: coefficients and bits
+        ("codes", ctypes.c_void_p),
+        ("factors", ctypes.c_void_p),
+        ("levels", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+    )
+
+
+class NearestTask(ctypes.Structure):
+    """What the kernel NEAREST_KERNEL reads, in the same way. Arrays are those of `nearest.nearest`."""
+
+    _fields_ = (
+        ("next_tile", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("tile_rows", ctypes.c_int64),
+        ("run_count", ctypes.c_int64),
+        ("runs", ctypes.c_void_p),  # i64 [runs, 2]: numbers and bits
+        ("values", ctypes.c_void_p),
+        ("thresholds", ctypes.c_void_p),
+        ("levels", ctypes.c_void_p),
+        ("codes", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+    )
+
+
 POLAR_TASK_SIZE, TOKEN_TASK_SIZE = len(PolarTask._fields_), len(TokenTask._fields_)
+RESTORING_TASK_SIZE, NEAREST_TASK_SIZE = len(RestoringTask._fields_), len(NearestTask._fields_)
 
 
 def tile_length(items: int, *, heads: int, threads: int, least: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,15 +19,19 @@ class _Comparison:
     """Attention computed twice: with keys and values as they are, and as a cache returns them."""
 
     def __init__(self, cache: KVCache, queries: int) -> None:
-        self._cache, self._queries = cache, queries
+        self._layers, self._queries = cache.layers, queries
         self.error = self.energy = 0.0
+
+    def end(self) -> None:
+        """Let go of the cache, because transformers keeps every attention function that it was given."""
+        self._layers = []
 
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
         options["scaling"] = options.get("scaling") or query.shape[-1] ** -0.5
         found = _attention(query, key, value, attention_mask, options)
-        layer = self._cache.layers[module.layer_idx]
+        layer = self._layers[module.layer_idx]
         if isinstance(layer, PackedLayer):
             before = key.shape[2] - self._queries
             layer.update(key[:, :, :before], value[:, :, :before])
@@ -57,26 +60,29 @@ def attention_error(net: Any, cache: KVCache, ids: Tensor, queries: int) -> floa
     before = net.config._attn_implementation
     net.set_attn_implementation(MEASURED)
     try:
-        net(ids, past_key_values=DynamicCache(config=net.config.get_text_config(decoder=True)), use_cache=True)
+        with torch.no_grad():
+            net(ids, past_key_values=DynamicCache(config=net.config.get_text_config(decoder=True)), use_cache=True)
     finally:
         net.set_attn_implementation(before)
+        comparison.end()
     return comparison.error / comparison.energy if comparison.energy else None
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Mapping[str, Any]) -> Tensor:
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
     """Return softmax(query key^T) value, [batch, tokens, heads, size].
 
-    options: scaling, and of models that have them softcap, and s_aux, a further score for each head with no value
+    options: what transformers gives an attention function: the factor of the scores, the bound of Gemma 2 on them,
+        and the sinks of gpt-oss, which take their share of the softmax
     """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = (query @ key.transpose(-1, -2)).float() * options["scaling"]
-    softcap, sinks = options.get("softcap"), options.get("s_aux")
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    bound, sinks = options.get("softcap"), options.get("s_aux")
+    if bound is not None:
+        scores = torch.tanh(scores / bound) * bound
     if mask is not None:
         scores = scores + mask[..., : key.shape[2]]
     if sinks is not None:
-        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+        scores = torch.cat([scores, sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., : key.shape[2]]
     return (weights.to(value.dtype) @ value).transpose(1, 2)

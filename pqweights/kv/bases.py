@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from pqweights.errors import OptionError
-from pqweights.kv.klt import Basis, LayerBases, Turning
+from pqweights.kv.klt import LayerBases, StateBasis, Turning
 from pqweights.kv.model import FULL, HYBRID, CachedModel
 from pqweights.kv.rope import RopePairs
 
 # Directions that the weights leave out keep this share of the mean variance, so that every covariance is invertible.
 LEAST_SHARE = 1e-4
+# Models whose layers with full attention have no RoPE if others have a sliding window.
+ROTATED_WINDOWS_ONLY = ("cohere2", "exaone4", "exaone_moe")
 
 
 def model_bases(net: Any, model: CachedModel) -> dict[int, LayerBases]:
@@ -35,7 +37,8 @@ def model_bases(net: Any, model: CachedModel) -> dict[int, LayerBases]:
                 f"KV cache klt: {model.config.model_type}: layer {number}: expected q_proj, k_proj, v_proj and o_proj, "
                 "from which the transform is made; take hadamard"
             )
-        result[number] = _layer_bases(*found[number], _key_heads(model.config), _turning(net, model, number))
+        turning = _turning(net, model, number, found[number][0])
+        result[number] = _layer_bases(*found[number], _key_heads(model.config), turning)
     return result
 
 
@@ -66,12 +69,14 @@ def _output(attention: Any) -> Any:
 
 
 def _layer_bases(attention: Any, parent: Any, heads: int, turning: Turning | None) -> LayerBases:
-    """Return the bases of a layer. heads: those of keys"""
+    """Return the bases of a layer. heads: those of keys, as the configuration says"""
     with torch.no_grad():
         size = attention.head_dim
         gain = _norm_gain(parent, attention)
         query_weight, keys, values = (each * gain for each in _projections(attention, heads))
-        key_heads, value_heads = keys.unflatten(0, (heads, size)), values.unflatten(0, (heads, -1))
+        key_heads = keys.unflatten(0, (-1, size))
+        heads = len(key_heads)  # not all models follow their configuration
+        value_heads = values.unflatten(0, (heads, -1))
         queries = query_weight.unflatten(0, (heads, -1, size))
         output = _weight(_output(attention))
         if queries.shape[1] * heads * value_heads.shape[1] == 2 * output.shape[1]:  # each head's queries, then its gate
@@ -85,7 +90,7 @@ def _layer_bases(attention: Any, parent: Any, heads: int, turning: Turning | Non
         return LayerBases(_basis(of_keys, of_queries), _basis(of_values, of_outputs), turning)
 
 
-def _basis(covariance: Tensor, measure: Tensor) -> Basis:
+def _basis(covariance: Tensor, measure: Tensor) -> StateBasis:
     """Return the transform of a covariance for errors that are measured by e^T measure e, both [heads, size, size]."""
     values, vectors = torch.linalg.eigh(measure.double())
     # Of the measure only its directions matter; with a mean of one, coefficients have the size of states.
@@ -94,9 +99,17 @@ def _basis(covariance: Tensor, measure: Tensor) -> Basis:
     root = vectors * values.sqrt()[:, None] @ vectors.transpose(-1, -2)
     inverse = vectors * values.rsqrt()[:, None] @ vectors.transpose(-1, -2)
     variances, turned = torch.linalg.eigh(root @ covariance.double() @ root)
-    variances = variances.clamp(min=0) + LEAST_SHARE * variances.mean(-1, keepdim=True)
+    turned = turned * _signs(turned)
+    mean = variances.mean(-1, keepdim=True)
+    variances = variances.clamp(min=0) + torch.where(mean > 0, LEAST_SHARE * mean, 1)  # weights may be zero
     synthesis = turned.transpose(-1, -2) @ inverse
-    return Basis((root @ turned).float(), synthesis.float(), variances.float())
+    return StateBasis((root @ turned).float(), synthesis.float(), variances.float())
+
+
+def _signs(vectors: Tensor) -> Tensor:
+    """Return the signs that make the columns of matrices the same on every machine, [heads, 1, size]."""
+    reference = torch.arange(vectors.shape[-2], dtype=vectors.dtype, device=vectors.device).cos()
+    return torch.where(reference @ vectors < 0, -1.0, 1.0).to(vectors.dtype)[:, None]
 
 
 def _key_heads(config: Any) -> int:
@@ -139,11 +152,11 @@ def _norm_gain(parent: Any, attention: Any) -> Tensor | float:
 def _gain(norm: Any, weight: Any) -> Tensor:
     """Return what a norm multiplies each coordinate by, [size] f32: its weight, or 1 + weight.
 
-    It shows in what the norm makes of ones and minus ones.
+    It shows in what the norm makes of ones and minus ones, and of the opposite, which leaves out its bias.
     """
     signs = torch.ones_like(weight)
     signs[1::2] = -1
-    gain: Tensor = norm(signs[None])[0].float().abs()
+    gain: Tensor = (norm(signs[None]) - norm(-signs[None]))[0].float().abs() / 2
     return gain
 
 
@@ -157,15 +170,27 @@ def _head_gain(attention: Any, name: str, size: int) -> Tensor:
     norm = getattr(attention, name, None)
     weight = getattr(norm, "weight", None)
     known = norm is not None and weight is not None and weight.numel() == size
-    return _gain(norm, weight) if known else torch.ones(size)
+    return _gain(norm, weight) if known else torch.ones(size, device=_weight(_output(attention)).device)
 
 
-def _turning(net: Any, model: CachedModel, number: int) -> Turning | None:
-    """Return the angles of RoPE in a layer."""
+def _turning(net: Any, model: CachedModel, number: int, attention: Any) -> Turning | None:
+    """Return the angles of RoPE in a layer; None for a layer without it."""
+    if model.pairs is None or not _is_rotated(model, number, attention):
+        return None
     names = ("inv_freq", f"{model.layers[number]}_inv_freq")
-    buffers = (getattr(module, name, None) for module in net.modules() for name in names)
+    # A tower for images has angles of its own, which come first.
+    decoder = net.get_decoder() if hasattr(net, "get_decoder") else net
+    buffers = (getattr(module, name, None) for module in decoder.modules() for name in names)
     frequencies = next((found for found in buffers if isinstance(found, Tensor) and found.dim() == 1), None)
-    if frequencies is None or model.pairs is None:
+    if frequencies is None or 2 * len(frequencies) > model.size:
         return None
     pairs = RopePairs(model.size, 2 * len(frequencies), model.pairs.interleaved)
     return Turning(pairs, frequencies.detach().clone().cpu())
+
+
+def _is_rotated(model: CachedModel, number: int, attention: Any) -> bool:
+    """Whether RoPE turns the keys of a layer in a model that has RoPE."""
+    if model.config.model_type in ROTATED_WINDOWS_ONLY and any(kind != FULL for kind in model.layers):
+        return False
+    listed = getattr(model.config, "no_rope_layers", None)  # in spite of the name, 1 stands for layers with RoPE
+    return bool(getattr(attention, "use_rope", True) and (not listed or listed[number]))

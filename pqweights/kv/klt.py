@@ -14,6 +14,7 @@ of the coefficients are those of the first tokens. Each vector has a factor of i
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -21,6 +22,9 @@ import torch
 from torch import Tensor
 
 from pqweights.codecs.lloyd_max import codebook
+from pqweights.kernels.code_tables import CodeTables, code_tables
+from pqweights.kernels.nearest import nearest
+from pqweights.kernels.restoring import scaled_levels
 from pqweights.kv.bits import pack, packed_bytes, unpack
 from pqweights.kv.quantizer import Parts
 from pqweights.kv.rope import RopePairs
@@ -34,10 +38,12 @@ ONE_BIT = math.sqrt(2 / math.pi)
 # How many tokens what the weights say of variances, and a mean of zero, count for beside the first tokens.
 PRIOR_VARIANCE, PRIOR_MEAN = 16, 4
 FIRST_TOKENS = 64
+# Positions for which angles are computed at once.
+MORE_POSITIONS = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class Basis:
+class StateBasis:
     """The transform of the keys or values of a layer.
 
     analysis: [heads, size, size] f32, by which rows of states are multiplied
@@ -50,6 +56,31 @@ class Basis:
     variances: Tensor
 
 
+class _Angles:
+    """Cosines and sines of the angles of all positions up to the last that was asked for, on one device."""
+
+    def __init__(self, frequencies: tuple[float, ...], device: torch.device) -> None:
+        self._frequencies = torch.tensor(frequencies, dtype=torch.float64, device=device)
+        self._cos = self._sin = torch.empty(0, len(frequencies), device=device)
+
+    def at(self, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return those of some positions, twice [count, frequencies] f32."""
+        end = start + count
+        if end > len(self._cos):
+            room = -(-end // MORE_POSITIONS) * MORE_POSITIONS
+            with torch.inference_mode(False):  # others may use them in another mode
+                positions = torch.arange(room, device=self._frequencies.device, dtype=torch.float64)
+                angles = positions[:, None] * self._frequencies
+                self._cos, self._sin = angles.cos().float(), angles.sin().float()
+        return self._cos[start:end], self._sin[start:end]
+
+
+@functools.lru_cache(maxsize=8)
+def _angles(frequencies: tuple[float, ...], device: torch.device) -> _Angles:
+    """Return what all layers with the same frequencies share."""
+    return _Angles(frequencies, device)
+
+
 @dataclass(frozen=True, eq=False)
 class Turning:
     """The angles by which RoPE turns pairs of coordinates. frequencies: per token, [rotated / 2] f32"""
@@ -57,23 +88,32 @@ class Turning:
     pairs: RopePairs
     frequencies: Tensor
 
+    @functools.cached_property
+    def _known_frequencies(self) -> tuple[float, ...]:
+        return tuple(self.frequencies.tolist())
+
+    @torch.no_grad()
     def turned(self, states: Tensor, start: int, sign: int) -> Tensor:
         """Turn states [..., tokens, size] of the tokens from `start` on by their angles, forward (1) or back (-1)."""
-        positions = torch.arange(start, start + states.shape[-2], device=states.device, dtype=torch.float64)
-        angles = positions[:, None] * self.frequencies.to(states.device, torch.float64) * sign
-        cos, sin = angles.cos().float(), angles.sin().float()
-        rotated, rest = states.split([self.pairs.rotated, self.pairs.size - self.pairs.rotated], dim=-1)
-        whole = RopePairs(self.pairs.rotated, self.pairs.rotated, self.pairs.interleaved)
-        x, y = whole.split(rotated)
-        return torch.cat([whole.joined(x * cos - y * sin, x * sin + y * cos), rest], dim=-1)
+        cos, sin = _angles(self._known_frequencies, states.device).at(start, states.shape[-2])
+        rotated = self.pairs.rotated
+        shape = (rotated // 2, 2) if self.pairs.interleaved else (2, rotated // 2)
+        # Views, so that each half is written where it belongs.
+        result = torch.empty_like(states, memory_format=torch.contiguous_format)
+        ends = -1 if self.pairs.interleaved else -2
+        (x, y), (to_x, to_y) = (whole[..., :rotated].unflatten(-1, shape).unbind(ends) for whole in (states, result))
+        torch.mul(x, cos, out=to_x).addcmul_(y, sin, value=-sign)
+        torch.mul(y, cos, out=to_y).addcmul_(x, sin, value=sign)
+        result[..., rotated:] = states[..., rotated:]
+        return result
 
 
 @dataclass(frozen=True)
 class LayerBases:
     """The bases of a layer. turning: the angles of RoPE; None without it"""
 
-    keys: Basis
-    values: Basis
+    keys: StateBasis
+    values: StateBasis
     turning: Turning | None
 
 
@@ -88,7 +128,7 @@ class KarhunenLoeve:
     step = 1
     first = FIRST_TOKENS
 
-    def __init__(self, basis: Basis, bits: float, turning: Turning | None) -> None:
+    def __init__(self, basis: StateBasis, bits: float, turning: Turning | None) -> None:
         self._basis, self.bits, self._turning = basis, bits, turning
 
     def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
@@ -106,44 +146,39 @@ class KarhunenLoeve:
         spread = spread.half().clamp(min=torch.finfo(torch.float16).tiny)
         widths = allocated(spread.float().log().mean((0, 1)).exp().square(), self.bits)
         repeated = torch.tensor(widths, dtype=torch.uint8, device=found.device).expand(len(found), 1, -1)
-        return {"mean": mean, "spread": spread, "order": order.to(torch.uint8), "widths": repeated.contiguous()}
+        order = order.to(torch.uint8 if order.shape[-1] <= 256 else torch.int16)
+        return {"mean": mean, "spread": spread, "order": order, "widths": repeated.contiguous()}
 
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
         """See StateQuantizer."""
-        found = self._coefficients(states, start) - shared["mean"].float()[:, :, None]
-        order = shared["order"].long()[:, :, None].expand_as(found)
-        spread = shared["spread"].float()[:, :, None]
-        scaled = found.gather(-1, order) / spread
         runs = _runs(shared["widths"])
-        used = runs[-1][1] if runs else 0
-        rms = scaled[..., :used].square().mean(-1, keepdim=True).sqrt()
-        normed = scaled / torch.where(rms > 0, rms, 1)
-        codes, levels = [], []
-        for begin, end, bits in runs:
-            table, thresholds = _tables(bits, states.device)
-            code = torch.bucketize(normed[..., begin:end].contiguous(), thresholds, right=True)
-            codes.append(pack(code.to(torch.uint8), bits))
-            levels.append(table[code])
-        reached, weights = torch.cat(levels, dim=-1), spread[..., :used].square()
-        factor = (scaled[..., :used] * reached * weights).sum(-1) / (reached.square() * weights).sum(-1)
-        return {"codes": torch.cat(codes, dim=-1), "factor": factor.half()}
+        used = sum(count for count, _ in runs)
+        # The columns of the analysis that go with the coefficients in their order, so that each has the variance 1.
+        analysis = self._basis.analysis.to(states.device)
+        order, spread = shared["order"].long()[..., :used], shared["spread"].float()[..., :used]
+        columns = order[:, :, None].expand(-1, -1, analysis.shape[-1], -1)
+        chosen = analysis.expand(len(order), -1, -1, -1).gather(3, columns) / spread[:, :, None]
+        mean = shared["mean"].float().gather(-1, order) / spread
+        turned = states if self._turning is None else self._turning.turned(states, start, -1)
+        scaled = torch.baddbmm(mean.flatten(0, 1)[:, None], turned.flatten(0, 1), chosen.flatten(0, 1), beta=-1)
+        scaled = scaled.unflatten(0, states.shape[:2])
+        rms = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True) / math.sqrt(used)
+        codes, reached = _coded(scaled / torch.where(rms > 0, rms, 1), runs)
+        weighted = reached * spread.square()[:, :, None]
+        factor = torch.linalg.vecdot(scaled, weighted) / torch.linalg.vecdot(reached, weighted)
+        return {"codes": codes, "factor": factor.half()}
 
     def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
         """See StateQuantizer."""
-        packed, levels, at = rows["codes"], [], 0
-        for begin, end, bits in _runs(shared["widths"]):
-            size = packed_bytes(end - begin, bits)
-            table, _ = _tables(bits, packed.device)
-            levels.append(table[unpack(packed[..., at : at + size], bits, end - begin).int()])
-            at += size
-        reached = torch.cat(levels, dim=-1)
-        spread = shared["spread"].float()[:, :, None, : reached.shape[-1]]
-        scaled = reached * rows["factor"].float()[..., None] * spread
+        scaled = _scaled_levels(rows, _runs(shared["widths"]))
         # The rows of the synthesis that go with the coefficients in their order, for each sequence and head.
-        synthesis = self._basis.synthesis.to(packed.device)
-        order = shared["order"].long()[..., : reached.shape[-1], None].expand(-1, -1, -1, synthesis.shape[-1])
+        synthesis = self._basis.synthesis.to(scaled.device)
+        order = shared["order"].long()[..., : scaled.shape[-1], None].expand(-1, -1, -1, synthesis.shape[-1])
         chosen = synthesis.expand(len(order), -1, -1, -1).gather(2, order)
-        states = scaled @ chosen + shared["mean"].float()[:, :, None] @ synthesis
+        chosen *= shared["spread"].float()[..., : scaled.shape[-1], None]
+        mean = shared["mean"].float()[:, :, None] @ synthesis
+        states = torch.baddbmm(mean.flatten(0, 1), scaled.flatten(0, 1), chosen.flatten(0, 1))
+        states = states.unflatten(0, scaled.shape[:2])
         return states if self._turning is None else self._turning.turned(states, start, 1)
 
     def _coefficients(self, states: Tensor, start: int) -> Tensor:
@@ -167,16 +202,56 @@ def allocated(variances: Tensor, bits: float) -> list[int]:
     return widths
 
 
-def _runs(widths: Tensor) -> list[tuple[int, int, int]]:
-    """Return the ranges of coefficients with the same number of bits, as (begin, end, bits); none for no bits."""
-    runs: list[tuple[int, int, int]] = []
-    for number, bits in enumerate(widths[0, 0].tolist()):
-        begin = number * TOGETHER
-        if bits and runs and runs[-1][2] == bits and runs[-1][1] == begin:
-            runs[-1] = (runs[-1][0], begin + TOGETHER, bits)
-        elif bits:
-            runs.append((begin, begin + TOGETHER, bits))
+def _runs(widths: Tensor) -> list[tuple[int, int]]:
+    """Return how many coefficients have the same number of bits, in their order, and the bits; none without bits.
+
+    Widths only decrease, so that the coefficients without bits are the last ones.
+    """
+    runs: list[tuple[int, int]] = []
+    for bits, eights in itertools.groupby(widths[0, 0].tolist()):
+        if bits:
+            runs.append((TOGETHER * len(list(eights)), bits))
     return runs
+
+
+def _coded(normed: Tensor, runs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """Return the packed codes of coefficients, [batch, heads, tokens, bytes] u8, and their levels in f32."""
+    counts = [count for count, _ in runs]
+    if normed.is_cpu:
+        codes, reached = nearest(normed, runs, _code_tables())
+        parts = list(codes.split(counts, dim=-1))
+    else:
+        tables = [_tables(bits, normed.device) for _, bits in runs]
+        pieces = [part.contiguous() for part in normed.split(counts, dim=-1)]
+        parts = [
+            torch.bucketize(piece, thresholds, right=True).to(torch.uint8)
+            for piece, (_, thresholds) in zip(pieces, tables, strict=True)
+        ]
+        levels = [table[part.int()] for part, (table, _) in zip(parts, tables, strict=True)]
+        reached = torch.cat(levels, dim=-1)
+    packed = [pack(part, bits) for part, (_, bits) in zip(parts, runs, strict=True)]
+    return torch.cat(packed, dim=-1), reached
+
+
+def _scaled_levels(rows: Parts, runs: list[tuple[int, int]]) -> Tensor:
+    """Return the levels of all codes, times the factors of their vectors, [batch, heads, tokens, used] f32."""
+    packed, factors = rows["codes"], rows["factor"]
+    if packed.is_cpu:
+        return scaled_levels(packed, factors, runs, _code_tables())
+    levels, at = [], 0
+    for count, bits in runs:
+        size = packed_bytes(count, bits)
+        table, _ = _tables(bits, packed.device)
+        levels.append(table[unpack(packed[..., at : at + size], bits, count).int()])
+        at += size
+    return torch.cat(levels, dim=-1) * factors.float()[..., None]
+
+
+@functools.cache
+def _code_tables() -> CodeTables:
+    """Return the levels and thresholds of all widths, for kernels."""
+    found = {bits: _tables(bits, torch.device("cpu")) for bits in range(1, MOST_BITS + 1)}
+    return code_tables({bits: (levels.numpy(), thresholds.numpy()) for bits, (levels, thresholds) in found.items()})
 
 
 @functools.cache

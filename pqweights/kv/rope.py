@@ -76,5 +76,4 @@ def _is_interleaved(config: Any) -> bool:
     turn = next((getattr(module, name) for name in QUARTER_TURNS if hasattr(module, name)), None)
     if turn is None:
         return config.model_type in INTERLEAVED
-    states = torch.arange(4.0).view(1, 1, 1, 4)  # some functions take all four axes only
-    return bool(turn(states)[..., 1] == 0)
+    return bool(turn(torch.arange(4.0)[None, None, None])[..., 1] == 0)  # GPT-J's takes four dimensions only

@@ -60,7 +60,8 @@ class PackedStates:
         ready = window.shape[2] - self.residual
         if quantizer is not None and ready >= (quantizer.step if self.chunks else quantizer.first):
             packed = ready // quantizer.step * quantizer.step
-            self._pack(quantizer, window[:, :, :packed].float())
+            with torch.no_grad():  # codes have no gradient, and a scale with one would keep the whole graph in memory
+                self._pack(quantizer, window[:, :, :packed].float())
         # Without a copy, the window would keep all of the states that it was cut from.
         self.window = window[:, :, packed:].clone() if packed or self.window is None else window
 
@@ -160,7 +161,8 @@ def _appended(part: Tensor, used: int, more: Tensor, *, least: int) -> Tensor:
     least: the fewest rows for which there is room after growing, beyond these
     """
     needed = used + more.shape[2]
-    if needed > part.shape[2]:
+    frozen = part.is_inference() and not torch.is_inference_mode_enabled()  # torch refuses to write into it here
+    if needed > part.shape[2] or frozen:
         room = needed + max(least - 1, needed // GROWTH)
         grown = part.new_zeros((*part.shape[:2], room, *part.shape[3:]))
         grown[:, :, :used] = part[:, :, :used]

@@ -11,7 +11,6 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import numpy.typing as npt
 
 from pqweights.errors import DeviceError, EvaluationError, SourceError
 from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO
-from pqweights.runtimes.cached import CachedRun
 from pqweights.runtimes.decoders import Stored, stored_parts, unpack_nibbles, unpack_tiles
 from pqweights.runtimes.folders import MASTER, Folder, read_folder
 from pqweights.runtimes.packages import Refused, package, quiet
@@ -45,8 +43,7 @@ class Model:
     logits: takes ids [tokens] and n; returns f32 [n, vocabulary], the predictions after each of the last n tokens.
     generate: takes ids [tokens] and n; returns the n likeliest next ids, greedily, and does not stop at an end of text.
     stepper: what generates one token after another, which the caller chooses.
-    cached: takes the spec of a quantized cache of keys and values, and returns the model with it; None if the runtime
-        has a cache of its own. Raises OptionError.
+    net: the PreTrainedModel that computes; None for models of mlx-lm.
     """
 
     runtime: str
@@ -54,7 +51,7 @@ class Model:
     logits: Callable[[Ids, int], Floats]
     generate: Callable[[Ids, int], Ids]
     stepper: Stepper
-    cached: Callable[[str], CachedRun] | None = None
+    net: Any = None
 
 
 def open_model(path: Path, *, device: str = "cpu", dtype: str = "float32", packed: bool = False) -> Model:
@@ -195,14 +192,8 @@ def _in_torch(runtime: str, model: Any) -> Model:
         return found
 
     dtype = str(model.dtype).removeprefix("torch.")
-    return Model(
-        runtime=runtime,
-        dtype=dtype,
-        logits=logits,
-        generate=generate,
-        stepper=TorchStepper(model),
-        cached=partial(CachedRun, model),
-    )
+    stepper = TorchStepper(model)
+    return Model(runtime=runtime, dtype=dtype, logits=logits, generate=generate, stepper=stepper, net=model)
 
 
 def _open_master(folder: Folder, *, device: str, dtype: str, packed: bool) -> Model:

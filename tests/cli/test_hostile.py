@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from helpers import SMALL_BLOCK, bf16, f32, folder_bytes, gaussian, read_all, small_checkpoint, write_checkpoint
 from hostile import case as parts
-from hostile import evaluation, generate, masters, pickles
+from hostile import evaluation, generate, keys_and_values, masters, pickles
 from hostile.case import DOWN, UP, Case
 from hostile.generate import CASES
 from hostile.pickles import PAYLOAD
@@ -72,6 +72,16 @@ USAGE_ERRORS = {
     "generate-kv-cache-no-rope",
     "generate-kv-cache-latent-attention",
     "generate-kv-cache-no-attention",
+    "inspect-kv-option-no-text",
+    "inspect-kv-option-text-alone",
+    "inspect-kv-option-max-tokens-alone",
+    "inspect-kv-option-tokenizer-alone",
+    "inspect-kv-option-device-alone",
+    "inspect-kv-option-distribution",
+    "inspect-kv-option-summary",
+    "inspect-kv-option-threads",
+    "inspect-kv-option-allow-pickle",
+    "inspect-kv-option-max-tokens-one",
     "fit-size-no-size",
     "fit-size-zero",
     "fit-size-beyond-all-files",
@@ -182,6 +192,7 @@ def test_undamaged_inputs_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "quantize b/src b/out --allow-pickle",
         "quantize c/src c/out",
         evaluation.EVAL,
+        keys_and_values.INSPECT_KV,
     ):
         result = run(line)
         assert result.exit_code == 0, (line, result.stderr, result.exception)

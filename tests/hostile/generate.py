@@ -22,6 +22,7 @@ from hostile.foreign import FOREIGN_CASES, PACKED_CASES
 from hostile.generation import GENERATE_CASES
 from hostile.headers import HEADER_CASES, WEIGHT_CASES
 from hostile.indexes import INDEX_CASES
+from hostile.keys_and_values import KV_CASES
 from hostile.masters import MASTER_CASES
 from hostile.outputs import OUTPUT_CASES
 from hostile.pickles import PICKLE_CASES
@@ -44,6 +45,7 @@ CASES = [
     *FOLD_CASES,
     *EVAL_CASES,
     *GENERATE_CASES,
+    *KV_CASES,
     *CALIBRATE_CASES,
     *FIT_CASES,
 ]

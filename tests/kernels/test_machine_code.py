@@ -249,7 +249,7 @@ def test_operations_are_fused_only_where_that_changes_no_result(others: dict[str
         "decode",
         "rotate",
         "prepare",
-        *TASK_KERNELS,
+        *(name for name in TASK_KERNELS if name not in ("restore_levels", "nearest_levels")),
         "decode_trellis",
         *(f"encode_trellis_{n}" for n in (8, 64, 256)),
     )

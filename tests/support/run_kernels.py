@@ -25,13 +25,22 @@ import independent_reader
 import numpy as np
 import numpy.typing as npt
 import product_cases
+import restoring_cases
 import trellis_decoder
 import trellis_writer
 
 from pqweights.codecs.hadamard_trellis import HadamardTrellis, TrellisCoder, TrellisState
 from pqweights.codecs.lloyd_max import codebook
 from pqweights.codecs.protocol import Bytes
-from pqweights.kernels import BlockCoding, EncodedArrays, compensation, cpu, factors, groups, load_backend
+from pqweights.kernels import (
+    BlockCoding,
+    EncodedArrays,
+    compensation,
+    cpu,
+    factors,
+    groups,
+    load_backend,
+)
 from pqweights.kernels.attention_task import POLAR_WIDTHS, TOKEN_WIDTHS
 from pqweights.kernels.groups import BEST, FLOAT_MODES, RUNTIME_RULES, FloatRule, GroupRule, Groups
 from pqweights.kernels.trellis import Superblocks
@@ -407,6 +416,26 @@ def _token_digest(bits: int, scores: bool) -> Callable[[str], str]:
     return digest
 
 
+# Runs of all widths.
+TRANSFORM_RUNS = [(24, bits) for bits in range(8, 0, -1)]
+
+
+def restore_levels_digest(backend: str) -> str:
+    """Levels of transform codes of 20 vectors of two heads."""
+    rng = np.random.default_rng(15)
+    codes = rng.integers(0, 256, (2, 20, 3 * sum(range(9)))).astype(np.uint8)
+    factors = rng.lognormal(size=(2, 20)).astype(np.float16)
+    made = restoring_cases.expected_levels if backend == "reference" else restoring_cases.computed_levels
+    return _digest(made(codes, factors, TRANSFORM_RUNS))
+
+
+def nearest_levels_digest(backend: str) -> str:
+    """The nearest levels of normal numbers."""
+    values = np.random.default_rng(16).standard_normal((40, 8 * 24)).astype(np.float32)
+    made = restoring_cases.expected_codes if backend == "reference" else restoring_cases.computed_codes
+    return _digest(*made(values, TRANSFORM_RUNS))
+
+
 # Blocks, and what trellis_writer.superblock takes: each trellis, each table, classes beyond the last, enormous steps.
 TRELLIS_SUPERBLOCKS: list[tuple[int, dict[str, Any]]] = [
     (5, {"step": 1e-40, "state_bits": 2, "first": 0, "frequencies": [100, 0, 156]}),
@@ -461,6 +490,8 @@ DIGESTS: dict[str, Callable[[str], str]] = {
     **{f"product_{bits or 'f32'}": _product_digest(bits) for bits in (*range(2, 9), 0)},
     **{f"polar_scores_{angle}{radius}": _polar_digest((angle, radius)) for angle, radius in POLAR_WIDTHS},
     **{f"weighted_values_{bits}": _token_digest(bits, scores=False) for bits in TOKEN_WIDTHS},
+    "restore_levels": restore_levels_digest,
+    "nearest_levels": nearest_levels_digest,
     **{f"hadamard_scores_{bits}": _token_digest(bits, scores=True) for bits in TOKEN_WIDTHS},
 }
 

@@ -83,7 +83,7 @@ class Scheme(ABC):
             if all(given.get(key) == value for key, value in meant.items()):
                 found.append(word)
                 given = {key: value for key, value in given.items() if key not in meant}
-        found += [f"{key}={value:g}" for key, value in given.items()]
+        found += [f"{key}={value:.9g}" for key, value in given.items()]
         return f"{self.name}:{','.join(found)}" if found else self.name
 
 

@@ -1,0 +1,194 @@
+"""Angles and radii of pairs: which coordinates RoPE rotates together, their codes, and products from tables."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from caches import decoded, gaussian, ids, layer, made, model, relative_error, store
+from torch import Tensor
+
+from pqweights.kv.bits import unpack
+from pqweights.kv.cache import kv_cache
+from pqweights.kv.pairs import PolarPairs
+from pqweights.kv.rope import RopePairs, rope_pairs
+from pqweights.kv.spec import parse_spec
+
+# Size, how many coordinates RoPE rotates, and whether neighbours are pairs.
+ROTATED = {
+    "llama": RopePairs(32, 32, False),
+    "qwen3": RopePairs(32, 32, False),
+    "phi3": RopePairs(32, 32, False),
+    "glm": RopePairs(32, 16, True),
+    "cohere": RopePairs(32, 32, True),
+    "gptj": RopePairs(32, 16, True),
+    "gpt_neox": RopePairs(32, 8, False),
+    "stablelm": RopePairs(32, 8, False),
+    "gemma3": RopePairs(32, 32, False),
+    "gpt_oss": RopePairs(32, 32, False),
+    "qwen3_5": RopePairs(32, 8, False),
+    "qwen3_vl": RopePairs(32, 32, False),
+    "falcon_h1": RopePairs(32, 32, False),
+}
+
+
+@pytest.mark.parametrize("name", ROTATED)
+def test_pairs_are_those_of_the_configuration(name: str) -> None:
+    config = model(name).config.get_text_config(decoder=True)
+    assert rope_pairs(config, 32) == ROTATED[name]
+
+
+@pytest.mark.parametrize("name", sorted(set(ROTATED) - {"gpt_oss", "qwen3_5"}))
+def test_pairs_are_those_that_the_model_rotates(name: str) -> None:
+    """One token again and again has, before RoPE, the same key everywhere, so that only angles of pairs differ."""
+    net = model(name)
+    cache = kv_cache(net, "none")
+    with torch.no_grad():
+        net(torch.full((1, 12), 7), past_key_values=cache)
+    keys = cache.packed_layers[0].states[0].window
+    assert keys is not None and cache.model.pairs == ROTATED[name]
+    wrong = RopePairs(32, ROTATED[name].rotated, not ROTATED[name].interleaved)
+    assert spread(keys, ROTATED[name]) < 1e-4 < 0.01 < spread(keys, wrong)
+    still = keys[..., ROTATED[name].rotated :]
+    assert torch.allclose(still, still[:, :, :1], atol=1e-4 * float(keys.abs().max()))
+
+
+def spread(keys: Tensor, pairs: RopePairs) -> float:
+    """How much the largest radius of a pair changes between tokens."""
+    radii = torch.hypot(*pairs.split(keys))
+    return float((radii.std(2) / radii.amax((2, 3), keepdim=True)[:, :, 0]).max())
+
+
+@pytest.mark.parametrize("name", ["gpt2"])
+def test_models_without_rope_have_no_pairs(name: str) -> None:
+    assert rope_pairs(model(name).config, 32) is None
+
+
+def test_alibi_is_not_rope() -> None:
+    from transformers import FalconConfig
+
+    assert rope_pairs(FalconConfig(alibi=True), 64) is None
+    assert rope_pairs(FalconConfig(alibi=False), 64) == RopePairs(64, 64, False)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotated", [0, 4, 16])
+def test_joining_undoes_splitting(rotated: int, interleaved: bool) -> None:
+    pairs = RopePairs(16, rotated, interleaved)
+    states = torch.arange(16.0)
+    first, second = pairs.split(states)
+    assert torch.equal(pairs.joined(first, second), states)
+    step = 1 if interleaved else rotated // 2
+    assert torch.equal((second - first)[: rotated // 2], torch.full((rotated // 2,), float(step)))
+
+
+# --- codes ---
+
+
+def expected_error(angle_bits: int, radius_bits: int, tokens: int) -> float:
+    """The error of pairs of Gaussian coordinates, whose radii follow Rayleigh's density.
+
+    Angles are even over a cell of width w, so that a radius r at the middle is off by r^2 (1 - sinc(w / 2)^2) at best,
+    here 2 r^2 (1 - sinc(w / 2)); radii are off by a twelfth of their squared step, which is the largest of all tokens
+    over the largest code.
+    """
+    half = math.pi / 2**angle_bits
+    largest = gaussian(20_000, tokens, 2, seed=9).norm(dim=-1).amax(1)
+    step = float(largest.square().mean()) / (2**radius_bits - 1) ** 2
+    return 2 * (1 - math.sin(half) / half) + step / 12 / 2
+
+
+@pytest.mark.parametrize(("angle_bits", "radius_bits"), [(4, 4), (4, 2), (2, 4), (8, 8), (3, 3), (6, 5)])
+def test_error_is_that_of_angles_and_radii(angle_bits: int, radius_bits: int) -> None:
+    states = gaussian(1, 2, 256, 128)
+    spec = f"polar-rope:m{angle_bits}n{radius_bits},residual=0"
+    assert relative_error(decoded(spec, states), states) == pytest.approx(
+        expected_error(angle_bits, radius_bits, 256), rel=0.12
+    )
+
+
+def test_outliers_in_single_channels_cost_nothing() -> None:
+    """The point of the paper: RoPE spreads a channel and its partner over a circle with one radius."""
+    pairs = RopePairs(64, 64, False)
+    radii = torch.logspace(0, 3, 32)
+    angles = torch.rand(1, 1, 128, 32, generator=torch.Generator().manual_seed(3)) * 2 * math.pi
+    states = pairs.joined(radii * angles.cos(), radii * angles.sin())
+    found = decoded("polar-rope:m4n4,residual=0", states)
+    each = torch.hypot(*pairs.split(found - states)).square().mean(2) / radii.square()
+    half = math.pi / 16
+    assert float(each.max()) < 1.5 * 2 * (1 - math.sin(half) / half)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_codes_lie_as_documented(interleaved: bool) -> None:
+    """32 tokens of a pair together; the angle in cells around multiples of 2 pi / 2**m, the radius as a multiple."""
+    quantizer = PolarPairs(RopePairs(16, 16, interleaved), 4, 2)
+    states = gaussian(2, 3, 64, 16)
+    shared = quantizer.fit(states, None, 0)
+    rows = quantizer.encode(states, shared, 0)
+    assert rows["angles"].shape == (2, 3, 2, 8, 16) and rows["radii"].shape == (2, 3, 2, 8, 8)
+    assert shared["scale"].shape == (2, 3, 8) and shared["scale"].dtype == torch.float16
+    angles, radii = unpack(rows["angles"], 4, 32), unpack(rows["radii"], 2, 32)
+    for token, pair in ((0, 0), (5, 3), (40, 7)):
+        places = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + 8)
+        x, y = (float(states[1, 2, token, place]) for place in places)
+        scale = float(shared["scale"][1, 2, pair])
+        assert int(radii[1, 2, token // 32, pair, token % 32]) == min(3, round(math.hypot(x, y) / scale))
+        turns = (math.atan2(y, x) + math.pi) / (2 * math.pi) * 16
+        assert int(angles[1, 2, token // 32, pair, token % 32]) == round(turns) % 16
+
+
+@pytest.mark.parametrize(("angle_bits", "radius_bits"), [(4, 4), (4, 2), (3, 5)])
+def test_product_from_tables_is_the_product_with_decoded_keys(angle_bits: int, radius_bits: int) -> None:
+    """Section 3.3: the products of a pair of the query with all directions, looked up by angle, times the radius."""
+    quantizer = PolarPairs(RopePairs(64, 64, False), angle_bits, radius_bits)
+    keys, query = gaussian(1, 2, 96, 64), gaussian(1, 2, 64, seed=5)
+    shared = quantizer.fit(keys, None, 0)
+    rows = quantizer.encode(keys, shared, 0)
+    x, y = quantizer.pairs.split(query)
+    cos, sin = quantizer.directions(keys.device)
+    scaled = [each * shared["scale"].float() for each in (x, y)]
+    tables = scaled[0][..., None] * cos + scaled[1][..., None] * sin  # [batch, heads, pairs, directions]
+    angles = unpack(rows["angles"], angle_bits, 32).long()  # [batch, heads, rows, pairs, 32]
+    chosen = tables[:, :, None].expand(-1, -1, 3, -1, -1).gather(-1, angles)
+    found = (chosen * unpack(rows["radii"], radius_bits, 32)).sum(3).flatten(2)
+    expected = (quantizer.decode(rows, shared, 0) @ query[..., None])[..., 0]
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_scales_are_kept_until_a_radius_exceeds_them() -> None:
+    held = store("polar-rope:m4n4,residual=0", 32)
+    large, small = (gaussian(1, 1, 32, 32, seed=seed).clamp(-size, size) for seed, size in ((1, 9.0), (2, 0.5)))
+    for states, chunks in ((large, 1), (small, 1), (large * 2, 2), (large, 2), (small, 2)):
+        held.append(states)
+        assert len(held.chunks) == chunks
+    found = held.decoded()
+    assert found is not None
+    assert relative_error(found[:, :, 64:96], large * 2) == pytest.approx(relative_error(found[:, :, :32], large))
+
+
+def test_pairs_follow_the_layer_with_another_size() -> None:
+    from transformers import LlamaConfig
+
+    cached = kv_cache(LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=1), "polar-rope").model
+    assert cached.pairs == RopePairs(32, 32, False) and cached.pairs_of(64) == RopePairs(64, 64, False)
+
+
+def test_values_may_stay_as_they_are() -> None:
+    states = gaussian(1, 2, 64, 32)
+    assert torch.equal(decoded("polar-rope:values=16,residual=0", states, "values"), states)
+    assert parse_spec("polar-rope:values=16").value_quantizer(layer(32)) is None
+
+
+def test_partial_rotation_pairs_the_rest_among_itself() -> None:
+    net = made("glm")
+    cache = kv_cache(net, "polar-rope:m8n8,residual=0,values=16")
+    exact = kv_cache(net, "none")
+    prompt = ids(64)
+    with torch.no_grad():
+        for each in (cache, exact):
+            net(prompt, past_key_values=each)
+    keys = [each.packed_layers[1].states[0].decoded() for each in (cache, exact)]
+    assert keys[0] is not None and keys[1] is not None
+    assert relative_error(keys[0], keys[1]) < 1e-3

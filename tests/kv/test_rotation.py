@@ -1,0 +1,63 @@
+"""The fixed rotation: orthogonal at any size, the same everywhere, and as good as a dense random one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from caches import decoded, gaussian, relative_error
+
+from pqweights.kv import recursive, rotation, scalar
+from pqweights.kv.rotation import rotation as matrix
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("size", [8, 16, 64, 128, 256, 48, 80, 96])
+def test_rotation_is_orthogonal(size: int) -> None:
+    found = matrix(size, CPU).double()
+    assert torch.allclose(found @ found.T, torch.eye(size, dtype=torch.float64), atol=2e-6)
+    if size & (size - 1) == 0:
+        assert torch.allclose(found.abs(), torch.full_like(found, size**-0.5))
+        signs = found[0] * size**0.5  # the first row of H is all ones
+        assert 0 < (signs > 0).sum() < size
+
+
+def test_powers_of_two_take_the_matrix_of_sylvester() -> None:
+    h = np.ones((1, 1))
+    while len(h) < 64:
+        h = np.block([[h, h], [h, -h]])
+    found = matrix(64, CPU).numpy() * 8
+    assert np.array_equal(found, h * found[0])
+
+
+def test_rotation_never_changes() -> None:
+    """Saved caches are decoded with it."""
+    signs = "+---+++------++-+-+-++-+-++++---+----+-+-+++-++-+-++++-++++++-++"
+    assert "".join("+" if value > 0 else "-" for value in matrix(64, CPU)[0].tolist()) == signs
+    first, last = matrix(80, CPU)[0, :4].tolist(), matrix(80, CPU)[79, 76:].tolist()
+    assert first == pytest.approx([-0.02838494, -0.08485341, -0.10820321, 0.11176397], abs=1e-6)
+    assert last == pytest.approx([0.04125832, 0.04548851, -0.04817041, 0.10144671], abs=1e-6)
+
+
+def dense(size: int, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(rotation._dense(size).astype(np.float32)).to(device)
+
+
+@pytest.mark.parametrize("spec", ["polar", "hadamard:3,centred=0"])
+def test_hadamard_preconditions_as_well_as_a_dense_random_matrix(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On vectors with outliers in few channels, on vectors in one of many planes, and on vectors of all directions."""
+    outliers = gaussian(1, 1, 2000, 64) * torch.logspace(0, 2, 64)
+    planes = gaussian(100, 1, 20, 2) @ gaussian(100, 1, 2, 64, seed=2)
+    for states in (outliers, planes, gaussian(1, 1, 2000, 64)):
+        found = relative_error(decoded(spec, states), states)
+        for module in (recursive, scalar):
+            monkeypatch.setattr(module, "rotation", dense)
+        assert found == pytest.approx(relative_error(decoded(spec, states), states), rel=0.08)
+        monkeypatch.undo()
+
+
+def test_without_the_rotation_outliers_cost_accuracy() -> None:
+    states = gaussian(1, 1, 1000, 64) * torch.logspace(0, 2, 64)
+    bare, rotated = (relative_error(decoded(spec, states), states) for spec in ("polar:rotation=0", "polar"))
+    assert bare > 1.3 * rotated

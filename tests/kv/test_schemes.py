@@ -1,0 +1,193 @@
+"""Every method on states whose distribution is known: errors as theory has them, and the baselines in numpy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from caches import decoded, gaussian, layer, relative_error, store
+from helpers import Array
+from torch import Tensor
+
+from pqweights.codecs.lloyd_max import codebook
+from pqweights.kv.scalar import vector_bytes
+from pqweights.kv.schemes import SCHEMES
+from pqweights.kv.spec import parse_spec
+
+# The mean squared errors of Lloyd and Max's levels for Gaussian numbers (Max, 1960, Table I, up to 5 bits).
+LLOYD_MAX = {2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499}
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("size", [64, 128, 80])
+def test_hadamard_has_the_error_of_lloyd_and_max(bits: int, size: int) -> None:
+    """The factor of each vector lowers it a little, by up to 1 / size of the energy of the noise's complement."""
+    states = gaussian(1, 2, 500, size) * torch.logspace(-1, 1, 500)[:, None]
+    found = relative_error(decoded(f"hadamard:{bits},centred=0", states), states)
+    levels, thresholds = (np.asarray(each, np.float64) for each in (codebook(bits).levels, codebook(bits).thresholds))
+    sample = gaussian(200_000, seed=4).double().numpy()
+    expected = LLOYD_MAX.get(bits, float(np.square(sample - levels[np.searchsorted(thresholds, sample)]).mean()))
+    rounding = 2.0**-24 / 3  # of the factor
+    assert 0.93 * expected < found < 1.03 * expected + rounding
+
+
+def test_centring_takes_the_mean_of_keys_off() -> None:
+    states = gaussian(1, 2, 500, 64) + 20 * gaussian(1, 2, 1, 64, seed=2)
+    bare = relative_error(decoded("hadamard:4,centred=0", states), states)
+    centred = relative_error(decoded("hadamard:4", states), states)
+    assert centred * float(states.square().mean()) == pytest.approx(LLOYD_MAX[4], rel=0.1)
+    assert bare > 50 * centred
+    assert relative_error(decoded("hadamard:4", states, "values"), states) == pytest.approx(bare, rel=0.05)
+
+
+def test_keys_and_values_may_have_bits_of_their_own() -> None:
+    states = gaussian(1, 2, 500, 64)
+    for kind, bits in (("keys", 5), ("values", 2)):
+        found = relative_error(decoded("hadamard:4,keys=5,values=2,centred=0", states, kind), states)
+        assert found == pytest.approx(LLOYD_MAX[bits], rel=0.09)
+
+
+@pytest.mark.parametrize("spec", sorted(set(SCHEMES) - {"none"}))
+@pytest.mark.parametrize("kind", ["keys", "values"])
+def test_zeros_stay_zeros(spec: str, kind: str) -> None:
+    states = torch.zeros(2, 2, 200, 32)
+    assert torch.equal(decoded(f"{spec}:residual=0", states, kind), states)
+
+
+@pytest.mark.parametrize("spec", sorted(set(SCHEMES) - {"none"}))
+@pytest.mark.parametrize("kind", ["keys", "values"])
+@pytest.mark.parametrize("size", [32, 48, 128])
+def test_decoded_states_are_near_the_given_ones(spec: str, kind: str, size: int) -> None:
+    states = gaussian(2, 2, 200, size)
+    found = decoded(f"{spec}:residual=0", states, kind)
+    assert found.shape == states.shape and found.dtype == states.dtype
+    assert relative_error(found, states) < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("spec", sorted(SCHEMES))
+def test_states_come_back_in_their_dtype(spec: str, dtype: torch.dtype) -> None:
+    states = gaussian(1, 2, 200, 32).to(dtype)
+    assert decoded(spec, states).dtype == dtype
+
+
+# --- baselines, in numpy ---
+
+
+def half(values: Array) -> Array:
+    return np.asarray(values, np.float32).astype(np.float16).astype(np.float32)
+
+
+def affine(values: Array, bits: int) -> Array:
+    """Even steps along the last axis, with scale and lowest value in 16 bits."""
+    low = half(values.min(-1, keepdims=True))
+    scale = half((values.max(-1, keepdims=True) - low) / np.float32(2**bits - 1))
+    codes = np.clip(np.rint((values - low) / np.where(scale > 0, scale, 1)), 0, 2**bits - 1)
+    return np.asarray(codes * scale + low, np.float32)
+
+
+def same(found: Tensor, expected: Array) -> None:
+    """Equal but for the last bit of a float32 and for numbers half-way between two codes."""
+    differs = ~np.isclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
+    assert differs.mean() < 1e-3
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_kivi_is_that_of_its_paper(bits: int) -> None:
+    states = gaussian(2, 3, 96, 64) * torch.linspace(0.1, 3, 64) + 1
+    plain = states.numpy()
+    channels = plain.reshape(2, 3, 3, 32, 64).swapaxes(-1, -2)
+    keys = affine(channels, bits).swapaxes(-1, -2).reshape(plain.shape)
+    same(decoded(f"kivi:{bits},residual=0", states), keys)
+    values = affine(plain.reshape(2, 3, 96, 2, 32), bits).reshape(plain.shape)
+    same(decoded(f"kivi:{bits},residual=0", states, "values"), values)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_values_of_polar_rope_have_one_scale_for_each_token(bits: int) -> None:
+    states = gaussian(2, 3, 40, 48) + 1
+    same(decoded(f"polar-rope:values={bits},residual=0", states, "values"), affine(states.numpy(), bits))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_absmax_is_symmetric(bits: int) -> None:
+    states = gaussian(2, 3, 40, 64)
+    plain, most = states.numpy(), 2 ** (bits - 1) - 1
+    scale = half(np.abs(plain).max(-1, keepdims=True) / np.float32(most))
+    expected = np.clip(np.rint(plain / scale), -most, most) * scale
+    for kind in ("keys", "values"):
+        same(decoded(f"absmax:{bits}", states, kind), expected)
+
+
+# --- bits ---
+
+
+@pytest.mark.parametrize(
+    ("spec", "keys", "values"),
+    [
+        ("polar", lambda size: 3.875, lambda size: 3.875),
+        ("hadamard:3", lambda size: 3 + 16 / size + 16 / 256, lambda size: 3 + 16 / size),
+        ("hadamard:3,centred=0", lambda size: 3 + 16 / size, lambda size: 3 + 16 / size),
+        ("hadamard:3,qjl", lambda size: 3 + 32 / size, lambda size: 3 + 16 / size),
+        ("absmax:4", lambda size: 4 + 16 / size, lambda size: 4 + 16 / size),
+        ("kivi:2,residual=0", lambda size: 2 + 32 / 32, lambda size: 2 + 32 / 32),
+        # a scale of 16 bits for each pair of channels, here for 256 tokens
+        ("polar-rope:m4n4,residual=0", lambda size: 4 + 8 / 256, lambda size: 4 + 32 / size),
+        ("polar-rope:m4n2,values=2,residual=0", lambda size: 3 + 8 / 256, lambda size: 2 + 32 / size),
+    ],
+)
+@pytest.mark.parametrize("size", [64, 128])
+def test_bits_are_those_of_a_count_by_hand(spec, keys, values, size) -> None:
+    for kind, expected in (("keys", keys(size)), ("values", values(size))):
+        held = store(spec, size, kind)
+        held.append(gaussian(1, 2, 256, size))
+        assert held.packed_tokens == 256
+        assert held.packed_bytes() * 8 / (2 * 256 * size) == pytest.approx(expected, abs=1e-12)
+    assert vector_bytes(size, 3) == 3 * size // 8 + 2
+
+
+def test_klt_takes_its_bits_and_a_factor_and_its_tables() -> None:
+    size, tokens, heads = 64, 512, 2
+    for bits in (2, 2.5, 3.75):
+        held = store(f"klt:{bits}", size)
+        held.append(gaussian(1, heads, tokens, size))
+        # mean and spread in 16 bits, the order in 8; the width of each eight coefficients, for all heads
+        tables = size * (2 + 2 + 1) * heads + size // 8
+        assert held.packed_bytes() == heads * tokens * (bits * size // 8 + 2) + tables
+
+
+# --- unbiased products ---
+
+
+def products(spec: str) -> tuple[float, float]:
+    """The mean error of products of queries with keys near them, relative to their size, and its standard error.
+
+    The vectors are many, so that one fixed projection is as good as many.
+    """
+    keys = torch.nn.functional.normalize(gaussian(1, 1, 20_000, 64), dim=-1)
+    queries = torch.nn.functional.normalize(keys + 0.1 * gaussian(1, 1, 20_000, 64, seed=2), dim=-1)
+    exact = (keys * queries).sum(-1)
+    errors = ((decoded(spec, keys) * queries).sum(-1) - exact) / exact.mean()
+    return float(errors.mean()), float(errors.std()) / math.sqrt(errors.numel())
+
+
+def test_products_are_unbiased_with_qjl() -> None:
+    mean, deviation = products("hadamard:3,qjl")
+    assert abs(mean) < 4 * deviation
+
+
+def test_products_with_the_best_factor_at_two_bits_are_too_small() -> None:
+    """An error that is orthogonal to what is decoded shortens products by the relative error."""
+    mean, deviation = products("hadamard:2,centred=0")
+    assert mean < -10 * deviation
+    assert mean == pytest.approx(-LLOYD_MAX[2], rel=0.1)
+
+
+def test_qjl_takes_the_norm_and_the_signs_of_the_rest() -> None:
+    quantizer = parse_spec("hadamard:3,qjl").key_quantizer(layer(64))
+    assert quantizer is not None
+    rows = quantizer.encode(gaussian(1, 1, 10, 64), {}, 0)
+    assert {name: part.shape[-1] for name, part in rows.items() if part.dim() == 4} == {"codes": 16, "signs": 8}
+    assert set(rows) == {"codes", "factor", "signs", "rest"}

@@ -1,0 +1,153 @@
+"""What a user writes for a method, and the models that a method refuses: every message."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+import transformers
+from caches import TEXT, made, model
+
+from pqweights.errors import OptionError
+from pqweights.kv.cache import kv_cache
+from pqweights.kv.schemes import SCHEMES
+from pqweights.kv.spec import parse_spec
+
+WRONG = {
+    "polr": "no method is called 'polr'; the nearest is 'polar'; expected klt, hadamard, polar-rope, polar, kivi, "
+    "absmax, none",
+    "": "no method is called ''; expected klt",
+    "Polar": "the nearest is 'polar'",
+    "polar rope": "the nearest is 'polar-rope'",
+    "hadamard:9": "hadamard has no option '9'; expected 2 to qjl, bits=N, keys=N, values=N, centred=N, qjl=N, "
+    "residual=N",
+    "hadamard:bit=4": "hadamard has no option 'bit'; the nearest is 'bits'",
+    "hadamard:": "hadamard has no option ''",
+    "hadamard:3,": "hadamard has no option ''",
+    "hadamard:bits": "bits: expected bits=N, with N a whole number from 2 to 8",
+    "hadamard:bits=9": "bits: expected a whole number from 2 to 8, found '9'",
+    "hadamard:bits=x": "bits: expected a whole number from 2 to 8, found 'x'",
+    "hadamard:bits=": "bits: expected a whole number from 2 to 8, found ''",
+    "hadamard:bits=nan": "bits: expected a whole number from 2 to 8, found 'nan'",
+    "hadamard:bits=inf": "bits: expected a whole number from 2 to 8, found 'inf'",
+    "hadamard:bits=3.5": "bits: expected a whole number from 2 to 8, found '3.5'",
+    "hadamard:centred=2": "centred: expected 0 or 1, found '2'",
+    "hadamard:3,4": "bits is given twice",
+    "hadamard:3,bits=4": "bits is given twice",
+    "hadamard:qjl,centred=1": "centred is given twice",
+    "hadamard:2,qjl": "qjl takes one of the bits of keys; expected at least 3 for them",
+    "hadamard:4,keys=2,qjl": "expected at least 3 for them",
+    "hadamard:4,qjl=1": "qjl keeps products unbiased without centring; add centred=0",
+    "polar:residual=-1": "residual: expected a whole number from 0 to 1048575, found '-1'",
+    "polar:residual=1048576": "residual: expected a whole number from 0 to 1048575",
+    "polar:residual=1.5": "residual: expected a whole number",
+    "polar:4": "polar has no option '4'; expected online, online=N, rotation=N, residual=N",
+    "polar-rope:m4n7": "polar-rope has no option 'm4n7'; the nearest is 'm4n",
+    "polar-rope:m4n2,angle=3": "angle is given twice",
+    "polar-rope:values=3": "values: expected 2 or 4 or 16, found '3'",
+    "klt:7": "klt has no option '7'; expected 1 to 6, bits=N",
+    "klt:bits=2.1": "bits: expected a multiple of 0.25 from 1 to 6, found '2.1'",
+    "kivi:5": "kivi has no option '5'; expected 2, 3, 4, 8, bits=N, residual=N",
+    "absmax:1": "absmax has no option '1'",
+    "none:residual=3": "none has no option 'residual'; expected none",
+}
+
+
+@pytest.mark.parametrize("spec", WRONG)
+def test_wrong_specs_are_refused_by_name(spec: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(WRONG[spec])) as found:
+        parse_spec(spec)
+    assert "\n" not in str(found.value) and str(found.value).startswith("KV cache")
+    assert spec.partition(":")[0] in str(found.value)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_written_specs_mean_the_same_again(name: str) -> None:
+    """Each value of each option alone, and all pairs of options with their first and last values."""
+    choices = {key: list(values)[:: max(1, len(values) // 40)] for key, values in SCHEMES[name].choices.items()}
+    given: list[dict[str, Any]] = [{}]
+    given += [{key: value} for key, values in choices.items() for value in values]
+    for first, second in itertools.combinations(choices, 2):
+        ends = itertools.product(*([values[0], values[-1]] for values in (choices[first], choices[second])))
+        given += [{first: one, second: other} for one, other in ends]
+    for options in given:
+        try:
+            scheme = SCHEMES[name](**options)
+        except OptionError:
+            continue
+        assert parse_spec(str(scheme)) == scheme
+        written = name + ":" * bool(options) + ",".join(f"{key}={value}" for key, value in options.items())
+        assert parse_spec(written) == scheme
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_words_are_shorthands(name: str) -> None:
+    for word, options in SCHEMES[name].words.items():
+        scheme = parse_spec(f"{name}:{word}")
+        assert scheme == SCHEMES[name](**options) == parse_spec(str(scheme))  # type: ignore[arg-type]
+    assert parse_spec(name) == SCHEMES[name]()
+
+
+def test_spaces_after_commas_and_equal_repetitions_are_taken() -> None:
+    assert parse_spec("hadamard:3, keys=4") == parse_spec("hadamard:bits=3,keys=4,3")
+
+
+# --- models ---
+
+
+def refused(spec: str, config: Any) -> str:
+    with pytest.raises(OptionError) as found:
+        kv_cache(config, spec)
+    assert "\n" not in str(found.value)
+    return str(found.value)
+
+
+def test_models_with_latent_attention_are_refused() -> None:
+    for config in (transformers.DeepseekV2Config(num_hidden_layers=2), transformers.DeepseekV3Config()):
+        assert "multi-head latent attention, whose cache is compressed already" in refused("polar", config)
+
+
+@pytest.mark.parametrize("spec", ["none", "polar", "klt"])
+def test_models_without_a_cache_of_keys_are_refused(spec: str) -> None:
+    for config in (transformers.MambaConfig(num_hidden_layers=1), transformers.T5Config(), transformers.BartConfig()):
+        assert "expected a decoder with attention" in refused(spec, config)
+
+
+def test_models_with_nothing_but_sliding_windows_are_refused() -> None:
+    config = transformers.MistralConfig(sliding_window=16, num_hidden_layers=2)
+    assert refused("polar", config).endswith("expected layers with full attention, found sliding_attention")
+
+
+def test_heads_must_fit_the_method() -> None:
+    config = transformers.LlamaConfig(**{**TEXT, "head_dim": 24})
+    assert "polar: expected heads of a multiple of 16 coordinates, found 24" in refused("polar", config)
+    kv_cache(config, "hadamard:3")
+    config = transformers.LlamaConfig(**{**TEXT, "head_dim": 20})
+    for spec in set(SCHEMES) - {"none", "polar"}:
+        assert "expected heads of a multiple of 8 coordinates, found 20" in refused(spec, config)
+    kv_cache(config, "none")
+
+
+def test_models_without_rope_are_refused_where_it_is_needed() -> None:
+    assert "no rotary position embedding, on which the method rests; take hadamard" in refused(
+        "polar-rope", model("gpt2").config
+    )
+
+
+def test_klt_takes_the_model_itself() -> None:
+    assert "expected the model itself, as its weights give the transform" in refused("klt", model("llama").config)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
+def test_klt_takes_models_with_four_projections(name: str) -> None:
+    assert "layer 0: expected q_proj, k_proj, v_proj and o_proj" in refused("klt", model(name))
+
+
+def test_sizes_are_checked_layer_by_layer_as_well() -> None:
+    import torch
+
+    cache = kv_cache(made("llama").config, "polar")
+    with pytest.raises(OptionError, match="expected heads of a multiple of 16 coordinates, found 8"):
+        cache.layers[0].update(torch.zeros(1, 2, 3, 32), torch.zeros(1, 2, 3, 8))

@@ -1,0 +1,225 @@
+"""The store of a layer's keys or values: the window, growth, and what it becomes by cropping and choosing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from caches import gaussian, relative_error, store
+from torch import Tensor
+
+from pqweights.kv.states import GROWTH, LEAST_TOKENS, PackedStates, used_rows
+
+# What these decode a token to does not depend on the tokens beside it.
+TOKEN_WISE = ("polar", "hadamard:3,centred=0", "hadamard:4,qjl", "absmax:4", "polar-rope:residual=0")
+# What of the first tokens is measured, all later ones are encoded with: the mean, variances, codebooks.
+MEASURED = ("hadamard:3", "polar:online", "klt:3", "klt:2.25")
+ALL = (*TOKEN_WISE, *MEASURED, "kivi:4,residual=0", "polar-rope:m4n2,residual=0", "polar:residual=40", "none")
+SIZE = 32
+
+
+def kinds(spec: str) -> str:
+    return "values" if spec.startswith("polar-rope:residual") else "keys"
+
+
+def filled(spec: str, states: Tensor, *lengths: int) -> PackedStates:
+    """A store to which states are appended in pieces; the rest one by one."""
+    held = store(spec, SIZE, kinds(spec))
+    start = 0
+    for length in (*lengths, *[1] * (states.shape[2] - sum(lengths))):
+        held.append(states[:, :, start : start + length])
+        start += length
+    return held
+
+
+def same_codes(first: PackedStates, second: PackedStates) -> bool:
+    for one, other in zip(first.chunks, second.chunks, strict=True):
+        assert first.quantizer is not None and one.tokens == other.tokens
+        parts = [used_rows(chunk, first.quantizer.step) for chunk in (one, other)]
+        if not all(torch.equal(part, parts[1][name]) for name, part in parts[0].items()):
+            return False
+    return True
+
+
+def found(held: PackedStates) -> Tensor:
+    states = held.decoded()
+    assert states is not None
+    return states
+
+
+@pytest.mark.parametrize("lengths", [(), (1, 30, 50), (90,)])
+@pytest.mark.parametrize("spec", TOKEN_WISE)
+def test_tokens_in_any_pieces_have_the_same_codes(spec: str, lengths: tuple[int, ...]) -> None:
+    states = gaussian(2, 2, 100, SIZE)
+    whole, pieces = filled(spec, states, 100), filled(spec, states, *lengths)
+    assert same_codes(whole, pieces)
+    assert torch.equal(found(whole), found(pieces))
+
+
+@pytest.mark.parametrize("spec", MEASURED)
+def test_what_is_measured_is_that_of_the_first_tokens(spec: str) -> None:
+    states = gaussian(2, 2, 200, SIZE)
+    first = filled(spec, states[:, :, :80], 80)
+    whole = filled(spec, states, 80, 50)
+    assert torch.equal(found(whole)[:, :, :80], found(first))
+    assert len(whole.chunks) == 1 and whole.packed_tokens == 200
+    assert relative_error(found(whole), states) < 0.2
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_new_tokens_are_seen_as_they_came(spec: str) -> None:
+    held, states = store(spec, SIZE), gaussian(2, 2, 150, SIZE)
+    for start, end in ((0, 70), (70, 71), (71, 120), (120, 150)):
+        before = held.decoded()
+        seen = held.extended(states[:, :, start:end])
+        assert seen.shape[2] == held.tokens == end
+        assert torch.equal(seen[:, :, start:], states[:, :, start:end])
+        assert before is None or torch.equal(seen[:, :, :start], before)
+
+
+@pytest.mark.parametrize(
+    ("spec", "residual", "step"),
+    [("polar:residual=40", 40, 1), ("hadamard:4,residual=7", 7, 1), ("kivi:4,residual=64", 64, 32), ("kivi", 128, 32)],
+)
+def test_window_of_recent_tokens_is_exact_and_of_the_promised_length(spec: str, residual: int, step: int) -> None:
+    states = gaussian(1, 2, 260, SIZE)
+    held = store(spec, SIZE)
+    for token in range(260):
+        held.append(states[:, :, token : token + 1])
+        assert held.window is not None
+        kept = held.window.shape[2]
+        assert torch.equal(held.window, states[:, :, token + 1 - kept : token + 1])
+        assert kept >= min(residual, token + 1)
+        if held.chunks:
+            assert kept < residual + step
+    assert held.chunks
+
+
+@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("kept", [0, 1, 31, 32, 50, 64, 95, 139, 140, 141])
+def test_cropped_stores_go_on(spec: str, kept: int) -> None:
+    """In the window, in the first chunk, in a row of 32 tokens, at its ends, and from the start."""
+    states, later = gaussian(2, 2, 140, SIZE), gaussian(2, 2, 170, SIZE, seed=2)
+    held = filled(spec, states, 70, 40)
+    before, packed = found(held), min(kept, held.packed_tokens)
+    held.crop(kept)
+    kept = min(kept, 140)
+    assert held.tokens == kept
+    assert torch.equal(found(held), before[:, :, :kept])
+    held.append(later[:, :, :100])
+    for token in range(100, 170):
+        held.append(later[:, :, token : token + 1])
+    assert held.tokens == kept + 170
+    assert torch.equal(found(held)[:, :, :packed], before[:, :, :packed])
+    assert relative_error(found(held)[:, :, packed:], torch.cat([before[:, :, packed:kept], later], dim=2)) < 0.3
+    assert held.quantizer is None or held.packed_tokens > 100
+
+
+def test_codes_after_a_crop_are_those_of_the_new_tokens() -> None:
+    states = gaussian(1, 1, 100, SIZE)
+    held = filled("polar", states + 1, 100)
+    held.crop(30)
+    held.append(states[:, :, 30:])
+    expected = filled("polar", torch.cat([states[:, :, :30] + 1, states[:, :, 30:]], dim=2), 100)
+    assert same_codes(held, expected)
+
+
+def test_cropping_an_empty_store_does_nothing() -> None:
+    held = store("polar", SIZE)
+    held.crop(3)
+    assert held.decoded() is None and held.tokens == 0
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_sequences_are_chosen_and_repeated(spec: str) -> None:
+    states = gaussian(3, 2, 140, SIZE)
+    held = filled(spec, states, 100)
+    before = found(held)
+    for choice in ([2, 0, 0], [1], [0, 0, 0, 0]):
+        index = torch.tensor(choice)
+        held.each(lambda part, index=index: part.index_select(0, index))
+        before = before[index]
+        assert torch.equal(found(held), before)
+        held.append(states[index])
+        before = found(held)
+        assert held.tokens == before.shape[2]
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_sequences_of_a_batch_do_not_change_each_other(spec: str) -> None:
+    """But for the bits of klt and the scales of polar-rope, which are chosen for all, decoded states are the same."""
+    if spec.startswith(("klt", "polar-rope")):
+        return
+    states = gaussian(3, 2, 140, SIZE)
+    whole = found(filled(spec, states, 100))
+    for number in range(3):
+        alone = found(filled(spec, states[number : number + 1], 100))
+        assert torch.allclose(alone, whole[number : number + 1], atol=1e-6)
+
+
+# --- memory ---
+
+
+def storages(held: PackedStates) -> int:
+    """The bytes of everything that the store keeps alive."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held.tensors()}.values())
+
+
+@pytest.mark.parametrize("spec", [spec for spec in ALL if spec != "none"])
+def test_no_float_copies_are_kept(spec: str) -> None:
+    held = filled(spec, gaussian(2, 2, 320, SIZE), 256)
+    window = held.window
+    assert window is not None
+    assert storages(held) == sum(tensor.numel() * tensor.element_size() for tensor in held.tensors())
+    assert storages(held) == held.packed_bytes() + window.numel() * window.element_size()
+    plain = 2 * 2 * held.packed_tokens * SIZE * 2  # in 16 bits
+    assert held.packed_bytes() < 0.45 * plain
+
+
+@pytest.mark.parametrize("spec", ["polar", "kivi:4,residual=0", "hadamard:3"])
+def test_room_for_growth_is_bounded(spec: str) -> None:
+    """By a share, and by what 32 tokens take."""
+    states = gaussian(1, 1, 600, SIZE)
+    whole = filled(spec, states, 600)
+    held = store(spec, SIZE)
+    for token in range(600):
+        held.append(states[:, :, token : token + 1])
+        most = (token + 1) * (1 + 1 / GROWTH) + LEAST_TOKENS + 1
+        assert held.packed_bytes() <= whole.packed_bytes() / 600 * most + 2 * SIZE
+
+
+def test_growing_copies_codes_a_bounded_number_of_times() -> None:
+    held, states = store("polar", SIZE), gaussian(1, 1, 2000, SIZE)
+    places = set()
+    copied = 0
+    for token in range(2000):
+        held.append(states[:, :, token : token + 1])
+        place = held.chunks[0].rows["angles"].untyped_storage().data_ptr()
+        if place not in places:
+            copied += token
+            places = {place}
+    assert copied < (GROWTH + 1) * 2000
+
+
+def test_caches_of_inference_mode_go_on_outside_of_it() -> None:
+    """Torch refuses to write into their tensors there."""
+    states = gaussian(1, 2, 140, SIZE)
+    for spec in ALL:
+        expected = found(filled(spec, states, 100))
+        held = store(spec, SIZE, kinds(spec))
+        with torch.inference_mode():
+            held.append(states[:, :, :100].clone())
+            held.append(states[:, :, 100:101].clone())
+        for token in range(101, 140):
+            held.append(states[:, :, token : token + 1])
+        assert torch.allclose(found(held), expected, atol=1e-6), spec
+        with torch.inference_mode():
+            held.append(states)
+        assert held.tokens == 280
+
+
+def test_codes_keep_no_gradients() -> None:
+    states = gaussian(1, 2, 140, SIZE).requires_grad_()
+    for spec in ALL:
+        held = filled(spec, states, 100, 30)
+        assert not any(part.requires_grad for chunk in held.chunks for part in (*chunk.rows.values(),))
+        assert not any(part.requires_grad for chunk in held.chunks for part in (*chunk.shared.values(),))
