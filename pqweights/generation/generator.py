@@ -196,7 +196,7 @@ class Generator:
         )
 
     def _cache_figures(self) -> CacheFigures | None:
-        """Return what the quantized cache takes; None without one, or where only transformers' `generate` has it."""
+        """Return what the quantized cache takes; None without one, and after a reply that was broken off."""
         if self._run is None or self._model is None:
             return None
         assert isinstance(self._model.stepper, TorchStepper)

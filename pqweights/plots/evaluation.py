@@ -23,7 +23,7 @@ WIDTH, HEIGHT, HEIGHT_OF_A_NAME = 8.0, 4.5, 0.25
 
 
 def plot_evaluation(report: EvaluationReport, file: Path) -> None:
-    """Draw a point for each model: its KL divergence from the reference, or its perplexity if there is no reference.
+    """Draw a point for each row: its KL divergence from the reference, or its perplexity if there is no reference.
 
     The bars are standard errors over windows. Models whose parameters cannot be counted are left out.
 
@@ -38,13 +38,25 @@ def draw_evaluation(report: EvaluationReport, drawn: Figure) -> None:
     """Draw the points on a figure; the names are in a legend beside them, where they cannot overlap."""
     axes = drawn.subplots()
     names = _short_names([row.model for row in report.rows])
-    for number, (row, name) in enumerate(zip(report.rows, names, strict=True)):
-        divergence, bits = row.scores.divergence, row.size.bits_per_parameter
+    caches = ["" if row.kv_cache is None else f", KV cache {row.kv_cache.spec}" for row in report.rows]
+    labels = [name + cache for name, cache in zip(names, caches, strict=True)]
+    for number, (row, label) in enumerate(zip(report.rows, labels, strict=True)):
+        # Models with a quantized cache have a divergence without a reference, too: from themselves.
+        divergence = None if report.reference is None else row.scores.divergence
+        bits = row.size.bits_per_parameter
         value, error = row.scores.perplexity if divergence is None else divergence.mean
         if bits is not None and math.isfinite(value):
             colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
             axes.errorbar(
-                bits, value, error, color=colour, marker=marker, markersize=5, capsize=2, linestyle="none", label=name
+                bits,
+                value,
+                error,
+                color=colour,
+                marker=marker,
+                markersize=5,
+                capsize=2,
+                linestyle="none",
+                label=label,
             )
     if axes.containers:
         drawn.legend(loc="outside right upper", fontsize="small")
@@ -59,7 +71,7 @@ def draw_evaluation(report: EvaluationReport, drawn: Figure) -> None:
 def _short_names(models: Sequence[str]) -> list[str]:
     """Return the last part of each name; all of it where two end alike. Long ones lose their middle."""
     ends = [Path(model).name for model in models]
-    count = Counter(ends)
+    count = Counter(Path(model).name for model in set(models))  # a model may have several rows
     names = [end if count[end] == 1 else model for end, model in zip(ends, models, strict=True)]
     half = (LONGEST_NAME - 3) // 2
     return [name if len(name) <= LONGEST_NAME else f"{name[:half]}...{name[-half:]}" for name in names]

@@ -65,7 +65,7 @@ class TorchStepper:
 
     @property
     def cache(self) -> Any:
-        """The cache after the last call; None before the first, and for models that go through `generate`."""
+        """The cache after the last call; None before the first, and where `generate` makes one of transformers."""
         return self._cache
 
     def kept(self, ids: Ids) -> int:
@@ -124,10 +124,10 @@ class TorchStepper:
             return torch.full((len(found),), ended, device=found.device)
 
         given = torch.tensor([ids.tolist()], device=self._model.device)
-        cache = {"past_key_values": self._new_cache()} if self._is_quantized else {}
+        self._cache = self._new_cache() if self._is_quantized else None
         self._model.generate(
             given,
-            **cache,
+            past_key_values=self._cache,
             attention_mask=torch.ones_like(given),
             generation_config=_endless(transformers),
             logits_processor=transformers.LogitsProcessorList([_called(transformers.LogitsProcessor, choose)]),

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from calls import quantize
+from families import Family, build
 from hostile.case import Case, Content
-from hostile.evaluation import BERT, GOOD_MODEL, evaluating, without_tensor
+from hostile.evaluation import BERT, GOOD_MODEL, evaluating, language_model_config, without_tensor
 
 from pqweights.checkpoint.source import open_local
 from pqweights.planning.recipe import load_recipe
@@ -25,10 +26,25 @@ T5: dict[str, Any] = {
     "vocab_size": 16,
 }
 
+HEADS_OF_4 = language_model_config() | {"num_attention_heads": 8, "num_key_value_heads": 8}
+TINY = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 1, "bos_token_id": 500, "eos_token_id": 501}
+GPT2 = Family(
+    "GPT2LMHeadModel", "GPT2Config", {**TINY, "num_attention_heads": 2, "max_position_embeddings": 16}, (), ()
+)
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+DENSE = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32, "first_k_dense_replace": 1}
+DEEPSEEK = Family("DeepseekV3ForCausalLM", "DeepseekV3Config", {**TINY, **LATENT, **DENSE}, (), ())
+MAMBA = Family("MambaForCausalLM", "MambaConfig", {**TINY, "state_size": 4}, (), ())
+
 
 def generating(name: str, *fragments: str, command: str = GENERATE, **changed: Any) -> Case:
     """An undamaged model, except for some files by key, as `evaluating` has them."""
     return evaluating(f"generate-{name}", *fragments, command=command, **changed)
+
+
+def caching(name: str, spec: str, *fragments: str, **changed: Any) -> Case:
+    """An undamaged model, except for some files by key, and a quantized cache."""
+    return generating(f"kv-cache-{name}", *fragments, command=f"{GENERATE} --kv-cache {spec}", **changed)
 
 
 def with_file(name: str, content: Content, *fragments: str, file: str = "generation_config.json") -> Case:
@@ -39,6 +55,15 @@ def with_file(name: str, content: Content, *fragments: str, file: str = "generat
 def with_template(name: str, template: str, *fragments: str, command: str = GENERATE) -> Case:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     return Case(f"generate-{name}", {command: fragments}, {**GOOD_MODEL, "model/tokenizer_config.json": settings})
+
+
+def built(name: str, spec: str, family: Family, *fragments: str) -> Case:
+    """A model of another family, and a quantized cache that it cannot have."""
+
+    def prepare(folder: Path) -> None:
+        build(family, folder / "model")
+
+    return Case(f"generate-kv-cache-{name}", {f"{GENERATE} --kv-cache {spec} --quiet": fragments}, prepare=prepare)
 
 
 def make_cut_master(folder: Path) -> None:
@@ -72,6 +97,20 @@ GENERATE_CASES = [
     generating("system-without-template", "--system", "no chat template", command=GENERATE + " --system S --quiet"),
     generating("packed-without-a-master", "--packed", "expected a pqweights master", command=GENERATE + " --packed"),
     generating("revision-of-a-folder", "--revision", "repository", command=GENERATE + " --revision main"),
+    caching("misspelled", "hadamrd:3", "no method is called 'hadamrd'", "the nearest is 'hadamard'"),
+    caching("empty", "=", "no method is called '='", "expected klt"),
+    caching("option-unknown", "hadamard:4,keep=3", "no option 'keep'", "bits=N, keys=N"),
+    caching("option-without-a-number", "hadamard:residual", "expected residual=N"),
+    caching("option-twice", "hadamard:3,bits=4", "bits is given twice"),
+    caching("bits-too-many", "hadamard:bits=9", "a whole number from 2 to 8", "found '9'"),
+    caching("bits-nan", "klt:bits=nan", "a multiple of 0.25 from 1 to 6", "found 'nan'"),
+    caching("angle-of-no-width", "polar-rope:angle=7", "angle: expected 2 or 3 or 4", "found '7'"),
+    caching("residual-negative", "kivi:residual=-1", "residual: expected a whole number", "found '-1'"),
+    caching("qjl-of-two-bits", "hadamard:2,qjl", "qjl takes one of the bits of keys", "at least 3"),
+    caching("heads-of-no-multiple", "hadamard:4", "multiple of 8 coordinates", "found 4", config=HEADS_OF_4),
+    built("no-rope", "polar-rope", GPT2, "gpt2 has no rotary position embedding", "take hadamard"),
+    built("latent-attention", "hadamard:4", DEEPSEEK, "multi-head latent attention", "leave the KV cache as it is"),
+    built("no-attention", "hadamard:4", MAMBA, "mamba", "without keys and values to keep"),
     generating("model-missing", "nowhere", "no such", command="generate nowhere --prompt w1"),
     generating("model-an-encoder", "BertModel", "not a causal language model", config=BERT),
     generating("model-an-encoder-decoder", "T5ForConditionalGeneration", "not a causal language model", config=T5),

@@ -34,9 +34,16 @@ HYBRID = {
 
 
 def causal(name: str = "Llama", *, seed: int = 1, **changed: Any) -> Any:
-    """A model with random weights. name: of its family, in the names of classes"""
+    """A model with random weights.
+
+    name: of its family, in the names of classes
+    changed: settings of its configuration; head_dim may be None, for families that have none
+    """
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{name}Config")(**{**SETTINGS, **changed})
+    settings = {**SETTINGS, **changed}
+    if settings["head_dim"] is None:
+        del settings["head_dim"]
+    config = getattr(transformers, f"{name}Config")(**settings)
     return getattr(transformers, f"{name}ForCausalLM")(config).eval()
 
 

@@ -1,0 +1,231 @@
+"""pqweights eval --kv-cache: scores as in generation, one row for each cache, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from calls import evaluate, export, quantize
+from commands import done, invoke, refused
+from families import ATTENTION, FAMILIES, Family, build
+from test_eval_command import LLAMA, TEXT
+
+from pqweights.errors import EvaluationError, OptionError
+from pqweights.evaluate.protocol import Windows, compare
+from pqweights.planning.recipe import load_recipe
+from pqweights.runtimes.models import open_model
+from pqweights.runtimes.texts import tokenize
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+SHORT = {"window": 100, "stride": 10, "max_tokens": 130}
+COMMAND = ("--window", 100, "--stride", 10, "--max-tokens", 130)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with source, its master q3 with the BF16 export bf16, and text.txt."""
+    folder = tmp_path_factory.mktemp("caches")
+    build(Family("LlamaForCausalLM", "LlamaConfig", LLAMA, ATTENTION, ATTENTION), folder / "source")
+    quantize(folder / "source", folder / "q3", load_recipe("q3"), threads=2)
+    (folder / "text.txt").write_text(TEXT)
+    return folder
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# --- scores ---
+
+
+def test_a_cache_that_keeps_everything_has_the_scores_of_the_model(work: Path) -> None:
+    (plain,) = evaluate([work / "source"], TEXT, **SHORT).rows
+    own, cached = evaluate([work / "source"], TEXT, kv_caches=("none",), **SHORT).rows
+    assert own.scores.losses == plain.scores.losses and own.kv_cache is None
+    assert cached.scores.perplexity.value == pytest.approx(plain.scores.perplexity.value, rel=1e-4)
+    assert cached.scores.divergence is not None and abs(cached.scores.divergence.maximum) < 1e-5
+    assert cached.kv_cache is not None
+    assert (cached.kv_cache.spec, cached.kv_cache.bits_per_coordinate) == ("none", 16)
+    assert cached.kv_cache.attention_error == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("last", [1, 2, 40, 99, 100])
+@pytest.mark.parametrize("spec", ["none", "hadamard:3", "polar-rope:residual=0"])
+def test_predictions_are_those_of_a_text_that_is_read_token_by_token(last: int, spec: str, work: Path) -> None:
+    model = open_model(work / "source")
+    assert model.cached is not None
+    run, ids = model.cached(spec), tokenize(work / "source", TEXT)[:100]
+    found = run.logits(ids, last)
+    assert found.shape == (last, 512) and found.dtype == np.float32
+    if spec == "none":
+        assert np.allclose(found, model.logits(ids, last), atol=1e-4)
+    net, cache = run._net, run.new_cache()
+    with torch.no_grad():
+        given = torch.from_numpy(ids)[None]
+        parts = [given[:, : 101 - last], *(given[:, at : at + 1] for at in range(101 - last, 100))]
+        expected = [net(part, past_key_values=cache, use_cache=True).logits[0, -1] for part in parts]
+    assert np.array_equal(found, torch.stack(expected).numpy())
+    assert run.figures().tokens == 100
+
+
+def test_each_cache_has_a_row(work: Path) -> None:
+    specs = ("hadamard:8", "hadamard:2", "polar-rope:m4n4,residual=0")
+    report = evaluate([work / "q3", work / "source"], TEXT, kv_caches=specs, **SHORT)
+    assert report.reference is None
+    caches = [None if row.kv_cache is None else row.kv_cache.spec for row in report.rows]
+    assert caches == [None, *specs] * 2
+    assert [row.model for row in report.rows] == [str(work / "q3")] * 4 + [str(work / "source")] * 4
+    for number, row in enumerate(report.rows):
+        figures = row.kv_cache
+        if figures is None:
+            assert row.scores.divergence is None
+            continue
+        assert row.scores.divergence is not None and row.scores.divergence.mean.value > 0
+        assert figures.tokens == 100 and 2 < figures.bits_per_coordinate < 11, number
+        # Keys and values of one layer with one head of 64 coordinates.
+        assert figures.bytes_per_token == pytest.approx(figures.bits_per_coordinate / 8 * 128)
+        assert figures.attention_error is not None and 0 < figures.attention_error < 0.5
+    best, worst = (row.scores.divergence.mean.value for row in report.rows[1:3])  # type: ignore[union-attr]
+    assert best < worst / 10
+
+
+def test_beside_a_reference_caches_are_compared_with_that(work: Path) -> None:
+    report = evaluate([work / "q3"], TEXT, reference=work / "source", kv_caches=("none", "hadamard:8"), **SHORT)
+    assert report.reference is not None and report.reference.kv_cache is None
+    (plain,) = evaluate([work / "q3"], TEXT, reference=work / "source", **SHORT).rows
+    assert plain.scores.divergence is not None
+    for row in report.rows:
+        assert row.scores.divergence is not None
+        assert row.scores.divergence.mean.value == pytest.approx(plain.scores.divergence.mean.value, rel=0.02)
+    assert len(report.rows) == 2
+
+
+def test_a_packed_master_may_have_a_quantized_cache(work: Path) -> None:
+    own, row = evaluate([work / "q3"], TEXT, packed=True, kv_caches=("klt:4",), **SHORT).rows
+    assert row.runtime == own.runtime == "transformers, pqweights' packed weights"
+    assert row.scores.perplexity.value == pytest.approx(own.scores.perplexity.value, rel=0.2)
+
+
+def test_the_first_window_may_score_all_its_tokens(work: Path) -> None:
+    options = {**SHORT, "score_first": True}
+    (plain,) = evaluate([work / "source"], TEXT, **options).rows
+    _, row = evaluate([work / "source"], TEXT, kv_caches=("none",), **options).rows
+    assert row.scores.perplexity.value == pytest.approx(plain.scores.perplexity.value, rel=1e-4)
+
+
+def test_short_windows_have_no_error_of_attention(work: Path) -> None:
+    _, row = evaluate([work / "source"], TEXT, kv_caches=("hadamard",), window=64, stride=8, max_tokens=72).rows
+    assert row.kv_cache is not None and row.kv_cache.attention_error is None
+
+
+def test_a_hybrid_model_has_packed_layers(work: Path, tmp_path: Path) -> None:
+    folder = build(FAMILIES["qwen3_5"], tmp_path / "model")
+    options = {"window": 80, "stride": 4, "max_tokens": 80, "tokenizer": work / "source"}
+    own, same, row = evaluate([folder], TEXT, kv_caches=("none", "hadamard:8"), **options).rows
+    assert same.scores.perplexity.value == pytest.approx(own.scores.perplexity.value, rel=1e-4)
+    assert row.scores.perplexity.value == pytest.approx(own.scores.perplexity.value, rel=0.01)
+    assert row.kv_cache is not None and row.kv_cache.tokens == 80
+
+
+def test_progress_counts_every_cache(work: Path) -> None:
+    from pqweights.evaluate.evaluation import EvaluationOptions, TextOptions, evaluate
+
+    seen: list[tuple[int, int]] = []
+    options = EvaluationOptions(reading=TextOptions(**SHORT), kv_caches=("none", "hadamard"))
+    evaluate(
+        [work / "q3", work / "source"], TEXT, options, progress=lambda done, total, what: seen.append((done, total))
+    )
+    windows = Windows(size=100, stride=10).starts(130)
+    assert {total for _, total in seen} == {len(windows) * 4}
+    assert [count for count, _ in seen] == sorted(count for count, _ in seen) and seen[-1][0] == len(windows) * 4
+
+
+# --- refusals ---
+
+
+def test_a_bad_spec_is_refused_before_anything_is_read(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pqweights.evaluate import evaluation
+
+    monkeypatch.setattr(evaluation, "read_folder", lambda path: pytest.fail("it is read"))
+    with pytest.raises(OptionError, match="no method is called 'hadamar'; the nearest is 'hadamard'"):
+        evaluate([work / "source"], TEXT, kv_caches=("none", "hadamar:3"))
+    assert "no option" in refused("eval", work / "source", "--text", work / "text.txt", "--kv-cache", "klt:x", code=2)
+
+
+def test_speed_is_that_of_models_as_they_are(work: Path) -> None:
+    with pytest.raises(EvaluationError, match=r"--speed: .*`pqweights generate --kv-cache` prints its speed"):
+        evaluate([work / "source"], TEXT, kv_caches=("none",), speed=True)
+
+
+def test_runtimes_with_caches_of_their_own_are_refused(work: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mlx_lm")
+    export(work / "q3", tmp_path / "mlx", "mlx-q4", threads=2)
+    with pytest.raises(EvaluationError, match="--kv-cache: mlx-lm has a cache of its own"):
+        evaluate([tmp_path / "mlx"], TEXT, kv_caches=("none",), **SHORT)
+
+
+# --- the command ---
+
+
+def test_the_table_shows_caches_and_nothing_is_recorded(work: Path) -> None:
+    before = files_in(work)
+    caches = ("--kv-cache", "hadamard:4", "--kv-cache", "polar")
+    result = done("eval", work / "q3", "--text", work / "text.txt", *COMMAND, *caches)
+    assert files_in(work) == before and "recorded" not in result.stderr
+    table = result.stdout.splitlines()[2:6]
+    for title in ("KV cache", "bits/coord.", "bytes/token", "attention", "change", "KL mean", "top-1"):
+        assert title in table[0]
+    assert "hadamard:4" in table[2] and "polar" in table[3]
+    assert "the reference is the model with its own cache" in " ".join(result.stdout.split())
+    beside = done("eval", work / "q3", "--text", work / "text.txt", *COMMAND, *caches, "--reference", work / "source")
+    assert "the reference is the model with its own cache" not in " ".join(beside.stdout.split())
+    plain = done("eval", work / "q3", "--text", work / "text.txt", *COMMAND, "--no-record")
+    assert "KV cache" not in plain.stdout and "attention:" not in plain.stdout
+
+
+def test_json_has_the_figures_of_caches(work: Path) -> None:
+    result = invoke("eval", work / "q3", "--text", work / "text.txt", *COMMAND, "--kv-cache", "hadamard:4", "--json")
+    own, row = json.loads(result.stdout)["models"]
+    assert own["kv_cache"] is None and own["kl"] is None
+    assert row["kv_cache"].keys() == {"spec", "tokens", "bits_per_coordinate", "bytes_per_token", "attention_error"}
+    assert (row["kv_cache"]["spec"], row["kv_cache"]["tokens"]) == ("hadamard:4", 100)
+    assert row["kl"]["mean"]["value"] > 0
+
+
+def test_the_plot_names_caches_and_has_one_measure(work: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    from pqweights.plots.evaluation import draw_evaluation
+
+    for reference in (None, work / "source"):
+        report = evaluate([work / "q3"], TEXT, reference=reference, kv_caches=("none", "hadamard:4"), **SHORT)
+        drawn = Figure()
+        draw_evaluation(report, drawn)
+        (axes,) = drawn.axes
+        found: dict[str, Any] = {bars.get_label(): bars.lines[0].get_ydata()[0] for bars in axes.containers}
+        assert list(found)[-2:] == ["q3, KV cache none", "q3, KV cache hadamard:4"]
+        scores = [row.scores for row in report.rows]
+        if reference is None:
+            assert list(found.values()) == [each.perplexity.value for each in scores]
+        else:
+            assert list(found.values()) == [each.divergence.mean.value for each in scores]  # type: ignore[union-attr]
+
+
+def test_losses_are_those_of_the_protocol(work: Path) -> None:
+    """The rows are what `compare` finds for a model whose predictions come one by one."""
+    from dataclasses import replace
+
+    model = open_model(work / "source")
+    assert model.cached is not None
+    ids = tokenize(work / "source", TEXT)[:130]
+    with_cache = replace(model, logits=model.cached("hadamard:3").logits)
+    expected = compare(with_cache, model, ids=ids, windows=Windows(size=100, stride=10))
+    _, row = evaluate([work / "source"], TEXT, kv_caches=("hadamard:3",), **SHORT).rows
+    assert row.scores == expected and math.isfinite(expected.perplexity.value)

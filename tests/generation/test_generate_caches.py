@@ -1,0 +1,190 @@
+"""Generation with a quantized cache: the same texts where it changes nothing, conversations, figures, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+from calls import export, quantize
+from commands import answer, done, refused
+from language_models import TEMPLATE, babbler
+
+import pqweights
+from pqweights.errors import GenerationError, OptionError
+from pqweights.generation.generator import Generator
+from pqweights.generation.options import GenerationOptions
+from pqweights.generation.report import Generation
+from pqweights.planning.recipe import load_recipe
+from pqweights.runtimes.models import open_model
+
+pytest.importorskip("transformers")
+pytest.importorskip("torch")
+
+# Longer than what the methods keep as it is, so that codes are used.
+PROMPT = "The quick brown fox jumps over the lazy dog, again"
+TOKENS = 50
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models of random weights: plain, its master q4, one of conversations, and one of calm attention."""
+    folder = tmp_path_factory.mktemp("models")
+    babbler(folder / "plain")
+    babbler(folder / "chat", template=TEMPLATE)
+    config = json.loads((folder / "chat" / "config.json").read_text())
+    (folder / "chat" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
+    families.build(families.FAMILIES["llama"], folder / "calm")
+    quantize(folder / "plain", folder / "q4", load_recipe("q4"), threads=2)
+    return folder
+
+
+def generator(path: Path, **options: Any) -> Generator:
+    return Generator(path, GenerationOptions(**options), tell=lambda line: None)
+
+
+def reply(path: Path, prompt: str = PROMPT, **options: Any) -> Generation:
+    return generator(path, **{"max_tokens": TOKENS, **options}).reply(prompt, lambda piece: None)
+
+
+@pytest.mark.parametrize("spec", ["none", "hadamard:8"])
+def test_a_cache_of_enough_bits_gives_the_same_text(spec: str, work: Path) -> None:
+    prompt = " ".join(f"w{number * 37 % 499}" for number in range(len(PROMPT)))
+    count = 20
+    expected, found = (reply(work / "calm", prompt, max_tokens=count, kv_cache=each) for each in (None, spec))
+    assert len(set(expected.token_ids)) > 2
+    assert (found.text, found.token_ids, found.stop) == (expected.text, expected.token_ids, expected.stop)
+    assert expected.kv_cache is None and found.kv_cache is not None
+    # The last token of a reply is not read.
+    assert (found.kv_cache.spec, found.kv_cache.tokens) == (spec, len(PROMPT) + count - 1)
+
+
+def test_few_bits_change_the_text(work: Path) -> None:
+    assert reply(work / "plain", kv_cache="absmax:2").token_ids != reply(work / "plain").token_ids
+
+
+@pytest.mark.parametrize("spec", ["none", "hadamard:3", "klt:2", "polar-rope:m4n2,values=2,residual=0"])
+def test_a_packed_master_generates_with_a_quantized_cache(spec: str, work: Path) -> None:
+    found = reply(work / "q4", packed=True, kv_cache=spec)
+    assert found.settings.packed and found.kv_cache is not None and len(found.token_ids) == TOKENS
+    if spec == "none":
+        assert found.token_ids == reply(work / "q4", packed=True).token_ids
+
+
+def test_sampling_is_that_of_the_seed(work: Path) -> None:
+    found = [reply(work / "plain", kv_cache="hadamard:3", temperature=1.0, seed=seed).token_ids for seed in (4, 4, 5)]
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize("spec", ["none", "hadamard:8", "polar-rope:m4n4,residual=0", "klt:4"])
+def test_a_conversation_keeps_the_cache(spec: str, work: Path) -> None:
+    chat = generator(work / "chat", kv_cache=spec, max_tokens=TOKENS)
+    plain = generator(work / "chat", max_tokens=TOKENS)
+    for turn, prompt in enumerate((PROMPT, "And what then?", "Well")):
+        found = chat.reply(prompt, lambda piece: None)
+        expected = plain.reply(prompt, lambda piece: None)
+        assert found.kv_cache is not None and found.kv_cache.spec == spec
+        assert found.kv_cache.tokens == found.prompt_tokens + TOKENS - 1
+        if spec == "none":
+            assert (found.token_ids, found.read_tokens) == (expected.token_ids, expected.read_tokens)
+        assert (found.read_tokens < found.prompt_tokens) == (turn > 0)
+
+
+@pytest.mark.parametrize("spec", ["none", "hadamard:3"])
+def test_a_cache_that_is_cropped_is_that_of_a_shorter_text(spec: str, work: Path) -> None:
+    """The second prompt leaves the first in its middle."""
+    model = open_model(work / "plain")
+    assert model.cached is not None
+    ids = np.frombuffer(PROMPT.encode() * 2, dtype=np.uint8).astype(np.int64)
+    other = np.concatenate([ids[:60], ids[5:25]])
+
+    def last(stepper: Any, prompt: Any) -> Any:
+        seen = []
+        stepper.run(prompt, lambda logits: seen.append(logits))
+        return seen[0]
+
+    used = model.cached(spec).stepper()
+    last(used, ids)
+    assert used.kept(other) == 60
+    found, expected = last(used, other), last(model.cached(spec).stepper(), other)
+    # What is packed when a text is read at once is seen as it came; after a crop it is seen as it was packed.
+    assert np.abs(found - expected).max() <= (1e-3 if spec == "none" else 0.5) * np.abs(expected).max()
+    assert used.cache.get_seq_length() == len(other)
+
+
+def test_a_reply_that_is_broken_off_leaves_no_cache(work: Path) -> None:
+    chat = generator(work / "chat", kv_cache="hadamard:3", max_tokens=TOKENS)
+
+    def broken(piece: str) -> None:
+        raise KeyboardInterrupt
+
+    assert chat.reply(PROMPT, broken).kv_cache is None
+    assert chat.reply(PROMPT, lambda piece: None).kv_cache is not None
+
+
+def test_hybrid_models_generate_through_transformers(tmp_path: Path) -> None:
+    model = open_model(families.build(families.FAMILIES["qwen3_5"], tmp_path / "model"))
+    prompt = np.resize(np.array(families.IDS[0], dtype=np.int64), 60)
+
+    def tokens(stepper: Any) -> list[int]:
+        found: list[int] = []
+
+        def step(logits: Any) -> int | None:
+            found.append(int(logits.argmax()))
+            return found[-1] if len(found) < 8 else None
+
+        stepper.run(prompt, step)
+        return found
+
+    assert model.cached is not None
+    expected = model.generate(prompt, 8).tolist()
+    for spec in ("none", "hadamard:8"):
+        run = model.cached(spec)
+        stepper = run.stepper()
+        assert tokens(stepper) == tokens(stepper) == expected
+        figures = run.figures(stepper.cache)
+        assert (figures.spec, figures.tokens) == (spec, 60 + 8 - 1)
+        assert (figures.bits_per_coordinate == 16) == (spec == "none")
+    assert model.stepper.cache is None  # type: ignore[attr-defined]
+
+
+# --- the command and the API ---
+
+
+def test_json_has_the_figures(work: Path) -> None:
+    found = answer("generate", work / "chat", "-p", PROMPT, "--max-tokens", TOKENS, "--kv-cache", "hadamard:4")
+    figures = found["kv_cache"]
+    assert figures.keys() == {"spec", "tokens", "bits_per_coordinate", "bytes_per_token", "attention_error"}
+    assert (figures["spec"], figures["tokens"]) == ("hadamard:4", found["prompt_tokens"] + TOKENS - 1)
+    assert 4 < figures["bits_per_coordinate"] < 16 and figures["attention_error"] is None
+    # Keys and values of one layer with one head of 192 coordinates.
+    assert figures["bytes_per_token"] == pytest.approx(figures["bits_per_coordinate"] / 8 * 384)
+    assert answer("generate", work / "chat", "-p", "A", "--max-tokens", 2)["kv_cache"] is None
+
+
+def test_the_last_line_names_the_cache(work: Path) -> None:
+    result = done("generate", work / "plain", "-p", PROMPT, "--max-tokens", 3, "--kv-cache", "hadamard:4,residual=8")
+    assert "float32 on cpu, KV cache hadamard:4,residual=8 at " in result.stderr.splitlines()[-1]
+
+
+def test_the_function_takes_a_spec(work: Path) -> None:
+    found = pqweights.generate(work / "plain", PROMPT, max_tokens=5, kv_cache="hadamard:3")
+    assert found.kv_cache is not None and found.kv_cache.spec == "hadamard:3"
+    with pytest.raises(OptionError, match="no method is called"):
+        pqweights.generate(work / "nowhere", PROMPT, kv_cache="hadamrd:3")
+
+
+def test_a_bad_spec_is_one_line(work: Path) -> None:
+    told = refused("generate", work / "plain", "-p", "A", "--kv-cache", "hadamard:4,keep=3", code=2)
+    assert "hadamard has no option 'keep'" in told
+    assert "the nearest is 'klt'" in refused("generate", work / "nowhere", "-p", "A", "--kv-cache", "kl", code=2)
+
+
+def test_runtimes_with_caches_of_their_own_are_refused(work: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mlx_lm")
+    export(work / "q4", tmp_path / "mlx", "mlx-q4", threads=2)
+    with pytest.raises(GenerationError, match="--kv-cache: mlx-lm has a cache of its own"):
+        reply(tmp_path / "mlx", kv_cache="none")

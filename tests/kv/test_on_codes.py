@@ -1,0 +1,320 @@
+"""Attention on codes gives what attention on restored keys and values gives, or leaves it to that."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from cached_models import causal, hybrid_model, one_by_one, read, tokens
+from torch import Tensor
+
+from pqweights.errors import OptionError
+from pqweights.kv.attention_error import attention_error
+from pqweights.kv.cache import KVCache, kv_cache
+from pqweights.kv.on_codes import NAME, PAST, attends_on_codes
+from pqweights.kv.states import PackedStates
+
+PROMPT, NEXT = 180, 4
+# Entries of the look-up tables of polar-rope are integers; the other products are in float32.
+NEAR, NEAR_OF_TABLES = 1e-5, 1e-3
+SPECS = (
+    "hadamard:3",
+    "hadamard:4,centred=0",
+    "hadamard:keys=2,values=6,residual=16",
+    "hadamard:8",
+    "polar-rope",
+    "polar-rope:m4n2,residual=0",
+    "polar-rope:values=2,residual=40",
+    "polar-rope:values=16",
+)
+WITHOUT_KERNELS = ("klt:3", "polar", "kivi:4,residual=32", "absmax:4", "hadamard:4,qjl", "polar-rope:m6n4", "none")
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return causal()
+
+
+def caches(net: Any, spec: str, ids: Tensor, mask: Tensor | None = None) -> tuple[KVCache, KVCache]:
+    """A cache that restores and one that does not, which have read the same tokens."""
+    before = kv_cache(net, spec)
+    read(net, before, ids, mask)
+    after = kv_cache(net, spec, on_codes=True)
+    read(net, after, ids, mask)
+    return before, after
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def check_alike(
+    net: Any, spec: str, before: KVCache, after: KVCache, *, batch: int = 1, mask: Tensor | None = None
+) -> None:
+    """Both give the same predictions within rounding, and the second attends on codes."""
+    following = tokens(batch, NEXT, seed=9)
+    whole = None if mask is None else torch.nn.functional.pad(mask, (0, NEXT), value=1)
+    expected, found = (one_by_one(net, cache, following, whole) for cache in (before, after))
+    assert all(layer._past is not None and layer._past.used for layer in after.packed_layers)
+    assert 0 < difference(found, expected) <= (NEAR_OF_TABLES if "polar-rope" in spec else NEAR)
+
+
+def check_falls_back(net: Any, spec: str, count: int = PROMPT) -> None:
+    """Predictions are those of restored keys and values, to the bit."""
+    before, after = caches(net, spec, tokens(1, count))
+    following = tokens(1, NEXT, seed=9)
+    assert torch.equal(one_by_one(net, after, following), one_by_one(net, before, following))
+
+
+# --- the same as with restored states ---
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_products_on_codes_are_those_with_restored_states(spec: str, llama: Any) -> None:
+    check_alike(llama, spec, *caches(llama, spec, tokens(1, PROMPT)))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_batches_have_masks(spec: str, llama: Any) -> None:
+    mask = torch.ones(3, PROMPT, dtype=torch.int64)
+    mask[0, :50] = mask[2, :7] = 0
+    before, after = caches(llama, spec, tokens(3, PROMPT), mask)
+    check_alike(llama, spec, before, after, batch=3, mask=mask)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_cropped_and_chosen_caches_stay_on_codes(spec: str, llama: Any) -> None:
+    pair = caches(llama, spec, tokens(3, PROMPT))
+    check_alike(llama, spec, *pair, batch=3)
+    for cache in pair:
+        cache.crop(-75)
+    check_alike(llama, spec, *pair, batch=3)
+    for cache in pair:
+        cache.reorder_cache(torch.tensor([2, 2, 0]))
+    check_alike(llama, spec, *pair, batch=3)
+    for cache in pair:
+        cache.batch_select_indices(torch.tensor([1, 2]))
+        cache.batch_repeat_interleave(2)
+    check_alike(llama, spec, *pair, batch=4)
+    pair = copy.deepcopy(pair)
+    check_alike(llama, spec, *pair, batch=4)
+
+
+@pytest.mark.parametrize("spec", ["hadamard:3", "polar-rope:residual=0"])
+@pytest.mark.parametrize("heads", [1, 2, 4, 8, 16])
+def test_query_heads_share_keys(heads: int, spec: str) -> None:
+    net = causal(num_attention_heads=heads, num_key_value_heads=1)
+    check_alike(net, spec, *caches(net, spec, tokens(2, 100)), batch=2)
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Cohere", "Glm", "Phi", "Mistral", "OPT"])
+def test_families_attend_on_codes(name: str) -> None:
+    """Their RoPE has halves or neighbours, all coordinates or some; OPT has none."""
+    sizes = {"ffn_dim": 64, "word_embed_proj_dim": 64} if name == "OPT" else {}
+    hidden = 128 if name in ("Phi", "OPT") else 64
+    net = causal(name, hidden_size=hidden, **{**sizes, **({"sliding_window": None} if name == "Mistral" else {})})
+    spec = "hadamard:4" if name == "OPT" else "polar-rope:residual=0"
+    check_alike(net, spec, *caches(net, spec, tokens(1, PROMPT)))
+
+
+def test_a_model_in_bfloat16_attends_on_codes() -> None:
+    net = causal().to(torch.bfloat16)
+    before, after = caches(net, "hadamard:4", tokens(1, PROMPT))
+    found, expected = (one_by_one(net, cache, tokens(1, NEXT)) for cache in (after, before))
+    assert found.dtype == torch.bfloat16 and difference(found.float(), expected.float()) < 0.05
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generate_of_transformers_gives_the_same_tokens(beams: int, llama: Any) -> None:
+    def generated(**options: Any) -> list[list[int]]:
+        cache = kv_cache(llama, "hadamard:8", **options)
+        asked = {"max_new_tokens": 24, "num_beams": beams, "do_sample": False, "eos_token_id": -1}
+        found: list[list[int]] = llama.generate(tokens(2, 60), past_key_values=cache, **asked).tolist()
+        return found
+
+    assert generated(on_codes=True) == generated()
+
+
+def test_sliding_layers_beside_packed_ones_attend_as_before() -> None:
+    net = causal("Qwen3", num_hidden_layers=4, sliding_window=32, use_sliding_window=True, max_window_layers=2)
+    before, after = caches(net, "hadamard:4", tokens(1, PROMPT))
+    assert len(after.packed_layers) == 2 < len(after.layers)
+    check_alike(net, "hadamard:4", before, after)
+
+
+def test_other_caches_compute_what_they_did() -> None:
+    net = causal()
+    ids, mask = tokens(2, PROMPT), torch.ones(2, PROMPT + NEXT, dtype=torch.int64)
+    mask[1, :20] = 0
+
+    def predictions() -> Tensor:
+        cache = transformers.DynamicCache(config=net.config)
+        first = read(net, cache, ids, mask[:, :PROMPT])
+        return torch.cat([first[:, None], one_by_one(net, cache, tokens(2, NEXT), mask)], dim=1)
+
+    expected = predictions()
+    kv_cache(net, "hadamard:4", on_codes=True)
+    assert net.config._attn_implementation == NAME
+    assert torch.equal(predictions(), expected)
+    with torch.no_grad():
+        assert net(ids, use_cache=False).logits.shape[1] == PROMPT
+
+
+# --- where there are no kernels ---
+
+
+@pytest.mark.parametrize("spec", WITHOUT_KERNELS)
+def test_methods_without_kernels_restore(spec: str, llama: Any) -> None:
+    check_falls_back(llama, spec)
+
+
+@pytest.mark.parametrize("size", [16, 40, 80, 512])
+@pytest.mark.parametrize("spec", ["hadamard:4", "polar-rope"])
+def test_sizes_of_heads_without_kernels_restore(spec: str, size: int) -> None:
+    check_falls_back(causal(head_dim=size), spec)
+
+
+def test_sizes_of_keys_have_kernels_where_values_stay() -> None:
+    net = causal(head_dim=40)
+    check_alike(net, "polar-rope:values=16", *caches(net, "polar-rope:values=16", tokens(1, PROMPT)))
+    check_falls_back(causal(head_dim=512), "polar-rope:values=16")
+
+
+def test_more_query_heads_than_kernels_take_restore() -> None:
+    check_falls_back(causal(num_attention_heads=32, num_key_value_heads=1), "hadamard:4")
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("Gemma2", {"sliding_window": 16}),
+        ("GptOss", {"num_local_experts": 4, "sliding_window": 16}),
+        ("Bloom", {"n_head": 4}),
+        ("GPTJ", {"n_embd": 64, "n_layer": 2, "n_head": 2, "rotary_dim": 16, "n_positions": 512}),
+        ("Falcon", {"alibi": True, "multi_query": False, "num_kv_heads": 4, "head_dim": None}),
+    ],
+)
+def test_models_that_attend_in_their_own_way_restore(name: str, changed: Any) -> None:
+    net = causal(name, **changed)
+    check_falls_back(net, "hadamard:4")
+    assert net.config._attn_implementation != NAME
+
+
+def test_a_model_of_which_transformers_replaces_no_attention_restores() -> None:
+    check_falls_back(hybrid_model(), "hadamard:4")
+
+
+def test_sinks_and_masks_of_heads_restore(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a model says to the attention beyond keys, values and a plain mask."""
+    from pqweights.kv import on_codes
+
+    calls = []
+    monkeypatch.setattr(on_codes, "_scores", lambda *given: calls.append(given))
+    for told in ({"s_aux": torch.zeros(4)}, {"attention_mask": torch.zeros(1, 4, 1, 101)}):
+        cache = kv_cache(llama, "hadamard:8", on_codes=True)
+        shape = (1, 2, 100, 32)
+        layer = cache.packed_layers[0]
+        first = torch.randn(2, *shape)
+        layer.update(first[0], first[1])
+        query, key, value = torch.randn(1, 4, 1, 32), torch.randn(1, 2, 1, 32), torch.randn(1, 2, 1, 32)
+        taken, given = layer.update(key, value)
+        module = torch.nn.Module()
+        module.num_key_value_groups = 2  # type: ignore[assignment]
+        mask = told.pop("attention_mask", None)
+        found, _ = on_codes.attention(module, query, taken, given, mask, **told)
+        keys, values = (states.decoded() for states in layer.states)
+        assert keys is not None and values is not None
+        last = [torch.cat([old[:, :, :100], new], dim=2) for old, new in ((keys, key), (values, value))]
+        expected = torch.nn.functional.scaled_dot_product_attention(query, *last, enable_gqa=True).transpose(1, 2)
+        assert torch.allclose(found, expected, atol=1e-5)
+    assert not calls
+
+
+def test_an_attention_that_is_set_later_restores() -> None:
+    """Also if it is set in the middle of a text."""
+    net = causal()
+    before, after = caches(net, "hadamard:4", tokens(1, PROMPT))
+    one_by_one(net, after, tokens(1, 2, seed=7))
+    net.set_attn_implementation("eager")
+    assert not attends_on_codes(net.config)
+    one_by_one(net, before, tokens(1, 2, seed=7))
+    following = tokens(1, NEXT)
+    assert difference(one_by_one(net, after, following), one_by_one(net, before, following)) < NEAR
+
+
+# --- the agreement between cache and attention ---
+
+
+def test_an_attention_that_ignores_packed_keys_is_noticed(llama: Any) -> None:
+    layer = kv_cache(llama, "hadamard:4", on_codes=True).packed_layers[0]
+    states = torch.randn(2, 1, 2, 40, 32)
+    layer.update(*states)
+    one = torch.randn(2, 1, 2, 1, 32)
+    assert getattr(layer.update(*one)[0], PAST, None) is not None
+    with pytest.raises(OptionError, match="attention does not take packed keys; leave out on_codes"):
+        layer.update(*one)
+    layer.crop(-1)  # what was broken off is taken back
+    layer.update(*one)
+    layer.reset()
+    layer.update(*states)
+    layer.update(*one)
+
+
+def test_nothing_is_restored_in_a_step(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for spec in SPECS:
+        before, after = caches(llama, spec, tokens(1, PROMPT))
+        with monkeypatch.context() as patch:
+            patch.setattr(PackedStates, "decoded_chunk", lambda states, chunk: pytest.fail("it is restored"))
+            one_by_one(llama, after, tokens(1, 2))
+            with pytest.raises(BaseException, match="it is restored"):
+                one_by_one(llama, before, tokens(1, 1))
+
+
+def test_a_step_allocates_less_than_the_restored_states() -> None:
+    count = 4000
+    net = causal(num_hidden_layers=1, max_position_embeddings=8192)
+    pair = caches(net, "hadamard:4", tokens(1, count))
+    largest = []
+    for cache in pair:
+        one_by_one(net, cache, tokens(1, 1))  # room for more rows may be made once
+        with torch.profiler.profile(profile_memory=True) as profile:
+            one_by_one(net, cache, tokens(1, 1))
+        largest.append(max(event.cpu_memory_usage for event in profile.events()))
+    restored = count * 2 * 32 * 4
+    assert largest[0] >= restored > 4 * largest[1]
+
+
+def test_windows_of_before_are_not_held_after_a_step(llama: Any) -> None:
+    _, after = caches(llama, "polar-rope:values=16", tokens(1, PROMPT))
+    one_by_one(llama, after, tokens(1, 1))
+    for layer in after.packed_layers:
+        assert layer._past is not None and layer._past.used and layer._past._parts is None
+
+
+# --- the error of attention ---
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [("Llama", {}), ("Gemma2", {"sliding_window": 16}), ("GptOss", {"num_local_experts": 4, "sliding_window": 16})],
+)
+def test_the_measured_attention_is_that_of_the_model(name: str, changed: Any) -> None:
+    """With caps and sinks; none has no error."""
+    net, ids = causal(name, **changed), tokens(1, 80)
+    seen: list[Tensor] = []
+    net.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    specs = ("none", "hadamard:8", "hadamard:4", "hadamard:2")
+    with torch.no_grad():
+        net(ids)
+        errors = [attention_error(net, kv_cache(net, spec), ids, 16) for spec in specs]
+    assert all(difference(each, seen[0]) < 1e-5 for each in seen[1:])
+    assert errors[0] == 0 < errors[1] < errors[2] < errors[3] < 1  # type: ignore[operator]
+
+
+def test_an_attention_that_cannot_be_replaced_is_not_measured() -> None:
+    net = causal("Falcon", alibi=True, multi_query=False, num_kv_heads=4, head_dim=None)
+    with torch.no_grad():
+        assert attention_error(net, kv_cache(net, "hadamard:2"), tokens(1, 80), 16) is None
