@@ -68,7 +68,7 @@ class RecursivePolar:
             centroids = self._centroids(level, shared, packed.device)
             # Both coordinates of a pair in one look-up, side by side.
             pairs = torch.view_as_real(_looked_up(torch.complex(centroids.cos(), centroids.sin()), codes))
-            values = (pairs * values[..., None]).flatten(-2)
+            values = pairs.mul_(values[..., None]).flatten(-2)
         return values @ rotation(self.size, values.device) if self.rotated else values
 
     def _codes(self, angles: Tensor, level: int, shared: Parts) -> Tensor:
