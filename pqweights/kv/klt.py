@@ -125,6 +125,7 @@ class KarhunenLoeve:
     def __init__(self, basis: StateBasis, bits: float, turning: Turning | None) -> None:
         self._basis, self.bits, self._turning = basis, bits, turning
 
+    @torch.no_grad()
     def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
         """See StateQuantizer."""
         if shared is not None:
@@ -132,7 +133,7 @@ class KarhunenLoeve:
         found = self._coefficients(states, start)
         count = found.shape[2]
         mean = (found.sum(2) / (count + PRIOR_MEAN)).half()
-        squares = (found - mean.float()[:, :, None]).square().sum(2)
+        squares = found.sub_(mean.float()[:, :, None]).square_().sum(2)
         prior = self._basis.variances.to(found.device)
         prior = prior * (squares.mean(-1, keepdim=True) / count / prior.mean(-1, keepdim=True))
         variance = (squares + PRIOR_VARIANCE * prior) / (count + PRIOR_VARIANCE)
@@ -143,6 +144,7 @@ class KarhunenLoeve:
         order = order.to(torch.uint8 if order.shape[-1] <= 256 else torch.int16)
         return {"mean": mean, "spread": spread, "order": order, "widths": repeated.contiguous()}
 
+    @torch.no_grad()
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
         """See StateQuantizer."""
         runs = _runs(shared["widths"])
