@@ -17,14 +17,14 @@ transformers' own quantized caches are measured where their backends are install
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from harness import Cell, Document, argument_parser, machine, now, publish, table
-from recall import Case, read_cases, recalled
+from recall import Case, States, fill, read_cases, read_states, recalled
 from transformers import AutoModelForCausalLM, AutoTokenizer, QuantizedCache
 
 from pqweights.evaluate.protocol import Scores, Windows, compare
@@ -84,6 +84,8 @@ class Bench:
     scored: how many of the last tokens of each are read one by one
     plain: its predictions with its own cache, [windows, scored, vocabulary]
     cases: what it is asked for, if anything
+    prompts: keys and values of what the windows have before the scored tokens, a batch of windows each
+    read: those of the cases' prompts
     """
 
     name: str
@@ -93,6 +95,8 @@ class Bench:
     scored: int
     plain: Floats
     cases: list[Case]
+    prompts: list[States]
+    read: dict[int, States] = field(default_factory=dict)
 
 
 def bench_of(path: str, options: Any) -> Bench:
@@ -108,6 +112,7 @@ def bench_of(path: str, options: Any) -> Bench:
     scored = min(options.scored, size // 2)
     with torch.inference_mode():
         plain = torch.cat([net(some, logits_to_keep=scored + 1).logits[:, :-1] for some in windows.split(1)])
+        prompts = [read_states(net, some[:, : size - scored - 1]) for some in windows.split(options.batch)]
     recall = folder / "recall.jsonl"
     cases = read_cases(recall)[: options.cases] if recall.exists() else []
     return Bench(
@@ -118,6 +123,7 @@ def bench_of(path: str, options: Any) -> Bench:
         scored=scored,
         plain=plain.numpy(),
         cases=cases,
+        prompts=prompts,
     )
 
 
@@ -135,12 +141,12 @@ def plant_outliers(net: Any) -> None:
 def with_cache(bench: Bench, make: Callable[[], Any], batch: int) -> tuple[Floats, float]:
     """Predictions of all windows with caches of `make`, and the bits for each coordinate at the end of the windows."""
     found, bits = [], []
-    start = bench.windows.shape[1] - bench.scored
+    start = bench.windows.shape[1] - bench.scored - 1
     with torch.inference_mode():
-        for some in bench.windows.split(batch):
+        for some, prompt in zip(bench.windows.split(batch), bench.prompts, strict=True):
             cache = make()
-            pieces = [some[:, :start], *some[:, start:-1].split(1, dim=1)]
-            steps = [bench.net(each, past_key_values=cache, logits_to_keep=1).logits[:, -1] for each in pieces]
+            fill(cache, prompt)
+            steps = [bench.net(each, past_key_values=cache).logits[:, -1] for each in some[:, start:-1].split(1, dim=1)]
             found.append(torch.stack(steps, dim=1))
             bits.append(bits_of(cache))
     return torch.cat(found).numpy(), float(np.mean(bits))
@@ -222,7 +228,7 @@ def row_of(bench: Bench, spec: str, batch: int) -> dict[str, Any]:
             found = [attention_error(bench.net, make(), some[None], MEASURED_QUERIES) for some in bench.windows[:4]]
         row["attention_error"] = float(np.mean(found))
     if bench.cases:
-        answers = recalled(bench.net, bench.tokenizer, bench.cases, make)
+        answers = recalled(bench.net, bench.tokenizer, bench.cases, make, bench.read)
         row |= {"recall": answers.share, "recall_nats": answers.log_probability}
     return row
 
@@ -280,7 +286,7 @@ def own_row(bench: Bench) -> dict[str, Any]:
     scores = scores_of(bench, bench.plain)
     row = {"model": bench.name, "spec": "its own cache, BF16", "bits": 16.0, "perplexity": scores.perplexity.value}
     if bench.cases:
-        answers = recalled(bench.net, bench.tokenizer, bench.cases)
+        answers = recalled(bench.net, bench.tokenizer, bench.cases, None, bench.read)
         row |= {"recall": answers.share, "recall_nats": answers.log_probability}
     return row
 

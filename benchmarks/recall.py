@@ -16,11 +16,21 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Cache,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 # The last tokens of a prompt, fed one by one: a cache may quantize only what earlier calls stored, and these tokens
 # are those that look the answer up.
 STEPWISE, BATCH, BIN = 8, 10, 250
+
+# Keys and values of each layer, [sequences, heads, tokens, size].
+States = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -59,28 +69,47 @@ def read_cases(path: Path) -> list[Case]:
     return [Case(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def read_states(net: PreTrainedModel, ids: torch.Tensor) -> States:
+    """The keys and values of all layers for some tokens, [sequences, tokens]."""
+    cache = DynamicCache(config=net.config)
+    net(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def fill(cache: Cache, states: States) -> None:
+    """Let a cache take keys and values as if the model had just computed them."""
+    for number, (keys, values) in enumerate(states):
+        cache.update(keys, values, number)
+
+
 @torch.inference_mode()
 def recalled(
     net: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     cases: Sequence[Case],
     make_cache: Callable[[], Cache] | None = None,
+    read: dict[int, States] | None = None,
 ) -> Recall:
     """Ask all cases, each batch with a fresh cache; None: the default cache of transformers.
+
+    read: the keys and values of the prompts by batch, which are kept here, so that several caches take them from one
+    pass over the prompts.
 
     Answers are forced token by token. Greedy decoding gives the whole answer if and only if each of its tokens is the
     likeliest after the right ones before it, so one pass yields both figures.
     """
     exact, log_probabilities = np.zeros(len(cases), dtype=bool), np.zeros(len(cases))
-    for numbers, prompts, answers in _batches(tokenizer, cases):
-        cache = make_cache() if make_cache else None
+    states = {} if read is None else read
+    for number, (numbers, prompts, answers) in enumerate(_batches(tokenizer, cases)):
         tokens = torch.cat([prompts, answers], dim=1).to(net.device)
         prefilled = max(1, prompts.shape[1] - STEPWISE)
-        parts = [tokens[:, :prefilled], *(tokens[:, n : n + 1] for n in range(prefilled, tokens.shape[1] - 1))]
+        if number not in states:
+            states[number] = read_states(net, tokens[:, :prefilled])
+        cache = make_cache() if make_cache else DynamicCache(config=net.config)
+        fill(cache, states[number])
         logits = []
-        for part in parts:
+        for part in tokens[:, prefilled:-1].split(1, dim=1):
             output = net(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache = output.past_key_values
             logits.append(output.logits[:, -1].float())
         scores = torch.stack(logits[-answers.shape[1] :], dim=1).log_softmax(-1).cpu()  # [cases, answer, vocabulary]
         exact[numbers] = (scores.argmax(-1) == answers).all(1).numpy()

@@ -31,7 +31,8 @@ ONLY_COMMANDS = {
     "export": {"json", "quiet"},
     "verify": {"json", "quiet"},
     "generate": {"json", "quiet", "prompt"},
-    "inspect": {"json", "plot", "summary", "quiet", "distribution", "threads", "allow_pickle"},
+    "inspect": {"json", "plot", "summary", "quiet", "distribution", "threads", "allow_pickle"}
+    | {"kv", "text", "max_tokens", "tokenizer", "device"},
 }
 RENAMED = {"set": "set_bits"}
 

@@ -44,8 +44,10 @@ class _Comparison:
         return found, None
 
 
-def attention_error(net: Any, cache: KVCache, ids: Tensor, queries: int) -> float:
+def attention_error(net: Any, cache: KVCache, ids: Tensor, queries: int) -> float | None:
     """Return the relative mean squared error of the outputs of all attention layers whose cache is packed.
+
+    None for a model that computes its attention itself, so that it cannot be replaced, and for outputs of zero.
 
     net: a PreTrainedModel, which sees no quantization
     cache: an empty one, which is filled
@@ -63,7 +65,7 @@ def attention_error(net: Any, cache: KVCache, ids: Tensor, queries: int) -> floa
     finally:
         net.set_attn_implementation(before)
         comparison.end()
-    return comparison.error / comparison.energy if comparison.energy else 0.0
+    return comparison.error / comparison.energy if comparison.energy else None
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:

@@ -6,10 +6,9 @@ and how many tokens each chunk holds. docs/kv-cache.md has the format.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DummyLayer, DynamicSlidingWindowLayer
 
 from pqweights.errors import OptionError, OutputError, SourceError
 from pqweights.kv.bases import digest
 from pqweights.kv.cache import KVCache, kv_cache
-from pqweights.kv.layer import PackedHybridLayer, PackedLayer
+from pqweights.kv.layer import PackedLayer
 from pqweights.kv.model import CachedModel
+from pqweights.kv.saved import SavedParts, shown
+from pqweights.kv.spec import parse_spec
 from pqweights.kv.states import Chunk, PackedStates, used_rows
+from pqweights.strict_json import parse_json
 
 KEY = "pqweights_kv"
 VERSION = 1
@@ -41,6 +43,8 @@ IDENTITY = (
     "rope_parameters",
     "sliding_window",
 )
+# What the weights say, for methods that need it.
+WEIGHTS = "weights"
 
 
 def save_kv_cache(cache: KVCache, path: str | os.PathLike[str], *, ids: Tensor | None = None) -> None:
@@ -48,13 +52,21 @@ def save_kv_cache(cache: KVCache, path: str | os.PathLike[str], *, ids: Tensor |
 
     ids: the tokens that the cache has read, [sequences, tokens], for whoever loads it; they are not needed
 
-    Raises OptionError for an empty cache, and for one with recurrent states; OutputError if it cannot be written.
+    Raises OptionError for an empty cache, for one with recurrent states, and for ids of another shape; OutputError if
+    it cannot be written.
     """
     target = Path(path)
-    tensors: dict[str, Tensor] = {} if ids is None else {IDS: ids.to(torch.int64)}
+    if not target.name:
+        raise OutputError(f"{path}: expected the name of a file")
+    tensors: dict[str, Tensor] = {}
     layers = [_saved_layer(number, layer, tensors) for number, layer in enumerate(cache.layers)]
     if not any(layers):
         raise OptionError(f"{target}: expected a cache that has read tokens, found an empty one")
+    if ids is not None:
+        sequences = len(next(iter(tensors.values())))
+        if ids.dim() != 2 or len(ids) != sequences:
+            raise OptionError(f"ids: expected tokens of {sequences} sequences, found the shape {list(ids.shape)}")
+        tensors[IDS] = ids.to(torch.int64)
     about = {"version": VERSION, "spec": cache.spec, "model": _identity(cache), "layers": layers}
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -62,32 +74,37 @@ def save_kv_cache(cache: KVCache, path: str | os.PathLike[str], *, ids: Tensor |
         save_file(whole, partial, metadata={KEY: json.dumps(about)})
         partial.replace(target)
     except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise OutputError(f"{target}: cannot write the cache: {error}") from None
+    finally:
+        if partial.exists():
+            partial.unlink()
 
 
-def load_kv_cache(path: str | os.PathLike[str], model: Any) -> tuple[KVCache, Tensor | None]:
+def load_kv_cache(path: str | os.PathLike[str], model: Any, *, on_codes: bool = False) -> tuple[KVCache, Tensor | None]:
     """Load a cache for a model: the cache, and the tokens that were saved with it, if any.
 
-    model: a PreTrainedModel, or its configuration, as for `kv_cache`
+    model: a PreTrainedModel, or its configuration, as for `kv_cache`. What is not packed takes the dtype of the model.
+    on_codes: see `kv_cache`
 
     Raises SourceError for a file that is damaged or no cache, or of another model; OptionError like `kv_cache`.
     """
     file = Path(path)
     about, tensors = _read(file)
-    cache = kv_cache(model, about["spec"])
-    expected = _identity(cache)
-    for name, found in about["model"].items():
-        if expected.get(name) != found:
-            raise SourceError(f"{file}: it is the cache of another model: {name} is {found}, that of this model "
-                              f"{expected.get(name)}")  # fmt: skip
     try:
-        for number, (layer, saved) in enumerate(zip(cache.layers, about["layers"], strict=True)):
-            _load_layer(number, layer, saved, tensors)
-    except (KeyError, TypeError, ValueError, IndexError, RuntimeError, AttributeError) as error:
-        raise SourceError(f"{file}: the cache is damaged: {' '.join(str(error).split())[:200]}") from None
+        parse_spec(about["spec"])
+    except OptionError as error:
+        raise SourceError(f"{file}: {shown(str(error))}") from None
+    cache = kv_cache(model, about["spec"], on_codes=on_codes)
+    expected = _identity(cache)
+    for name in (*IDENTITY, WEIGHTS):
+        found = about["model"].get(name)
+        if found != expected.get(name):
+            raise SourceError(f"{file}: it is the cache of another model: {name} is {shown(found)}, that of this model "
+                              f"{shown(expected.get(name))}")  # fmt: skip
+    dtype = None if getattr(model, "config", None) is None else model.dtype
+    parts = SavedParts(file, tensors, dtype)
     ids = tensors.get(IDS)
+    _load_layers(parts, cache, about["layers"], ids)
     device = getattr(model, "device", None)
     if device is not None and torch.device(device).type != "cpu":
         for layer in cache.layers:
@@ -100,18 +117,18 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return what the metadata of a file says, and its tensors."""
     try:
         with safe_open(file, framework="pt") as opened:
-            about = json.loads((opened.metadata() or {}).get(KEY, "null"))
+            about = parse_json((opened.metadata() or {}).get(KEY, "null").encode())
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, ValueError) as error:
-        raise SourceError(f"{file}: cannot read the cache: {' '.join(str(error).split())}") from None
+    except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+        raise SourceError(f"{file}: cannot read the cache: {shown(str(error))}") from None
     if not isinstance(about, dict):
         raise SourceError(f"{file}: expected a cache that save_kv_cache wrote, found another file")
     if about.get("version") != VERSION:
-        raise SourceError(f"{file}: it has version {about.get('version')!r}; this pqweights reads {VERSION}")
+        raise SourceError(f"{file}: it has version {shown(about.get('version'))}; this pqweights reads {VERSION}")
     kinds = {"spec": str, "model": dict, "layers": list}
     for name, kind in kinds.items():
         if not isinstance(about.get(name), kind):
-            raise SourceError(f"{file}: {name}: expected a {kind.__name__}, found {about.get(name)!r}")
+            raise SourceError(f"{file}: {name}: expected a {kind.__name__}, found {shown(about.get(name))}")
     return about, tensors
 
 
@@ -120,19 +137,23 @@ def _identity(cache: KVCache) -> dict[str, Any]:
     model: CachedModel = cache.model
     found = {name: getattr(model.config, name) for name in IDENTITY if getattr(model.config, name, None) is not None}
     if cache.bases:
-        found["weights"] = digest(dict(cache.bases))
+        found[WEIGHTS] = digest(dict(cache.bases))
     plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
     return plain
 
 
 def _saved_layer(number: int, layer: Any, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
     """Add the tensors of a layer, and return what else it takes to load them; None for an empty layer."""
-    if isinstance(layer, PackedHybridLayer) or not isinstance(layer, DynamicLayer):
+    if type(layer) is DummyLayer:
+        return None
+    if type(layer) not in (PackedLayer, DynamicSlidingWindowLayer):
         raise OptionError(f"a cache with recurrent states cannot be saved: layer {number} is a {type(layer).__name__}")
     if not layer.is_initialized or not layer.get_seq_length():
         return None
     if not isinstance(layer, PackedLayer):
-        tensors[f"{number}.keys"], tensors[f"{number}.values"] = layer.keys, layer.values
+        # A layer that may be cropped holds more than the next token sees.
+        kept = slice(-layer.sliding_window + 1, None)
+        tensors[f"{number}.keys"], tensors[f"{number}.values"] = layer.keys[:, :, kept], layer.values[:, :, kept]
         return {"tokens": layer.get_seq_length()}
     chunks = []
     for name, states in zip(("keys", "values"), layer.states, strict=True):
@@ -154,33 +175,59 @@ def _named_parts(states: PackedStates, chunk: Chunk) -> Iterator[tuple[str, Tens
         yield f"shared.{name}", part.clone()
 
 
-def _load_layer(number: int, layer: Any, saved: dict[str, Any] | None, tensors: Mapping[str, Tensor]) -> None:
-    if saved is None:
-        return
-    if not isinstance(layer, PackedLayer):
-        keys, values = tensors[f"{number}.keys"], tensors[f"{number}.values"]
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.cumulative_length = int(saved["tokens"])
-        return
-    windows = [tensors[f"{number}.{name}.window"] for name in ("keys", "values")]
-    layer.lazy_initialization(*windows)
-    for name, states, window, chunks in zip(("keys", "values"), layer.states, windows, saved["chunks"], strict=True):
+def _load_layers(parts: SavedParts, cache: KVCache, saved: list[Any], ids: Tensor | None) -> None:
+    """Load all layers, which must hold the same number of tokens of the same number of sequences."""
+    if len(saved) != len(cache.layers):
+        raise parts.damaged(f"expected {len(cache.layers)} layers, found {len(saved)}")
+    held = {
+        _load_layer(number, layer, each, parts)
+        for number, (layer, each) in enumerate(zip(cache.layers, saved, strict=True))
+        if each is not None
+    }
+    if len(held) != 1:
+        raise parts.damaged("expected as many tokens in all layers" if held else "expected tokens, found none")
+    ((sequences, _),) = held
+    if ids is not None and (ids.dtype != torch.int64 or ids.dim() != 2 or len(ids) != sequences):
+        raise parts.damaged(f"{IDS}: expected int64 tokens of {sequences} sequences, found {list(ids.shape)}")
+
+
+def _load_layer(number: int, layer: Any, saved: Any, parts: SavedParts) -> tuple[int, int]:
+    """Load a layer, and return how many sequences and tokens it has."""
+    if type(layer) is PackedLayer:
+        return _load_packed(number, layer, saved, parts)
+    if type(layer) is not DynamicSlidingWindowLayer:
+        raise parts.damaged(f"layer {number}: expected nothing, as the model's is a {type(layer).__name__}")
+    keys, values = (parts.states(f"{number}.{name}") for name in ("keys", "values"))
+    tokens = saved.get("tokens") if isinstance(saved, dict) else None
+    kept = tokens if isinstance(tokens, int) and tokens < layer.sliding_window else layer.sliding_window - 1
+    if (
+        not isinstance(tokens, int)
+        or not keys.shape[2] == values.shape[2] == kept
+        or keys.shape[:2] != values.shape[:2]
+    ):
+        raise parts.damaged(f"layer {number}: {list(keys.shape)} and {list(values.shape)} do not fit {shown(saved)}")
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values, layer.cumulative_length = keys, values, tokens
+    return len(keys), tokens
+
+
+def _load_packed(number: int, layer: PackedLayer, saved: Any, parts: SavedParts) -> tuple[int, int]:
+    """Load a layer with packed keys and values, and return how many sequences and tokens it has."""
+    chunks = saved.get("chunks") if isinstance(saved, dict) else None
+    if not isinstance(chunks, list) or len(chunks) != 2 or not all(isinstance(each, list) for each in chunks):
+        raise parts.damaged(f"layer {number}: expected the chunks of keys and values, found {shown(saved)}")
+    names = [f"{number}.{name}" for name in ("keys", "values")]
+    windows = [parts.states(f"{name}.window") for name in names]
+    if windows[0].shape[:2] != windows[1].shape[:2] or windows[0].dtype != windows[1].dtype:
+        raise parts.damaged(f"layer {number}: the windows of keys and values have different shapes or dtypes")
+    try:
+        layer.lazy_initialization(*windows)
+    except OptionError as error:
+        raise parts.damaged(str(error)) from None
+    for name, states, window, tokens in zip(names, layer.states, windows, chunks, strict=True):
         states.window = window
-        start = 0
-        for place, tokens in enumerate(chunks):
-            prefix = f"{number}.{name}.{place}."
-            rows, shared = (
-                {
-                    key.removeprefix(prefix + kind): part
-                    for key, part in tensors.items()
-                    if key.startswith(prefix + kind)
-                }
-                for kind in ("rows.", "shared.")
-            )
-            states.chunks.append(Chunk(rows=rows, shared=shared, start=start, tokens=int(tokens)))
-            start += int(tokens)
-        decoded = states.decoded()  # damaged parts show here
-        if decoded is None or decoded.shape[2] != start + window.shape[2]:
-            raise ValueError(f"layer {number}: expected {start + window.shape[2]} tokens of {name}")
+        states.chunks = parts.chunks(name, states.quantizer, window, tokens)
+    keys, values = layer.states
+    if keys.tokens != values.tokens or not keys.tokens:
+        raise parts.damaged(f"layer {number}: {keys.tokens} keys and {values.tokens} values")
+    return layer.batch_size, keys.tokens

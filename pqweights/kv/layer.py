@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 from pqweights.errors import OptionError
 from pqweights.kv.klt import LayerBases
 from pqweights.kv.model import CachedModel
-from pqweights.kv.on_codes import PAST, PastOfLayer, has_kernels
+from pqweights.kv.on_codes import PAST, PastOfLayer, attends_on_codes, has_kernels
 from pqweights.kv.schemes import LayerModel, Scheme
 from pqweights.kv.states import PackedStates
 
@@ -49,7 +49,8 @@ class PackedLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         keys, values = self.states
-        if not (self.on_codes and key_states.shape[2] == 1 and keys.chunks and has_kernels(keys, values)):
+        is_one = key_states.shape[2] == 1
+        if not (self._takes_codes() and is_one and keys.chunks and has_kernels(keys, values)):
             return keys.extended(key_states), values.extended(value_states)
         if self._past is not None and not self._past.used:
             raise OptionError("KV cache: this model's attention does not take packed keys; leave out on_codes")
@@ -59,6 +60,9 @@ class PackedLayer(DynamicLayer):
         key_states = key_states.view_as(key_states)  # an object of its own, which the model's other parts do not have
         setattr(key_states, PAST, self._past)
         return key_states, value_states
+
+    def _takes_codes(self) -> bool:
+        return self.on_codes and attends_on_codes(self._model.config)
 
     @property
     def states(self) -> tuple[PackedStates, PackedStates]:
@@ -82,13 +86,14 @@ class PackedLayer(DynamicLayer):
         if tokens_to_remove > 0:
             raise ValueError(f"expected a negative number of tokens to remove, found {tokens_to_remove}")
         if self.is_initialized:
+            self._past = None  # of a call that may have been broken off
             kept = max(0, self.get_seq_length() + tokens_to_remove)
             for states in self.states:
                 states.crop(kept)
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.packed_keys = self.packed_values = None
+        self.packed_keys = self.packed_values = self._past = None
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from pqweights.kernels.attention_task import MOST_ROWS
+from pqweights.kernels.attention_task import MOST_ROWS, MOST_SIZE
 from pqweights.kv.quantizer import Parts
 from pqweights.kv.states import Chunk, PackedStates
 
@@ -22,6 +22,8 @@ NAME = "pqweights_codes"
 PAST = "pqweights_past"
 # Arguments of attention functions that mean something that is not computed here.
 OTHERS = ("s_aux", "softcap", "position_bias", "output_attentions")
+# Sizes of values that the kernels take are multiples of this.
+VALUE_UNIT = 32
 
 
 @runtime_checkable
@@ -68,20 +70,42 @@ class Past:
 
 
 class PastOfLayer:
-    """The keys and values of a layer before a token. used: whether the attention took them"""
+    """The keys and values of a layer before a token, for the attention to take once."""
 
     def __init__(self, keys: PackedStates, values: PackedStates) -> None:
-        self.keys, self.values = Past(keys), Past(values)
-        self.used = False
+        self._parts: tuple[Past, Past] | None = Past(keys), Past(values)
+
+    @property
+    def used(self) -> bool:
+        """Whether the attention took them."""
+        return self._parts is None
+
+    def take(self) -> tuple[Past, Past]:
+        """Return keys and values, which are not held any longer: windows may be large."""
+        assert self._parts is not None
+        parts, self._parts = self._parts, None
+        return parts
 
 
 def has_kernels(keys: PackedStates, values: PackedStates) -> bool:
     """Whether attention can run on these states as they are stored."""
+    if keys.window is None or values.window is None or keys.window.device.type != "cpu":
+        return False
     scores, weights = keys.quantizer, values.quantizer
-    takes_keys = scores is None or (isinstance(scores, TakesScores) and scores.can_score())
-    takes_values = weights is None or (isinstance(weights, TakesWeights) and weights.can_weigh())
-    window = keys.window
-    return takes_keys and takes_values and window is not None and window.device.type == "cpu"
+    key_size, value_size = keys.window.shape[-1], values.window.shape[-1]
+    takes_keys = scores is None or (
+        key_size <= MOST_SIZE and isinstance(scores, TakesScores) and scores.can_score()
+    )  # fmt: skip
+    takes_values = weights is None or (
+        value_size <= MOST_SIZE and not value_size % VALUE_UNIT
+        and isinstance(weights, TakesWeights) and weights.can_weigh()
+    )  # fmt: skip
+    return takes_keys and takes_values
+
+
+def attends_on_codes(config: Any) -> bool:
+    """Whether a model takes packed keys now: its attention may have been set to another one since. config: of it"""
+    return bool(config._attn_implementation == NAME)
 
 
 def attend_on_codes(net: Any) -> bool:
@@ -104,21 +128,26 @@ def attention(
     past: PastOfLayer | None = getattr(key, PAST, None)
     if past is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
-    past.used = True
+    past_keys, past_values = past.take()
     groups = query.shape[1] // key.shape[1]
-    if groups > MOST_ROWS or any(options.get(name) is not None for name in OTHERS):
-        keys = torch.cat([past.keys.restored(), key], dim=2)
-        values = torch.cat([past.values.restored(), value], dim=2)
+    if groups > MOST_ROWS or _of_heads(attention_mask) or any(options.get(name) is not None for name in OTHERS):
+        keys = torch.cat([past_keys.restored(), key], dim=2)
+        values = torch.cat([past_values.restored(), value], dim=2)
         return sdpa_attention_forward(module, query, keys, values, attention_mask, **options)  # type: ignore[no-any-return]
     scaling = options.get("scaling") or query.shape[-1] ** -0.5
     queries = (query.float() * scaling).view(query.shape[0], key.shape[1], groups, query.shape[-1])
-    scores = _scores(queries, past.keys, key)
+    scores = _scores(queries, past_keys, key)
     if attention_mask is not None:
         mask = attention_mask[..., : scores.shape[-1]]
         bias = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask.float()
         scores = scores + bias  # [batch, 1, 1, tokens]
-    sums = _sums(torch.softmax(scores, dim=-1), past.values, value)
+    sums = _sums(torch.softmax(scores, dim=-1), past_values, value)
     return sums.to(query.dtype).reshape(query.shape[0], 1, query.shape[1], -1), None
+
+
+def _of_heads(mask: Tensor | None) -> bool:
+    """Whether a mask has biases for each head, as those of ALiBi."""
+    return mask is not None and mask.shape[1] != 1
 
 
 def _scores(queries: Tensor, past: Past, key: Tensor) -> Tensor:

@@ -35,13 +35,15 @@ class PolarPairs:
         self.pairs, self.angle_bits, self.radius_bits = pairs, angle_bits, radius_bits
 
     def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
-        """See StateQuantizer. New scales are taken only when a radius exceeds the old ones."""
+        """See StateQuantizer. New scales are taken only when a radius is nearer to a code that the old ones lack."""
         x, y = self.pairs.split(states)
         scale = (torch.hypot(x, y).amax(2) / ((1 << self.radius_bits) - 1)).half()
         if shared is None:
             return {"scale": scale}
         known = shared["scale"]
-        return shared if bool((scale <= known).all()) else {"scale": torch.maximum(scale, known)}
+        largest = (1 << self.radius_bits) - 1
+        reached = scale.float() * largest <= known.float() * (largest + 0.5)
+        return shared if bool(reached.all()) else {"scale": torch.maximum(scale, known)}
 
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
         """See StateQuantizer."""

@@ -107,8 +107,10 @@ class CachedRun:
             attention_error=attention_error,
         )
 
-    def attention_error(self, ids: Ids) -> float:
+    def attention_error(self, ids: Ids) -> float | None:
         """Return the relative mean squared error of the attention's outputs for the queries of the last tokens.
+
+        None for a model that computes its attention itself, so that it cannot be replaced, and for outputs of zero.
 
         Each layer gets the inputs that it has without quantization. Keys and values of the tokens before the last
         MEASURED_QUERIES are those that the cache has kept. ids: [tokens], more than MEASURED_QUERIES

@@ -23,19 +23,7 @@ from pqweights.kv.states import PackedStates
 
 KLT = parse_spec("klt")
 # Norms of 1 + weight or with biases, norms of each head's queries and keys, joint projections, and gates.
-FAMILIES = (
-    "llama",
-    "qwen3",
-    "phi3",
-    "gemma3",
-    "qwen3_5",
-    "starcoder2",
-    "stablelm",
-    "glm",
-    "cohere",
-    "falcon_h1",
-    "gpt_oss",
-)
+FAMILIES = ("llama", "qwen3", "phi3", "gemma3", "qwen3_5", "starcoder2", "stablelm", "falcon_h1")
 
 
 def bases(net: Any) -> dict[int, LayerBases]:

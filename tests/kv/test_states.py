@@ -7,7 +7,7 @@ import torch
 from caches import gaussian, relative_error, store
 from torch import Tensor
 
-from pqweights.kv.states import PackedStates, used_rows
+from pqweights.kv.states import GROWTH, LEAST_TOKENS, PackedStates, used_rows
 
 # What these decode a token to does not depend on the tokens beside it.
 TOKEN_WISE = ("polar", "hadamard:3,centred=0", "hadamard:4,qjl", "absmax:4", "polar-rope:residual=0")
@@ -177,13 +177,14 @@ def test_no_float_copies_are_kept(spec: str) -> None:
 
 @pytest.mark.parametrize("spec", ["polar", "kivi:4,residual=0", "hadamard:3"])
 def test_room_for_growth_is_bounded(spec: str) -> None:
-    """By a sixteenth, and by what 32 tokens take."""
+    """By a share, and by what 32 tokens take."""
     states = gaussian(1, 1, 600, SIZE)
     whole = filled(spec, states, 600)
     held = store(spec, SIZE)
     for token in range(600):
         held.append(states[:, :, token : token + 1])
-        assert held.packed_bytes() <= whole.packed_bytes() / 600 * ((token + 1) * 17 / 16 + 33) + 2 * SIZE
+        most = (token + 1) * (1 + 1 / GROWTH) + LEAST_TOKENS + 1
+        assert held.packed_bytes() <= whole.packed_bytes() / 600 * most + 2 * SIZE
 
 
 def test_growing_copies_codes_a_bounded_number_of_times() -> None:
@@ -196,7 +197,7 @@ def test_growing_copies_codes_a_bounded_number_of_times() -> None:
         if place not in places:
             copied += token
             places = {place}
-    assert copied < 20 * 2000
+    assert copied < (GROWTH + 1) * 2000
 
 
 def test_caches_of_inference_mode_go_on_outside_of_it() -> None:
