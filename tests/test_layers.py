@@ -84,6 +84,7 @@ OPTIONAL = {
         "pqweights.kv.files",
         "pqweights.kv.klt",
         "pqweights.kv.layer",
+        "pqweights.kv.levels",
         "pqweights.kv.on_codes",
         "pqweights.kv.pairs",
         "pqweights.kv.quantizer",

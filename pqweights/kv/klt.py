@@ -21,20 +21,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pqweights.codecs.lloyd_max import codebook
-from pqweights.kernels.code_tables import CodeTables, code_tables
-from pqweights.kernels.nearest import nearest
-from pqweights.kernels.restoring import scaled_levels
-from pqweights.kv.bits import pack, packed_bytes, unpack
+from pqweights.kv.levels import MOST_BITS, Runs, coded, levels_of
 from pqweights.kv.quantizer import Parts
 from pqweights.kv.rope import RopePairs
 
 # Coefficients with the same number of bits, in the order of their variances.
 TOGETHER = 8
-MOST_BITS = 8
 # The relative errors of Lloyd-Max levels with 0, 1, ... 8 bits for Gaussian numbers.
 ERRORS = (1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.0006417, 0.0001633, 0.00004128)
-ONE_BIT = math.sqrt(2 / math.pi)
 # How many tokens what the weights say of variances, and a mean of zero, count for beside the first tokens.
 PRIOR_VARIANCE, PRIOR_MEAN = 16, 4
 FIRST_TOKENS = 64
@@ -131,6 +125,7 @@ class KarhunenLoeve:
     def __init__(self, basis: StateBasis, bits: float, turning: Turning | None) -> None:
         self._basis, self.bits, self._turning = basis, bits, turning
 
+    @torch.no_grad()
     def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
         """See StateQuantizer."""
         if shared is not None:
@@ -138,7 +133,7 @@ class KarhunenLoeve:
         found = self._coefficients(states, start)
         count = found.shape[2]
         mean = (found.sum(2) / (count + PRIOR_MEAN)).half()
-        squares = (found - mean.float()[:, :, None]).square().sum(2)
+        squares = found.sub_(mean.float()[:, :, None]).square_().sum(2)
         prior = self._basis.variances.to(found.device)
         prior = prior * (squares.mean(-1, keepdim=True) / count / prior.mean(-1, keepdim=True))
         variance = (squares + PRIOR_VARIANCE * prior) / (count + PRIOR_VARIANCE)
@@ -149,6 +144,7 @@ class KarhunenLoeve:
         order = order.to(torch.uint8 if order.shape[-1] <= 256 else torch.int16)
         return {"mean": mean, "spread": spread, "order": order, "widths": repeated.contiguous()}
 
+    @torch.no_grad()
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
         """See StateQuantizer."""
         runs = _runs(shared["widths"])
@@ -163,14 +159,14 @@ class KarhunenLoeve:
         scaled = torch.baddbmm(mean.flatten(0, 1)[:, None], turned.flatten(0, 1), chosen.flatten(0, 1), beta=-1)
         scaled = scaled.unflatten(0, states.shape[:2])
         rms = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True) / math.sqrt(used)
-        codes, reached = _coded(scaled / torch.where(rms > 0, rms, 1), runs)
+        codes, reached = coded(scaled / torch.where(rms > 0, rms, 1), runs)
         weighted = reached * spread.square()[:, :, None]
-        factor = torch.linalg.vecdot(scaled, weighted) / torch.linalg.vecdot(reached, weighted)
+        factor = scaled.mul_(weighted).sum(-1) / reached.mul_(weighted).sum(-1)
         return {"codes": codes, "factor": factor.half()}
 
     def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
         """See StateQuantizer."""
-        scaled = _scaled_levels(rows, _runs(shared["widths"]))
+        scaled = levels_of(rows, _runs(shared["widths"]))
         # The rows of the synthesis that go with the coefficients in their order, for each sequence and head.
         synthesis = self._basis.synthesis.to(scaled.device)
         order = shared["order"].long()[..., : scaled.shape[-1], None].expand(-1, -1, -1, synthesis.shape[-1])
@@ -202,7 +198,7 @@ def allocated(variances: Tensor, bits: float) -> list[int]:
     return widths
 
 
-def _runs(widths: Tensor) -> list[tuple[int, int]]:
+def _runs(widths: Tensor) -> Runs:
     """Return how many coefficients have the same number of bits, in their order, and the bits; none without bits.
 
     Widths only decrease, so that the coefficients without bits are the last ones.
@@ -212,52 +208,3 @@ def _runs(widths: Tensor) -> list[tuple[int, int]]:
         if bits:
             runs.append((TOGETHER * len(list(eights)), bits))
     return runs
-
-
-def _coded(normed: Tensor, runs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Return the packed codes of coefficients, [batch, heads, tokens, bytes] u8, and their levels in f32."""
-    counts = [count for count, _ in runs]
-    if normed.is_cpu:
-        codes, reached = nearest(normed, runs, _code_tables())
-        parts = list(codes.split(counts, dim=-1))
-    else:
-        tables = [_tables(bits, normed.device) for _, bits in runs]
-        pieces = [part.contiguous() for part in normed.split(counts, dim=-1)]
-        parts = [
-            torch.bucketize(piece, thresholds, right=True).to(torch.uint8)
-            for piece, (_, thresholds) in zip(pieces, tables, strict=True)
-        ]
-        levels = [table[part.int()] for part, (table, _) in zip(parts, tables, strict=True)]
-        reached = torch.cat(levels, dim=-1)
-    packed = [pack(part, bits) for part, (_, bits) in zip(parts, runs, strict=True)]
-    return torch.cat(packed, dim=-1), reached
-
-
-def _scaled_levels(rows: Parts, runs: list[tuple[int, int]]) -> Tensor:
-    """Return the levels of all codes, times the factors of their vectors, [batch, heads, tokens, used] f32."""
-    packed, factors = rows["codes"], rows["factor"]
-    if packed.is_cpu:
-        return scaled_levels(packed, factors, runs, _code_tables())
-    levels, at = [], 0
-    for count, bits in runs:
-        size = packed_bytes(count, bits)
-        table, _ = _tables(bits, packed.device)
-        levels.append(table[unpack(packed[..., at : at + size], bits, count).int()])
-        at += size
-    return torch.cat(levels, dim=-1) * factors.float()[..., None]
-
-
-@functools.cache
-def _code_tables() -> CodeTables:
-    """Return the levels and thresholds of all widths, for kernels."""
-    found = {bits: _tables(bits, torch.device("cpu")) for bits in range(1, MOST_BITS + 1)}
-    return code_tables({bits: (levels.numpy(), thresholds.numpy()) for bits, (levels, thresholds) in found.items()})
-
-
-@functools.cache
-def _tables(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the levels of a width and the thresholds between them."""
-    if bits == 1:
-        return torch.tensor([-ONE_BIT, ONE_BIT], device=device), torch.zeros(1, device=device)
-    found = codebook(bits)
-    return torch.from_numpy(found.levels).to(device), torch.from_numpy(found.thresholds).to(device)

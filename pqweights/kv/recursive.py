@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from pqweights.codecs.polar_codebook import ANGLE_BITS, GROUP, LEVELS
+from pqweights.kernels.code_tables import CodeTables, code_tables
+from pqweights.kernels.nearest import nearest
 from pqweights.kv.bits import pack, packed_bytes, unpack
 from pqweights.kv.quantizer import Parts
 from pqweights.kv.rotation import rotation
@@ -52,10 +54,7 @@ class RecursivePolar:
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
         """See StateQuantizer."""
         angles, radius = polar(self._turned(states))
-        codes = [
-            pack(_codes(each, self._centroids(level, shared, each.device)), ANGLE_BITS[level - 1])
-            for level, each in enumerate(angles, 1)
-        ]
+        codes = [pack(self._codes(each, level, shared), ANGLE_BITS[level - 1]) for level, each in enumerate(angles, 1)]
         return {"angles": torch.cat(codes, dim=-1), "radius": radius.half()}
 
     def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
@@ -64,12 +63,18 @@ class RecursivePolar:
         for level in range(len(ANGLE_BITS), 0, -1):
             bits, count = ANGLE_BITS[level - 1], self.size >> level
             size = packed_bytes(count, bits)
-            codes = unpack(packed[..., packed.shape[-1] - size :], bits, count).long()
+            codes = unpack(packed[..., packed.shape[-1] - size :], bits, count)
             packed = packed[..., : packed.shape[-1] - size]
             centroids = self._centroids(level, shared, packed.device)
-            pair = [_looked_up(each, codes) * values for each in (centroids.cos(), centroids.sin())]
-            values = torch.stack(pair, dim=-1).flatten(-2)
+            # Both coordinates of a pair in one look-up, side by side.
+            pairs = torch.view_as_real(_looked_up(torch.complex(centroids.cos(), centroids.sin()), codes))
+            values = pairs.mul_(values[..., None]).flatten(-2)
         return values @ rotation(self.size, values.device) if self.rotated else values
+
+    def _codes(self, angles: Tensor, level: int, shared: Parts) -> Tensor:
+        if angles.is_cpu and not self.online and angles.shape[-1] % 8 == 0:
+            return nearest(angles, [(angles.shape[-1], ANGLE_BITS[level - 1])], _offline_tables(level))[0]
+        return _codes(angles, self._centroids(level, shared, angles.device))
 
     def _turned(self, states: Tensor) -> Tensor:
         return states @ rotation(self.size, states.device).T if self.rotated else states
@@ -90,7 +95,8 @@ def polar(vectors: Tensor) -> tuple[list[Tensor], Tensor]:
     angles = []
     radii = vectors
     for level in range(len(ANGLE_BITS)):
-        first, second = radii[..., 0::2], radii[..., 1::2]
+        # Without gaps, because torch computes angles of others one by one.
+        first, second = radii[..., 0::2].contiguous(), radii[..., 1::2].contiguous()
         angle = torch.atan2(second, first)
         angles.append(torch.where(angle < 0, angle + 2 * math.pi, angle) if level == 0 else angle)
         radii = torch.hypot(first, second)
@@ -102,18 +108,22 @@ def _codes(angles: Tensor, centroids: Tensor) -> Tensor:
 
     centroids: ascending, [entries] or [batch, 1, entries]
     """
-    middles = (centroids[..., 1:] + centroids[..., :-1]) / 2
+    middles = _middles(centroids)
     if middles.dim() == 1:
         return torch.bucketize(angles.contiguous(), middles, right=True).to(torch.uint8)
     flat = angles.flatten(1).contiguous()
     return torch.searchsorted(middles[:, 0].contiguous(), flat, right=True).view(angles.shape).to(torch.uint8)
 
 
+def _middles(centroids: Tensor) -> Tensor:
+    return (centroids[..., 1:] + centroids[..., :-1]) / 2
+
+
 def _looked_up(table: Tensor, codes: Tensor) -> Tensor:
     """Return the entries of codes, [batch, ...], from one table [entries] or from one for each sequence."""
     if table.dim() == 1:
-        return table[codes]
-    return table[:, 0].gather(1, codes.flatten(1)).view(codes.shape)
+        return table[codes.int()]
+    return table[:, 0].gather(1, codes.flatten(1).long()).view(codes.shape)
 
 
 def _k_means(angles: Tensor, level: int) -> Tensor:
@@ -124,7 +134,7 @@ def _k_means(angles: Tensor, level: int) -> Tensor:
     flat = angles.flatten(1)
     found = _offline(level, angles.device).expand(len(flat), -1).contiguous()
     for _ in range(ROUNDS):
-        middles = ((found[:, 1:] + found[:, :-1]) / 2).contiguous()
+        middles = _middles(found).contiguous()
         codes = torch.searchsorted(middles, flat.contiguous(), right=True)
         counts = torch.zeros_like(found).scatter_add_(1, codes, torch.ones_like(flat))
         sums = torch.zeros_like(found).scatter_add_(1, codes, flat)
@@ -136,6 +146,13 @@ def _k_means(angles: Tensor, level: int) -> Tensor:
 def _offline(level: int, device: torch.device) -> Tensor:
     """Return the centroids of the densities at a level, [entries] f32."""
     return torch.tensor(LEVELS[level - 1], dtype=torch.float32, device=device)
+
+
+@functools.cache
+def _offline_tables(level: int) -> CodeTables:
+    """Return the same for the kernel, which finds those of a level alone."""
+    found = _offline(level, torch.device("cpu"))
+    return code_tables({ANGLE_BITS[level - 1]: (found.numpy(), _middles(found).numpy())})
 
 
 assert 1 << len(ANGLE_BITS) == GROUP

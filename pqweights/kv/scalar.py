@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pqweights.codecs.lloyd_max import codebook
 from pqweights.kernels.attention import hadamard_scores, weighted_values
 from pqweights.kernels.attention_task import MOST_SIZE
 from pqweights.kv.bits import pack, packed_bytes, unpack
+from pqweights.kv.levels import coded, levels_of, width_tables
 from pqweights.kv.quantizer import Parts
 from pqweights.kv.rotation import SEED, rotation
 
@@ -59,11 +59,9 @@ class RotatedScalar:
     def encode_rotated(self, rotated: Tensor) -> tuple[Parts, Tensor]:
         """Encode vectors that are rotated already; return the parts, and what the vectors are decoded to."""
         rms = rotated.square().mean(-1, keepdim=True).sqrt()
-        levels, thresholds = _tables(self.bits, rotated.device)
-        codes = torch.bucketize(rotated / torch.where(rms > 0, rms, 1), thresholds, right=True)
-        found = levels[codes]
+        codes, found = coded(rotated / torch.where(rms > 0, rms, 1), [(self.size, self.bits)])
         factor = ((rotated * found).sum(-1) / found.square().sum(-1)).half()
-        return {"codes": pack(codes.to(torch.uint8), self.bits), "factor": factor}, found * factor.float()[..., None]
+        return {"codes": codes, "factor": factor}, found * factor.float()[..., None]
 
     def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
         """See StateQuantizer."""
@@ -72,8 +70,7 @@ class RotatedScalar:
 
     def decode_rotated(self, rows: Parts) -> Tensor:
         """Decode vectors as they are after the rotation."""
-        levels, _ = _tables(self.bits, rows["codes"].device)
-        return levels[unpack(rows["codes"], self.bits, self.size).int()] * rows["factor"].float()[..., None]
+        return levels_of(rows, [(self.size, self.bits)])
 
     def can_score(self) -> bool:
         """See TakesScores."""
@@ -86,7 +83,7 @@ class RotatedScalar:
             (queries @ rotation(self.size, queries.device).T).flatten(0, 1),
             rows["codes"].flatten(0, 1),
             rows["factor"].flatten(0, 1),
-            _tables(self.bits, queries.device)[0],
+            width_tables(self.bits, queries.device)[0],
         ).view(batch, heads, queries.shape[2], -1)
         return found + queries @ shared["mean"].float().transpose(-1, -2) if self.centred else found
 
@@ -100,7 +97,7 @@ class RotatedScalar:
         found = weighted_values(
             weights.flatten(0, 1),
             rows["codes"].flatten(0, 1),
-            _tables(self.bits, weights.device)[0],
+            width_tables(self.bits, weights.device)[0],
             size=self.size,
             scales=rows["factor"].flatten(0, 1),
         )
@@ -144,13 +141,6 @@ class RotatedScalarWithSigns:
 def vector_bytes(size: int, bits: int) -> int:
     """Return what a vector takes in bytes: its codes and its factor."""
     return packed_bytes(size, bits) + 2
-
-
-@functools.cache
-def _tables(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the levels and the thresholds of a width."""
-    found = codebook(bits)
-    return torch.from_numpy(found.levels).to(device), torch.from_numpy(found.thresholds).to(device)
 
 
 @functools.cache
