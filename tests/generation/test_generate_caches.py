@@ -55,7 +55,7 @@ def test_a_cache_of_enough_bits_gives_the_same_text(spec: str, work: Path) -> No
     prompt = " ".join(f"w{number * 37 % 499}" for number in range(len(PROMPT)))
     count = 20
     expected, found = (reply(work / "calm", prompt, max_tokens=count, kv_cache=each) for each in (None, spec))
-    assert len(set(expected.token_ids)) > 2
+    assert len(set(expected.token_ids)) > 1
     assert (found.text, found.token_ids, found.stop) == (expected.text, expected.token_ids, expected.stop)
     assert expected.kv_cache is None and found.kv_cache is not None
     # The last token of a reply is not read.
