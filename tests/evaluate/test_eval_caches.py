@@ -17,6 +17,7 @@ from test_eval_command import LLAMA, TEXT
 from pqweights.errors import EvaluationError, OptionError
 from pqweights.evaluate.protocol import Windows, compare
 from pqweights.planning.recipe import load_recipe
+from pqweights.runtimes.cached import CachedRun
 from pqweights.runtimes.models import open_model
 from pqweights.runtimes.texts import tokenize
 
@@ -59,8 +60,7 @@ def test_a_cache_that_keeps_everything_has_the_scores_of_the_model(work: Path) -
 @pytest.mark.parametrize("spec", ["none", "hadamard:3", "polar-rope:residual=0"])
 def test_predictions_are_those_of_a_text_that_is_read_token_by_token(last: int, spec: str, work: Path) -> None:
     model = open_model(work / "source")
-    assert model.cached is not None
-    run, ids = model.cached(spec), tokenize(work / "source", TEXT)[:100]
+    run, ids = CachedRun(model.net, spec), tokenize(work / "source", TEXT)[:100]
     found = run.logits(ids, last)
     assert found.shape == (last, 512) and found.dtype == np.float32
     if spec == "none":
@@ -223,9 +223,8 @@ def test_losses_are_those_of_the_protocol(work: Path) -> None:
     from dataclasses import replace
 
     model = open_model(work / "source")
-    assert model.cached is not None
     ids = tokenize(work / "source", TEXT)[:130]
-    with_cache = replace(model, logits=model.cached("hadamard:3").logits)
+    with_cache = replace(model, logits=CachedRun(model.net, "hadamard:3").logits)
     expected = compare(with_cache, model, ids=ids, windows=Windows(size=100, stride=10))
     _, row = evaluate([work / "source"], TEXT, kv_caches=("hadamard:3",), **SHORT).rows
     assert row.scores == expected and math.isfinite(expected.perplexity.value)
