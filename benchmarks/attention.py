@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ def hadamard() -> Product:
         name="Hadamard keys, 4 bits",
         bytes_per_key=SIZE / 2 + 2,
         caches=caches,
-        ours=lambda query, cache: hadamard_scores(query, *cache, levels),
+        ours=lambda query, cache: hadamard_scores(query, cache[0], cache[1], levels),
         restored=restored,
         ways=SCORE_WAYS,
     )
@@ -181,14 +182,18 @@ def measure(product: Product, heads: int, keys: int, plain: Tensor, rounds: int)
     times: dict[str, list[float]] = {"packed": [], "bf16": []}
     for number in range(-1, rounds):  # the first round is for warming up
         cache = [part[number % len(part)] for part in packed]
-        ours, theirs = timed(lambda cache=cache: product.ours(whole, cache)), seconds(best)
+        ours, theirs = timed(partial(product.ours, whole, cache)), seconds(best)
         if number >= 0:
             times["packed"].append(ours)
             times["bf16"].append(theirs)
     restored = []
+
+    def restored_way(cache: list[Tensor]) -> Tensor:
+        return product.ways[best](half, product.restored(cache))
+
     for number in range(RESTORED_TURNS):
         cache = [part[number % len(part)] for part in packed]
-        restored.append(timed(lambda cache=cache: product.ways[best](half, product.restored(cache))))
+        restored.append(timed(partial(restored_way, cache)))
     ratios = [theirs / ours for ours, theirs in zip(times["packed"], times["bf16"], strict=True)]
     packed_seconds, restored_seconds = (statistics.median(found) for found in (times["packed"], restored))
     return {

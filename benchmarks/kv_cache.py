@@ -148,12 +148,14 @@ def with_cache(bench: Bench, make: Callable[[], Any], batch: int) -> tuple[Float
             fill(cache, prompt)
             steps = [bench.net(each, past_key_values=cache).logits[:, -1] for each in some[:, start:-1].split(1, dim=1)]
             found.append(torch.stack(steps, dim=1))
-            bits.append(bits_of(cache))
+            bits.append(bits_of(cache, len(some)))
     return torch.cat(found).numpy(), float(np.mean(bits))
 
 
-def bits_of(cache: Any) -> float:
+def bits_of(cache: Any, batch: int) -> float:
     """Bits for each coordinate of a cache of ours or of transformers, with tokens that are not packed at 16 bits.
+
+    batch: how many sequences it holds
 
     transformers stores scales in the dtype of the model; they count as in a model of BF16, too.
     """
@@ -165,10 +167,9 @@ def bits_of(cache: Any) -> float:
             parts = list(tensors_of(packed))
             bits += 16 * (window.numel() + sum(part.numel() for part in parts if part.is_floating_point()))
             bits += 8 * sum(tensor_bytes(part) for part in parts if not part.is_floating_point())
-        window = layer.keys
         heads, size = layer.shape
-        count += 2 * window.shape[0] * heads * size * layer.get_seq_length() if window.dim() == 4 else 0
-    return bits / count if count else float("nan")
+        count += 2 * batch * heads * size * layer.get_seq_length()
+    return bits / count
 
 
 def tensors_of(packed: Any) -> Iterator[torch.Tensor]:
@@ -226,7 +227,8 @@ def row_of(bench: Bench, spec: str, batch: int) -> dict[str, Any]:
     if isinstance(make(), KVCache):
         with torch.inference_mode():
             found = [attention_error(bench.net, make(), some[None], MEASURED_QUERIES) for some in bench.windows[:4]]
-        row["attention_error"] = float(np.mean(found))
+        errors = [error for error in found if error is not None]
+        row["attention_error"] = float(np.mean(errors)) if errors else None
     if bench.cases:
         answers = recalled(bench.net, bench.tokenizer, bench.cases, make, bench.read)
         row |= {"recall": answers.share, "recall_nats": answers.log_probability}
@@ -284,7 +286,7 @@ def measure(path: str, options: Any) -> tuple[list[dict[str, Any]], dict[str, An
 def own_row(bench: Bench) -> dict[str, Any]:
     """The row of the model with its own cache."""
     scores = scores_of(bench, bench.plain)
-    row = {"model": bench.name, "spec": "its own cache, BF16", "bits": 16.0, "perplexity": scores.perplexity.value}
+    row = {"model": bench.name, "spec": "its own cache", "bits": 16.0, "perplexity": scores.perplexity.value}
     if bench.cases:
         answers = recalled(bench.net, bench.tokenizer, bench.cases, None, bench.read)
         row |= {"recall": answers.share, "recall_nats": answers.log_probability}
@@ -326,7 +328,7 @@ def sections(document: Document) -> dict[str, str]:
             f"{settings['windows']} windows of {settings['window']} tokens, the last {settings['scored']} of each read "
             f"one by one; heads of {settings['size']} coordinates"
         )
-        header = HEADER
+        header: tuple[str, ...] = HEADER
         if recall:
             about += f"; {settings['cases']} questions"
             header = (*HEADER, "recall", "nats")

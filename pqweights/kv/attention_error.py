@@ -21,6 +21,7 @@ class _Comparison:
     def __init__(self, cache: KVCache, queries: int) -> None:
         self._layers, self._queries = cache.layers, queries
         self.error = self.energy = 0.0
+        self.packed = False
 
     def end(self) -> None:
         """Let go of the cache, because transformers keeps every attention function that it was given."""
@@ -35,6 +36,7 @@ class _Comparison:
         if isinstance(layer, PackedLayer):
             before = key.shape[2] - self._queries
             layer.update(key[:, :, :before], value[:, :, :before])
+            self.packed |= any(states.chunks for states in layer.states)
             kept = layer.update(key[:, :, before:], value[:, :, before:])
             last = slice(query.shape[2] - self._queries, None)
             mask = None if attention_mask is None else attention_mask[:, :, last]
@@ -47,7 +49,8 @@ class _Comparison:
 def attention_error(net: Any, cache: KVCache, ids: Tensor, queries: int) -> float | None:
     """Return the relative mean squared error of the outputs of all attention layers whose cache is packed.
 
-    None for a model that computes its attention itself, so that it cannot be replaced, and for outputs of zero.
+    None for a model that computes its attention itself, so that it cannot be replaced, for outputs of zero, and if all
+    tokens are in windows of recent ones.
 
     net: a PreTrainedModel, which sees no quantization
     cache: an empty one, which is filled
@@ -65,7 +68,7 @@ def attention_error(net: Any, cache: KVCache, ids: Tensor, queries: int) -> floa
     finally:
         net.set_attn_implementation(before)
         comparison.end()
-    return comparison.error / comparison.energy if comparison.energy else None
+    return comparison.error / comparison.energy if comparison.packed and comparison.energy else None
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:

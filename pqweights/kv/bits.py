@@ -1,4 +1,4 @@
-"""Codes of a few bits in bytes, in torch, on any device.
+"""Codes of a few bits in bytes, and numbers of 16 bits, in torch, on any device.
 
 Codes of b bits are split into the fields of 8, 4, 2 and 1 bits that sum to b, the first in the lowest bits of the code.
 A field of w bits of n codes takes n * w / 8 bytes, of which byte i holds the codes i, i + n * w / 8 and so on, so that
@@ -11,6 +11,12 @@ import torch
 from torch import Tensor
 
 WIDTHS = (8, 4, 2, 1)
+
+
+def halves(values: Tensor) -> Tensor:
+    """Return numbers as float16; those beyond its range become the largest that it has."""
+    most = torch.finfo(torch.float16).max
+    return values.clamp(-most, most).half()
 
 
 def fields(bits: int) -> list[int]:

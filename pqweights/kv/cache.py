@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
@@ -14,8 +15,13 @@ from pqweights.kv.bases import model_bases
 from pqweights.kv.klt import LayerBases
 from pqweights.kv.layer import PackedHybridLayer, PackedLayer
 from pqweights.kv.model import FULL, HYBRID, CachedModel, cached_model
-from pqweights.kv.on_codes import attend_on_codes
+from pqweights.kv.on_codes import NAME as ON_CODES
+from pqweights.kv.on_codes import VALUE_UNIT, may_attend_on_codes
+from pqweights.kv.quantizer import TOKENS_TOGETHER
 from pqweights.kv.schemes import Scheme
+from pqweights.kv.schemes.hadamard import Hadamard
+from pqweights.kv.schemes.polar_rope import PolarRope
+from pqweights.kv.schemes.scheme import UNQUANTIZED
 from pqweights.kv.spec import parse_spec
 from pqweights.kv.states import tensor_bytes
 
@@ -88,35 +94,71 @@ def kv_cache(model: Any, spec: str, *, on_codes: bool = False) -> KVCache:
     model: a PreTrainedModel, or its configuration, from which all methods but klt can be made
     spec: the method and its options, such as "klt:3", "hadamard:3", "polar" or "polar-rope:m4n2,values=2,residual=64"
     on_codes: whether tokens that are generated one by one attend on the codes, without restoring keys and values, where
-        there are kernels for it: on CPUs, for hadamard and polar-rope. The model's attention is set to one that can
-        (`set_attn_implementation`), also for other caches, with which it computes what it did.
+        there are kernels for it: on CPUs, for hadamard and polar-rope, where sizes allow. The
+        model's attention is then set to one that can (`set_attn_implementation`); with other caches it computes what
+        it did. A few tokens are read to see whether the model hands keys and values on as they are.
 
     Raises OptionError for a spec that names no method, and for a model whose cache the method cannot quantize.
     """
     scheme = parse_spec(spec)
     config = getattr(model, "config", model)
     cached = cached_model(config, scheme)
-    if on_codes and config is not model and attend_on_codes(model):
-        cache = KVCache(cached, scheme, _bases(model, cached) if scheme.needs_weights else {})
-        for layer in cache.packed_layers:
-            layer.on_codes = True
-        return cache
-    if not scheme.needs_weights:
-        return KVCache(cached, scheme, {})
-    if config is model:
+    if scheme.needs_weights and config is model:
         raise OptionError(f"KV cache {scheme.name}: expected the model itself, as its weights give the transform, "
                           "found its configuration only")  # fmt: skip
-    return KVCache(cached, scheme, _bases(model, cached))
+    cache = KVCache(cached, scheme, _bases(model, cached) if scheme.needs_weights else {})
+    if on_codes and scheme.has_kernels and config is not model and _attend_on_codes(model, cached):
+        for layer in cache.packed_layers:
+            layer.on_codes = True
+    return cache
 
 
-# The bases of models that are still there, as making them takes a while.
-_known_bases: WeakKeyDictionary[Any, dict[int, LayerBases]] = WeakKeyDictionary()
+# What is known of models that are still there: the bases, with the weights that they were made from, and whether the
+# attention takes packed keys.
+_known_bases: WeakKeyDictionary[Any, tuple[Any, dict[int, LayerBases]]] = WeakKeyDictionary()
+_take_codes: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def _bases(net: Any, model: CachedModel) -> dict[int, LayerBases]:
-    if net not in _known_bases:
-        _known_bases[net] = model_bases(net, model)
-    return _known_bases[net]
+    weights = [(parameter.data_ptr(), parameter._version) for parameter in net.parameters() if parameter.is_leaf]
+    known, bases = _known_bases.get(net, (None, {}))
+    if known != weights:
+        bases = model_bases(net, model)
+        _known_bases[net] = weights, bases
+    return bases
+
+
+def _attend_on_codes(net: Any, model: CachedModel) -> bool:
+    """Let a model attend on codes if it does so right; return whether it does.
+
+    A few tokens are read to see that the attention takes the packed keys and values of every layer: some models change
+    them on the way.
+    """
+    if not may_attend_on_codes(net, model):
+        return False
+    before = net.config._attn_implementation
+    net.set_attn_implementation(ON_CODES)
+    if net not in _take_codes:
+        _take_codes[net] = _takes_codes(net, model)
+    if not _take_codes[net]:
+        net.set_attn_implementation(before)
+    return _take_codes[net]
+
+
+def _takes_codes(net: Any, model: CachedModel) -> bool:
+    # Of the methods with kernels the first needs no more than a token, the second takes more sizes of heads.
+    scheme = PolarRope(values=UNQUANTIZED, residual=0) if model.size % VALUE_UNIT else Hadamard(centred=0)
+    cache = KVCache(model, scheme, {})
+    for layer in cache.packed_layers:
+        layer.on_codes = True
+    tokens = torch.zeros(1, TOKENS_TOGETHER if scheme.needs_rope else 1, dtype=torch.int64, device=net.device)
+    try:
+        with torch.inference_mode():
+            for ids in (tokens, tokens[:, :1]):
+                net(ids, past_key_values=cache, use_cache=True)
+    except (RuntimeError, ValueError, TypeError, IndexError, OptionError):
+        return False
+    return all(layer.took_codes for layer in cache.packed_layers)
 
 
 def _layer(model: CachedModel, scheme: Scheme, number: int, bases: LayerBases | None) -> Any:

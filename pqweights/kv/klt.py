@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pqweights.kv.bits import halves
 from pqweights.kv.levels import MOST_BITS, Runs, coded, levels_of
 from pqweights.kv.quantizer import Parts
 from pqweights.kv.rope import RopePairs
@@ -48,6 +49,10 @@ class StateBasis:
     analysis: Tensor
     synthesis: Tensor
     variances: Tensor
+
+    def __deepcopy__(self, known: dict[int, object]) -> StateBasis:
+        """Return the basis itself: it never changes, and copies of a cache share it."""
+        return self
 
 
 class _Angles:
@@ -132,13 +137,13 @@ class KarhunenLoeve:
             return shared
         found = self._coefficients(states, start)
         count = found.shape[2]
-        mean = (found.sum(2) / (count + PRIOR_MEAN)).half()
+        mean = halves(found.sum(2) / (count + PRIOR_MEAN))
         squares = found.sub_(mean.float()[:, :, None]).square_().sum(2)
         prior = self._basis.variances.to(found.device)
         prior = prior * (squares.mean(-1, keepdim=True) / count / prior.mean(-1, keepdim=True))
         variance = (squares + PRIOR_VARIANCE * prior) / (count + PRIOR_VARIANCE)
         spread, order = variance.sqrt().sort(dim=-1, descending=True)
-        spread = spread.half().clamp(min=torch.finfo(torch.float16).tiny)
+        spread = halves(spread).clamp(min=torch.finfo(torch.float16).tiny)
         widths = allocated(spread.float().log().mean((0, 1)).exp().square(), self.bits)
         repeated = torch.tensor(widths, dtype=torch.uint8, device=found.device).expand(len(found), 1, -1)
         order = order.to(torch.uint8 if order.shape[-1] <= 256 else torch.int16)
@@ -162,7 +167,7 @@ class KarhunenLoeve:
         codes, reached = coded(scaled / torch.where(rms > 0, rms, 1), runs)
         weighted = reached * spread.square()[:, :, None]
         factor = scaled.mul_(weighted).sum(-1) / reached.mul_(weighted).sum(-1)
-        return {"codes": codes, "factor": factor.half()}
+        return {"codes": codes, "factor": halves(factor)}
 
     def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
         """See StateQuantizer."""

@@ -57,9 +57,16 @@ class PackedLayer(DynamicLayer):
         self._past = PastOfLayer(keys, values)
         keys.append(key_states)
         values.append(value_states)
-        key_states = key_states.view_as(key_states)  # an object of its own, which the model's other parts do not have
-        setattr(key_states, PAST, self._past)
+        # Objects of their own, which the model's other parts do not have.
+        key_states, value_states = key_states.view_as(key_states), value_states.view_as(value_states)
+        for states in (key_states, value_states):
+            setattr(states, PAST, self._past)
         return key_states, value_states
+
+    @property
+    def took_codes(self) -> bool:
+        """Whether the attention took the packed keys and values of the last token."""
+        return self._past is not None and self._past.used
 
     def _takes_codes(self) -> bool:
         return self.on_codes and attends_on_codes(self._model.config)

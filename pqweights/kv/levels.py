@@ -66,7 +66,8 @@ def _code_tables() -> CodeTables:
 @functools.cache
 def width_tables(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the levels of a width and the thresholds between them."""
-    if bits == 1:
-        return torch.tensor([-ONE_BIT, ONE_BIT], device=device), torch.zeros(1, device=device)
-    found = codebook(bits)
-    return torch.from_numpy(found.levels).to(device), torch.from_numpy(found.thresholds).to(device)
+    with torch.inference_mode(False):  # later calls may need gradients
+        if bits == 1:
+            return torch.tensor([-ONE_BIT, ONE_BIT], device=device), torch.zeros(1, device=device)
+        found = codebook(bits)
+        return torch.from_numpy(found.levels).to(device), torch.from_numpy(found.thresholds).to(device)

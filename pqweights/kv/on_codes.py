@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from pqweights.kernels.attention_task import MOST_ROWS, MOST_SIZE
+from pqweights.kv.model import CachedModel
 from pqweights.kv.quantizer import Parts
 from pqweights.kv.states import Chunk, PackedStates
 
@@ -108,29 +109,27 @@ def attends_on_codes(config: Any) -> bool:
     return bool(config._attn_implementation == NAME)
 
 
-def attend_on_codes(net: Any) -> bool:
-    """Let a model attend on codes where its cache allows it; return whether it can.
+def may_attend_on_codes(net: Any, model: CachedModel) -> bool:
+    """Whether a model attends through transformers' interface, with the usual attention or with that of this module.
 
-    net: a PreTrainedModel that attends through transformers' interface
+    net: a PreTrainedModel; model: what is known of it
     """
-    if net.config._attn_implementation == NAME:
-        return True
-    known = bool(getattr(net, "_supports_attention_backend", False)) and net.config._attn_implementation == "sdpa"
-    if known:
-        net.set_attn_implementation(NAME)
-    return known
+    usual = net.config._attn_implementation in ("sdpa", NAME)
+    shared = getattr(model.config, "num_kv_shared_layers", 0)  # later layers would take the keys a second time
+    return bool(getattr(net, "_supports_attention_backend", False)) and usual and not shared
 
 
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Any]:
     """Compute attention as transformers calls it; see AttentionInterface."""
-    past: PastOfLayer | None = getattr(key, PAST, None)
-    if past is None:
+    past, of_value = getattr(key, PAST, None), getattr(value, PAST, None)
+    if not isinstance(past, PastOfLayer) or of_value is not past:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     past_keys, past_values = past.take()
     groups = query.shape[1] // key.shape[1]
-    if groups > MOST_ROWS or _of_heads(attention_mask) or any(options.get(name) is not None for name in OTHERS):
+    others = any(options.get(name) is not None for name in OTHERS)
+    if groups > MOST_ROWS or others or _of_heads(attention_mask) or query.requires_grad:  # kernels have no gradients
         keys = torch.cat([past_keys.restored(), key], dim=2)
         values = torch.cat([past_values.restored(), value], dim=2)
         return sdpa_attention_forward(module, query, keys, values, attention_mask, **options)  # type: ignore[no-any-return]

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from pqweights.kernels.attention import polar_rope_scores
 from pqweights.kernels.attention_task import POLAR_WIDTHS
-from pqweights.kv.bits import pack, unpack
+from pqweights.kv.bits import halves, pack, unpack
 from pqweights.kv.quantizer import TOKENS_TOGETHER, Parts
 from pqweights.kv.rope import RopePairs
 
-# A later radius may be cut by this factor. New scales for every pair that exceeds its own by a little would come with
-# nearly every 32 tokens, as there are many pairs; the cut is no larger than what rounding the angle to 4 bits does.
-OVERSHOOT = 1.125
+# A later radius may exceed the largest one by this factor, and is cut then. Some of the many pairs exceed theirs by a
+# little in nearly every 32 tokens: new scales each time would cost memory, and products that begin anew.
+OVERSHOOT = 1.375
 # Sizes of keys that the kernel takes are multiples of this.
 UNIT = 8
 
@@ -40,7 +40,7 @@ class PolarPairs:
     def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
         """See StateQuantizer. New scales are taken only when a radius exceeds the old ones by more than OVERSHOOT."""
         x, y = self.pairs.split(states)
-        scale = (torch.hypot(x, y).amax(2) / ((1 << self.radius_bits) - 1)).half()
+        scale = halves(torch.hypot(x, y).amax(2) / ((1 << self.radius_bits) - 1))
         if shared is None:
             return {"scale": scale}
         known = shared["scale"]

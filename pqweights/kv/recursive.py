@@ -17,7 +17,7 @@ from torch import Tensor
 from pqweights.codecs.polar_codebook import ANGLE_BITS, GROUP, LEVELS
 from pqweights.kernels.code_tables import CodeTables, code_tables
 from pqweights.kernels.nearest import nearest
-from pqweights.kv.bits import pack, packed_bytes, unpack
+from pqweights.kv.bits import halves, pack, packed_bytes, unpack
 from pqweights.kv.quantizer import Parts
 from pqweights.kv.rotation import rotation
 
@@ -55,7 +55,7 @@ class RecursivePolar:
         """See StateQuantizer."""
         angles, radius = polar(self._turned(states))
         codes = [pack(self._codes(each, level, shared), ANGLE_BITS[level - 1]) for level, each in enumerate(angles, 1)]
-        return {"angles": torch.cat(codes, dim=-1), "radius": radius.half()}
+        return {"angles": torch.cat(codes, dim=-1), "radius": halves(radius)}
 
     def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
         """See StateQuantizer."""
@@ -145,7 +145,8 @@ def _k_means(angles: Tensor, level: int) -> Tensor:
 @functools.cache
 def _offline(level: int, device: torch.device) -> Tensor:
     """Return the centroids of the densities at a level, [entries] f32."""
-    return torch.tensor(LEVELS[level - 1], dtype=torch.float32, device=device)
+    with torch.inference_mode(False):  # later calls may need gradients
+        return torch.tensor(LEVELS[level - 1], dtype=torch.float32, device=device)
 
 
 @functools.cache

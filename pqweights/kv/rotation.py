@@ -21,8 +21,9 @@ Doubles = npt.NDArray[np.float64]
 @functools.cache
 def rotation(size: int, device: torch.device) -> Tensor:
     """Return the matrix R by whose transpose vectors of `size` coordinates are multiplied, [size, size] f32."""
-    matrix = _hadamard(size) if size & (size - 1) == 0 else _dense(size)
-    return torch.from_numpy(matrix.astype(np.float32)).to(device)
+    with torch.inference_mode(False):  # later calls may need gradients
+        matrix = _hadamard(size) if size & (size - 1) == 0 else _dense(size)
+        return torch.from_numpy(matrix.astype(np.float32)).to(device)
 
 
 def _hadamard(size: int) -> Doubles:

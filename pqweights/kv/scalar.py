@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pqweights.kernels.attention import hadamard_scores, weighted_values
 from pqweights.kernels.attention_task import MOST_SIZE
-from pqweights.kv.bits import pack, packed_bytes, unpack
+from pqweights.kv.bits import halves, pack, packed_bytes, unpack
 from pqweights.kv.levels import coded, levels_of, width_tables
 from pqweights.kv.quantizer import Parts
 from pqweights.kv.rotation import SEED, rotation
@@ -47,7 +47,7 @@ class RotatedScalar:
         """See StateQuantizer."""
         if shared is not None:
             return shared
-        return {"mean": states.mean(2, keepdim=True).half()} if self.centred else {}
+        return {"mean": halves(states.mean(2, keepdim=True))} if self.centred else {}
 
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
         """See StateQuantizer."""
@@ -60,7 +60,7 @@ class RotatedScalar:
         """Encode vectors that are rotated already; return the parts, and what the vectors are decoded to."""
         rms = rotated.square().mean(-1, keepdim=True).sqrt()
         codes, found = coded(rotated / torch.where(rms > 0, rms, 1), [(self.size, self.bits)])
-        factor = ((rotated * found).sum(-1) / found.square().sum(-1)).half()
+        factor = halves((rotated * found).sum(-1) / found.square().sum(-1))
         return {"codes": codes, "factor": factor}, found * factor.float()[..., None]
 
     def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
@@ -128,7 +128,7 @@ class RotatedScalarWithSigns:
         parts, found = self._scalar.encode_rotated(rotated)
         rest = rotated - found
         signs = (rest @ _projection(self.size, rest.device).T >= 0).to(torch.uint8)
-        return {**parts, "signs": pack(signs, 1), "rest": rest.square().sum(-1).sqrt().half()}
+        return {**parts, "signs": pack(signs, 1), "rest": halves(rest.square().sum(-1).sqrt())}
 
     def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
         """See StateQuantizer."""
@@ -147,4 +147,5 @@ def vector_bytes(size: int, bits: int) -> int:
 def _projection(size: int, device: torch.device) -> Tensor:
     """Return the matrix of independent Gaussian rows whose products' signs are stored, [size, size] f32."""
     numbers = np.random.Generator(np.random.PCG64(SEED + 1)).standard_normal((size, size))
-    return torch.from_numpy(numbers.astype(np.float32)).to(device)
+    with torch.inference_mode(False):  # later calls may need gradients
+        return torch.from_numpy(numbers.astype(np.float32)).to(device)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pqweights.kernels.attention import weighted_values
-from pqweights.kv.bits import pack, unpack
+from pqweights.kv.bits import halves, pack, unpack
 from pqweights.kv.quantizer import TOKENS_TOGETHER, Parts
 
 
@@ -15,9 +15,9 @@ def affine_codes(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
     values: [..., n] f32
     """
-    low = values.amin(-1).half()
+    low = halves(values.amin(-1))
     steps = (1 << bits) - 1
-    scale = ((values.amax(-1) - low.float()) / steps).half()
+    scale = halves((values.amax(-1) - low.float()) / steps)
     divisor = torch.where(scale > 0, scale, 1).float()
     codes = ((values - low.float()[..., None]) / divisor[..., None]).round_().clamp_(0, steps)
     return codes.to(torch.uint8), scale, low
@@ -120,7 +120,7 @@ class Symmetric:
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
         """See StateQuantizer."""
         most = (1 << (self.bits - 1)) - 1
-        scale = (states.abs().amax(-1) / most).half()
+        scale = halves(states.abs().amax(-1) / most)
         divisor = torch.where(scale > 0, scale, 1).float()
         codes = (states / divisor[..., None]).round_().clamp_(-most, most) + most
         return {"codes": pack(codes.to(torch.uint8), self.bits), "scale": scale}

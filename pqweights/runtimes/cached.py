@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.runtimes.packages import package, quiet
-from pqweights.runtimes.steps import TorchStepper
+from pqweights.runtimes.steps import TorchStepper, last_logits_only
 from pqweights.runtimes.texts import Ids
 
 Floats = npt.NDArray[np.float32]
@@ -63,7 +63,7 @@ class CachedRun:
     """
 
     def __init__(self, net: Any, spec: str) -> None:
-        self._net, self._spec = net, spec
+        self._net, self._spec, self._keep = net, spec, last_logits_only(net)
         self._last = self.new_cache()
 
     def new_cache(self, *, on_codes: bool = False) -> Any:
@@ -84,10 +84,9 @@ class CachedRun:
         given = torch.from_numpy(np.ascontiguousarray(ids))[None].to(self._net.device)
         start = max(1, len(ids) - last + 1)
         with torch.inference_mode(), quiet():
-            found.append(self._net(given[:, :start], past_key_values=cache, use_cache=True).logits[0, -1])
-            for at in range(start, len(ids)):
-                result = self._net(given[:, at : at + 1], past_key_values=cache, use_cache=True)
-                found.append(result.logits[0, -1])
+            for piece in (given[:, :start], *given[:, start:].split(1, dim=1)):
+                result = self._net(piece, past_key_values=cache, use_cache=True, **self._keep)
+                found.append(result.logits[0, -1].clone())
         self._last = cache
         values: Floats = torch.stack(found).float().cpu().numpy()
         return values

@@ -57,9 +57,8 @@ class TorchStepper:
         self._model = model
         self._new_cache = new_cache or partial(_new_cache, model)
         self._is_quantized = new_cache is not None
-        parameters = inspect.signature(model.forward).parameters
-        self._keep = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        self._takes_cache = "past_key_values" in parameters
+        self._keep = last_logits_only(model)
+        self._takes_cache = "past_key_values" in inspect.signature(model.forward).parameters
         self._ids = NOTHING
         self._cache: Any = None
 
@@ -133,6 +132,11 @@ class TorchStepper:
             logits_processor=transformers.LogitsProcessorList([_called(transformers.LogitsProcessor, choose)]),
             stopping_criteria=transformers.StoppingCriteriaList([_called(transformers.StoppingCriteria, has_ended)]),
         )
+
+
+def last_logits_only(model: Any) -> dict[str, int]:
+    """Return the argument by which a model of transformers computes the logits of the last token only; if it can."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
 def _is_plain(model: Any, cache: Any) -> bool:

@@ -75,10 +75,10 @@ def test_error_is_that_of_an_independent_computation(spec: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2", "gpt_oss", "qwen3_5", "falcon_h1"])
-def test_unquantized_cache_has_no_error(name: str) -> None:
+def test_there_is_an_error_where_codes_are(name: str) -> None:
     net = model(name)
     with torch.no_grad():
-        assert attention_error(net, kv_cache(net, "none"), ids(64), 16) < 1e-12
+        assert attention_error(net, kv_cache(net, "none"), ids(64), 16) is None
         assert 1e-5 < attention_error(net, kv_cache(net, "hadamard:4"), ids(64), 16) < 0.1
 
 

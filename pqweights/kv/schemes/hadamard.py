@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pqweights.errors import OptionError
 from pqweights.kv.quantizer import StateQuantizer
@@ -28,6 +29,7 @@ class Hadamard(Scheme):
     centred: int = 1
     qjl: int = 0
 
+    has_kernels: ClassVar[bool] = True
     name = "hadamard"
     choices = {"bits": BITS, "keys": BITS, "values": BITS, "centred": (0, 1), "qjl": (0, 1), "residual": WINDOWS}
     words = {**digits("bits", BITS), "qjl": {"qjl": 1, "centred": 0}}

@@ -27,6 +27,7 @@ class PolarRope(Scheme):
     values: int = 4
     residual: int = 128
 
+    has_kernels: ClassVar[bool] = True
     name = "polar-rope"
     choices = {"angle": WIDTHS, "radius": WIDTHS, "values": (2, 4, UNQUANTIZED), "residual": WINDOWS}
     words = {f"m{m}n{n}": {"angle": m, "radius": n} for m in WIDTHS for n in WIDTHS}

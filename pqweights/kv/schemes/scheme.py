@@ -50,6 +50,8 @@ class Scheme(ABC):
     always: ClassVar[Collection[str]] = ("bits",)
     # Whether keys must be rotated by RoPE.
     needs_rope: ClassVar[bool] = False
+    # Whether single tokens can attend on codes.
+    has_kernels: ClassVar[bool] = False
     # Whether quantizers follow from the weights of the model.
     needs_weights: ClassVar[bool] = False
     # The number that sizes of heads must divide by.
