@@ -123,8 +123,9 @@ def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Any]:
     """Compute attention as transformers calls it; see AttentionInterface."""
-    past, of_value = getattr(key, PAST, None), getattr(value, PAST, None)
-    if not isinstance(past, PastOfLayer) or of_value is not past:
+    past: PastOfLayer | None = getattr(key, PAST, None)
+    whole = past is not None and getattr(value, PAST, None) is past
+    if past is None or not whole:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     past_keys, past_values = past.take()
     groups = query.shape[1] // key.shape[1]
