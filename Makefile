@@ -85,7 +85,7 @@ format: $(READY) ## format the code
 # checkpoints are made (20 GB at most), by default a temporary folder. EXTRAS: bench, or bench,bench-llama.
 # MACHINE: a short name of another machine than that of the pages, whose figures then stand in columns beside theirs.
 DOCS ?= docs/benchmarks
-PAGES ?= docs/benchmarks.md docs/exports.md docs/fit.md docs/hub.md docs/quality.md docs/running-a-master.md docs/trellis.md README.md
+PAGES ?= docs/benchmarks.md docs/exports.md docs/fit.md docs/hub.md docs/kv-cache.md docs/quality.md docs/running-a-master.md docs/trellis.md README.md
 EXTRAS ?= bench
 BENCHMARK = $(BIN)/python benchmarks/$(1).py --out $(DOCS) $(if $(MACHINE),--machine $(MACHINE))
 REPORT = $(BIN)/python benchmarks/report.py --out $(DOCS) $(PAGES)
@@ -149,6 +149,7 @@ bench-attention: $(READY) ## products with packed keys and values beside BF16
 
 bench-kv: $(READY) ## quantized caches on the models of ARGS="MODEL_DIR..."
 	$(call BENCHMARK,kv_cache) $(ARGS)
+	$(call BENCHMARK,kv_speed)
 	$(REPORT)
 
 bench-running: $(READY) ## products and tokens of packed masters beside BF16 and, with ARGS="--llama-cpp PYTHON", llama.cpp

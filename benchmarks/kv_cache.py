@@ -318,8 +318,8 @@ def cells(row: dict[str, Any], *, recall: bool) -> list[Cell]:
 
 
 def sections(document: Document) -> dict[str, str]:
-    """A table for each model, by the size of the caches."""
-    found = {}
+    """One table of all models, and one for each, by the size of the caches."""
+    found = {"kv-cache": overview(document)}
     for settings in document["settings"]:
         rows = [row for row in document["rows"] if row["model"] == settings["model"]]
         rows.sort(key=lambda row: (-row["bits"], row.get("kl") or 0))
@@ -335,6 +335,22 @@ def sections(document: Document) -> dict[str, str]:
         name = f"kv-cache-{settings['model']}".replace(OUTLIERS, "-with-key-outliers")
         found[name] = f"{about}.\n\n" + table(header, [cells(row, recall=recall) for row in rows])
     return found
+
+
+def overview(document: Document) -> str:
+    """KL divergence of every method on every model; bits are those of the first model."""
+    models = [settings["model"] for settings in document["settings"]]
+    rows = {(row["model"], row["spec"]): row for row in document["rows"] if row.get("kl") is not None}
+    specs = list(dict.fromkeys(spec for _, spec in rows))
+
+    def bits(spec: str) -> float:
+        return float(next(rows[model, spec]["bits"] for model in models if (model, spec) in rows))
+
+    lines: list[list[Cell]] = [
+        [spec, f"{bits(spec):.2f}", *(f"{rows[m, spec]['kl']:.5f}" if (m, spec) in rows else None for m in models)]
+        for spec in sorted(specs, key=bits, reverse=True)
+    ]
+    return table(("cache", "bits", *models), lines)
 
 
 def main() -> None:

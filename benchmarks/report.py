@@ -25,6 +25,7 @@ import exports
 import fit
 import hub
 import kv_cache
+import kv_speed
 import loading
 import numpy as np
 import peers
@@ -53,6 +54,7 @@ SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
     "running": running.sections,
     "attention": attention.sections,
     "kv_cache": kv_cache.sections,
+    "kv_speed_4096": kv_speed.sections,
     "quality": quality.sections,
     "calibrated": calibrated.sections,
     "hub": hub.sections,
