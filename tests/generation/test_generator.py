@@ -102,7 +102,7 @@ def test_both_loops_give_the_tokens_of_transformers(name, tmp_path, monkeypatch)
     longer = np.append(PROMPT, expected[:8])
     assert model.stepper.kept(longer) in (0, len(PROMPT) + 4)
     assert tokens(longer, 4) == expected[8:]
-    monkeypatch.setattr(steps, "_is_plain", lambda model: False)
+    monkeypatch.setattr(steps, "_is_plain", lambda model, cache: False)
     assert tokens(PROMPT, 12) == expected
 
 
@@ -364,7 +364,7 @@ def test_out_of_memory_is_one_line(work, monkeypatch):
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
 
     monkeypatch.setattr(asked._model.stepper, "_model", fail)  # type: ignore[union-attr]
-    monkeypatch.setattr(steps, "_is_plain", lambda model: True)
+    monkeypatch.setattr(steps, "_is_plain", lambda model, cache: True)
     monkeypatch.setattr(steps, "_new_cache", lambda model: None)
     fail.device = "cpu"  # type: ignore[attr-defined]
     with pytest.raises(GenerationError, match="not enough memory to generate"):
