@@ -120,7 +120,9 @@ _take_codes: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def _bases(net: Any, model: CachedModel) -> dict[int, LayerBases]:
-    weights = [(parameter.data_ptr(), parameter._version) for parameter in net.parameters() if parameter.is_leaf]
+    weights = [
+        (parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version) for parameter in net.parameters()
+    ]
     known, bases = _known_bases.get(net, (None, {}))
     if known != weights:
         bases = model_bases(net, model)

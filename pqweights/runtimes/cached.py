@@ -84,7 +84,7 @@ class CachedRun:
         given = torch.from_numpy(np.ascontiguousarray(ids))[None].to(self._net.device)
         start = max(1, len(ids) - last + 1)
         with torch.inference_mode(), quiet():
-            for piece in (given[:, :start], *given[:, start:].split(1, dim=1)):
+            for piece in (given[:, :start], *(given[:, at : at + 1] for at in range(start, len(ids)))):
                 result = self._net(piece, past_key_values=cache, use_cache=True, **self._keep)
                 found.append(result.logits[0, -1].clone())
         self._last = cache

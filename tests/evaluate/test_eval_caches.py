@@ -53,7 +53,7 @@ def test_a_cache_that_keeps_everything_has_the_scores_of_the_model(work: Path) -
     assert cached.scores.divergence is not None and abs(cached.scores.divergence.maximum) < 1e-5
     assert cached.kv_cache is not None
     assert (cached.kv_cache.spec, cached.kv_cache.bits_per_coordinate) == ("none", 16)
-    assert cached.kv_cache.attention_error == pytest.approx(0, abs=1e-9)
+    assert cached.kv_cache.attention_error is None
 
 
 @pytest.mark.parametrize("last", [1, 2, 40, 99, 100])
@@ -70,7 +70,7 @@ def test_predictions_are_those_of_a_text_that_is_read_token_by_token(last: int, 
         given = torch.from_numpy(ids)[None]
         parts = [given[:, : 101 - last], *(given[:, at : at + 1] for at in range(101 - last, 100))]
         expected = [net(part, past_key_values=cache, use_cache=True).logits[0, -1] for part in parts]
-    assert np.array_equal(found, torch.stack(expected).numpy())
+    assert np.allclose(found, torch.stack(expected).numpy(), atol=1e-5)
     assert run.figures().tokens == 100
 
 

@@ -266,6 +266,7 @@ def report_of(models: list[str]) -> Any:
     rows = [
         SimpleNamespace(
             model=model,
+            kv_cache=None,
             scores=SimpleNamespace(perplexity=None, divergence=SimpleNamespace(mean=(0.01 + 1e-5 * number, 1e-3))),
             size=SimpleNamespace(bits_per_parameter=5.2 + 1e-3 * number),
         )
