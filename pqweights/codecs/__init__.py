@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pqweights.codecs.comparison import ComparisonCodec
 from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
-from pqweights.codecs.polar import Polar
+from pqweights.codecs.polar import PolarAngles
 from pqweights.codecs.protocol import Codec, alternatives, check_effort, exact_rate, has_rate, rates_text
 from pqweights.errors import RecipeError
 from pqweights.suggestions import instead
@@ -23,7 +23,7 @@ CODECS: dict[str, Codec] = {
     "hadamard-absmax": ComparisonCodec(name="hadamard-absmax", rotated=True, uniform=True),
     "lloyd-max": ComparisonCodec(name="lloyd-max", rotated=False, uniform=False),
     "hadamard-lloyd-max-l2": ComparisonCodec(name="hadamard-lloyd-max-l2", rotated=True, uniform=False),
-    "polar": Polar(),
+    "polar": PolarAngles(),
 }
 
 

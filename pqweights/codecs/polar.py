@@ -59,7 +59,7 @@ _FIRST_INVALID_HALF = 0x7C00  # infinity; NaN and all negative numbers follow
 _ROOT_OF_BLOCK_SIZE = math.sqrt(BLOCK_SIZE)
 
 
-class Polar:
+class PolarAngles:
     """The codec; see Codec."""
 
     name = "polar"
@@ -96,7 +96,7 @@ class Polar:
 class PolarCoder:
     """The codec at its rate; see Coder."""
 
-    codec = Polar.name
+    codec = PolarAngles.name
     bits = RATE
     depends_on_size = False
     block_size = BLOCK_SIZE
@@ -172,7 +172,7 @@ class PolarCoder:
         return None
 
 
-class _EncodedPiece(NamedTuple):
+class _PolarPiece(NamedTuple):
     """The encoding of some blocks.
 
     angles: packed codes, [46, blocks]
@@ -197,7 +197,7 @@ def _pieces(values: Bytes, blocks: int, dtype: str) -> Iterator[tuple[slice, Byt
         yield here, values[here.start * block_bytes : here.stop * block_bytes]
 
 
-def _encode(x: Floats, state: ScalarState) -> _EncodedPiece:
+def _encode(x: Floats, state: ScalarState) -> _PolarPiece:
     """Encode blocks of finite values, [128, blocks]."""
     if state.rotation == SIGNED_HADAMARD:
         x = x * SIGNS[:, None]
@@ -210,7 +210,7 @@ def _encode(x: Floats, state: ScalarState) -> _EncodedPiece:
     decoded = np.ldexp(radii.astype(np.float64) * _ROOT_OF_BLOCK_SIZE, state.norm_exponent - k).astype(np.float32)
     z -= polar_transform.directions(codes) * np.repeat(decoded, len(z) // len(decoded), axis=0)
     z *= z
-    return _EncodedPiece(
+    return _PolarPiece(
         angles=polar_transform.pack(codes),
         radii=radii,
         energies=np.ldexp(squares.astype(np.float64), 2 * k),

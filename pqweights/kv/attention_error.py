@@ -52,7 +52,7 @@ def attention_error(net: Any, cache: KVCache, ids: Tensor, queries: int) -> floa
     None for a model that computes its attention itself, so that it cannot be replaced, for outputs of zero, and if all
     tokens are in windows of recent ones.
 
-    net: a PreTrainedModel, which sees no quantization
+    net: a PreTrainedModel; it computes with unquantized keys and values throughout
     cache: an empty one, which is filled
     ids: [1, tokens], more than `queries`
     queries: how many of the last tokens' queries are measured; the tokens before them are in the cache
