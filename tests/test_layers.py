@@ -39,6 +39,7 @@ LAYERS = (
     ("pqweights.codecs",),
     ("pqweights.checkpoint",),
     ("pqweights.hub",),
+    ("pqweights.gguf",),
     ("pqweights.planning",),
     ("pqweights.folding",),
     ("pqweights.rewrite",),

@@ -1,0 +1,51 @@
+"""The block formats of GGUF: how many weights a block has, how many bytes it takes, and how wide its codes are.
+
+Format: https://github.com/ggml-org/llama.cpp (ggml/src/ggml-common.h, the structures block_q4_0 to block_iq4_xs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockType:
+    """One block format.
+
+    name: what GGUF calls it
+    bits: width of a code
+    block_size: weights of a block
+    block_bytes: bytes of a block, with its scales
+    """
+
+    name: str
+    bits: int
+    block_size: int
+    block_bytes: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits per weight, with scales."""
+        return 8 * self.block_bytes / self.block_size
+
+    def row_bytes(self, columns: int) -> int:
+        """Return the size of a row in bytes; the block size must divide its length."""
+        assert columns % self.block_size == 0
+        return columns // self.block_size * self.block_bytes
+
+
+BLOCK_TYPES = {
+    kind.name: kind
+    for kind in (
+        BlockType(name="Q8_0", bits=8, block_size=32, block_bytes=34),
+        BlockType(name="Q6_K", bits=6, block_size=256, block_bytes=210),
+        BlockType(name="Q5_K", bits=5, block_size=256, block_bytes=176),
+        BlockType(name="Q5_0", bits=5, block_size=32, block_bytes=22),
+        BlockType(name="Q4_K", bits=4, block_size=256, block_bytes=144),
+        BlockType(name="Q4_0", bits=4, block_size=32, block_bytes=18),
+        BlockType(name="IQ4_NL", bits=4, block_size=32, block_bytes=18),
+        BlockType(name="IQ4_XS", bits=4, block_size=256, block_bytes=136),
+        BlockType(name="Q3_K", bits=3, block_size=256, block_bytes=110),
+        BlockType(name="Q2_K", bits=2, block_size=256, block_bytes=84),
+    )
+}
