@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -148,7 +149,8 @@ def _check_shard(folder: Path, shard: ShardPlan) -> str | None:
     if size != shard.file_bytes:
         return f"{shard.file}: expected {shard.file_bytes} bytes, found {size}"
     with open(path, "rb") as stream:
-        if stream.read(len(shard.header)) != shard.header:
+        header = stream.read(shard.header.byte_count)
+        if header != shard.header.content and hashlib.sha256(header).hexdigest() != shard.header.sha256:
             return f"{shard.file}: the header is not the one that the manifest plans"
     return None
 
@@ -201,7 +203,7 @@ def _check_index(folder: Path, manifest: Manifest, shards: tuple[ShardPlan, ...]
 
 def _check_files(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Check the files without tensors."""
-    if INDEX_FILE not in manifest.files:
+    if not manifest.identity.container and INDEX_FILE not in manifest.files:
         yield f"{MANIFEST_FILE}: does not list {INDEX_FILE}"
     for name, record in manifest.files.items():
         path = folder / name

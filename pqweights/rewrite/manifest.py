@@ -15,21 +15,22 @@ from pqweights.checkpoint.digests import HASH_OF_PIECES, SHA256, TensorHash
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.interrupted import describe_interrupted
 from pqweights.checkpoint.model_card import checked_facts
-from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, WORK_FOLDER
+from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, WORK_FOLDER, is_inside
 from pqweights.checkpoint.storage import Origin
 from pqweights.codecs.protocol import State, exceeds_promise
 from pqweights.dtypes import DTYPE_BITS
 from pqweights.errors import MasterError, RecipeError
+from pqweights.planning.containers import GGUF, GgufFiles, Safetensors
 from pqweights.planning.plan import (
     DECODE,
     DEFAULT_METADATA,
     INTEGER,
     KEEP,
     QUANTIZE,
+    FileHeader,
     ShardPlan,
     TensorPlan,
     coder_of,
-    plan_shards,
     stored_bytes,
 )
 from pqweights.rewrite.identity import RunIdentity
@@ -56,6 +57,7 @@ OWN_KEYS = frozenset(
         "total_mse",
         "master_mse",
         "metadata",
+        "container",
         "left_out",
         "exceeding",
         "tensors",
@@ -150,6 +152,7 @@ class Manifest:
             "max_shard_bytes": identity.max_shard_bytes,
             **error_totals(self.tensors, self.records),
             **metadata,
+            **({"container": identity.container} if identity.container else {}),
             **({"left_out": identity.left_out} if identity.left_out else {}),
             "exceeding": self.exceeding,
             "tensors": (
@@ -166,9 +169,18 @@ def state_of(tensor: TensorPlan, record: TensorRecord) -> State:
 
 
 def shards_of(manifest: Manifest) -> tuple[ShardPlan, ...]:
-    """Return the files that hold the tensors of a finished result."""
+    """Return the files that hold the tensors of a finished result.
+
+    Raises MasterError if the manifest does not describe files.
+    """
     identity = manifest.identity
-    return plan_shards(identity.tensors, identity.max_shard_bytes, identity.metadata)
+    if not identity.container:
+        return Safetensors(identity.metadata).shards(identity.tensors, identity.max_shard_bytes)
+    container = _parse_container(Fields({"container": identity.container}, _damaged).fields("container"))
+    try:
+        return container.shards(identity.tensors, identity.max_shard_bytes)
+    except ValueError:
+        raise _damaged("container", "as many headers as files", len(container.headers)) from None
 
 
 def exceeds(tensor: TensorPlan, record: TensorRecord) -> bool:
@@ -266,6 +278,7 @@ def _parse(fields: Fields, version: int) -> Manifest:
         tensors=tuple(tensor for tensor, _ in entries),
         origin=None if source.raw("id") is None else Origin(source.text("id"), source.text("revision")),
         metadata=fields.texts_by_key("metadata") if "metadata" in fields else DEFAULT_METADATA,
+        container=_parse_container(fields.fields("container")).to_json() if "container" in fields else {},
         left_out=fields.texts_by_key("left_out") if "left_out" in fields else {},
         model=_parse_model(fields),
         master=fields.mapping("master") if "master" in fields else {},
@@ -307,6 +320,17 @@ def _parse_shard_bytes(fields: Fields) -> int:
     if found == 0:
         raise _damaged("max_shard_bytes", "a size", found)
     return found
+
+
+def _parse_container(fields: Fields) -> GgufFiles:
+    """Return the format of files that are not safetensors."""
+    if fields.text("format") != GGUF:
+        raise _damaged("container", GGUF, fields.text("format"))
+    name, alignment = fields.text("name"), fields.count("alignment")
+    if not name or "/" in name or not is_inside(name) or not alignment:
+        raise _damaged("container", "a file name and an alignment", (name, alignment))
+    headers = [FileHeader(each.count("bytes"), None, each.text("sha256")) for each in fields.objects("headers")]
+    return GgufFiles(name=name, alignment=alignment, headers=tuple(headers))
 
 
 def _parse_model(fields: Fields) -> dict[str, Any]:
