@@ -17,15 +17,15 @@ from pqweights.checkpoint.config import model_dtype
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import MovedTensor
-from pqweights.exports.bf16 import plain_plan
+from pqweights.exports.bf16 import plain_plan, role_of
 from pqweights.exports.compensation import CompensatedJob, Compensation
 from pqweights.exports.integer_job import IntegerJob
-from pqweights.exports.integers import IntegerTarget, Outline, Rounding
+from pqweights.exports.integers import IntegerTarget, Outline, Rounding, WeightedRule
 from pqweights.exports.options import GPTQ
+from pqweights.exports.weighting import WeightedJob
 from pqweights.folding.fold import Fold
 from pqweights.folding.folded import FoldedTensor
-from pqweights.planning.plan import INTEGER, TensorPlan, stored_bytes
-from pqweights.planning.roles import classify
+from pqweights.planning.plan import INTEGER, Container, ShardPlan, TensorPlan, stored_bytes
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.transform import Preparation, Transform
@@ -108,18 +108,18 @@ class IntegerExport(Transform):
     def _planned(self, tensor: LogicalTensor, model: str) -> TensorPlan:
         decision = self.outline.decisions.get(tensor.name)
         if not isinstance(decision, Rounding):
-            reason = None if decision is None else decision.reason
-            return plain_plan(tensor, model=model, dtype=self.outline.plain_dtype, reason=reason)
+            reason, forced = (None, None) if decision is None else (decision.reason, decision.dtype)
+            return plain_plan(tensor, model=model, dtype=self.outline.plain_dtype, reason=reason, forced=forced)
         specs = decision.layout.specs(tensor.name, tensor.shape, decision.rule)
         return TensorPlan(
             name=tensor.name,
             shape=tensor.shape,
             dtype=tensor.dtype,
-            role=classify(tensor.name, tensor.dtype, tensor.shape).name,
+            role=role_of(tensor),
             action=INTEGER,
             codec=decision.codec,
             bits=decision.rule.bits,
-            reason=f"{decision.rule.name} rule",
+            reason=decision.reason or f"{decision.rule.name} rule",
             bytes=stored_bytes(specs),
             stored=specs,
         )
@@ -128,6 +128,16 @@ class IntegerExport(Transform):
     def metadata(self) -> dict[str, str]:
         """The `__metadata__` that the runtime asks for."""
         return self.outline.metadata
+
+    def container(self, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> Container:
+        """Return the format of the runtime's files."""
+        if self.outline.container is None:
+            return super().container(tensors, max_shard_bytes)
+        return self.outline.container(tensors, max_shard_bytes)
+
+    def small_files(self, shards: Sequence[ShardPlan]) -> dict[str, bytes]:
+        """Return what the target writes beside the weights."""
+        return {} if self.outline.small_files is None else self.outline.small_files(shards, self.compensation)
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -160,13 +170,13 @@ class IntegerExport(Transform):
         )
         if self.compensation is None:
             return job
-        return CompensatedJob(
-            job, self.compensation, self.compensation.sources[tensor.name], is_original=self.original is not None
-        )
+        sources, is_original = self.compensation.sources[tensor.name], self.original is not None
+        kind = WeightedJob if isinstance(decision.rule, WeightedRule) else CompensatedJob
+        return kind(job, self.compensation, sources, is_original=is_original)
 
     def config(
         self, checkpoint: Checkpoint, tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any] | None:
         """Return the config.json that the runtime reads."""
         return self.outline.config
 

@@ -24,6 +24,7 @@ from pqweights.planning.moments_file import Moments, open_moments
 from pqweights.planning.plan import coder_of
 from pqweights.rewrite.manifest import Manifest, read_manifest
 
+IN_WEIGHT_FILES = "the files of weights hold what the runtime needs of it"
 # Integers are remarked that have at least this many bits more than the codes of the master, on average.
 REMARKED_BITS = 0.5
 
@@ -59,7 +60,14 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
         folded_master=source.checkpoint if original is not None and source.fold is None else None,
         master_factors=None if manifest is None else manifest.factors,
     )
-    return replace(values.checkpoint, tensors=outline.tensors), transform
+    rewritten = replace(values.checkpoint, tensors=outline.tensors)
+    return rewritten if outline.companions is None else _with_companions(rewritten, outline.companions), transform
+
+
+def _with_companions(checkpoint: Checkpoint, companions: tuple[str, ...]) -> Checkpoint:
+    """Return a checkpoint of which only these files are copied."""
+    left_out = dict.fromkeys((name for name in checkpoint.companions if name not in companions), IN_WEIGHT_FILES)
+    return replace(checkpoint, companions=companions, left_out=dict(sorted((checkpoint.left_out | left_out).items())))
 
 
 def _moments(source: ExportSource, path: Path, original: Checkpoint | None, manifest: Manifest | None) -> Moments:

@@ -134,7 +134,8 @@ def _check_account(manifest: Manifest) -> Iterator[str]:
         if not isinstance(target, str) or target not in EXPORTS:
             yield f"{MANIFEST_FILE}: target: expected one of {', '.join(EXPORTS)}, found {str(target)[:80]!r}"
             return
-        known = {*known, *get_target(target).options}
+        found = get_target(target)
+        known = {*known, *found.options, *found.account}
     for key in manifest.made_by:
         if key not in known:
             yield f"{MANIFEST_FILE}: expected {', '.join(sorted(known))}, found {key[:80]!r}"

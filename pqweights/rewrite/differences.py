@@ -81,7 +81,7 @@ def _what_is_wrong(task: RewriteTask, found: Manifest) -> str:
     problems = file_problems(task.out, found)
     if problems:
         return problems[0]
-    expected = {*task.plan.companions, *task.transform.small_files}
+    expected = {*task.plan.companions, *task.small_files}
     if expected | {INDEX_FILE, CONFIG_FILE} != found.files.keys() | {INDEX_FILE, CONFIG_FILE}:
         return "other files were copied to it (--include-files)"
     return "files of its source were changed or copied since"

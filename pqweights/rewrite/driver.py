@@ -172,7 +172,7 @@ def _bytes_present(task: RewriteTask) -> int:
 def _run_inputs(task: RewriteTask) -> RunInputs:
     """The files that a run reads and writes, for its journal."""
     plan, checkpoint = task.plan, task.checkpoint
-    written = [*plan.companions, *task.transform.small_files, INDEX_FILE, CONFIG_FILE, MANIFEST_FILE]
+    written = [*plan.companions, *task.small_files, INDEX_FILE, CONFIG_FILE, MANIFEST_FILE]
     outputs = [*(shard.file for shard in plan.shards), *written]
     read = [*checkpoint.weight_files, *plan.companions]
     read += [name for name in (CONFIG_FILE, CARD_FILE) if name in checkpoint.storage.files()]
@@ -237,7 +237,7 @@ def _small_files(task: RewriteTask, records: Sequence[TensorRecord]) -> dict[str
     """Return companions, index, configuration and what the transform adds: the content of each, in pieces, by name."""
     plan = task.plan
     contents: dict[str, Iterable[bytes]] = {name: _pieces(task.checkpoint, name) for name in plan.companions}
-    contents |= {name: [content] for name, content in task.transform.small_files.items()}
+    contents |= {name: [content] for name, content in task.small_files.items()}
     if plan.container.index_file is not None:
         contents[plan.container.index_file] = json_pieces(index_json(plan.shards))
     config = task.transform.config(task.checkpoint, plan.tensors, records)

@@ -65,6 +65,11 @@ class RewriteTask:
             master=self.lineage.master,
         )
 
+    @functools.cached_property
+    def small_files(self) -> dict[str, bytes]:
+        """What the transform writes beside the weights, the configuration and the copied files."""
+        return self.transform.small_files(self.plan.shards)
+
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
         """Everything that is read: the checkpoint, then what the transform reads besides."""

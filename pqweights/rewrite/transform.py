@@ -11,7 +11,7 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.folding.fold import Fold
 from pqweights.planning.containers import Safetensors
-from pqweights.planning.plan import DEFAULT_METADATA, Container, TensorPlan
+from pqweights.planning.plan import DEFAULT_METADATA, Container, ShardPlan, TensorPlan
 from pqweights.rewrite.jobs import Job
 from pqweights.rewrite.records import TensorRecord
 
@@ -73,9 +73,8 @@ class Transform(Protocol):
         """Return the format of the files that hold the planned tensors; by default safetensors."""
         return Safetensors(self.metadata)
 
-    @property
-    def small_files(self) -> dict[str, bytes]:
-        """Files that are written beside the weights and the configuration, by name; by default none."""
+    def small_files(self, shards: Sequence[ShardPlan]) -> dict[str, bytes]:
+        """Return files that are written beside those of the plan and the configuration, by name; by default none."""
         return {}
 
     @property
