@@ -15,6 +15,7 @@ from numba.core import config
 from pqweights.kernels import (
     cpu_compensation,
     cpu_factors,
+    cpu_gguf_affine,
     cpu_groups,
     cpu_hadamard_scores,
     cpu_importance,
@@ -35,6 +36,7 @@ _MODULES = (
     cpu_groups,
     cpu_compensation,
     cpu_factors,
+    cpu_gguf_affine,
     cpu_hadamard_scores,
     cpu_importance,
     cpu_nearest,

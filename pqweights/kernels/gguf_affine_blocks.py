@@ -1,0 +1,372 @@
+"""GGUF's affine blocks as LLVM vector code for numba: the search for what a block stores, and its bytes.
+
+A part's scale is d times a small integer, and its offset is dmin times another; d and dmin, in F16, are the block's.
+
+1. Fit.     Each part gets its scale and offset by least squares (gguf_affine_parts.py), and the sums over its codes.
+2. Guess.   The sums give the error of any scale and offset for the same codes. Pairs of d and dmin around those of
+            which the largest scale and offset are the largest multiples are rounded to F16; each part takes the best of
+            two integers for its scale, the best one for its offset; and the least-squares d and dmin for these are the
+            next pair to try.
+3. Round.   From the best pair on: make codes anew from what is stored, sum up and measure, and move to the
+            least-squares d and dmin.
+4. Encode.  Make the codes of the best, sum the squared errors in float64, and pack.
+
+Every operation is one IEEE operation in the order written; tests/support/gguf_affine_reference.py repeats them.
+Format: https://github.com/ggml-org/llama.cpp (ggml/src/ggml-common.h, block_q2_K, block_q4_K and block_q5_K).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from numba import types
+from numba.extending import intrinsic
+
+from pqweights.kernels.emit import I64, LANES, Lanes, array_pointers, loop, store
+from pqweights.kernels.gguf_affine_parts import (
+    BEST_OFFSET_LEVEL,
+    BEST_SCALE_LEVEL,
+    BLOCK,
+    CHAINS,
+    FIRST_START,
+    OFFSET,
+    OFFSET_LEVEL,
+    PAIRS,
+    QQ,
+    ROUNDS,
+    SCALE,
+    SCALE_LEVEL,
+    STARTS,
+    STEPS,
+    TOTAL,
+    WQ,
+    AffineBlocks,
+    AffineExtent,
+    AffineFormat,
+    Q,
+    W,
+    code_of,
+    fit_part,
+    inverse_of,
+    load_blocks,
+    sum_up,
+)
+
+FORMATS = {
+    "Q4_K": AffineFormat(part_size=32, last_code=15, last_level=63),
+    "Q5_K": AffineFormat(part_size=32, last_code=31, last_level=63),
+    "Q2_K": AffineFormat(part_size=16, last_code=3, last_level=15),
+}
+LARGEST_HALF, SMALLEST_NORMAL_HALF = 65504.0, 2.0**-14
+
+
+class _Pair(NamedTuple):
+    """d and dmin in the scale of the work."""
+
+    scale: Lanes
+    offset: Lanes
+
+
+class _Guess(NamedTuple):
+    """The best pair so far, as it is stored, and its error."""
+
+    error: Lanes
+    pair: _Pair
+
+
+class _Normal(NamedTuple):
+    """The normal equations of d and dmin: products of the integers of scales (a) and offsets (b) with the sums."""
+
+    aa: Lanes
+    ab: Lanes
+    bb: Lanes
+    a: Lanes
+    b: Lanes
+
+
+# --- guess ---
+
+
+def _half(x: Lanes) -> Lanes:
+    """The nearest F16 to numbers that are not negative, ties to even, saturated, as f32."""
+    bits = x.bits()
+    nearest = ((bits + 0xFFF + ((bits >> 13) & 1)) & 0xFFFFE000).floats().minimum(LARGEST_HALF)
+    return (x < SMALLEST_NORMAL_HALF).choose((x.minimum(1.0) * 2.0**24).rint() * 2.0**-24, nearest)
+
+
+def _stored(extent: AffineExtent, pair: _Pair) -> _Pair:
+    """A pair as it is stored, in the scale of the work."""
+    return _Pair(_half(pair.scale * extent.up) * extent.down, _half(pair.offset * extent.up) * extent.down)
+
+
+def _choose_levels(blocks: AffineBlocks, pair: _Pair) -> tuple[Lanes, _Normal]:
+    """Give each part the integers that its sums say are best; the error they say, and the normal equations."""
+    scale_inverse, offset_inverse = inverse_of(pair.scale), inverse_of(pair.offset)
+    last = float(blocks.format.last_level)
+
+    def choose(part: Any, state: tuple[Lanes, _Normal]) -> tuple[Lanes, _Normal]:
+        error, normal = state
+        w, q, qq, wq, total = (blocks.field(name, part) for name in (W, Q, QQ, WQ, TOTAL))
+        below = (blocks.field(SCALE, part) * scale_inverse - 0.5).rint().maximum(0.0).minimum(last)
+        found = []
+        for level in (below, (below + 1.0).minimum(last)):
+            scale = level * pair.scale
+            wanted = (scale * q - w) / total
+            offset_level = (wanted * offset_inverse).rint().maximum(0.0).minimum(last)
+            offset = offset_level * pair.offset
+            own = offset * ((w + w) + total * offset - (scale + scale) * q) + scale * (scale * qq - (wq + wq))
+            found.append((own, level, offset_level))
+        (lower, a, b), (upper, higher_a, higher_b) = found
+        wins = upper < lower
+        a, b = wins.choose(higher_a, a), wins.choose(higher_b, b)
+        blocks.keep(a, SCALE_LEVEL, part)
+        blocks.keep(b, OFFSET_LEVEL, part)
+        normal = _Normal(
+            normal.aa + a * a * qq,
+            normal.ab + a * b * q,
+            normal.bb + b * b * total,
+            normal.a + a * wq,
+            normal.b - b * w,
+        )
+        return error + wins.choose(upper, lower), normal
+
+    return blocks.over_parts((blocks.zero, _Normal(*[blocks.zero] * 5)), choose)
+
+
+def _solved(pair: _Pair, normal: _Normal) -> _Pair:
+    """The pair that solves the normal equations; the given one where that is no pair to be stored."""
+    aa, ab, bb, a, b = normal
+    determinant = aa * bb - ab * ab
+    usable = determinant > (aa * bb) * 1e-5
+    divisor = usable.choose(determinant, 1.0)
+    scale, offset = (a * bb + ab * b) / divisor, (aa * b + ab * a) / divisor
+    usable = usable & (scale > 0.0) & (offset > 0.0)
+    return _Pair(usable.choose(scale, pair.scale), usable.choose(offset, pair.offset))
+
+
+def _guessed(blocks: AffineBlocks, extent: AffineExtent) -> _Pair:
+    """The pair, as stored, of which the sums say that its error is the smallest."""
+    builder, last = blocks.builder, float(blocks.format.last_level)
+
+    def widest(part: Any, most: _Pair) -> _Pair:
+        return _Pair(blocks.field(SCALE, part).maximum(most.scale), blocks.field(OFFSET, part).maximum(most.offset))
+
+    most = blocks.over_parts(_Pair(blocks.zero, blocks.zero), widest)
+    plain = _Pair(most.scale / last, most.offset / last)
+    first_pair = builder.add(builder.mul(blocks.count(STARTS), I64(2 * CHAINS)), I64(FIRST_START))
+
+    def try_pair(i: Any, best: _Guess) -> _Guess:
+        place = builder.add(first_pair, builder.mul(i, I64(2)))
+        scale, offset = (blocks.setting(builder.add(place, I64(k))) for k in (0, 1))
+
+        def step(_: Any, state: tuple[_Pair, _Guess]) -> tuple[_Pair, _Guess]:
+            pair, best = state
+            pair = _stored(extent, pair)
+            error, normal = _choose_levels(blocks, pair)
+            better = error < best.error
+            kept = _Pair(*(better.choose(new, old) for new, old in zip(pair, best.pair, strict=True)))
+            return _solved(pair, normal), _Guess(better.choose(error, best.error), kept)
+
+        start = (_Pair(plain.scale * scale, plain.offset * offset), best)
+        return loop(builder, blocks.count(STEPS), start, step)[1]
+
+    infinite = blocks.zero.of(float("inf"))
+    return loop(builder, blocks.count(PAIRS), _Guess(infinite, _stored(extent, plain)), try_pair).pair
+
+
+# --- round ---
+
+
+def _rounded(blocks: AffineBlocks, extent: AffineExtent, pair: _Pair) -> _Pair:
+    """The best pair; the integers of its parts are kept as the best."""
+
+    def measure(_: Any, state: tuple[_Pair, _Guess]) -> tuple[_Pair, _Guess]:
+        pair, best = state
+        pair = _stored(extent, pair)
+        _choose_levels(blocks, pair)
+
+        def sum_part(part: Any, sums: tuple[Lanes, _Normal]) -> tuple[Lanes, _Normal]:
+            error, normal = sums
+            a, b = blocks.field(SCALE_LEVEL, part), blocks.field(OFFSET_LEVEL, part)
+            error = error + sum_up(blocks, part, a * pair.scale, b * pair.offset)
+            w, q, qq, wq, total = (blocks.field(name, part) for name in (W, Q, QQ, WQ, TOTAL))
+            normal = _Normal(
+                normal.aa + a * a * qq,
+                normal.ab + a * b * q,
+                normal.bb + b * b * total,
+                normal.a + a * wq,
+                normal.b - b * w,
+            )
+            return error, normal
+
+        error, normal = blocks.over_parts((blocks.zero, _Normal(*[blocks.zero] * 5)), sum_part)
+        better = error < best.error
+        _keep_levels(blocks, better)
+        kept = _Pair(*(better.choose(new, old) for new, old in zip(pair, best.pair, strict=True)))
+        return _solved(pair, normal), _Guess(better.choose(error, best.error), kept)
+
+    start = (pair, _Guess(blocks.zero.of(float("inf")), pair))
+    return loop(blocks.builder, blocks.count(ROUNDS), start, measure)[1].pair
+
+
+def _keep_levels(blocks: AffineBlocks, better: Lanes) -> None:
+    """Keep the integers of the parts as the best, in the lanes where they are better."""
+
+    def keep(part: Any, nothing: tuple[()]) -> tuple[()]:
+        for now, best in ((SCALE_LEVEL, BEST_SCALE_LEVEL), (OFFSET_LEVEL, BEST_OFFSET_LEVEL)):
+            blocks.keep(better.choose(blocks.field(now, part), blocks.field(best, part)), best, part)
+        return nothing
+
+    blocks.over_parts((), keep)
+
+
+# --- encode ---
+
+
+def _encode(blocks: AffineBlocks, extent: AffineExtent, pair: _Pair, sums: Any) -> None:
+    """Replace the work by the codes, i32, and write the sums of squares of the weights and of their errors."""
+
+    def encode_part(part: Any, totals: tuple[Lanes, Lanes]) -> tuple[Lanes, Lanes]:
+        scale = blocks.field(BEST_SCALE_LEVEL, part) * pair.scale
+        offset = blocks.field(BEST_OFFSET_LEVEL, part) * pair.offset
+        inverse = inverse_of(scale)
+
+        def encode(j: Any, totals: tuple[Lanes, Lanes]) -> tuple[Lanes, Lanes]:
+            w, (energy, error) = blocks.weights(j), totals
+            q = code_of(blocks, w, inverse, offset)
+            e, wide = (w - (q * scale - offset)).wide(), w.wide()
+            store(q.whole().floats(), blocks.work, blocks.builder.mul(j, I64(LANES)), align=64)
+            return energy + wide * wide, error + e * e
+
+        return blocks.over_part(part, totals, encode)
+
+    zero, up = blocks.zero.wide(), extent.up.wide()
+    for place, total in enumerate(blocks.over_parts((zero, zero), encode_part)):
+        store(total * up * up, sums, I64(place * LANES))
+
+
+def _codes(blocks: AffineBlocks, j: Any) -> Lanes:
+    """The codes of weight j, i32; `_encode` has written them."""
+    return blocks.weights(j).bits()
+
+
+def _half_bits(x: Lanes) -> Lanes:
+    """The bit patterns of numbers that are F16 and not negative."""
+    return (x < SMALLEST_NORMAL_HALF).choose((x * 2.0**24).whole(), (x.bits() >> 13) - (112 << 10))
+
+
+def _in_word(parts: list[Lanes]) -> Lanes:
+    """Four bytes, the lowest first."""
+    a, b, c, d = parts
+    return (a | (b << 8)) | ((c << 16) | (d << 24))
+
+
+def _pack(blocks: AffineBlocks, extent: AffineExtent, pair: _Pair, words: Any) -> None:
+    """Write the words of the blocks, i32 [words of a block, 16]."""
+    d, dmin = _half_bits(pair.scale * extent.up), _half_bits(pair.offset * extent.up)
+    halves = d | (dmin << 16)
+    levels = [
+        [blocks.field(name, I64(part)).whole() for part in range(blocks.format.parts)]
+        for name in (BEST_SCALE_LEVEL, BEST_OFFSET_LEVEL)
+    ]
+    if blocks.format.last_level == 15:
+        _pack_q2(blocks, halves, levels, words)
+    else:
+        _pack_q4_or_q5(blocks, halves, levels, words)
+
+
+def _pack_q2(blocks: AffineBlocks, halves: Lanes, levels: list[list[Lanes]], words: Any) -> None:
+    """block_q2_K: a byte of integers per part; the codes of four times 32 weights in 32 bytes, twice; d and dmin."""
+    b = blocks.builder
+    pairs = [scale | (offset << 4) for scale, offset in zip(*levels, strict=True)]
+    for i in range(4):
+        store(_in_word(pairs[4 * i : 4 * i + 4]), words, I64(LANES * i))
+
+    def pack(i: Any, nothing: tuple[()]) -> tuple[()]:
+        first = b.add(b.mul(b.lshr(i, I64(3)), I64(128)), b.mul(b.and_(i, I64(7)), I64(4)))
+        found = []
+        for k in range(4):
+            codes = [_codes(blocks, b.add(first, I64(32 * quarter + k))) for quarter in range(4)]
+            found.append((codes[0] | (codes[1] << 2)) | ((codes[2] << 4) | (codes[3] << 6)))
+        store(_in_word(found), words, b.mul(b.add(i, I64(4)), I64(LANES)))
+        return nothing
+
+    loop(b, I64(16), (), pack)
+    store(halves, words, I64(LANES * 20))
+
+
+def _pack_q4_or_q5(blocks: AffineBlocks, halves: Lanes, levels: list[list[Lanes]], words: Any) -> None:
+    """block_q4_K and block_q5_K: d and dmin, integers of 6 bits, highest bits of codes (Q5_K), low halves of codes."""
+    b, high = blocks.builder, blocks.format.last_code == 31
+    store(halves, words, I64(0))
+    scales, offsets = levels
+    for place, own in ((1, scales), (2, offsets)):
+        store(_in_word([own[i] | ((own[i + 4] >> 4) << 6) for i in range(4)]), words, I64(LANES * place))
+    low = [(scales[i] & 15) | ((offsets[i] & 15) << 4) for i in range(4, 8)]
+    store(_in_word(low), words, I64(LANES * 3))
+
+    def pack_high(i: Any, nothing: tuple[()]) -> tuple[()]:
+        found = []
+        for k in range(4):
+            codes = [_codes(blocks, b.add(b.mul(i, I64(4)), I64(32 * part + k))) >> 4 for part in range(8)]
+            bits = [code << part for part, code in enumerate(codes)]
+            found.append(((bits[0] | bits[1]) | (bits[2] | bits[3])) | ((bits[4] | bits[5]) | (bits[6] | bits[7])))
+        store(_in_word(found), words, b.mul(b.add(i, I64(4)), I64(LANES)))
+        return nothing
+
+    def pack_low(i: Any, nothing: tuple[()]) -> tuple[()]:
+        first = b.add(b.mul(b.lshr(i, I64(3)), I64(64)), b.mul(b.and_(i, I64(7)), I64(4)))
+        found = []
+        for k in range(4):
+            left, right = (_codes(blocks, b.add(first, I64(32 * half + k))) & 15 for half in (0, 1))
+            found.append(left | (right << 4))
+        store(_in_word(found), words, b.mul(b.add(i, I64(12 if high else 4)), I64(LANES)))
+        return nothing
+
+    if high:
+        loop(b, I64(8), (), pack_high)
+    loop(b, I64(32), (), pack_low)
+
+
+# The parameters of an intrinsic are the operands of the code that it emits, so they stay apart.
+@intrinsic(prefer_literal=True)
+def encode_affine_16(
+    typingctx: Any,
+    bits: Any,  # literal: 2, 4 or 5, the K format
+    weighted: Any,  # literal: whether importance counts
+    values: Any,  # [16, 256] f32
+    importance: Any,  # [16, 256] f32, above 0; read only if weighted
+    settings: Any,  # f32
+    memory: Any,  # f32 [2 * 256 * 16 + FIELDS * MOST_PARTS * 16], aligned to 64 bytes
+    words: Any,  # out: [words of a block, 16] i32
+    sums: Any,  # out: [2, 16] f64, of squares of the weights and of their errors
+) -> Any:
+    """Encode sixteen blocks."""
+    form, counts = FORMATS[f"Q{bits.literal_value}_K"], bool(weighted.literal_value)
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        values, importance, settings, memory, words, sums = array_pointers(context, b, signature, args)
+        blocks = AffineBlocks(
+            builder=b,
+            format=form,
+            weighted=counts,
+            settings=settings,
+            work=memory,
+            importance=b.gep(memory, [I64(BLOCK * LANES)]),
+            fields=b.gep(memory, [I64(2 * BLOCK * LANES)]),
+        )
+        extent = load_blocks(blocks, values, importance)
+
+        def fit(part: Any, nothing: tuple[()]) -> tuple[()]:
+            found = fit_part(blocks, part)
+            blocks.keep(found.offset, OFFSET, part)
+            sum_up(blocks, part, found.scale, found.offset)
+            return nothing
+
+        blocks.over_parts((), fit)
+        pair = _rounded(blocks, extent, _guessed(blocks, extent))
+        _encode(blocks, extent, pair, sums)
+        _pack(blocks, extent, pair, words)
+        return context.get_dummy_value()
+
+    return types.void(bits, weighted, values, importance, settings, memory, words, sums), codegen

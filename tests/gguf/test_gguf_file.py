@@ -1,0 +1,292 @@
+"""The parser of GGUF files: what it finds in files of the gguf package, and what it says of damaged ones."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_gguf import TYPES, small_gguf
+
+from pqweights.errors import SourceError
+from pqweights.gguf import cursor
+from pqweights.gguf.file import MetadataList, is_gguf, open_gguf, parse_gguf
+from pqweights.gguf.types import FILE_TYPES, NUMBER_FORMATS, TENSOR_TYPES, VALUE_TYPES
+from pqweights.kernels.gguf_types import BLOCK_TYPES
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_gguf(tmp_path_factory.mktemp("gguf") / "model.gguf")
+
+
+def text(value: str) -> bytes:
+    data = value.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def file_of(
+    *,
+    version: int = 3,
+    keys: Sequence[bytes] = (),
+    tensors: Sequence[bytes] = (),
+    data: bytes = b"",
+    counts: Any = None,
+) -> bytes:
+    """A file with these entries, whether they agree or not. counts: of tensors and keys"""
+    tensor_count, key_count = counts or (len(tensors), len(keys))
+    head = b"GGUF" + struct.pack("<IQQ", version, tensor_count, key_count) + b"".join(keys) + b"".join(tensors)
+    return head + (b"\0" * (-len(head) % 32) if tensors else b"") + data
+
+
+def key(name: str, kind: int, value: bytes) -> bytes:
+    return text(name) + struct.pack("<I", kind) + value
+
+
+def tensor(name: str = "a", shape: tuple[int, ...] = (32,), kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+def parse(data: bytes) -> Any:
+    return parse_gguf(Path("a.gguf"), len(data), lambda offset, count: data[offset : offset + count])
+
+
+def test_finds_what_the_gguf_package_finds(model: Path) -> None:
+    expected, found = gguf.GGUFReader(model), open_gguf(model)
+    assert found.version == 3 and found.files == ("model.gguf",) and found.file_bytes == model.stat().st_size
+    assert [(t.name, t.type, t.offset, t.byte_count) for t in found.tensors] == [
+        (t.name, t.tensor_type.name, int(t.data_offset), int(t.n_bytes)) for t in expected.tensors
+    ]
+    assert {t.shape for t in found.tensors} == {(3, 32)} and {t.type for t in found.tensors} == set(TYPES)
+    for name, field in expected.fields.items():
+        if name.startswith("GGUF."):
+            continue
+        value, contents = found.metadata[name], field.contents()
+        if isinstance(value, MetadataList):
+            assert value.length == len(contents) and list(value.first) == contents[: len(value.first)]
+        else:
+            assert value == contents
+    assert len(found.metadata) == sum(not name.startswith("GGUF.") for name in expected.fields)
+
+
+def test_long_lists_are_counted_and_short_ones_kept(model: Path) -> None:
+    found = open_gguf(model)
+    tokens = found.metadata["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, MetadataList)
+    assert (tokens.kind, tokens.length, len(tokens.first), tokens.first[-1]) == ("string", 3000, 1024, "token 1023")
+    assert found.metadata["llama.attention.head_count_kv"] == MetadataList("int32", 2, (1, 2))
+    assert (found.architecture, found.context, found.vocabulary, found.weights) == ("llama", 64, 3000, 5 * 96)
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64, 4096])
+def test_result_does_not_depend_on_the_size_of_pieces(model: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = open_gguf(model)
+    monkeypatch.setattr(cursor, "PIECE_BYTES", piece)
+    assert open_gguf(model) == expected
+
+
+def test_types_are_those_of_the_gguf_package() -> None:
+    own = {number: (kind.name, kind.block_size, kind.block_bytes) for number, kind in TENSOR_TYPES.items()}
+    known = {int(kind): (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType}
+    assert {number: own[number] for number in known} == known
+    for kind in BLOCK_TYPES.values():
+        assert (kind.name, kind.block_size, kind.block_bytes) in own.values()
+    assert {number: name.upper() for number, name in VALUE_TYPES.items()} == {
+        int(kind): kind.name for kind in gguf.GGUFValueType
+    }
+    assert VALUE_TYPES.keys() - NUMBER_FORMATS.keys() == {gguf.GGUFValueType.STRING, gguf.GGUFValueType.ARRAY}
+    for number, name in FILE_TYPES.items():
+        if number in list(gguf.LlamaFileType):
+            assert gguf.LlamaFileType(number).name.partition("_")[2] == name
+
+
+def test_alignment_and_a_last_tensor_without_padding_are_read() -> None:
+    alignment = key("general.alignment", 4, struct.pack("<I", 8))
+    data = file_of(keys=[alignment], tensors=[tensor("a", (3,), 0), tensor("b", (3,), 0, 16)], data=bytes(28))
+    assert [t.offset % 8 for t in parse(data).tensors] == [0, 0]
+    assert len(parse(data + bytes(4)).tensors) == 2
+    assert parse(file_of(version=2)).tensors == ()
+
+
+WRONG = {
+    "empty": (b"", "expected the bytes GGUF, found a file of 0 bytes"),
+    "short": (b"GGU", "expected the bytes GGUF, found a file of 3 bytes"),
+    "magic": (b"GGML" + bytes(40), "expected the bytes GGUF at the start, found b'GGML'"),
+    "no-counts": (b"GGUF\3\0\0\0", "the number of tensors and of keys: expected 16 bytes at offset 8, found 0"),
+    "version-1": (file_of(version=1), "version: expected 2 or 3, found 1"),
+    "version-4": (file_of(version=4), "version: expected 2 or 3, found 4"),
+    "big-endian": (file_of(version=3 << 24), "big-endian"),
+    "tensor-count": (file_of(counts=(2**63, 0)), "number of tensors: expected what 0 bytes can hold"),
+    "key-count": (file_of(counts=(0, 9), data=bytes(64)), "number of keys: expected what 64 bytes can hold, found 9"),
+    "key-length": (file_of(keys=[struct.pack("<Q", 2**60) + bytes(20)]), "key 0: expected at most 100000000 bytes"),
+    "key-cut": (file_of(keys=[struct.pack("<Q", 99) + bytes(20)]), "key 0: expected 99 bytes at offset 32, found 20"),
+    "key-empty": (file_of(keys=[key("", 4, bytes(4))]), "key 0: expected a printable name, found ''"),
+    "key-unprintable": (file_of(keys=[key("a\nb", 4, bytes(4))]), "expected a printable name, found 'a\\\\nb'"),
+    "key-not-utf-8": (
+        file_of(keys=[struct.pack("<Q", 1) + b"\xff" + bytes(8)]),
+        r"key 0: expected UTF-8 text, found b'\\xff'",
+    ),
+    "key-twice": (file_of(keys=[key("a", 4, bytes(4))] * 2), "key 'a' appears twice"),
+    "value-type": (file_of(keys=[key("a", 13, bytes(4))]), "'a': expected a type from 0 to 12, found 13"),
+    "item-type": (
+        file_of(keys=[key("a", 9, struct.pack("<IQ", 99, 0))]),
+        "'a': expected a type from 0 to 12, found 99",
+    ),
+    "list-of-lists": (file_of(keys=[key("a", 9, struct.pack("<IQ", 9, 0))]), "found a list of lists"),
+    "list-cut": (file_of(keys=[key("a", 9, struct.pack("<IQ", 4, 2**62))]), "'a': expected 4096 bytes .* found 0"),
+    "long-list-cut": (
+        file_of(keys=[key("a", 9, struct.pack("<IQ", 4, 2**62) + bytes(4096))]),
+        r"'a': expected \d{20} bytes at offset 4145, found 0",
+    ),
+    "texts-cut": (
+        file_of(keys=[key("a", 9, struct.pack("<IQ", 8, 2000) + bytes(8 * 1999))]),
+        "the length of an item of 'a': expected 8 bytes",
+    ),
+    "bool": (file_of(keys=[key("a", 7, b"\2")]), "'a': expected 0 or 1, found 2"),
+    "alignment-0": (file_of(keys=[key("general.alignment", 4, bytes(4))]), "power of two, found 0"),
+    "alignment-48": (file_of(keys=[key("general.alignment", 4, b"\x30\0\0\0")]), "power of two, found 48"),
+    "alignment-text": (file_of(keys=[key("general.alignment", 8, text("x"))]), "power of two, found x"),
+    "tensor-name-long": (file_of(tensors=[tensor("a" * 64)], data=bytes(128)), "a name of at most 63 bytes"),
+    "tensor-dimensions": (file_of(tensors=[tensor(shape=(1,) * 5)], data=bytes(32)), "at most 4 dimensions, found 5"),
+    "tensor-shape": (file_of(tensors=[tensor(shape=(2**40, 2**40))], data=bytes(32)), "shape .* overflows"),
+    "tensor-shape-with-0": (file_of(tensors=[tensor(shape=(0, 2**62))], data=bytes(32)), "shape .* overflows"),
+    "tensor-type": (file_of(tensors=[tensor(kind=99)], data=bytes(128)), "found 99; the file is damaged, or newer"),
+    "tensor-rows": (file_of(tensors=[tensor(shape=(33,), kind=2)], data=bytes(32)), "multiple of 32 for Q4_0"),
+    "tensor-twice": (file_of(tensors=[tensor(), tensor(offset=128)], data=bytes(256)), "tensor 'a' appears twice"),
+    "hole": (file_of(tensors=[tensor(), tensor("b", offset=160)], data=bytes(300)), "hole before it: expected data o"),
+    "overlap": (file_of(tensors=[tensor(), tensor("b", offset=64)], data=bytes(300)), "overlaps the one before it"),
+    "data-cut": (file_of(tensors=[tensor()], data=bytes(127)), "data is truncated: expected 192 bytes in .* found 191"),
+    "data-too-long": (file_of(tensors=[tensor()], data=bytes(129)), "data is followed by foreign bytes"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_damage_is_named(name: str) -> None:
+    data, expected = WRONG[name]
+    with pytest.raises(SourceError, match=expected) as caught:
+        parse(data)
+    assert str(caught.value).startswith("a.gguf: ") and "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A file without a vocabulary, so that a random byte is often one that matters."""
+    folder = tmp_path_factory.mktemp("short")
+    writer = gguf.GGUFWriter(folder / "a.gguf", "llama")
+    writer.add_head_count_kv([1, 2])
+    writer.add_causal_attention(True)
+    writer.add_token_list(["a", "b"])
+    for name in ("a", "b"):
+        writer.add_tensor(name, gguf.quants.quantize(gguf.np.ones((2, 32), "f4"), gguf.GGMLQuantizationType.Q4_0),
+                          raw_dtype=gguf.GGMLQuantizationType.Q4_0)  # fmt: skip
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return (folder / "a.gguf").read_bytes()
+
+
+def test_every_cut_is_refused(short: bytes) -> None:
+    whole = parse(short)
+    least = max(t.offset + t.byte_count for t in whole.tensors)
+    for count in range(len(short)):
+        if count < least:
+            with pytest.raises(SourceError):
+                parse(short[:count])
+        else:
+            assert parse(short[:count]).tensors == whole.tensors
+
+
+@settings(max_examples=1500, deadline=None)
+@given(changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4), data=st.data())
+def test_changed_bytes_raise_nothing_but_source_errors(
+    short: bytes, changes: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    changed = bytearray(short)
+    for place, value in changes:
+        changed[place % len(changed)] = value
+    del changed[data.draw(st.integers(len(short) // 2, len(short))) :]
+    with contextlib.suppress(SourceError):
+        parse(bytes(changed))
+
+
+def limited(data: bytes) -> Iterator[int]:
+    """The sizes of the reads while a file is parsed."""
+    sizes = []
+
+    def read(offset: int, count: int) -> bytes:
+        assert offset + count <= len(data)
+        sizes.append(count)
+        return data[offset : offset + count]
+
+    with pytest.raises(SourceError):
+        parse_gguf(Path("a.gguf"), len(data), read)
+    return iter(sizes)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_damaged_files_are_read_in_small_pieces(name: str) -> None:
+    assert max(limited(WRONG[name][0]), default=0) <= cursor.PIECE_BYTES
+
+
+# Which files there are.
+
+
+def test_split_model_is_read_from_any_part_and_from_its_folder(model: Path, tmp_path: Path) -> None:
+    small_gguf(tmp_path / "m.gguf", split_max_tensors=2)
+    names = tuple(f"m-0000{number}-of-00003.gguf" for number in (1, 2, 3))
+    whole = open_gguf(model)
+    for path in (tmp_path, *(tmp_path / name for name in names)):
+        found = open_gguf(path)
+        assert found.files == names and found.path == tmp_path / names[0]
+        assert found.file_bytes == sum((tmp_path / name).stat().st_size for name in names)
+        assert [t[:3] for t in found.tensors] == [t[:3] for t in whole.tensors]
+        assert {t.file for t in found.tensors} == set(names)
+        assert found.architecture == "llama"
+
+
+def test_parts_that_are_missing_or_foreign_are_named(tmp_path: Path) -> None:
+    small_gguf(tmp_path / "m.gguf", split_max_tensors=2)
+    first, second, third = sorted(tmp_path.glob("*.gguf"))
+    shutil.copy(second, tmp_path / "alone.gguf")
+    with pytest.raises(SourceError, match=r"alone\.gguf: it is a part of a model in 3 files: expected a name such as"):
+        open_gguf(tmp_path / "alone.gguf")
+    (tmp_path / "alone.gguf").unlink()
+    kept = third.read_bytes()
+    third.unlink()
+    with pytest.raises(SourceError, match=r"m-00003-of-00003.gguf: missing; m-00001-of-00003.gguf is a part"):
+        open_gguf(first)
+    shutil.copy(second, third)
+    with pytest.raises(SourceError, match=r"m-00003-of-00003.gguf: expected part 2 of 3 .* found 1 of 3"):
+        open_gguf(first)
+    third.write_bytes(kept[:-64])
+    with pytest.raises(SourceError, match=r"m-00003-of-00003\.gguf: data is truncated"):
+        open_gguf(second)
+
+
+def test_folder_needs_one_model(model: Path, tmp_path: Path) -> None:
+    assert not is_gguf(tmp_path) and not is_gguf(tmp_path / "nothing.gguf")
+    with pytest.raises(SourceError, match="expected a GGUF file, found none"):
+        open_gguf(tmp_path)
+    shutil.copy(model, tmp_path / "a.gguf")
+    assert is_gguf(tmp_path) and open_gguf(tmp_path).files == ("a.gguf",)
+    shutil.copy(model, tmp_path / "b.gguf")
+    with pytest.raises(SourceError, match=r"expected one GGUF model, found 2 \(a.gguf, b.gguf\): give the file"):
+        open_gguf(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert not is_gguf(tmp_path)
+
+
+def test_file_is_known_by_its_name_or_its_first_bytes(model: Path, tmp_path: Path) -> None:
+    shutil.copy(model, tmp_path / "blob")
+    (tmp_path / "notes.txt").write_text("hello")
+    assert is_gguf(tmp_path / "blob") and is_gguf(model) and not is_gguf(tmp_path / "notes.txt")
+    assert open_gguf(tmp_path / "blob").files == ("blob",)
