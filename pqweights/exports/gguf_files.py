@@ -154,5 +154,5 @@ def load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
     return [
         "With llama.cpp, or with Ollama:",
         shell(f"llama-cli -m {file}", f"ollama create my-model -f {modelfile}", "ollama run my-model"),
-        "LM Studio opens the file, too. If the file is in several parts, give llama.cpp the first; Ollama takes only one.",
+        "LM Studio opens the file, too. Of a file in several parts llama.cpp is given the first; Ollama takes none.",
     ]
