@@ -21,7 +21,7 @@ from pqweights.exports.bf16 import plain_plan, role_of
 from pqweights.exports.compensation import CompensatedJob, Compensation
 from pqweights.exports.integer_job import IntegerJob
 from pqweights.exports.integers import IntegerTarget, Outline, Rounding, WeightedRule
-from pqweights.exports.options import GPTQ
+from pqweights.exports.options import GPTQ, IMPORTANCE
 from pqweights.exports.weighting import WeightedJob
 from pqweights.folding.fold import Fold
 from pqweights.folding.folded import FoldedTensor
@@ -67,7 +67,11 @@ class IntegerExport(Transform):
     def _described(self) -> dict[str, Any]:
         """Computed once, because a fingerprint reads a part of every tensor."""
         fingerprint = {"original_fingerprint": self.original.fingerprint()} if self.original else {}
-        rounding = {"rounding": GPTQ, "calibration": self.compensation.moments.sha256} if self.compensation else {}
+        rounding = {}
+        if self.compensation is not None:
+            rules = [decision.rule for decision in self.outline.decisions.values() if isinstance(decision, Rounding)]
+            kind = IMPORTANCE if any(isinstance(rule, WeightedRule) for rule in rules) else GPTQ
+            rounding = {"rounding": kind, "calibration": self.compensation.moments.sha256}
         fold = {"fold": self.fold.describe()} if self.fold else {}
         return self.target.describe() | fingerprint | {"master_errors": _digest(self.master_errors)} | rounding | fold
 
