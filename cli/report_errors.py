@@ -104,8 +104,9 @@ def _rounding_lines(pairs: Pairs) -> list[str]:
     for account in found:
         for reason, number in account["rounded_plainly"].items():
             reasons[reason] += number
+    kind = "errors weighed by inputs" if weighed else "compensated rounding"
     return [
-        f"{'errors weighed by inputs' if weighed else 'compensated rounding'}: {done} of {matrices} weight matrices{gain}",
+        f"{kind}: {done} of {matrices} weight matrices{gain}",
         *(f"  rounded plainly: {number}: {reason}" for reason, number in reasons.items()),
     ]
 

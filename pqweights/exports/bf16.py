@@ -10,7 +10,7 @@ from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.views import MovedTensor
+from pqweights.checkpoint.views import View
 from pqweights.errors import OptionError
 from pqweights.exports.loading import LoadableModel, by_transformers
 from pqweights.exports.options import ExportOptions, one_of
@@ -63,7 +63,7 @@ class Bf16Export(Transform):
 
 def role_of(tensor: LogicalTensor) -> str:
     """Return the role of a tensor; one that is put together from others has that of the first of them."""
-    named = tensor.sources[0].name if isinstance(tensor, MovedTensor) else tensor.name
+    named = tensor.sources[0].name if isinstance(tensor, View) and tensor.sources else tensor.name
     return classify(named, tensor.dtype, tensor.shape).name
 
 
@@ -98,7 +98,7 @@ def plain_plan(
 
 def is_encoded(tensor: LogicalTensor) -> bool:
     """Whether the master holds codes for a tensor, or for some of the tensors that it is put together from."""
-    if isinstance(tensor, MovedTensor):
+    if isinstance(tensor, View):
         return any(is_encoded(source) for source in tensor.sources)
     return isinstance(unfolded(tensor), EncodedTensor | OriginalTensor)
 

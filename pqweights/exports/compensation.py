@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.views import MovedTensor
+from pqweights.checkpoint.views import View
 from pqweights.codecs.weight import add_in_order
 from pqweights.exports.bf16 import role_of
 from pqweights.exports.integer_job import IntegerJob, MatrixJob, RoundedChunk
@@ -78,7 +78,7 @@ class Compensation:
         """Return the factors of the columns of one matrix of a weight, [K]; None if it is not folded."""
         if self.fold is None:
             return None
-        if isinstance(tensor, MovedTensor):
+        if isinstance(tensor, View):
             runs = tensor.runs_of_matrix(matrix)
             assert runs is not None
             tensor, matrix = runs[0].tensor, runs[0].first // runs[0].tensor.shape[-2]
@@ -172,7 +172,7 @@ def sources_of(tensor: LogicalTensor, rule: object, moments: Moments) -> tuple[i
 def _source(tensor: LogicalTensor, number: int, moments: Moments) -> int | str:
     """Return the vector of one matrix, or why it is rounded plainly."""
     found: set[int | str] = set()
-    if isinstance(tensor, MovedTensor):
+    if isinstance(tensor, View):
         runs = tensor.runs_of_matrix(number)
         if runs is None:
             return "its rows are not whole rows of other weights"

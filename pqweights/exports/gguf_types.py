@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pqweights.checkpoint.header import aligned
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.views import MovedTensor
+from pqweights.checkpoint.views import View
 from pqweights.errors import RecipeError, SourceError
 from pqweights.exports.bf16 import role_of
 from pqweights.exports.gguf_options import TypeOptions
@@ -102,7 +102,7 @@ def type_bytes(kind: str, shape: Sequence[int]) -> int:
 
 def _matches(tensor: LogicalTensor, pattern: str) -> bool:
     """Whether a pattern matches the name of a tensor in the file, or in the checkpoint."""
-    sources = tensor.sources if isinstance(tensor, MovedTensor) else ()
+    sources = tensor.sources if isinstance(tensor, View) else ()
     return any(fnmatch.fnmatchcase(name, pattern) for name in (tensor.name, *(source.name for source in sources)))
 
 
@@ -168,7 +168,7 @@ def _choice(kind: str, tensors: Sequence[LogicalTensor], alpha: float) -> Choice
 
 def _source(tensor: LogicalTensor) -> str:
     """Return the name in the checkpoint by which a tensor belongs to a group."""
-    return tensor.sources[0].name if isinstance(tensor, MovedTensor) else tensor.name
+    return tensor.sources[0].name if isinstance(tensor, View) and tensor.sources else tensor.name
 
 
 def _header_bytes(model: GgufModel, chosen: dict[str, TypeChoice]) -> int:

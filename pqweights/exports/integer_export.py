@@ -16,7 +16,7 @@ from typing import Any
 from pqweights.checkpoint.config import model_dtype
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.views import MovedTensor
+from pqweights.checkpoint.views import View
 from pqweights.exports.bf16 import plain_plan, role_of
 from pqweights.exports.compensation import CompensatedJob, Compensation
 from pqweights.exports.integer_job import IntegerJob
@@ -86,7 +86,7 @@ class IntegerExport(Transform):
         """For each tensor that the runtime holds in another form, the tensors of the model that it is made of."""
         return {
             tensor.name: tuple(source.name for source in tensor.sources)
-            if isinstance(tensor, MovedTensor)
+            if isinstance(tensor, View)
             else tuple(part.name for part in tensor.parts)
             for tensor in self.outline.tensors
             if not isinstance(tensor, EncodedTensor | OriginalTensor | PlainTensor | FoldedTensor)

@@ -9,7 +9,7 @@ from pathlib import Path
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, open_local
-from pqweights.checkpoint.views import MovedTensor
+from pqweights.checkpoint.views import View
 from pqweights.errors import OptionError, SourceError
 from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.compensation import Compensation, sources_of
@@ -126,7 +126,7 @@ def _bits_warnings(outline: Outline) -> tuple[str, ...]:
         decision = outline.decisions.get(tensor.name)
         if not isinstance(decision, Rounding):
             continue
-        for part in tensor.sources if isinstance(tensor, MovedTensor) else (tensor,):
+        for part in tensor.sources if isinstance(tensor, View) else (tensor,):
             part = unfolded(part)
             if isinstance(part, EncodedTensor):
                 count = element_count(part)
@@ -157,7 +157,7 @@ def _error(tensor: LogicalTensor, errors: dict[str, float]) -> float | None:
 
     A tensor that the master keeps has none. One that is put together from several has their mean, weighted by size.
     """
-    parts = tensor.sources if isinstance(tensor, MovedTensor) else (tensor,)
+    parts = tensor.sources if isinstance(tensor, View) else (tensor,)
     if any(is_encoded(part) and part.name not in errors for part in parts):
         return None
     weights = [math.prod(part.shape) for part in parts]

@@ -7,30 +7,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from pqweights.checkpoint.model_card import model_facts
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.gguf.architectures import SETTINGS
+from pqweights.gguf.header import MetadataEntry
 from pqweights.gguf.package import gguf_package
 from pqweights.gguf.rope import add_rope
 from pqweights.gguf.settings import Settings, read_settings
 from pqweights.gguf.tensors import gguf_tensors
 from pqweights.gguf.vocabulary import add_vocabulary
-
-
-class MetadataEntry(NamedTuple):
-    """A key of a GGUF file and its value.
-
-    kind: the type of the value, as in gguf.GGUFValueType
-    item_kind: that of its items, if it is an array
-    """
-
-    key: str
-    value: Any
-    kind: int
-    item_kind: int | None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.views import Segment
 from pqweights.dtypes import convert, item_bytes
 from pqweights.kernels.workers import scratch
 
@@ -47,6 +48,13 @@ class RenamedTensor:
     def parts(self) -> tuple[StoredTensor, ...]:
         """The stored tensors of the source."""
         return self.source.parts
+
+    transposed = False
+
+    def runs_of_matrix(self, number: int) -> list[Segment] | None:
+        """Return the rows of the source that one of its matrices is made of, in whatever order; see View."""
+        height = self.shape[-2]
+        return [Segment(tensor=self.source, first=number * height, step=1, count=height)]
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Read elements of the source."""
@@ -162,6 +170,12 @@ class ConstantTensor:
     def parts(self) -> tuple[StoredTensor, ...]:
         """None."""
         return ()
+
+    transposed = False
+
+    def runs_of_matrix(self, number: int) -> None:
+        """Return nothing: no weight is a part of it."""
+        return
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Copy elements."""
