@@ -45,6 +45,17 @@ class SymmetricFormat:
         return self.parts * self.part_size
 
     @property
+    def inner_starts(self) -> int:
+        """How many of the starts, from the first on, cannot lead to codes out of range; a multiple of 4."""
+        inner = [not self.values and abs(start) <= self.highest + 0.25 for start in self.starts]
+        return [*inner, False].index(False) // 4 * 4
+
+    @property
+    def outer_starts(self) -> int:
+        """How many of the starts follow."""
+        return len(self.starts) - self.inner_starts
+
+    @property
     def limits(self) -> tuple[float, ...]:
         """For codes with a table of values: before each but the first, the middle between it and the one before."""
         pairs = zip(self.values, self.values[1:], strict=False)
@@ -63,12 +74,13 @@ def _between(first: float, last: float, count: int) -> tuple[float, ...]:
     return tuple(round((first + (last - first) * k / (count - 1)) * 64) / 64 for k in range(count))
 
 
-# Parts whose largest weight hardly counts need scales far below those of the whole range.
-_Q4_0_STARTS = (*_between(-7, -10.5, 12), -12, -14, -17, -22, *_between(6, 9.5, 12), 11, 13, 16, 21)
-_Q5_0_STARTS = (*_between(-14.5, -18, 12), -20, -24, -30, -40, *_between(14, 17.5, 12), 20, 24, 30, 40)
-_Q8_0_STARTS = (*_between(-114, -128.5, 24), *_between(108, 127.5, 20), 150, 180, 220, 280)
-_Q6_K_STARTS = (*_between(-29.5, -35, 8), *_between(29, 33.5, 8), -40, -48, 40, 56)
-_Q3_K_STARTS = (*_between(-3.5, -6, 8), *_between(2.7, 5, 8), -7.5, -10, 6, 8)
+# Those whose codes cannot be out of range come first: trying them costs less. At the end the scales for parts whose
+# largest weights hardly count.
+_Q8_0_STARTS = (*_between(-121, -127.25, 14), *_between(112.5, 120.5, 14), -127.75, -128.5, 150, 200)
+_Q5_0_STARTS = (*_between(14, 15.25, 5), -14.5, -14.75, -15, *_between(-15.5, -18, 8), *_between(15.5, 17.5, 5), 21, -24, 30)
+_Q4_0_STARTS = (*_between(6, 7.25, 5), -6.75, -7, -7.25, *_between(-7.75, -10.5, 8), *_between(7.75, 9.5, 5), 12, -14, 18)
+_Q6_K_STARTS = (*_between(29, 31.25, 6), -30, -31, *_between(-31.5, -35, 7), 32.25, 33.5, -40, 42, -52)
+_Q3_K_STARTS = (2.75, 3, -3, 3.25, *_between(-3.5, -6, 8), *_between(3.5, 5, 5), 6, -7.5, 10)
 _IQ4_STARTS = (*_between(-118, -170, 8), *_between(105, 150, 8), -200, -260, 190, 250)
 
 FORMATS: dict[str, SymmetricFormat] = {

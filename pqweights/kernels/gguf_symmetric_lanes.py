@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 from numba import types
@@ -153,7 +153,6 @@ class _Moments(NamedTuple):
 
     ee: Lanes
     er: Lanes
-    rr: Lanes
 
 
 class _Found(NamedTuple):
@@ -227,39 +226,46 @@ def _transpose_part(tile: Tile, values: Any, places: list[Any], part: Any) -> La
 
 def _searched(tile: Tile, codes: Codes, part: Any) -> Lanes:
     """The best scale of a part, as a float."""
-    b, extreme = tile.builder, tile.of_part(EXTREMES, part)
+    b, form, extreme = tile.builder, tile.format, tile.of_part(EXTREMES, part)
     is_zero = extreme.equals(0.0)
     reference = is_zero.choose(extreme.of(1.0), extreme)
     inverse_reference = 1.0 / reference
+    energy = tile.over_part(part, tile.zero, lambda w, factor, total: total + factor * (w * w))
 
-    def try_starts(turn: Any, found: _Found) -> _Found:
-        first = b.add(I64(STARTS), b.mul(turn, I64(AT_ONCE)))
-        starts = [tile.setting(b.add(first, I64(c))) for c in range(AT_ONCE)]
-        for start, moments in zip(starts, _moments(tile, codes, part, [s * inverse_reference for s in starts]), strict=True):
+    def try_starts(first: int, clips: bool, turn: Any, found: _Found) -> _Found:
+        at = b.add(I64(STARTS + first), b.mul(turn, I64(AT_ONCE)))
+        starts = [tile.setting(b.add(at, I64(c))) for c in range(AT_ONCE)]
+        inverses = [start * inverse_reference for start in starts]
+        for start, inverse, (ee, er) in zip(starts, inverses, _moments(tile, codes, part, inverses, clips), strict=True):
             scale = reference / start
-            slope = moments.er / moments.rr.maximum(2.0**-100)
-            error = ((moments.ee - slope * moments.er) * scale) * scale
-            found = found.or_better(error, scale * (slope + 1.0))
+            # From t = e + r: the sum of r^2, which is not negative. A smaller slope than the best one overestimates
+            # the error.
+            rr = ((energy * inverse) * inverse - er) - (er + ee)
+            slope = er / rr.maximum(ee * 2.0**-10).maximum(2.0**-100)
+            found = found.or_better(((ee - slope * er) * scale) * scale, scale * (slope + 1.0))
         return found
 
-    found = loop(b, I64(len(tile.format.starts) // AT_ONCE), _nothing_found(tile), try_starts)
+    found = _nothing_found(tile)
+    for first, count, clips in ((0, form.inner_starts, False), (form.inner_starts, form.outer_starts, True)):
+        if count:
+            found = loop(b, I64(count // AT_ONCE), found, partial(try_starts, first, clips))
     return is_zero.choose(tile.zero, found.number)
 
 
-def _moments(tile: Tile, codes: Codes, part: Any, inverses: list[Lanes]) -> tuple[_Moments, ...]:
-    """The moments of a part for each of some scales, given inverted."""
+def _moments(tile: Tile, codes: Codes, part: Any, inverses: list[Lanes], clips: bool) -> tuple[_Moments, ...]:
+    """The moments of a part for each of some scales, given inverted; clips: whether any code might be out of range."""
 
     def add(w: Lanes, factor: Lanes, totals: tuple[_Moments, ...]) -> tuple[_Moments, ...]:
         result = []
         for inverse, own in zip(inverses, totals, strict=True):
             t = w * inverse
-            r = codes.value(t)
+            r = codes.value(t) if clips else t.rint()
             e = t - r
-            fe, fr = factor * e, factor * r
-            result.append(_Moments(own.ee + fe * e, own.er + fe * r, own.rr + fr * r))
+            fe = factor * e
+            result.append(_Moments(own.ee + fe * e, own.er + fe * r))
         return tuple(result)
 
-    return tile.over_part(part, (_Moments(*[tile.zero] * 3),) * len(inverses), add)
+    return tile.over_part(part, (_Moments(tile.zero, tile.zero),) * len(inverses), add)
 
 
 def _errors(tile: Tile, codes: Codes, part: Any, scales: list[Lanes]) -> tuple[Lanes, ...]:
