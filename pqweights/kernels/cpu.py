@@ -45,6 +45,7 @@ SOURCES = (
     "cpu_compensation.py",
     "cpu_factors.py",
     "cpu_gguf_affine.py",
+    "cpu_gguf_symmetric.py",
     "cpu_groups.py",
     "cpu_hadamard_scores.py",
     "cpu_importance.py",
@@ -59,6 +60,9 @@ SOURCES = (
     "encoding.py",
     "gguf_affine_blocks.py",
     "gguf_affine_parts.py",
+    "gguf_symmetric_formats.py",
+    "gguf_symmetric_lanes.py",
+    "gguf_types.py",
     "jit.py",
     "lanes.py",
     "packing.py",
@@ -191,6 +195,7 @@ def add_in_order(total: float, values: npt.NDArray[np.float64]) -> float:
 _IGNORED = np.zeros(2, dtype=np.uint64)
 _IGNORED_ADDRESSES = (_IGNORED.ctypes.data, _IGNORED.ctypes.data + 8)
 
+_GGUF_KINDS = ("q2_k", "q4_k", "q5_k", "q8_0", "q5_0", "q4_0", "iq4_nl", "q6_k", "q3_k", "iq4_xs")
 # name -> types of its arguments: numba's own two pointers, ours, then numbers
 _ARGUMENTS: dict[str, list[Any]] = {
     "encode": [ctypes.c_void_p] * (2 + 8) + [ctypes.c_int64] * 4 + [ctypes.c_double] * 2,
@@ -209,7 +214,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "fit_by_importance": [ctypes.c_void_p] * (2 + 5) + [ctypes.c_int64] * 6,
     "output_errors": [ctypes.c_void_p] * (2 + 3) + [ctypes.c_int64] * 3,
     **{f"encode_trellis_{states}": [ctypes.c_void_p] * (2 + 18) + [ctypes.c_int64] * 6 for states in (8, 64, 256)},
-    **{f"encode_gguf_{kind}": [ctypes.c_void_p] * (2 + 6) + [ctypes.c_int64] * 3 for kind in ("q2_k", "q4_k", "q5_k")},
+    **{f"encode_gguf_{kind}": [ctypes.c_void_p] * (2 + 6) + [ctypes.c_int64] * 3 for kind in _GGUF_KINDS},
     "prepare": [ctypes.c_void_p] * (2 + 5) + [ctypes.c_int64] * 6,
     "decode_trellis": [ctypes.c_void_p] * (2 + 11) + [ctypes.c_int64] * 6,
 }

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.kernels import cpu
+from pqweights.kernels.gguf_symmetric_formats import FORMATS
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 
 Floats = npt.NDArray[np.float32]
@@ -21,6 +22,7 @@ KERNELS = {
     "Q5_K": "encode_gguf_q5_k",
     "Q4_K": "encode_gguf_q4_k",
     "Q2_K": "encode_gguf_q2_k",
+    **{name: f"encode_gguf_{name.lower()}" for name in FORMATS},  # Q8_0, Q5_0, Q4_0, IQ4_NL, Q6_K, Q3_K, IQ4_XS
 }
 # Columns that hardly count are taken to count this much, of the one that counts most.
 LEAST_IMPORTANCE = 2.0**-30
@@ -97,6 +99,11 @@ def encoder_settings(type_name: str, *, weighted: bool) -> Floats:
     three chains; pairs of d and dmin; steps from each pair; rounds; for each chain the share of the range below and
     above the middle; and for each pair the factors of d and dmin.
     """
+    settings = np.zeros(_ROOM_OF_SETTINGS, dtype=np.float32)
+    if type_name in FORMATS:
+        numbers = FORMATS[type_name].settings
+        settings[: len(numbers)] = numbers
+        return settings
     relax, passes, shares, cut, reach, steps, rounds = _SEARCHES[type_name]
     levels, last = (15, 3) if type_name == "Q2_K" else (63, 31 if type_name == "Q5_K" else 15)
     starts: list[float] = []
@@ -105,7 +112,6 @@ def encoder_settings(type_name: str, *, weighted: bool) -> Floats:
         starts += [share, shorter, shorter, share, (share + shorter) / 2, (share + shorter) / 2]
     pairs = [levels / (levels + more) for scale in reach for offset in reach for more in (scale, offset)]
     head = [relax, passes, len(shares), len(pairs) // 2, steps, rounds]
-    settings = np.zeros(_ROOM_OF_SETTINGS, dtype=np.float32)
     settings[: len(head) + len(starts) + len(pairs)] = [*head, *starts, *pairs]
     return settings
 
