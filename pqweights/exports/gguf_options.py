@@ -52,7 +52,7 @@ class TypeOptions:
         """What file names call the choice."""
         if self.target_size is not None:
             return "fit"
-        name = f"{self.mix.name}-pure" if self.mix.pure else self.mix.name
+        name = self.mix.type if self.mix.pure else self.mix.name
         return f"{name}-mixed" if self.rules else name
 
     def describe(self) -> dict[str, Any]:
