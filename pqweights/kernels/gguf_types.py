@@ -39,16 +39,16 @@ class BlockType:
 BLOCK_TYPES = {
     kind.name: kind
     for kind in (
-        BlockType(name="Q8_0", bits=8, block_size=32, block_bytes=34, distortion=3e-05),
-        BlockType(name="Q6_K", bits=6, block_size=256, block_bytes=210, distortion=0.00033),
-        BlockType(name="Q5_K", bits=5, block_size=256, block_bytes=176, distortion=0.00135),
-        BlockType(name="Q5_1", bits=5, block_size=32, block_bytes=24, distortion=0.0015),
-        BlockType(name="Q5_0", bits=5, block_size=32, block_bytes=22, distortion=0.0019),
-        BlockType(name="Q4_K", bits=4, block_size=256, block_bytes=144, distortion=0.0052),
-        BlockType(name="Q4_0", bits=4, block_size=32, block_bytes=18, distortion=0.0075),
-        BlockType(name="IQ4_NL", bits=4, block_size=32, block_bytes=18, distortion=0.006),
-        BlockType(name="IQ4_XS", bits=4, block_size=256, block_bytes=136, distortion=0.006),
-        BlockType(name="Q3_K", bits=3, block_size=256, block_bytes=110, distortion=0.023),
-        BlockType(name="Q2_K", bits=2, block_size=256, block_bytes=84, distortion=0.075),
+        BlockType(name="Q8_0", bits=8, block_size=32, block_bytes=34, distortion=2.1e-5),
+        BlockType(name="Q6_K", bits=6, block_size=256, block_bytes=210, distortion=2.74e-4),
+        BlockType(name="Q5_K", bits=5, block_size=256, block_bytes=176, distortion=1.17e-3),
+        BlockType(name="Q5_1", bits=5, block_size=32, block_bytes=24, distortion=1.4e-3),
+        BlockType(name="Q5_0", bits=5, block_size=32, block_bytes=22, distortion=1.6e-3),
+        BlockType(name="Q4_K", bits=4, block_size=256, block_bytes=144, distortion=4.83e-3),
+        BlockType(name="Q4_0", bits=4, block_size=32, block_bytes=18, distortion=6.54e-3),
+        BlockType(name="IQ4_NL", bits=4, block_size=32, block_bytes=18, distortion=5.41e-3),
+        BlockType(name="IQ4_XS", bits=4, block_size=256, block_bytes=136, distortion=5.47e-3),
+        BlockType(name="Q3_K", bits=3, block_size=256, block_bytes=110, distortion=2.06e-2),
+        BlockType(name="Q2_K", bits=2, block_size=256, block_bytes=84, distortion=6.69e-2),
     )
 }
