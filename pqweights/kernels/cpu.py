@@ -58,6 +58,7 @@ SOURCES = (
     "emit.py",
     "encoding.py",
     "gguf_affine_blocks.py",
+    "gguf_affine_formats.py",
     "gguf_affine_parts.py",
     "jit.py",
     "lanes.py",
