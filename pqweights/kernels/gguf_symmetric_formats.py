@@ -63,11 +63,14 @@ class SymmetricFormat:
         return (0.0, *((low + high) / 2 for low, high in pairs)) if self.values else ()
 
 
-    @property
-    def settings(self) -> tuple[float, ...]:
-        """What the kernels read: the tables, each where VALUES, LIMITS, MULTIPLIERS and STARTS say."""
+    def settings(self, *, weighted: bool) -> tuple[float, ...]:
+        """What the kernels read: the tables, each where VALUES, LIMITS, MULTIPLIERS and STARTS say.
+
+        weighted: unequal importance needs more starts; kernels know how many there are.
+        """
         tables = (self.values, self.limits, self.multipliers)
-        return (*(number for table in tables for number in (*table, *[0.0] * (16 - len(table)))), *self.all_starts)
+        padded = [number for table in tables for number in (*table, *[0.0] * (STARTS // 3 - len(table)))]
+        return (*padded, *(self.all_starts if weighted else self.starts))
 
 
 def _between(first: float, last: float, count: int) -> tuple[float, ...]:
