@@ -59,6 +59,7 @@ SOURCES = (
     "emit.py",
     "encoding.py",
     "gguf_affine_blocks.py",
+    "gguf_affine_formats.py",
     "gguf_affine_parts.py",
     "gguf_symmetric_formats.py",
     "gguf_symmetric_lanes.py",

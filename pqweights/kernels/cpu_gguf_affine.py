@@ -13,7 +13,8 @@ from numba import carray, types
 
 from pqweights.kernels.emit import LANES
 from pqweights.kernels.gguf_affine_blocks import encode_affine_16
-from pqweights.kernels.gguf_affine_parts import BLOCK, FIELDS, MOST_PARTS
+from pqweights.kernels.gguf_affine_formats import BLOCK
+from pqweights.kernels.gguf_affine_parts import FIELDS, MOST_PARTS
 from pqweights.kernels.jit import jit
 from pqweights.kernels.vector import stack
 

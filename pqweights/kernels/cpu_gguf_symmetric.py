@@ -13,7 +13,7 @@ from numba import carray, types
 
 from pqweights.kernels.emit import LANES
 from pqweights.kernels.gguf_symmetric_formats import FORMATS, MOST_STARTS, STARTS
-from pqweights.kernels.gguf_symmetric_lanes import FACTORS, MOST_PARTS, make_fit
+from pqweights.kernels.gguf_symmetric_lanes import AT_ONCE, FACTORS, MOST_PARTS, make_fit
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.jit import inlined
 from pqweights.kernels.vector import stack
@@ -124,7 +124,11 @@ def _pack_iq4_xs(codes: Any, factors: Any, half: Any, out: Any) -> None:
 
 def _encoder(name: str, pack: Any) -> Any:
     """The kernel of a format."""
-    size, block_bytes, fit = BLOCK_TYPES[name].block_size, BLOCK_TYPES[name].block_bytes, make_fit(FORMATS[name])
+    form, block_bytes = FORMATS[name], BLOCK_TYPES[name].block_bytes
+    size, fit = form.block_size, make_fit(form)
+    turns, weighted_turns = (
+        (len(starts) - form.inner_starts) // AT_ONCE for starts in (form.starts, form.all_starts)
+    )
 
     def encode(
         values_at: Any,  # f32 [rows, row_blocks, size]
@@ -150,6 +154,7 @@ def _encoder(name: str, pack: Any) -> Any:
         places = carray(stack(_LANES_OF_8), LANES, np.int64)
         sums = carray(stack(_PAIRS_OF_8), 2 * LANES, np.float64)
         rows = blocks // row_blocks
+        outer_turns = weighted_turns if weighted else turns
         for j in range(size):
             ones[j] = np.float32(1)
         for first in range(0, rows, LANES):
@@ -157,7 +162,7 @@ def _encoder(name: str, pack: Any) -> Any:
                 for lane in range(LANES):  # beyond the last row, that row again
                     places[lane] = (min(first + lane, rows - 1) * row_blocks + block) * size
                 factors = importance[block * size : (block + 1) * size] if weighted else ones
-                fit(values, places, factors, work, settings, parts, codes, halves, sums)
+                fit(values, places, factors, work, outer_turns, settings, parts, codes, halves, sums)
                 for lane in range(min(LANES, rows - first)):
                     at = (first + lane) * row_blocks + block
                     out = data[at * block_bytes : (at + 1) * block_bytes]

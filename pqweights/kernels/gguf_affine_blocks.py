@@ -23,26 +23,20 @@ from numba import types
 from numba.extending import intrinsic
 
 from pqweights.kernels.emit import I64, LANES, Lanes, array_pointers, loop, store
+from pqweights.kernels.gguf_affine_formats import BLOCK, CHAINS, FIRST_START, FORMATS, PAIRS, ROUNDS, STARTS, STEPS
 from pqweights.kernels.gguf_affine_parts import (
     BEST_OFFSET_LEVEL,
     BEST_SCALE_LEVEL,
-    BLOCK,
-    CHAINS,
-    FIRST_START,
     OFFSET,
     OFFSET_LEVEL,
-    PAIRS,
     QQ,
-    ROUNDS,
     SCALE,
     SCALE_LEVEL,
-    STARTS,
-    STEPS,
+    TINY,
     TOTAL,
     WQ,
     AffineBlocks,
     AffineExtent,
-    AffineFormat,
     Q,
     W,
     code_of,
@@ -52,11 +46,6 @@ from pqweights.kernels.gguf_affine_parts import (
     sum_up,
 )
 
-FORMATS = {
-    "Q4_K": AffineFormat(part_size=32, last_code=15, last_level=63),
-    "Q5_K": AffineFormat(part_size=32, last_code=31, last_level=63),
-    "Q2_K": AffineFormat(part_size=16, last_code=3, last_level=15),
-}
 LARGEST_HALF, SMALLEST_NORMAL_HALF = 65504.0, 2.0**-14
 
 
@@ -121,27 +110,38 @@ def _choose_levels(blocks: AffineBlocks, pair: _Pair) -> tuple[Lanes, _Normal]:
         a, b = wins.choose(higher_a, a), wins.choose(higher_b, b)
         blocks.keep(a, SCALE_LEVEL, part)
         blocks.keep(b, OFFSET_LEVEL, part)
-        normal = _Normal(
-            normal.aa + a * a * qq,
-            normal.ab + a * b * q,
-            normal.bb + b * b * total,
-            normal.a + a * wq,
-            normal.b - b * w,
-        )
+        normal = _with_part(blocks, normal, part, (a, b))
         return error + wins.choose(upper, lower), normal
 
     return blocks.over_parts((blocks.zero, _Normal(*[blocks.zero] * 5)), choose)
 
 
+def _with_part(blocks: AffineBlocks, normal: _Normal, part: Any, levels: tuple[Lanes, Lanes]) -> _Normal:
+    """The normal equations with what a part of these integers adds."""
+    a, b = levels
+    w, q, qq, wq, total = (blocks.field(name, part) for name in (W, Q, QQ, WQ, TOTAL))
+    return _Normal(
+        normal.aa + a * a * qq,
+        normal.ab + a * b * q,
+        normal.bb + b * b * total,
+        normal.a + a * wq,
+        normal.b - b * w,
+    )
+
+
 def _solved(pair: _Pair, normal: _Normal) -> _Pair:
-    """The pair that solves the normal equations; the given one where that is no pair to be stored."""
+    """The pair that solves the normal equations.
+
+    Where that is no pair that can be stored, as without offsets, each is the best for the other as it is.
+    """
     aa, ab, bb, a, b = normal
     determinant = aa * bb - ab * ab
-    usable = determinant > (aa * bb) * 1e-5
-    divisor = usable.choose(determinant, 1.0)
+    divisor = (determinant > (aa * bb) * 1e-5).choose(determinant, float("inf"))
     scale, offset = (a * bb + ab * b) / divisor, (aa * b + ab * a) / divisor
-    usable = usable & (scale > 0.0) & (offset > 0.0)
-    return _Pair(usable.choose(scale, pair.scale), usable.choose(offset, pair.offset))
+    usable = (scale > 0.0) & (offset > 0.0)
+    alone = _Pair((a + ab * pair.offset) / aa.maximum(TINY), (b + ab * pair.scale) / bb.maximum(TINY))
+    kept = [(own > 0.0).choose(own, old) for own, old in zip(alone, pair, strict=True)]
+    return _Pair(usable.choose(scale, kept[0]), usable.choose(offset, kept[1]))
 
 
 def _guessed(blocks: AffineBlocks, extent: AffineExtent) -> _Pair:
@@ -189,15 +189,7 @@ def _rounded(blocks: AffineBlocks, extent: AffineExtent, pair: _Pair) -> _Pair:
             error, normal = sums
             a, b = blocks.field(SCALE_LEVEL, part), blocks.field(OFFSET_LEVEL, part)
             error = error + sum_up(blocks, part, a * pair.scale, b * pair.offset)
-            w, q, qq, wq, total = (blocks.field(name, part) for name in (W, Q, QQ, WQ, TOTAL))
-            normal = _Normal(
-                normal.aa + a * a * qq,
-                normal.ab + a * b * q,
-                normal.bb + b * b * total,
-                normal.a + a * wq,
-                normal.b - b * w,
-            )
-            return error, normal
+            return error, _with_part(blocks, normal, part, (a, b))
 
         error, normal = blocks.over_parts((blocks.zero, _Normal(*[blocks.zero] * 5)), sum_part)
         better = error < best.error

@@ -13,10 +13,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pqweights.kernels.emit import FLOATS, I64, LANES, Lanes, State, constant, load, loop, splat, store, transposed
+from pqweights.kernels.gguf_affine_formats import (
+    BLOCK,
+    CHAINS,
+    FIRST_START,
+    PASSES,
+    RELAX,
+    STARTS,
+    AffineFormat,
+)
 
-BLOCK = 256
 MOST_PARTS = 16
-CHAINS = 3
 # Beyond these magnitudes, blocks are not scaled any further: below, F16 has nothing but 0 for their scales.
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -40, 126
 TINY = 2.0**-100
@@ -24,27 +31,6 @@ TINY = 2.0**-100
 # What is kept of each part: the fields of the array `parts`.
 SCALE, TOTAL, W, Q, QQ, WQ, SCALE_LEVEL, OFFSET_LEVEL, BEST_SCALE_LEVEL, BEST_OFFSET_LEVEL, OFFSET = range(11)
 FIELDS = 11
-# Where the settings of the search begin in their array.
-RELAX, PASSES, STARTS, PAIRS, STEPS, ROUNDS, FIRST_START = range(7)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AffineFormat:
-    """A block format whose parts have scales and offsets.
-
-    part_size: weights of a part
-    last_code: the largest code
-    last_level: the largest integer that scales and offsets are stored as
-    """
-
-    part_size: int
-    last_code: int
-    last_level: int
-
-    @property
-    def parts(self) -> int:
-        """Parts of a block."""
-        return BLOCK // self.part_size
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,7 +40,7 @@ class AffineBlocks:
     builder: LLVM's
     format: known when the code is emitted
     weighted: whether importance counts; known when the code is emitted
-    settings: pointer to f32, see `pqweights.kernels.gguf_encoding.affine_settings`
+    settings: pointer to f32, see gguf_affine_formats.py
     work: pointer to f32 [256, 16], aligned to 64 bytes: the weights, scaled by a power of two per block
     importance: pointer to f32 [256, 16], aligned to 64 bytes; unused unless `weighted`
     fields: pointer to f32 [FIELDS, MOST_PARTS, 16], aligned to 64 bytes

@@ -1,7 +1,8 @@
 """Weights as GGUF blocks, with nearly the least squared error: what calls the encoders of each format.
 
-Each format has a kernel of its own: cpu_gguf_affine.py has those of blocks whose parts have scales and offsets. The
-sizes of the blocks are in gguf_types.py.
+Each format has a kernel of its own: cpu_gguf_affine.py has those of blocks whose parts have scales and offsets, and
+cpu_gguf_symmetric.py those of the others. The sizes of the blocks are in gguf_types.py, and where the searches begin in
+gguf_affine_formats.py and gguf_symmetric_formats.py.
 """
 
 from __future__ import annotations
@@ -11,19 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.kernels import cpu
-from pqweights.kernels.gguf_symmetric_formats import FORMATS
+from pqweights.kernels import cpu, gguf_affine_formats, gguf_symmetric_formats
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 
 Floats = npt.NDArray[np.float32]
 
+_FORMATS = {**gguf_affine_formats.FORMATS, **gguf_symmetric_formats.FORMATS}
 # type -> its kernel
-KERNELS = {
-    "Q5_K": "encode_gguf_q5_k",
-    "Q4_K": "encode_gguf_q4_k",
-    "Q2_K": "encode_gguf_q2_k",
-    **{name: f"encode_gguf_{name.lower()}" for name in FORMATS},  # Q8_0, Q5_0, Q4_0, IQ4_NL, Q6_K, Q3_K, IQ4_XS
-}
+KERNELS = {name: f"encode_gguf_{name.lower()}" for name in _FORMATS}
 # Columns that hardly count are taken to count this much, of the one that counts most.
 LEAST_IMPORTANCE = 2.0**-30
 # A kernel may read so many settings, however few there are.
@@ -93,31 +89,8 @@ def _normalized(importance: Floats, columns: int) -> Floats | None:
 
 
 def encoder_settings(type_name: str, *, weighted: bool) -> Floats:
-    """Where the search of an encoder begins and how long it goes on: f32 [_ROOM_OF_SETTINGS], the unused ones 0.
-
-    They are, for the kernels of cpu_gguf_affine.py: how far chains go beyond the least-squares step; passes; groups of
-    three chains; pairs of d and dmin; steps from each pair; rounds; for each chain the share of the range below and
-    above the middle; and for each pair the factors of d and dmin.
-    """
+    """Where the search of an encoder begins and how long it goes on: f32 [_ROOM_OF_SETTINGS], the unused ones 0."""
+    numbers = _FORMATS[type_name].settings(weighted=weighted)
     settings = np.zeros(_ROOM_OF_SETTINGS, dtype=np.float32)
-    if type_name in FORMATS:
-        numbers = FORMATS[type_name].settings
-        settings[: len(numbers)] = numbers
-        return settings
-    relax, passes, shares, cut, reach, steps, rounds = _SEARCHES[type_name]
-    levels, last = (15, 3) if type_name == "Q2_K" else (63, 31 if type_name == "Q5_K" else 15)
-    starts: list[float] = []
-    for share in shares:
-        shorter = share * (1 - cut / last)
-        starts += [share, shorter, shorter, share, (share + shorter) / 2, (share + shorter) / 2]
-    pairs = [levels / (levels + more) for scale in reach for offset in reach for more in (scale, offset)]
-    head = [relax, passes, len(shares), len(pairs) // 2, steps, rounds]
-    settings[: len(head) + len(starts) + len(pairs)] = [*head, *starts, *pairs]
+    settings[: len(numbers)] = numbers
     return settings
-
-
-_SEARCHES = {
-    "Q4_K": (3, 4, (1.03,), 1.2, (-4, -2, 0, 1, 2), 2, 3),
-    "Q5_K": (3, 4, (1.03,), 1.2, (-4, -2, 0, 1, 2), 2, 3),
-    "Q2_K": (3, 4, (1.0,), 1.2, (-1, -0.5, 0, 0.25, 0.5), 2, 3),
-}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 # Where in the settings each of a format's tables begins; the starts end them.
 VALUES, LIMITS, MULTIPLIERS, STARTS = 0, 16, 32, 48
-MOST_STARTS = 48
+MOST_STARTS = 96
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -45,15 +45,16 @@ class SymmetricFormat:
         return self.parts * self.part_size
 
     @property
+    def all_starts(self) -> tuple[float, ...]:
+        """The starts, and those of parts whose largest weights may hardly count: scales down to a tenth."""
+        steps = [round(self.highest * 10 ** ((k + 0.5) / 16) * 64) / 64 for k in range(16)]
+        return (*self.starts, *(sign * step for step in steps for sign in (1, -1)))
+
+    @property
     def inner_starts(self) -> int:
         """How many of the starts, from the first on, cannot lead to codes out of range; a multiple of 4."""
         inner = [not self.values and abs(start) <= self.highest + 0.25 for start in self.starts]
         return [*inner, False].index(False) // 4 * 4
-
-    @property
-    def outer_starts(self) -> int:
-        """How many of the starts follow."""
-        return len(self.starts) - self.inner_starts
 
     @property
     def limits(self) -> tuple[float, ...]:
@@ -62,11 +63,14 @@ class SymmetricFormat:
         return (0.0, *((low + high) / 2 for low, high in pairs)) if self.values else ()
 
 
-    @property
-    def settings(self) -> tuple[float, ...]:
-        """What the kernels read: the tables, each where VALUES, LIMITS, MULTIPLIERS and STARTS say."""
+    def settings(self, *, weighted: bool) -> tuple[float, ...]:
+        """What the kernels read: the tables, each where VALUES, LIMITS, MULTIPLIERS and STARTS say.
+
+        weighted: unequal importance needs more starts; kernels know how many there are.
+        """
         tables = (self.values, self.limits, self.multipliers)
-        return (*(number for table in tables for number in (*table, *[0.0] * (16 - len(table)))), *self.starts)
+        padded = [number for table in tables for number in (*table, *[0.0] * (STARTS // 3 - len(table)))]
+        return (*padded, *(self.all_starts if weighted else self.starts))
 
 
 def _between(first: float, last: float, count: int) -> tuple[float, ...]:
@@ -81,14 +85,15 @@ _Q5_0_STARTS = (*_between(14, 15.25, 5), -14.5, -14.75, -15, *_between(-15.5, -1
 _Q4_0_STARTS = (*_between(6, 7.25, 5), -6.75, -7, -7.25, *_between(-7.75, -10.5, 8), *_between(7.75, 9.5, 5), 12, -14, 18)
 _Q6_K_STARTS = (*_between(29, 31.25, 6), -30, -31, *_between(-31.5, -35, 7), 32.25, 33.5, -40, 42, -52)
 _Q3_K_STARTS = (2.75, 3, -3, 3.25, *_between(-3.5, -6, 8), *_between(3.5, 5, 5), 6, -7.5, 10)
-_IQ4_STARTS = (*_between(-118, -170, 8), *_between(105, 150, 8), -200, -260, 190, 250)
+_IQ4_NL_STARTS = (*_between(-118, -170, 14), *_between(105, 152, 14), -190, -240, 175, 220)
+_IQ4_XS_STARTS = (*_between(-118, -170, 8), *_between(105, 150, 8), -200, -260, 190, 250)
 
 FORMATS: dict[str, SymmetricFormat] = {
     "Q8_0": SymmetricFormat(parts=1, part_size=32, lowest=-128, highest=127, starts=_Q8_0_STARTS),
     "Q5_0": SymmetricFormat(parts=1, part_size=32, lowest=-16, highest=15, starts=_Q5_0_STARTS),
     "Q4_0": SymmetricFormat(parts=1, part_size=32, lowest=-8, highest=7, starts=_Q4_0_STARTS),
     "IQ4_NL": SymmetricFormat(
-        parts=1, part_size=32, lowest=-127, highest=113, values=IQ4_VALUES, starts=_IQ4_STARTS
+        parts=1, part_size=32, lowest=-127, highest=113, values=IQ4_VALUES, starts=_IQ4_NL_STARTS
     ),
     "Q6_K": SymmetricFormat(
         parts=16,
@@ -120,7 +125,7 @@ FORMATS: dict[str, SymmetricFormat] = {
         values=IQ4_VALUES,
         least_factor=-32,
         most_factor=31,
-        starts=_IQ4_STARTS,
+        starts=_IQ4_XS_STARTS,
         multipliers=(-1 / 32, -1 / 30, -1 / 28, -1 / 26),
         factors_tried=4,
     ),

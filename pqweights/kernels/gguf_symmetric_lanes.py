@@ -58,6 +58,7 @@ class Tile:
     builder: LLVM's.
     format: what the blocks are to become; known when the code is emitted.
     importance: pointer to f32, one for each weight of a block.
+    outer_turns: how many fours of starts that may lead to codes out of range are tried (i64).
     settings: pointer to f32, the tables of the format (see gguf_symmetric_formats.settings).
     parts: pointer to f32, numbers of the parts: four arrays [MOST_PARTS, 16].
     work: pointer to f32 [weights of a block, 16], aligned to 64 bytes.
@@ -66,6 +67,7 @@ class Tile:
     builder: Any
     format: SymmetricFormat
     importance: Any
+    outer_turns: Any
     settings: Any
     parts: Any
     work: Any
@@ -246,9 +248,9 @@ def _searched(tile: Tile, codes: Codes, part: Any) -> Lanes:
         return found
 
     found = _nothing_found(tile)
-    for first, count, clips in ((0, form.inner_starts, False), (form.inner_starts, form.outer_starts, True)):
-        if count:
-            found = loop(b, I64(count // AT_ONCE), found, partial(try_starts, first, clips))
+    if form.inner_starts:
+        found = loop(b, I64(form.inner_starts // AT_ONCE), found, partial(try_starts, 0, False))
+    found = loop(b, tile.outer_turns, found, partial(try_starts, form.inner_starts, True))
     return is_zero.choose(tile.zero, found.number)
 
 
@@ -443,6 +445,7 @@ def make_fit(form: SymmetricFormat) -> Any:
         places: Any,  # i64 [16], where in the values each of the blocks begins
         importance: Any,  # f32 [weights of a block]
         work: Any,  # f32 [weights of a block, 16], aligned to 64 bytes
+        outer_turns: Any,
         settings: Any,  # f32, see Tile
         parts: Any,  # f32 [4 * MOST_PARTS, 16], aligned likewise; out: from FACTORS on the factors of d
         codes: Any,  # out: u8 [16, weights of a block]
@@ -453,7 +456,8 @@ def make_fit(form: SymmetricFormat) -> Any:
             values, places, importance, work, settings, parts, codes_out, halves, sums = array_pointers(
                 context, b, signature, args
             )
-            tile = Tile(builder=b, format=form, importance=importance, settings=settings, parts=parts, work=work)
+            memory = {"importance": importance, "work": work, "settings": settings, "parts": parts}
+            tile = Tile(builder=b, format=form, outer_turns=args[4], **memory)
             codes = Codes(tile)
             scaling = _load(tile, values, [b.load(b.gep(places, [I64(lane)])) for lane in range(LANES)])
             d = (_fit_super_blocks if form.parts > 1 else _fit_blocks)(tile, codes, scaling)
@@ -462,6 +466,6 @@ def make_fit(form: SymmetricFormat) -> Any:
             store(_half_bits(scaling, d), halves, I64(0))
             return context.get_dummy_value()
 
-        return types.void(values, places, importance, work, settings, parts, codes, halves, sums), codegen
+        return types.void(values, places, importance, work, outer_turns, settings, parts, codes, halves, sums), codegen
 
     return fit_blocks
