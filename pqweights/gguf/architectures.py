@@ -6,7 +6,7 @@ The facts are those of llama.cpp's loaders and graphs (src/models/*.cpp) and of 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 
@@ -21,33 +21,51 @@ class Setting(NamedTuple):
     key: str
 
 
+RMS = Setting("layer_norm_rms_eps", "rms_norm_eps")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """How llama.cpp runs a type of model.
 
     name: its name in gguf.MODEL_ARCH
+    norm: the setting of its norms
     settings: the hyper-parameters that it has beside those of all models; a value that is absent is not written
     interleaved: whether the rows of q and k are to be permuted, because it rotates neighbouring channels
     gain_offset: what the model adds to the weights of its norms, and llama.cpp does not
     rope: the kinds of scaled rotary embeddings that it computes
+    partial_rope: whether it can rotate a part of each head
+    free_head_dim: whether heads may be wider or narrower than hidden_size / num_attention_heads
+    windows: LIMITED, LAYERS or None: whether attention is over a sliding window
+    window_period: with LAYERS, the period in which llama.cpp has one layer without a window, if the file does not say
+    own_head: whether it needs a head although the embeddings are the head
     biases: the tensors, as in gguf.MODEL_TENSOR, of which it also takes a bias
-    values: for keys of the configuration, the values with which the model computes what llama.cpp does; a key that is
-        absent has the default
+    values: for keys of the configuration, the values with which the model computes what llama.cpp does
     defaults: the values of keys that configurations of this type leave out
     """
 
     name: str
+    norm: Setting = RMS
     settings: tuple[Setting, ...] = ()
     interleaved: bool = False
     gain_offset: float = 0
     rope: frozenset[str] = frozenset({"default", "linear", "yarn"})
+    partial_rope: bool = False
+    free_head_dim: bool = True
+    windows: str | None = None
+    window_period: int = 0
+    own_head: bool = False
     biases: frozenset[str] = frozenset()
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
+# llama.cpp has no sliding window for the model: it is right for texts that are no longer than the window.
+LIMITED = "limited"
+# Some layers have a window.
+LAYERS = "layers"
+
 SETTINGS = (
-    Setting("context_length", "max_position_embeddings"),
     Setting("embedding_length", "hidden_size"),
     Setting("block_count", "num_hidden_layers"),
     Setting("feed_forward_length", "intermediate_size"),
@@ -55,27 +73,115 @@ SETTINGS = (
     Setting("head_count_kv", "num_key_value_heads"),
     Setting("key_length", "head_dim"),
     Setting("value_length", "head_dim"),
-    Setting("layer_norm_rms_eps", "rms_norm_eps"),
 )
+EXPERTS = (Setting("expert_count", "num_experts"), Setting("expert_used_count", "num_experts_per_tok"))
+EXPERT_WIDTH = Setting("expert_feed_forward_length", "moe_intermediate_size")
 
 QKV = frozenset({"ATTN_Q", "ATTN_K", "ATTN_V"})
 SILU = {"hidden_act": ("silu", "swish")}
-# Qwen's own attention over a window, for its upper layers only.
+TIED = {"tie_word_embeddings": True}
+# Qwen's window is that of its upper layers.
 NO_WINDOW = {"use_sliding_window": (False, None)}
+ALL_SPARSE = {"decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)}
 
 LLAMA = Architecture(
     name="LLAMA",
     interleaved=True,
-    rope=frozenset({"default", "linear", "llama3", "yarn"}),
+    rope=frozenset({"default", "linear", "llama3", "yarn", "longrope"}),
     biases=QKV | {"ATTN_OUT", "FFN_GATE", "FFN_UP", "FFN_DOWN"},
     values=SILU,
 )
-QWEN2 = Architecture(name="QWEN2", biases=QKV, values=SILU | NO_WINDOW)
+MISTRAL = replace(LLAMA, windows=LIMITED)
+MIXTRAL = replace(MISTRAL, settings=EXPERTS)
+QWEN2 = Architecture(name="QWEN2", free_head_dim=False, biases=QKV, values=SILU | NO_WINDOW)
+QWEN2_MOE = Architecture(
+    name="QWEN2MOE",
+    settings=(*EXPERTS, EXPERT_WIDTH, Setting("expert_shared_feed_forward_length", "shared_expert_intermediate_size")),
+    free_head_dim=False,
+    own_head=True,
+    biases=QKV,
+    values=SILU | NO_WINDOW | ALL_SPARSE | {"norm_topk_prob": (False,)},
+    defaults={"norm_topk_prob": False},
+)
 QWEN3 = Architecture(name="QWEN3", biases=QKV, values=SILU | NO_WINDOW)
+QWEN3_MOE = Architecture(
+    name="QWEN3MOE",
+    settings=(*EXPERTS, EXPERT_WIDTH),
+    biases=QKV,
+    values=SILU | NO_WINDOW | ALL_SPARSE | {"norm_topk_prob": (True,)},
+    defaults={"norm_topk_prob": False},
+)
+# What early configurations of Gemma call gelu is its approximation by tanh, too.
+TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+GEMMA = Architecture(
+    name="GEMMA",
+    gain_offset=1,
+    values={"hidden_act": (*TANH_GELU, "gelu"), "use_bidirectional_attention": (False, None)},
+    defaults=TIED,
+)
+GEMMA2 = Architecture(
+    name="GEMMA2",
+    gain_offset=1,
+    settings=(
+        Setting("attn_logit_softcapping", "attn_logit_softcapping"),
+        Setting("final_logit_softcapping", "final_logit_softcapping"),
+    ),
+    rope=frozenset({"default", "linear"}),
+    windows=LAYERS,
+    window_period=2,
+    values={"hidden_activation": TANH_GELU, "use_bidirectional_attention": (False, None)},
+    defaults=TIED,
+)
+GEMMA3 = Architecture(
+    name="GEMMA3",
+    gain_offset=1,
+    settings=(Setting("final_logit_softcapping", "final_logit_softcapping"),),
+    rope=frozenset({"default", "linear"}),
+    windows=LAYERS,
+    window_period=6,
+    values={
+        "hidden_activation": TANH_GELU,
+        "use_bidirectional_attention": (False, None),
+        "attn_logit_softcapping": (None,),
+    },
+    # The text_config of a model of images and text states only what differs from these.
+    defaults=TIED
+    | {
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+)
+PHI3 = Architecture(
+    name="PHI3",
+    rope=frozenset({"default", "longrope", "linear", "yarn"}),
+    partial_rope=True,
+    free_head_dim=False,
+    windows=LIMITED,
+    values=SILU,
+)
 
 # By the model_type of transformers.
 ARCHITECTURES = {
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "gemma3_text": GEMMA3,
     "llama": LLAMA,
+    "mistral": MISTRAL,
+    "mixtral": MIXTRAL,
+    "phi3": PHI3,
     "qwen2": QWEN2,
+    "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
 }

@@ -6,6 +6,7 @@ No weight is read here.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,9 @@ from pqweights.gguf.architectures import SETTINGS
 from pqweights.gguf.header import MetadataEntry
 from pqweights.gguf.package import gguf_package
 from pqweights.gguf.rope import add_rope
-from pqweights.gguf.settings import Settings, read_settings
+from pqweights.gguf.settings import Settings, context_length, read_settings, windowed_layers
 from pqweights.gguf.tensors import gguf_tensors
-from pqweights.gguf.vocabulary import add_vocabulary
+from pqweights.gguf.vocabulary import add_vocabulary, model_name, read_vocabulary
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -29,12 +30,14 @@ class GgufModel:
     metadata: all but general.file_type, general.quantization_version and split.*
     tensors: under their names in the file and with their shapes in torch's order; read in ranges from the checkpoint
     left_out: the tensors of the checkpoint that the file does not hold, each with the reason
+    notes: what the user should know of the file
     """
 
     architecture: str
     metadata: tuple[MetadataEntry, ...]
     tensors: tuple[LogicalTensor, ...]
     left_out: dict[str, str]
+    notes: tuple[str, ...] = ()
 
 
 def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
@@ -49,13 +52,30 @@ def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
     hyper_parameters = package.GGUFWriter(None, architecture)
     factors = add_rope(settings, hyper_parameters)
     tensors, left_out = gguf_tensors(checkpoint.tensors, settings, factors)
-    _add_general(checkpoint, tensors, writer, name=name)
     rows = next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
+    vocabulary = read_vocabulary(checkpoint.storage, rows=rows)
+    _add_general(checkpoint, tensors, writer, name=model_name(name, vocabulary))
     _add_hyper_parameters(settings, writer, rows=rows)
     writer.kv_data[0].update(hyper_parameters.kv_data[0])
-    add_vocabulary(checkpoint.storage, settings.values, writer, rows=rows)
+    add_vocabulary(checkpoint.storage, settings.values, writer, vocabulary=vocabulary)
     metadata = tuple(_entry(key, value) for key, value in writer.kv_data[0].items())
-    return GgufModel(architecture=architecture, metadata=metadata, tensors=tensors, left_out=left_out)
+    return GgufModel(
+        architecture=architecture,
+        metadata=metadata,
+        tensors=tensors,
+        left_out=left_out,
+        notes=tuple(_notes(settings)),
+    )
+
+
+def _notes(settings: Settings) -> Iterator[str]:
+    """Yield what is to be said of the file."""
+    length, given = context_length(settings), settings.number("max_position_embeddings")
+    if length < given:
+        yield (
+            f"context of {length} tokens instead of {given}: llama.cpp has no sliding window of attention for this "
+            "architecture, and computes what the model does within one window only"
+        )
 
 
 def _entry(key: str, value: Any) -> MetadataEntry:
@@ -89,8 +109,23 @@ def _add_general(checkpoint: Checkpoint, tensors: tuple[LogicalTensor, ...], wri
 
 def _add_hyper_parameters(settings: Settings, writer: Any, *, rows: int) -> None:
     """Write the shape of the model."""
-    for parameter, key in (*SETTINGS, *settings.architecture.settings):
+    architecture = settings.architecture
+    writer.add_context_length(context_length(settings))
+    for parameter, key in (*SETTINGS, architecture.norm):
+        value = settings.get(key)
+        if not isinstance(value, int | float):
+            raise settings.refusal(f"expected a number as {key}, found {value!r}")
+        getattr(writer, f"add_{parameter}")(value)
+    for parameter, key in architecture.settings:
         value = settings.get(key)
         if value is not None:
             getattr(writer, f"add_{parameter}")(value)
     writer.add_vocab_size(rows)
+    layers = windowed_layers(settings)
+    if any(layers):
+        writer.add_sliding_window(settings.number("sliding_window"))
+        period = architecture.window_period
+        if layers != [(place + 1) % period != 0 for place in range(len(layers))]:
+            writer.add_sliding_window_pattern(layers)
+    elif architecture.name == "PHI3":
+        writer.add_sliding_window(0)  # earlier versions of llama.cpp expect the key

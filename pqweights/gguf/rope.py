@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.gguf.package import gguf_package
-from pqweights.gguf.settings import Settings
+from pqweights.gguf.settings import FULL, SLIDING, Settings, windowed_layers
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 DEFAULT_BASE = 10000.0
 # Names that older configurations have.
 OLD_KINDS = {"su": "longrope", "none": "default"}
@@ -57,8 +56,14 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
         taken = ", ".join(sorted(settings.architecture.rope))
         raise settings.refusal(f"llama.cpp computes it with rope_type {taken} only, found {kind!r}")
     rotated = int(settings.number("head_dim") * parameters["partial_rotary_factor"])
+    if rotated != settings.number("head_dim") and not settings.architecture.partial_rope:
+        raise settings.refusal(
+            f"llama.cpp rotates whole heads, and partial_rotary_factor is {parameters['partial_rotary_factor']}"
+        )
     writer.add_rope_dimension_count(rotated)
     writer.add_rope_freq_base(_number(settings, parameters, "rope_theta"))
+    if any(windowed_layers(settings)):
+        _add_windowed(settings, writer)
     if kind == "linear":
         writer.add_rope_scaling_type(gguf_package().RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(_number(settings, parameters, "factor"))
@@ -77,6 +82,19 @@ def _number(settings: Settings, parameters: Mapping[str, Any], key: str) -> floa
     if not isinstance(found, int | float) or isinstance(found, bool) or not 0 < found < math.inf:
         raise settings.refusal(f"expected a positive number as {key} of its rope parameters, found {found!r}")
     return float(found)
+
+
+def _add_windowed(settings: Settings, writer: Any) -> None:
+    """The embeddings of layers with a sliding window, which are never scaled."""
+    local = settings.get("rope_local_base_freq")
+    if local is None or SLIDING in (settings.get("rope_parameters") or {}):
+        parameters = rope_parameters(settings, SLIDING)
+        if parameters["rope_type"] != "default":
+            raise settings.refusal(
+                f"llama.cpp computes its sliding windows with rope_type default only, found {parameters['rope_type']!r}"
+            )
+        local = parameters["rope_theta"]
+    writer.add_rope_freq_base_swa(float(local))
 
 
 def _add_yarn(settings: Settings, parameters: Mapping[str, Any], writer: Any) -> None:

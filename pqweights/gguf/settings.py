@@ -1,4 +1,4 @@
-"""The configuration of a model as far as GGUF needs it: the text model's keys, old names and new ones."""
+"""The configuration of a model as far as GGUF needs it: the text model's keys, by their old and new names."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from pqweights.errors import ExportError
-from pqweights.gguf.architectures import ARCHITECTURES, Architecture
+from pqweights.gguf.architectures import ARCHITECTURES, LAYERS, LIMITED, Architecture
 
+FULL, SLIDING = "full_attention", "sliding_attention"
 # What a model that predicts text is called in `architectures`.
 PREDICTS_TEXT = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-OTHERWISE = (
-    "use --target bf16, and llama.cpp's convert_hf_to_gguf.py on its result if llama.cpp itself has this architecture"
-)
+# Other names of the same key, in other versions of transformers.
+OTHER_NAMES = {"num_experts": "num_local_experts"}
+OTHERWISE = "use --target bf16, and llama.cpp's convert_hf_to_gguf.py on its result if llama.cpp has this architecture"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +32,10 @@ class Settings:
 
     def get(self, key: str) -> Any:
         """Return a value; the architecture's default, or else None, for a key that is absent."""
-        found = self.values.get(key)
-        return self.architecture.defaults.get(key) if found is None else found
+        if key in self.values:
+            return self.values[key]
+        other = self.values.get(OTHER_NAMES.get(key, ""))
+        return self.architecture.defaults.get(key) if other is None else other
 
     def number(self, key: str) -> int:
         """Return a positive whole number.
@@ -68,10 +71,12 @@ def read_settings(config: Mapping[str, Any] | None) -> Settings:
     settings = Settings(model_type=str(model_type), architecture=architecture, values=values)
     _check_values(settings, config)
     heads = settings.number("num_attention_heads")
-    if settings.get("num_key_value_heads") is None:
-        values["num_key_value_heads"] = heads
-    if settings.get("head_dim") is None:
-        values["head_dim"] = settings.number("hidden_size") // heads
+    width = settings.number("hidden_size") // heads
+    for key, value in (("num_key_value_heads", heads), ("head_dim", width)):
+        if settings.get(key) is None:
+            values[key] = value
+    if not architecture.free_head_dim and settings.get("head_dim") != width:
+        raise settings.refusal(f"llama.cpp computes it with head_dim {width} only, found {settings.get('head_dim')}")
     return settings
 
 
@@ -79,9 +84,48 @@ def _check_values(settings: Settings, config: Mapping[str, Any]) -> None:
     """Raise ExportError for a value with which llama.cpp would compute something else."""
     named = config.get("architectures") or []
     if named and not str(named[0]).endswith(PREDICTS_TEXT):
-        raise settings.refusal(f"{named[0]} is not a model that predicts text")
-    for key, taken in settings.architecture.values.items():
+        raise settings.refusal(f"{named[0]} does not predict text")
+    architecture = settings.architecture
+    for key, taken in architecture.values.items():
         found = settings.get(key)
-        if found not in taken and key in settings.values:
+        if found not in taken and (key in settings.values or key in architecture.defaults):
             expected = " or ".join(repr(value) for value in taken)
             raise settings.refusal(f"llama.cpp computes it with {key} {expected} only, found {found!r}")
+    if architecture.windows is None and SLIDING in (settings.get("layer_types") or []):
+        raise settings.refusal("llama.cpp has no sliding windows for it, and some of its layers have one")
+    scalar = settings.get("query_pre_attn_scalar")
+    if scalar is not None and scalar != _scalar(settings):
+        raise settings.refusal(
+            f"llama.cpp computes it with query_pre_attn_scalar {_scalar(settings)} only, found {scalar}"
+        )
+
+
+# llama.cpp recognizes the 27B models of Gemma 2 and 3 by their number of layers; only they scale queries by the width
+# of the model over its heads.
+LAYERS_OF_27B = {"GEMMA2": 46, "GEMMA3": 62}
+
+
+def _scalar(settings: Settings) -> int:
+    """The number by whose root llama.cpp divides the queries of Gemma."""
+    if settings.get("num_hidden_layers") == LAYERS_OF_27B.get(settings.architecture.name):
+        return settings.number("hidden_size") // settings.number("num_attention_heads")
+    return settings.number("head_dim")
+
+
+def context_length(settings: Settings) -> int:
+    """Return how long texts may be: no longer than the window, if llama.cpp has no windows for the model."""
+    context = settings.number("max_position_embeddings")
+    window = settings.get("sliding_window")
+    return min(context, window) if settings.architecture.windows == LIMITED and window else context
+
+
+def windowed_layers(settings: Settings) -> list[bool]:
+    """Return for each layer whether its attention is over a sliding window, of the architectures that have both."""
+    layers = settings.number("num_hidden_layers")
+    if settings.architecture.windows != LAYERS or not settings.get("sliding_window"):
+        return [False] * layers
+    types = settings.get("layer_types")
+    if types:
+        return [kind == SLIDING for kind in types]
+    period = settings.get("sliding_window_pattern") or settings.architecture.window_period
+    return [(place + 1) % period != 0 for place in range(layers)]

@@ -64,6 +64,9 @@ def gguf_tensors(
                 "tensor"
             )
         found[name] = _view(tensor.reads, kind.name, name, settings)
+    if settings.architecture.own_head and "token_embd.weight" in found and "output.weight" not in found:
+        embeddings = found["token_embd.weight"]
+        found["output.weight"] = RenamedTensor(name="output.weight", source=embeddings)
     _check_complete(found, settings)
     return tuple(found.values()), left_out
 
@@ -109,7 +112,7 @@ def _with_experts_stacked(tensors: Sequence[_Named], settings: Settings) -> Iter
 
 def _stacked(name: str, experts: dict[int, LogicalTensor], settings: Settings, cache: MatrixCache) -> MovedTensor:
     """The matrices of all experts as one tensor [experts, rows, columns]."""
-    count = _expert_count(settings)
+    count = settings.number("num_experts")
     first = next(iter(experts.values()))
     if sorted(experts) != list(range(count)) or any(tensor.shape != first.shape for tensor in experts.values()):
         raise ExportError(
@@ -125,7 +128,7 @@ def _parts_of_fused(
     tensor: _Named, layer: str, matrix: str, *, settings: Settings, cache: MatrixCache
 ) -> Iterator[_Named]:
     """Yield what llama.cpp holds of a tensor of all experts: [experts, rows, columns], with gate before up."""
-    count, inner = _expert_count(settings), settings.number("hidden_size")
+    count, inner = settings.number("num_experts"), settings.number("hidden_size")
     width = settings.get("moe_intermediate_size") or settings.number("intermediate_size")
     expected = (count, 2 * width, inner) if matrix == "gate_up_proj" else (count, inner, width)
     if tensor.reads.shape != expected:
@@ -140,10 +143,6 @@ def _parts_of_fused(
         )
         name = f"{layer}.{name}.weight"
         yield _Named(name=name, reads=_moved(name, (count, width, inner), segments, cache))
-
-
-def _expert_count(settings: Settings) -> int:
-    return settings.number("num_local_experts" if settings.get("num_local_experts") else "num_experts")
 
 
 def _moved(name: str, shape: tuple[int, ...], segments: tuple[Segment, ...], cache: MatrixCache) -> MovedTensor:
@@ -183,7 +182,7 @@ def _check_complete(found: dict[str, Any], settings: Settings) -> None:
             blocks[int(place)].add(rest)
     every = set().union(*blocks.values())
     needed = {f"blk.{place}.{rest}" for place in blocks for rest in every} | {"token_embd.weight", "output_norm.weight"}
-    if settings.get("tie_word_embeddings") is False:
+    if settings.get("tie_word_embeddings") is False:  # a key that is absent leaves it open
         needed.add("output.weight")
     missing = sorted(needed - found.keys())
     if missing or not every:
