@@ -25,7 +25,7 @@ from pqweights.kernels.devices import resolve_device
 from pqweights.planning.plan import Plan, index_json
 from pqweights.rewrite.differences import difference
 from pqweights.rewrite.journal import RunInputs
-from pqweights.rewrite.manifest import Manifest, read_manifest
+from pqweights.rewrite.manifest import CONTAINER_VERSION, MANIFEST_VERSION, Manifest, read_manifest
 from pqweights.rewrite.records import FileRecord, TensorRecord
 from pqweights.rewrite.stream import Stream
 from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
@@ -216,6 +216,7 @@ def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], workspace: Wor
         records=records,
         files=files,
         factors=None if fold is None else fold.digest(),
+        version=CONTAINER_VERSION if task.identity.container else MANIFEST_VERSION,
     )
     write_whole(workspace.folder, task.out / MANIFEST_FILE, manifest.to_pieces())
     sync_folder(task.out)

@@ -37,9 +37,10 @@ from pqweights.rewrite.identity import RunIdentity
 from pqweights.rewrite.records import FileRecord, TensorRecord, error_totals
 from pqweights.strict_json import Fields, json_pieces, parse_json
 
-MANIFEST_VERSION = 2
-# The hash of stored tensors in each version; nothing else differs.
-TENSOR_HASHES: dict[int, TensorHash] = {1: SHA256, MANIFEST_VERSION: HASH_OF_PIECES}
+# Results in safetensors have the second version, those in another container the third.
+MANIFEST_VERSION, CONTAINER_VERSION = 2, 3
+# The hash of stored tensors in each version.
+TENSOR_HASHES: dict[int, TensorHash] = {1: SHA256, MANIFEST_VERSION: HASH_OF_PIECES, CONTAINER_VERSION: HASH_OF_PIECES}
 # The key of a transform's account of itself (Transform.describe) that tells which kind of result it makes.
 KINDS = {"recipe": "master", "target": "export"}
 # The key of the digest of factors in what a manifest says of a fold.
@@ -75,7 +76,7 @@ class Manifest:
     records: what was measured of each tensor, in the order of identity.tensors
     files: the files without tensors, by name
     factors: the digest of the factors of a fold; None without one, and in manifests of earlier versions
-    version: that of the format; new manifests have the latest
+    version: that of the format; new manifests have the lowest that can say what they say
     """
 
     identity: RunIdentity
@@ -258,7 +259,7 @@ def parse_manifest(data: bytes) -> Manifest:
     version = found.get("manifest_version") if isinstance(found, dict) else type(found).__name__
     if type(version) is not int or version not in TENSOR_HASHES:
         raise MasterError(
-            f"{MANIFEST_FILE}: manifest_version: expected {min(TENSOR_HASHES)} to {MANIFEST_VERSION}, found "
+            f"{MANIFEST_FILE}: manifest_version: expected {min(TENSOR_HASHES)} to {max(TENSOR_HASHES)}, found "
             f"{version!r}; a newer pqweights may read it"
         )
     return _parse(Fields(found, _damaged), version)
@@ -283,6 +284,8 @@ def _parse(fields: Fields, version: int) -> Manifest:
         model=_parse_model(fields),
         master=fields.mapping("master") if "master" in fields else {},
     )
+    if bool(identity.container) != (version == CONTAINER_VERSION):
+        raise _damaged("manifest_version", "one for the files that it lists", version)
     return Manifest(
         identity=identity,
         source_fingerprint=source.text("fingerprint"),
