@@ -63,6 +63,7 @@ SOURCES = (
     "gguf_affine_parts.py",
     "gguf_symmetric_formats.py",
     "gguf_symmetric_lanes.py",
+    "gguf_symmetric_tiles.py",
     "gguf_types.py",
     "jit.py",
     "lanes.py",

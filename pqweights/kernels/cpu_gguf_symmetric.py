@@ -13,7 +13,8 @@ from numba import carray, types
 
 from pqweights.kernels.emit import LANES
 from pqweights.kernels.gguf_symmetric_formats import FORMATS, MOST_STARTS, STARTS
-from pqweights.kernels.gguf_symmetric_lanes import AT_ONCE, FACTORS, MOST_PARTS, make_fit
+from pqweights.kernels.gguf_symmetric_lanes import AT_ONCE, make_fit
+from pqweights.kernels.gguf_symmetric_tiles import FACTORS, MOST_PARTS
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.jit import inlined
 from pqweights.kernels.vector import stack
@@ -99,10 +100,10 @@ def _pack_q3_k(codes: Any, factors: Any, half: Any, out: Any) -> None:
         first, second = np.int32(factors[k * LANES]) + 32, np.int32(factors[(k + 8) * LANES]) + 32
         out[96 + k] = np.uint8((first & 15) | ((second & 15) << 4))
     for k in range(4):
-        high = np.int32(0)
+        rest = np.int32(0)
         for part in range(k, 16, 4):
-            high |= ((np.int32(factors[part * LANES]) + 32) >> 4) << (part // 4 * 2)
-        out[104 + k] = np.uint8(high)
+            rest |= ((np.int32(factors[part * LANES]) + 32) >> 4) << (part // 4 * 2)
+        out[104 + k] = np.uint8(rest)
     _write_half(half, out[108:])
 
 
@@ -126,9 +127,7 @@ def _encoder(name: str, pack: Any) -> Any:
     """The kernel of a format."""
     form, block_bytes = FORMATS[name], BLOCK_TYPES[name].block_bytes
     size, fit = form.block_size, make_fit(form)
-    turns, weighted_turns = (
-        (len(starts) - form.inner_starts) // AT_ONCE for starts in (form.starts, form.all_starts)
-    )
+    turns, weighted_turns = ((len(starts) - form.inner_starts) // AT_ONCE for starts in (form.starts, form.all_starts))
 
     def encode(
         values_at: Any,  # f32 [rows, row_blocks, size]

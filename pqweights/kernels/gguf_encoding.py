@@ -13,11 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.kernels import cpu, gguf_affine_formats, gguf_symmetric_formats
+from pqweights.kernels.gguf_affine_formats import AffineFormat
+from pqweights.kernels.gguf_symmetric_formats import SymmetricFormat
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 
 Floats = npt.NDArray[np.float32]
 
-_FORMATS = {**gguf_affine_formats.FORMATS, **gguf_symmetric_formats.FORMATS}
+_FORMATS: dict[str, AffineFormat | SymmetricFormat] = {**gguf_affine_formats.FORMATS, **gguf_symmetric_formats.FORMATS}
 # type -> its kernel
 KERNELS = {name: f"encode_gguf_{name.lower()}" for name in _FORMATS}
 # Columns that hardly count are taken to count this much, of the one that counts most.

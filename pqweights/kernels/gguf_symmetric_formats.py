@@ -62,7 +62,6 @@ class SymmetricFormat:
         pairs = zip(self.values, self.values[1:], strict=False)
         return (0.0, *((low + high) / 2 for low, high in pairs)) if self.values else ()
 
-
     def settings(self, *, weighted: bool) -> tuple[float, ...]:
         """What the kernels read: the tables, each where VALUES, LIMITS, MULTIPLIERS and STARTS say.
 
@@ -81,8 +80,28 @@ def _between(first: float, last: float, count: int) -> tuple[float, ...]:
 # Those whose codes cannot be out of range come first: trying them costs less. At the end the scales for parts whose
 # largest weights hardly count.
 _Q8_0_STARTS = (*_between(-121, -127.25, 14), *_between(112.5, 120.5, 14), -127.75, -128.5, 150, 200)
-_Q5_0_STARTS = (*_between(14, 15.25, 5), -14.5, -14.75, -15, *_between(-15.5, -18, 8), *_between(15.5, 17.5, 5), 21, -24, 30)
-_Q4_0_STARTS = (*_between(6, 7.25, 5), -6.75, -7, -7.25, *_between(-7.75, -10.5, 8), *_between(7.75, 9.5, 5), 12, -14, 18)
+_Q5_0_STARTS = (
+    *_between(14, 15.25, 5),
+    -14.5,
+    -14.75,
+    -15,
+    *_between(-15.5, -18, 8),
+    *_between(15.5, 17.5, 5),
+    21,
+    -24,
+    30,
+)
+_Q4_0_STARTS = (
+    *_between(6, 7.25, 5),
+    -6.75,
+    -7,
+    -7.25,
+    *_between(-7.75, -10.5, 8),
+    *_between(7.75, 9.5, 5),
+    12,
+    -14,
+    18,
+)
 _Q6_K_STARTS = (*_between(29, 31.25, 6), -30, -31, *_between(-31.5, -35, 7), 32.25, 33.5, -40, 42, -52)
 _Q3_K_STARTS = (2.75, 3, -3, 3.25, *_between(-3.5, -6, 8), *_between(3.5, 5, 5), 6, -7.5, 10)
 _IQ4_NL_STARTS = (*_between(-118, -170, 14), *_between(105, 152, 14), -190, -240, 175, 220)

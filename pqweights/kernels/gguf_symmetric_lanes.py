@@ -8,8 +8,9 @@ tests/support/gguf_symmetric_reference.py repeats them in numpy.
 1. Load.    Transpose, find the weight of largest magnitude of each part, and scale the block by a power of two so that
             magnitudes end in [1, 4).
 2. Search.  For each part, that weight is put at many places (`starts`, in units of codes, of both signs: the lowest
-            code has no mirror image). The sums of e^2, e r and r^2, with r the code's value at t and e = t - r, weighted
-            by importance, give the least-squares scale for those codes and the error that is left. The least error wins.
+            code has no mirror image). With t = w / scale, r the value of the nearest code and e = t - r, the sums of
+            e^2 and e r, weighted by importance, give the least-squares scale for those codes and the error that is
+            left. The least error wins.
 3. Factors. For some candidates of d, each part tries the whole numbers around its scale divided by d.
             Then d moves to the least-squares fit of all codes and factors, and both of its neighbours in F16 are tried
             with the factors nearby. Errors are those of the weights as decoded in float32. One part: no factors.
@@ -18,136 +19,18 @@ tests/support/gguf_symmetric_reference.py repeats them in numpy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 from numba import types
 from numba.extending import intrinsic
 
-from pqweights.kernels.emit import (
-    F32,
-    FLOATS,
-    I64,
-    INTS,
-    LANES,
-    Lanes,
-    array_pointers,
-    constant,
-    load,
-    loop,
-    splat,
-    store,
-    transposed,
-)
-from pqweights.kernels.gguf_symmetric_formats import LIMITS, MULTIPLIERS, STARTS, VALUES, SymmetricFormat
-from pqweights.kernels.vector import Table
+from pqweights.kernels.emit import F32, I64, LANES, Lanes, array_pointers, loop, splat, store, transposed
+from pqweights.kernels.gguf_symmetric_formats import MULTIPLIERS, STARTS, SymmetricFormat
+from pqweights.kernels.gguf_symmetric_tiles import EXTREMES, FACTORS, SCALES, TRIED, Codes, Scaling, Tile, load_tile
 
-MOST_PARTS = 16
 AT_ONCE = 4  # candidates that one pass over the weights evaluates
 LARGEST_F16 = 65504.0
-# Where in the memory for numbers of parts each array [MOST_PARTS, 16] begins.
-EXTREMES, SCALES, TRIED, FACTORS = (kind * MOST_PARTS * LANES for kind in range(4))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Tile:
-    """Sixteen blocks, one of each of sixteen rows.
-
-    builder: LLVM's.
-    format: what the blocks are to become; known when the code is emitted.
-    importance: pointer to f32, one for each weight of a block.
-    outer_turns: how many fours of starts that may lead to codes out of range are tried (i64).
-    settings: pointer to f32, the tables of the format (see gguf_symmetric_formats.settings).
-    parts: pointer to f32, numbers of the parts: four arrays [MOST_PARTS, 16].
-    work: pointer to f32 [weights of a block, 16], aligned to 64 bytes.
-    """
-
-    builder: Any
-    format: SymmetricFormat
-    importance: Any
-    outer_turns: Any
-    settings: Any
-    parts: Any
-    work: Any
-
-    @property
-    def zero(self) -> Lanes:
-        """0 in every lane."""
-        return constant(self.builder, FLOATS, [0.0] * LANES)
-
-    def weights(self, j: Any) -> Lanes:
-        """Weight j of the sixteen blocks."""
-        return load(self.builder, self.work, self.builder.mul(j, I64(LANES)), align=64)
-
-    def weighted(self, j: Any) -> tuple[Lanes, Lanes]:
-        """Weight j of the sixteen blocks, and its importance."""
-        return self.weights(j), splat(self.builder, self.builder.load(self.builder.gep(self.importance, [j])))
-
-    def setting(self, place: Any) -> Lanes:
-        """One of the settings, in every lane."""
-        return splat(self.builder, self.builder.load(self.builder.gep(self.settings, [place])))
-
-    def of_part(self, kind: int, part: Any) -> Lanes:
-        """A number of the sixteen blocks' part; kind: where its array begins."""
-        return load(self.builder, self.parts, self._place(kind, part), align=64)
-
-    def keep(self, kind: int, part: Any, numbers: Lanes) -> None:
-        """The inverse of `of_part`."""
-        store(numbers, self.parts, self._place(kind, part), align=64)
-
-    def _place(self, kind: int, part: Any) -> Any:
-        return self.builder.add(I64(kind), self.builder.mul(part, I64(LANES)))
-
-    def over_part(self, part: Any, carried: Any, body: Callable[[Lanes, Lanes, Any], Any]) -> Any:
-        """`carried` after body(weight, importance, carried) for each weight of a part."""
-        b, first = self.builder, self.builder.mul(part, I64(self.format.part_size))
-        return loop(b, I64(self.format.part_size), carried, lambda j, state: body(*self.weighted(b.add(first, j)), state))
-
-    def over_parts(self, carried: Any, body: Callable[[Any, Any], Any]) -> Any:
-        """`carried` after body(part, carried) for each part."""
-        return loop(self.builder, I64(self.format.parts), carried, body)
-
-
-class Codes:
-    """The nearest codes of a format: their values, and their indices."""
-
-    def __init__(self, tile: Tile) -> None:
-        self._format = tile.format
-        if tile.format.values:
-            self._values, self._limits = (Table(tile.builder, tile.settings, at, LANES) for at in (VALUES, LIMITS))
-
-    def value(self, t: Lanes) -> Lanes:
-        """The value of the code nearest to t, in units of codes."""
-        if self._format.values:
-            return self._values.look_up(self._search(t))
-        return t.rint().maximum(self._format.lowest).minimum(self._format.highest)
-
-    def index_and_value(self, t: Lanes) -> tuple[Lanes, Lanes]:
-        """The index of that code, counted from the lowest (int32), and its value."""
-        if self._format.values:
-            index = self._search(t)
-            return index, self._values.look_up(index)
-        value = self.value(t)
-        return (value - self._format.lowest).whole(), value
-
-    def _search(self, t: Lanes) -> Lanes:
-        """The index of the nearest of sixteen values, the lower one on a tie: a binary search."""
-        zero = constant(t.builder, INTS, [0] * LANES)
-        index = (t > self._format.limits[8]).choose(zero.of(8), zero)
-        for bit in (4, 2, 1):
-            upper = index | bit
-            index = (t > self._limits.look_up(upper)).choose(upper, index)
-        return index
-
-
-class _Scaling(NamedTuple):
-    """Powers of two that lead from the weights to the work, and back; whether a block is all zeros."""
-
-    down: Lanes
-    up: Lanes
-    empty: Lanes
 
 
 class _Moments(NamedTuple):
@@ -179,50 +62,6 @@ def _inverse(scale: Lanes) -> Lanes:
     return is_zero.choose(scale.of(0.0), 1.0 / is_zero.choose(scale.of(1.0), scale))
 
 
-# --- 1. Load ---
-
-
-def _load(tile: Tile, values: Any, places: list[Any]) -> _Scaling:
-    """Fill the work, scaled, and the extremes of the parts; places: where in the values each lane's block begins."""
-    b = tile.builder
-
-    def load_part(part: Any, most: Lanes) -> Lanes:
-        extreme = _transpose_part(tile, values, places, part)
-        tile.keep(EXTREMES, part, extreme)
-        return most.maximum(extreme.magnitude())
-
-    most = tile.over_parts(tile.zero, load_part)
-    exponent = (most.bits() >> 23) - 127  # of a subnormal number: -127
-    exponent = exponent.maximum(-126).minimum(126)
-    down, up = ((127 - exponent) << 23).floats(), ((exponent + 127) << 23).floats()
-
-    def scale_part(part: Any, nothing: tuple[()]) -> tuple[()]:
-        tile.keep(EXTREMES, part, tile.of_part(EXTREMES, part) * down)
-        return nothing
-
-    def scale_weight(j: Any, nothing: tuple[()]) -> tuple[()]:
-        store(tile.weights(j) * down, tile.work, b.mul(j, I64(LANES)), align=64)
-        return nothing
-
-    tile.over_parts((), scale_part)
-    loop(b, I64(tile.format.block_size), (), scale_weight)
-    return _Scaling(down, up, most.equals(0.0))
-
-
-def _transpose_part(tile: Tile, values: Any, places: list[Any], part: Any) -> Lanes:
-    """Fill the work of a part with the weights as they are; returns those of largest magnitude."""
-    b, first = tile.builder, tile.builder.mul(part, I64(tile.format.part_size))
-    smallest = largest = tile.zero
-    for sixteen in range(0, tile.format.part_size, LANES):
-        at = b.add(first, I64(sixteen))
-        columns = transposed([load(b, values, b.add(place, at)) for place in places])
-        for k, column in enumerate(columns):
-            store(column, tile.work, b.mul(b.add(at, I64(k)), I64(LANES)), align=64)
-        smallest = smallest.minimum(reduce(Lanes.minimum, columns))
-        largest = largest.maximum(reduce(Lanes.maximum, columns))
-    return (-smallest >= largest).choose(smallest, largest)
-
-
 # --- 2. Search ---
 
 
@@ -238,7 +77,9 @@ def _searched(tile: Tile, codes: Codes, part: Any) -> Lanes:
         at = b.add(I64(STARTS + first), b.mul(turn, I64(AT_ONCE)))
         starts = [tile.setting(b.add(at, I64(c))) for c in range(AT_ONCE)]
         inverses = [start * inverse_reference for start in starts]
-        for start, inverse, (ee, er) in zip(starts, inverses, _moments(tile, codes, part, inverses, clips), strict=True):
+        for start, inverse, (ee, er) in zip(
+            starts, inverses, _moments(tile, codes, part, inverses, clips), strict=True
+        ):
             scale = reference / start
             # From t = e + r: the sum of r^2, which is not negative. A smaller slope than the best one overestimates
             # the error.
@@ -287,7 +128,7 @@ def _errors(tile: Tile, codes: Codes, part: Any, scales: list[Lanes]) -> tuple[L
 # --- 3. Factors ---
 
 
-def _f16_neighbours(tile: Tile, scaling: _Scaling, scale: Lanes) -> tuple[Lanes, Lanes]:
+def _f16_neighbours(tile: Tile, scaling: Scaling, scale: Lanes) -> tuple[Lanes, Lanes]:
     """The F16 number nearest to a scale, and the next one on the scale's other side, in the scale of the work."""
     x = (scale * scaling.up).minimum(LARGEST_F16).maximum(-LARGEST_F16)
     magnitude = x.magnitude()
@@ -352,7 +193,7 @@ def _kept(tile: Tile, codes: Codes, best: _Found, d: Lanes, width: int) -> _Foun
     return best.or_better(error, d)
 
 
-def _fit_super_blocks(tile: Tile, codes: Codes, scaling: _Scaling) -> Lanes:
+def _fit_super_blocks(tile: Tile, codes: Codes, scaling: Scaling) -> Lanes:
     """d of blocks of several parts; their factors go to FACTORS."""
     b, form = tile.builder, tile.format
 
@@ -383,7 +224,7 @@ def _fit_super_blocks(tile: Tile, codes: Codes, scaling: _Scaling) -> Lanes:
     ).number
 
 
-def _fit_blocks(tile: Tile, codes: Codes, scaling: _Scaling) -> Lanes:
+def _fit_blocks(tile: Tile, codes: Codes, scaling: Scaling) -> Lanes:
     """d of blocks of one part."""
     b, only, one = tile.builder, I64(0), tile.zero.of(1.0)
     tile.keep(FACTORS, only, one)
@@ -425,7 +266,7 @@ def _encode(tile: Tile, codes: Codes, d: Lanes, out: Any) -> tuple[Lanes, Lanes]
     return tile.over_parts((zero, zero), encode_part)
 
 
-def _half_bits(scaling: _Scaling, d: Lanes) -> Lanes:
+def _half_bits(scaling: Scaling, d: Lanes) -> Lanes:
     """The bits of d, an F16 number in the scale of the work, as int32."""
     x = scaling.empty.choose(d.of(0.0), d * scaling.up)
     magnitude = x.magnitude()
@@ -459,7 +300,7 @@ def make_fit(form: SymmetricFormat) -> Any:
             memory = {"importance": importance, "work": work, "settings": settings, "parts": parts}
             tile = Tile(builder=b, format=form, outer_turns=args[4], **memory)
             codes = Codes(tile)
-            scaling = _load(tile, values, [b.load(b.gep(places, [I64(lane)])) for lane in range(LANES)])
+            scaling = load_tile(tile, values, [b.load(b.gep(places, [I64(lane)])) for lane in range(LANES)])
             d = (_fit_super_blocks if form.parts > 1 else _fit_blocks)(tile, codes, scaling)
             for k, total in enumerate(_encode(tile, codes, d, codes_out)):
                 store(total * scaling.up.wide() * scaling.up.wide(), sums, I64(k * LANES))

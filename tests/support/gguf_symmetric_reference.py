@@ -1,4 +1,4 @@
-"""A numpy reference for GGUF's blocks without offsets: the rule of pqweights/kernels/gguf_symmetric_lanes.py, and bytes.
+"""A numpy reference for GGUF's blocks without offsets: the rule of gguf_symmetric_lanes.py, and the bytes.
 
 Every line is an operation of that rule on all blocks at once, in float32 and in the same order, so the results are the
 same bits. The code is independent: it shares no helper with the kernels, and is told where the search starts.
@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from pqweights.kernels.gguf_symmetric_formats import FORMATS, SymmetricFormat
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -40,16 +42,6 @@ class Encoded(NamedTuple):
     errors: Doubles
 
 
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """Where the search begins: see pqweights.kernels.gguf_symmetric_formats.SymmetricFormat."""
-
-    starts: Sequence[float]
-    inner_starts: int
-    multipliers: Sequence[float]
-    factors_tried: int
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Blocks:
     """Blocks in the scale of the work, the importance of their weights, and the codes of their type."""
@@ -68,8 +60,10 @@ class _Blocks:
         return np.minimum(np.maximum(np.rint(t), F32(low)), F32(high))
 
 
-def encode(name: str, values: Floats, importance: Floats | None, search: Search) -> Encoded:
+def encode(name: str, values: Floats, importance: Floats | None) -> Encoded:
     """Encode weights [rows, columns]; importance [columns], above 0."""
+    search = FORMATS[name]
+    starts = search.starts if importance is None else search.all_starts
     parts, size = LAYOUTS[name][:2]
     rows, columns = values.shape
     factors = np.ones(columns, dtype=np.float32) if importance is None else importance
@@ -80,7 +74,7 @@ def encode(name: str, values: Floats, importance: Floats | None, search: Search)
         exponent = np.clip((most.view(np.uint32) >> 23).astype(np.int32) - 127, -126, 126)
         down, up = (np.ldexp(F32(1), power).astype(np.float32) for power in (-exponent, exponent))
         blocks = _Blocks(name=name, w=w * down, importance=f, up=up, down=down)
-        scales = np.stack([_searched(blocks, part, search) for part in range(parts)])
+        scales = np.stack([_searched(blocks, part, starts) for part in range(parts)])
         d, whole = _super_blocks(blocks, scales, search) if parts > 1 else _single(blocks, scales[0])
         return _encoded(blocks, d, whole, most == 0)
 
@@ -93,7 +87,7 @@ def _sum(terms: Floats) -> Floats:
     return total
 
 
-def _searched(blocks: _Blocks, part: int, search: Search) -> Floats:
+def _searched(blocks: _Blocks, part: int, starts: Sequence[float]) -> Floats:
     """Step 2: the best scale of a part."""
     w, f = blocks.w[part], blocks.importance[part]
     smallest, largest = np.minimum(w.min(0), F32(0)), np.maximum(w.max(0), F32(0))
@@ -101,10 +95,10 @@ def _searched(blocks: _Blocks, part: int, search: Search) -> Floats:
     reference = np.where(extreme == 0, F32(1), extreme)
     energy = _sum(f * (w * w))
     least, best = np.full_like(extreme, np.inf), np.zeros_like(extreme)
-    for k, start in enumerate(search.starts):
+    for k, start in enumerate(starts):
         inverse, scale = F32(start) * (F32(1) / reference), reference / F32(start)
         t = w * inverse
-        r = np.rint(t) if k < search.inner_starts else blocks.value(t)
+        r = np.rint(t) if k < FORMATS[blocks.name].inner_starts else blocks.value(t)
         e = t - r
         ee, er = _sum((f * e) * e), _sum((f * e) * r)
         rr = ((energy * inverse) * inverse - er) - (er + ee)
@@ -130,7 +124,6 @@ def _f16_neighbours(blocks: _Blocks, scale: Floats) -> Iterator[Floats]:
     """The nearest F16 number, and the next one on the other side; from numpy's own conversion."""
     x = np.clip(scale * blocks.up, F32(-65504), F32(65504))
     nearest = np.abs(x).astype(np.float16)
-    above = np.nextafter(nearest, np.float16(np.inf)).astype(np.float32)
     floor = np.maximum(np.frexp(np.abs(x))[1] - 1, -14)  # the step is that of x, even where `nearest` has a larger one
     below = nearest.astype(np.float32) - np.ldexp(F32(1), floor - 10)
     above = nearest.astype(np.float32) + np.ldexp(F32(1), floor - 10)
@@ -178,7 +171,7 @@ def _tried(blocks: _Blocks, scales: Floats, d: Floats, width: int) -> tuple[Floa
     return total, np.stack(chosen)
 
 
-def _super_blocks(blocks: _Blocks, scales: Floats, search: Search) -> tuple[Floats, Floats]:
+def _super_blocks(blocks: _Blocks, scales: Floats, search: SymmetricFormat) -> tuple[Floats, Floats]:
     """Step 3 for blocks of several parts."""
     largest = np.zeros_like(scales[0])
     for scale in scales:

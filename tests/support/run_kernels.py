@@ -20,6 +20,7 @@ from typing import Any
 
 import attention_cases
 import compensation_reference
+import gguf_symmetric_reference
 import groups_reference
 import independent_reader
 import numpy as np
@@ -42,6 +43,7 @@ from pqweights.kernels import (
     load_backend,
 )
 from pqweights.kernels.attention_task import POLAR_WIDTHS, TOKEN_WIDTHS
+from pqweights.kernels.gguf_encoding import _normalized, encode_blocks
 from pqweights.kernels.groups import BEST, FLOAT_MODES, RUNTIME_RULES, FloatRule, GroupRule, Groups
 from pqweights.kernels.trellis import Superblocks
 
@@ -143,6 +145,24 @@ def round_floats_digest(backend: str) -> str:
         rule = FloatRule(kind, 8 if kind == "mxfp8" else 4, size)
         found += _arrays(rule.quantize(groups_reference.bf16(some_groups(size))))
     return _digest(*found)
+
+
+def _gguf_symmetric_digest(name: str) -> Callable[[str], str]:
+    """Encode blocks of GGUF without offsets, all columns alike and with unequal importance."""
+
+    def digest(backend: str) -> str:
+        found: list[npt.NDArray[Any]] = []
+        values = some_groups(512).reshape(37, 512)
+        for importance in (None, np.exp(np.random.default_rng(4).standard_normal(512)).astype(np.float32)):
+            if backend == "reference":
+                factors = None if importance is None else _normalized(importance, 512)
+                found += gguf_symmetric_reference.encode(name, values, factors)
+            else:
+                out = encode_blocks(name, values, importance)
+                found += [out.data, out.energies, out.errors]
+        return _digest(*found)
+
+    return digest
 
 
 def rotate_digest(backend: str) -> str:
@@ -477,6 +497,7 @@ DIGESTS: dict[str, Callable[[str], str]] = {
     "fit": fit_digest,
     "round": round_digest,
     "round_floats": round_floats_digest,
+    **{f"encode_gguf_{name.lower()}": _gguf_symmetric_digest(name) for name in gguf_symmetric_reference.LAYOUTS},
     "rotate": rotate_digest,
     "pack_bits": pack_bits_digest,
     "pack_tiles": pack_tiles_digest,
