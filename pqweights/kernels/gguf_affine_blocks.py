@@ -43,6 +43,7 @@ from pqweights.kernels.gguf_affine_parts import (
     fit_part,
     inverse_of,
     load_blocks,
+    shortest,
     sum_up,
 )
 
@@ -392,7 +393,7 @@ def encode_affine_16(
         def fit(part: Any, nothing: tuple[()]) -> tuple[()]:
             found = fit_part(blocks, part)
             blocks.keep(found.offset, OFFSET, part)
-            sum_up(blocks, part, found.scale, found.offset)
+            sum_up(blocks, part, shortest(blocks, part, found.scale, found.offset), found.offset)
             return nothing
 
         blocks.over_parts((), fit)

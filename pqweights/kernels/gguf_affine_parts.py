@@ -291,6 +291,21 @@ def inverse_of(scale: Lanes) -> Lanes:
     return usable.choose(1.0 / usable.choose(scale, 1.0), 0.0)
 
 
+def shortest(blocks: AffineBlocks, part: Any, scale: Lanes, offset: Lanes) -> Lanes:
+    """The smallest scale that gives the same weights by multiples of the codes; 0 if all codes are 0.
+
+    A part with one large weight may have codes 0 and 1 alone. As large a scale would leave few integers to the others.
+    """
+    inverse, last = inverse_of(scale), float(blocks.format.last_code)
+
+    def widest(j: Any, most: Lanes) -> Lanes:
+        return code_of(blocks, blocks.weights(j), inverse, offset).maximum(most)
+
+    most = blocks.over_part(part, blocks.zero, widest)
+    times = (last / most.maximum(1.0) - 0.499).rint()  # rounded down
+    return (most > 0.0).choose(scale / times, 0.0)
+
+
 def sum_up(blocks: AffineBlocks, part: Any, scale: Lanes, offset: Lanes) -> None:
     """Keep the sums over a part, and the scale that is best for its codes."""
     inverse = inverse_of(scale)

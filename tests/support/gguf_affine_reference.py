@@ -112,7 +112,8 @@ def _fitted(w: Floats, factors: Floats | None, settings: Floats, form: _Form) ->
             moved = [_moments(w, factors, *chain, form) for chain in chains]
             for c, moments in enumerate(moved):
                 best, chains[c] = _moved(best, *chains[c], moments, totals, relax)
-    return best[1], best[2], totals
+    most = _codes(w, best[1], best[2], form).max(axis=1)
+    return np.where(most > 0, best[1] / np.floor(form.code / _maximum(most, f32(1))), f32(0)), best[2], totals
 
 
 def _moments(w: Floats, factors: Floats | None, scale: Floats, offset: Floats, form: _Form) -> list[Floats]:
