@@ -12,7 +12,8 @@ from . import chat, options, output, replies
 ModelArgument = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="Master, export or any checkpoint of a language model: a folder, or ORG/NAME on the Hub."
+        metavar="MODEL",
+        help="Master, export or any checkpoint of a language model: a folder, or ORG/NAME on the Hub; or a GGUF file.",
     ),
 ]
 PromptOption = Annotated[

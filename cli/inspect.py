@@ -11,6 +11,7 @@ import typer
 
 from . import options, output, report
 from .report_errors import integer_form_lines, quality_lines
+from .report_gguf import gguf_lines
 from .report_kv import kv_lines
 from .report_summary import action_text, is_summarized, summary_table
 from .tables import table, wrapped
@@ -26,8 +27,8 @@ FolderOrSource = Annotated[
     str,
     typer.Argument(
         metavar="DIR",
-        help="Master or export written by pqweights: a folder, or ORG/NAME on the Hub. With --distribution, any "
-        "checkpoint; with --kv, any of a language model.",
+        help="Master or export written by pqweights: a folder, or ORG/NAME on the Hub. Also any GGUF file. With "
+        "--distribution, any checkpoint; with --kv, any of a language model.",
     ),
 ]
 DistributionOption = Annotated[
@@ -94,7 +95,10 @@ def command(
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Show what a finished folder holds: tensors, bits, relative errors, sizes and totals."""
+    """Show what a finished folder holds: tensors, bits, relative errors, sizes and totals.
+
+    Of a GGUF file, whoever wrote it, show the tensors, their types and sizes, and the metadata.
+    """
     with output.errors(quiet=quiet):
         from pqweights.checkpoint.names import MANIFEST_FILE
 
@@ -116,6 +120,9 @@ def command(
             _show_distribution(found.path, asked)
         else:
             found = options.fetched(folder, options.access(revision, token), only=[MANIFEST_FILE])
+            if _is_foreign_gguf(found.path):
+                _show_gguf(found.path, plot, summary=summary, json=json)
+                return
             shown = _show_folder(found.path, plot, summary=summary, json=json)
             if found.origin is None:
                 report.warn_of_broken_files(found.path, shown.manifest)
@@ -191,6 +198,28 @@ def _show_folder(folder: Path, plot: Path | None, *, summary: bool | None, json:
         lines = [*tensors, "", _totals_lines(found), *_error_lines(found.manifest)]
         typer.echo(wrapped("\n".join(lines)))
     return found
+
+
+def _is_foreign_gguf(path: Path) -> bool:
+    """Whether a path is GGUF without the manifest of an export: a file, or a folder that somebody else filled."""
+    from pqweights.checkpoint.interrupted import is_interrupted
+    from pqweights.checkpoint.names import MANIFEST_FILE
+    from pqweights.gguf.file import is_gguf
+
+    return is_gguf(path) and not (path / MANIFEST_FILE).is_file() and not is_interrupted(path)
+
+
+def _show_gguf(path: Path, plot: Path | None, *, summary: bool | None, json: bool) -> None:
+    from pqweights.errors import OptionError
+    from pqweights.results.inspect_gguf import inspect_gguf
+
+    if plot is not None:
+        raise OptionError("--plot: a GGUF file does not say how large the errors of its weights are; leave it out")
+    found = inspect_gguf(path)
+    if json:
+        output.print_json(found.to_json())
+    else:
+        typer.echo(wrapped("\n".join(gguf_lines(found, summary))))
 
 
 def _tensor_lines(manifest: Manifest, summary: bool | None) -> list[str]:

@@ -289,6 +289,8 @@ def inspect(folder: str | PathLike[str], *, revision: str | None = None, token: 
     folder: a folder, or ORG/NAME on the Hub, of which only the manifest is fetched
     revision, token: those of a repository on the Hub
 
+    For a GGUF file that has no manifest beside it, see pqweights.results.inspect_gguf.
+
     Raises MasterError, SourceError or HubError.
     """
     found = local_folder(arguments.local_or_hub("folder", folder), Access(revision, token), only=[MANIFEST_FILE])

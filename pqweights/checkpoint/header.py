@@ -21,6 +21,7 @@ from pqweights.strict_json import MAX_ELEMENTS
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
+ONLY_GGUF_READERS = "GGUF, which only pqweights eval, generate and inspect read"
 # The digits of the two offsets of a tensor, in files of gigabytes.
 OFFSET_DIGITS = 20
 
@@ -98,11 +99,18 @@ def _damaged(file: str, what: str) -> SourceError:
     return SourceError(f"{file}: {what}; the file is damaged, or not a safetensors file: fetch it again")
 
 
+def gguf_refused(file: str) -> SourceError:
+    """Return the error for a GGUF file where a checkpoint or a master is expected. file: what the message calls it"""
+    return SourceError(
+        f"{file}: {ONLY_GGUF_READERS}; give the original safetensors checkpoint or a master made from it"
+    )
+
+
 def _read_json(file: str, file_bytes: int, read: Callable[[int, int], bytes]) -> tuple[dict[str, Any], int]:
     """Read the JSON object of a header, and return it with the offset at which the data begin."""
     start = read(0, min(8, file_bytes))
     if start.startswith(b"GGUF"):
-        raise SourceError(f"{file}: GGUF, which is already quantized; give the original safetensors checkpoint")
+        raise gguf_refused(file)
     if file_bytes < 8:
         raise _damaged(file, f"expected a safetensors header of at least 8 bytes, found a file of {file_bytes} bytes")
     header_bytes = int.from_bytes(start, "little")

@@ -19,7 +19,7 @@ import numpy as np
 
 from pqweights.checkpoint import master, pickled, quantized
 from pqweights.checkpoint.companions import NOT_GIVEN, WEIGHT_SUFFIXES, companions
-from pqweights.checkpoint.header import StoredTensor, parse_header
+from pqweights.checkpoint.header import StoredTensor, gguf_refused, parse_header
 from pqweights.checkpoint.interrupted import describe_interrupted, is_interrupted
 from pqweights.checkpoint.names import (
     CONFIG_FILE,
@@ -280,7 +280,7 @@ def _weight_files(storage: Storage, *, allow_pickle: bool, single_file: bool) ->
         )
     gguf = [name for name in here if name.endswith(".gguf")]
     if gguf:
-        raise SourceError(f"{gguf[0]}: GGUF, which is already quantized; give the original safetensors checkpoint")
+        raise gguf_refused(gguf[0])
     return _pickled_files(storage, [name for name in here if pickled.is_pickle(name)], allow_pickle)
 
 

@@ -15,8 +15,8 @@ from pqweights.evaluate.report import EvaluationReport, EvaluationSettings, Mode
 from pqweights.evaluate.speed import Speed, measure_speed
 from pqweights.notices import slow_step
 from pqweights.runtimes.cached import MEASURED_QUERIES, CachedRun, CacheFigures, check_spec
-from pqweights.runtimes.folders import Folder, Size, read_folder, size
-from pqweights.runtimes.models import AUTO, DTYPES, Model, check_options, choose_device, open_model
+from pqweights.runtimes.folders import Folder, Size, read_model, size
+from pqweights.runtimes.models import AUTO, DTYPES, Model, check_llama_cpp, check_options, choose_device, open_model
 from pqweights.runtimes.texts import Ids, check_vocabulary, tokenize
 
 DEFAULT_WINDOW, DEFAULT_STRIDE = 2048, 512
@@ -180,14 +180,13 @@ def _prepare(models: Sequence[Path], text: str, options: EvaluationOptions, *, p
         raise EvaluationError(
             "--speed: it measures models as they are; `pqweights generate --kv-cache` prints its speed"
         )
-    compared = [read_folder(path) for path in models]
-    base = [] if options.reference is None else [read_folder(options.reference)]
+    compared = [read_model(path) for path in models]
+    base = [] if options.reference is None else [read_model(options.reference)]
     folders = [*base, *compared]
+    for folder in folders:
+        check_options(folder, options.device, options.packed and folder in compared)
+    check_llama_cpp(folders, dtype=options.dtype, has_kv_cache=bool(options.kv_caches))
     device = choose_device(options.device, folders)
-    for folder in base:
-        check_options(folder, device, packed=False)
-    for folder in compared:
-        check_options(folder, device, options.packed)
     windows = choose_windows(folders, options.reading)
     if base:
         _check_same_vocabulary(base[0], compared)
@@ -292,13 +291,15 @@ def choose_windows(folders: Sequence[Folder], options: TextOptions) -> Windows:
 
     Raises EvaluationError if a model takes fewer tokens than was asked for.
     """
-    limits = [(folder.context, folder.path) for folder in folders if folder.context is not None]
-    shortest, path = min(limits, default=(None, None))
+    limits = [(folder.context, folder) for folder in folders if folder.context is not None]
+    shortest, folder = min(limits, key=lambda limit: (limit[0], limit[1].path), default=(None, None))
     window = options.window
     if window is None:
         window = min(DEFAULT_WINDOW, shortest or DEFAULT_WINDOW)
-    elif shortest is not None and window > shortest:
-        raise EvaluationError(f"--window {window}: {path} takes at most {shortest} tokens (by its config.json)")
+    elif shortest is not None and folder is not None and window > shortest:
+        raise EvaluationError(
+            f"--window {window}: {folder.path} takes at most {shortest} tokens (by its {folder.stated_in})"
+        )
     stride = options.stride or min(DEFAULT_STRIDE, max(1, window // 4))
     return Windows(size=window, stride=stride, score_first=options.score_first)
 
@@ -308,7 +309,7 @@ def _check_same_vocabulary(base: Folder, others: Sequence[Folder]) -> None:
     for folder in others:
         if None not in (folder.vocabulary, base.vocabulary) and folder.vocabulary != base.vocabulary:
             raise EvaluationError(
-                f"{folder.path}: its config.json has {folder.vocabulary} tokens, that of the reference "
+                f"{folder.path}: its {folder.stated_in} has {folder.vocabulary} tokens, that of the reference "
                 f"{base.vocabulary}: expected models with the same vocabulary"
             )
 

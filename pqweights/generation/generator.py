@@ -29,9 +29,10 @@ from pqweights.generation.prompts import (
 from pqweights.generation.report import CONTEXT, END, INTERRUPTED, LENGTH, Generation, GenerationSettings, Timings
 from pqweights.generation.text import CONTEXT_TOKENS, TextStream
 from pqweights.runtimes.cached import CachedRun, CacheFigures
-from pqweights.runtimes.folders import read_folder
+from pqweights.runtimes.folders import read_model
+from pqweights.runtimes.llama_tokens import GgufTokenizer
 from pqweights.runtimes.memory import peak_bytes
-from pqweights.runtimes.models import Model, check_options, choose_device, open_model
+from pqweights.runtimes.models import Model, check_llama_cpp, check_options, choose_device, open_model
 from pqweights.runtimes.steps import TorchStepper
 from pqweights.runtimes.texts import Ids, load_tokenizer
 
@@ -62,16 +63,19 @@ class Generator:
         """
         start = time.perf_counter()
         options.check()
-        self._folder, self._options, self._tell = read_folder(path), options, tell
+        self._folder, self._options, self._tell = read_model(path), options, tell
         self._name = name or str(path)
+        check_options(self._folder, options.device, bool(options.packed))
+        check_llama_cpp([self._folder], dtype=options.dtype, has_kv_cache=options.kv_cache is not None)
         self._device = choose_device(options.device, [self._folder])
-        check_options(self._folder, self._device, bool(options.packed))
         self._settings = read_settings(self._folder)
         self._choice = choose_tokens(options, self._settings)
         self._random = np.random.default_rng(self._choice.seed)
         self._tokenizer_place = options.tokenizer or path
         self._tokenizer = load_tokenizer(self._tokenizer_place)
         self._ends = self._settings.ends | ({self._tokenizer.eos_token_id} - {None})
+        if isinstance(self._tokenizer, GgufTokenizer):
+            self._ends |= self._tokenizer.ends
         self.chats = options.chat and has_chat_template(self._tokenizer)
         if options.system is not None and not self.chats:
             raise GenerationError(f"{path}: --system: the model has no chat template; put the text into the prompt")

@@ -11,7 +11,7 @@ from typing import Any
 from pqweights.checkpoint.storage import LocalStorage, read_file
 from pqweights.errors import OptionError, SourceError
 from pqweights.runtimes.cached import check_spec
-from pqweights.runtimes.folders import Folder
+from pqweights.runtimes.folders import LLAMA_CPP, Folder
 from pqweights.runtimes.models import AUTO, DTYPES
 from pqweights.strict_json import is_number, parse_json
 
@@ -138,7 +138,7 @@ def read_settings(folder: Folder) -> ModelSettings:
 
     Raises SourceError for a file that cannot be read, or for a value that means nothing.
     """
-    found = _read(folder)
+    found = None if folder.kind == LLAMA_CPP else _read(folder)
     stated = {} if found is None else found
     ends = stated.get("eos_token_id")
     if found is None or ends is None:

@@ -15,7 +15,7 @@ from pqweights.errors import GenerationError
 from pqweights.exports.target import MLX
 from pqweights.kernels import BLOCK_SIZE
 from pqweights.markdown import size as shown
-from pqweights.runtimes.folders import MASTER, Folder, size
+from pqweights.runtimes.folders import LLAMA_CPP, MASTER, Folder, size
 from pqweights.runtimes.memory import free_bytes
 from pqweights.runtimes.models import AUTO
 
@@ -77,7 +77,7 @@ def read_needs(folder: Folder, dtype: str) -> Needs:
     if folder.kind == MASTER:
         encoded = [each for each in open_local(folder.path).tensors if isinstance(each, EncodedTensor)]
     decoded = stored.bytes
-    if folder.kind != MLX and stored.parameters is not None:
+    if folder.kind not in (MLX, LLAMA_CPP) and stored.parameters is not None:
         decoded = stored.parameters * BYTES_PER_WEIGHT[_own_dtype(folder.config) if dtype == AUTO else dtype]
     return Needs(
         codecs=frozenset(each.coder.codec for each in encoded),
@@ -108,7 +108,7 @@ def check_fits(folder: Folder, needs: Needs, *, packed: bool) -> None:
     needed = needs.packed if packed else needs.decoded
     if needs.fits(needed):
         return
-    if packed or folder.kind == MLX:
+    if packed or folder.kind in (MLX, LLAMA_CPP):
         remedy = "quantize it with fewer bits, or use a machine with more memory"
     elif folder.kind == MASTER:
         remedy = "leave out --no-packed"

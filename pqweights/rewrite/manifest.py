@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.digests import HASH_OF_PIECES, SHA256, TensorHash
-from pqweights.checkpoint.header import TensorSpec
+from pqweights.checkpoint.header import ONLY_GGUF_READERS, TensorSpec
 from pqweights.checkpoint.interrupted import describe_interrupted
 from pqweights.checkpoint.model_card import checked_facts
 from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, WORK_FOLDER, is_inside
@@ -20,6 +20,7 @@ from pqweights.checkpoint.storage import Origin
 from pqweights.codecs.protocol import State, exceeds_promise
 from pqweights.dtypes import DTYPE_BITS
 from pqweights.errors import MasterError, RecipeError
+from pqweights.gguf.file import is_gguf
 from pqweights.planning.containers import GGUF, GgufFiles, Safetensors
 from pqweights.planning.plan import (
     DECODE,
@@ -229,10 +230,12 @@ def _why_no_manifest(folder: Path) -> str:
     if not folder.exists():
         return "no such folder"
     if not folder.is_dir():
-        return "expected a folder, found a file"
+        return f"expected a folder, found {ONLY_GGUF_READERS if is_gguf(folder) else 'a file'}"
     if (folder / WORK_FOLDER).is_dir():
         return describe_interrupted(folder)
     problem = f"expected a folder that pqweights finished, found no {MANIFEST_FILE} in it"
+    if is_gguf(folder):
+        return f"{problem}: it holds {ONLY_GGUF_READERS}"
     if not _is_ordinary(folder):
         return problem
     return f"{problem}: it is an ordinary checkpoint; pqweights plan {folder} shows what quantize would make of it"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pqweights.checkpoint.header import gguf_refused
 from pqweights.checkpoint.interrupted import describe_interrupted, is_interrupted
 from pqweights.checkpoint.master import QUANT_METHOD
 from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
@@ -13,20 +14,22 @@ from pqweights.checkpoint.readers import element_count
 from pqweights.checkpoint.source import open_local, read_config
 from pqweights.errors import MasterError, SourceError
 from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO, TRANSFORMERS
+from pqweights.gguf.file import is_gguf, open_gguf
 from pqweights.results.inspect import inspect
 
 MASTER = "master"
+LLAMA_CPP = "llama.cpp"
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")  # the last is MPT's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Folder:
-    """A model's folder, as its config.json describes it.
+    """A model's folder, as its config.json describes it; or a GGUF file, as its metadata do.
 
     kind: MASTER, or the runtime that loads it (exports/target.py); TRANSFORMERS for everything else.
-    config: the content of config.json.
-    context: the most tokens that the model takes at once; None if config.json does not say.
-    vocabulary: how many token ids the model knows; None if config.json does not say.
+    config: the content of config.json; empty for GGUF.
+    context: the most tokens that the model takes at once; None if the files do not say.
+    vocabulary: how many token ids the model knows; None if the files do not say.
     """
 
     path: Path
@@ -34,6 +37,11 @@ class Folder:
     config: dict[str, Any]
     context: int | None
     vocabulary: int | None
+
+    @property
+    def stated_in(self) -> str:
+        """Where its files state these limits, for messages."""
+        return "metadata" if self.kind == LLAMA_CPP else CONFIG_FILE
 
 
 @dataclass(frozen=True)
@@ -55,15 +63,33 @@ class Size:
         return 8 * self.bytes / self.parameters if self.parameters else None
 
 
+def read_model(path: Path) -> Folder:
+    """Read the configuration of a model's folder, or the metadata of a GGUF file: everything that open_model loads.
+
+    Raises SourceError if there is no language model, MasterError if a run into the folder was interrupted.
+    """
+    if is_interrupted(path) or not is_gguf(path):
+        return read_folder(path)
+    contents = open_gguf(path)
+    if contents.metadata.get(f"{contents.architecture}.attention.causal") is False or not contents.tensors:
+        raise SourceError(
+            f"{path}: its model, {contents.architecture or 'without a name'}, is not a causal language model, which "
+            "predicts the next token"
+        )
+    return Folder(path=path, kind=LLAMA_CPP, config={}, context=contents.context, vocabulary=contents.vocabulary)
+
+
 def read_folder(path: Path) -> Folder:
     """Read the configuration of a model's folder.
 
-    Raises SourceError if the folder does not hold a model, MasterError if a run into it was interrupted.
+    Raises SourceError if the folder does not hold a model, also for GGUF, MasterError if a run into it was interrupted.
     """
     if is_interrupted(path):
         raise MasterError(f"{path}: {describe_interrupted(path)}")
     if not path.exists():
         raise SourceError(f"{path}: no such folder")
+    if is_gguf(path):
+        raise gguf_refused(str(path))
     config = read_config(path)
     if config is None:
         raise SourceError(f"{path}: expected a model folder, found no {CONFIG_FILE} in it")
@@ -91,13 +117,16 @@ def _positive(config: dict[str, Any], key: str) -> int | None:
 
 
 def size(path: Path) -> Size:
-    """Read the bytes and parameters of a folder from its headers.
+    """Read the bytes and parameters of a folder, or of a GGUF file, from its headers.
 
     Raises MasterError if the manifest is damaged.
     """
     if (path / MANIFEST_FILE).is_file():
         totals = inspect(path).totals
         return Size(totals.output_bytes, totals.weights, totals.bits_per_weight)
+    if is_gguf(path):
+        contents = open_gguf(path)
+        return Size(contents.file_bytes, contents.weights, None)
     try:
         checkpoint = open_local(path)
     except SourceError:  # pickled, or quantized by another tool: the runtime decides whether it loads that

@@ -19,8 +19,10 @@ import numpy.typing as npt
 
 from pqweights.errors import DeviceError, EvaluationError, SourceError
 from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO
+from pqweights.gguf.file import open_gguf
 from pqweights.runtimes.decoders import Stored, stored_parts, unpack_nibbles, unpack_tiles
-from pqweights.runtimes.folders import MASTER, Folder, read_folder
+from pqweights.runtimes.folders import LLAMA_CPP, MASTER, Folder, read_model
+from pqweights.runtimes.llama_cpp import LlamaRun
 from pqweights.runtimes.packages import Refused, package, quiet
 from pqweights.runtimes.steps import MlxStepper, Stepper, TorchStepper
 from pqweights.runtimes.texts import Ids, load_tokenizer
@@ -30,6 +32,8 @@ Floats = npt.NDArray[np.float32]
 
 DTYPES = ("float32", "bfloat16", "float16")
 AUTO = "auto"  # as a dtype: the model's own
+# The dtype of llama.cpp, which rounds the inputs of each product to a type that suits the weights.
+MIXED = "mixed precision"
 # Decoders whose configurations have is_decoder = False.
 MISLABELLED_DECODERS = ("gpt_neox", "gpt_neox_japanese")
 
@@ -43,7 +47,7 @@ class Model:
     logits: takes ids [tokens] and n; returns f32 [n, vocabulary], the predictions after each of the last n tokens.
     generate: takes ids [tokens] and n; returns the n likeliest next ids, greedily, and does not stop at an end of text.
     stepper: what generates one token after another, which the caller chooses.
-    net: the PreTrainedModel that computes; None for models of mlx-lm.
+    net: the PreTrainedModel that computes; None for models of mlx-lm and llama.cpp.
     """
 
     runtime: str
@@ -55,22 +59,25 @@ class Model:
 
 
 def open_model(path: Path, *, device: str = "cpu", dtype: str = "float32", packed: bool = False) -> Model:
-    """Load a checkpoint, a master or an export with the library that is meant to load it.
+    """Load a checkpoint, a master, an export or a GGUF file with the library that is meant to load it.
 
     device: cpu, or cuda for runtimes of torch (torchao's tensors run their own kernel there, in BF16).
     dtype: one of DTYPES, or auto for the model's own.
     packed: keep the weights of a master packed.
 
+    Of these, llama.cpp takes float32, which is about keys and values, and auto.
+
     Raises SourceError if the folder is not a causal language model, lacks tensors of the model or has others,
     EvaluationError for options that do not fit the folder, MissingDependencyError.
     """
-    folder = read_folder(path)
+    folder = read_model(path)
     check_options(folder, device, packed)
     loaders: dict[str, Callable[[], Model]] = {
         MASTER: lambda: _open_master(folder, device=device, dtype=dtype, packed=packed),
         TORCHAO: lambda: _open_torchao(folder, device, dtype),
         COMPRESSED_TENSORS: lambda: _open_compressed_tensors(folder, device, dtype),
         MLX: lambda: _open_mlx(folder, dtype),
+        LLAMA_CPP: lambda: _open_llama_cpp(folder, dtype),
     }
     if folder.kind in loaders:
         return loaders[folder.kind]()
@@ -78,19 +85,37 @@ def open_model(path: Path, *, device: str = "cpu", dtype: str = "float32", packe
 
 
 def check_options(folder: Folder, device: str, packed: bool) -> None:
-    """Raise EvaluationError if a folder of this kind cannot run on this device or with packed weights."""
+    """Raise EvaluationError if a folder of this kind cannot run on this device or with packed weights.
+
+    device: cpu, cuda or auto
+    """
     if packed and folder.kind != MASTER:
         raise EvaluationError(f"{folder.path}: --packed: expected a pqweights master, found another checkpoint")
-    if folder.kind == MLX and device != "cpu":
+    if folder.kind == MLX and device == "cuda":
         raise EvaluationError(f"{folder.path}: mlx-lm chooses its device itself; leave out --device {device}")
+    if folder.kind == LLAMA_CPP and device == "cuda":
+        raise EvaluationError(f"{folder.path}: llama.cpp runs on the CPU here; leave out --device {device}")
+
+
+def check_llama_cpp(folders: Sequence[Folder], *, dtype: str | None, has_kv_cache: bool) -> None:
+    """Raise EvaluationError for options that mean nothing to the GGUF files among these folders.
+
+    dtype: one of DTYPES, AUTO or None; other folders may take it
+    has_kv_cache: whether keys and values are to be quantized
+    """
+    found = [folder for folder in folders if folder.kind == LLAMA_CPP]
+    if found and has_kv_cache:
+        raise EvaluationError(f"{found[0].path}: --kv-cache: llama.cpp has a cache of its own; leave it out")
+    if found == list(folders) and dtype not in (None, AUTO, "float32"):
+        raise EvaluationError(f"{found[0].path}: --dtype {dtype}: llama.cpp computes in types of its own; leave it out")
 
 
 def choose_device(asked: str, folders: Sequence[Folder]) -> str:
-    """Return cpu or cuda. auto is cuda if there is a GPU, unless a folder is for mlx-lm, which chooses by itself.
+    """Return cpu or cuda. auto is cuda if there is a GPU, unless a folder is for mlx-lm or llama.cpp.
 
     Raises DeviceError, MissingDependencyError.
     """
-    if asked == "cpu" or (asked == "auto" and any(folder.kind == MLX for folder in folders)):
+    if asked == "cpu" or (asked == "auto" and any(folder.kind in (MLX, LLAMA_CPP) for folder in folders)):
         return "cpu"
     torch = package("torch", "transformers", f"--device {asked}")
     if torch.cuda.is_available():
@@ -322,3 +347,11 @@ def _open_mlx(folder: Folder, dtype: str) -> Model:
 
     computed_in = str(computed.dtype).removeprefix("mlx.core.")
     return Model(runtime="mlx-lm", dtype=computed_in, logits=logits, generate=generate, stepper=MlxStepper(model))
+
+
+# llama.cpp.
+
+
+def _open_llama_cpp(folder: Folder, dtype: str) -> Model:
+    run = LlamaRun(open_gguf(folder.path), exact=dtype != AUTO)
+    return Model(runtime=LLAMA_CPP, dtype=MIXED, logits=run.logits, generate=run.generate, stepper=run)

@@ -69,7 +69,7 @@ class TorchStepper:
 
     def kept(self, ids: Ids) -> int:
         """See Stepper."""
-        common = _common(self._ids, ids)
+        common = common_tokens(self._ids, ids)
         return common if common == len(self._ids) or self._can_be_cut() else 0
 
     def _can_be_cut(self) -> bool:
@@ -187,7 +187,7 @@ class MlxStepper:
 
     def kept(self, ids: Ids) -> int:
         """See Stepper."""
-        common = _common(self._ids, ids)
+        common = common_tokens(self._ids, ids)
         caches = package("mlx_lm.models.cache", "mlx")
         return common if common == len(self._ids) or caches.can_trim_prompt_cache(self._cache) else 0
 
@@ -217,7 +217,7 @@ class MlxStepper:
         self._ids, self._cache = np.array(fed, dtype=np.int64), cache
 
 
-def _common(known: Ids, ids: Ids) -> int:
+def common_tokens(known: Ids, ids: Ids) -> int:
     """Return with how many known tokens `ids` begin; at least the last one of `ids` must be read."""
     count = min(len(known), len(ids) - 1)
     differ = np.flatnonzero(known[:count] != ids[:count])

@@ -10,7 +10,9 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.names import TOKENIZER_FILES
 from pqweights.errors import EvaluationError, SourceError
+from pqweights.gguf.file import is_gguf
 from pqweights.runtimes.folders import Folder
+from pqweights.runtimes.llama_tokens import GgufTokenizer
 from pqweights.runtimes.packages import Refused, package, quiet
 
 Ids = npt.NDArray[np.int64]  # [tokens]
@@ -61,10 +63,12 @@ def wikitext() -> str:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load a folder's tokenizer with transformers.
+    """Load a folder's tokenizer with transformers, or that of a GGUF file with llama.cpp.
 
     Raises SourceError if there is none or it is broken, MissingDependencyError.
     """
+    if is_gguf(folder):
+        return GgufTokenizer(folder)
     transformers = package("transformers", "transformers")
     if not any(found for pattern in TOKENIZER_FILES for found in folder.glob(pattern)):
         raise SourceError(f"{folder}: expected a tokenizer, found none; --tokenizer DIR names a folder that has it")

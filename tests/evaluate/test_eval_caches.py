@@ -152,7 +152,7 @@ def test_progress_counts_every_cache(work: Path) -> None:
 def test_a_bad_spec_is_refused_before_anything_is_read(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pqweights.evaluate import evaluation
 
-    monkeypatch.setattr(evaluation, "read_folder", lambda path: pytest.fail("it is read"))
+    monkeypatch.setattr(evaluation, "read_model", lambda path: pytest.fail("it is read"))
     with pytest.raises(OptionError, match="no method is called 'hadamar'; the nearest is 'hadamard'"):
         evaluate([work / "source"], TEXT, kv_caches=("none", "hadamar:3"))
     assert "no option" in refused("eval", work / "source", "--text", work / "text.txt", "--kv-cache", "klt:x", code=2)

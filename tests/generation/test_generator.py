@@ -182,7 +182,7 @@ def test_a_conversation_is_kept_and_not_read_again(work):
 def test_replies_of_a_conversation_do_not_depend_on_what_was_kept(work, monkeypatch):
     asked, anew = (generator(work / "babbler", max_tokens=12) for _ in range(2))
     found = [asked.reply(prompt, lambda piece: None) for prompt in ("Hi", "And?")]
-    monkeypatch.setattr(steps, "_common", lambda known, ids: 0)
+    monkeypatch.setattr(steps, "common_tokens", lambda known, ids: 0)
     expected = [anew.reply(prompt, lambda piece: None) for prompt in ("Hi", "And?")]
     assert [each.token_ids for each in found] == [each.token_ids for each in expected]
 

@@ -77,7 +77,7 @@ def test_types_are_those_of_llama_cpp(name, tmp_path):
     model = MODELS[name]
     llama(tmp_path / "plain.gguf", **model)
     for mix in MIXES.values():
-        if mix.type in ("F32", "F16", "BF16"):
+        if mix.type in ("F32", "F16", "BF16") or mix.name == "Q2_K_S":  # for which it wants an importance matrix
             continue
         settings = library.llama_model_quantize_default_params()
         settings.ftype, out = int(gguf.LlamaFileType[mix.file_type]), tmp_path / "quantized.gguf"

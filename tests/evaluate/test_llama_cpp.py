@@ -1,0 +1,277 @@
+"""GGUF files as models of eval and generate: llama.cpp's logits and tokens beside those of transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from commands import answer, done, refused
+from helpers import f32, gaussian, write_checkpoint
+from language_models import END, SPEECH, TEMPLATE, llama_config, speaker, tokenizer_files
+from tiny_gguf import llama_gguf
+
+from pqweights.errors import SourceError
+from pqweights.runtimes import llama_cpp
+from pqweights.runtimes.folders import LLAMA_CPP, size
+from pqweights.runtimes.models import Model, open_model
+from pqweights.runtimes.texts import load_tokenizer, tokenize
+
+pytest.importorskip("llama_cpp")
+pytest.importorskip("transformers")
+
+IDS = np.random.default_rng(0).integers(0, 256, 100)
+HARD = "Zé€😀\t1 <s>hello  world\n\n </s> 漢字 1234 \x00é"
+WORDS = " ".join(f"word{number}" for number in range(60))
+
+
+def llama(folder: Path, *, layers: int = 2) -> Path:
+    """A Llama with random weights whose logits are of the size of those of a trained model."""
+    hidden, half, inner, vocabulary = 128, 64, 256, 384
+    tensors = {
+        "model.embed_tokens.weight": gaussian(vocabulary, hidden, seed=1, scale=1),
+        "lm_head.weight": gaussian(vocabulary, hidden, seed=2, scale=0.3),
+        "model.norm.weight": 1 + gaussian(hidden, seed=3, scale=0.1),
+    }
+    shapes = {"q": (hidden, hidden), "k": (half, hidden), "v": (half, hidden), "o": (hidden, hidden)}
+    for layer in range(layers):
+        start = f"model.layers.{layer}."
+        for number, name in enumerate(("input_layernorm", "post_attention_layernorm")):
+            tensors[f"{start}{name}.weight"] = 1 + gaussian(hidden, seed=layer * 20 + number, scale=0.1)
+        for number, (name, shape) in enumerate(shapes.items()):
+            tensors[f"{start}self_attn.{name}_proj.weight"] = gaussian(*shape, seed=layer * 20 + 5 + number, scale=0.1)
+        for number, name in enumerate(("gate", "up", "down")):
+            shape = (hidden, inner) if name == "down" else (inner, hidden)
+            tensors[f"{start}mlp.{name}_proj.weight"] = gaussian(*shape, seed=layer * 20 + 10 + number, scale=0.1)
+    config = llama_config(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers)
+    return write_checkpoint(
+        folder, {name: f32(values) for name, values in tensors.items()}, config=config, companions=tokenizer_files()
+    )
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoint source, the same as source.gguf and as split files, and text.txt."""
+    folder = tmp_path_factory.mktemp("llama")
+    source = llama(folder / "source")
+    llama_gguf(source, folder / "source.gguf")
+    (folder / "split").mkdir()
+    llama_gguf(source, folder / "split" / "m.gguf", split_max_tensors=8)
+    (folder / "text.txt").write_text(WORDS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(work: Path) -> tuple[Model, Model]:
+    return open_model(work / "source"), open_model(work / "source.gguf")
+
+
+def test_logits_are_those_of_transformers(models: tuple[Model, Model]) -> None:
+    expected, found = (model.logits(IDS, 64) for model in models)
+    assert found.shape == (64, 384) and found.dtype == np.float32
+    assert np.abs(expected).max() > 5
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3)
+    assert models[1].runtime == LLAMA_CPP and models[1].net is None
+
+
+@pytest.mark.parametrize("last", [1, 30, 100])
+def test_logits_do_not_depend_on_batches_nor_on_calls_before(
+    models: tuple[Model, Model], last: int, monkeypatch: pytest.MonkeyPatch, work: Path
+) -> None:
+    expected = models[1].logits(IDS, 100)[-last:]
+    monkeypatch.setattr(llama_cpp, "BATCH_TOKENS", 24)
+    np.testing.assert_allclose(open_model(work / "source.gguf").logits(IDS, last), expected, rtol=0, atol=1e-4)
+
+
+def test_split_files_are_one_model(work: Path, models: tuple[Model, Model]) -> None:
+    second = next(work.glob("split/*-00002-of-*.gguf"))
+    for path in (work / "split", second):
+        np.testing.assert_array_equal(open_model(path).logits(IDS, 5), models[1].logits(IDS, 5))
+    assert size(work / "split").parameters == size(work / "source.gguf").parameters
+
+
+def test_greedy_generation_is_that_of_transformers(models: tuple[Model, Model]) -> None:
+    expected, found = (model.generate(IDS[:10], 40) for model in models)
+    assert found.tolist() == expected.tolist() and found.dtype == np.int64
+    assert models[1].generate(IDS[:10], 40).tolist() == expected.tolist()
+
+
+def followed(model: Model, ids: Any, count: int) -> tuple[list[int], list[Any]]:
+    """The tokens that a stepper makes, greedily, and the logits that it chose from."""
+    tokens: list[int] = []
+    seen = []
+
+    def step(logits: Any) -> int | None:
+        seen.append(logits.copy())
+        tokens.append(int(logits.argmax()))
+        return tokens[-1] if len(tokens) < count else None
+
+    model.stepper.run(ids, step)
+    return tokens, seen
+
+
+def test_stepper_keeps_what_prompts_have_in_common(work: Path) -> None:
+    model, fresh = open_model(work / "source.gguf"), open_model(work / "source.gguf")
+    tokens, _ = followed(model, IDS[:20], 10)
+    read = np.array([*IDS[:20], *tokens[:-1]])
+    longer = np.concatenate([read, IDS[50:60]])
+    shorter = np.concatenate([read[:8], IDS[60:70]])
+    assert model.stepper.kept(longer) == len(read) and model.stepper.kept(shorter) == 8
+    for ids in (longer, shorter, IDS[:20]):
+        (found, logits), (expected, others) = followed(model, ids, 5), followed(fresh, ids, 5)
+        assert found == expected
+        np.testing.assert_allclose(logits, others, rtol=0, atol=1e-3)
+        fresh.logits(IDS[:2], 1)  # forgets
+        assert fresh.stepper.kept(ids) == 0
+
+
+def test_context_grows_with_the_reply(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = followed(open_model(work / "source.gguf"), IDS[:20], 80)[0]
+    monkeypatch.setattr(llama_cpp, "ROOM_FOR_REPLY", 0)
+    monkeypatch.setattr(llama_cpp, "ROOM_STEP", 1)
+    assert followed(open_model(work / "source.gguf"), IDS[:20], 80)[0] == expected
+
+
+def test_broken_off_reply_is_not_kept(work: Path) -> None:
+    model = open_model(work / "source.gguf")
+
+    def interrupt(_: Any) -> int | None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.stepper.run(IDS[:20], interrupt)
+    assert model.stepper.kept(IDS[:20]) == 0
+
+
+# Tokens.
+
+
+def test_tokens_are_those_of_transformers(work: Path) -> None:
+    ours, theirs = (load_tokenizer(work / name) for name in ("source.gguf", "source"))
+    for special in (False, True):
+        assert ours(HARD, add_special_tokens=special) == {
+            "input_ids": theirs(HARD, add_special_tokens=special)["input_ids"]
+        }
+    ids = theirs(HARD)["input_ids"]
+    for skip in (False, True):
+        assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+    assert ours.decode(ids[2:4]) == theirs.decode(ids[2:4]) and ours.decode([]) == ""
+    assert ours.eos_token_id == END and ours.ends == {END} and len(ours) == 384
+
+
+def test_text_is_cut_as_for_transformers(work: Path) -> None:
+    for most in (None, 7):
+        assert tokenize(work / "source.gguf", WORDS, most).tolist() == tokenize(work / "source", WORDS, most).tolist()
+
+
+def test_file_without_a_tokenizer_is_refused(work: Path, tmp_path: Path) -> None:
+    path = llama_gguf(work / "source", tmp_path / "a.gguf", tokenizer=False)
+    with pytest.raises(SourceError, match="expected a tokenizer, found none; --tokenizer DIR names"):
+        load_tokenizer(path)
+    assert open_model(path).logits(IDS, 1).shape == (1, 384)
+
+
+# eval
+
+
+def test_eval_of_the_same_weights_finds_no_difference(work: Path) -> None:
+    found = answer("eval", work / "source.gguf", "--reference", work / "source", "--text", work / "text.txt",
+                   "--window", 64)  # fmt: skip
+    (row,) = found["models"]
+    assert row["runtime"] == "llama.cpp" and row["dtype"] == "mixed precision"
+    assert row["bytes"] == (work / "source.gguf").stat().st_size
+    assert row["parameters"] == found["reference"]["parameters"]
+    assert abs(row["perplexity_change"]["value"]) < 1e-3 * row["perplexity"]["value"]
+    assert 0 <= row["kl"]["mean"]["value"] < 1e-8 and row["top1_agreement"]["value"] == 1
+
+
+def test_eval_needs_no_reference_and_takes_several_files(work: Path, tmp_path: Path) -> None:
+    quantized = llama_gguf(work / "source", tmp_path / "q8.gguf", kind="Q8_0")
+    result = done("eval", quantized, work / "split", "--text", work / "text.txt", "--window", 64, "--speed")
+    assert "computed by llama.cpp" in result.stdout and "q8.gguf" in result.stdout
+    assert "computed in mixed precision" in " ".join(result.stdout.split())
+    found = answer("eval", quantized, "--reference", work / "source.gguf", "--text", work / "text.txt")
+    assert found["settings"]["window"] == 128
+    assert 0 < found["models"][0]["kl"]["mean"]["value"] < 0.01
+
+
+def test_eval_refuses_what_llama_cpp_does_not_have(work: Path) -> None:
+    file = work / "source.gguf"
+    for options, message in (
+        (["--dtype", "bfloat16"], "--dtype bfloat16: llama.cpp computes in types of its own; leave it out"),
+        (["--packed"], "--packed: expected a pqweights master"),
+        (["--kv-cache", "klt:3"], "--kv-cache: llama.cpp has a cache of its own; leave it out"),
+        (["--device", "cuda"], "llama.cpp runs on the CPU here; leave out --device cuda"),
+        (["--window", "129"], "source.gguf takes at most 128 tokens (by its metadata)"),
+    ):
+        assert message in refused("eval", file, "--text", work / "text.txt", *options)
+    done("eval", file, "--text", work / "text.txt", "--device", "auto", "--max-tokens", 128)
+
+
+def test_eval_refuses_models_with_other_vocabularies_and_tokens(work: Path, tmp_path: Path) -> None:
+    shutil.copytree(work / "source", tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"vocab_size": 380}))
+    text = ("--text", work / "text.txt")
+    line = refused("eval", work / "source.gguf", "--reference", tmp_path / "other", *text)
+    assert "source.gguf: its metadata has 384 tokens, that of the reference 380" in line
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    tokenizer = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["w"], vocabulary["x"] = vocabulary["x"], vocabulary["w"]
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    line = refused("eval", work / "source.gguf", "--reference", tmp_path / "other", *text)
+    assert "source.gguf: its tokenizer splits the text into other tokens than that of" in line
+    done("eval", work / "source.gguf", "--reference", tmp_path / "other", *text, "--tokenizer", work / "source")
+
+
+def test_figures_of_an_export_are_recorded_beside_it(work: Path) -> None:
+    assert not list(work.glob("*.json"))
+    done("eval", work / "source.gguf", "--text", work / "text.txt")
+    assert not list(work.glob("*.json"))  # a file of somebody else's
+
+
+# generate
+
+
+def test_generate_continues_and_chats(tmp_path: Path) -> None:
+    source = speaker(tmp_path / "source", template=TEMPLATE)
+    file = llama_gguf(source, tmp_path / "a.gguf")
+    for options in ((), ("--no-chat",)):
+        found = answer("generate", file, "--prompt", "hello", *options)
+        expected = answer("generate", source, "--prompt", "hello", *options)
+        assert found["text"] == expected["text"] == SPEECH and found["stop"] == "end"
+        assert found["token_ids"] == expected["token_ids"] and found["prompt_tokens"] == expected["prompt_tokens"]
+    assert answer("generate", file, "--prompt", "x", "--system", "y")["text"] == SPEECH
+
+
+def test_generate_names_what_the_template_refuses(tmp_path: Path) -> None:
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
+    file = llama_gguf(speaker(tmp_path / "source", template=refusing), tmp_path / "a.gguf")
+    line = refused("generate", file, "--prompt", "x", "--system", "y")
+    assert "the chat template refuses this conversation: no system role" in line
+    assert "--dtype float16" in refused("generate", file, "--prompt", "x", "--dtype", "float16")
+    assert "--kv-cache" in refused("generate", file, "--prompt", "x", "--kv-cache", "klt:3")
+
+
+# What llama.cpp refuses.
+
+
+def test_files_that_llama_cpp_refuses_give_one_line(work: Path, tmp_path: Path) -> None:
+    data = (work / "source.gguf").read_bytes()
+    broken = tmp_path / "a.gguf"
+    broken.write_bytes(data.replace(b"llama.embedding_length", b"llama.embedding_lengtx"))
+    line = refused("eval", broken, "--text", work / "text.txt", "--tokenizer", work / "source")
+    assert "a.gguf: llama.cpp cannot load this model: " in line and "llama.embedding_length" in line
+    broken.write_bytes(data.replace(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"))
+    assert "blk.0.attn_q.weight" in refused("eval", broken, "--text", work / "text.txt")
+    broken.write_bytes(data[:-1000])
+    assert "data is truncated" in refused("eval", broken, "--text", work / "text.txt")
+
+
+def test_nothing_but_errors_is_printed(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    open_model(work / "source.gguf").logits(IDS, 1)
+    assert capfd.readouterr() == ("", "")
