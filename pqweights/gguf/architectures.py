@@ -22,6 +22,7 @@ class Setting(NamedTuple):
 
 
 RMS = Setting("layer_norm_rms_eps", "rms_norm_eps")
+LAYER_NORM = Setting("layer_norm_eps", "layer_norm_eps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class Architecture:
     free_head_dim: whether heads may be wider or narrower than hidden_size / num_attention_heads
     windows: LIMITED, LAYERS or None: whether attention is over a sliding window
     window_period: with LAYERS, the period in which llama.cpp has one layer without a window, if the file does not say
+    window_base: whether layers with a window may have a base of rotary embeddings of their own
+    unrotated_period: the period in which llama.cpp has one layer without rotary embeddings; 0: none
     own_head: whether it needs a head although the embeddings are the head
     biases: the tensors, as in gguf.MODEL_TENSOR, of which it also takes a bias
     values: for keys of the configuration, the values with which the model computes what llama.cpp does
@@ -54,6 +57,8 @@ class Architecture:
     free_head_dim: bool = True
     windows: str | None = None
     window_period: int = 0
+    window_base: bool = True
+    unrotated_period: int = 0
     own_head: bool = False
     biases: frozenset[str] = frozenset()
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -78,6 +83,7 @@ EXPERTS = (Setting("expert_count", "num_experts"), Setting("expert_used_count", 
 EXPERT_WIDTH = Setting("expert_feed_forward_length", "moe_intermediate_size")
 
 QKV = frozenset({"ATTN_Q", "ATTN_K", "ATTN_V"})
+NORMS = frozenset({"ATTN_NORM", "FFN_NORM", "OUTPUT_NORM"})
 SILU = {"hidden_act": ("silu", "swish")}
 TIED = {"tie_word_embeddings": True}
 # Qwen's window is that of its upper layers.
@@ -92,7 +98,7 @@ LLAMA = Architecture(
     values=SILU,
 )
 MISTRAL = replace(LLAMA, windows=LIMITED)
-MIXTRAL = replace(MISTRAL, settings=EXPERTS)
+MIXTRAL = replace(MISTRAL, settings=EXPERTS, defaults={"rope_theta": 1e6})
 QWEN2 = Architecture(name="QWEN2", free_head_dim=False, biases=QKV, values=SILU | NO_WINDOW)
 QWEN2_MOE = Architecture(
     name="QWEN2MOE",
@@ -170,18 +176,79 @@ PHI3 = Architecture(
     values=SILU,
 )
 
+GRANITE = replace(
+    LLAMA,
+    name="GRANITE",
+    settings=(
+        Setting("attention_scale", "attention_multiplier"),
+        Setting("embedding_scale", "embedding_multiplier"),
+        Setting("residual_scale", "residual_multiplier"),
+        Setting("logit_scale", "logits_scaling"),
+    ),
+    defaults=dict.fromkeys(
+        ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0
+    ),
+)
+OLMO2 = Architecture(name="OLMO2", free_head_dim=False, own_head=True, values=SILU)
+OLMO3 = replace(OLMO2, windows=LAYERS, window_period=4, window_base=False, defaults={"rope_theta": 5e5})
+SMOLLM3 = Architecture(
+    name="SMOLLM3",
+    interleaved=True,
+    unrotated_period=4,
+    biases=QKV,
+    values=SILU | NO_WINDOW,
+    defaults=TIED | {"rope_theta": 2e6},
+)
+STARCODER2 = Architecture(
+    name="STARCODER2",
+    norm=Setting("layer_norm_eps", "norm_epsilon"),
+    free_head_dim=False,
+    windows=LIMITED,
+    biases=QKV | {"ATTN_OUT", "FFN_UP", "FFN_DOWN"} | NORMS,
+    values={"hidden_act": TANH_GELU, "use_bias": (True,)},
+    defaults=TIED | {"use_bias": True},
+)
+STABLELM = Architecture(
+    name="STABLELM",
+    norm=LAYER_NORM,
+    partial_rope=True,
+    free_head_dim=False,
+    own_head=True,
+    biases=QKV | NORMS,
+    values=SILU | {"use_parallel_residual": (False, None), "qk_layernorm": (False, None)},
+    defaults={"partial_rotary_factor": 0.25},
+)
+COHERE = Architecture(
+    name="COMMAND_R",
+    norm=LAYER_NORM,
+    settings=(Setting("logit_scale", "logit_scale"),),
+    free_head_dim=False,
+    biases=QKV,
+    values=SILU | {"use_qk_norm": (False, None)},
+    defaults=TIED | {"rope_theta": 5e5},
+)
+COHERE2 = replace(COHERE, name="COHERE2", rope=frozenset({"default"}), windows=LAYERS, window_period=4, defaults=TIED)
+
 # By the model_type of transformers.
 ARCHITECTURES = {
+    "cohere": COHERE,
+    "cohere2": COHERE2,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     "gemma3_text": GEMMA3,
+    "granite": GRANITE,
     "llama": LLAMA,
     "mistral": MISTRAL,
     "mixtral": MIXTRAL,
+    "olmo2": OLMO2,
+    "olmo3": OLMO3,
     "phi3": PHI3,
     "qwen2": QWEN2,
     "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
+    "smollm3": SMOLLM3,
+    "stablelm": STABLELM,
+    "starcoder2": STARCODER2,
 }

@@ -94,6 +94,11 @@ def _add_windowed(settings: Settings, writer: Any) -> None:
                 f"llama.cpp computes its sliding windows with rope_type default only, found {parameters['rope_type']!r}"
             )
         local = parameters["rope_theta"]
+    base = rope_parameters(settings)["rope_theta"]
+    if local != base and not settings.architecture.window_base:
+        raise settings.refusal(
+            f"llama.cpp computes all its layers with the rope_theta {base}, and {SLIDING} has {local}"
+        )
     writer.add_rope_freq_base_swa(float(local))
 
 

@@ -41,8 +41,8 @@ def from_json(tokenizer: Mapping[str, Any], rows: int) -> Vocabulary:
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merges):
         ranks.setdefault(left + right, rank)
-    tokens, types = placed_tokens(vocab, added, rows)
-    _mark_bytes(vocab, types)
+    tokens, types = placed_tokens(vocab, added, rows, spaced=ranks)
+    _place_bytes(vocab, tokens, types)
     return Vocabulary(
         model="llama",
         pre="default",
@@ -54,13 +54,17 @@ def from_json(tokenizer: Mapping[str, Any], rows: int) -> Vocabulary:
     )
 
 
-def _mark_bytes(vocab: Mapping[str, int], types: list[int]) -> None:
-    """Give the tokens of single bytes their type. llama.cpp needs all 256."""
-    places = [place for token, place in vocab.items() if BYTE.fullmatch(token)]
-    if len(places) != 256:
-        raise unmapped(f"expected tokens for all 256 bytes, found {len(places)}")
-    for place in places:
-        types[place] = int(gguf_package().TokenType.BYTE)
+def _place_bytes(vocab: Mapping[str, int], tokens: list[str], types: list[int]) -> None:
+    """Give the tokens of single bytes their names and type; llama.cpp needs all 256.
+
+    In a tokenizer.json of Gemma, the tabulator has taken the name of its byte.
+    """
+    for byte in range(256):
+        name = f"<0x{byte:02X}>"
+        place = vocab.get(name, vocab.get(chr(byte)) if byte < 128 else None)
+        if place is None:
+            raise unmapped(f"it has no token {name}")
+        tokens[place], types[place] = name, int(gguf_package().TokenType.BYTE)
 
 
 def _space_prefix(tokenizer: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -128,7 +132,7 @@ def from_model(raw: bytes, added: Sequence[Mapping[str, Any]], rows: int) -> Voc
             # The types of gguf.TokenType are those of SentencePiece.
             types[place], scores[place] = kind, score
             tokens[place] = text.replace(SPACE, " ") if kind == int(gguf_package().TokenType.USER_DEFINED) else text
-    _mark_bytes(vocab, types)
+    _place_bytes(vocab, tokens, types)
     return Vocabulary(
         model="llama",
         pre="default",

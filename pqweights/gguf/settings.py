@@ -93,6 +93,12 @@ def _check_values(settings: Settings, config: Mapping[str, Any]) -> None:
             raise settings.refusal(f"llama.cpp computes it with {key} {expected} only, found {found!r}")
     if architecture.windows is None and SLIDING in (settings.get("layer_types") or []):
         raise settings.refusal("llama.cpp has no sliding windows for it, and some of its layers have one")
+    if architecture.unrotated_period and _rotated_layers(settings) != _all_but_each(
+        settings, architecture.unrotated_period
+    ):
+        raise settings.refusal(
+            f"llama.cpp computes each layer {architecture.unrotated_period} without rotary embeddings"
+        )
     scalar = settings.get("query_pre_attn_scalar")
     if scalar is not None and scalar != _scalar(settings):
         raise settings.refusal(
@@ -112,6 +118,19 @@ def _scalar(settings: Settings) -> int:
     return settings.number("head_dim")
 
 
+def _all_but_each(settings: Settings, period: int) -> list[bool]:
+    """True for all layers but the last of each period."""
+    return [(place + 1) % period != 0 for place in range(settings.number("num_hidden_layers"))]
+
+
+def _rotated_layers(settings: Settings) -> list[bool]:
+    """Whether each layer has rotary embeddings, in the configurations of SmolLM 3."""
+    listed = settings.get("no_rope_layers")
+    if listed:
+        return [bool(entry) for entry in listed]
+    return _all_but_each(settings, settings.get("no_rope_layer_interval") or settings.architecture.unrotated_period)
+
+
 def context_length(settings: Settings) -> int:
     """Return how long texts may be: no longer than the window, if llama.cpp has no windows for the model."""
     context = settings.number("max_position_embeddings")
@@ -127,5 +146,4 @@ def windowed_layers(settings: Settings) -> list[bool]:
     types = settings.get("layer_types")
     if types:
         return [kind == SLIDING for kind in types]
-    period = settings.get("sliding_window_pattern") or settings.architecture.window_period
-    return [(place + 1) % period != 0 for place in range(layers)]
+    return _all_but_each(settings, settings.get("sliding_window_pattern") or settings.architecture.window_period)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,13 +46,14 @@ def unmapped(why: str) -> ExportError:
 
 
 def placed_tokens(
-    vocab: Mapping[str, int], added: Sequence[Mapping[str, Any]], rows: int
+    vocab: Mapping[str, int], added: Sequence[Mapping[str, Any]], rows: int, *, spaced: Collection[str] = ()
 ) -> tuple[list[str], list[int]]:
     """Return the texts and types of all tokens by id; ids that nothing has become unused tokens.
 
     vocab: the ids of ordinary tokens
     added: the tokens that were added to it, as tokenizer.json lists them
     rows: the number of tokens of the model
+    spaced: the added tokens that also stand for text with spaces; llama.cpp looks for them before it replaces spaces
 
     Raises ExportError for ids that the model does not have, and for two tokens with the same text.
     """
@@ -67,8 +68,8 @@ def placed_tokens(
         if entry.get("special") or _looks_special(content):
             tokens[place], types[place] = content, int(kinds.CONTROL)
         else:
-            # llama.cpp looks for these in the text before it replaces spaces.
-            tokens[place], types[place] = content.replace(SPACE, " "), int(kinds.USER_DEFINED)
+            text = content.replace(SPACE, " ") if content in spaced else content
+            tokens[place], types[place] = text, int(kinds.USER_DEFINED)
     if len(set(tokens)) < rows:
         raise unmapped("several tokens have the same text")
     return tokens, types
