@@ -7,8 +7,8 @@ A part's scale is d times a small integer, and its offset is dmin times another;
             which the largest scale and offset are the largest multiples are rounded to F16; each part takes the best of
             two integers for its scale, the best one for its offset; and the least-squares d and dmin for these are the
             next pair to try.
-3. Round.   From the best pair on: make codes anew from what is stored, sum up and measure, and move to the
-            least-squares d and dmin.
+3. Round.   From the best pair on: make codes anew from what is stored, for the integers of each part and for their
+            neighbours, and measure; sum up for the best ones, and move to the least-squares d and dmin.
 4. Encode.  Make the codes of the best, sum the squared errors in float64, and pack.
 
 Every operation is one IEEE operation in the order written; tests/support/gguf_affine_reference.py repeats them.
@@ -43,10 +43,11 @@ from pqweights.kernels.gguf_affine_parts import (
     fit_part,
     inverse_of,
     load_blocks,
+    shortest,
     sum_up,
 )
 
-LARGEST_HALF, SMALLEST_NORMAL_HALF = 65504.0, 2.0**-14
+LARGEST_HALF, SMALLEST_NORMAL_HALF, SMALLEST_HALF = 65504.0, 2.0**-14, 2.0**-24
 
 
 class _Pair(NamedTuple):
@@ -77,10 +78,15 @@ class _Normal(NamedTuple):
 
 
 def _half(x: Lanes) -> Lanes:
-    """The nearest F16 to numbers that are not negative, ties to even, saturated, as f32."""
+    """The nearest F16 to numbers that are not negative, ties to even, saturated, as f32.
+
+    Numbers that are too small become the smallest F16 above 0, unless no integer can make up for that.
+    """
     bits = x.bits()
     nearest = ((bits + 0xFFF + ((bits >> 13) & 1)) & 0xFFFFE000).floats().minimum(LARGEST_HALF)
-    return (x < SMALLEST_NORMAL_HALF).choose((x.minimum(1.0) * 2.0**24).rint() * 2.0**-24, nearest)
+    tiny = (x.minimum(1.0) * 2.0**24).rint() * SMALLEST_HALF
+    tiny = (x > SMALLEST_HALF / 128).choose(tiny.maximum(SMALLEST_HALF), tiny)
+    return (x < SMALLEST_NORMAL_HALF).choose(tiny, nearest)
 
 
 def _stored(extent: AffineExtent, pair: _Pair) -> _Pair:
@@ -184,14 +190,15 @@ def _rounded(blocks: AffineBlocks, extent: AffineExtent, pair: _Pair) -> _Pair:
         pair, best = state
         pair = _stored(extent, pair)
         _choose_levels(blocks, pair)
+        slant = (pair.scale * (blocks.format.last_code / 2)) * inverse_of(pair.offset)
 
-        def sum_part(part: Any, sums: tuple[Lanes, _Normal]) -> tuple[Lanes, _Normal]:
+        def search(part: Any, sums: tuple[Lanes, _Normal]) -> tuple[Lanes, _Normal]:
             error, normal = sums
-            a, b = blocks.field(SCALE_LEVEL, part), blocks.field(OFFSET_LEVEL, part)
-            error = error + sum_up(blocks, part, a * pair.scale, b * pair.offset)
-            return error, _with_part(blocks, normal, part, (a, b))
+            least, levels = _searched(blocks, part, pair, slant)
+            sum_up(blocks, part, levels[0] * pair.scale, levels[1] * pair.offset)
+            return error + least, _with_part(blocks, normal, part, levels)
 
-        error, normal = blocks.over_parts((blocks.zero, _Normal(*[blocks.zero] * 5)), sum_part)
+        error, normal = blocks.over_parts((blocks.zero, _Normal(*[blocks.zero] * 5)), search)
         better = error < best.error
         _keep_levels(blocks, better)
         kept = _Pair(*(better.choose(new, old) for new, old in zip(pair, best.pair, strict=True)))
@@ -199,6 +206,40 @@ def _rounded(blocks: AffineBlocks, extent: AffineExtent, pair: _Pair) -> _Pair:
 
     start = (pair, _Guess(blocks.zero.of(float("inf")), pair))
     return loop(blocks.builder, blocks.count(ROUNDS), start, measure)[1].pair
+
+
+def _searched(blocks: AffineBlocks, part: Any, pair: _Pair, slant: Lanes) -> tuple[Lanes, tuple[Lanes, Lanes]]:
+    """The least error of a part with its integers or their neighbours, and these, which are kept.
+
+    slant: by how much the integer of the offset has to grow with that of the scale for the middle code to stay.
+    """
+    last = float(blocks.format.last_level)
+    a, b = (blocks.field(name, part) for name in (SCALE_LEVEL, OFFSET_LEVEL))
+    candidates = [(a, b), (a, (b + 1.0).minimum(last)), (a, (b - 1.0).maximum(0.0))]
+    for scale_level in ((a + 1.0).minimum(last), (a - 1.0).maximum(0.0)):
+        moved = (b + (scale_level - a) * slant).rint().maximum(0.0).minimum(last)
+        candidates.append((scale_level, moved))
+    scales = [scale_level * pair.scale for scale_level, _ in candidates]
+    offsets = [offset_level * pair.offset for _, offset_level in candidates]
+    inverses = [inverse_of(scale) for scale in scales]
+
+    def measure(j: Any, errors: tuple[Lanes, ...]) -> tuple[Lanes, ...]:
+        w, found = blocks.weights(j), []
+        factor = blocks.factors(j) if blocks.weighted else None
+        for scale, offset, inverse, error in zip(scales, offsets, inverses, errors, strict=True):
+            e = w - (code_of(blocks, w, inverse, offset) * scale - offset)
+            found.append(error + (e * e if factor is None else factor * e * e))
+        return tuple(found)
+
+    errors = blocks.over_part(part, (blocks.zero,) * len(candidates), measure)
+    least, levels = errors[0], candidates[0]
+    for error, candidate in zip(errors[1:], candidates[1:], strict=True):
+        wins = error < least
+        least = wins.choose(error, least)
+        levels = (wins.choose(candidate[0], levels[0]), wins.choose(candidate[1], levels[1]))
+    blocks.keep(levels[0], SCALE_LEVEL, part)
+    blocks.keep(levels[1], OFFSET_LEVEL, part)
+    return least, levels
 
 
 def _keep_levels(blocks: AffineBlocks, better: Lanes) -> None:
@@ -352,7 +393,7 @@ def encode_affine_16(
         def fit(part: Any, nothing: tuple[()]) -> tuple[()]:
             found = fit_part(blocks, part)
             blocks.keep(found.offset, OFFSET, part)
-            sum_up(blocks, part, found.scale, found.offset)
+            sum_up(blocks, part, shortest(blocks, part, found.scale, found.offset), found.offset)
             return nothing
 
         blocks.over_parts((), fit)

@@ -25,6 +25,7 @@ class AffineFormat:
         the chains of the group cut off: at the lower end, at the upper end, or half at each
     weighted_ranges: the same where importance counts
     factors: pairs of d and dmin to try, in units of those that lead to the largest scale and offset
+    rounds: how often codes are made anew from what is stored
     """
 
     part_size: int
@@ -33,6 +34,7 @@ class AffineFormat:
     ranges: tuple[tuple[float, float], ...]
     weighted_ranges: tuple[tuple[float, float], ...]
     factors: tuple[tuple[float, float], ...]
+    rounds: int
 
     @property
     def parts(self) -> int:
@@ -46,7 +48,7 @@ class AffineFormat:
         for share, cut in ranges:
             shorter = share * (1 - cut / self.last_code)
             starts += [share, shorter, shorter, share, (share + shorter) / 2, (share + shorter) / 2]
-        counts = {RELAX: 3, PASSES: 4, STARTS: len(ranges), PAIRS: len(self.factors), STEPS: 2, ROUNDS: 2}
+        counts = {RELAX: 3, PASSES: 4, STARTS: len(ranges), PAIRS: len(self.factors), STEPS: 2, ROUNDS: self.rounds}
         return (*(counts[place] for place in range(FIRST_START)), *starts, *(f for pair in self.factors for f in pair))
 
 
@@ -58,7 +60,9 @@ def _square(factors: tuple[float, ...]) -> tuple[tuple[float, float], ...]:
 # The numbers are the best that a search found on the weights of two models and on normal and heavy-tailed ones, within
 # the time that it was allowed; the optimum is flat.
 _SIX_BITS = _square(tuple(63 / (63 + more) for more in (-6, -3, -1, 0, 1.5)))
-_FOUR_BITS = _square(tuple(15 / (15 + more) for more in (-1, -0.5, 0, 0.25, 0.5)))
+_FOUR_BITS = _square(tuple(15 / (15 + more) for more in (-0.75, 0, 0.5)))
+# For blocks of which one part is far larger than the others.
+_SMALLER = ((0.4, 0.4), (0.6, 0.6), (0.8, 0.8), (0.6, 1), (1, 0.6), (0.8, 1), (1, 0.8))
 _RANGES, _WEIGHTED_RANGES = ((1.03, 1.2), (0.99, 3.0)), ((1.03, 1.2), (0.99, 2.4), (0.86, 2.4))
 
 FORMATS = {
@@ -69,6 +73,7 @@ FORMATS = {
         ranges=_RANGES,
         weighted_ranges=_WEIGHTED_RANGES,
         factors=_SIX_BITS,
+        rounds=2,
     ),
     "Q4_K": AffineFormat(
         part_size=32,
@@ -77,14 +82,15 @@ FORMATS = {
         ranges=_RANGES,
         weighted_ranges=_WEIGHTED_RANGES,
         factors=_SIX_BITS,
+        rounds=2,
     ),
     "Q2_K": AffineFormat(
         part_size=16,
         last_code=3,
         last_level=15,
         ranges=((1.0, 1.2),),
-        weighted_ranges=((1.0, 1.2), (0.75, 1.2)),
-        # The last ones are for blocks of which one part is far larger than the others.
-        factors=(*_FOUR_BITS, (0.6, 0.6), (0.6, 1), (1, 0.6)),
+        weighted_ranges=((1.0, 1.2),),
+        factors=(*_FOUR_BITS, *_SMALLER),
+        rounds=3,
     ),
 }

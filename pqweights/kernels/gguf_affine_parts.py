@@ -130,9 +130,8 @@ class _PartMoments(NamedTuple):
 
 
 class PartSums(NamedTuple):
-    """Sums over the weights w of a part and their codes q, and the squared error that the codes leave."""
+    """Sums over the weights w of a part and their codes q."""
 
-    error: Lanes
     w: Lanes
     q: Lanes
     qq: Lanes
@@ -292,18 +291,32 @@ def inverse_of(scale: Lanes) -> Lanes:
     return usable.choose(1.0 / usable.choose(scale, 1.0), 0.0)
 
 
-def sum_up(blocks: AffineBlocks, part: Any, scale: Lanes, offset: Lanes) -> Lanes:
-    """Keep the sums over a part, and the scale that is best for its codes; return the error that they leave now."""
+def shortest(blocks: AffineBlocks, part: Any, scale: Lanes, offset: Lanes) -> Lanes:
+    """The smallest scale that gives the same weights by multiples of the codes; 0 if all codes are 0.
+
+    A part with one large weight may have codes 0 and 1 alone. As large a scale would leave few integers to the others.
+    """
+    inverse, last = inverse_of(scale), float(blocks.format.last_code)
+
+    def widest(j: Any, most: Lanes) -> Lanes:
+        return code_of(blocks, blocks.weights(j), inverse, offset).maximum(most)
+
+    most = blocks.over_part(part, blocks.zero, widest)
+    times = (last / most.maximum(1.0) - 0.499).rint()  # rounded down
+    return (most > 0.0).choose(scale / times, 0.0)
+
+
+def sum_up(blocks: AffineBlocks, part: Any, scale: Lanes, offset: Lanes) -> None:
+    """Keep the sums over a part, and the scale that is best for its codes."""
     inverse = inverse_of(scale)
 
     def add(j: Any, sums: PartSums) -> PartSums:
         w = blocks.weights(j)
         q = code_of(blocks, w, inverse, offset)
-        e = w - (q * scale - offset)
-        fe, fw, fq = (blocks.factors(j) * x for x in (e, w, q)) if blocks.weighted else (e, w, q)
-        return PartSums(sums.error + fe * e, sums.w + fw, sums.q + fq, sums.qq + fq * q, sums.wq + fw * q)
+        fw, fq = (blocks.factors(j) * x for x in (w, q)) if blocks.weighted else (w, q)
+        return PartSums(sums.w + fw, sums.q + fq, sums.qq + fq * q, sums.wq + fw * q)
 
-    sums = blocks.over_part(part, PartSums(*[blocks.zero] * 5), add)
+    sums = blocks.over_part(part, PartSums(*[blocks.zero] * 4), add)
     for name, value in ((W, sums.w), (Q, sums.q), (QQ, sums.qq), (WQ, sums.wq)):
         blocks.keep(value, name, part)
     mean = sums.q / blocks.field(TOTAL, part)
@@ -311,4 +324,3 @@ def sum_up(blocks: AffineBlocks, part: Any, scale: Lanes, offset: Lanes) -> Lane
     spreads = spread > sums.qq * 1e-5
     fitted = (sums.wq - sums.w * mean) / spreads.choose(spread, 1.0)
     blocks.keep((spreads & (fitted > 0.0)).choose(fitted, scale), SCALE, part)
-    return sums.error

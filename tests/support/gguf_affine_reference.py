@@ -72,7 +72,7 @@ def encode(kind: str, values: Floats, settings: Floats, importance: Floats | Non
         w = x * down
         factors = None if importance is None else np.ascontiguousarray(importance.T).reshape(shape)
         scales, offsets, totals = _fitted(w, factors, settings, form)
-        sums, _ = _summed(w, factors, totals, (scales, offsets), form)
+        sums = _summed(w, factors, totals, (scales, offsets), form)
         d, dmin = _guessed(sums, (scales, offsets), settings, form, up, down)
         choice = _rounded(w, factors, sums, (d, dmin), settings, form, up, down)
         scale, offset = choice.a * choice.d, choice.b * choice.dmin
@@ -112,7 +112,8 @@ def _fitted(w: Floats, factors: Floats | None, settings: Floats, form: _Form) ->
             moved = [_moments(w, factors, *chain, form) for chain in chains]
             for c, moments in enumerate(moved):
                 best, chains[c] = _moved(best, *chains[c], moments, totals, relax)
-    return best[1], best[2], totals
+    most = _codes(w, best[1], best[2], form).max(axis=1)
+    return np.where(most > 0, best[1] / np.floor(form.code / _maximum(most, f32(1))), f32(0)), best[2], totals
 
 
 def _moments(w: Floats, factors: Floats | None, scale: Floats, offset: Floats, form: _Form) -> list[Floats]:
@@ -155,20 +156,36 @@ def _codes(w: Floats, scale: Floats, offset: Floats, form: _Form) -> Floats:
     return _clipped(np.rint((w + offset[:, None]) * _inverse(scale)[:, None]), form.code)
 
 
-def _summed(
-    w: Floats, factors: Floats | None, totals: Floats, numbers: tuple[Floats, Floats], form: _Form
-) -> tuple[_Sums, Floats]:
-    """The sums, and the error of each part."""
+def _summed(w: Floats, factors: Floats | None, totals: Floats, numbers: tuple[Floats, Floats], form: _Form) -> _Sums:
     scale, offset = numbers
     q = _codes(w, scale, offset, form)
-    e = w - (q * scale[:, None] - offset[:, None])
-    fe, fw, fq = (e, w, q) if factors is None else (factors * e, factors * w, factors * q)
-    error, sw, sq, qq, wq = (_in_order(terms) for terms in (fe * e, fw, fq, fq * q, fw * q))
+    fw, fq = (w, q) if factors is None else (factors * w, factors * q)
+    sw, sq, qq, wq = (_in_order(terms) for terms in (fw, fq, fq * q, fw * q))
     mean = sq / totals
     spread = qq - sq * mean
     spreads = spread > qq * f32(1e-5)
     fitted = (wq - sw * mean) / np.where(spreads, spread, f32(1))
-    return _Sums(sw, sq, qq, wq, totals, np.where(spreads & (fitted > 0), fitted, scale)), error
+    return _Sums(sw, sq, qq, wq, totals, np.where(spreads & (fitted > 0), fitted, scale))
+
+
+def _searched(
+    w: Floats, factors: Floats | None, numbers: tuple[Floats, Floats], levels: tuple[Floats, Floats], form: _Form
+) -> tuple[Floats, Floats, Floats]:
+    """The least errors of parts, with their integers or the neighbours of these, and the integers."""
+    (d, dmin), (a, b) = numbers, levels
+    slant = (d * (form.code / f32(2))) * _inverse(dmin)
+    candidates = [(a, b), (a, _minimum(b + f32(1), form.level)), (a, _maximum(b - f32(1), f32(0)))]
+    neighbours = (_minimum(a + f32(1), form.level), _maximum(a - f32(1), f32(0)))
+    candidates += [(level, _clipped(np.rint(b + (level - a) * slant), form.level)) for level in neighbours]
+    least, best = np.full_like(a, np.inf), (a, b)
+    for candidate in candidates:
+        scale, offset = candidate[0] * d, candidate[1] * dmin
+        e = w - (_codes(w, scale, offset, form) * scale[:, None] - offset[:, None])
+        error = _in_order(e * e if factors is None else factors * e * e)
+        wins = error < least
+        least = np.where(wins, error, least)
+        best = (np.where(wins, candidate[0], best[0]), np.where(wins, candidate[1], best[1]))
+    return least, *best
 
 
 def _levels(sums: _Sums, d: Floats, dmin: Floats, form: _Form) -> tuple[Floats, Floats, Floats]:
@@ -189,9 +206,7 @@ def _levels(sums: _Sums, d: Floats, dmin: Floats, form: _Form) -> tuple[Floats, 
 
 
 def _solved(sums: _Sums, d: Floats, dmin: Floats, a: Floats, b: Floats) -> tuple[Floats, Floats]:
-    aa, ab, bb, x = (
-        _in_order(terms) for terms in (a * a * sums.qq, a * b * sums.q, b * b * sums.total, a * sums.wq)
-    )
+    aa, ab, bb, x = (_in_order(terms) for terms in (a * a * sums.qq, a * b * sums.q, b * b * sums.total, a * sums.wq))
     y = _in_order(-(b * sums.w))
     determinant = aa * bb - ab * ab
     divisor = np.where(determinant > (aa * bb) * f32(1e-5), determinant, f32(np.inf))
@@ -205,8 +220,9 @@ def _solved(sums: _Sums, d: Floats, dmin: Floats, a: Floats, b: Floats) -> tuple
 
 
 def _half(x: Floats) -> Floats:
-    """The nearest F16, saturated."""
-    return _minimum(x, f32(65504)).astype(np.float16).astype(np.float32)
+    """The nearest F16, saturated; never 0 if 127 times the number rounds to another."""
+    nearest = _minimum(x, f32(65504)).astype(np.float16).astype(np.float32)
+    return np.where(x > f32(2.0**-31), _maximum(nearest, f32(2.0**-24)), nearest)
 
 
 def _guessed(
@@ -243,7 +259,8 @@ def _rounded(
     for _ in range(int(settings[5])):
         d, dmin = _half(d * up) * down, _half(dmin * up) * down
         _, a, b = _levels(sums, d, dmin, form)
-        sums, errors = _summed(w, factors, sums.total, (a * d, b * dmin), form)
+        errors, a, b = _searched(w, factors, (d, dmin), (a, b), form)
+        sums = _summed(w, factors, sums.total, (a * d, b * dmin), form)
         error = _in_order(errors)
         better = error < best.error
         now = _Choice(error, d, dmin, a, b)
@@ -256,7 +273,7 @@ def _rounded(
 
 
 def _packed_q4_or_q5(halves: list[Any], levels: list[Bytes], codes: Bytes, *, high: bool) -> Bytes:
-    """d, dmin; the low 6 bits of four scales, then offsets, above them two bits of the others; the others' low 4 bits."""
+    """d, dmin; four scales, then four offsets, above them two bits of the others; the others' low 4 bits; codes."""
     head = np.stack(halves, axis=1).view(np.uint8)
     first = [own[:, :4] | ((own[:, 4:] >> 4) << 6) for own in levels]
     rest = (levels[0][:, 4:] & 15) | ((levels[1][:, 4:] & 15) << 4)
