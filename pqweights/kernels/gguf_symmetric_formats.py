@@ -123,7 +123,7 @@ FORMATS: dict[str, SymmetricFormat] = {
         most_factor=127,
         starts=_Q6_K_STARTS,
         multipliers=(-1 / 128, -1 / 120),
-        factors_tried=16,
+        factors_tried=24,
     ),
     "Q3_K": SymmetricFormat(
         parts=16,
@@ -133,7 +133,7 @@ FORMATS: dict[str, SymmetricFormat] = {
         least_factor=-32,
         most_factor=31,
         starts=_Q3_K_STARTS,
-        multipliers=(-1 / 32, -1 / 30, -1 / 28, -1 / 26),
+        multipliers=(-1 / 32, -1 / 31, -1 / 30, -1 / 29),
         factors_tried=4,
     ),
     "IQ4_XS": SymmetricFormat(
@@ -145,7 +145,7 @@ FORMATS: dict[str, SymmetricFormat] = {
         least_factor=-32,
         most_factor=31,
         starts=_IQ4_XS_STARTS,
-        multipliers=(-1 / 32, -1 / 30, -1 / 28, -1 / 26),
+        multipliers=(-1 / 32, -1 / 31, -1 / 30, -1 / 29),
         factors_tried=4,
     ),
 }
