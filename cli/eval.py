@@ -35,7 +35,7 @@ class Dataset(StrEnum):
 ModelsArgument = Annotated[
     list[str],
     typer.Argument(
-        metavar="MODEL...", help="Checkpoints, masters, exports and GGUF files: local, or ORG/NAME on the Hub."
+        metavar="MODEL...", help="Checkpoints, masters and exports: folders, or ORG/NAME on the Hub; also GGUF files."
     ),
 ]
 TextOption = Annotated[Path | None, typer.Option("--text", metavar="FILE", help="UTF-8 text to evaluate on.")]

@@ -9,7 +9,7 @@ from .report_summary import is_summarized
 from .tables import table
 
 if TYPE_CHECKING:
-    from pqweights.gguf.file import MetadataValue
+    from pqweights.gguf.contents import MetadataValue
     from pqweights.results.inspect_gguf import GgufInspection, TypeTotal
 
 # A list of more items, and a text of more characters, is cut.

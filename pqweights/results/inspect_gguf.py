@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pqweights.gguf.file import GgufContents, GgufTensor, MetadataList, MetadataValue, open_gguf
+from pqweights.gguf.contents import GgufContents, GgufTensor, MetadataList, MetadataValue
+from pqweights.gguf.file import open_gguf
 from pqweights.gguf.types import FILE_TYPES
 
 

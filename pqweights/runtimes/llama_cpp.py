@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.errors import GenerationError, SourceError
-from pqweights.gguf.file import GgufContents
+from pqweights.gguf.contents import GgufContents
 from pqweights.rewrite.task import usable_cores
 from pqweights.runtimes.llama_library import library, load
 from pqweights.runtimes.steps import NOTHING, Step, common_tokens

@@ -20,6 +20,7 @@ from hostile.exports import EXPORT_CASES
 from hostile.folds import FOLD_CASES
 from hostile.foreign import FOREIGN_CASES, PACKED_CASES
 from hostile.generation import GENERATE_CASES
+from hostile.gguf import GGUF_CASES
 from hostile.headers import HEADER_CASES, WEIGHT_CASES
 from hostile.indexes import INDEX_CASES
 from hostile.keys_and_values import KV_CASES
@@ -35,6 +36,7 @@ CASES = [
     *HEADER_CASES,
     *INDEX_CASES,
     *SOURCE_CASES,
+    *GGUF_CASES,
     *FOREIGN_CASES,
     *PACKED_CASES,
     *PICKLE_CASES,

@@ -15,7 +15,11 @@ SOURCE_CASES = [
         {"quantize src/notes.txt out": ("notes.txt", "expected a folder, or a safetensors file")},
         {"src/notes.txt": "hello, world"},
     ),
-    Case("gguf-folder", {QUANTIZE: ("GGUF",)}, {"src/model.gguf": b"GGUF\3\0\0\0" + bytes(24), CONFIG: {}}),
+    Case(
+        "gguf-folder",
+        {QUANTIZE: ("GGUF", "only pqweights eval, generate and inspect read")},
+        {"src/model.gguf": b"GGUF\3\0\0\0" + bytes(24), CONFIG: {}},
+    ),
     Case("gguf-file", {"quantize src/a.gguf out": ("GGUF",)}, {"src/a.gguf": b"GGUF\3\0\0\0" + bytes(24)}),
     Case("gguf-renamed", {QUANTIZE: ("GGUF", "model.safetensors")}, {FILE: b"GGUF\3\0\0\0" + bytes(24)}),
     Case("config-not-json", {QUANTIZE: ("config.json", "JSON")}, {FILE: GOOD, CONFIG: '{"model_type": '}),

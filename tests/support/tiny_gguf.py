@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ NORMAL, CONTROL, UNUSED = 1, 3, 5
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 
 
-def small_gguf(path: Path, *, split_max_tensors: int = 0, **metadata: Any) -> Path:
+def small_gguf(path: Path, more: Mapping[str, Any] | None = None, *, split_max_tensors: int = 0) -> Path:
     """A file with a tensor of each of TYPES and metadata of most kinds, or several files if it is split.
 
-    metadata: more of it, with underscores for the dots in keys
+    more: of the metadata: texts, whole numbers and floats
     """
     writer = gguf.GGUFWriter(path, "llama", split_max_tensors=split_max_tensors)
     writer.add_name("a model")
@@ -36,9 +37,8 @@ def small_gguf(path: Path, *, split_max_tensors: int = 0, **metadata: Any) -> Pa
     writer.add_token_types([NORMAL] * 3000)
     writer.add_token_scores([0.5] * 3000)
     writer.add_bos_token_id(7)
-    for key, value in metadata.items():
-        name = key.replace("_", ".")
-        {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)](name, value)
+    for key, value in (more or {}).items():
+        {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)](key, value)
     for number, kind in enumerate(TYPES):
         _add(writer, f"blk.{number}.ffn_up.weight", np.ones((3, 32), dtype=np.float32) * number, kind)
     _write(writer)

@@ -1,0 +1,71 @@
+"""Bad inputs: GGUF files that are damaged, and GGUF where a checkpoint or a master is expected."""
+
+from __future__ import annotations
+
+import struct
+
+from hostile.case import Case
+
+EVAL, INSPECT = "eval a.gguf --text text.txt", "inspect a.gguf"
+TEXT = {"text.txt": "once upon a time"}
+OTHERS = "only pqweights eval, generate and inspect read"
+
+
+def _text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def _file(*entries: bytes, keys: int = 0, tensors: int = 0, data: int = 0, version: int = 3) -> bytes:
+    head = b"GGUF" + struct.pack("<IQQ", version, tensors, keys) + b"".join(entries)
+    return head + bytes(-len(head) % 32 + data)
+
+
+def _tensor(name: str, columns: int, kind: int, offset: int = 0) -> bytes:
+    return _text(name) + struct.pack("<IQIQ", 1, columns, kind, offset)
+
+
+def _damaged(name: str, data: bytes, *fragments: str) -> Case:
+    said = ("a.gguf", *fragments)
+    return Case(name, {INSPECT: said, EVAL: said}, {"a.gguf": data, **TEXT})
+
+
+GOOD = _file(_tensor("a", 32, 0), tensors=1, data=128)
+LIST = _text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 2**40)
+
+GGUF_CASES = [
+    _damaged("gguf-empty", b"", "found a file of 0 bytes"),
+    _damaged("gguf-another-format", b"PK\3\4" + bytes(60), "expected the bytes GGUF"),
+    _damaged("gguf-version-1", _file(version=1), "version", "found 1"),
+    _damaged("gguf-big-endian", _file(version=3 << 24), "big-endian"),
+    _damaged("gguf-of-2-to-the-60-tensors", _file(tensors=2**60), "number of tensors"),
+    _damaged("gguf-list-of-2-to-the-40-texts", _file(LIST, keys=1), "'tokenizer.ggml.tokens'", f"found {2**40} items"),
+    _damaged("gguf-key-of-2-to-the-60-bytes", _file(struct.pack("<Q", 2**60), keys=1, data=64), "key 0"),
+    _damaged("gguf-type-unknown", _file(_tensor("a", 32, 99), tensors=1, data=128), "tensor 'a'", "found 99"),
+    _damaged("gguf-rows-of-33", _file(_tensor("a", 33, 2), tensors=1, data=32), "multiple of 32 for Q4_0"),
+    _damaged("gguf-cut", GOOD[:-1], "data is truncated"),
+    _damaged("gguf-followed-by-others", GOOD + b"\0", "followed by foreign bytes"),
+    _damaged(
+        "gguf-with-a-hole",
+        _file(_tensor("a", 32, 0), _tensor("b", 32, 0, 160), tensors=2, data=288),
+        "tensor 'b' leaves a hole before it",
+    ),
+    Case(
+        "gguf-part-missing",
+        {"inspect m-00001-of-00002.gguf": ("m-00002-of-00002.gguf: missing",)},
+        {"m-00001-of-00002.gguf": _file(_text("split.count") + struct.pack("<IH", 2, 2), keys=1)},
+    ),
+    Case(
+        "gguf-two-models-in-a-folder",
+        {"inspect src": ("expected one GGUF model, found 2",)},
+        {"src/a.gguf": GOOD, "src/b.gguf": GOOD},
+    ),
+    Case(
+        "gguf-as-a-source-or-a-result",
+        {
+            **{f"{command} a.gguf": (OTHERS,) for command in ("plan", "verify", "card")},
+            "export a.gguf out --target bf16": (OTHERS,),
+            "calibrate a.gguf out.json --text text.txt": (OTHERS,),
+        },
+        {"a.gguf": GOOD, **TEXT},
+    ),
+]
