@@ -19,6 +19,7 @@ from pqweights.gguf.package import gguf_package
 from pqweights.gguf.rope import add_rope
 from pqweights.gguf.settings import Settings, context_length, read_settings, windowed_layers
 from pqweights.gguf.tensors import gguf_tensors
+from pqweights.gguf.tokens import Vocabulary
 from pqweights.gguf.vocabulary import add_vocabulary, model_name, read_vocabulary
 
 
@@ -64,11 +65,11 @@ def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
         metadata=metadata,
         tensors=tensors,
         left_out=left_out,
-        notes=tuple(_notes(settings)),
+        notes=tuple(_notes(settings, vocabulary)),
     )
 
 
-def _notes(settings: Settings) -> Iterator[str]:
+def _notes(settings: Settings, vocabulary: Vocabulary | None) -> Iterator[str]:
     """Yield what is to be said of the file."""
     length, given = context_length(settings), settings.number("max_position_embeddings")
     if length < given:
@@ -76,6 +77,8 @@ def _notes(settings: Settings) -> Iterator[str]:
             f"context of {length} tokens instead of {given}: llama.cpp has no sliding window of attention for this "
             "architecture, and computes what the model does within one window only"
         )
+    if vocabulary is not None and vocabulary.differs:
+        yield f"llama.cpp makes other tokens than the tokenizer of {vocabulary.differs}"
 
 
 def _entry(key: str, value: Any) -> MetadataEntry:

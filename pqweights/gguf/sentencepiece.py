@@ -21,6 +21,12 @@ NO_SCORE = -1000.0
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 BPE = 2  # TrainerSpec.ModelType in sentencepiece_model.proto
 IDENTITY = ("identity", "")
+# By the scheme of Metaspace.
+DIFFERS = {
+    "never": "",
+    "always": "text that begins with a space: llama.cpp puts one more before it",
+    "first": "text that begins with a space or follows a special token: llama.cpp puts one more before it",
+}
 
 
 def is_sentencepiece(tokenizer: Mapping[str, Any]) -> bool:
@@ -33,7 +39,7 @@ def from_json(tokenizer: Mapping[str, Any], rows: int) -> Vocabulary:
 
     Raises ExportError if it makes other tokens than SentencePiece would.
     """
-    prefix, splits = _space_prefix(tokenizer)
+    prefix, splits, differs = _spaces(tokenizer)
     vocab, added = tokenizer["model"]["vocab"], tokenizer.get("added_tokens") or []
     merges = [tuple(pair.split(" ", 1) if isinstance(pair, str) else pair) for pair in tokenizer["model"]["merges"]]
     fixed = {entry["content"] for entry in added}
@@ -51,6 +57,7 @@ def from_json(tokenizer: Mapping[str, Any], rows: int) -> Vocabulary:
         scores=[-float(ranks[token]) if token in ranks else NO_SCORE for token in tokens],
         space_prefix=prefix,
         strips=strips_spaces(added),
+        differs=differs,
     )
 
 
@@ -67,14 +74,15 @@ def _place_bytes(vocab: Mapping[str, int], tokens: list[str], types: list[int]) 
         tokens[place], types[place] = name, int(gguf_package().TokenType.BYTE)
 
 
-def _space_prefix(tokenizer: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return whether text gets a space before it, and whether it is split at spaces.
+def _spaces(tokenizer: Mapping[str, Any]) -> tuple[bool, bool, str]:
+    """Return whether text gets a space before it, whether it is split at spaces, and what llama.cpp does otherwise.
 
     Spaces must become the character that stands for them, and nothing else may happen to the text.
     """
     normalizer = tokenizer.get("normalizer") or {"type": "Sequence", "normalizers": []}
     splitter = tokenizer.get("pre_tokenizer") or {"type": "Sequence", "pretokenizers": []}
     prefix = escapes = splits = False
+    differs = ""
     for step in (*normalizer.get("normalizers", [normalizer]), *splitter.get("pretokenizers", [splitter])):
         kind, pattern = step.get("type"), (step.get("pattern") or {})
         if kind == "Prepend" and step.get("prepend") == SPACE:
@@ -84,11 +92,12 @@ def _space_prefix(tokenizer: Mapping[str, Any]) -> tuple[bool, bool]:
         elif kind == "Metaspace" and step.get("replacement") == SPACE:
             scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
             prefix, escapes, splits = scheme != "never", True, bool(step.get("split", True))
+            differs = DIFFERS[scheme]
         elif kind != "Split" or pattern.get("String") != " " or not escapes:
             raise unmapped(f"it changes or splits text by {step}")
     if not escapes:
         raise unmapped("it has tokens of bytes, and no character that stands for spaces")
-    return prefix, splits
+    return prefix, splits, differs
 
 
 def _check_merges(
@@ -119,7 +128,7 @@ def from_model(raw: bytes, added: Sequence[Mapping[str, Any]], rows: int) -> Voc
     """
     try:
         pieces, trainer, normalizer = _parsed(raw)
-    except (IndexError, ValueError, struct.error):
+    except (LookupError, TypeError, ValueError, AttributeError, struct.error):
         raise SourceError(f"{MODEL_FILE}: expected a model of SentencePiece, found a damaged file") from None
     if trainer.get(3, 1) != BPE or normalizer.get(1, b"").decode() not in IDENTITY:
         raise unmapped(f"{MODEL_FILE} is not a BPE model, or it changes the text")

@@ -28,6 +28,7 @@ class Vocabulary:
     space_prefix: whether text gets a space before it; None for kinds to which this means nothing
     starts: whether text gets a token before it where the files do not say so
     strips: whether special tokens take the spaces that follow them
+    differs: on which texts llama.cpp makes other tokens; empty if there are none that are known
     """
 
     model: str
@@ -38,6 +39,7 @@ class Vocabulary:
     space_prefix: bool | None = None
     starts: bool = False
     strips: bool = False
+    differs: str = ""
 
 
 def unmapped(why: str) -> ExportError:

@@ -10,6 +10,7 @@ import json
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ TEMPLATES = ("chat_template.jinja", "chat_template.json")
 # Of tokenizers that nothing here reads.
 OTHERS = ("tekken.json", "spiece.model", "sentencepiece.bpe.model", "qwen.tiktoken", "tokenizer.tiktoken", "vocab.txt")
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+NOT_NORMALIZED = "text that is not in Unicode's form NFC: llama.cpp does not normalize it"
 # llama.cpp lets special tokens take the spaces behind them in models of which the name matches, and then needs these
 # tokens.
 STRIPS = re.compile(r"phi-?3", re.IGNORECASE)
@@ -113,9 +115,10 @@ def _of_json(tokenizer: dict[str, Any], rows: int) -> Vocabulary:
     if pre is None:
         raise unmapped(f"{FAST} splits text by {found}")
     normalizer = (tokenizer.get("normalizer") or {}).get("type")
-    if normalizer not in (None, "NFC"):  # llama.cpp has none, and text is nearly always in this form already
+    if normalizer not in (None, "NFC"):
         raise unmapped(f"{FAST} changes text by {tokenizer['normalizer']}")
-    return _byte_level(model["vocab"], tokenizer.get("added_tokens") or [], pre=pre, rows=rows)
+    vocabulary = _byte_level(model["vocab"], tokenizer.get("added_tokens") or [], pre=pre, rows=rows)
+    return vocabulary if normalizer is None else replace(vocabulary, differs=NOT_NORMALIZED)
 
 
 def _of_slow(storage: Storage, rows: int) -> Vocabulary:
