@@ -180,7 +180,7 @@ def prepared(model: Path, work: Path, *, tokens: int, window: int) -> Bench:
     """Make the master, the moments, the importance matrix and the BF16 file of a model."""
     text = read_text(model / "eval.txt")
     tokenizer = load_tokenizer(model)
-    ids = tokenize(tokenizer, text)
+    ids = tokenize(model, text)
     pqweights.quantize(model, work / "master", "q6")
     rest = str(tokenizer.decode(ids[tokens : tokens + CALIBRATION_TOKENS].tolist()))
     calibrate_moments(model, work / "moments.safetensors", rest, options=CalibrationOptions(window=window))
