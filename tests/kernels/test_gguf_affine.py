@@ -131,11 +131,11 @@ def test_energy_of_a_block_tells_whether_weights_are_finite(kind: str, bad: floa
 @examples(15)
 @given(first=st.integers(0, 40), count=st.integers(1, 40))
 def test_blocks_do_not_depend_on_their_neighbours(kind: str, weighted: bool, first: int, count: int) -> None:
-    values = gguf_affine_reference.hard_blocks()[:80].reshape(40, 512)
-    importance = gguf_affine_reference.some_importance(512) if weighted else None
+    values = gguf_affine_reference.hard_blocks()[:120].reshape(40, 768)
+    importance = gguf_affine_reference.some_importance(768) if weighted else None
     whole = encode_blocks(kind, values, importance)
     part = encode_blocks(kind, values[first : first + count], importance)
-    chosen = slice(2 * first, 2 * (first + count))
+    chosen = slice(3 * first, 3 * (first + count))
     expected = EncodedBlocks(data=whole.data[chosen], energies=whole.energies[chosen], errors=whole.errors[chosen])
     assert same(part, expected)
 
