@@ -54,6 +54,16 @@ class RenamedTensor:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class FlatTensor(RenamedTensor):
+    """A matrix of one row as a vector."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The last dimension of the source."""
+        return self.source.shape[-1:]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class InterleavedTensor(RenamedTensor):
     """A matrix or a bias whose rows are those of heads, with the rows of the two halves of each head in turns.
 
