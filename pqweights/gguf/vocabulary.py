@@ -147,9 +147,12 @@ def _add_special(storage: Storage, config: Mapping[str, Any], writer: Any, *, vo
     merged = vocabulary.model == "gpt2"
     with tempfile.TemporaryDirectory() as name, silent():
         _write_files(storage, config, Path(name))
-        special = gguf_package().SpecialVocab(
-            name, load_merges=merged, special_token_types=SPECIAL, n_vocab=len(vocabulary.tokens)
-        )
+        try:
+            special = gguf_package().SpecialVocab(
+                name, load_merges=merged, special_token_types=SPECIAL, n_vocab=len(vocabulary.tokens)
+            )
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise SourceError(f"{FAST} or {CONFIG}: gguf cannot read it: {error!r:.200}") from error
     ids, added = special.special_token_ids, special.add_special_token
     if "eos" in ids:
         ids.setdefault("bos", ids["eos"])  # llama.cpp would take token 11
