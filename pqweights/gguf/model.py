@@ -22,6 +22,8 @@ from pqweights.gguf.tensors import gguf_tensors
 from pqweights.gguf.tokens import Vocabulary
 from pqweights.gguf.vocabulary import add_vocabulary, model_name, read_vocabulary
 
+TEMPLATES = "tokenizer.chat_template"
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GgufModel:
@@ -59,7 +61,9 @@ def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
     _add_hyper_parameters(settings, writer, rows=rows)
     writer.kv_data[0].update(hyper_parameters.kv_data[0])
     add_vocabulary(checkpoint.storage, settings.values, writer, vocabulary=vocabulary)
-    metadata = tuple(_entry(key, value) for key, value in writer.kv_data[0].items())
+    # The package finds templates in the order in which a folder lists them.
+    values = sorted(writer.kv_data[0].items(), key=lambda item: item[0] if item[0].startswith(TEMPLATES) else "")
+    metadata = tuple(_entry(key, value) for key, value in values)
     return GgufModel(
         architecture=architecture,
         metadata=metadata,
@@ -86,7 +90,7 @@ def _entry(key: str, value: Any) -> MetadataEntry:
     kinds = gguf_package().GGUFValueType
     if value.type != kinds.ARRAY:
         return MetadataEntry(key, value.value, int(value.type), None)
-    items = list(value.value)
+    items = sorted(value.value) if key == TEMPLATES + "s" else list(value.value)
     return MetadataEntry(key, items, int(value.type), int(value.sub_type or kinds.get_type(items[0])))
 
 

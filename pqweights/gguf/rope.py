@@ -30,7 +30,10 @@ def rope_parameters(settings: Settings, layers: str = FULL) -> dict[str, Any]:
     layers: FULL or SLIDING, for models in which these differ
     """
     found = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    parameters = dict((found[layers] or {}) if layers in found else found)
+    found = found.get(layers, found) if isinstance(found, dict) else found
+    if not isinstance(found or {}, dict):
+        raise settings.refusal(f"expected an object as its rope parameters, found {found!r}")
+    parameters = dict(found or {})
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default").lower()
     parameters["rope_type"] = OLD_KINDS.get(kind, kind)
     for key, default in (("rope_theta", DEFAULT_BASE), ("partial_rotary_factor", 1.0)):

@@ -41,7 +41,9 @@ def from_json(tokenizer: Mapping[str, Any], rows: int) -> Vocabulary:
     """
     prefix, splits, differs = _spaces(tokenizer)
     vocab, added = tokenizer["model"]["vocab"], tokenizer.get("added_tokens") or []
-    merges = [tuple(pair.split(" ", 1) if isinstance(pair, str) else pair) for pair in tokenizer["model"]["merges"]]
+    merges = [
+        tuple(pair.split(" ", 1) if isinstance(pair, str) else pair) for pair in tokenizer["model"].get("merges") or []
+    ]
     fixed = {entry["content"] for entry in added}
     _check_merges(vocab, merges, fixed, splits=splits)
     ranks: dict[str, int] = {}

@@ -17,7 +17,7 @@ from pqweights.errors import ExportError
 from pqweights.gguf.package import gguf_package
 from pqweights.gguf.rope import Factors
 from pqweights.gguf.settings import Settings
-from pqweights.gguf.views import ConstantTensor, InterleavedTensor, OffsetTensor, RenamedTensor
+from pqweights.gguf.views import ConstantTensor, FlatTensor, InterleavedTensor, OffsetTensor, RenamedTensor
 
 SUFFIXES = (".weight", ".bias")
 # Where the text model lies in models of images and text: as transformers 5 and as earlier versions wrote them.
@@ -170,6 +170,8 @@ def _view(tensor: LogicalTensor, kind: str, name: str, settings: Settings) -> Lo
         return InterleavedTensor(name=name, source=tensor, head_rows=size)
     if architecture.gain_offset and kind.endswith("_NORM"):
         return OffsetTensor(name=name, source=tensor, offset=architecture.gain_offset)
+    if kind == "FFN_GATE_INP_SHEXP" and tensor.shape[:-1] == (1,):
+        return FlatTensor(name=name, source=tensor)
     return RenamedTensor(name=name, source=tensor)
 
 

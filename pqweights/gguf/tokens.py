@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pqweights.errors import ExportError
+from pqweights.errors import ExportError, SourceError
 from pqweights.gguf.package import gguf_package
 
 FAST = "tokenizer.json"
@@ -65,7 +65,9 @@ def placed_tokens(
         _check_place(token, place, rows)
         tokens[place], types[place] = token, int(kinds.NORMAL)
     for entry in added:
-        content, place = entry["content"], entry["id"]
+        content, place = entry.get("content"), entry.get("id", -1)
+        if not isinstance(content, str):
+            raise SourceError(f"{FAST}: expected the text of an added token, found {content!r}")
         _check_place(content, place, rows)
         if entry.get("special") or _looks_special(content):
             tokens[place], types[place] = content, int(kinds.CONTROL)

@@ -62,6 +62,16 @@ class RenamedTensor:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class FlatTensor(RenamedTensor):
+    """A matrix of one row as a vector."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The last dimension of the source."""
+        return self.source.shape[-1:]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class InterleavedTensor(RenamedTensor):
     """A matrix or a bias whose rows are those of heads, with the rows of the two halves of each head in turns.
 
@@ -78,13 +88,17 @@ class InterleavedTensor(RenamedTensor):
         width = self.shape[1] if len(self.shape) > 1 else 1
         size = item_bytes(dtype)
         # Rows are written in pairs, one of each half.
-        first, last = start // (2 * width), -(-(start + count) // (2 * width))
-        rows = np.empty((last - first, 2, width * size), dtype=np.uint8)
+        pair = 2 * width
+        first, last = start // pair, -(-(start + count) // pair)
+        skip = start - first * pair
+        whole = skip == 0 and count == (last - first) * pair
+        raw = out[: count * size] if whole else np.empty((last - first) * pair * size, dtype=np.uint8)
+        rows = raw.reshape(last - first, 2, width * size)
         done = 0
         while done < last - first:
             done += self._read_pairs(first + done, dtype, rows[done:])
-        skip = start - first * 2 * width
-        out[: count * size] = rows.reshape(-1)[skip * size : (skip + count) * size]
+        if not whole:
+            out[: count * size] = raw[skip * size : (skip + count) * size]
 
     def _read_pairs(self, pair: int, dtype: str, into: npt.NDArray[np.uint8]) -> int:
         """Read whole heads, or a part of one, from a pair on, into [pairs, 2, bytes]; return how many pairs."""

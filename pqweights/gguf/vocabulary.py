@@ -17,7 +17,7 @@ from typing import Any
 from pqweights.checkpoint.storage import Storage, read_file
 from pqweights.errors import SourceError
 from pqweights.gguf.package import gguf_package, silent
-from pqweights.gguf.pretokenizers import CLASSES, pre_tokenizer
+from pqweights.gguf.pretokenizers import CLASSES, DIFFERS, pre_tokenizer
 from pqweights.gguf.sentencepiece import MODEL_FILE, from_json, from_model, is_sentencepiece
 from pqweights.gguf.tokens import FAST, Vocabulary, placed_tokens, strips_spaces, unmapped
 from pqweights.strict_json import parse_json
@@ -118,7 +118,7 @@ def _of_json(tokenizer: dict[str, Any], rows: int) -> Vocabulary:
     if normalizer not in (None, "NFC"):
         raise unmapped(f"{FAST} changes text by {tokenizer['normalizer']}")
     vocabulary = _byte_level(model["vocab"], tokenizer.get("added_tokens") or [], pre=pre, rows=rows)
-    return vocabulary if normalizer is None else replace(vocabulary, differs=NOT_NORMALIZED)
+    return replace(vocabulary, differs=DIFFERS.get(pre, "") if normalizer is None else NOT_NORMALIZED)
 
 
 def _of_slow(storage: Storage, rows: int) -> Vocabulary:
@@ -147,9 +147,12 @@ def _add_special(storage: Storage, config: Mapping[str, Any], writer: Any, *, vo
     merged = vocabulary.model == "gpt2"
     with tempfile.TemporaryDirectory() as name, silent():
         _write_files(storage, config, Path(name))
-        special = gguf_package().SpecialVocab(
-            name, load_merges=merged, special_token_types=SPECIAL, n_vocab=len(vocabulary.tokens)
-        )
+        try:
+            special = gguf_package().SpecialVocab(
+                name, load_merges=merged, special_token_types=SPECIAL, n_vocab=len(vocabulary.tokens)
+            )
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise SourceError(f"{FAST} or {CONFIG}: gguf cannot read it: {error!r:.200}") from error
     ids, added = special.special_token_ids, special.add_special_token
     if "eos" in ids:
         ids.setdefault("bos", ids["eos"])  # llama.cpp would take token 11

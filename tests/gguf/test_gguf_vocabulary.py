@@ -323,3 +323,27 @@ def test_damaged_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("[]")
     with pytest.raises(SourceError, match=r"tokenizer\.json: expected a JSON object, found list"):
         converted(tmp_path)
+
+
+def test_several_chat_templates_are_in_a_fixed_order(tmp_path: Path) -> None:
+    folder = folder_with(trained.KINDS["gpt2"](), tmp_path)
+    (folder / "chat_template.jinja").write_text("plain")
+    (folder / "additional_chat_templates").mkdir()
+    for name in ("tools", "rag", "think", "other"):
+        (folder / "additional_chat_templates" / f"{name}.jinja").write_text(name)
+    found = metadata(converted(folder))
+    names = [key for key in found if "chat_template" in key]
+    assert names == sorted(names) and len(names) == 6
+    assert found["tokenizer.chat_templates"] == ["other", "rag", "think", "tools"]
+    assert (found["tokenizer.chat_template"], found["tokenizer.chat_template.rag"]) == ("plain", "rag")
+
+
+@pytest.mark.parametrize("added", [{"id": 3}, {"content": "a"}, {"content": 3, "id": 3}])
+def test_damaged_added_tokens_are_refused(added: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises((SourceError, ExportError), match=r"^tokenizer\.json: "):
+        converted(changed(tmp_path, added_tokens=[added]))
+
+
+def test_damaged_merges_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"^tokenizer\.json or tokenizer_config\.json: gguf cannot read it"):
+        converted(changed(tmp_path, merges=[3]))
