@@ -59,6 +59,7 @@ SOURCES = (
     "encoding.py",
     "gguf_affine_blocks.py",
     "gguf_affine_formats.py",
+    "gguf_affine_packing.py",
     "gguf_affine_parts.py",
     "jit.py",
     "lanes.py",
