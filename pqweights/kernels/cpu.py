@@ -60,6 +60,7 @@ SOURCES = (
     "encoding.py",
     "gguf_affine_blocks.py",
     "gguf_affine_formats.py",
+    "gguf_affine_packing.py",
     "gguf_affine_parts.py",
     "gguf_symmetric_formats.py",
     "gguf_symmetric_lanes.py",

@@ -53,7 +53,7 @@ def encode_blocks(type_name: str, values: Floats, importance: Floats | None) -> 
     rows, columns = values.shape
     if columns % kind.block_size:
         raise ValueError(f"{type_name}: {columns} columns are not a multiple of {kind.block_size}")
-    factors = None if importance is None else _normalized(importance, columns)
+    factors = None if importance is None else normalized_importance(importance, columns)
     row_blocks = columns // kind.block_size
     blocks = rows * row_blocks
     out = EncodedBlocks(
@@ -77,7 +77,7 @@ def encode_blocks(type_name: str, values: Floats, importance: Floats | None) -> 
     return out
 
 
-def _normalized(importance: Floats, columns: int) -> Floats | None:
+def normalized_importance(importance: Floats, columns: int) -> Floats | None:
     """Importance at a scale at which the largest is in [0.5, 1), and none is 0; None if all are 0."""
     if importance.shape != (columns,):
         raise ValueError(f"expected the importance of {columns} columns, found an array of shape {importance.shape}")

@@ -316,3 +316,30 @@ def _in_order(terms: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Add up [..., terms, blocks] to [..., blocks], one after the other, beginning with 0."""
     start = np.zeros_like(terms[..., :1, :])
     return np.add.accumulate(np.concatenate([start, terms], axis=-2), axis=-2)[..., -1, :]
+
+
+# --- what to encode ---
+
+
+def hard_blocks() -> Floats:
+    """Blocks [197, 256], which 16 does not divide: ordinary ones, and one of every kind that is treated differently."""
+    rng = np.random.default_rng(21)
+    x = rng.standard_normal((197, 256)).astype(np.float32)
+    x[3:90] *= (10.0 ** rng.uniform(-38, 37, (87, 1))).astype(np.float32)
+    x[91], x[92], x[93] = 0, 0.3, -0.2
+    x[94] = np.float32(3.4028234663852886e38)
+    x[95] = np.float32(2.0**-149) * np.arange(256, dtype=np.float32)
+    x[96], x[97, :250], x[98, 32:64] = np.abs(x[96]) + 1, 0, -1
+    x[99] = np.where(np.arange(256) % 7, -0.0, 0)
+    x[100:120] = rng.standard_t(1.2, (20, 256))
+    x[121:140] *= np.float32(1e-5)  # scales in F16 are subnormal, or too small
+    x[141:150, ::64] *= 30
+    x[151] = np.where(np.arange(256) == 100, np.float32(-7e-3), np.float32(0))
+    return x
+
+
+def some_importance(columns: int) -> Floats:
+    """Importance f32 [columns] in which some columns hardly count, and some not at all."""
+    found = np.random.default_rng(22).lognormal(0, 2, columns).astype(np.float32)
+    found[5:40], found[::50] = 0, 1e-20
+    return found

@@ -20,6 +20,7 @@ from typing import Any
 
 import attention_cases
 import compensation_reference
+import gguf_affine_reference
 import gguf_symmetric_reference
 import groups_reference
 import independent_reader
@@ -39,6 +40,7 @@ from pqweights.kernels import (
     compensation,
     cpu,
     factors,
+    gguf_encoding,
     groups,
     load_backend,
 )
@@ -488,6 +490,26 @@ def decode_trellis_digest(backend: str) -> str:
     return _digest(*found)
 
 
+def _affine_digest(kind: str) -> Callable[[str], str]:
+    """Encode GGUF blocks of scales and offsets, with and without importance."""
+
+    def digest(backend: str) -> str:
+        values, found = gguf_affine_reference.hard_blocks(), []
+        for importance in (None, gguf_affine_reference.some_importance(256)):
+            if backend == "reference":
+                settings = gguf_encoding.encoder_settings(kind, weighted=importance is not None)
+                factors = None
+                if importance is not None:
+                    factors = np.tile(gguf_encoding.normalized_importance(importance, 256), (len(values), 1))
+                found += gguf_affine_reference.encode(kind, values, settings, factors)
+            else:
+                blocks = gguf_encoding.encode_blocks(kind, values, importance)
+                found += [blocks.data, blocks.energies, blocks.errors]
+        return _digest(*found)
+
+    return digest
+
+
 DIGESTS: dict[str, Callable[[str], str]] = {
     "sum": sum_digest,
     "multiply": multiply_digest,
@@ -506,6 +528,7 @@ DIGESTS: dict[str, Callable[[str], str]] = {
     "output_errors": output_errors_digest,
     "fit_by_importance": fit_by_importance_digest,
     **{f"encode_trellis_{states}": _encode_trellis_digest(states) for states in TRELLIS_BYTES},
+    **{f"encode_gguf_{kind.lower()}": _affine_digest(kind) for kind in gguf_affine_reference.FORMATS},
     "decode_trellis": decode_trellis_digest,
     "prepare": prepare_digest,
     **{f"product_{bits or 'f32'}": _product_digest(bits) for bits in (*range(2, 9), 0)},
