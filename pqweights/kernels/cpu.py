@@ -31,6 +31,7 @@ from pqweights.buffers import pageable
 from pqweights.dtypes import item_bytes
 from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES, BlockCoding, EncodedArrays, EncodeStats
 from pqweights.kernels.codebook import Codebook
+from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.openmp import TASK_FUNCTION, run_in_threads
 from pqweights.kernels.product_task import TASK_KERNELS
 from pqweights.notices import COMPILING, slow_step
@@ -198,7 +199,6 @@ def add_in_order(total: float, values: npt.NDArray[np.float64]) -> float:
 _IGNORED = np.zeros(2, dtype=np.uint64)
 _IGNORED_ADDRESSES = (_IGNORED.ctypes.data, _IGNORED.ctypes.data + 8)
 
-_GGUF_KINDS = ("q2_k", "q4_k", "q5_k", "q8_0", "q5_0", "q4_0", "iq4_nl", "q6_k", "q3_k", "iq4_xs")
 # name -> types of its arguments: numba's own two pointers, ours, then numbers
 _ARGUMENTS: dict[str, list[Any]] = {
     "encode": [ctypes.c_void_p] * (2 + 8) + [ctypes.c_int64] * 4 + [ctypes.c_double] * 2,
@@ -217,7 +217,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "fit_by_importance": [ctypes.c_void_p] * (2 + 5) + [ctypes.c_int64] * 6,
     "output_errors": [ctypes.c_void_p] * (2 + 3) + [ctypes.c_int64] * 3,
     **{f"encode_trellis_{states}": [ctypes.c_void_p] * (2 + 18) + [ctypes.c_int64] * 6 for states in (8, 64, 256)},
-    **{f"encode_gguf_{kind}": [ctypes.c_void_p] * (2 + 6) + [ctypes.c_int64] * 3 for kind in _GGUF_KINDS},
+    **{f"encode_gguf_{name.lower()}": [ctypes.c_void_p] * (2 + 6) + [ctypes.c_int64] * 3 for name in BLOCK_TYPES},
     "prepare": [ctypes.c_void_p] * (2 + 5) + [ctypes.c_int64] * 6,
     "decode_trellis": [ctypes.c_void_p] * (2 + 11) + [ctypes.c_int64] * 6,
 }

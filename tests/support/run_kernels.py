@@ -45,7 +45,6 @@ from pqweights.kernels import (
     load_backend,
 )
 from pqweights.kernels.attention_task import POLAR_WIDTHS, TOKEN_WIDTHS
-from pqweights.kernels.gguf_encoding import _normalized, encode_blocks
 from pqweights.kernels.groups import BEST, FLOAT_MODES, RUNTIME_RULES, FloatRule, GroupRule, Groups
 from pqweights.kernels.trellis import Superblocks
 
@@ -157,10 +156,10 @@ def _gguf_symmetric_digest(name: str) -> Callable[[str], str]:
         values = some_groups(512).reshape(37, 512)
         for importance in (None, np.exp(np.random.default_rng(4).standard_normal(512)).astype(np.float32)):
             if backend == "reference":
-                factors = None if importance is None else _normalized(importance, 512)
+                factors = None if importance is None else gguf_encoding.normalized_importance(importance, 512)
                 found += gguf_symmetric_reference.encode(name, values, factors)
             else:
-                out = encode_blocks(name, values, importance)
+                out = gguf_encoding.encode_blocks(name, values, importance)
                 found += [out.data, out.energies, out.errors]
         return _digest(*found)
 
