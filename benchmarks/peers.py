@@ -44,6 +44,8 @@ from pqweights.codecs import get_codec
 from pqweights.codecs.polar import RATE as POLAR_RATE
 from pqweights.codecs.protocol import Bytes, Coder, Measures
 from pqweights.codecs.weight import PassTotals, block_count, encode_chunk
+from pqweights.kernels.gguf_encoding import encode_blocks
+from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.rewrite.task import usable_cores
 
 PIECE_WEIGHTS = 1 << 20
@@ -58,7 +60,7 @@ SHORT = (
     "pqweights trellis, 4.125 bits",
     "pqweights, 5 bits",
     "pqweights, 4 bits",
-    "llama.cpp Q5_K",
+    "pqweights GGUF Q4_K",
     "llama.cpp Q4_K",
     "llama.cpp IQ4_XS",
     "MLX affine, 4 bits",
@@ -106,6 +108,7 @@ class Encoded(NamedTuple):
 POLAR = f"pqweights polar, {POLAR_RATE} bits"
 # Rates of the trellis codec: as many bits as the scalar codec takes.
 TRELLIS_RATES = (5.125, 4.125, 3.125, 2.125)
+GGUF_TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "IQ4_XS", "Q3_K", "Q2_K")
 
 
 def ours() -> list[Quantizer]:
@@ -126,7 +129,29 @@ def ours() -> list[Quantizer]:
         for states in trellis.efforts
         for bits in TRELLIS_RATES
     ]
-    return [*rates, *widths, quantizer_of(polar, POLAR, "46 bits of angles and F16 radius per 16")]
+    files = [gguf_type(name) for name in GGUF_TYPES]
+    return [*rates, *widths, quantizer_of(polar, POLAR, "46 bits of angles and F16 radius per 16"), *files]
+
+
+def gguf_type(name: str) -> Quantizer:
+    """The row of our encoder of a type of llama.cpp."""
+    import gguf
+
+    kind, number = BLOCK_TYPES[name], gguf.GGMLQuantizationType[name]
+
+    def prepare(weight: np.ndarray) -> np.ndarray:
+        columns = math.lcm(weight.shape[1], kind.block_size)
+        return weight.reshape(-1, columns if weight.size % columns == 0 else kind.block_size)
+
+    return Quantizer(
+        name=f"pqweights GGUF {name}",
+        counted=f"{kind.block_bytes} bytes per {kind.block_size}",
+        threading=POOL,
+        prepare=prepare,
+        encode=lambda weight: encode_blocks(name, weight, None).data,
+        decode=lambda data: gguf.quants.dequantize(data, number).reshape(-1),
+        stored_bits=lambda data: 8 * data.nbytes,
+    )
 
 
 def trellis_name(states: int, bits: float) -> str:
