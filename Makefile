@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv quantize fit int4 mlx vllm bf16 eval publish demo test test-fast lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-attention bench-kv bench-loading bench-running bench-gpu bench-quality bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bad-inputs docs docs-commands dist clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv bench-loading bench-running bench-gpu bench-quality bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bad-inputs docs docs-commands dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -31,7 +31,7 @@ RECIPE ?= q5
 # Said before anything is installed.
 needs = $(if $(filter $(1),$(MAKECMDGOALS)),$(foreach name,$(2),$(if $($(name)),,$(error $(1) needs $(name)=...: see make help))))
 $(call needs,quantize,MODEL OUT)$(call needs,fit,MODEL SIZE)$(call needs,eval,DIR TEXT)$(call needs,publish,DIR REPO)
-$(foreach target,int4 mlx vllm bf16,$(call needs,$(target),DIR OUT))
+$(foreach target,int4 mlx vllm bf16 gguf,$(call needs,$(target),DIR OUT))
 
 quantize: $(READY) ## MODEL=... OUT=... [RECIPE=q5]: a checkpoint into a master
 	$(COMMAND) quantize $(MODEL) $(OUT) --recipe $(RECIPE) $(ARGS)
@@ -39,12 +39,13 @@ quantize: $(READY) ## MODEL=... OUT=... [RECIPE=q5]: a checkpoint into a master
 fit: $(READY) ## MODEL=... SIZE=9GB [OUT=...] [SENSITIVITY=heuristic]: the best master of that size; without OUT only the plan
 	$(COMMAND) $(if $(OUT),quantize $(MODEL) $(OUT),plan $(MODEL)) --recipe $(RECIPE) --target-size $(SIZE) --sensitivity $(or $(SENSITIVITY),heuristic) $(ARGS)
 
-int4 mlx vllm bf16: $(READY) ## DIR=... OUT=...: a master into what torchao (int4), MLX, vLLM or everything (bf16) loads
+int4 mlx vllm bf16 gguf: $(READY) ## DIR=... OUT=...: a master into what torchao (int4), MLX, vLLM, llama.cpp or everything (bf16) loads
 	$(COMMAND) export $(DIR) $(OUT) --target $(TARGET_$@) $(ARGS)
 TARGET_int4 := torchao-int4
 TARGET_mlx := mlx-q4
 TARGET_vllm := vllm-int4
 TARGET_bf16 := bf16
+TARGET_gguf := gguf
 
 eval: $(READY) ## DIR=... TEXT=FILE [MODEL=...]: perplexity of a master or an export, beside the original
 	$(COMMAND) eval $(DIR) --text $(TEXT) $(if $(MODEL),--reference $(MODEL)) $(ARGS)
@@ -85,7 +86,7 @@ format: $(READY) ## format the code
 # checkpoints are made (20 GB at most), by default a temporary folder. EXTRAS: bench, or bench,bench-llama.
 # MACHINE: a short name of another machine than that of the pages, whose figures then stand in columns beside theirs.
 DOCS ?= docs/benchmarks
-PAGES ?= docs/benchmarks.md docs/exports.md docs/fit.md docs/hub.md docs/kv-cache.md docs/quality.md docs/running-a-master.md docs/trellis.md README.md
+PAGES ?= docs/benchmarks.md docs/exports.md docs/fit.md docs/gguf.md docs/hub.md docs/kv-cache.md docs/quality.md docs/running-a-master.md docs/trellis.md README.md
 EXTRAS ?= bench
 BENCHMARK = $(BIN)/python benchmarks/$(1).py --out $(DOCS) $(if $(MACHINE),--machine $(MACHINE))
 REPORT = $(BIN)/python benchmarks/report.py --out $(DOCS) $(PAGES)
@@ -133,6 +134,10 @@ bench-peers: $(READY) ## error per bit and rate on real weights, beside other qu
 
 bench-scaling: $(READY) ## time against size of the checkpoint and number of threads
 	$(call BENCHMARK,scaling) $(WORK) $(ARGS)
+	$(REPORT)
+
+bench-gguf: $(READY) ## MODELS="DIR ...": GGUF types beside llama.cpp's own quantizer (EXTRAS=bench,bench-llama)
+	$(call BENCHMARK,gguf_types) $(MODELS) $(ARGS)
 	$(REPORT)
 
 bench-exports: $(READY) ## errors of integer exports on real and heavy-tailed weights; MODELS="DIR ..." adds perplexity

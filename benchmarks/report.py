@@ -23,6 +23,7 @@ import calibrated
 import commands
 import exports
 import fit
+import gguf_types
 import hub
 import kv_cache
 import kv_speed
@@ -50,6 +51,7 @@ SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
     "planning": planning.sections,
     "phases": phases.sections,
     "exports": exports.sections,
+    "gguf_types": gguf_types.sections,
     "loading": loading.sections,
     "running": running.sections,
     "attention": attention.sections,

@@ -85,10 +85,10 @@ RoundingOption = Annotated[
     str | None,
     typer.Option(
         "--rounding",
-        metavar="plain|gptq",
-        help="How to choose codes: the nearest ones (plain), or such that errors within a row cancel in the "
-        "outputs (gptq, with --calibration).",
-        show_default="gptq with --calibration, else plain",
+        metavar="plain|gptq|importance",
+        help="How to choose codes: the nearest ones (plain), or, with --calibration, such that errors within a row "
+        "cancel in the outputs (gptq), or weighed by how large inputs are (importance, for gguf).",
+        show_default="not plain with --calibration",
     ),
 ]
 CalibrationOption = Annotated[
@@ -96,7 +96,7 @@ CalibrationOption = Annotated[
     typer.Option(
         "--calibration",
         metavar="FILE",
-        help="For --rounding gptq and for --fold: moments that pqweights calibrate --moments wrote.",
+        help="For --rounding and for --fold: moments that pqweights calibrate --moments wrote.",
     ),
 ]
 MasterArgument = Annotated[
@@ -119,6 +119,50 @@ ModeOption = Annotated[
         help="For mlx-q4: affine integers, or one of the float formats of MLX.",
         show_default="affine",
     ),
+]
+TypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--type",
+        metavar="TYPE",
+        help="For gguf: a mix or type of llama.cpp, such as q4_k_m, q5_k_m, q6_k, iq4_xs, q8_0 or bf16.",
+        show_default="q4_k_m",
+    ),
+]
+PureOption = Annotated[
+    bool, typer.Option("--pure", help="For gguf: all matrices in the type of the mix, none of them wider.")
+]
+SetTypeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set-type",
+        metavar="PATTERN=TYPE",
+        help="For gguf: the type of tensors whose name matches; may be repeated, the first that matches counts.",
+    ),
+]
+RecipeOption = Annotated[
+    Path | None, typer.Option("--recipe", metavar="FILE", help="For gguf: types by pattern, from a YAML file.")
+]
+TargetSizeOption = Annotated[
+    int | None,
+    typer.Option(
+        "--target-size",
+        metavar="SIZE",
+        parser=options.parse_size,
+        help="For gguf: choose the types so that the file has at most this size.",
+    ),
+]
+SensitivityOption = Annotated[
+    str | None,
+    typer.Option(
+        "--sensitivity",
+        metavar="heuristic|FILE",
+        help="For --target-size: how types are chosen, by a rule of thumb or by what pqweights sensitivity measured.",
+        show_default="heuristic",
+    ),
+]
+ImatrixOption = Annotated[
+    bool, typer.Option("--imatrix", help="For gguf, with --calibration: write llama.cpp's importance matrix as well.")
 ]
 DtypeOption = Annotated[
     str | None,
@@ -146,6 +190,13 @@ def command(
     packing: PackingOption = None,
     mode: ModeOption = None,
     dtype: DtypeOption = None,
+    type: TypeOption = None,
+    pure: PureOption = False,
+    set_type: SetTypeOption = None,
+    recipe: RecipeOption = None,
+    target_size: TargetSizeOption = None,
+    sensitivity: SensitivityOption = None,
+    imatrix: ImatrixOption = False,
     overwrite: options.OverwriteOption = False,
     max_shard_bytes: options.ShardOption = "5GB",  # type: ignore[assignment]  # typer parses it
     threads: options.ThreadsOption = None,
@@ -162,7 +213,7 @@ def command(
     with output.errors(kept=lambda: options.run_continues(folder, out), quiet=quiet):
         from pqweights.exporting import MasterFolder, export
         from pqweights.exports import get_target
-        from pqweights.exports.options import ExportOptions
+        from pqweights.exports.options import ExportOptions, pairs
         from pqweights.rewrite.task import RunOptions
 
         asked = ExportOptions(
@@ -176,6 +227,13 @@ def command(
             fold=fold,
             rounding=rounding,
             calibration=calibration,
+            type=type,
+            pure=pure or None,
+            set_type=pairs(set_type) or None,
+            recipe=recipe,
+            target_size=target_size,
+            sensitivity=sensitivity,
+            imatrix=imatrix or None,
         )
         get_target(target).settings(asked)  # refuses wrong options before anything is fetched
         found = options.fetched(folder, options.access(revision, token), ours=True)

@@ -93,8 +93,10 @@ def _rounding_lines(pairs: Pairs) -> list[str]:
     found = [record.rounding for _, record in pairs if record.rounding is not None]
     if not found:
         return []
-    gains = [account["gain"] for account in found if account["compensated"]]
-    matrices, done = (sum(account[key] for account in found) for key in ("matrices", "compensated"))
+    gains = [account["gain"] for account in found if account.get("compensated")]
+    weighed = any("weighed" in account for account in found)
+    done = sum(account["weighed" if weighed else "compensated"] for account in found)
+    matrices = sum(account["matrices"] for account in found)
     gain = (
         f"; the error of outputs on text held back falls by {sum(gains) / len(gains):.0%} on average" if gains else ""
     )
@@ -102,8 +104,9 @@ def _rounding_lines(pairs: Pairs) -> list[str]:
     for account in found:
         for reason, number in account["rounded_plainly"].items():
             reasons[reason] += number
+    kind = "errors weighed by inputs" if weighed else "compensated rounding"
     return [
-        f"compensated rounding: {done} of {matrices} weight matrices{gain}",
+        f"{kind}: {done} of {matrices} weight matrices{gain}",
         *(f"  rounded plainly: {number}: {reason}" for reason, number in reasons.items()),
     ]
 

@@ -83,7 +83,7 @@ def plan(
         fold=fold,
         calibration=None if calibration is None else arguments.local("calibration", calibration),
         include_files=arguments.patterns("include_files", include_files),
-        max_shard_bytes=arguments.shard_bytes(max_shard_size),
+        max_shard_bytes=arguments.byte_size("max_shard_size", max_shard_size),
         allow_pickle=allow_pickle,
     )
     return report_plan(arguments.local_or_hub("source", source), chosen, options, arguments.threads(threads))
@@ -170,7 +170,7 @@ def quantize(
         calibration=None if calibration is None else arguments.local("calibration", calibration),
         strict=strict,
         include_files=arguments.patterns("include_files", include_files),
-        max_shard_bytes=arguments.shard_bytes(max_shard_size),
+        max_shard_bytes=arguments.byte_size("max_shard_size", max_shard_size),
         allow_pickle=allow_pickle,
         low_disk=low_disk,
     )
@@ -195,6 +195,13 @@ def export(
     packing: str | None = None,
     mode: str | None = None,
     dtype: str | None = None,
+    type: str | None = None,
+    pure: bool = False,
+    set_type: Mapping[str, str] | None = None,
+    recipe: str | PathLike[str] | None = None,
+    target_size: int | str | None = None,
+    sensitivity: str | PathLike[str] | None = None,
+    imatrix: bool = False,
     max_shard_size: int | str = DEFAULT_MAX_SHARD_BYTES,
     threads: int | None = None,
     device: str = "cpu",
@@ -207,16 +214,21 @@ def export(
 
     master: the folder of a master, or ORG/NAME on the Hub
     out: the folder for the export: new, empty, or that of an earlier run
-    target: "bf16", "torchao-int4", "mlx-q4" or "vllm-int4"
+    target: "bf16", "torchao-int4", "mlx-q4", "gguf" or "vllm-int4"
     bits, group_size, qparams: bits of the integers, weights that share a scale, and how scales are chosen
     source: the original checkpoint, from which integers are then made
     fold: "equalize" to move factors between neighbouring layers before rounding
-    rounding: "plain", or "gptq" to round with a view to the error of the outputs; by default gptq with a calibration
-    calibration: for gptq and for the fold, a file that `pqweights calibrate --moments` wrote
+    rounding: "plain", "gptq" to round with a view to the error of the outputs, or "importance" to weigh errors by the
+        inputs (gguf); by default not plain with a calibration
+    calibration: for the rounding and for the fold, a file that `pqweights calibrate --moments` wrote
     basis: "plain" or "rotated" (vllm-int4)
     packing: how codes are packed (torchao-int4)
     mode: "affine", or a float format of MLX (mlx-q4)
     dtype: "bf16", or "source" for the dtypes of the source (bf16)
+    type, pure: the mix or type of the tensors, such as "q4_k_m", and whether all get its type (gguf)
+    set_type, recipe: types by pattern of names, and a recipe of types (gguf)
+    target_size, sensitivity: the largest size, for which types are then chosen, and by what (gguf)
+    imatrix: whether llama.cpp's importance matrix is written as well (gguf)
     The other arguments are those of `quantize`.
 
     Raises SourceError, MasterError, ExportError, OptionError, OutputError, DeviceError, HubError or
@@ -233,13 +245,20 @@ def export(
         fold=fold,
         rounding=rounding,
         calibration=None if calibration is None else arguments.local("calibration", calibration),
+        type=type,
+        pure=pure or None,
+        set_type=arguments.types_by_pattern(set_type),
+        recipe=None if recipe is None else arguments.local("recipe", recipe),
+        target_size=None if target_size is None else arguments.byte_size("target_size", target_size),
+        sensitivity=None if sensitivity is None else str(sensitivity),
+        imatrix=imatrix or None,
     )
     get_target(target).settings(asked)  # refuses wrong options before anything is fetched
     run = _run(threads=threads, device=device, overwrite=overwrite, progress=progress)
     found = _folder(master, Access(revision, token), run.progress)
     original = None if source is None else _folder(source, Access(None, token), run.progress, ours=False).path
     folder = MasterFolder(found.path, found.origin, original)
-    place, shard_bytes = arguments.local("out", out), arguments.shard_bytes(max_shard_size)
+    place, shard_bytes = arguments.local("out", out), arguments.byte_size("max_shard_size", max_shard_size)
     return export_master(folder, place, target, options=asked, max_shard_bytes=shard_bytes, run=run)
 
 

@@ -99,14 +99,23 @@ def size(name: str, value: int | str | None) -> int | str | None:
     return int(value)
 
 
-def shard_bytes(value: int | str) -> int:
-    """Return the largest size of an output file, in bytes."""
-    checked = size("max_shard_size", value)
+def byte_size(name: str, value: int | str) -> int:
+    """Return a size in bytes."""
+    checked = size(name, value)
     assert checked is not None
     try:
         return parse_size(checked)
     except RecipeError as error:
-        raise OptionError(f"max_shard_size: {error}") from None
+        raise OptionError(f"{name}: {error}") from None
+
+
+def types_by_pattern(value: Mapping[str, str] | None) -> tuple[tuple[str, str], ...] | None:
+    """Return types of tensors by name pattern."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not all(isinstance(kind, str) for kind in value.values()):
+        raise _wrong("set_type", "types by pattern, such as {'*.attn_v.weight': 'q6_k'}", value)
+    return tuple((patterns("set_type", [key])[0], kind) for key, kind in value.items())
 
 
 def threads(value: int | None) -> int:

@@ -63,6 +63,7 @@ def export(
         raise SourceError(
             f"{master.folder}: expected a pqweights master (config.json with quant_method pqweights), found none"
         )
+    lineage, fingerprint = _lineage(master.folder)
     source = ExportSource(
         folder=master.folder,
         checkpoint=checkpoint,
@@ -70,6 +71,8 @@ def export(
         calibration=options.calibration,
         rounding=GPTQ if options.compensated else PLAIN,
         fold=options.fold,
+        model_id=lineage.model.get("id"),
+        fingerprint=fingerprint,
     )
     checkpoint, transform = to.prepare(source, settings)
     task = RewriteTask(
@@ -78,7 +81,7 @@ def export(
         transform=transform,
         plan=make_plan(checkpoint, transform, max_shard_bytes),
         out=out,
-        lineage=_lineage(master.folder),
+        lineage=lineage,
     )
     return rewrite(task, run)
 
@@ -96,17 +99,19 @@ def _check_not_an_export(folder: Path) -> None:
     )
 
 
-def _lineage(master: Path) -> Lineage:
-    """Return what a master's manifest states about the master and the original model; nothing without a manifest.
+def _lineage(master: Path) -> tuple[Lineage, str | None]:
+    """Return what a master's manifest states about the master and the original model, and the fingerprint of that.
+
+    There is nothing without a manifest.
 
     Raises MasterError for a damaged manifest.
     """
     if not (master / MANIFEST_FILE).is_file():
-        return Lineage()
+        return Lineage(), None
     manifest = read_manifest(master)
     about: dict[str, Any] = {
         key: manifest.made_by[key] for key in ("recipe", "awq", "fit", "fold") if key in manifest.made_by
     }
     about["bits_per_weight"] = count(manifest.tensors).bits_per_weight
     about["relative_mse"] = total_relative_mse(manifest.records)
-    return Lineage(model=manifest.identity.model, master=about)
+    return Lineage(model=manifest.identity.model, master=about), manifest.source_fingerprint

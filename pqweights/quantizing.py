@@ -23,6 +23,7 @@ from pqweights.folding.kinds import make_fold
 from pqweights.hub.sources import Access, open_source
 from pqweights.hub.storage import HubStorage
 from pqweights.planning.awq_file import AwqScales, open_awq
+from pqweights.planning.containers import Safetensors
 from pqweights.planning.decisions import Decision, decide, is_smaller
 from pqweights.planning.fit import Fit, fit
 from pqweights.planning.moments_file import open_moments
@@ -33,7 +34,6 @@ from pqweights.planning.plan import (
     Plan,
     TensorPlan,
     coder_of,
-    plan_shards,
     stored_bytes,
 )
 from pqweights.planning.rates import Chosen, RatePlanner
@@ -302,8 +302,10 @@ def _fitted(checkpoint: Checkpoint, transform: Quantize, target: SizeTarget, *, 
             "bit width would be used with others; pass --awq-any-codec to allow that"
         )
 
+    container = Safetensors(transform.metadata)
+
     def file_bytes(tensors: Sequence[TensorPlan]) -> int:
-        return sum(shard.file_bytes for shard in plan_shards(tensors, max_shard_bytes, transform.metadata))
+        return sum(shard.file_bytes for shard in container.shards(tensors, max_shard_bytes))
 
     return fit(
         checkpoint,

@@ -245,8 +245,18 @@ def entry_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return len(json.dumps(entry, separators=(",", ":"))) + len(":,,") + OFFSET_DIGITS
 
 
-def stored_tensors(file: str, header_bytes: int, ordered: Sequence[TensorSpec]) -> tuple[StoredTensor, ...]:
-    """Return where the data of tensors lie, which follow a header of `header_bytes` in the given order."""
+def aligned(byte_count: int, alignment: int) -> int:
+    """Return the smallest multiple of `alignment` that is not below a number of bytes."""
+    return -(-byte_count // alignment) * alignment
+
+
+def stored_tensors(
+    file: str, header_bytes: int, ordered: Sequence[TensorSpec], *, alignment: int = 1
+) -> tuple[StoredTensor, ...]:
+    """Return where the data of tensors lie, which follow a header of `header_bytes` in the given order.
+
+    alignment: each tensor fills a multiple of this number of bytes
+    """
     stored, offset = [], header_bytes
     for spec in ordered:
         byte_count = spec.byte_count
@@ -260,5 +270,5 @@ def stored_tensors(file: str, header_bytes: int, ordered: Sequence[TensorSpec]) 
                 byte_count=byte_count,
             )
         )
-        offset += byte_count
+        offset += aligned(byte_count, alignment)
     return tuple(stored)

@@ -30,6 +30,11 @@ def shard_name(index: int, count: int) -> str:
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
+def gguf_name(name: str, index: int, count: int) -> str:
+    """Return the file name of GGUF file `index` (from 0) of `count`, as llama.cpp numbers them."""
+    return f"{name}.gguf" if count == 1 else f"{name}-{index + 1:05d}-of-{count:05d}.gguf"
+
+
 def is_inside(name: str) -> bool:
     """Whether a file name from an index or manifest stays inside the folder of that file."""
     parts = name.replace("\\", "/").split("/")

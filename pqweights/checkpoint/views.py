@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,25 @@ KEPT_BYTES = 1 << 26
 KEPT_MATRICES = 2
 # How many elements are read at once from rows of which only some columns are used.
 READ_ELEMENTS = 1 << 20
+
+
+@runtime_checkable
+class View(Protocol):
+    """A tensor that is made of others."""
+
+    @property
+    def sources(self) -> tuple[LogicalTensor, ...]:
+        """The tensors that it is made of, each once."""
+        ...
+
+    @property
+    def transposed(self) -> bool:
+        """Whether its matrices are transposed ones of the sources."""
+        ...
+
+    def runs_of_matrix(self, number: int) -> list[Segment] | None:
+        """Return the rows of the sources that one of its matrices is made of; None if they are not whole rows."""
+        ...
 
 
 class MatrixCache:

@@ -38,6 +38,11 @@ EXPORTS = {
         "for Apple Silicon (making it needs mlx and mlx-lm):\n"
         "pip install mlx-lm; mlx_lm.generate --model OUT --prompt ...",
     ),
+    "gguf": RegisteredTarget(
+        "pqweights.exports.gguf",
+        "one file for llama.cpp, Ollama and LM Studio; --type TYPE, or --target-size SIZE:\n"
+        "llama-cli -m OUT/*.gguf; ollama create NAME -f OUT/Modelfile",
+    ),
     "vllm-int4": RegisteredTarget(
         "pqweights.exports.vllm_int4",
         "compressed-tensors; --basis rotated for vLLM alone, on a single GPU:\n"

@@ -10,7 +10,7 @@ from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.views import MovedTensor
+from pqweights.checkpoint.views import View
 from pqweights.errors import OptionError
 from pqweights.exports.loading import LoadableModel, by_transformers
 from pqweights.exports.options import ExportOptions, one_of
@@ -61,22 +61,32 @@ class Bf16Export(Transform):
         return edited_config(checkpoint.config, "BF16" if self.dtype == "bf16" else model, old_dtype=model)
 
 
-def plain_plan(tensor: LogicalTensor, *, model: str, dtype: str | None, reason: str | None = None) -> TensorPlan:
+def role_of(tensor: LogicalTensor) -> str:
+    """Return the role of a tensor; one that is put together from others has that of the first of them."""
+    named = tensor.sources[0].name if isinstance(tensor, View) and tensor.sources else tensor.name
+    return classify(named, tensor.dtype, tensor.shape).name
+
+
+def plain_plan(
+    tensor: LogicalTensor, *, model: str, dtype: str | None, reason: str | None = None, forced: str | None = None
+) -> TensorPlan:
     """Plan a tensor that is stored plainly.
 
     model: the dtype of the model
     dtype: the dtype that weights and everything else in the model's dtype get; None leaves each tensor its own
     reason: why a weight that might have become integers does not
+    forced: the dtype that it gets in any case
     """
     decoded = is_encoded(tensor)
     stored = dtype if dtype is not None and (decoded or tensor.plain_dtype == model) else tensor.plain_dtype
+    stored = forced or stored
     why = "decoded" if decoded else "as in the master" if stored == tensor.plain_dtype else "model dtype to BF16"
     specs = (TensorSpec(tensor.name, stored, tensor.shape),)
     return TensorPlan(
         name=tensor.name,
         shape=tensor.shape,
         dtype=tensor.dtype,
-        role=classify(tensor.name, tensor.dtype, tensor.shape).name,
+        role=role_of(tensor),
         action=DECODE if decoded else KEEP,
         codec=None,
         bits=None,
@@ -88,7 +98,7 @@ def plain_plan(tensor: LogicalTensor, *, model: str, dtype: str | None, reason: 
 
 def is_encoded(tensor: LogicalTensor) -> bool:
     """Whether the master holds codes for a tensor, or for some of the tensors that it is put together from."""
-    if isinstance(tensor, MovedTensor):
+    if isinstance(tensor, View):
         return any(is_encoded(source) for source in tensor.sources)
     return isinstance(unfolded(tensor), EncodedTensor | OriginalTensor)
 

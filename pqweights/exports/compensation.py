@@ -16,9 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.views import MovedTensor
+from pqweights.checkpoint.views import View
 from pqweights.codecs.weight import add_in_order
-from pqweights.exports.integer_job import IntegerJob, RoundedChunk
+from pqweights.exports.bf16 import role_of
+from pqweights.exports.integer_job import IntegerJob, MatrixJob, RoundedChunk
+from pqweights.exports.integers import WeightedRule
 from pqweights.folding.fold import Fold
 from pqweights.kernels.compensation import (
     TILE,
@@ -33,8 +35,6 @@ from pqweights.kernels.compensation import (
 )
 from pqweights.kernels.groups import GroupRule, Groups
 from pqweights.planning.moments_file import Moments
-from pqweights.planning.roles import classify
-from pqweights.rewrite import jobs
 from pqweights.rewrite.jobs import Job, Sink
 from pqweights.rewrite.records import TensorRecord
 from pqweights.strict_json import rounded
@@ -71,18 +71,40 @@ class Compensation:
     sources: Mapping[str, tuple[int | str, ...]]
     fold: Fold | None = None
     _kept: deque[tuple[Hashable, ReadyFactor | None]] = field(default_factory=lambda: deque(maxlen=KEPT_FACTORS))
+    _mean_squares: dict[int, Floats] = field(default_factory=dict)
     _making: threading.Lock = field(default_factory=threading.Lock)
 
     def columns(self, tensor: LogicalTensor, matrix: int) -> Floats | None:
         """Return the factors of the columns of one matrix of a weight, [K]; None if it is not folded."""
         if self.fold is None:
             return None
-        if isinstance(tensor, MovedTensor):
+        if isinstance(tensor, View):
             runs = tensor.runs_of_matrix(matrix)
             assert runs is not None
             tensor, matrix = runs[0].tensor, runs[0].first // runs[0].tensor.shape[-2]
         found = self.fold.factors_of_inputs(tensor.name)
         return None if found is None else found[matrix if len(found) > 1 else 0]
+
+    def importance(self, tensor: LogicalTensor, matrix: int, vector: int) -> Floats:
+        """Return the mean square of each input of one matrix of a weight, [K], read once for each vector.
+
+        Raises SourceError for moments that are not finite.
+        """
+        columns = self.columns(tensor, matrix)
+        with self._making:
+            found = self._mean_squares.get(vector)
+            if found is None:
+                found = self._mean_squares[vector] = self.moments.mean_squares(vector)
+        return found if columns is None else found / (columns * columns)
+
+    def of(self, tensor: LogicalTensor) -> list[tuple[Floats, int] | None]:
+        """See Importances."""
+        return [
+            None
+            if isinstance(vector, str)
+            else (self.importance(tensor, matrix, vector), self.moments.vectors[vector].tokens)
+            for matrix, vector in enumerate(self.sources.get(tensor.name, ()))
+        ]
 
     def factor(self, vector: int, *, rotated: bool, columns: Floats | None) -> ReadyFactor | None:
         """Return the factor of a vector, made by one thread at a time; None if it cannot be factorized.
@@ -140,9 +162,9 @@ def _made(moments: Moments, vector: int, *, rotated: bool, columns: Floats | Non
 def sources_of(tensor: LogicalTensor, rule: object, moments: Moments) -> tuple[int | str, ...]:
     """Return the vector of each matrix of a weight, or the reason why the matrix is rounded plainly."""
     count = int(np.prod(tensor.shape[:-2]))
-    if not isinstance(rule, GroupRule):
+    if not isinstance(rule, GroupRule | WeightedRule):
         return ("its format has no compensated rounding",) * count
-    if classify(tensor.name, tensor.dtype, tensor.shape).name == "embedding":
+    if role_of(tensor) == "embedding":
         return ("it is looked up, not multiplied by inputs",) * count
     return tuple(_source(tensor, number, moments) for number in range(count))
 
@@ -150,7 +172,7 @@ def sources_of(tensor: LogicalTensor, rule: object, moments: Moments) -> tuple[i
 def _source(tensor: LogicalTensor, number: int, moments: Moments) -> int | str:
     """Return the vector of one matrix, or why it is rounded plainly."""
     found: set[int | str] = set()
-    if isinstance(tensor, MovedTensor):
+    if isinstance(tensor, View):
         runs = tensor.runs_of_matrix(number)
         if runs is None:
             return "its rows are not whole rows of other weights"
@@ -202,7 +224,7 @@ class _OutputErrors:
     damping: float
 
 
-class CompensatedJob(IntegerJob):
+class CompensatedJob(MatrixJob):
     """The job that rounds one weight with compensation, where it has inputs and gains from it."""
 
     def __init__(
@@ -213,26 +235,13 @@ class CompensatedJob(IntegerJob):
         sources: see Compensation
         is_original: whether the weight is the original's
         """
-        self.__dict__.update(job.__dict__)
+        super().__init__(job, matrices=len(sources), row_multiple=TILE)
         self._compensation, self._sources = compensation, sources
         self._is_original = is_original
-        self._matrix_rows = self._planned.shape[-2]
-        self._rows_per_chunk = max(TILE, jobs.CHUNK_WEIGHTS // self._columns // TILE * TILE)
-        self._per_matrix = -(-self._matrix_rows // self._rows_per_chunk)
         self._before, self._after = [0.0] * len(sources), [0.0] * len(sources)
         self._plain_rows = 0
         self._dampings: dict[int, float] = {}
         self._not_factorized: set[int] = set()
-
-    @property
-    def chunks(self) -> int:
-        """The number of chunks: whole rows of one matrix each."""
-        return self._per_matrix * len(self._sources)
-
-    def _span(self, chunk: int) -> tuple[int, int]:
-        matrix, part = divmod(chunk, self._per_matrix)
-        first = part * self._rows_per_chunk
-        return matrix * self._matrix_rows + first, min(self._rows_per_chunk, self._matrix_rows - first)
 
     def _round(self, chunk: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
         """Round rows plainly and with compensation, and take for each row what errs less on the inputs held back."""

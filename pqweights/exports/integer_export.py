@@ -16,16 +16,16 @@ from typing import Any
 from pqweights.checkpoint.config import model_dtype
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.views import MovedTensor
-from pqweights.exports.bf16 import plain_plan
+from pqweights.checkpoint.views import View
+from pqweights.exports.bf16 import plain_plan, role_of
 from pqweights.exports.compensation import CompensatedJob, Compensation
 from pqweights.exports.integer_job import IntegerJob
-from pqweights.exports.integers import IntegerTarget, Outline, Rounding
-from pqweights.exports.options import GPTQ
+from pqweights.exports.integers import IntegerTarget, Outline, Rounding, WeightedRule
+from pqweights.exports.options import GPTQ, IMPORTANCE
+from pqweights.exports.weighting import WeightedJob
 from pqweights.folding.fold import Fold
 from pqweights.folding.folded import FoldedTensor
-from pqweights.planning.plan import INTEGER, TensorPlan, stored_bytes
-from pqweights.planning.roles import classify
+from pqweights.planning.plan import INTEGER, Container, ShardPlan, TensorPlan, stored_bytes
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.transform import Preparation, Transform
@@ -67,7 +67,11 @@ class IntegerExport(Transform):
     def _described(self) -> dict[str, Any]:
         """Computed once, because a fingerprint reads a part of every tensor."""
         fingerprint = {"original_fingerprint": self.original.fingerprint()} if self.original else {}
-        rounding = {"rounding": GPTQ, "calibration": self.compensation.moments.sha256} if self.compensation else {}
+        rounding = {}
+        if self.compensation is not None:
+            rules = [decision.rule for decision in self.outline.decisions.values() if isinstance(decision, Rounding)]
+            kind = IMPORTANCE if any(isinstance(rule, WeightedRule) for rule in rules) else GPTQ
+            rounding = {"rounding": kind, "calibration": self.compensation.moments.sha256}
         fold = {"fold": self.fold.describe()} if self.fold else {}
         return self.target.describe() | fingerprint | {"master_errors": _digest(self.master_errors)} | rounding | fold
 
@@ -82,7 +86,7 @@ class IntegerExport(Transform):
         """For each tensor that the runtime holds in another form, the tensors of the model that it is made of."""
         return {
             tensor.name: tuple(source.name for source in tensor.sources)
-            if isinstance(tensor, MovedTensor)
+            if isinstance(tensor, View)
             else tuple(part.name for part in tensor.parts)
             for tensor in self.outline.tensors
             if not isinstance(tensor, EncodedTensor | OriginalTensor | PlainTensor | FoldedTensor)
@@ -108,18 +112,18 @@ class IntegerExport(Transform):
     def _planned(self, tensor: LogicalTensor, model: str) -> TensorPlan:
         decision = self.outline.decisions.get(tensor.name)
         if not isinstance(decision, Rounding):
-            reason = None if decision is None else decision.reason
-            return plain_plan(tensor, model=model, dtype=self.outline.plain_dtype, reason=reason)
+            reason, forced = (None, None) if decision is None else (decision.reason, decision.dtype)
+            return plain_plan(tensor, model=model, dtype=self.outline.plain_dtype, reason=reason, forced=forced)
         specs = decision.layout.specs(tensor.name, tensor.shape, decision.rule)
         return TensorPlan(
             name=tensor.name,
             shape=tensor.shape,
             dtype=tensor.dtype,
-            role=classify(tensor.name, tensor.dtype, tensor.shape).name,
+            role=role_of(tensor),
             action=INTEGER,
             codec=decision.codec,
             bits=decision.rule.bits,
-            reason=f"{decision.rule.name} rule",
+            reason=decision.reason or f"{decision.rule.name} rule",
             bytes=stored_bytes(specs),
             stored=specs,
         )
@@ -128,6 +132,16 @@ class IntegerExport(Transform):
     def metadata(self) -> dict[str, str]:
         """The `__metadata__` that the runtime asks for."""
         return self.outline.metadata
+
+    def container(self, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> Container:
+        """Return the format of the runtime's files."""
+        if self.outline.container is None:
+            return super().container(tensors, max_shard_bytes)
+        return self.outline.container(tensors, max_shard_bytes)
+
+    def small_files(self, shards: Sequence[ShardPlan]) -> dict[str, bytes]:
+        """Return what the target writes beside the weights."""
+        return {} if self.outline.small_files is None else self.outline.small_files(shards, self.compensation)
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -160,13 +174,13 @@ class IntegerExport(Transform):
         )
         if self.compensation is None:
             return job
-        return CompensatedJob(
-            job, self.compensation, self.compensation.sources[tensor.name], is_original=self.original is not None
-        )
+        sources, is_original = self.compensation.sources[tensor.name], self.original is not None
+        kind = WeightedJob if isinstance(decision.rule, WeightedRule) else CompensatedJob
+        return kind(job, self.compensation, sources, is_original=is_original)
 
     def config(
         self, checkpoint: Checkpoint, tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any] | None:
         """Return the config.json that the runtime reads."""
         return self.outline.config
 

@@ -163,6 +163,32 @@ class IntegerJob:
         )
 
 
+class MatrixJob(IntegerJob):
+    """The job of a weight of which each matrix has inputs of its own: a chunk lies in one matrix."""
+
+    def __init__(self, job: IntegerJob, *, matrices: int, row_multiple: int) -> None:
+        """Take over the job of a weight.
+
+        matrices: how many it has
+        row_multiple: chunks have a multiple of this number of rows, except for the last of a matrix
+        """
+        self.__dict__.update(job.__dict__)
+        self._matrices, self._matrix_rows = matrices, self._planned.shape[-2]
+        rows = max(1, jobs.CHUNK_WEIGHTS // self._columns)
+        self._rows_per_chunk = max(row_multiple, rows // row_multiple * row_multiple)
+        self._per_matrix = -(-self._matrix_rows // self._rows_per_chunk)
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks: whole rows of one matrix each."""
+        return self._per_matrix * self._matrices
+
+    def _span(self, chunk: int) -> tuple[int, int]:
+        matrix, part = divmod(chunk, self._per_matrix)
+        first = part * self._rows_per_chunk
+        return matrix * self._matrix_rows + first, min(self._rows_per_chunk, self._matrix_rows - first)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RoundedChunk:
     """What is still to be written of a chunk, and what was measured: sums of squares by group.
@@ -184,4 +210,5 @@ def is_rotated(tensor: EncodedTensor) -> bool:
 
 def _errors(values: npt.NDArray[np.float32], groups: Groups, rule: RoundingRule) -> npt.NDArray[np.float64]:
     """Return the squared errors of codes against other values than they were made from, summed by group."""
-    return sums_of_squares(values.reshape(groups.codes.shape) - rule.decode(groups))
+    decoded = rule.decode(groups)
+    return sums_of_squares(values.reshape(decoded.shape) - decoded)

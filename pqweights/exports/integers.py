@@ -6,9 +6,9 @@ docs/exports.md has the rules.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.kernels.groups import Groups
+from pqweights.planning.plan import Container, ShardPlan, TensorPlan
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -66,6 +67,26 @@ class RoundingRule(Protocol):
         ...
 
 
+@runtime_checkable
+class WeightedRule(Protocol):
+    """A rule that can weigh errors by how large inputs are."""
+
+    def quantize_weighted(self, values: npt.NDArray[np.float32], importance: npt.NDArray[np.float32]) -> Groups:
+        """Quantize whole rows, given the mean square of each input: values [rows * K], importance [K]."""
+        ...
+
+
+class Importances(Protocol):
+    """What is known of how large the inputs of weights are."""
+
+    def of(self, tensor: LogicalTensor) -> list[tuple[npt.NDArray[np.float32], int] | None]:
+        """Return for each matrix of a weight the mean square of each input, [K], and of how many tokens.
+
+        None for a matrix of which the inputs are not known; an empty list for a tensor that is not rounded.
+        """
+        ...
+
+
 class Layout(Protocol):
     """How a target stores a weight of integers."""
 
@@ -87,23 +108,36 @@ class Layout(Protocol):
 
 @dataclass(frozen=True)
 class Rounding:
-    """How one weight becomes integers. rotated: rounds W H / sqrt(128) in place of W, blockwise along the rows."""
+    """How one weight becomes integers.
+
+    rotated: rounds W H / sqrt(128) in place of W, blockwise along the rows
+    label: what the plan calls its codec, if not by kind and group size
+    reason: why it is rounded so, if not by the name of the rule
+    """
 
     rule: RoundingRule
     layout: Layout
     rotated: bool = False
+    label: str | None = None
+    reason: str | None = None
 
     @property
     def codec(self) -> str:
         """The name in the plan, such as symmetric-g128-rotated."""
+        if self.label is not None:
+            return self.label
         return f"{self.rule.kind}-g{self.rule.group_size}" + ("-rotated" if self.rotated else "")
 
 
 @dataclass(frozen=True)
 class Stays:
-    """The decision to store a weight plainly, although others of its kind become integers."""
+    """The decision to store a weight plainly, although others of its kind become integers.
+
+    dtype: the dtype that it gets whatever the others get
+    """
 
     reason: str
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,18 +148,24 @@ class Outline:
     decisions: what becomes of weights, by name; a tensor without a decision is stored plainly
     left_out: tensors of the master that the runtime does not hold, each with the reason
     metadata: the `__metadata__` of the safetensors files
-    config: config.json
+    config: config.json; None if there is none
     plain_dtype: the `dtype` of plain_plan for tensors that are stored plainly
     warnings: what the user should know of the result before using it, a sentence each
+    container: returns the format of the files, from the planned tensors and the size of files; None for safetensors
+    small_files: returns files that are written beside the weights, by name; None if there are none
+    companions: the files that are copied; None for all that the master has
     """
 
     tensors: tuple[LogicalTensor, ...]
     decisions: Mapping[str, Rounding | Stays]
     left_out: dict[str, str]
     metadata: dict[str, str]
-    config: dict[str, Any]
+    config: dict[str, Any] | None
     plain_dtype: str | None = "BF16"
     warnings: tuple[str, ...] = ()
+    container: Callable[[Sequence[TensorPlan], int], Container] | None = None
+    small_files: Callable[[Sequence[ShardPlan], Importances | None], dict[str, bytes]] | None = None
+    companions: tuple[str, ...] | None = None
 
 
 class IntegerTarget(Protocol):

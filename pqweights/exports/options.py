@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 BEST, MINMAX = "best", "minmax"
 PLAIN, ROTATED = "plain", "rotated"
-GPTQ = "gptq"
+GPTQ, IMPORTANCE = "gptq", "importance"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +28,16 @@ class ExportOptions:
     group_size: weights that share a scale
     basis: "plain" or "rotated" (the vllm target)
     qparams: how scales are chosen, "best" or "minmax"
-    rounding: how codes are chosen, "plain" or "gptq"; by default gptq if there is a calibration
+    rounding: how codes are chosen, "plain", "gptq" or, for gguf, "importance"; by default not plain with a calibration
     fold: one of FOLDS, to move factors between layers before weights are rounded
-    calibration: for gptq and for folds, the file of moments that `calibrate --moments` wrote
+    calibration: for gptq, importance and folds, the file of moments that `calibrate --moments` wrote
+    type: the type or mix of the gguf target
+    pure: whether all tensors get the type of the mix (gguf)
+    recipe: a recipe of types (gguf)
+    set_type: types by pattern of names, in the order in which they are tried (gguf)
+    target_size: the largest size in bytes, for which types are then chosen (gguf)
+    sensitivity: by what they are chosen: "heuristic", or a file (gguf)
+    imatrix: whether the importance matrix is written beside the weights (gguf)
     """
 
     dtype: str | None = None
@@ -43,12 +50,19 @@ class ExportOptions:
     rounding: str | None = None
     fold: str | None = None
     calibration: Path | None = None
+    type: str | None = None
+    pure: bool | None = None
+    recipe: Path | None = None
+    set_type: tuple[tuple[str, str], ...] | None = None
+    target_size: int | None = None
+    sensitivity: str | None = None
+    imatrix: bool | None = None
 
     @property
     def compensated(self) -> bool:
         """Whether codes are chosen with a view to the error of outputs: if data are given, unless something else is."""
         if self.rounding is not None:
-            return self.rounding == GPTQ
+            return self.rounding in (GPTQ, IMPORTANCE)
         return self.calibration is not None and self.qparams != MINMAX and self.mode in (None, "affine")
 
     def only(self, target: str, known: Collection[str]) -> None:
@@ -56,6 +70,20 @@ class ExportOptions:
         for field in fields(self):
             if getattr(self, field.name) is not None and field.name not in known:
                 raise OptionError(f"--{field.name.replace('_', '-')}: the target {target} does not take this option")
+
+
+def pairs(asked: Sequence[str] | None) -> tuple[tuple[str, str], ...]:
+    """Return patterns with their types from texts such as "*.attn_v.weight=q6_k".
+
+    Raises OptionError for a text of another form.
+    """
+    result = []
+    for text in asked or ():
+        pattern, equals, kind = text.rpartition("=")
+        if not (pattern and equals and kind):
+            raise OptionError(f"--set-type {text}: expected PATTERN=TYPE, such as '*.attn_v.weight=q6_k'")
+        result.append((pattern, kind))
+    return tuple(result)
 
 
 def check_rounding(target: str, options: ExportOptions, *, why_not: str | None = None) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, open_local
-from pqweights.checkpoint.views import MovedTensor
+from pqweights.checkpoint.views import View
 from pqweights.errors import OptionError, SourceError
 from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.compensation import Compensation, sources_of
@@ -24,6 +24,7 @@ from pqweights.planning.moments_file import Moments, open_moments
 from pqweights.planning.plan import coder_of
 from pqweights.rewrite.manifest import Manifest, read_manifest
 
+IN_WEIGHT_FILES = "the files of weights hold what the runtime needs of it"
 # Integers are remarked that have at least this many bits more than the codes of the master, on average.
 REMARKED_BITS = 0.5
 
@@ -59,7 +60,14 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
         folded_master=source.checkpoint if original is not None and source.fold is None else None,
         master_factors=None if manifest is None else manifest.factors,
     )
-    return replace(values.checkpoint, tensors=outline.tensors), transform
+    rewritten = replace(values.checkpoint, tensors=outline.tensors)
+    return rewritten if outline.companions is None else _with_companions(rewritten, outline.companions), transform
+
+
+def _with_companions(checkpoint: Checkpoint, companions: tuple[str, ...]) -> Checkpoint:
+    """Return a checkpoint of which only these files are copied."""
+    left_out = dict.fromkeys((name for name in checkpoint.companions if name not in companions), IN_WEIGHT_FILES)
+    return replace(checkpoint, companions=companions, left_out=dict(sorted((checkpoint.left_out | left_out).items())))
 
 
 def _moments(source: ExportSource, path: Path, original: Checkpoint | None, manifest: Manifest | None) -> Moments:
@@ -118,7 +126,7 @@ def _bits_warnings(outline: Outline) -> tuple[str, ...]:
         decision = outline.decisions.get(tensor.name)
         if not isinstance(decision, Rounding):
             continue
-        for part in tensor.sources if isinstance(tensor, MovedTensor) else (tensor,):
+        for part in tensor.sources if isinstance(tensor, View) else (tensor,):
             part = unfolded(part)
             if isinstance(part, EncodedTensor):
                 count = element_count(part)
@@ -149,7 +157,7 @@ def _error(tensor: LogicalTensor, errors: dict[str, float]) -> float | None:
 
     A tensor that the master keeps has none. One that is put together from several has their mean, weighted by size.
     """
-    parts = tensor.sources if isinstance(tensor, MovedTensor) else (tensor,)
+    parts = tensor.sources if isinstance(tensor, View) else (tensor,)
     if any(is_encoded(part) and part.name not in errors for part in parts):
         return None
     weights = [math.prod(part.shape) for part in parts]

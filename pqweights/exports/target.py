@@ -15,8 +15,9 @@ from pqweights.exports.loading import LoadableModel
 from pqweights.exports.options import PLAIN, ExportOptions
 from pqweights.rewrite.transform import Transform
 
-# The runtimes that load exports: transformers alone, transformers with the package of that name, or mlx-lm.
+# The runtimes that load exports: transformers alone, transformers with the package of that name, mlx-lm, or llama.cpp.
 TRANSFORMERS, TORCHAO, COMPRESSED_TENSORS, MLX = "transformers", "torchao", "compressed-tensors", "mlx"
+LLAMA_CPP = "llama.cpp"
 
 Settings = TypeVar("Settings")
 
@@ -31,6 +32,8 @@ class ExportSource:
     calibration: a file of moments, for error-compensated rounding or for the fold
     rounding: how codes are chosen, "plain" or "gptq"
     fold: one of FOLDS, to move factors between layers before weights are rounded
+    model_id: the repository of the original model, if it is known
+    fingerprint: that of the checkpoint that the master was made from, if it is known
     """
 
     folder: Path
@@ -39,6 +42,8 @@ class ExportSource:
     calibration: Path | None = None
     rounding: str = PLAIN
     fold: str | None = None
+    model_id: str | None = None
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +61,7 @@ class ExportTarget(Generic[Settings]):
     load_section: returns the paragraphs and code blocks of a card that say how to load the result,
         from Manifest.made_by and the model
     library: the library_name of its card, if that is not transformers
+    account: keys of the manifest's account besides options
     """
 
     name: str
@@ -66,6 +72,7 @@ class ExportTarget(Generic[Settings]):
     prepare: Callable[[ExportSource, Settings], tuple[Checkpoint, Transform]]
     load_section: Callable[[Mapping[str, Any], LoadableModel], list[str]]
     library: str | None = None
+    account: tuple[str, ...] = ()
 
     def settings(self, asked: ExportOptions) -> Settings:
         """Return what `prepare` takes for the options that a user gave.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.views import MovedTensor
+from pqweights.checkpoint.views import View
 from pqweights.errors import OptionError
 from pqweights.exports.integers import Outline, Rounding
 from pqweights.exports.target import ExportSource
@@ -90,8 +90,8 @@ def _plain(values: Checkpoint, outline: Outline) -> list[str]:
     plain = {tensor.name for tensor in values.tensors}
     for tensor in outline.tensors:
         if rounded[tensor.name]:
-            plain -= {part.name for part in (tensor.sources if isinstance(tensor, MovedTensor) else (tensor,))}
+            plain -= {part.name for part in (tensor.sources if isinstance(tensor, View) else (tensor,))}
     for tensor in outline.tensors:
-        if not rounded[tensor.name] and isinstance(tensor, MovedTensor):
+        if not rounded[tensor.name] and isinstance(tensor, View):
             plain |= {part.name for part in tensor.sources}
     return sorted(plain)

@@ -15,6 +15,8 @@ from numba.core import config
 from pqweights.kernels import (
     cpu_compensation,
     cpu_factors,
+    cpu_gguf_affine,
+    cpu_gguf_symmetric,
     cpu_groups,
     cpu_hadamard_scores,
     cpu_importance,
@@ -35,6 +37,8 @@ _MODULES = (
     cpu_groups,
     cpu_compensation,
     cpu_factors,
+    cpu_gguf_affine,
+    cpu_gguf_symmetric,
     cpu_hadamard_scores,
     cpu_importance,
     cpu_nearest,

@@ -44,6 +44,8 @@ SOURCES = (
     "conversions.py",
     "cpu_compensation.py",
     "cpu_factors.py",
+    "cpu_gguf_affine.py",
+    "cpu_gguf_symmetric.py",
     "cpu_groups.py",
     "cpu_hadamard_scores.py",
     "cpu_importance.py",
@@ -56,6 +58,14 @@ SOURCES = (
     "cpu_weighted_values.py",
     "emit.py",
     "encoding.py",
+    "gguf_affine_blocks.py",
+    "gguf_affine_formats.py",
+    "gguf_affine_packing.py",
+    "gguf_affine_parts.py",
+    "gguf_symmetric_formats.py",
+    "gguf_symmetric_lanes.py",
+    "gguf_symmetric_tiles.py",
+    "gguf_types.py",
     "jit.py",
     "lanes.py",
     "packing.py",
@@ -188,6 +198,7 @@ def add_in_order(total: float, values: npt.NDArray[np.float64]) -> float:
 _IGNORED = np.zeros(2, dtype=np.uint64)
 _IGNORED_ADDRESSES = (_IGNORED.ctypes.data, _IGNORED.ctypes.data + 8)
 
+_GGUF_KINDS = ("q2_k", "q4_k", "q5_k", "q8_0", "q5_0", "q4_0", "iq4_nl", "q6_k", "q3_k", "iq4_xs")
 # name -> types of its arguments: numba's own two pointers, ours, then numbers
 _ARGUMENTS: dict[str, list[Any]] = {
     "encode": [ctypes.c_void_p] * (2 + 8) + [ctypes.c_int64] * 4 + [ctypes.c_double] * 2,
@@ -206,6 +217,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "fit_by_importance": [ctypes.c_void_p] * (2 + 5) + [ctypes.c_int64] * 6,
     "output_errors": [ctypes.c_void_p] * (2 + 3) + [ctypes.c_int64] * 3,
     **{f"encode_trellis_{states}": [ctypes.c_void_p] * (2 + 18) + [ctypes.c_int64] * 6 for states in (8, 64, 256)},
+    **{f"encode_gguf_{kind}": [ctypes.c_void_p] * (2 + 6) + [ctypes.c_int64] * 3 for kind in _GGUF_KINDS},
     "prepare": [ctypes.c_void_p] * (2 + 5) + [ctypes.c_int64] * 6,
     "decode_trellis": [ctypes.c_void_p] * (2 + 11) + [ctypes.c_int64] * 6,
 }

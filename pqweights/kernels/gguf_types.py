@@ -16,12 +16,14 @@ class BlockType:
     bits: width of a code
     block_size: weights of a block
     block_bytes: bytes of a block, with its scales
+    distortion: the relative squared error of Gaussian weights
     """
 
     name: str
     bits: int
     block_size: int
     block_bytes: int
+    distortion: float
 
     @property
     def bits_per_weight(self) -> float:
@@ -37,15 +39,16 @@ class BlockType:
 BLOCK_TYPES = {
     kind.name: kind
     for kind in (
-        BlockType(name="Q8_0", bits=8, block_size=32, block_bytes=34),
-        BlockType(name="Q6_K", bits=6, block_size=256, block_bytes=210),
-        BlockType(name="Q5_K", bits=5, block_size=256, block_bytes=176),
-        BlockType(name="Q5_0", bits=5, block_size=32, block_bytes=22),
-        BlockType(name="Q4_K", bits=4, block_size=256, block_bytes=144),
-        BlockType(name="Q4_0", bits=4, block_size=32, block_bytes=18),
-        BlockType(name="IQ4_NL", bits=4, block_size=32, block_bytes=18),
-        BlockType(name="IQ4_XS", bits=4, block_size=256, block_bytes=136),
-        BlockType(name="Q3_K", bits=3, block_size=256, block_bytes=110),
-        BlockType(name="Q2_K", bits=2, block_size=256, block_bytes=84),
+        BlockType(name="Q8_0", bits=8, block_size=32, block_bytes=34, distortion=2.1e-5),
+        BlockType(name="Q6_K", bits=6, block_size=256, block_bytes=210, distortion=2.74e-4),
+        BlockType(name="Q5_K", bits=5, block_size=256, block_bytes=176, distortion=1.17e-3),
+        BlockType(name="Q5_1", bits=5, block_size=32, block_bytes=24, distortion=1.4e-3),
+        BlockType(name="Q5_0", bits=5, block_size=32, block_bytes=22, distortion=1.6e-3),
+        BlockType(name="Q4_K", bits=4, block_size=256, block_bytes=144, distortion=4.83e-3),
+        BlockType(name="Q4_0", bits=4, block_size=32, block_bytes=18, distortion=6.54e-3),
+        BlockType(name="IQ4_NL", bits=4, block_size=32, block_bytes=18, distortion=5.41e-3),
+        BlockType(name="IQ4_XS", bits=4, block_size=256, block_bytes=136, distortion=5.47e-3),
+        BlockType(name="Q3_K", bits=3, block_size=256, block_bytes=110, distortion=2.06e-2),
+        BlockType(name="Q2_K", bits=2, block_size=256, block_bytes=84, distortion=6.69e-2),
     )
 }

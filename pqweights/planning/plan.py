@@ -6,20 +6,14 @@ A dry run prints the plan, a run fulfils it, a resumed run compares its journal 
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from pqweights.checkpoint.header import (
-    StoredTensor,
-    TensorSpec,
-    encode_header,
-    in_file_order,
-    stored_tensors,
-)
-from pqweights.checkpoint.names import awq_name, shard_name
+from pqweights.checkpoint.header import StoredTensor, TensorSpec, aligned, stored_tensors
+from pqweights.checkpoint.names import awq_name
 from pqweights.codecs import get_codec
 from pqweights.codecs.protocol import Coder
 from pqweights.planning.totals import Totals, total
@@ -96,6 +90,32 @@ def stored_bytes(stored: Sequence[TensorSpec]) -> int:
     return sum(spec.byte_count for spec in stored)
 
 
+class FileHeader(NamedTuple):
+    """The first bytes of an output file.
+
+    byte_count: how many they are
+    content: the bytes; None if they do not follow from a manifest, which then states their hash
+    stated: that hash, a sha256; None with a content
+    """
+
+    byte_count: int
+    content: bytes | None
+    stated: str | None = None
+
+    @staticmethod
+    def of(content: bytes) -> FileHeader:
+        """Return the header of these bytes."""
+        return FileHeader(len(content), content)
+
+    @property
+    def sha256(self) -> str:
+        """The hash of the bytes."""
+        if self.content is not None:
+            return hashlib.sha256(self.content).hexdigest()
+        assert self.stated is not None
+        return self.stated
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
     """One output file.
@@ -103,25 +123,66 @@ class ShardPlan:
     file: its name
     header: its first bytes
     specs: its stored tensors, in the order of the file
-    data_bytes: size of the data behind the header
     tensors: which of Plan.tensors it holds
+    alignment: the data of each tensor fill a multiple of this number of bytes, with zeros at the end
     """
 
     file: str
-    header: bytes
+    header: FileHeader
     specs: tuple[TensorSpec, ...]
-    data_bytes: int
     tensors: range
+    alignment: int = 1
 
-    @property
+    @functools.cached_property
     def file_bytes(self) -> int:
         """The size of the finished file, in bytes."""
-        return len(self.header) + self.data_bytes
+        return self.header.byte_count + sum(aligned(spec.byte_count, self.alignment) for spec in self.specs)
 
     @functools.cached_property
     def stored(self) -> tuple[StoredTensor, ...]:
         """Where the data of each tensor go; computed on demand, because a dry run does not need it."""
-        return stored_tensors(self.file, len(self.header), self.specs)
+        return stored_tensors(self.file, self.header.byte_count, self.specs, alignment=self.alignment)
+
+    @property
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """The places of the zeros behind tensors, each with its length."""
+        for tensor in self.stored:
+            end = tensor.offset + tensor.byte_count
+            if gap := -tensor.byte_count % self.alignment:
+                yield end, gap
+
+
+class Container(Protocol):
+    """The format of a result's files: how they are named, how they begin, and where tensors lie in them."""
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The `__metadata__` of safetensors files."""
+        ...
+
+    @property
+    def index_file(self) -> str | None:
+        """The name of the file that tells which tensor lies where; None if the format has none."""
+        ...
+
+    def shards(self, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> tuple[ShardPlan, ...]:
+        """Return the files that hold the tensors, in their order."""
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a manifest says of the format; nothing of safetensors."""
+        ...
+
+
+def cuts(tensors: Sequence[TensorPlan], max_shard_bytes: int) -> list[range]:
+    """Divide tensors, in their order, into runs of at most max_shard_bytes of data, or of one larger tensor."""
+    first, size, runs = 0, 0, []
+    for place, tensor in enumerate(tensors):
+        if size and size + tensor.bytes > max_shard_bytes:
+            runs.append(range(first, place))
+            first, size = place, 0
+        size += tensor.bytes
+    return [*runs, range(first, len(tensors))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +190,11 @@ class Plan:
     """A whole rewrite.
 
     tensors: what becomes of each tensor
-    shards: the safetensors files of the result
+    shards: the files of the result that hold tensors
     companions: other files that are copied
     left_out: files that are not copied, each with the reason
     left_out_tensors: tensors that the result does not hold, each with the reason
-    metadata: the `__metadata__` of the safetensors files
+    container: the format of the files
     source_bytes: size of the source's weight files
     companion_bytes: size of the companions
     max_shard_bytes: data bytes after which a new shard begins
@@ -144,14 +205,14 @@ class Plan:
     companions: tuple[str, ...]
     left_out: dict[str, str]
     left_out_tensors: dict[str, str]
-    metadata: dict[str, str]
+    container: Container
     source_bytes: int
     companion_bytes: int
     max_shard_bytes: int
 
     @property
     def output_bytes(self) -> int:
-        """The size of the safetensors files in bytes, headers included."""
+        """The size of the files that hold tensors in bytes, headers included."""
         return sum(shard.file_bytes for shard in self.shards)
 
     @functools.cached_property
@@ -171,29 +232,3 @@ def index_json(shards: Sequence[ShardPlan]) -> dict[str, Any]:
     placed = {stored.name: shard.file for shard in shards for stored in shard.stored}
     total = sum(stored.byte_count for shard in shards for stored in shard.stored)
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
-
-
-def plan_shards(tensors: Sequence[TensorPlan], max_shard_bytes: int, metadata: dict[str, str]) -> tuple[ShardPlan, ...]:
-    """Divide tensors, in their order, into files of at most max_shard_bytes of data, or of one larger tensor."""
-    cuts, sizes = [0], [0]
-    for place, tensor in enumerate(tensors):
-        size = tensor.bytes
-        if sizes[-1] and sizes[-1] + size > max_shard_bytes:
-            cuts.append(place)
-            sizes.append(0)
-        sizes[-1] += size
-    cuts.append(len(tensors))
-    shards = []
-    for number, ((first, last), size) in enumerate(zip(pairwise(cuts), sizes, strict=True)):
-        specs = in_file_order([spec for tensor in tensors[first:last] for spec in tensor.stored])
-        header = encode_header(specs, metadata)
-        shards.append(
-            ShardPlan(
-                file=shard_name(number, len(sizes)),
-                header=header,
-                specs=tuple(specs),
-                data_bytes=size,
-                tensors=range(first, last),
-            )
-        )
-    return tuple(shards)

@@ -55,7 +55,7 @@ class FinishedFolder:
         """Return a name for the content of a shard: the hash of its header and of the hashes of its tensors."""
         digests = "".join(f"{self._digests[spec.name]}\n" for spec in shard.specs)
         stated = f"{self.manifest.tensor_hash.key}\n{digests}".encode()
-        return hashlib.sha256(shard.header + stated).hexdigest()
+        return hashlib.sha256(shard.header.sha256.encode() + stated).hexdigest()
 
     def check_unchanged(self, name: str) -> None:
         """Check that a file is the one that was verified. Raises MasterError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -133,7 +134,8 @@ def _check_account(manifest: Manifest) -> Iterator[str]:
         if not isinstance(target, str) or target not in EXPORTS:
             yield f"{MANIFEST_FILE}: target: expected one of {', '.join(EXPORTS)}, found {str(target)[:80]!r}"
             return
-        known = {*known, *get_target(target).options}
+        found = get_target(target)
+        known = {*known, *found.options, *found.account}
     for key in manifest.made_by:
         if key not in known:
             yield f"{MANIFEST_FILE}: expected {', '.join(sorted(known))}, found {key[:80]!r}"
@@ -148,7 +150,8 @@ def _check_shard(folder: Path, shard: ShardPlan) -> str | None:
     if size != shard.file_bytes:
         return f"{shard.file}: expected {shard.file_bytes} bytes, found {size}"
     with open(path, "rb") as stream:
-        if stream.read(len(shard.header)) != shard.header:
+        header = stream.read(shard.header.byte_count)
+        if header != shard.header.content and hashlib.sha256(header).hexdigest() != shard.header.sha256:
             return f"{shard.file}: the header is not the one that the manifest plans"
     return None
 
@@ -201,7 +204,7 @@ def _check_index(folder: Path, manifest: Manifest, shards: tuple[ShardPlan, ...]
 
 def _check_files(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Check the files without tensors."""
-    if INDEX_FILE not in manifest.files:
+    if not manifest.identity.container and INDEX_FILE not in manifest.files:
         yield f"{MANIFEST_FILE}: does not list {INDEX_FILE}"
     for name, record in manifest.files.items():
         path = folder / name

@@ -81,7 +81,8 @@ def _what_is_wrong(task: RewriteTask, found: Manifest) -> str:
     problems = file_problems(task.out, found)
     if problems:
         return problems[0]
-    if {*task.plan.companions, INDEX_FILE, CONFIG_FILE} != {*found.files, INDEX_FILE, CONFIG_FILE}:
+    expected = {*task.plan.companions, *task.small_files}
+    if expected | {INDEX_FILE, CONFIG_FILE} != found.files.keys() | {INDEX_FILE, CONFIG_FILE}:
         return "other files were copied to it (--include-files)"
     return "files of its source were changed or copied since"
 

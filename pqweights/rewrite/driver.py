@@ -22,10 +22,10 @@ from pqweights.checkpoint.writer import COPY_BYTES, partial_path, sync_folder, w
 from pqweights.codecs import get_codec
 from pqweights.errors import MasterError, OutputError, SourceError, StrictError
 from pqweights.kernels.devices import resolve_device
-from pqweights.planning.plan import Plan, index_json, plan_shards
+from pqweights.planning.plan import Plan, index_json
 from pqweights.rewrite.differences import difference
 from pqweights.rewrite.journal import RunInputs
-from pqweights.rewrite.manifest import Manifest, read_manifest
+from pqweights.rewrite.manifest import CONTAINER_VERSION, MANIFEST_VERSION, Manifest, read_manifest
 from pqweights.rewrite.records import FileRecord, TensorRecord
 from pqweights.rewrite.stream import Stream
 from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
@@ -52,14 +52,14 @@ def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise SourceError(f"tensor {twice!r}: two tensors of the output would have this name")
-    files, metadata = checkpoint.storage.files(), transform.metadata
+    files, container = checkpoint.storage.files(), transform.container(tensors, max_shard_bytes)
     return Plan(
         tensors=tensors,
-        shards=plan_shards(tensors, max_shard_bytes, metadata),
+        shards=container.shards(tensors, max_shard_bytes),
         companions=checkpoint.companions,
         left_out=checkpoint.left_out,
         left_out_tensors=transform.left_out,
-        metadata=metadata,
+        container=container,
         source_bytes=checkpoint.weight_file_bytes,
         companion_bytes=sum(files[name].byte_count for name in checkpoint.companions),
         max_shard_bytes=max_shard_bytes,
@@ -172,7 +172,8 @@ def _bytes_present(task: RewriteTask) -> int:
 def _run_inputs(task: RewriteTask) -> RunInputs:
     """The files that a run reads and writes, for its journal."""
     plan, checkpoint = task.plan, task.checkpoint
-    outputs = [*(shard.file for shard in plan.shards), *plan.companions, INDEX_FILE, CONFIG_FILE, MANIFEST_FILE]
+    written = [*plan.companions, *task.small_files, INDEX_FILE, CONFIG_FILE, MANIFEST_FILE]
+    outputs = [*(shard.file for shard in plan.shards), *written]
     read = [*checkpoint.weight_files, *plan.companions]
     read += [name for name in (CONFIG_FILE, CARD_FILE) if name in checkpoint.storage.files()]
     files = {"": (checkpoint.storage, read)}
@@ -215,6 +216,7 @@ def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], workspace: Wor
         records=records,
         files=files,
         factors=None if fold is None else fold.digest(),
+        version=CONTAINER_VERSION if task.identity.container else MANIFEST_VERSION,
     )
     write_whole(workspace.folder, task.out / MANIFEST_FILE, manifest.to_pieces())
     sync_folder(task.out)
@@ -233,10 +235,12 @@ def _write_small_files(
 
 
 def _small_files(task: RewriteTask, records: Sequence[TensorRecord]) -> dict[str, Iterable[bytes]]:
-    """Companions, index and configuration: the content of each, in pieces, by name."""
+    """Return companions, index, configuration and what the transform adds: the content of each, in pieces, by name."""
     plan = task.plan
     contents: dict[str, Iterable[bytes]] = {name: _pieces(task.checkpoint, name) for name in plan.companions}
-    contents[INDEX_FILE] = json_pieces(index_json(plan.shards))
+    contents |= {name: [content] for name, content in task.small_files.items()}
+    if plan.container.index_file is not None:
+        contents[plan.container.index_file] = json_pieces(index_json(plan.shards))
     config = task.transform.config(task.checkpoint, plan.tensors, records)
     if config is not None:
         contents[CONFIG_FILE] = json_pieces(config)

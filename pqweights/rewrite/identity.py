@@ -38,6 +38,7 @@ class RunIdentity:
     tensors: what becomes of each tensor
     origin: the Hub repository that is read, with its commit; None for a local folder
     metadata: the `__metadata__` of the safetensors files
+    container: what there is to say of another format of the files (Container.to_json)
     left_out: tensors that are not carried over, each with the reason
     model: what is known of the original model (model_card.model_facts)
     master: for an export, what the master's manifest states about the master
@@ -50,14 +51,15 @@ class RunIdentity:
     tensors: tuple[TensorPlan, ...]
     origin: Origin | None = None
     metadata: dict[str, str] = field(default_factory=lambda: DEFAULT_METADATA)
+    container: dict[str, Any] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     master: dict[str, Any] = field(default_factory=dict)
 
     def digest(self) -> str:
         """Return the sha256 over all fields and SAME_BYTES_SINCE."""
-        stated = {
-            **vars(self),
-            "version": SAME_BYTES_SINCE,
-        }  # in JSON, tensors and origin are the lists of their fields
+        # In JSON, tensors and origin are the lists of their fields.
+        stated = {**vars(self), "version": SAME_BYTES_SINCE}
+        if not self.container:  # it came later than journals that may still be continued
+            del stated["container"]
         return hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()

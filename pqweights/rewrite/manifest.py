@@ -15,31 +15,33 @@ from pqweights.checkpoint.digests import HASH_OF_PIECES, SHA256, TensorHash
 from pqweights.checkpoint.header import ONLY_GGUF_READERS, TensorSpec
 from pqweights.checkpoint.interrupted import describe_interrupted
 from pqweights.checkpoint.model_card import checked_facts
-from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, WORK_FOLDER
+from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, WORK_FOLDER, is_inside
 from pqweights.checkpoint.storage import Origin
 from pqweights.codecs.protocol import State, exceeds_promise
 from pqweights.dtypes import DTYPE_BITS
 from pqweights.errors import MasterError, RecipeError
 from pqweights.gguf.file import is_gguf
+from pqweights.planning.containers import GGUF, GgufFiles, Safetensors
 from pqweights.planning.plan import (
     DECODE,
     DEFAULT_METADATA,
     INTEGER,
     KEEP,
     QUANTIZE,
+    FileHeader,
     ShardPlan,
     TensorPlan,
     coder_of,
-    plan_shards,
     stored_bytes,
 )
 from pqweights.rewrite.identity import RunIdentity
 from pqweights.rewrite.records import FileRecord, TensorRecord, error_totals
 from pqweights.strict_json import Fields, json_pieces, parse_json
 
-MANIFEST_VERSION = 2
-# The hash of stored tensors in each version; nothing else differs.
-TENSOR_HASHES: dict[int, TensorHash] = {1: SHA256, MANIFEST_VERSION: HASH_OF_PIECES}
+# Results in safetensors have the second version, those in another container the third.
+MANIFEST_VERSION, CONTAINER_VERSION = 2, 3
+# The hash of stored tensors in each version.
+TENSOR_HASHES: dict[int, TensorHash] = {1: SHA256, MANIFEST_VERSION: HASH_OF_PIECES, CONTAINER_VERSION: HASH_OF_PIECES}
 # The key of a transform's account of itself (Transform.describe) that tells which kind of result it makes.
 KINDS = {"recipe": "master", "target": "export"}
 # The key of the digest of factors in what a manifest says of a fold.
@@ -57,6 +59,7 @@ OWN_KEYS = frozenset(
         "total_mse",
         "master_mse",
         "metadata",
+        "container",
         "left_out",
         "exceeding",
         "tensors",
@@ -74,7 +77,7 @@ class Manifest:
     records: what was measured of each tensor, in the order of identity.tensors
     files: the files without tensors, by name
     factors: the digest of the factors of a fold; None without one, and in manifests of earlier versions
-    version: that of the format; new manifests have the latest
+    version: that of the format; new manifests have the lowest that can say what they say
     """
 
     identity: RunIdentity
@@ -151,6 +154,7 @@ class Manifest:
             "max_shard_bytes": identity.max_shard_bytes,
             **error_totals(self.tensors, self.records),
             **metadata,
+            **({"container": identity.container} if identity.container else {}),
             **({"left_out": identity.left_out} if identity.left_out else {}),
             "exceeding": self.exceeding,
             "tensors": (
@@ -167,9 +171,18 @@ def state_of(tensor: TensorPlan, record: TensorRecord) -> State:
 
 
 def shards_of(manifest: Manifest) -> tuple[ShardPlan, ...]:
-    """Return the files that hold the tensors of a finished result."""
+    """Return the files that hold the tensors of a finished result.
+
+    Raises MasterError if the manifest does not describe files.
+    """
     identity = manifest.identity
-    return plan_shards(identity.tensors, identity.max_shard_bytes, identity.metadata)
+    if not identity.container:
+        return Safetensors(identity.metadata).shards(identity.tensors, identity.max_shard_bytes)
+    container = _parse_container(Fields({"container": identity.container}, _damaged).fields("container"))
+    try:
+        return container.shards(identity.tensors, identity.max_shard_bytes)
+    except ValueError:
+        raise _damaged("container", "as many headers as files", len(container.headers)) from None
 
 
 def exceeds(tensor: TensorPlan, record: TensorRecord) -> bool:
@@ -249,7 +262,7 @@ def parse_manifest(data: bytes) -> Manifest:
     version = found.get("manifest_version") if isinstance(found, dict) else type(found).__name__
     if type(version) is not int or version not in TENSOR_HASHES:
         raise MasterError(
-            f"{MANIFEST_FILE}: manifest_version: expected {min(TENSOR_HASHES)} to {MANIFEST_VERSION}, found "
+            f"{MANIFEST_FILE}: manifest_version: expected {min(TENSOR_HASHES)} to {max(TENSOR_HASHES)}, found "
             f"{version!r}; a newer pqweights may read it"
         )
     return _parse(Fields(found, _damaged), version)
@@ -269,10 +282,13 @@ def _parse(fields: Fields, version: int) -> Manifest:
         tensors=tuple(tensor for tensor, _ in entries),
         origin=None if source.raw("id") is None else Origin(source.text("id"), source.text("revision")),
         metadata=fields.texts_by_key("metadata") if "metadata" in fields else DEFAULT_METADATA,
+        container=_parse_container(fields.fields("container")).to_json() if "container" in fields else {},
         left_out=fields.texts_by_key("left_out") if "left_out" in fields else {},
         model=_parse_model(fields),
         master=fields.mapping("master") if "master" in fields else {},
     )
+    if bool(identity.container) != (version == CONTAINER_VERSION):
+        raise _damaged("manifest_version", "one for the files that it lists", version)
     return Manifest(
         identity=identity,
         source_fingerprint=source.text("fingerprint"),
@@ -310,6 +326,17 @@ def _parse_shard_bytes(fields: Fields) -> int:
     if found == 0:
         raise _damaged("max_shard_bytes", "a size", found)
     return found
+
+
+def _parse_container(fields: Fields) -> GgufFiles:
+    """Return the format of files that are not safetensors."""
+    if fields.text("format") != GGUF:
+        raise _damaged("container", GGUF, fields.text("format"))
+    name, alignment = fields.text("name"), fields.count("alignment")
+    if not name or "/" in name or not is_inside(name) or not alignment:
+        raise _damaged("container", "a file name and an alignment", (name, alignment))
+    headers = [FileHeader(each.count("bytes"), None, each.text("sha256")) for each in fields.objects("headers")]
+    return GgufFiles(name=name, alignment=alignment, headers=tuple(headers))
 
 
 def _parse_model(fields: Fields) -> dict[str, Any]:

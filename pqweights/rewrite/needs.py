@@ -39,7 +39,7 @@ def resource_needs(plan: Plan, threads: int, *, fold: Fold | None = None) -> Res
     threads: how many threads compute
     fold: the fold of the tensors that are read
     """
-    largest_header = max((len(shard.header) for shard in plan.shards), default=0)
+    largest_header = max((shard.header.byte_count for shard in plan.shards), default=0)
     codecs = {tensor.codec for tensor in plan.tensors if tensor.codec is not None}
     floor = MEMORY_FLOOR_BYTES + max((get_codec(codec).compiling_bytes for codec in codecs), default=0)
     held = 0 if fold is None else fold.memory_bytes + threads * fold.thread_bytes

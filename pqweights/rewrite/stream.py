@@ -163,8 +163,12 @@ class Stream:
             if (known := self._known_shard(shard, parts)) is not None:
                 yield from known
                 continue
-            writer = ShardWriter(self._workspace.folder / shard.file, shard.header, shard.file_bytes, self._disk)
+            assert shard.header.content is not None
+            path = self._workspace.folder / shard.file
+            writer = ShardWriter(path, shard.header.content, shard.file_bytes, self._disk)
             self._writers.append(writer)
+            for offset, count in shard.gaps:
+                writer.write(offset, np.zeros(count, dtype=np.uint8))
             for place in shard.tensors:
                 record = self._held(place, writer.descriptor, parts[place])
                 if record is not None:

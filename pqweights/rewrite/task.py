@@ -58,11 +58,17 @@ class RewriteTask:
             max_shard_bytes=plan.max_shard_bytes,
             tensors=plan.tensors,
             origin=self.checkpoint.storage.origin,
-            metadata=plan.metadata,
+            metadata=plan.container.metadata,
+            container=plan.container.to_json(),
             left_out=plan.left_out_tensors,
             model=self.lineage.model,
             master=self.lineage.master,
         )
+
+    @functools.cached_property
+    def small_files(self) -> dict[str, bytes]:
+        """What the transform writes beside the weights, the configuration and the copied files."""
+        return self.transform.small_files(self.plan.shards)
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:

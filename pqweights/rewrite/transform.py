@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.folding.fold import Fold
-from pqweights.planning.plan import DEFAULT_METADATA, TensorPlan
+from pqweights.planning.containers import Safetensors
+from pqweights.planning.plan import DEFAULT_METADATA, Container, ShardPlan, TensorPlan
 from pqweights.rewrite.jobs import Job
 from pqweights.rewrite.records import TensorRecord
 
@@ -67,6 +68,14 @@ class Transform(Protocol):
     def metadata(self) -> dict[str, str]:
         """The `__metadata__` of the safetensors files."""
         return DEFAULT_METADATA
+
+    def container(self, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> Container:
+        """Return the format of the files that hold the planned tensors; by default safetensors."""
+        return Safetensors(self.metadata)
+
+    def small_files(self, shards: Sequence[ShardPlan]) -> dict[str, bytes]:
+        """Return files that are written beside those of the plan and the configuration, by name; by default none."""
+        return {}
 
     @property
     def left_out(self) -> dict[str, str]:

@@ -26,7 +26,6 @@ from pqweights.checkpoint.names import (
 )
 from pqweights.checkpoint.writer import disk_errors, partial_path, sync_folder, write_whole
 from pqweights.errors import MasterError, OutputError
-from pqweights.planning.plan import plan_shards
 from pqweights.rewrite.journal import (
     FinishedTensor,
     RunInputs,
@@ -36,7 +35,7 @@ from pqweights.rewrite.journal import (
     read_journal,
     record_line,
 )
-from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.manifest import read_manifest, shards_of
 from pqweights.rewrite.records import TensorRecord
 
 LOCK_FILE = "lock"
@@ -257,8 +256,7 @@ def _files_to_replace(out: Path, work: Path) -> list[str]:
     names = _files_of_journal(work)
     if (out / MANIFEST_FILE).is_file():
         manifest = read_manifest(out)
-        shards = plan_shards(manifest.tensors, manifest.identity.max_shard_bytes, {})
-        names += [*(shard.file for shard in shards), *manifest.files, MANIFEST_FILE]
+        names += [*(shard.file for shard in shards_of(manifest)), *manifest.files, MANIFEST_FILE]
     return names
 
 

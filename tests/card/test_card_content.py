@@ -22,7 +22,7 @@ from pqweights.card.provenance import _sizes
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import MasterError
 from pqweights.markdown import words
-from pqweights.planning.plan import plan_shards
+from pqweights.planning.containers import Safetensors
 from pqweights.planning.recipe import load_recipe
 from pqweights.planning.totals import Totals, total
 from pqweights.results import evaluation_record
@@ -111,7 +111,7 @@ def test_figures_match_the_manifest(master: Path) -> None:
     assert "| `norm` | 2 | 256 | BF16 | kept | normalisation |" in lines
     assert hashlib.sha256((master / "pqweights.json").read_bytes()).hexdigest() in text
     assert manifest.source_fingerprint in text
-    for shard in plan_shards(manifest.tensors, manifest.identity.max_shard_bytes, manifest.identity.metadata):
+    for shard in Safetensors(manifest.identity.metadata).shards(manifest.tensors, manifest.identity.max_shard_bytes):
         assert f"| `{shard.file}` | {(master / shard.file).stat().st_size} |" in lines
 
 

@@ -20,7 +20,8 @@ from pqweights.checkpoint.storage import LocalStorage
 from pqweights.dtypes import DTYPE_BITS
 from pqweights.errors import SourceError
 from pqweights.planning.choice import RecipeOptions, choose_recipe
-from pqweights.planning.plan import DEFAULT_METADATA, KEEP, QUANTIZE, Plan, TensorPlan, plan_shards, stored_bytes
+from pqweights.planning.containers import Safetensors
+from pqweights.planning.plan import DEFAULT_METADATA, KEEP, QUANTIZE, Plan, TensorPlan, stored_bytes
 from pqweights.planning.recipe import load_recipe
 from pqweights.quantizing import QuantizeOptions
 from pqweights.results.plan_report import report_plan
@@ -50,7 +51,7 @@ def test_result_has_the_planned_files_and_tensors(
     assert {shard.file: shard.file_bytes for shard in plan.shards} == {name: len(data) for name, data in files.items()}
     assert plan.output_bytes == sum(len(data) for data in files.values())
     for shard in plan.shards:
-        assert files[shard.file].startswith(shard.header)
+        assert files[shard.file].startswith(shard.header.content)
         found, metadata = parse_header(
             shard.file, len(files[shard.file]), lambda at, count, data=files[shard.file]: data[at : at + count]
         )
@@ -262,7 +263,7 @@ def test_shards_are_aligned_in_order_and_within_the_limit(
         else:
             kept = (TensorSpec(name, dtype, tuple(shape)),)
             tensors.append(tensor_plan(name, dtype, shape, kept))
-    shards = plan_shards(tensors, max_shard_bytes, DEFAULT_METADATA)
+    shards = Safetensors(DEFAULT_METADATA).shards(tensors, max_shard_bytes)
     assert [place for shard in shards for place in shard.tensors] == list(range(len(tensors)))
     for number, shard in enumerate(shards, start=1):
         assert shard.file == f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -270,7 +271,7 @@ def test_shards_are_aligned_in_order_and_within_the_limit(
         assert {s.name for s in shard.stored} == {spec.name for tensor in own for spec in tensor.stored}
         data_bytes = sum(stored.byte_count for stored in shard.stored)
         assert data_bytes <= max_shard_bytes or sum(1 for tensor in own if tensor.bytes) == 1
-        position = len(shard.header)
+        position = shard.header.byte_count
         assert position % 8 == 0
         for stored in shard.stored:
             assert stored.offset == position

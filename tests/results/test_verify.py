@@ -146,7 +146,7 @@ def test_rewriting_the_manifest_unchanged_verifies(damaged: Path) -> None:
 
 LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "version": lambda m: m.update(manifest_version=1),
-    "version unknown": lambda m: m.update(manifest_version=3),
+    "version unknown": lambda m: m.update(manifest_version=4),
     "version no number": lambda m: m.update(manifest_version=True),
     "kind unknown": lambda m: m.update(kind="nonsense"),
     "kind of an export": lambda m: m.update(kind="export"),

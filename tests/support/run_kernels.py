@@ -20,6 +20,8 @@ from typing import Any
 
 import attention_cases
 import compensation_reference
+import gguf_affine_reference
+import gguf_symmetric_reference
 import groups_reference
 import independent_reader
 import numpy as np
@@ -38,10 +40,12 @@ from pqweights.kernels import (
     compensation,
     cpu,
     factors,
+    gguf_encoding,
     groups,
     load_backend,
 )
 from pqweights.kernels.attention_task import POLAR_WIDTHS, TOKEN_WIDTHS
+from pqweights.kernels.gguf_encoding import _normalized, encode_blocks
 from pqweights.kernels.groups import BEST, FLOAT_MODES, RUNTIME_RULES, FloatRule, GroupRule, Groups
 from pqweights.kernels.trellis import Superblocks
 
@@ -143,6 +147,24 @@ def round_floats_digest(backend: str) -> str:
         rule = FloatRule(kind, 8 if kind == "mxfp8" else 4, size)
         found += _arrays(rule.quantize(groups_reference.bf16(some_groups(size))))
     return _digest(*found)
+
+
+def _gguf_symmetric_digest(name: str) -> Callable[[str], str]:
+    """Encode blocks of GGUF without offsets, all columns alike and with unequal importance."""
+
+    def digest(backend: str) -> str:
+        found: list[npt.NDArray[Any]] = []
+        values = some_groups(512).reshape(37, 512)
+        for importance in (None, np.exp(np.random.default_rng(4).standard_normal(512)).astype(np.float32)):
+            if backend == "reference":
+                factors = None if importance is None else _normalized(importance, 512)
+                found += gguf_symmetric_reference.encode(name, values, factors)
+            else:
+                out = encode_blocks(name, values, importance)
+                found += [out.data, out.energies, out.errors]
+        return _digest(*found)
+
+    return digest
 
 
 def rotate_digest(backend: str) -> str:
@@ -468,6 +490,26 @@ def decode_trellis_digest(backend: str) -> str:
     return _digest(*found)
 
 
+def _affine_digest(kind: str) -> Callable[[str], str]:
+    """Encode GGUF blocks of scales and offsets, with and without importance."""
+
+    def digest(backend: str) -> str:
+        values, found = gguf_affine_reference.hard_blocks(), []
+        for importance in (None, gguf_affine_reference.some_importance(256)):
+            if backend == "reference":
+                settings = gguf_encoding.encoder_settings(kind, weighted=importance is not None)
+                factors = None
+                if importance is not None:
+                    factors = np.tile(gguf_encoding.normalized_importance(importance, 256), (len(values), 1))
+                found += gguf_affine_reference.encode(kind, values, settings, factors)
+            else:
+                blocks = gguf_encoding.encode_blocks(kind, values, importance)
+                found += [blocks.data, blocks.energies, blocks.errors]
+        return _digest(*found)
+
+    return digest
+
+
 DIGESTS: dict[str, Callable[[str], str]] = {
     "sum": sum_digest,
     "multiply": multiply_digest,
@@ -477,6 +519,7 @@ DIGESTS: dict[str, Callable[[str], str]] = {
     "fit": fit_digest,
     "round": round_digest,
     "round_floats": round_floats_digest,
+    **{f"encode_gguf_{name.lower()}": _gguf_symmetric_digest(name) for name in gguf_symmetric_reference.LAYOUTS},
     "rotate": rotate_digest,
     "pack_bits": pack_bits_digest,
     "pack_tiles": pack_tiles_digest,
@@ -485,6 +528,7 @@ DIGESTS: dict[str, Callable[[str], str]] = {
     "output_errors": output_errors_digest,
     "fit_by_importance": fit_by_importance_digest,
     **{f"encode_trellis_{states}": _encode_trellis_digest(states) for states in TRELLIS_BYTES},
+    **{f"encode_gguf_{kind.lower()}": _affine_digest(kind) for kind in gguf_affine_reference.FORMATS},
     "decode_trellis": decode_trellis_digest,
     "prepare": prepare_digest,
     **{f"product_{bits or 'f32'}": _product_digest(bits) for bits in (*range(2, 9), 0)},

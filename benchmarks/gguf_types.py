@@ -1,0 +1,334 @@
+"""GGUF files of ours beside those of llama.cpp's own quantizer, type by type.
+
+    python benchmarks/gguf_types.py [MODEL_DIR...] [--only blocks models] [--types Q4_K_M ...]
+
+`blocks`: squared error and rate of the encoders alone, beside ggml_quantize_chunk of the same library, on the linear
+weights of all-MiniLM-L6-v2 whose rows 256 divides, on Gaussian weights and on Student-t weights with 4 degrees of
+freedom; without importances, and with the same random ones on both sides.
+
+`models`: each model as a BF16 file is quantized by llama_model_quantize; ours are exported from the same weights
+(--source), folded or not, with the second moments of text or without, and from masters. llama.cpp computes all of them,
+on the CPU; divergences are from the original in transformers, in float32. Both sides store the same types in the same
+tensors, so files have the same size. The importance matrix of llama.cpp's quantizer is the one that the export writes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import peers
+import quality
+from harness import Document, argument_parser, machine, now, publish, table
+
+import pqweights
+from pqweights.evaluate.protocol import Windows, compare
+from pqweights.exports.gguf_files import IMATRIX_FILE
+from pqweights.kernels.gguf_encoding import KERNELS, encode_blocks
+from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.measure.calibrate import CalibrationOptions
+from pqweights.measure.moments import calibrate_moments
+from pqweights.runtimes.models import Model, open_model
+from pqweights.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
+
+BLOCKS, MODELS = "blocks", "models"
+TYPES = ("Q8_0", "Q6_K", "Q5_K_M", "Q5_0", "Q4_K_M", "Q4_K_S", "IQ4_XS", "IQ4_NL", "Q4_0", "Q3_K_M", "Q2_K")
+ROUNDS, ROWS, COLUMNS = 3, 512, 2048
+THREADS = 2
+THEIRS, THEIRS_WITH_DATA = "llama.cpp", "llama.cpp, imatrix"
+OURS: dict[str, tuple[str, ...]] = {
+    "ours": ("source",),
+    "ours, folded": ("source", "fold"),
+    "ours, imatrix": ("source", "calibration"),
+    "ours, imatrix, folded": ("source", "calibration", "fold"),
+    "ours, from the master": (),
+}
+# The vectors of calibration, of the text behind the tokens that are scored.
+CALIBRATION_TOKENS = 16_384
+
+
+# --- the encoders alone ---
+
+
+def weights() -> dict[str, np.ndarray]:
+    """Matrices of float32 with rows of whole blocks of 256."""
+    generator = np.random.default_rng(21)
+    real = [weight for weight in peers.linear_weights(peers.default_model()) if weight.shape[1] % 256 == 0]
+    return {
+        "MiniLM": np.concatenate(real),
+        "Gaussian": generator.standard_normal((ROWS, COLUMNS), dtype=np.float32),
+        "Student-t(4)": generator.standard_t(4, (ROWS, COLUMNS)).astype(np.float32),
+    }
+
+
+def in_threads(encode: Callable[[np.ndarray], Any], values: np.ndarray, threads: int) -> float:
+    """Seconds that threads take, each for its share of the rows."""
+    parts = np.array_split(values, threads)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(encode, [part[:1] for part in parts]))  # threads and kernels are there
+        start = time.perf_counter()
+        list(pool.map(encode, parts))
+        return time.perf_counter() - start
+
+
+def block_rows() -> Iterator[Document]:
+    """A row for each type, kind of weights, and with or without importances."""
+    ggml = peers.load_ggml()
+    for name in KERNELS:
+        theirs = _Ggml(ggml, name)
+        for kind, values in weights().items():
+            for importance in (None, _importance(values.shape[1])):
+                yield {"type": name, "weights": kind, "importance": importance is not None} | _measured(
+                    name, theirs, values, importance
+                )
+
+
+class _Ggml:
+    """ggml's encoder of a type."""
+
+    def __init__(self, ggml: ctypes.CDLL, name: str) -> None:
+        self._ggml, self.kind = ggml, gguf.GGMLQuantizationType[name]
+        ggml.ggml_quantize_init(int(self.kind))
+
+    def encode(self, values: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
+        rows, columns = values.shape
+        out = np.empty((rows, BLOCK_TYPES[self.kind.name].row_bytes(columns)), dtype=np.uint8)
+        given = None if importance is None else importance.ctypes.data
+        self._ggml.ggml_quantize_chunk(int(self.kind), values.ctypes.data, out.ctypes.data, 0, rows, columns, given)
+        return out
+
+
+def _importance(columns: int) -> np.ndarray:
+    return np.exp(np.random.default_rng(3).standard_normal(columns)).astype(np.float32)
+
+
+def _measured(name: str, theirs: _Ggml, values: np.ndarray, importance: np.ndarray | None) -> Document:
+    """Relative errors, weighed if there are importances, and rates with one thread and two, alternately measured."""
+    factors = np.ones(values.shape[1], dtype=np.float32) if importance is None else importance
+
+    def error(data: np.ndarray) -> float:
+        decoded = gguf.quants.dequantize(data.reshape(len(values), -1), theirs.kind)
+        return float((np.square(values - decoded, dtype=np.float64) * factors).sum() / (values**2.0 * factors).sum())
+
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for _ in range(ROUNDS):
+        for threads in (1, THREADS):
+            for who, encode in (
+                ("ours", lambda part: encode_blocks(name, part, importance)),
+                ("theirs", lambda part: theirs.encode(part, importance)),
+            ):
+                seconds.setdefault((who, threads), []).append(in_threads(encode, values, threads))
+    rates = {f"{who}_{threads}": values.size / statistics.median(found) for (who, threads), found in seconds.items()}
+    return {
+        "ours_mse": error(encode_blocks(name, values, importance).data),
+        "theirs_mse": error(theirs.encode(values, importance)),
+        "rates": rates,
+    }
+
+
+# --- whole models ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """A model, what it is scored on, and the files that are made of it.
+
+    model: the folder of the original
+    base: the original, opened
+    ids: the tokens that are scored
+    windows: how they are cut
+    work: where files are made
+    """
+
+    model: Path
+    base: Model
+    ids: Ids
+    windows: Windows
+    work: Path
+
+    def figures(self, file: Path) -> Document:
+        """Perplexity, divergence, top-1 agreement and the size of a file."""
+        scores = compare(open_model(file), self.base, ids=self.ids, windows=self.windows)
+        return quality.measures(scores) | {"bytes": file.stat().st_size}
+
+    def export(self, out: str, kind: str, uses: tuple[str, ...], **options: Any) -> tuple[Path, float]:
+        """Export the master, and return the file and the seconds that it took."""
+        given: dict[str, Any] = {
+            "source": self.model,
+            "fold": "equalize",
+            "calibration": self.work / "moments.safetensors",
+        }
+        start = time.perf_counter()
+        folder = self.work / out
+        chosen = {key: given[key] for key in uses}
+        pqweights.export(self.work / "master", folder, "gguf", type=kind, overwrite=True, **chosen, **options)
+        return next(path for path in folder.glob("*.gguf") if path.name != IMATRIX_FILE), time.perf_counter() - start
+
+
+def prepared(model: Path, work: Path, *, tokens: int, window: int) -> Bench:
+    """Make the master, the moments, the importance matrix and the BF16 file of a model."""
+    text = read_text(model / "eval.txt")
+    tokenizer = load_tokenizer(model)
+    ids = tokenize(model, text)
+    pqweights.quantize(model, work / "master", "q6")
+    rest = str(tokenizer.decode(ids[tokens : tokens + CALIBRATION_TOKENS].tolist()))
+    calibrate_moments(model, work / "moments.safetensors", rest, options=CalibrationOptions(window=window))
+    bench = Bench(
+        model=model,
+        base=open_model(model),
+        ids=ids[:tokens],
+        windows=Windows(size=window, stride=window // 2, score_first=True),
+        work=work,
+    )
+    bench.export("plain", "bf16", ("source",))
+    bench.export("data", "q8_0", ("source", "calibration"), imatrix=True)
+    return bench
+
+
+def model_rows(bench: Bench, types: tuple[str, ...]) -> Iterator[Document]:
+    """A row for the BF16 file, and for each type and way to make it."""
+    plain = next((bench.work / "plain").glob("*.gguf"))
+    yield {"model": bench.model.name, "type": "BF16", "what": "ours"} | bench.figures(plain)
+    for name in types:
+        for what, matrix in ((THEIRS, None), (THEIRS_WITH_DATA, bench.work / "data" / IMATRIX_FILE)):
+            out = bench.work / "theirs.gguf"
+            seconds = quantize_by_llama_cpp(plain, out, name, matrix)
+            row = {"model": bench.model.name, "type": name, "what": what, "seconds": seconds}
+            yield row | bench.figures(out)
+        for what, uses in OURS.items():
+            out, seconds = bench.export("ours", name, uses)
+            row = {"model": bench.model.name, "type": name, "what": what, "seconds": seconds}
+            yield row | bench.figures(out)
+
+
+def quantize_by_llama_cpp(plain: Path, out: Path, name: str, matrix: Path | None) -> float:
+    """Quantize a file with llama.cpp's own quantizer, and return the seconds that it took."""
+    from llama_cpp import llama_cpp as library
+
+    settings = library.llama_model_quantize_default_params()
+    settings.ftype, settings.nthread = int(gguf.LlamaFileType[f"MOSTLY_{name}"]), THREADS
+    held = [] if matrix is None else _importances(matrix)
+    data = (library.llama_model_imatrix_data * (len(held) + 1))()
+    for place, (tensor, means) in enumerate(held):
+        data[place].name, data[place].size = tensor.encode(), means.size
+        data[place].data = means.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+    if held:
+        settings.imatrix = data
+    start = time.perf_counter()
+    if library.llama_model_quantize(os.fsencode(plain), os.fsencode(out), ctypes.byref(settings)):
+        raise SystemExit(f"error: llama.cpp could not quantize {plain} to {name}")
+    return time.perf_counter() - start
+
+
+def _importances(matrix: Path) -> list[tuple[str, np.ndarray]]:
+    """The mean squares of inputs by tensor, from an importance matrix."""
+    found = {tensor.name: tensor.data for tensor in gguf.GGUFReader(matrix).tensors}
+    names = [name.removesuffix(".in_sum2") for name in found if name.endswith(".in_sum2")]
+    return [
+        (name, np.ascontiguousarray(found[f"{name}.in_sum2"] / found[f"{name}.counts"], dtype=np.float32))
+        for name in names
+    ]
+
+
+# --- tables ---
+
+
+def sections(document: Document) -> dict[str, str]:
+    """The tables of both parts."""
+    result: dict[str, str] = {}
+    if document.get(BLOCKS):
+        result |= {"gguf-errors": _error_table(document[BLOCKS]), "gguf-rates": _rate_table(document[BLOCKS])}
+    if document.get(MODELS):
+        result |= {f"gguf-{model}": _model_table(document[MODELS], model) for model in _models(document[MODELS])}
+    return result
+
+
+def _models(rows: list[Document]) -> list[str]:
+    return list(dict.fromkeys(row["model"] for row in rows))
+
+
+def _error_table(rows: list[Document]) -> str:
+    """Relative errors, ours and as a share of llama.cpp's."""
+    kinds = list(dict.fromkeys((row["weights"], row["importance"]) for row in rows))
+    found = {(row["type"], row["weights"], row["importance"]): row for row in rows}
+    header = ["type", "bits", *(f"{kind}{', weighed' if weighed else ''}" for kind, weighed in kinds)]
+    lines = []
+    for name in dict.fromkeys(row["type"] for row in rows):
+        cells = [found[name, *kind] for kind in kinds]
+        shares = [f"{each['ours_mse']:.3g} ({each['ours_mse'] / each['theirs_mse']:.2f})" for each in cells]
+        lines.append([name, f"{BLOCK_TYPES[name].bits_per_weight:g}", *shares])
+    return table(header, lines)
+
+
+def _rate_table(rows: list[Document]) -> str:
+    """M weights/s with one thread and two, on Gaussian weights."""
+    header = ["type", "importances", "1 thread: ours", "llama.cpp", "ratio", "2 threads: ours", "llama.cpp", "ratio"]
+    lines = []
+    for row in rows:
+        if row["weights"] == "Gaussian":
+            cells = []
+            for threads in (1, THREADS):
+                ours, theirs = row["rates"][f"ours_{threads}"], row["rates"][f"theirs_{threads}"]
+                cells += [f"{ours / 1e6:.0f}", f"{theirs / 1e6:.3g}", f"{ours / theirs:.1f}"]
+            lines.append([row["type"], "yes" if row["importance"] else "no", *cells])
+    return table(header, lines)
+
+
+def _model_table(rows: list[Document], model: str) -> str:
+    """KL divergence by type and way."""
+    here = [row for row in rows if row["model"] == model]
+    ways = [THEIRS, *(way for way in OURS if way.count("imatrix") == 0), THEIRS_WITH_DATA]
+    ways += [way for way in OURS if "imatrix" in way]
+    found = {(row["type"], row["what"]): row for row in here}
+    lines = []
+    for name in dict.fromkeys(row["type"] for row in here):
+        cells = [found.get((name, way)) for way in ways]
+        if name == "BF16":
+            continue
+        size = next(cell["bytes"] for cell in cells if cell)
+        lines.append([name, f"{size / 1e6:.2f}", *(None if cell is None else f"{cell['kl']:.5f}" for cell in cells)])
+    return table(["type", "MB", *ways], lines)
+
+
+def main() -> None:
+    parser = argument_parser(__doc__ or "")
+    parser.add_argument("models", type=Path, nargs="*", help="folders of language models with an eval.txt")
+    parser.add_argument("--only", nargs="+", choices=(BLOCKS, MODELS), default=(BLOCKS, MODELS))
+    parser.add_argument("--types", nargs="+", default=TYPES, help="types of llama.cpp, as it spells them")
+    parser.add_argument("--max-tokens", type=int, default=8192)
+    parser.add_argument("--window", type=int, default=256)
+    options = parser.parse_args()
+    document = _kept(options.out) | {"settings": {"tokens": options.max_tokens, "window": options.window}}
+    start = now()
+    if BLOCKS in options.only:
+        document[BLOCKS] = list(block_rows())
+    if MODELS in options.only:
+        document[MODELS] = []
+        for model in options.models:
+            with tempfile.TemporaryDirectory() as work:
+                bench = prepared(model, Path(work), tokens=options.max_tokens, window=options.window)
+                for row in model_rows(bench, tuple(options.types)):
+                    document[MODELS].append(row)
+                    print(row["model"], row["type"], row["what"], f"{row['kl']:.5f}", row["bytes"], flush=True)
+    publish("gguf_types", document | {"machine": machine(start)}, sections(document), options)
+
+
+def _kept(out: Path | None) -> Document:
+    """The document of an earlier run, of which --only leaves the other part."""
+    path = None if out is None else out / "gguf_types.json"
+    return json.loads(path.read_text()) if path is not None and path.exists() else {}
+
+
+if __name__ == "__main__":
+    main()

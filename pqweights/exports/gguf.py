@@ -1,0 +1,209 @@
+"""The gguf target: one file, or several numbered ones, for llama.cpp, Ollama and LM Studio.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. What the model is in llama.cpp's terms is in
+pqweights/gguf, which types its tensors get in gguf_types.py, and what lies beside the weights in gguf_files.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.header import TensorSpec
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.errors import MissingDependencyError, OptionError
+from pqweights.exports.gguf_files import GgufOutput, load_section
+from pqweights.exports.gguf_options import TypeOptions, read_types
+from pqweights.exports.gguf_types import TypeChoice, chosen_types
+from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
+from pqweights.exports.options import BEST, IMPORTANCE, PLAIN, ExportOptions, one_of
+from pqweights.exports.original import integer_export
+from pqweights.exports.target import LLAMA_CPP, ExportSource, ExportTarget
+from pqweights.folding.kinds import checked_fold
+from pqweights.gguf.mixes import PLAIN_TYPES
+from pqweights.installing import pip_install
+from pqweights.kernels.gguf_types import BLOCK_TYPES, BlockType
+from pqweights.kernels.groups import Groups
+from pqweights.rewrite.transform import Transform
+
+if TYPE_CHECKING:
+    from pqweights.kernels.gguf_encoding import EncodedBlocks
+
+NAME = "gguf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gguf:
+    """The format with its options.
+
+    types: which types tensors get
+    weighed: whether errors are weighed by the importance of inputs
+    imatrix: whether the importance matrix is written beside the weights
+    name: what the model is called; None if it is not known
+    fingerprint: that of the checkpoint that the master was made from; None if it is not known
+    """
+
+    types: TypeOptions
+    weighed: bool
+    imatrix: bool
+    name: str | None = None
+    fingerprint: str | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """Return the manifest's account of the target and its options."""
+        imatrix = {"imatrix": True} if self.imatrix else {}
+        return {"target": NAME, **self.types.describe(), **imatrix, "name": self.file_name}
+
+    @property
+    def file_name(self) -> str:
+        """The name of the file without its ending."""
+        return f"{(self.name or 'model').rpartition('/')[2]}-{self.types.label}"
+
+    def outline(self, checkpoint: Checkpoint) -> Outline:
+        """Decide which types tensors get; names and shapes are those of llama.cpp.
+
+        Raises MissingDependencyError without gguf, ExportError if llama.cpp cannot take the model or its tokenizer.
+        """
+        _check_package()
+        from pqweights.gguf.model import gguf_model
+
+        model = gguf_model(checkpoint, name=self.name)
+        types = chosen_types(self.types, model, checkpoint, fingerprint=self.fingerprint, imatrix=self.weighed)
+        output = GgufOutput(
+            file_name=self.file_name, model=model, mix=self.types.mix, imatrix=self.imatrix, checkpoint=checkpoint
+        )
+        return Outline(
+            tensors=model.tensors,
+            decisions={name: _decision(choice) for name, choice in types.items()},
+            left_out=model.left_out,
+            metadata={},
+            config=None,
+            plain_dtype=None,
+            container=output.container,
+            small_files=output.small_files,
+            companions=output.companions,
+        )
+
+
+def _decision(choice: TypeChoice) -> Rounding | Stays:
+    """Return what becomes of a tensor of this type."""
+    if choice.type in PLAIN_TYPES:
+        return Stays(choice.reason, choice.type)
+    rule = BlockRule(BLOCK_TYPES[choice.type])
+    return Rounding(rule, BlockLayout(), label=choice.type, reason=choice.reason)
+
+
+@dataclass(frozen=True)
+class BlockRule:
+    """A block format, whose scales are chosen by least squares (kernels/gguf_encoding.py)."""
+
+    type: BlockType
+
+    name = BEST
+
+    @property
+    def bits(self) -> int:
+        """The width of a code."""
+        return self.type.bits
+
+    @property
+    def group_size(self) -> int:
+        """The number of weights of a block."""
+        return self.type.block_size
+
+    @property
+    def kind(self) -> str:
+        """The name of the format."""
+        return self.type.name
+
+    def quantize(self, values: npt.NDArray[np.float32]) -> Groups:
+        """Quantize whole blocks of weights; the codes are the bytes of the blocks."""
+        return self._encoded(values.reshape(-1, self.group_size), None)
+
+    def quantize_weighted(self, values: npt.NDArray[np.float32], importance: npt.NDArray[np.float32]) -> Groups:
+        """See WeightedRule."""
+        return self._encoded(values.reshape(-1, len(importance)), importance)
+
+    def _encoded(self, rows: npt.NDArray[np.float32], importance: npt.NDArray[np.float32] | None) -> Groups:
+        from pqweights.kernels.gguf_encoding import encode_blocks
+
+        found: EncodedBlocks = encode_blocks(self.type.name, rows, importance)
+        none = np.zeros(len(found.data), dtype=np.float32)
+        return Groups(codes=found.data, scales=none, offsets=none, energies=found.energies, errors=found.errors)
+
+    def decode(self, groups: Groups) -> npt.NDArray[np.float32]:
+        """Return the weights that llama.cpp decodes: [blocks, block size]."""
+        import gguf
+
+        kind = gguf.GGMLQuantizationType[self.type.name]
+        decoded: npt.NDArray[np.float32] = gguf.quants.dequantize(groups.codes, kind)
+        return decoded.reshape(-1, self.group_size)
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Blocks, one after the other, as u8 [..., N, bytes of a row]."""
+
+    row_multiple: int = 1
+
+    def specs(self, name: str, shape: tuple[int, ...], rule: RoundingRule) -> tuple[TensorSpec, ...]:
+        """Return the one stored tensor of a weight [..., K]."""
+        return (TensorSpec(name, "U8", (*shape[:-1], self._row_bytes(shape, rule))),)
+
+    def pieces(
+        self, name: str, shape: tuple[int, ...], rule: RoundingRule, *, first_row: int, groups: Groups
+    ) -> list[StoredPiece]:
+        """Return the bytes of some rows."""
+        offset = first_row * self._row_bytes(shape, rule)
+        return [StoredPiece(stored_name=name, offset=offset, data=groups.codes.reshape(-1))]
+
+    def _row_bytes(self, shape: tuple[int, ...], rule: RoundingRule) -> int:
+        return BLOCK_TYPES[rule.kind].row_bytes(shape[-1])
+
+
+def _check_package() -> None:
+    """Raise MissingDependencyError if the gguf package is missing."""
+    if importlib.util.find_spec("gguf") is None:
+        raise MissingDependencyError(f"the target {NAME} needs the gguf package: {pip_install('gguf')}")
+
+
+def read_options(options: ExportOptions) -> Gguf:
+    """Return the format with the options that the user gave.
+
+    Raises OptionError for an option that the target does not have, RecipeError for a recipe that cannot be read.
+    """
+    if options.fold is not None:
+        checked_fold(options.fold)
+    rounding = one_of(NAME, "rounding", options.rounding, allowed=(None, PLAIN, IMPORTANCE))
+    if rounding == IMPORTANCE and options.calibration is None:
+        raise OptionError(f"--rounding {IMPORTANCE}: expected --calibration FILE as well")
+    if options.imatrix and (options.calibration is None or rounding == PLAIN):
+        raise OptionError("--imatrix: expected --calibration FILE as well, and no --rounding plain")
+    weighed = options.calibration is not None and rounding != PLAIN
+    return Gguf(types=read_types(options), weighed=weighed, imatrix=bool(options.imatrix))
+
+
+def _prepare(source: ExportSource, settings: Gguf) -> tuple[Checkpoint, Transform]:
+    """Return the checkpoint to be rewritten, and the transform that does it."""
+    named = replace(settings, name=source.model_id, fingerprint=source.fingerprint)
+    return integer_export(source, named)
+
+
+TARGET = ExportTarget(
+    name=NAME,
+    runtime=LLAMA_CPP,
+    tags=("gguf", "llama.cpp"),
+    options=(
+        *("type", "pure", "recipe", "set_type", "target_size", "sensitivity"),
+        *("imatrix", "fold", "rounding", "calibration"),
+    ),
+    account=("name", "types"),
+    read_options=read_options,
+    prepare=_prepare,
+    load_section=load_section,
+    library="gguf",
+)

@@ -1,0 +1,158 @@
+"""The files of a GGUF export: names and headers, a Modelfile for Ollama, the importance matrix, and how to load it."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import shlex
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.storage import read_file
+from pqweights.exports.integers import Importances
+from pqweights.exports.loading import LoadableModel, shell
+from pqweights.gguf.header import ALIGNMENT, GgufTensor, MetadataEntry, Part, encode_header
+from pqweights.gguf.mixes import Mix
+from pqweights.hub.ids import is_repository_id
+from pqweights.planning.containers import GgufFiles
+from pqweights.planning.plan import FileHeader, ShardPlan, TensorPlan, cuts
+
+if TYPE_CHECKING:
+    from pqweights.gguf.model import GgufModel
+
+MODELFILE, IMATRIX_FILE = "Modelfile", "imatrix.gguf"
+GENERATION_CONFIG = "generation_config.json"
+# What is copied beside the weights, which hold everything that llama.cpp reads of the model.
+COPIED = ("*license*", "*licence*", "copying*", "copyright*", "notice*", "*policy*", "citation*", "authors*")
+# Settings of generation_config.json that a Modelfile has under the same names.
+SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+OLLAMA_NAMES = {"repetition_penalty": "repeat_penalty"}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GgufOutput:
+    """What a GGUF export writes.
+
+    file_name: the name of the file without its ending
+    model: the model in llama.cpp's terms
+    mix: the mix of types, which the metadata name
+    imatrix: whether the importance matrix is written
+    checkpoint: the master
+    """
+
+    file_name: str
+    model: GgufModel
+    mix: Mix
+    imatrix: bool
+    checkpoint: Checkpoint
+
+    def container(self, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> GgufFiles:
+        """Return the files with their headers."""
+        metadata = [*self.model.metadata, *_about_types(self.mix)]
+        runs = cuts(tensors, max_shard_bytes)
+        headers = []
+        for number, run in enumerate(runs):
+            held = [_listed(tensors[place]) for place in run]
+            content = encode_header(metadata, held, Part(number, len(runs), len(tensors)))
+            headers.append(FileHeader.of(content))
+        return GgufFiles(name=self.file_name, alignment=ALIGNMENT, headers=tuple(headers))
+
+    def small_files(self, shards: Sequence[ShardPlan], importances: Importances | None) -> dict[str, bytes]:
+        """Return a Modelfile, unless there are several files, which Ollama does not take; and what was asked for."""
+        result = {MODELFILE: self._modelfile(shards[0].file)} if len(shards) == 1 else {}
+        if self.imatrix and importances is not None:
+            result[IMATRIX_FILE] = _imatrix(self.model, importances)
+        return result
+
+    @property
+    def companions(self) -> tuple[str, ...]:
+        """The files that are copied."""
+        names = self.checkpoint.companions
+        return tuple(n for n in names if any(fnmatch.fnmatchcase(n.lower(), pattern) for pattern in COPIED))
+
+    def _modelfile(self, file: str) -> bytes:
+        settings: Any = {}
+        if GENERATION_CONFIG in self.checkpoint.companions:
+            settings = json.loads(read_file(self.checkpoint.storage, GENERATION_CONFIG))
+        known = {key: settings[key] for key in SETTINGS if isinstance(settings, dict) and _is_number(settings.get(key))}
+        lines = [f"PARAMETER {OLLAMA_NAMES.get(key, key)} {value}" for key, value in known.items()]
+        return "\n".join(["# ollama create NAME -f Modelfile", f"FROM ./{file}", *lines, ""]).encode()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _listed(planned: TensorPlan) -> GgufTensor:
+    """Return what a header says of a planned tensor."""
+    kind = planned.codec or planned.stored[0].dtype
+    return GgufTensor(planned.name, planned.shape, kind, planned.bytes)
+
+
+def _about_types(mix: Mix) -> list[MetadataEntry]:
+    """Return the metadata that name the mix, and the version of the block formats."""
+    import gguf
+
+    keys, number = gguf.Keys.General, int(gguf.GGUFValueType.UINT32)
+    return [
+        MetadataEntry(keys.FILE_TYPE, int(gguf.LlamaFileType[mix.file_type]), number),
+        MetadataEntry(keys.QUANTIZATION_VERSION, gguf.GGML_QUANT_VERSION, number),
+    ]
+
+
+def _imatrix(model: GgufModel, importances: Importances) -> bytes:
+    """Return the importance matrix as llama.cpp's tools read it: sums of squares of inputs, and how many there were.
+
+    Format: llama.cpp, tools/imatrix.
+    """
+    import gguf
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / IMATRIX_FILE
+        writer = gguf.GGUFWriter(path, "")
+        writer.kv_data[0].clear()
+        writer.add_type("imatrix")
+        writer.add_array("imatrix.datasets", ["pqweights calibrate --moments"])
+        writer.add_uint32("imatrix.chunk_count", 1)
+        most = 1
+        for tensor in model.tensors:
+            found = importances.of(tensor)
+            if not found or any(each is None for each in found):
+                continue
+            pairs = [each for each in found if each is not None]
+            counts = np.array([[tokens] for _, tokens in pairs], dtype=np.float32)
+            most = max(most, int(counts.max()))
+            writer.add_tensor(f"{tensor.name}.in_sum2", np.stack([mean for mean, _ in pairs]) * counts)
+            writer.add_tensor(f"{tensor.name}.counts", counts)
+        writer.add_uint32("imatrix.chunk_size", most)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path.read_bytes()
+
+
+def load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
+    """Return the part of a card that says how to load the result."""
+    name = str(made_by.get("name"))
+    if is_repository_id(model.place):
+        branch = "" if model.branch is None else f" (branch {model.branch})"
+        tag = name.rpartition("-")[2]
+        return [
+            f"With llama.cpp, which fetches the file{branch}, or with Ollama:",
+            shell(f"llama-cli -hf {model.place}", f"ollama run hf.co/{model.place}:{tag}"),
+            "LM Studio finds it by the name of the repository.",
+        ]
+    file = shlex.quote(f"{model.place}/{name}.gguf")
+    modelfile = shlex.quote(f"{model.place}/{MODELFILE}")
+    return [
+        "With llama.cpp, or with Ollama:",
+        shell(f"llama-cli -m {file}", f"ollama create my-model -f {modelfile}", "ollama run my-model"),
+        "LM Studio opens the file, too. Of a file in several parts llama.cpp is given the first; Ollama takes none.",
+    ]

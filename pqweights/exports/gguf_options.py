@@ -1,0 +1,151 @@
+"""What a user asks of the types of a GGUF file: by options, or by a recipe of types (docs/gguf.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import yaml
+
+from pqweights.checkpoint.writer import sha256_of_file
+from pqweights.errors import OptionError, PqweightsError, RecipeError
+from pqweights.exports.options import ExportOptions
+from pqweights.gguf.mixes import Mix, find_mix, find_type
+from pqweights.planning.sensitivity_file import HEURISTIC
+from pqweights.strict_json import Fields
+from pqweights.suggestions import instead
+from pqweights.units import parse_size
+
+Item = TypeVar("Item")
+
+DEFAULT_TYPE = "q4_k_m"
+RECIPE_KEYS = ("type", "pure", "target_size", "sensitivity", "rules")
+RULE_KEYS = ("name", "type")
+
+
+class TypeRule(NamedTuple):
+    """The type of the tensors whose name matches a pattern: their name in the file, or in the checkpoint."""
+
+    pattern: str
+    type: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TypeOptions:
+    """What a user asks for.
+
+    mix: the mix that decides about what no rule matches
+    rules: the first that matches a tensor decides
+    target_size: the largest size of the files, in bytes, for which types are then chosen; None to leave it to the mix
+    sensitivity: by what they are chosen: a file that `pqweights sensitivity` wrote; None for the rule of thumb
+    """
+
+    mix: Mix
+    rules: tuple[TypeRule, ...] = ()
+    target_size: int | None = None
+    sensitivity: Path | None = None
+
+    @property
+    def label(self) -> str:
+        """What file names call the choice."""
+        if self.target_size is not None:
+            return "fit"
+        name = self.mix.type if self.mix.pure else self.mix.name
+        return f"{name}-mixed" if self.rules else name
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a manifest says of the choice; what is not said is the default."""
+        stated: dict[str, Any] = {"type": self.mix.name}
+        if self.mix.pure:
+            stated["pure"] = True
+        if self.rules:
+            stated["types"] = [list(rule) for rule in self.rules]
+        if self.target_size is not None:
+            stated["target_size"] = self.target_size
+        if self.sensitivity is not None:
+            stated["sensitivity"] = sha256_of_file(self.sensitivity)
+        return stated
+
+
+def read_types(options: ExportOptions) -> TypeOptions:
+    """Return the types that a user asks for; options come before the recipe's own.
+
+    Raises OptionError for an unknown type and for options that contradict each other, RecipeError for a recipe that
+    cannot be read.
+    """
+    asked = _recipe(options.recipe) if options.recipe is not None else TypeOptions(mix=find_mix(DEFAULT_TYPE))
+    if options.type is not None:
+        asked = replace(asked, mix=find_mix(options.type))
+    if options.pure:
+        asked = replace(asked, mix=replace(asked.mix, pure=True))
+    added = tuple(TypeRule(p, find_type(f"--set-type {p}={found}", found)) for p, found in options.set_type or ())
+    asked = replace(asked, rules=(*added, *asked.rules))
+    if options.target_size is not None:
+        asked = replace(asked, target_size=options.target_size)
+    if options.sensitivity is not None:
+        heuristic = options.sensitivity == HEURISTIC
+        asked = replace(asked, sensitivity=None if heuristic else Path(options.sensitivity))
+        if asked.target_size is None:
+            raise OptionError("--sensitivity: expected --target-size as well, for which types are then chosen")
+    if asked.target_size is not None and (options.type is not None or asked.mix.pure):
+        raise OptionError("--target-size: chooses the types itself; leave out --type and --pure")
+    return asked
+
+
+def _recipe(path: Path) -> TypeOptions:
+    """Read a recipe of types.
+
+    Raises RecipeError for everything that is wrong in it.
+    """
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path}: not YAML: {' '.join(str(error).split())[:160]}") from None
+    fields = _fields(str(path), data, RECIPE_KEYS)
+    mix = _found(path, lambda: find_mix(fields.defaulted("type", fields.text, DEFAULT_TYPE)))
+    size, sensitivity = fields.raw("target_size"), fields.optional("sensitivity", fields.text, None)
+    rules: list[TypeRule] = []
+    for number, entry in enumerate(fields.defaulted("rules", fields.items, []), start=1):
+        rules += _rules(path, f"rule {number}", entry)
+    return TypeOptions(
+        mix=replace(mix, pure=fields.defaulted("pure", fields.flag, False)),
+        rules=tuple(rules),
+        target_size=None if size is None else _found(path, lambda: parse_size(size)),
+        sensitivity=None if sensitivity in (None, HEURISTIC) else Path(str(sensitivity)),
+    )
+
+
+def _rules(path: Path, where: str, entry: Any) -> list[TypeRule]:
+    """Read one rule, which may have several patterns."""
+    fields = _fields(f"{path}: {where}", entry, RULE_KEYS)
+    found = _found(path, lambda: find_type(f"{where}: type", fields.text("type")))
+    names = fields.raw("name")
+    return [TypeRule(name, found) for name in ([names] if isinstance(names, str) else fields.texts("name"))]
+
+
+def _fields(where: str, data: Any, known: tuple[str, ...]) -> Fields:
+    """Return the fields of a recipe or a rule.
+
+    Raises RecipeError for an unknown key.
+    """
+
+    def wrong(key: str, expected: str, found: Any) -> PqweightsError:
+        return RecipeError(f"{where}{key and f': {key}'}: expected {expected}, found {found!r}")
+
+    fields = Fields(data, wrong)
+    for key in fields:
+        if key not in known:
+            raise RecipeError(f"{where}: unknown key {key!r}; {instead(str(key), known)}")
+    return fields
+
+
+def _found(path: Path, find: Callable[[], Item]) -> Item:
+    """Return what a function finds; what it raises names the recipe."""
+    try:
+        return find()
+    except PqweightsError as error:
+        raise RecipeError(f"{path}: {error}") from None

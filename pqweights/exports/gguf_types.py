@@ -1,0 +1,196 @@
+"""Which type each tensor of a GGUF file gets: by a mix, by rules, or so that the file has a given size."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from pqweights.checkpoint.header import aligned
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.views import View
+from pqweights.errors import RecipeError, SourceError
+from pqweights.exports.bf16 import role_of
+from pqweights.exports.gguf_options import TypeOptions
+from pqweights.gguf.header import ALIGNMENT, GgufTensor, Part, encode_header
+from pqweights.gguf.mixes import PLAIN_TYPES, Shape, fitting_type, may_be_quantized
+from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.planning.knapsack import Choice, cheapest, solve
+from pqweights.planning.sensitivity_file import Sensitivity, alphas_for, groups_of, read_sensitivity
+
+if TYPE_CHECKING:
+    from pqweights.gguf.model import GgufModel
+
+# The bits of weights without blocks, and their relative error.
+PLAIN_BITS = {"F16": 16, "BF16": 16, "F32": 32}
+F16_ERROR = 1e-8
+# What the headers of further files and the padding of tensors may take of a target size.
+RESERVED_BYTES = 4096
+# The types from which a file of a given size is made.
+CANDIDATES = (*(name for name in BLOCK_TYPES if name not in ("Q5_1", "Q5_0", "Q4_0", "IQ4_NL")), "F16")
+
+
+class TypeChoice(NamedTuple):
+    """The type of a tensor, and why it has it."""
+
+    type: str
+    reason: str
+
+
+def chosen_types(
+    options: TypeOptions, model: GgufModel, checkpoint: Checkpoint, *, fingerprint: str | None, imatrix: bool
+) -> dict[str, TypeChoice]:
+    """Return the type of every tensor, by its name in the file.
+
+    fingerprint: that of the checkpoint that a file of sensitivities must be of; None to take any
+    imatrix: whether errors are weighed by an importance matrix
+
+    Raises RecipeError for a pattern that matches nothing, and for a size that cannot be met.
+    """
+    shape = shape_of(model, imatrix=imatrix)
+    used: set[str] = set()
+    result: dict[str, TypeChoice] = {}
+    for tensor in model.tensors:
+        rule = next((rule for rule in options.rules if _matches(tensor, rule.pattern)), None)
+        if rule is not None and may_be_quantized(tensor.name, tensor.shape):
+            used.add(rule.pattern)
+            result[tensor.name] = _fitted(tensor, rule.type, f"rule {rule.pattern}")
+            continue
+        result[tensor.name] = _by_mix(tensor, options, shape)
+    unused = [rule.pattern for rule in options.rules if rule.pattern not in used]
+    if unused:
+        raise RecipeError(
+            f"pattern {unused[0]!r}: matches no tensor that can be quantized before another rule does; names are those "
+            "of the file, such as blk.0.attn_v.weight, or of the checkpoint"
+        )
+    if options.target_size is None:
+        return result
+    ruled = {tensor.name for tensor in model.tensors if any(_matches(tensor, rule.pattern) for rule in options.rules)}
+    free = [t for t in model.tensors if may_be_quantized(t.name, t.shape) and t.name not in ruled]
+    return result | _within(options, model, checkpoint, chosen=result, free=free, fingerprint=fingerprint)
+
+
+def shape_of(model: GgufModel, *, imatrix: bool) -> Shape:
+    """Return what of a model the mixes depend on."""
+    values = {entry.key.removeprefix(f"{model.architecture}."): entry.value for entry in model.metadata}
+
+    def number(key: str) -> int:
+        found = values.get(key, 0)
+        return int(found[0] if isinstance(found, list | tuple) else found)
+
+    heads, shared = number("attention.head_count"), number("attention.head_count_kv")
+    layers = number("block_count")
+    per_group = heads // shared if shared else 1
+    return Shape(
+        layers=layers,
+        shared=per_group,
+        experts=number("expert_count"),
+        tied=all(tensor.name != "output.weight" for tensor in model.tensors),
+        large=model.architecture in ("llama", "qwen2") and layers == 80 and per_group > 1,
+        imatrix=imatrix,
+    )
+
+
+def type_bytes(kind: str, shape: Sequence[int]) -> int:
+    """Return the size of a tensor of a type, in bytes."""
+    if kind in PLAIN_TYPES:
+        return math.prod(shape) * PLAIN_BITS[kind] // 8
+    return math.prod(shape[:-1]) * BLOCK_TYPES[kind].row_bytes(shape[-1])
+
+
+def _matches(tensor: LogicalTensor, pattern: str) -> bool:
+    """Whether a pattern matches the name of a tensor in the file, or in the checkpoint."""
+    sources = tensor.sources if isinstance(tensor, View) else ()
+    return any(fnmatch.fnmatchcase(name, pattern) for name in (tensor.name, *(source.name for source in sources)))
+
+
+def _by_mix(tensor: LogicalTensor, options: TypeOptions, shape: Shape) -> TypeChoice:
+    wanted = options.mix.type_of(tensor.name, tensor.shape, shape)
+    if not may_be_quantized(tensor.name, tensor.shape):
+        return TypeChoice(wanted, "llama.cpp computes with it in float32")
+    return _fitted(tensor, wanted, f"{options.mix.name} {'pure' if options.mix.pure else 'mix'}")
+
+
+def _fitted(tensor: LogicalTensor, wanted: str, reason: str) -> TypeChoice:
+    """Return the type of a tensor whose rows the blocks of a type may not divide."""
+    found = fitting_type(wanted, tensor.shape[-1])
+    if found == wanted:
+        return TypeChoice(found, reason)
+    size = BLOCK_TYPES[wanted].block_size
+    return TypeChoice(found, f"{found}, as blocks of {size} ({wanted}) do not divide its rows of {tensor.shape[-1]}")
+
+
+def _within(
+    options: TypeOptions,
+    model: GgufModel,
+    checkpoint: Checkpoint,
+    *,
+    chosen: dict[str, TypeChoice],
+    free: Sequence[LogicalTensor],
+    fingerprint: str | None,
+) -> dict[str, TypeChoice]:
+    """Choose types for the free tensors, so that the predicted rise of the loss is least within a size."""
+    assert options.target_size is not None
+    by_name = {tensor.name: tensor for tensor in free}
+    fixed = [tensor for tensor in model.tensors if tensor.name not in by_name]
+    overhead = RESERVED_BYTES + _header_bytes(model, chosen) + ALIGNMENT * len(model.tensors)
+    overhead += sum(type_bytes(chosen[tensor.name].type, tensor.shape) for tensor in fixed)
+    sources = {_source(tensor): tensor for tensor in free}
+    roles = {name: role_of(tensor) for name, tensor in sources.items()}
+    groups = groups_of(checkpoint, list(roles.items()))
+    alphas, _ = alphas_for(groups, roles=roles, known=_sensitivity(options, fingerprint))
+    members = {name: [sources[each] for each in names] for name, names in groups.items()}
+    choices = [[_choice(kind, members[name], alphas[name]) for kind in CANDIDATES] for name in groups]
+    solution = solve(choices, options.target_size - overhead)
+    if solution is None:
+        least = overhead + cheapest(choices)
+        raise RecipeError(f"target: {options.target_size} bytes: below the smallest possible, {least} bytes")
+    result = {}
+    for name, number in zip(groups, solution.choices, strict=True):
+        for tensor in members[name]:
+            result[tensor.name] = _fitted(tensor, CANDIDATES[number], f"chosen for {options.target_size} bytes")
+    return result
+
+
+def _choice(kind: str, tensors: Sequence[LogicalTensor], alpha: float) -> Choice:
+    """Return what a type costs for some tensors, and how much the loss is predicted to rise."""
+    cost, error, weights = 0, 0.0, 0
+    for tensor in tensors:
+        found = fitting_type(kind, tensor.shape[-1])
+        count = math.prod(tensor.shape)
+        cost += aligned(type_bytes(found, tensor.shape), ALIGNMENT)
+        error += count * (F16_ERROR if found in PLAIN_TYPES else BLOCK_TYPES[found].distortion)
+        weights += count
+    return Choice(cost, alpha * error / weights)
+
+
+def _source(tensor: LogicalTensor) -> str:
+    """Return the name in the checkpoint by which a tensor belongs to a group."""
+    return tensor.sources[0].name if isinstance(tensor, View) and tensor.sources else tensor.name
+
+
+def _header_bytes(model: GgufModel, chosen: dict[str, TypeChoice]) -> int:
+    """Return the size of the header, which does not depend on the types."""
+    tensors = [
+        GgufTensor(t.name, t.shape, chosen[t.name].type, type_bytes(chosen[t.name].type, t.shape))
+        for t in model.tensors
+    ]
+    return len(encode_header(model.metadata, tensors, Part(0, 1, len(tensors))))
+
+
+def _sensitivity(options: TypeOptions, fingerprint: str | None) -> Sensitivity | None:
+    """Read the sensitivities that were given; None stands for the rule of thumb.
+
+    Raises SourceError for those of another checkpoint.
+    """
+    if options.sensitivity is None:
+        return None
+    found = read_sensitivity(options.sensitivity)
+    if fingerprint is not None and found.checkpoint != fingerprint:
+        raise SourceError(
+            f"{options.sensitivity}: expected sensitivities of the model that the master was made from (fingerprint "
+            f"{fingerprint[:12]}), found those of another ({found.checkpoint[:12]})"
+        )
+    return found

@@ -1,0 +1,254 @@
+"""Which models llama.cpp runs, and what of their configurations and tensors it has to be told. Data only.
+
+The facts are those of llama.cpp's loaders and graphs (src/models/*.cpp) and of its converter (conversion/*.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+
+class Setting(NamedTuple):
+    """A hyper-parameter of a GGUF file.
+
+    parameter: its name in the gguf package, whose writer has a method add_{parameter}
+    key: the key of the configuration that holds it
+    """
+
+    parameter: str
+    key: str
+
+
+RMS = Setting("layer_norm_rms_eps", "rms_norm_eps")
+LAYER_NORM = Setting("layer_norm_eps", "layer_norm_eps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """How llama.cpp runs a type of model.
+
+    name: its name in gguf.MODEL_ARCH
+    norm: the setting of its norms
+    settings: the hyper-parameters that it has beside those of all models; a value that is absent is not written
+    interleaved: whether the rows of q and k are to be permuted, because it rotates neighbouring channels
+    gain_offset: what the model adds to the weights of its norms, and llama.cpp does not
+    rope: the kinds of scaled rotary embeddings that it computes
+    partial_rope: whether it can rotate a part of each head
+    free_head_dim: whether heads may be wider or narrower than hidden_size / num_attention_heads
+    windows: LIMITED, LAYERS or None: whether attention is over a sliding window
+    window_period: with LAYERS, the period in which llama.cpp has one layer without a window, if the file does not say
+    window_base: whether layers with a window may have a base of rotary embeddings of their own
+    unrotated_period: the period in which llama.cpp has one layer without rotary embeddings; 0: none
+    own_head: whether it needs a head although the embeddings are the head
+    biases: the tensors, as in gguf.MODEL_TENSOR, of which it also takes a bias
+    values: for keys of the configuration, the values with which the model computes what llama.cpp does
+    defaults: the values of keys that configurations of this type leave out
+    """
+
+    name: str
+    norm: Setting = RMS
+    settings: tuple[Setting, ...] = ()
+    interleaved: bool = False
+    gain_offset: float = 0
+    rope: frozenset[str] = frozenset({"default", "linear", "yarn"})
+    partial_rope: bool = False
+    free_head_dim: bool = True
+    windows: str | None = None
+    window_period: int = 0
+    window_base: bool = True
+    unrotated_period: int = 0
+    own_head: bool = False
+    biases: frozenset[str] = frozenset()
+    values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+# llama.cpp has no sliding window for the model: it is right for texts that are no longer than the window.
+LIMITED = "limited"
+# Some layers have a window.
+LAYERS = "layers"
+
+SETTINGS = (
+    Setting("embedding_length", "hidden_size"),
+    Setting("block_count", "num_hidden_layers"),
+    Setting("feed_forward_length", "intermediate_size"),
+    Setting("head_count", "num_attention_heads"),
+    Setting("head_count_kv", "num_key_value_heads"),
+    Setting("key_length", "head_dim"),
+    Setting("value_length", "head_dim"),
+)
+EXPERTS = (Setting("expert_count", "num_experts"), Setting("expert_used_count", "num_experts_per_tok"))
+EXPERT_WIDTH = Setting("expert_feed_forward_length", "moe_intermediate_size")
+
+QKV = frozenset({"ATTN_Q", "ATTN_K", "ATTN_V"})
+NORMS = frozenset({"ATTN_NORM", "FFN_NORM", "OUTPUT_NORM"})
+SILU = {"hidden_act": ("silu", "swish")}
+TIED = {"tie_word_embeddings": True}
+# Qwen's window is that of its upper layers.
+NO_WINDOW = {"use_sliding_window": (False, None)}
+ALL_SPARSE = {"decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)}
+
+LLAMA = Architecture(
+    name="LLAMA",
+    interleaved=True,
+    rope=frozenset({"default", "linear", "llama3", "yarn", "longrope"}),
+    biases=QKV | {"ATTN_OUT", "FFN_GATE", "FFN_UP", "FFN_DOWN"},
+    values=SILU,
+)
+MISTRAL = replace(LLAMA, windows=LIMITED)
+MIXTRAL = replace(MISTRAL, settings=EXPERTS, defaults={"rope_theta": 1e6})
+QWEN2 = Architecture(name="QWEN2", free_head_dim=False, biases=QKV, values=SILU | NO_WINDOW)
+QWEN2_MOE = Architecture(
+    name="QWEN2MOE",
+    settings=(*EXPERTS, EXPERT_WIDTH, Setting("expert_shared_feed_forward_length", "shared_expert_intermediate_size")),
+    free_head_dim=False,
+    own_head=True,
+    biases=QKV,
+    values=SILU | NO_WINDOW | ALL_SPARSE | {"norm_topk_prob": (False,)},
+    defaults={"norm_topk_prob": False},
+)
+QWEN3 = Architecture(name="QWEN3", biases=QKV, values=SILU | NO_WINDOW)
+QWEN3_MOE = Architecture(
+    name="QWEN3MOE",
+    settings=(*EXPERTS, EXPERT_WIDTH),
+    biases=QKV,
+    values=SILU | NO_WINDOW | ALL_SPARSE | {"norm_topk_prob": (True,)},
+    defaults={"norm_topk_prob": False},
+)
+# What early configurations of Gemma call gelu is its approximation by tanh, too.
+TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+GEMMA = Architecture(
+    name="GEMMA",
+    gain_offset=1,
+    values={"hidden_act": (*TANH_GELU, "gelu"), "use_bidirectional_attention": (False, None)},
+    defaults=TIED,
+)
+GEMMA2 = Architecture(
+    name="GEMMA2",
+    gain_offset=1,
+    settings=(
+        Setting("attn_logit_softcapping", "attn_logit_softcapping"),
+        Setting("final_logit_softcapping", "final_logit_softcapping"),
+    ),
+    rope=frozenset({"default", "linear"}),
+    windows=LAYERS,
+    window_period=2,
+    values={"hidden_activation": TANH_GELU, "use_bidirectional_attention": (False, None)},
+    defaults=TIED,
+)
+GEMMA3 = Architecture(
+    name="GEMMA3",
+    gain_offset=1,
+    settings=(Setting("final_logit_softcapping", "final_logit_softcapping"),),
+    rope=frozenset({"default", "linear"}),
+    windows=LAYERS,
+    window_period=6,
+    values={
+        "hidden_activation": TANH_GELU,
+        "use_bidirectional_attention": (False, None),
+        "attn_logit_softcapping": (None,),
+    },
+    # The text_config of a model of images and text states only what differs from these.
+    defaults=TIED
+    | {
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+)
+PHI3 = Architecture(
+    name="PHI3",
+    rope=frozenset({"default", "longrope", "linear", "yarn"}),
+    partial_rope=True,
+    free_head_dim=False,
+    windows=LIMITED,
+    values=SILU,
+)
+
+GRANITE = replace(
+    LLAMA,
+    name="GRANITE",
+    settings=(
+        Setting("attention_scale", "attention_multiplier"),
+        Setting("embedding_scale", "embedding_multiplier"),
+        Setting("residual_scale", "residual_multiplier"),
+        Setting("logit_scale", "logits_scaling"),
+    ),
+    defaults=dict.fromkeys(
+        ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0
+    ),
+)
+OLMO2 = Architecture(name="OLMO2", free_head_dim=False, own_head=True, values=SILU)
+OLMO3 = replace(OLMO2, windows=LAYERS, window_period=4, window_base=False, defaults={"rope_theta": 5e5})
+SMOLLM3 = Architecture(
+    name="SMOLLM3",
+    interleaved=True,
+    unrotated_period=4,
+    biases=QKV,
+    values=SILU | NO_WINDOW,
+    defaults=TIED | {"rope_theta": 2e6},
+)
+STARCODER2 = Architecture(
+    name="STARCODER2",
+    norm=Setting("layer_norm_eps", "norm_epsilon"),
+    free_head_dim=False,
+    windows=LIMITED,
+    biases=QKV | {"ATTN_OUT", "FFN_UP", "FFN_DOWN"} | NORMS,
+    values={"hidden_act": TANH_GELU, "use_bias": (True,)},
+    defaults=TIED | {"use_bias": True},
+)
+STABLELM = Architecture(
+    name="STABLELM",
+    norm=LAYER_NORM,
+    partial_rope=True,
+    free_head_dim=False,
+    own_head=True,
+    biases=QKV | NORMS,
+    values=SILU | {"use_parallel_residual": (False, None), "qk_layernorm": (False, None)},
+    defaults={"partial_rotary_factor": 0.25},
+)
+COHERE = Architecture(
+    name="COMMAND_R",
+    norm=LAYER_NORM,
+    settings=(Setting("logit_scale", "logit_scale"),),
+    free_head_dim=False,
+    biases=QKV,
+    values=SILU | {"use_qk_norm": (False, None)},
+    defaults=TIED | {"rope_theta": 5e5},
+)
+COHERE2 = replace(COHERE, name="COHERE2", rope=frozenset({"default"}), windows=LAYERS, window_period=4, defaults=TIED)
+
+# By the model_type of transformers.
+ARCHITECTURES = {
+    "cohere": COHERE,
+    "cohere2": COHERE2,
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "gemma3_text": GEMMA3,
+    "granite": GRANITE,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "mixtral": MIXTRAL,
+    "olmo2": OLMO2,
+    "olmo3": OLMO3,
+    "phi3": PHI3,
+    "qwen2": QWEN2,
+    "qwen2_moe": QWEN2_MOE,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+    "smollm3": SMOLLM3,
+    "stablelm": STABLELM,
+    "starcoder2": STARCODER2,
+}

@@ -1,0 +1,138 @@
+"""A checkpoint as llama.cpp holds it: the metadata of a GGUF file, and its tensors as views on the checkpoint.
+
+No weight is read here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pqweights.checkpoint.model_card import model_facts
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.gguf.architectures import SETTINGS
+from pqweights.gguf.header import MetadataEntry
+from pqweights.gguf.package import gguf_package
+from pqweights.gguf.rope import add_rope
+from pqweights.gguf.settings import Settings, context_length, read_settings, windowed_layers
+from pqweights.gguf.tensors import gguf_tensors
+from pqweights.gguf.tokens import Vocabulary
+from pqweights.gguf.vocabulary import add_vocabulary, model_name, read_vocabulary
+
+TEMPLATES = "tokenizer.chat_template"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GgufModel:
+    """What a GGUF file of a checkpoint holds, whatever the types of its weights.
+
+    architecture: the name that llama.cpp has for it
+    metadata: all but general.file_type, general.quantization_version and split.*
+    tensors: under their names in the file and with their shapes in torch's order; read in ranges from the checkpoint
+    left_out: the tensors of the checkpoint that the file does not hold, each with the reason
+    notes: what the user should know of the file
+    """
+
+    architecture: str
+    metadata: tuple[MetadataEntry, ...]
+    tensors: tuple[LogicalTensor, ...]
+    left_out: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
+    """Return the GGUF model of a checkpoint. name: what the file calls the model.
+
+    Raises ExportError if llama.cpp cannot run it as transformers does, MissingDependencyError without the gguf package.
+    """
+    settings = read_settings(checkpoint.config)
+    package = gguf_package()
+    architecture = package.MODEL_ARCH_NAMES[package.MODEL_ARCH[settings.architecture.name]]
+    writer = package.GGUFWriter(None, architecture)  # no file is written: it knows the keys and the types of values
+    hyper_parameters = package.GGUFWriter(None, architecture)
+    factors = add_rope(settings, hyper_parameters)
+    tensors, left_out = gguf_tensors(checkpoint.tensors, settings, factors)
+    rows = next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
+    vocabulary = read_vocabulary(checkpoint.storage, rows=rows)
+    _add_general(checkpoint, tensors, writer, name=model_name(name, vocabulary))
+    _add_hyper_parameters(settings, writer, rows=rows)
+    writer.kv_data[0].update(hyper_parameters.kv_data[0])
+    add_vocabulary(checkpoint.storage, settings.values, writer, vocabulary=vocabulary)
+    # The package finds templates in the order in which a folder lists them.
+    values = sorted(writer.kv_data[0].items(), key=lambda item: item[0] if item[0].startswith(TEMPLATES) else "")
+    metadata = tuple(_entry(key, value) for key, value in values)
+    return GgufModel(
+        architecture=architecture,
+        metadata=metadata,
+        tensors=tensors,
+        left_out=left_out,
+        notes=tuple(_notes(settings, vocabulary)),
+    )
+
+
+def _notes(settings: Settings, vocabulary: Vocabulary | None) -> Iterator[str]:
+    """Yield what is to be said of the file."""
+    length, given = context_length(settings), settings.number("max_position_embeddings")
+    if length < given:
+        yield (
+            f"context of {length} tokens instead of {given}: llama.cpp has no sliding window of attention for this "
+            "architecture, and computes what the model does within one window only"
+        )
+    if vocabulary is not None and vocabulary.differs:
+        yield f"llama.cpp makes other tokens than the tokenizer of {vocabulary.differs}"
+
+
+def _entry(key: str, value: Any) -> MetadataEntry:
+    """The entry of a GGUFValue of the gguf package."""
+    kinds = gguf_package().GGUFValueType
+    if value.type != kinds.ARRAY:
+        return MetadataEntry(key, value.value, int(value.type), None)
+    items = sorted(value.value) if key == TEMPLATES + "s" else list(value.value)
+    return MetadataEntry(key, items, int(value.type), int(value.sub_type or kinds.get_type(items[0])))
+
+
+def _add_general(checkpoint: Checkpoint, tensors: tuple[LogicalTensor, ...], writer: Any, *, name: str | None) -> None:
+    """Write what the file says of the model: its name, size, licence and languages."""
+    writer.add_type(gguf_package().GGUFType.MODEL)
+    if name:
+        writer.add_name(name)
+    total = sum(math.prod(tensor.shape) for tensor in tensors)
+    stacked = [tensor.shape for tensor in tensors if "_exps." in tensor.name]
+    experts = sum(math.prod(shape[1:]) for shape in stacked)
+    count = stacked[0][0] if stacked else 0
+    writer.add_size_label(gguf_package().size_label(total, total - count * experts, experts, count))
+    facts = model_facts(checkpoint.storage)
+    for key in ("license", "license_name", "license_link"):
+        if key in facts:
+            getattr(writer, f"add_{key}")(facts[key])
+    if "pipeline_tag" in facts:
+        writer.add_tags([facts["pipeline_tag"]])
+    if "language" in facts:
+        writer.add_languages(facts["language"])
+
+
+def _add_hyper_parameters(settings: Settings, writer: Any, *, rows: int) -> None:
+    """Write the shape of the model."""
+    architecture = settings.architecture
+    writer.add_context_length(context_length(settings))
+    for parameter, key in (*SETTINGS, architecture.norm):
+        value = settings.get(key)
+        if not isinstance(value, int | float):
+            raise settings.refusal(f"expected a number as {key}, found {value!r}")
+        getattr(writer, f"add_{parameter}")(value)
+    for parameter, key in architecture.settings:
+        value = settings.get(key)
+        if value is not None:
+            getattr(writer, f"add_{parameter}")(value)
+    writer.add_vocab_size(rows)
+    layers = windowed_layers(settings)
+    if any(layers):
+        writer.add_sliding_window(settings.number("sliding_window"))
+        period = architecture.window_period
+        if layers != [(place + 1) % period != 0 for place in range(len(layers))]:
+            writer.add_sliding_window_pattern(layers)
+    elif architecture.name == "PHI3":
+        writer.add_sliding_window(0)  # earlier versions of llama.cpp expect the key

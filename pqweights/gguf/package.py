@@ -1,0 +1,35 @@
+"""The gguf package, which holds the keys, tensor names and vocabularies of the format: imported when it is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from pqweights.errors import MissingDependencyError
+from pqweights.installing import pip_install
+
+
+def gguf_package() -> Any:
+    """Import the gguf package, untyped.
+
+    Raises MissingDependencyError.
+    """
+    try:
+        return importlib.import_module("gguf")
+    except ImportError:
+        raise MissingDependencyError(f"the gguf target needs gguf: {pip_install('gguf')}") from None
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Suppress what the package logs: it warns of what is decided here."""
+    logger = logging.getLogger("gguf")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,149 @@
+"""The configuration of a model as far as GGUF needs it: the text model's keys, by their old and new names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pqweights.errors import ExportError
+from pqweights.gguf.architectures import ARCHITECTURES, LAYERS, LIMITED, Architecture
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+# What a model that predicts text is called in `architectures`.
+PREDICTS_TEXT = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+# Other names of the same key, in other versions of transformers.
+OTHER_NAMES = {"num_experts": "num_local_experts"}
+OTHERWISE = "use --target bf16, and llama.cpp's convert_hf_to_gguf.py on its result if llama.cpp has this architecture"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The configuration of a text model.
+
+    model_type: that of transformers
+    architecture: how llama.cpp runs it
+    values: config.json with the keys of its text_config
+    """
+
+    model_type: str
+    architecture: Architecture
+    values: Mapping[str, Any]
+
+    def get(self, key: str) -> Any:
+        """Return a value; the architecture's default, or else None, for a key that is absent."""
+        if key in self.values:
+            return self.values[key]
+        other = self.values.get(OTHER_NAMES.get(key, ""))
+        return self.architecture.defaults.get(key) if other is None else other
+
+    def number(self, key: str) -> int:
+        """Return a positive whole number.
+
+        Raises ExportError if there is none.
+        """
+        found = self.get(key)
+        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+            raise self.refusal(f"expected a positive number as {key}, found {found!r}")
+        return found
+
+    def refusal(self, why: str) -> ExportError:
+        """Return the error for a configuration that cannot be written."""
+        return ExportError(f"config.json: GGUF cannot hold this model of type {self.model_type}: {why}; {OTHERWISE}")
+
+
+def read_settings(config: Mapping[str, Any] | None) -> Settings:
+    """Return the settings of a model that llama.cpp runs as transformers does.
+
+    Raises ExportError if the architecture is not covered, or a value of the configuration is not.
+    """
+    config = config or {}
+    inner = config.get("text_config")
+    values = {**config, **inner} if isinstance(inner, dict) else dict(config)
+    # The outer type decides: models of images and text may share the type of their text model.
+    model_type = config.get("model_type")
+    architecture = ARCHITECTURES.get(model_type) if isinstance(model_type, str) else None
+    if architecture is None:
+        covered = ", ".join(sorted(ARCHITECTURES))
+        raise ExportError(
+            f"config.json: GGUF cannot hold a model of type {model_type}; these can be written: {covered}; {OTHERWISE}"
+        )
+    settings = Settings(model_type=str(model_type), architecture=architecture, values=values)
+    _check_values(settings, config)
+    heads = settings.number("num_attention_heads")
+    width = settings.number("hidden_size") // heads
+    for key, value in (("num_key_value_heads", heads), ("head_dim", width)):
+        if settings.get(key) is None:
+            values[key] = value
+    if not architecture.free_head_dim and settings.get("head_dim") != width:
+        raise settings.refusal(f"llama.cpp computes it with head_dim {width} only, found {settings.get('head_dim')}")
+    return settings
+
+
+def _check_values(settings: Settings, config: Mapping[str, Any]) -> None:
+    """Raise ExportError for a value with which llama.cpp would compute something else."""
+    named = config.get("architectures") or []
+    if named and not str(named[0]).endswith(PREDICTS_TEXT):
+        raise settings.refusal(f"{named[0]} does not predict text")
+    architecture = settings.architecture
+    for key, taken in architecture.values.items():
+        found = settings.get(key)
+        if found not in taken and (key in settings.values or key in architecture.defaults):
+            expected = " or ".join(repr(value) for value in taken)
+            raise settings.refusal(f"llama.cpp computes it with {key} {expected} only, found {found!r}")
+    if architecture.windows is None and SLIDING in (settings.get("layer_types") or []):
+        raise settings.refusal("llama.cpp has no sliding windows for it, and some of its layers have one")
+    if architecture.unrotated_period and _rotated_layers(settings) != _all_but_each(
+        settings, architecture.unrotated_period
+    ):
+        raise settings.refusal(
+            f"llama.cpp computes each layer {architecture.unrotated_period} without rotary embeddings"
+        )
+    scalar = settings.get("query_pre_attn_scalar")
+    if scalar is not None and scalar != _scalar(settings):
+        raise settings.refusal(
+            f"llama.cpp computes it with query_pre_attn_scalar {_scalar(settings)} only, found {scalar}"
+        )
+
+
+# llama.cpp recognizes the 27B models of Gemma 2 and 3 by their number of layers; only they scale queries by the width
+# of the model over its heads.
+LAYERS_OF_27B = {"GEMMA2": 46, "GEMMA3": 62}
+
+
+def _scalar(settings: Settings) -> int:
+    """The number by whose root llama.cpp divides the queries of Gemma."""
+    if settings.get("num_hidden_layers") == LAYERS_OF_27B.get(settings.architecture.name):
+        return settings.number("hidden_size") // settings.number("num_attention_heads")
+    return settings.number("head_dim")
+
+
+def _all_but_each(settings: Settings, period: int) -> list[bool]:
+    """True for all layers but the last of each period."""
+    return [(place + 1) % period != 0 for place in range(settings.number("num_hidden_layers"))]
+
+
+def _rotated_layers(settings: Settings) -> list[bool]:
+    """Whether each layer has rotary embeddings, in the configurations of SmolLM 3."""
+    listed = settings.get("no_rope_layers")
+    if listed:
+        return [bool(entry) for entry in listed]
+    return _all_but_each(settings, settings.get("no_rope_layer_interval") or settings.architecture.unrotated_period)
+
+
+def context_length(settings: Settings) -> int:
+    """Return how long texts may be: no longer than the window, if llama.cpp has no windows for the model."""
+    context = settings.number("max_position_embeddings")
+    window = settings.get("sliding_window")
+    return min(context, window) if settings.architecture.windows == LIMITED and window else context
+
+
+def windowed_layers(settings: Settings) -> list[bool]:
+    """Return for each layer whether its attention is over a sliding window, of the architectures that have both."""
+    layers = settings.number("num_hidden_layers")
+    if settings.architecture.windows != LAYERS or not settings.get("sliding_window"):
+        return [False] * layers
+    types = settings.get("layer_types")
+    if types:
+        return [kind == SLIDING for kind in types]
+    return _all_but_each(settings, settings.get("sliding_window_pattern") or settings.architecture.window_period)

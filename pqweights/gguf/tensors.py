@@ -1,0 +1,194 @@
+"""The tensors of a GGUF file: their names, and how each is read from the checkpoint.
+
+Names are those of the gguf package. Experts are stacked, as llama.cpp holds them, from either layout: a matrix for each
+expert, or all in one tensor, with the rows of gate and up one after the other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
+from pqweights.errors import ExportError
+from pqweights.gguf.package import gguf_package
+from pqweights.gguf.rope import Factors
+from pqweights.gguf.settings import Settings
+from pqweights.gguf.views import ConstantTensor, FlatTensor, InterleavedTensor, OffsetTensor, RenamedTensor
+
+SUFFIXES = (".weight", ".bias")
+# Where the text model lies in models of images and text: as transformers 5 and as earlier versions wrote them.
+TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
+# Tensors that old checkpoints hold, and that follow from the configuration.
+COMPUTED = (".rotary_emb.inv_freq", ".attention.bias", ".attn.bias", ".masked_bias")
+OF_EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<matrix>.+)")
+FUSED = re.compile(r"(?P<layer>.*\.experts)\.(?P<matrix>gate_up_proj|down_proj)(\.weight)?")
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Named:
+    """A tensor with the name that the gguf package knows it by. reads: the tensor, still under its own name."""
+
+    name: str
+    reads: LogicalTensor
+
+
+def gguf_tensors(
+    tensors: Sequence[LogicalTensor], settings: Settings, factors: Factors
+) -> tuple[tuple[LogicalTensor, ...], dict[str, str]]:
+    """Return the tensors of the file, and those of the checkpoint that it leaves out, with reasons.
+
+    tensors: those of the checkpoint
+    factors: tensors that follow from the configuration, by their names in the file; they come first
+
+    The others keep the order of the checkpoint, so that its files are read one after another.
+
+    Raises ExportError for a tensor that llama.cpp does not know, or one that is not there.
+    """
+    kept, left_out = _of_text_model(tensors, settings)
+    names = gguf_package().get_tensor_name_map(
+        gguf_package().MODEL_ARCH[settings.architecture.name], settings.number("num_hidden_layers")
+    )
+    found: dict[str, LogicalTensor] = {
+        name: ConstantTensor(name=name, values=values) for name, values in factors.items()
+    }
+    for tensor in _with_experts_stacked(kept, settings):
+        kind, name = names.get_type_and_name(tensor.name, try_suffixes=SUFFIXES) or (None, "")
+        if kind is None or (name.endswith(".bias") and kind.name not in settings.architecture.biases):
+            raise ExportError(
+                f"tensor {tensor.reads.name!r}: llama.cpp's {settings.architecture.name.lower()} models have no such "
+                "tensor"
+            )
+        found[name] = _view(tensor.reads, kind.name, name, settings)
+    if settings.architecture.own_head and "token_embd.weight" in found and "output.weight" not in found:
+        embeddings = found["token_embd.weight"]
+        found["output.weight"] = RenamedTensor(name="output.weight", source=embeddings)
+    _check_complete(found, settings)
+    return tuple(found.values()), left_out
+
+
+def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tuple[list[_Named], dict[str, str]]:
+    """Return the tensors of the text model, and the reasons why others are left out."""
+    wrapped = isinstance(settings.values.get("text_config"), dict)
+    tied = settings.get("tie_word_embeddings") is True
+    kept, left_out = [], {}
+    for tensor in tensors:
+        prefix = next((each for each in TEXT_PREFIXES if tensor.name.startswith(each)), "")
+        name = TEXT_PREFIXES.get(prefix, "") + tensor.name.removeprefix(prefix)
+        if name.endswith(COMPUTED):
+            left_out[tensor.name] = "follows from the configuration"
+        elif name == HEAD and tied:
+            left_out[tensor.name] = "the same as the embeddings"
+        elif name.startswith(("mtp.", "model.mtp.")):
+            left_out[tensor.name] = "predicts further tokens, which the model does without"
+        elif wrapped and not prefix and name != HEAD:
+            left_out[tensor.name] = "not part of the text model"
+        else:
+            kept.append(_Named(name=name, reads=tensor))
+    return kept, left_out
+
+
+def _with_experts_stacked(tensors: Sequence[_Named], settings: Settings) -> Iterator[_Named]:
+    """Yield the tensors, with one for all experts in the place of the first expert's."""
+    cache = MatrixCache()
+    experts: dict[str, dict[int, LogicalTensor]] = {}
+    for tensor in tensors:
+        if match := OF_EXPERT.fullmatch(tensor.name):
+            experts.setdefault(f"{match['layer']}.{match['matrix']}", {})[int(match["expert"])] = tensor.reads
+    for tensor in tensors:
+        if match := OF_EXPERT.fullmatch(tensor.name):
+            name = f"{match['layer']}.{match['matrix']}"
+            if name in experts:
+                yield _Named(name=name, reads=_stacked(name, experts.pop(name), settings, cache))
+        elif match := FUSED.fullmatch(tensor.name):
+            yield from _parts_of_fused(tensor, match["layer"], match["matrix"], settings=settings, cache=cache)
+        else:
+            yield tensor
+
+
+def _stacked(name: str, experts: dict[int, LogicalTensor], settings: Settings, cache: MatrixCache) -> MovedTensor:
+    """The matrices of all experts as one tensor [experts, rows, columns]."""
+    count = settings.number("num_experts")
+    first = next(iter(experts.values()))
+    if sorted(experts) != list(range(count)) or any(tensor.shape != first.shape for tensor in experts.values()):
+        raise ExportError(
+            f"tensor {first.name!r}: expected the same matrix of {count} experts, found {len(experts)} or of other "
+            "shapes"
+        )
+    rows, columns = first.shape
+    segments = tuple(Segment(tensor=experts[place], first=0, step=1, count=rows) for place in range(count))
+    return _moved(name, (count, rows, columns), segments, cache)
+
+
+def _parts_of_fused(
+    tensor: _Named, layer: str, matrix: str, *, settings: Settings, cache: MatrixCache
+) -> Iterator[_Named]:
+    """Yield what llama.cpp holds of a tensor of all experts: [experts, rows, columns], with gate before up."""
+    count, inner = settings.number("num_experts"), settings.number("hidden_size")
+    width = settings.get("moe_intermediate_size") or settings.number("intermediate_size")
+    expected = (count, 2 * width, inner) if matrix == "gate_up_proj" else (count, inner, width)
+    if tensor.reads.shape != expected:
+        raise ExportError(f"tensor {tensor.reads.name!r}: expected shape {expected}, found {tensor.reads.shape}")
+    if matrix == "down_proj":
+        yield _Named(name=f"{layer}.down_proj.weight", reads=tensor.reads)
+        return
+    for part, name in enumerate(("gate_proj", "up_proj")):
+        segments = tuple(
+            Segment(tensor=tensor.reads, first=(2 * expert + part) * width, step=1, count=width)
+            for expert in range(count)
+        )
+        name = f"{layer}.{name}.weight"
+        yield _Named(name=name, reads=_moved(name, (count, width, inner), segments, cache))
+
+
+def _moved(name: str, shape: tuple[int, ...], segments: tuple[Segment, ...], cache: MatrixCache) -> MovedTensor:
+    return MovedTensor(
+        name=name,
+        shape=shape,
+        dtype=segments[0].tensor.plain_dtype,
+        segments=segments,
+        columns=range(shape[-1]),
+        transposed=False,
+        cache=cache,
+    )
+
+
+def _view(tensor: LogicalTensor, kind: str, name: str, settings: Settings) -> LogicalTensor:
+    """The tensor as the file holds it. kind: its name in gguf.MODEL_TENSOR."""
+    architecture = settings.architecture
+    if architecture.interleaved and kind in ("ATTN_Q", "ATTN_K"):
+        heads = settings.number("num_attention_heads" if kind == "ATTN_Q" else "num_key_value_heads")
+        size = settings.number("head_dim")
+        if tensor.shape[0] != heads * size:
+            raise ExportError(
+                f"tensor {tensor.name!r}: expected {heads * size} rows for {heads} heads, found {tensor.shape[0]}"
+            )
+        return InterleavedTensor(name=name, source=tensor, head_rows=size)
+    if architecture.gain_offset and kind.endswith("_NORM"):
+        return OffsetTensor(name=name, source=tensor, offset=architecture.gain_offset)
+    if kind == "FFN_GATE_INP_SHEXP" and tensor.shape[:-1] == (1,):
+        return FlatTensor(name=name, source=tensor)
+    return RenamedTensor(name=name, source=tensor)
+
+
+def _check_complete(found: dict[str, Any], settings: Settings) -> None:
+    """Raise ExportError unless all blocks have the same tensors, and the model has its embeddings and its head."""
+    blocks: dict[int, set[str]] = {place: set() for place in range(settings.number("num_hidden_layers"))}
+    for name in found:
+        if name.startswith("blk."):
+            _, place, rest = name.split(".", 2)
+            blocks[int(place)].add(rest)
+    every = set().union(*blocks.values())
+    needed = {f"blk.{place}.{rest}" for place in blocks for rest in every} | {"token_embd.weight", "output_norm.weight"}
+    if settings.get("tie_word_embeddings") is False:  # a key that is absent leaves it open
+        needed.add("output.weight")
+    missing = sorted(needed - found.keys())
+    if missing or not every:
+        raise ExportError(
+            f"the checkpoint lacks tensors that llama.cpp needs: {', '.join(missing[:3]) or 'those of all layers'} "
+            "(named as in GGUF)"
+        )

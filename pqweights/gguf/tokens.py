@@ -1,0 +1,95 @@
+"""The tokens of a vocabulary by id, with their types, and the refusal of tokenizers that llama.cpp has no match for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pqweights.errors import ExportError, SourceError
+from pqweights.gguf.package import gguf_package
+
+FAST = "tokenizer.json"
+# Tokens that are special although the files do not say so: llama.cpp's converter goes by these looks, too.
+LOOKS_SPECIAL = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))
+NAMED_SPECIAL = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
+SPACE = "▁"
+INSTEAD = "use --target bf16, and llama.cpp's convert_hf_to_gguf.py on its result"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """The tokens of a model.
+
+    model: the kind of tokenizer: gpt2 (byte-level BPE) or llama (SentencePiece)
+    pre: how it splits text
+    tokens, types: by id; the types are those of gguf.TokenType
+    scores: by id, for the kinds that have some
+    space_prefix: whether text gets a space before it; None for kinds to which this means nothing
+    starts: whether text gets a token before it where the files do not say so
+    strips: whether special tokens take the spaces that follow them
+    differs: on which texts llama.cpp makes other tokens; empty if there are none that are known
+    """
+
+    model: str
+    pre: str
+    tokens: list[str]
+    types: list[int]
+    scores: list[float] | None = None
+    space_prefix: bool | None = None
+    starts: bool = False
+    strips: bool = False
+    differs: str = ""
+
+
+def unmapped(why: str) -> ExportError:
+    """Return the error for a tokenizer that no tokenizer of llama.cpp is equal to."""
+    return ExportError(f"the tokenizer cannot be mapped to one of llama.cpp's: {why}; {INSTEAD}")
+
+
+def placed_tokens(
+    vocab: Mapping[str, int], added: Sequence[Mapping[str, Any]], rows: int, *, spaced: Collection[str] = ()
+) -> tuple[list[str], list[int]]:
+    """Return the texts and types of all tokens by id; ids that nothing has become unused tokens.
+
+    vocab: the ids of ordinary tokens
+    added: the tokens that were added to it, as tokenizer.json lists them
+    rows: the number of tokens of the model
+    spaced: the added tokens that also stand for text with spaces; llama.cpp looks for them before it replaces spaces
+
+    Raises ExportError for ids that the model does not have, and for two tokens with the same text.
+    """
+    kinds = gguf_package().TokenType
+    tokens, types = [f"[PAD{place}]" for place in range(rows)], [int(kinds.UNUSED)] * rows
+    for token, place in vocab.items():
+        _check_place(token, place, rows)
+        tokens[place], types[place] = token, int(kinds.NORMAL)
+    for entry in added:
+        content, place = entry.get("content"), entry.get("id", -1)
+        if not isinstance(content, str):
+            raise SourceError(f"{FAST}: expected the text of an added token, found {content!r}")
+        _check_place(content, place, rows)
+        if entry.get("special") or _looks_special(content):
+            tokens[place], types[place] = content, int(kinds.CONTROL)
+        else:
+            text = content.replace(SPACE, " ") if content in spaced else content
+            tokens[place], types[place] = text, int(kinds.USER_DEFINED)
+    if len(set(tokens)) < rows:
+        raise unmapped("several tokens have the same text")
+    return tokens, types
+
+
+def _check_place(token: str, place: Any, rows: int) -> None:
+    if not isinstance(place, int) or not 0 <= place < rows:
+        raise ExportError(f"{FAST}: token {token!r} has the id {place!r}, and the model has {rows} tokens")
+
+
+def _looks_special(token: str) -> bool:
+    return token in NAMED_SPECIAL or any(
+        token.startswith(begin) and token.endswith(end) for begin, end in LOOKS_SPECIAL
+    )
+
+
+def strips_spaces(added: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether special tokens take the spaces that follow them."""
+    return any(entry.get("rstrip") and entry.get("special") for entry in added)

@@ -1,0 +1,264 @@
+"""The gguf target: files that the gguf package reads, with the types that were asked for, made by the one driver."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import families
+import gguf
+import language_models
+import numpy as np
+import pytest
+from commands import answer, done, invoke, refused
+from helpers import folder_bytes, read_all, run_command
+from rewriting import interrupt
+
+from pqweights.exports.gguf_files import IMATRIX_FILE, MODELFILE
+from pqweights.exports.gguf_types import type_bytes
+from pqweights.rewrite.manifest import read_manifest
+
+HEADS, HEAD_SIZE = 4, 64
+
+
+def with_tokenizer(folder: Path) -> Path:
+    """Give a tiny model a tokenizer that llama.cpp has, and settings of generation."""
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    files = language_models.tokenizer_files()
+    tokenizer = json.loads(files["tokenizer.json"])
+    taken = [token["id"] for token in tokenizer["added_tokens"]]
+    tokenizer["model"] |= {"vocab": tokenizer["model"]["vocab"] | {"ab": max(taken) + 1}, "merges": [["a", "b"]]}
+    for name, data in (files | {"tokenizer.json": json.dumps(tokenizer).encode()}).items():
+        (folder / name).write_bytes(data)
+    settings = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    (folder / "LICENSE").write_text("a licence\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_tokenizer(families.build(families.FAMILIES["llama"], tmp_path_factory.mktemp("gguf") / "model"))
+
+
+@pytest.fixture(scope="module")
+def master(model: Path) -> Path:
+    run_command({"quantize": str(model), "recipe": "q6"}, model.parent / "master")
+    return model.parent / "master"
+
+
+@pytest.fixture(scope="module")
+def plain(master: Path) -> dict[str, np.ndarray]:
+    """The weights of the master under the names of llama.cpp's, with rows of q and k in its order."""
+    run_command({"export": str(master), "target": "bf16"}, master.parent / "bf16")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    result = {}
+    for name, (_, raw) in read_all(master.parent / "bf16").items():
+        values = (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            values = values.reshape(-1, 2, HEAD_SIZE // 2, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
+        result[names.get_name(name, try_suffixes=(".weight",))] = values
+    return result
+
+
+def export(master: Path, out: Path, **options: Any) -> Path:
+    run_command({"export": str(master), "target": "gguf", **options}, out)
+    return out
+
+
+def tensors(*paths: Path) -> dict[str, Any]:
+    """The tensors of some files, by name."""
+    return {tensor.name: tensor for path in paths for tensor in gguf.GGUFReader(path).tensors}
+
+
+def values(tensor: Any) -> np.ndarray:
+    return gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(tensor.shape.tolist()[::-1])
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16", "f16"])
+def test_plain_types_hold_the_weights_of_the_master(kind, master, plain, tmp_path):
+    found = tensors(export(master, tmp_path / "out", type=kind) / f"model-{kind.upper()}.gguf")
+    assert found.keys() == plain.keys()
+    for name, tensor in found.items():
+        expected = plain[name]
+        assert tensor.tensor_type.name == (kind.upper() if expected.ndim == 2 else "F32"), name
+        # Decoded weights are BF16 in one and not in the other.
+        np.testing.assert_allclose(values(tensor), expected, rtol=2**-8, atol=1e-7)
+
+
+def test_blocks_decode_to_the_error_that_the_manifest_states(master, plain, tmp_path):
+    out = export(master, tmp_path / "out", type="q4_k_m", pure=True)
+    assert sorted(path.name for path in out.iterdir()) == ["LICENSE", MODELFILE, "model-Q4_K.gguf", "pqweights.json"]
+    found = tensors(out / "model-Q4_K.gguf")
+    for planned, record in read_manifest(out).pairs:
+        tensor, expected = found[planned.name], plain[planned.name]
+        if planned.codec is None:
+            assert tensor.tensor_type.name == "F32"
+            continue
+        assert (tensor.tensor_type.name, planned.codec) == ("Q4_K", "Q4_K")
+        error = np.square(values(tensor) - expected).sum() / np.square(expected).sum()
+        assert error == pytest.approx(record.relative_mse, rel=0.02), planned.name
+        assert 0.003 < error < 0.006
+    assert done("verify", out).stdout.startswith(f"{out}: ok")
+
+
+def test_parts_are_numbered_and_hold_the_same(master, tmp_path):
+    whole = export(master, tmp_path / "whole", type="q8_0")
+    parts = export(master, tmp_path / "parts", type="q8_0", max_shard_bytes=300_000)
+    files = sorted(parts.glob("*.gguf"))
+    assert len(files) > 3 and files[0].name == f"model-Q8_0-00001-of-{len(files):05d}.gguf"
+    expected, found = tensors(whole / "model-Q8_0.gguf"), tensors(*files)
+    assert list(found) == list(expected)
+    assert all(np.array_equal(found[name].data, expected[name].data) for name in expected)
+    first, second = (gguf.GGUFReader(path) for path in files[:2])
+    assert second.fields["split.no"].contents() == 1 and "general.architecture" not in second.fields
+    assert first.fields["split.tensors.count"].contents() == len(expected) and "general.architecture" in first.fields
+    assert not (parts / MODELFILE).exists()  # Ollama does not take parts
+    assert done("verify", parts).stdout.startswith(f"{parts}: ok")
+
+
+def test_an_interrupted_run_is_continued_to_the_same_bytes(master, tmp_path, monkeypatch):
+    work = {"export": str(master), "target": "gguf", "type": "q5_k_m", "max_shard_bytes": 300_000}
+    run_command(work, tmp_path / "whole", threads=1)
+    interrupt(monkeypatch, work, tmp_path / "out", tensors=9)
+    report = run_command(work, tmp_path / "out", threads=3)
+    assert report.resumed == 9
+    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
+    assert run_command(work, tmp_path / "out").already_done
+
+
+def test_damage_is_found(master, tmp_path):
+    out = export(master, tmp_path / "out", type="q6_k")
+    path = out / "model-Q6_K.gguf"
+    data = path.read_bytes()
+    for place, expected in ((len(data) - 5000, "blake3_of_pieces: expected"), (40, "the header is not the one")):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        found = invoke("verify", out)
+        assert found.exit_code == 1 and found.stdout.startswith("model-Q6_K.gguf: ") and expected in found.stdout
+    path.write_bytes(data)
+    manifest = json.loads((out / "pqweights.json").read_bytes())
+    assert manifest["manifest_version"] == 3
+    manifest["container"]["headers"] = []
+    (out / "pqweights.json").write_text(json.dumps(manifest))
+    assert "container: expected as many headers as files" in refused("verify", out)
+
+
+def test_rows_that_blocks_do_not_divide_get_the_fallbacks_of_llama_cpp(base, tmp_path):
+    narrow = families.FAMILIES["qwen3"]
+    settings = narrow.settings | {"hidden_size": 96, "intermediate_size": 288, "vocab_size": 300}
+    folder = families.build(families.Family(narrow.model, narrow.config, settings, (), ()), tmp_path / "model")
+    run_command({"quantize": str(with_tokenizer(folder))}, tmp_path / "master")
+    out = export(tmp_path / "master", tmp_path / "out", type="q5_k_s")
+    chosen = {tensor.name: (tensor.codec, tensor.reason) for tensor in read_manifest(out).tensors}
+    assert chosen["blk.0.attn_output.weight"] == ("Q5_K", "Q5_K_S mix")
+    assert chosen["blk.0.ffn_up.weight"] == ("Q5_1", "Q5_1, as blocks of 256 (Q5_K) do not divide its rows of 96")
+    assert "rows of 288" in chosen["blk.1.ffn_down.weight"][1]
+    assert tensors(out / "model-Q5_K_S.gguf")["blk.0.ffn_up.weight"].tensor_type.name == "Q5_1"
+
+
+def test_rules_come_before_the_mix(master, tmp_path):
+    (tmp_path / "types.yaml").write_text(
+        "type: q3_k_s\nrules:\n  - name: ['*.attn_v.weight', model.layers.1.mlp.up_proj.weight]\n    type: q6_k\n"
+    )
+    done("export", master, tmp_path / "out", "-t", "gguf", "--recipe", tmp_path / "types.yaml")
+    found = {tensor.name: tensor.codec for tensor in read_manifest(tmp_path / "out").tensors}
+    assert found["blk.0.attn_v.weight"] == found["blk.1.ffn_up.weight"] == "Q6_K"
+    assert found["blk.0.ffn_up.weight"] == "Q3_K" and (tmp_path / "out/model-Q3_K_S-mixed.gguf").is_file()
+    asked = ("export", master, tmp_path / "other", "-t", "gguf", "--type", "q8_0")
+    done(*asked, "--set-type", "*ffn*=iq4_nl", "--set-type", "*=bf16", "--overwrite")
+    found = {tensor.name: tensor.codec for tensor in read_manifest(tmp_path / "other").tensors}
+    assert found["blk.0.ffn_up.weight"] == "IQ4_NL" and found["blk.0.attn_v.weight"] is None
+    assert "matches no tensor" in refused(*asked, "--set-type", "*.nothing=q4_k", "--overwrite")
+
+
+@pytest.mark.parametrize("size", [550_000, 700_000, 1_500_000])
+def test_a_target_size_is_met_and_used(size, master, tmp_path):
+    out = export(master, tmp_path / "out", target_size=size)
+    found = (out / "model-fit.gguf").stat().st_size
+    assert 0.95 * size < found <= size
+    assert len({tensor.codec for tensor in read_manifest(out).tensors if tensor.codec}) > 1
+
+
+def test_errors_are_weighed_by_the_inputs(model, master, base, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("some words that are not all the same, again and again. " * 120)
+    asked = ("--text", text, "--moments", tmp_path / "moments.safetensors", "--window", "64", "--max-tokens", "2048")
+    done("calibrate", model, *asked)
+    weighed = ("--calibration", tmp_path / "moments.safetensors", "--imatrix")
+    found = answer("export", master, tmp_path / "out", "-t", "gguf", "--type", "q4_k_s", *weighed, "--json")
+    plainly = answer("export", master, tmp_path / "plain", "-t", "gguf", "--type", "q4_k_s", "--json")
+    by_name = {tensor["name"]: tensor for tensor in found["tensors"]}
+    down = by_name["blk.0.ffn_down.weight"]
+    assert down["rounding"] == {"matrices": 1, "weighed": 1, "rounded_plainly": {}}
+    assert by_name["token_embd.weight"]["rounding"]["weighed"] == 0
+    assert found["totals"]["relative_mse"] > plainly["totals"]["relative_mse"]
+    matrix = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "out" / IMATRIX_FILE).tensors}
+    sums, counts = (matrix[f"blk.0.ffn_down.weight.{part}"].data for part in ("in_sum2", "counts"))
+    assert sums.shape == (1, 512) and counts.shape == (1, 1) and (sums > 0).all()
+    assert read_manifest(tmp_path / "out").made_by["rounding"] == "importance"
+    assert done("verify", tmp_path / "out").stdout.startswith(f"{tmp_path / 'out'}: ok")
+
+
+def test_a_modelfile_and_a_card_say_how_to_run_it(master, tmp_path):
+    out = export(master, tmp_path / "out", type="q4_0")
+    lines = (out / MODELFILE).read_text().splitlines()
+    assert lines[1:] == [
+        "FROM ./model-Q4_0.gguf",
+        "PARAMETER temperature 0.7",
+        "PARAMETER top_p 0.9",
+        "PARAMETER repeat_penalty 1.1",
+    ]
+    done("card", out, "--base-model", "ORG/SOME", "--repo", "ORG/SOME-GGUF")
+    card = (out / "README.md").read_text()
+    assert "library_name: gguf" in card
+    assert "llama-cli -hf ORG/SOME-GGUF" in card and "ollama run hf.co/ORG/SOME-GGUF:Q4_0" in card
+    assert "`Q4_0`" in card and "4.5" in card
+
+
+LINES = {
+    ("--type", "q4_k_x"): "error: --type q4_k_x: the nearest is 'Q4_K_S'; expected F32, F16, BF16, Q8_0",
+    ("--set-type", "x"): "error: --set-type x: expected PATTERN=TYPE",
+    ("--set-type", "*=q9"): "error: --set-type *=q9: expected Q8_0",
+    ("--target-size", "1kB"): "error: target: 1000 bytes: below the smallest possible, ",
+    ("--target-size", "1GB", "--type", "q4_0"): "error: --target-size: chooses the types itself; leave out --type",
+    ("--sensitivity", "heuristic"): "error: --sensitivity: expected --target-size as well",
+    ("--imatrix",): "error: --imatrix: expected --calibration FILE as well",
+    ("--bits", "4"): "error: --bits: the target gguf does not take this option",
+    ("--rounding", "gptq"): "error: --rounding gptq: the target gguf takes plain, importance",
+    ("--recipe", "nothing.yaml"): "error: nothing.yaml: cannot be read: No such file or directory",
+}
+
+
+@pytest.mark.parametrize("options", LINES, ids=" ".join)
+def test_bad_options_are_one_line(options, master, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = invoke("export", master, tmp_path / "out", "-t", "gguf", *options)
+    assert found.exit_code in (1, 2)
+    assert found.stderr.startswith(LINES[options]) and found.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_targets_do_not_take_types(master, tmp_path):
+    line = refused("export", master, tmp_path / "out", "-t", "bf16", "--type", "q4_0", code=2)
+    assert line.startswith("error: --type: the target bf16 does not take this option")
+
+
+def test_a_tokenizer_that_cannot_be_mapped_is_refused_before_anything_is_written(base, tmp_path):
+    master = tmp_path / "master"
+    shutil.copytree(families.master(base, "llama"), master)  # its tokenizer has words for tokens
+    line = refused("export", master, tmp_path / "out", "-t", "gguf")
+    assert line.startswith("error: the tokenizer cannot be mapped") and line.count("\n") == 1
+    assert "tokenizer.json has a model of type WordLevel" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_architecture_is_refused_by_name(base, tmp_path):
+    line = refused("export", families.master(base, "gpt_oss"), tmp_path / "out", "-t", "gguf")
+    assert "gpt_oss" in line and "--target bf16" in line and line.count("\n") == 1
+
+
+def test_sizes_of_types():
+    assert type_bytes("Q4_K", (3, 512)) == 3 * 2 * 144 and type_bytes("F16", (3, 5)) == 30

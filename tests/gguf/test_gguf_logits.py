@@ -1,0 +1,47 @@
+"""What llama.cpp computes with the files: the logits of transformers in float32, at all positions.
+
+Differences are the largest of all logits, in units of their standard deviation.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llama_cpp")
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import gguf_cases
+from gguf_cases import CASES
+from gguf_files import LlamaCpp, write_gguf
+
+# ggml takes values of gelu from a table of half-precision numbers.
+BY_TABLE = ("gemma", "starcoder2")
+# llama.cpp rounds the inputs of matrices to the type of the matrix.
+BOUNDS = {"F32": 2e-5, "F16": 0.02, "BF16": 0.15}
+
+
+def difference(name: str, dtype: str, folder: Path) -> float:
+    case = CASES[name]
+    model = gguf_cases.saved(case, folder)
+    ids = gguf_cases.token_ids(case.tokens)
+    expected = gguf_cases.logits(model, ids)
+    with LlamaCpp(write_gguf(folder, dtype), context=case.context) as loaded:
+        found = loaded.logits(ids)
+    return float(np.abs(found - expected).max() / expected.std())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_llama_cpp_predicts_what_transformers_does(name: str, tmp_path: Path) -> None:
+    bound = 5e-3 if name.startswith(BY_TABLE) else BOUNDS["F32"]
+    assert difference(name, "F32", tmp_path) < bound
+
+
+# Experts are chosen differently after rounding, which is a difference of another kind.
+@pytest.mark.parametrize("dtype", ["F16", "BF16"])
+@pytest.mark.parametrize("name", ["llama llama3", "qwen2", "qwen3", "gemma2", "gemma3", "phi3 long", "mistral"])
+def test_llama_cpp_predicts_what_transformers_does_in_half_precision(name: str, dtype: str, tmp_path: Path) -> None:
+    assert difference(name, dtype, tmp_path) < BOUNDS[dtype]

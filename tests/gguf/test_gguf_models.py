@@ -1,0 +1,437 @@
+"""The metadata and the tensors of GGUF models, and the models that are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from calls import quantize
+from gguf_files import metadata, values, write_gguf
+from gguf_llama import CONFIG, SHAPES, converted, llama_tensors, write_llama
+from helpers import Array, Tensor, as_float32, bf16, f32, gaussian, write_checkpoint
+
+from pqweights.checkpoint.readers import LogicalTensor, element_count
+from pqweights.checkpoint.source import open_local
+from pqweights.dtypes import item_bytes
+from pqweights.errors import ExportError
+from pqweights.gguf.architectures import ARCHITECTURES
+from pqweights.gguf.model import GgufModel, MetadataEntry
+from pqweights.planning.recipe import parse_recipe
+
+UINT32, FLOAT32, STRING, ARRAY = (
+    int(gguf.GGUFValueType[name]) for name in ("UINT32", "FLOAT32", "STRING", "ARRAY")
+)  # fmt: skip
+EXPERTS = 4
+
+
+def named(model: GgufModel) -> dict[str, LogicalTensor]:
+    return {tensor.name: tensor for tensor in model.tensors}
+
+
+def all_values(model: GgufModel) -> dict[str, Array]:
+    return {tensor.name: values(tensor) for tensor in model.tensors}
+
+
+def read(tensor: LogicalTensor, start: int, count: int, dtype: str) -> bytes:
+    out = np.empty(count * item_bytes(dtype) + 3, dtype=np.uint8)
+    tensor.read(start, count, dtype, out)
+    return out[: count * item_bytes(dtype)].tobytes()
+
+
+def interleaved(matrix: Array, heads: int) -> Array:
+    """The rows of the halves of each head in turns."""
+    halves = matrix.reshape(heads, 2, -1, *matrix.shape[1:])
+    return halves.swapaxes(1, 2).reshape(matrix.shape)
+
+
+def test_metadata_of_llama(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    (tmp_path / "README.md").write_text("---\nlicense: mit\nlanguage: [en]\npipeline_tag: text-generation\n---\n")
+    assert converted(tmp_path).metadata == (
+        MetadataEntry("general.architecture", "llama", STRING, None),
+        MetadataEntry("general.type", "model", STRING, None),
+        MetadataEntry("general.name", "tiny", STRING, None),
+        MetadataEntry("general.size_label", "6.0K", STRING, None),
+        MetadataEntry("general.license", "mit", STRING, None),
+        MetadataEntry("general.tags", ["text-generation"], ARRAY, STRING),
+        MetadataEntry("general.languages", ["en"], ARRAY, STRING),
+        MetadataEntry("llama.context_length", 128, UINT32, None),
+        MetadataEntry("llama.embedding_length", 16, UINT32, None),
+        MetadataEntry("llama.block_count", 2, UINT32, None),
+        MetadataEntry("llama.feed_forward_length", 24, UINT32, None),
+        MetadataEntry("llama.attention.head_count", 2, UINT32, None),
+        MetadataEntry("llama.attention.head_count_kv", 1, UINT32, None),
+        MetadataEntry("llama.attention.key_length", 8, UINT32, None),
+        MetadataEntry("llama.attention.value_length", 8, UINT32, None),
+        MetadataEntry("llama.attention.layer_norm_rms_epsilon", 1e-5, FLOAT32, None),
+        MetadataEntry("llama.vocab_size", 64, UINT32, None),
+        MetadataEntry("llama.rope.dimension_count", 8, UINT32, None),
+        MetadataEntry("llama.rope.freq_base", 10000.0, FLOAT32, None),
+        MetadataEntry("tokenizer.ggml.model", "no_vocab", STRING, None),
+    )
+
+
+def test_tensors_of_llama(tmp_path: Path) -> None:
+    """Their names are those of llama.cpp; only the rows of q and k move."""
+    model = converted(write_llama(tmp_path))
+    source = {name: as_float32(tensor) for name, tensor in llama_tensors().items()}
+    expected = {
+        "token_embd.weight": source["model.embed_tokens.weight"],
+        "output_norm.weight": source["model.norm.weight"],
+        "output.weight": source["lm_head.weight"],
+    }
+    names = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
+    for layer in range(2):
+        for name, origin in zip(names, SHAPES, strict=True):
+            value = source[f"model.layers.{layer}.{origin}.weight"]
+            heads = {"attn_q": 2, "attn_k": 1}.get(name)
+            expected[f"blk.{layer}.{name}.weight"] = value if heads is None else interleaved(value, heads)
+    found = all_values(model)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+    assert (model.architecture, model.left_out, model.notes) == ("llama", {}, ())
+
+
+def test_tensors_keep_the_order_of_the_checkpoint(tmp_path: Path) -> None:
+    """So that its files are read one after another."""
+    folder = write_llama(tmp_path)
+    order = [tensor.name for tensor in open_local(folder).tensors]
+    sources = [tensor.sources[0].name for tensor in converted(folder).tensors]  # type: ignore[attr-defined]
+    assert sources == order
+
+
+def test_biases_move_with_their_rows(tmp_path: Path) -> None:
+    bias = f32(gaussian(16, seed=7))
+    changed = {f"model__layers__{layer}__self_attn__q_proj__bias": bias for layer in range(2)}
+    found = all_values(converted(write_llama(tmp_path, **changed)))
+    np.testing.assert_array_equal(found["blk.1.attn_q.bias"], interleaved(as_float32(bias), 2))
+
+
+def wide_model(folder: Path) -> Path:
+    """A Llama whose q has more rows than a chunk may hold, and biases."""
+    config = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "num_key_value_heads": 2}
+    shapes = {name: tuple({16: 256, 24: 128, 8: 128}[size] for size in shape) for name, shape in SHAPES.items()}
+    tensors: dict[str, Tensor] = {
+        f"model.layers.0.{name}.weight": bf16(gaussian(*shape, seed=place))
+        for place, (name, shape) in enumerate(shapes.items())
+    }
+    tensors |= {
+        "model.embed_tokens.weight": bf16(gaussian(64, 256, seed=50)),
+        "model.norm.weight": bf16(gaussian(256)),
+        "lm_head.weight": bf16(gaussian(64, 256, seed=51)),
+        "model.layers.0.self_attn.q_proj.bias": bf16(gaussian(256, seed=52)),
+    }
+    return write_checkpoint(folder, tensors, config=CONFIG | config | {"num_hidden_layers": 1})
+
+
+@pytest.mark.parametrize("encoded", [False, True])
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+def test_any_range_of_a_tensor_can_be_read(dtype: str, encoded: bool, tmp_path: Path) -> None:
+    folder = wide_model(tmp_path / "source")
+    if encoded:
+        quantize(folder, tmp_path / "master", parse_recipe("bits: 5", "recipe"))
+        folder = tmp_path / "master"
+    random = np.random.default_rng(1)
+    for tensor in converted(folder).tensors:
+        count = element_count(tensor)
+        whole = read(tensor, 0, count, dtype)
+        size = item_bytes(dtype)
+        for _ in range(12):
+            first, last = sorted(random.integers(0, count + 1, 2).tolist())
+            assert read(tensor, first, last - first, dtype) == whole[first * size : last * size], tensor.name
+
+
+class Counting:
+    """A tensor that counts how often it is read, and how many elements."""
+
+    def __init__(self, tensor: LogicalTensor) -> None:
+        self._tensor = tensor
+        self.calls = self.elements = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
+
+    def read(self, start: int, count: int, dtype: str, out: Any) -> None:
+        self.calls += 1
+        self.elements += count
+        self._tensor.read(start, count, dtype, out)
+
+
+def test_heads_are_read_at_once(tmp_path: Path) -> None:
+    """Row by row, an encoded weight would decode most of its blocks many times."""
+    folder = wide_model(tmp_path)
+    tensor = named(converted(folder))["blk.0.attn_q.weight"]
+    counting = Counting(tensor.source)  # type: ignore[attr-defined]
+    watched = type(tensor)(name="q", source=counting, head_rows=64)  # type: ignore[call-arg]
+    read(watched, 0, 256 * 256, "F32")
+    assert (counting.calls, counting.elements) == (1, 256 * 256)
+    counting.calls = counting.elements = 0
+    read(watched, 10 * 256, 150 * 256, "F32")  # parts of the first and the last head, and one that is whole
+    assert (counting.calls, counting.elements) == (5, 150 * 256)
+
+
+def moe_config(**changed: Any) -> dict[str, Any]:
+    return CONFIG | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        **changed,
+    }
+
+
+def moe_tensors(*, fused: bool) -> dict[str, Tensor]:
+    """A mixture of experts in either layout."""
+    tensors = {name: value for name, value in llama_tensors().items() if ".mlp." not in name}
+    for layer in range(2):
+        block = f"model.layers.{layer}"
+        for name in ("q_norm", "k_norm"):
+            tensors[f"{block}.self_attn.{name}.weight"] = bf16(gaussian(8, seed=layer))
+        tensors[f"{block}.mlp.gate.weight"] = bf16(gaussian(EXPERTS, 16, seed=30 + layer))
+        gate, up = (gaussian(EXPERTS, 24, 16, seed=40 + 10 * layer + part) for part in range(2))
+        down = gaussian(EXPERTS, 16, 24, seed=42 + 10 * layer)
+        if fused:
+            tensors[f"{block}.mlp.experts.gate_up_proj"] = bf16(np.concatenate([gate, up], axis=1))
+            tensors[f"{block}.mlp.experts.down_proj"] = bf16(down)
+            continue
+        for expert in range(EXPERTS):
+            for name, matrices in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+                tensors[f"{block}.mlp.experts.{expert}.{name}.weight"] = bf16(matrices[expert])
+    return tensors
+
+
+def test_experts_are_stacked_from_either_layout(tmp_path: Path) -> None:
+    models = [
+        converted(write_checkpoint(tmp_path / str(fused), moe_tensors(fused=fused), config=moe_config()))
+        for fused in (False, True)
+    ]
+    split, fused = (all_values(model) for model in models)
+    assert split["blk.1.ffn_gate_exps.weight"].shape == (EXPERTS, 24, 16)
+    assert split["blk.1.ffn_down_exps.weight"].shape == (EXPERTS, 16, 24)
+    assert split.keys() == fused.keys()
+    for name, value in split.items():
+        np.testing.assert_array_equal(fused[name], value, err_msg=name)
+    source = moe_tensors(fused=False)
+    np.testing.assert_array_equal(
+        split["blk.0.ffn_up_exps.weight"][2], as_float32(source["model.layers.0.mlp.experts.2.up_proj.weight"])
+    )
+    found = metadata(models[0])
+    assert (found["qwen3moe.expert_count"], found["qwen3moe.expert_used_count"]) == (4, 2)
+    assert found["qwen3moe.expert_feed_forward_length"] == 24
+    assert found["general.size_label"] == "4x2.3K" or found["general.size_label"].startswith("4x")
+
+
+def test_missing_experts_are_refused(tmp_path: Path) -> None:
+    tensors = moe_tensors(fused=False)
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+    write_checkpoint(tmp_path, tensors, config=moe_config())
+    with pytest.raises(ExportError, match="expected the same matrix of 4 experts, found 3"):
+        converted(tmp_path)
+
+
+def test_fused_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
+    tensors = moe_tensors(fused=True)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    tensors[name] = bf16(gaussian(EXPERTS, 16, 48))
+    write_checkpoint(tmp_path, tensors, config=moe_config())
+    with pytest.raises(ExportError, match=rf"{name}.*expected shape \(4, 48, 16\), found \(4, 16, 48\)"):
+        converted(tmp_path)
+
+
+def test_gains_of_gemma_get_their_offset_in_float32(tmp_path: Path) -> None:
+    config = {"model_type": "gemma", "architectures": None, "hidden_act": "gelu", "tie_word_embeddings": None}
+    folder = write_llama(tmp_path, config=config)
+    model = converted(folder)
+    gain = named(model)["blk.0.attn_norm.weight"]
+    source = as_float32(llama_tensors()["model.layers.0.input_layernorm.weight"])
+    assert (gain.dtype, gain.plain_dtype) == ("F32", "F32")
+    np.testing.assert_array_equal(values(gain), source + np.float32(1))
+    assert read(gain, 3, 5, "BF16") == bf16((source + np.float32(1))[3:8])[1].tobytes()
+    assert model.left_out == {"lm_head.weight": "the same as the embeddings"}
+
+
+def test_a_model_of_images_and_text_gives_its_text_model(tmp_path: Path) -> None:
+    text = {name: value for name, value in CONFIG.items() if name != "architectures"} | {"model_type": "llama"}
+    gemma = text | {"model_type": "gemma3_text", "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 32}
+    gemma |= {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+    tensors = llama_tensors()
+    del tensors["lm_head.weight"]
+    for layer in range(2):
+        for name, width in (("q_norm", 8), ("k_norm", 8)):
+            tensors[f"model.layers.{layer}.self_attn.{name}.weight"] = bf16(gaussian(width))
+        for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
+            tensors[f"model.layers.{layer}.{name}.weight"] = bf16(gaussian(16))
+    alone = converted(write_checkpoint(tmp_path / "text", tensors, config=gemma))
+    for prefix in ("model.language_model.", "language_model.model."):
+        seen = {name.replace("model.", prefix, 1): value for name, value in tensors.items()}
+        seen["model.vision_tower.patch.weight"] = bf16(gaussian(4, 4))
+        folder = tmp_path / prefix
+        wrapped = converted(write_checkpoint(folder, seen, config={"model_type": "gemma3", "text_config": gemma}))
+        assert wrapped.metadata == alone.metadata
+        assert all_values(wrapped).keys() == all_values(alone).keys()
+        assert wrapped.left_out == {"model.vision_tower.patch.weight": "not part of the text model"}
+
+
+def test_computed_tensors_are_left_out(tmp_path: Path) -> None:
+    name = "model__layers__0__self_attn__rotary_emb__inv_freq"
+    model = converted(write_llama(tmp_path, **{name: f32(gaussian(4))}))
+    assert model.left_out == {name.replace("__", "."): "follows from the configuration"}
+
+
+OLD = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}
+NEW = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 4.0}}
+
+
+@pytest.mark.parametrize("config", [OLD, NEW, OLD | {"rope_scaling": {"rope_type": "linear", "factor": 4}}])
+def test_rope_parameters_are_read_by_old_and_new_keys(config: dict[str, Any], tmp_path: Path) -> None:
+    found = metadata(converted(write_llama(tmp_path, config=config)))
+    assert {key: value for key, value in found.items() if ".rope." in key} == {
+        "llama.rope.dimension_count": 8,
+        "llama.rope.freq_base": 5e5,
+        "llama.rope.scaling.type": "linear",
+        "llama.rope.scaling.factor": 4.0,
+    }
+
+
+def test_factors_of_llama3_are_those_of_transformers(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 64
+    config = {"rope_parameters": rope, "hidden_size": 16, "head_dim": 8}
+    factors = all_values(converted(write_llama(tmp_path, config=config)))["rope_freqs.weight"]
+    known = transformers.LlamaConfig(**CONFIG | config)
+    computed, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](known, torch.device("cpu"))
+    plain = 5e5 ** (-np.arange(0, 8, 2) / 8)
+    np.testing.assert_allclose(plain / factors, computed.numpy(), rtol=1e-6)
+    assert factors[0] == 1 and factors[-1] == 8
+
+
+def test_a_window_that_llama_cpp_lacks_limits_the_context(tmp_path: Path) -> None:
+    mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    model = converted(write_llama(tmp_path, config=mistral | {"sliding_window": 100}))
+    assert metadata(model)["llama.context_length"] == 100
+    assert [note.partition(":")[0] for note in model.notes] == ["context of 100 tokens instead of 128"]
+    for index, window in enumerate((None, 4096)):
+        model = converted(write_llama(tmp_path / str(index), config=mistral | {"sliding_window": window}))
+        assert (metadata(model)["llama.context_length"], model.notes) == (128, ())
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "mamba"}, "hold a model of type mamba; these can be written: cohere, .*, qwen3_moe"),
+        ({"model_type": None}, "GGUF cannot hold a model of type None"),
+        ({"hidden_act": "gelu"}, "llama.cpp computes it with hidden_act 'silu' or 'swish' only, found 'gelu'"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification does not predict text"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "with rope_type default, .* only, found 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "new"}}, "with rope_type default, .* only, found 'new'"),
+        ({"rope_scaling": {"type": "linear"}}, "expected a positive number as factor of its rope parameters"),
+        ({"partial_rotary_factor": 0.5}, "llama.cpp rotates whole heads, and partial_rotary_factor is 0.5"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "no sliding windows for it"),
+        ({"rms_norm_eps": None}, "expected a number as rms_norm_eps, found None"),
+        ({"num_hidden_layers": "2"}, "expected a positive number as num_hidden_layers, found '2'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 16}}, "YaRN with beta_fast 32 only, found 16"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "rounds the bounds of YaRN"),
+        (
+            {"rope_scaling": {"type": "longrope", "factor": 2.0, "long_factor": [1.0], "short_factor": [1.0]}},
+            "expected 4 numbers as long_factor",
+        ),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "with use_sliding_window False or None only, found True"),
+        ({"model_type": "qwen2", "head_dim": 4}, "with head_dim 8 only, found 4"),
+        ({"model_type": "qwen3_moe", "num_experts": 4}, "with norm_topk_prob True only, found False"),
+        (
+            {"model_type": "gemma3_text", "hidden_act": None, "head_dim": 8},
+            "with query_pre_attn_scalar 8 only, found 256",
+        ),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "computes each layer 4 without rotary embeddings"),
+        (
+            {"model_type": "olmo3", "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+            | {"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}, "full_attention": {"rope_theta": 2.0}}},
+            "all its layers with the rope_theta 2.0, and sliding_attention has 1.0",
+        ),
+    ],
+)  # fmt: skip
+def test_models_that_llama_cpp_would_compute_otherwise_are_refused(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = write_llama(tmp_path, config=config | ({"architectures": None} if "model_type" in config else {}))
+    with pytest.raises(ExportError, match=rf"^config\.json: .*{message}.*use --target bf16"):
+        converted(folder)
+
+
+def test_nothing_is_read_of_a_model_that_is_refused(tmp_path: Path) -> None:
+    checkpoint = open_local(write_llama(tmp_path, config={"model_type": "mamba"}))
+    before = checkpoint.storage.bytes_read
+    with pytest.raises(ExportError):
+        converted(tmp_path)
+    assert checkpoint.storage.bytes_read == before
+
+
+def test_unknown_tensors_are_refused(tmp_path: Path) -> None:
+    name = "model__layers__0__self_attn__extra__weight"
+    with pytest.raises(ExportError, match=r"tensor 'model\.layers\.0\.self_attn\.extra\.weight': llama\.cpp's llama"):
+        converted(write_llama(tmp_path, **{name: bf16(gaussian(2, 2))}))
+
+
+def test_biases_that_llama_cpp_does_not_add_are_refused(tmp_path: Path) -> None:
+    config = {"model_type": "qwen2", "architectures": None}
+    name = "model__layers__0__self_attn__o_proj__bias"
+    with pytest.raises(ExportError, match=re.escape(name.replace("__", "."))):
+        converted(write_llama(tmp_path, config=config, **{name: bf16(gaussian(16))}))
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"])
+def test_missing_tensors_are_refused(name: str, tmp_path: Path) -> None:
+    tensors = llama_tensors()
+    del tensors[name]
+    with pytest.raises(ExportError, match=r"the checkpoint lacks tensors that llama\.cpp needs: [a-z0-9_.]+ "):
+        converted(write_checkpoint(tmp_path, tensors, config=CONFIG))
+
+
+def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"self_attn\.k_proj\.weight': expected 16 rows for 2 heads, found 8"):
+        converted(write_llama(tmp_path, config={"num_key_value_heads": 2}))
+
+
+def test_every_architecture_is_one_of_the_package() -> None:
+    for architecture in ARCHITECTURES.values():
+        assert architecture.name in gguf.MODEL_ARCH.__members__
+        for parameter, _ in (architecture.norm, *architecture.settings):
+            assert hasattr(gguf.GGUFWriter, f"add_{parameter}")
+        for name in architecture.biases:
+            assert name in gguf.MODEL_TENSOR.__members__
+
+
+# transformers reads these architectures back.
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "qwen2 moe", "qwen3", "qwen3 moe", "gemma2", "gemma3", "phi3", "starcoder2"]
+)
+def test_transformers_reads_the_same_model_from_the_file(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    import gguf_cases
+
+    case = gguf_cases.CASES[name]
+    model = gguf_cases.saved(case, tmp_path)
+    file = write_gguf(tmp_path)
+    reader = type(model).from_pretrained  # of the file's metadata, it takes a part only
+    loaded = reader(tmp_path, config=model.config, gguf_file=file.name).eval()
+    ids = gguf_cases.token_ids(case.tokens)
+    expected = gguf_cases.logits(model, ids)
+    assert np.abs(gguf_cases.logits(loaded, ids) - expected).max() < 1e-5 * expected.std()
+
+
+def test_metadata_is_json(tmp_path: Path) -> None:
+    """Values are plain numbers, texts and lists, whatever classes the package has for them."""
+    for entry in converted(write_llama(tmp_path)).metadata:
+        assert type(entry.kind) is int
+        assert json.loads(json.dumps(entry.value)) == entry.value

@@ -1,0 +1,349 @@
+"""Vocabularies of GGUF files: what they hold, the ids that llama.cpp makes of text, and tokenizers that are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+pytest.importorskip("tokenizers")
+
+import trained_tokenizers as trained
+from gguf_files import LlamaCpp, metadata, write_gguf
+from gguf_llama import converted, write_llama
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
+
+from pqweights.errors import ExportError, SourceError
+from pqweights.gguf.sentencepiece import from_model
+
+NORMAL, UNKNOWN, CONTROL, ADDED, UNUSED, BYTE = (int(gguf.TokenType[name]) for name in (
+    "NORMAL", "UNKNOWN", "CONTROL", "USER_DEFINED", "UNUSED", "BYTE"
+))  # fmt: skip
+# transformers puts no space before text that begins with one, or that follows a special token; llama.cpp puts one.
+SPACE_DIFFERS = (" a leading space", "   three spaces, trailing   ", " ", *trained.WITH_SPECIAL[1:3])
+
+
+def folder_with(tokenizer: Tokenizer, folder: Path, rows: int | None = None, **config: Any) -> Path:
+    """A model with a tokenizer."""
+    trained.save(tokenizer, folder, **config)
+    return write_llama(folder, rows=rows or tokenizer.get_vocab_size())
+
+
+def written(folder: Path) -> dict[str, Any]:
+    """The metadata of the file of a folder, by the last part of the key for those of the tokenizer."""
+    return {key.removeprefix("tokenizer.ggml."): value for key, value in metadata(converted(folder)).items()}
+
+
+@pytest.mark.parametrize("kind", trained.KINDS)
+def test_llama_cpp_makes_the_tokens_that_transformers_makes(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    transformers = pytest.importorskip("transformers")
+    folder = folder_with(trained.KINDS[kind](), tmp_path)
+    expected = transformers.AutoTokenizer.from_pretrained(folder)
+    with LlamaCpp(write_gguf(folder), vocabulary_only=True) as loaded:
+        for text in (*trained.STRINGS, *trained.WITH_SPECIAL):
+            if kind != "metaspace" or text not in SPACE_DIFFERS:
+                assert loaded.tokens(text) == expected(text)["input_ids"], text
+
+
+def test_text_that_is_not_normalized_makes_other_tokens_with_a_normalizer(tmp_path: Path) -> None:
+    """llama.cpp has none. Qwen's tokenizers have one."""
+    pytest.importorskip("llama_cpp")
+    tokenizer = trained.KINDS["qwen2"]()
+    tokenizer.normalizer = normalizers.NFC()
+    folder = folder_with(tokenizer, tmp_path)
+    assert any("NFC" in note for note in converted(folder).notes)
+    with LlamaCpp(write_gguf(folder), vocabulary_only=True) as loaded:
+        assert loaded.tokens("caf\u00e9") == tokenizer.encode("caf\u00e9").ids == tokenizer.encode("cafe\u0301").ids
+        assert loaded.tokens("cafe\u0301") != tokenizer.encode("cafe\u0301").ids
+
+
+def test_byte_level_vocabularies(tmp_path: Path) -> None:
+    tokenizer = trained.KINDS["llama3"]()
+    rows = tokenizer.get_vocab_size() + 3
+    found = written(folder_with(tokenizer, tmp_path, rows, chat_template="{{ messages }}", pad_token=trained.USER))
+    assert found["model"], found["pre"] == ("gpt2", "llama-bpe")
+    vocab = tokenizer.get_vocab()
+    assert found["tokens"][: rows - 3] == sorted(vocab, key=vocab.__getitem__)
+    assert found["tokens"][-3:] == [f"[PAD{rows - place}]" for place in (3, 2, 1)]
+    types = dict(zip(found["tokens"], found["token_type"], strict=True))
+    assert {token: types[token] for token in (trained.BEGIN, trained.USER, trained.PLAIN, "a", f"[PAD{rows - 1}]")} == {
+        trained.BEGIN: CONTROL, trained.USER: CONTROL, trained.PLAIN: ADDED, "a": NORMAL, f"[PAD{rows - 1}]": UNUSED,
+    }  # fmt: skip
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    assert found["merges"] == [" ".join(pair) for pair in merges]
+    assert (found["bos_token_id"], found["eos_token_id"], found["padding_token_id"]) == (
+        0, 1, vocab[trained.USER],
+    )  # fmt: skip
+    assert (found["add_bos_token"], found["add_eos_token"]) == (True, False)
+    assert found["tokenizer.chat_template"] == "{{ messages }}"
+    assert "scores" not in found
+
+
+def test_tokens_that_look_special_are_special(tmp_path: Path) -> None:
+    tokenizer = trained.KINDS["qwen2"]()
+    tokenizer.add_tokens(["<|fim_prefix|>", "<tool>"])
+    found = written(folder_with(tokenizer, tmp_path))
+    types = dict(zip(found["tokens"], found["token_type"], strict=True))
+    assert (types["<|fim_prefix|>"], types["<tool>"]) == (CONTROL, ADDED)
+
+
+def test_no_token_is_put_before_the_text_unless_the_tokenizer_does(tmp_path: Path) -> None:
+    """llama.cpp would put one there by the name of the pre-tokenizer."""
+    tokenizer = trained.byte_level(trained.pretokenizers.LLAMA3, whole_words=True)
+    found = written(folder_with(tokenizer, tmp_path))
+    assert (found["pre"], found["add_bos_token"]) == ("llama-bpe", False)
+
+
+def test_sentencepiece_vocabularies(tmp_path: Path) -> None:
+    tokenizer = trained.KINDS["llama2"]()
+    found = written(folder_with(tokenizer, tmp_path))
+    assert (found["model"], found["pre"], found["add_space_prefix"], found["add_bos_token"]) == (
+        "llama", "default", True, True,
+    )  # fmt: skip
+    place = tokenizer.get_vocab()
+    types = dict(zip(found["tokens"], found["token_type"], strict=True))
+    assert [types[token] for token in ("<0x00>", "<0xFF>", "<s>", "a", trained.PLAIN)] == [
+        BYTE, BYTE, CONTROL, NORMAL, ADDED,
+    ]  # fmt: skip
+    first, second = json.loads(tokenizer.to_str())["model"]["merges"][:2]
+    scores = [found["scores"][place["".join(pair)]] for pair in (first, second)]
+    assert scores == [0.0, -1.0] or first[0] + first[1] == second[0] + second[1]
+    assert found["scores"][place["a"]] == -1000.0
+    assert "merges" not in found
+
+
+def test_added_tokens_of_gemma_stand_for_spaces(tmp_path: Path) -> None:
+    found = written(folder_with(trained.KINDS["gemma"](), tmp_path))
+    assert found["add_space_prefix"] is False
+    types = dict(zip(found["tokens"], found["token_type"], strict=True))
+    assert types["  "] == types["\n\n"] == ADDED
+    assert "▁▁" not in types and types["<0x09>"] == BYTE and types["▁"] == NORMAL
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_models_of_sentencepiece_itself(kind: str, tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    prefix = str(tmp_path / "tokenizer")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(trained.TEXT),
+        model_prefix=prefix,
+        model_type="bpe",
+        vocab_size=420,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        add_dummy_prefix=kind == "llama",
+        remove_extra_whitespaces=False,
+        # llama.cpp puts a space behind such a symbol where it puts one before the text.
+        user_defined_symbols=["<h1>"] if kind == "llama" else ["<h1>", "▁▁▁"],
+        minloglevel=2,
+    )
+    model = sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model")
+    folder = write_llama(tmp_path, rows=model.vocab_size() + 2)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"added_tokens_decoder": {str(model.vocab_size()): {"content": "<|user|>", "special": True}}})
+    )
+    found = written(folder)
+    assert (found["model"], found["add_space_prefix"], found["add_bos_token"]) == ("llama", kind == "llama", True)
+    assert found["token_type"][:3] == [UNKNOWN, CONTROL, CONTROL]
+    assert found["token_type"][-2:] == [CONTROL, UNUSED]
+    assert found["scores"][300] == pytest.approx(model.get_score(300))
+    pytest.importorskip("llama_cpp")
+    with LlamaCpp(write_gguf(folder), vocabulary_only=True) as loaded:
+        for text in filter(None, trained.STRINGS):
+            assert loaded.tokens(text) == [1, *model.encode(text)], text
+
+
+def test_files_of_slow_tokenizers(tmp_path: Path) -> None:
+    tokenizer = trained.KINDS["gpt2"]()
+    found = written(folder_with(tokenizer, tmp_path))
+    model = json.loads(tokenizer.to_str())["model"]
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *(" ".join(pair) for pair in model["merges"])]))
+    added = {
+        str(tokenizer.token_to_id(token)): {"content": token, "special": token != trained.PLAIN}
+        for token in (trained.BEGIN, trained.END, trained.USER, trained.PLAIN)
+    }
+    about = {"tokenizer_class": "GPT2Tokenizer", "added_tokens_decoder": added}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    again = written(tmp_path)
+    assert {key: again[key] for key in ("model", "pre", "tokens", "token_type", "merges")} == {
+        key: found[key] for key in ("model", "pre", "tokens", "token_type", "merges")
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "OtherTokenizer"}))
+    with pytest.raises(ExportError, match=r"there is no tokenizer\.json, and the tokenizer is of class OtherTokenizer"):
+        written(tmp_path)
+
+
+def test_a_model_without_a_tokenizer_has_no_vocabulary(tmp_path: Path) -> None:
+    found = written(write_llama(tmp_path))
+    assert (found["model"], found["llama.vocab_size"]) == ("no_vocab", 64)
+    assert "tokens" not in found
+
+
+@pytest.mark.parametrize(
+    ("name", "strips", "expected"),
+    [
+        ("Phi-3-mini", True, "Phi-3-mini"),
+        ("mine", True, "mine (phi-3)"),
+        (None, True, "model (phi-3)"),
+        ("my-phi3-tune", False, "my-phi 3-tune"),
+        ("mine", False, "mine"),
+        (None, False, None),
+    ],
+)
+def test_special_tokens_take_spaces_behind_them_by_the_name_of_the_model(
+    name: str | None, strips: bool, expected: str | None, tmp_path: Path
+) -> None:
+    """As llama.cpp goes by this name; and with it, it does not load a model that lacks some tokens."""
+    tokenizer = trained.KINDS["llama2"]()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    folder = folder_with(tokenizer, tmp_path)
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    for token in stored["added_tokens"]:
+        token["rstrip"] = strips and token["content"] == trained.USER
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    assert metadata(converted(folder, name)).get("general.name") == expected
+    pytest.importorskip("llama_cpp")
+    with LlamaCpp(write_gguf(folder, name=name or ""), vocabulary_only=True) as loaded:
+        text = f"{trained.USER}   Hello"
+        assert loaded.tokens(text) == Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+
+
+def changed(folder: Path, **parts: Any) -> Path:
+    """A model whose tokenizer.json differs in some parts from one of GPT-2's kind."""
+    folder_with(trained.KINDS["gpt2"](), folder)
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    for key, value in parts.items():
+        (stored["model"] if key in stored["model"] else stored)[key] = value
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"type": "Unigram"}, "has a model of type Unigram, expected BPE"),
+        ({"dropout": 0.1}, "has dropout 0.1"),
+        ({"ignore_merges": True}, "splits text by .*ignore_merges True"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "splits text by .*Whitespace"),
+        ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}, "splits text by .*add_prefix_space"),
+        (
+            {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "a+"}, "behavior": "Isolated", "invert": False}},
+            r"splits text by \('a\+',\)",
+        ),
+        ({"normalizer": {"type": "Lowercase"}}, "changes text by .*Lowercase"),
+        ({"merges": []}, "it has no merges"),
+        ({"byte_fallback": True}, "changes or splits text by .*ByteLevel"),
+    ],
+)
+def test_tokenizers_that_llama_cpp_has_no_match_for_are_refused(
+    parts: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ExportError, match=rf"^the tokenizer cannot be mapped to one of llama\.cpp's: .*{message}.*; "):
+        converted(changed(tmp_path, **parts))
+
+
+def test_merges_other_than_those_of_sentencepiece_are_refused(tmp_path: Path) -> None:
+    tokenizer = trained.KINDS["llama2"]()
+    stored = json.loads(tokenizer.to_str())
+    left, right = stored["model"]["merges"].pop()
+    with pytest.raises(ExportError, match=re.escape(f"it does not join {left!r} and {right!r} to ")):
+        converted(folder_with(Tokenizer.from_str(json.dumps(stored)), tmp_path))
+
+
+def test_splits_at_spaces_are_refused_if_tokens_hold_spaces(tmp_path: Path) -> None:
+    tokenizer = trained.KINDS["metaspace"]()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=True)
+    folder = folder_with(tokenizer, tmp_path)
+    assert written(folder)["model"] == "llama"
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    stored["model"]["vocab"]["a▁b"] = stored["model"]["vocab"].pop("<0x00>")
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    with pytest.raises(ExportError, match="it splits text at spaces, and has the token 'a▁b'"):
+        converted(folder)
+
+
+def test_missing_bytes_are_refused(tmp_path: Path) -> None:
+    folder = folder_with(trained.KINDS["llama2"](), tmp_path)
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    stored["model"]["vocab"]["?"] = stored["model"]["vocab"].pop("<0xF5>")
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    with pytest.raises(ExportError, match="it has no token <0xF5>"):
+        converted(folder)
+
+
+def test_more_tokens_than_embeddings_are_refused(tmp_path: Path) -> None:
+    tokenizer = trained.KINDS["gpt2"]()
+    count = tokenizer.get_vocab_size()
+    with pytest.raises(ExportError, match=rf"has the id {count - 1}, and the model has {count - 1} tokens"):
+        converted(folder_with(tokenizer, tmp_path, count - 1))
+
+
+def test_two_tokens_with_the_same_text_are_refused(tmp_path: Path) -> None:
+    """llama.cpp would end the process."""
+    tokenizer = trained.KINDS["gpt2"]()
+    folder = folder_with(tokenizer, tmp_path, tokenizer.get_vocab_size() + 1)
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    stored["added_tokens"].append(stored["added_tokens"][-1] | {"id": tokenizer.get_vocab_size()})
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    with pytest.raises(ExportError, match="several tokens have the same text"):
+        converted(folder)
+
+
+@pytest.mark.parametrize("name", ["tekken.json", "spiece.model"])
+def test_other_files_of_tokenizers_are_refused(name: str, tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    (tmp_path / name).write_bytes(b"{}")
+    with pytest.raises(ExportError, match=rf"{name} without tokenizer\.json"):
+        converted(tmp_path)
+
+
+@pytest.mark.parametrize("raw", [b"\x0a\xff", b"\x0a\x7fab", b"\x0b", b"\x80" * 9, b"\x0a\x02\x12\x00"])
+def test_damaged_models_of_sentencepiece_are_refused(raw: bytes) -> None:
+    with pytest.raises(SourceError, match=r"tokenizer\.model: expected a model of SentencePiece, found a damaged file"):
+        from_model(raw, [], 10)
+
+
+def test_models_of_sentencepiece_other_than_bpe_are_refused() -> None:
+    with pytest.raises(ExportError, match=r"tokenizer\.model is not a BPE model"):
+        from_model(b"", [], 10)
+
+
+def test_damaged_json_is_refused(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(SourceError, match=r"^tokenizer\.json: "):
+        converted(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("[]")
+    with pytest.raises(SourceError, match=r"tokenizer\.json: expected a JSON object, found list"):
+        converted(tmp_path)
+
+
+def test_several_chat_templates_are_in_a_fixed_order(tmp_path: Path) -> None:
+    folder = folder_with(trained.KINDS["gpt2"](), tmp_path)
+    (folder / "chat_template.jinja").write_text("plain")
+    (folder / "additional_chat_templates").mkdir()
+    for name in ("tools", "rag", "think", "other"):
+        (folder / "additional_chat_templates" / f"{name}.jinja").write_text(name)
+    found = metadata(converted(folder))
+    names = [key for key in found if "chat_template" in key]
+    assert names == sorted(names) and len(names) == 6
+    assert found["tokenizer.chat_templates"] == ["other", "rag", "think", "tools"]
+    assert (found["tokenizer.chat_template"], found["tokenizer.chat_template.rag"]) == ("plain", "rag")
+
+
+@pytest.mark.parametrize("added", [{"id": 3}, {"content": "a"}, {"content": 3, "id": 3}])
+def test_damaged_added_tokens_are_refused(added: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises((SourceError, ExportError), match=r"^tokenizer\.json: "):
+        converted(changed(tmp_path, added_tokens=[added]))
+
+
+def test_damaged_merges_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"^tokenizer\.json or tokenizer_config\.json: gguf cannot read it"):
+        converted(changed(tmp_path, merges=[3]))

@@ -1,0 +1,130 @@
+"""The mixes give every tensor the type that llama.cpp's own quantizer gives it."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from pqweights.errors import OptionError
+from pqweights.gguf.mixes import ALIASES, MIXES, Shape, find_mix, find_type, fitting_type, may_be_quantized
+from pqweights.kernels.gguf_types import BLOCK_TYPES
+
+VOCABULARY, WIDTH, INNER = 64, 256, 512
+
+
+def llama(path: Path, *, layers: int, heads: int, shared: int, experts: int = 0, tied: bool = False) -> None:
+    """Write a Llama of zeros, as BF16."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(shared)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(VOCABULARY)
+    writer.add_tokenizer_model("no_vocab")
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(2)
+    kv = WIDTH * shared // heads
+    matrices = {"attn_q": (WIDTH, WIDTH), "attn_k": (kv, WIDTH), "attn_v": (kv, WIDTH), "attn_output": (WIDTH, WIDTH)}
+    inner = {"ffn_gate": (INNER, WIDTH), "ffn_up": (INNER, WIDTH), "ffn_down": (WIDTH, INNER)}
+    for layer in range(layers):
+        if experts:
+            matrices["ffn_gate_inp"] = (experts, WIDTH)
+            for name, shape in inner.items():
+                _add(writer, f"blk.{layer}.{name}_exps.weight", (experts, *shape))
+        else:
+            matrices |= inner
+        for name, shape in matrices.items():
+            _add(writer, f"blk.{layer}.{name}.weight", shape)
+        for name in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(WIDTH, dtype=np.float32))
+    _add(writer, "token_embd.weight", (VOCABULARY, WIDTH))
+    writer.add_tensor("output_norm.weight", np.ones(WIDTH, dtype=np.float32))
+    if not tied:
+        _add(writer, "output.weight", (VOCABULARY, WIDTH))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add(writer: Any, name: str, shape: tuple[int, ...]) -> None:
+    if "ffn_gate_inp" in name:
+        writer.add_tensor(name, np.zeros(shape, dtype=np.float32))
+    else:
+        data = np.zeros((*shape[:-1], shape[-1] * 2), dtype=np.uint8)
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType.BF16)
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "17 layers": {"layers": 17, "heads": 4, "shared": 2},
+    "shared heads, tied": {"layers": 9, "heads": 8, "shared": 2, "tied": True},
+    "eight experts": {"layers": 8, "heads": 8, "shared": 2, "experts": 8},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_types_are_those_of_llama_cpp(name, tmp_path):
+    library = pytest.importorskip("llama_cpp").llama_cpp
+    model = MODELS[name]
+    llama(tmp_path / "plain.gguf", **model)
+    for mix in MIXES.values():
+        if mix.type in ("F32", "F16", "BF16") or mix.name == "Q2_K_S":  # for which it wants an importance matrix
+            continue
+        settings = library.llama_model_quantize_default_params()
+        settings.ftype, out = int(gguf.LlamaFileType[mix.file_type]), tmp_path / "quantized.gguf"
+        paths = (str(path).encode() for path in (tmp_path / "plain.gguf", out))
+        assert library.llama_model_quantize(*paths, ctypes.byref(settings)) == 0
+        shape = Shape(
+            layers=model["layers"],
+            shared=model["heads"] // model["shared"],
+            experts=model.get("experts", 0),
+            tied=model.get("tied", False),
+            large=False,
+            imatrix=False,
+        )
+        for tensor in gguf.GGUFReader(out).tensors:
+            size = tuple(tensor.shape.tolist()[::-1])
+            expected = fitting_type(mix.type_of(tensor.name, size, shape), size[-1])
+            assert tensor.tensor_type.name == expected, (mix.name, tensor.name)
+
+
+def test_names_are_found_in_any_case_and_the_nearest_is_named():
+    assert find_mix("q4_k_m") is find_mix("Q4_K") is MIXES["Q4_K_M"]
+    assert set(ALIASES.values()) <= MIXES.keys()
+    with pytest.raises(OptionError, match=r"--type q4km: the nearest is 'Q4_K_M'"):
+        find_mix("q4km")
+    assert find_type("x", "iq4_xs") == "IQ4_XS"
+    with pytest.raises(OptionError, match="x: the nearest is 'Q4_K'"):
+        find_type("x", "q4_kk")
+
+
+def test_every_type_of_a_mix_has_blocks_and_a_file_type():
+    for mix in MIXES.values():
+        assert mix.type in BLOCK_TYPES or mix.type in ("F32", "F16", "BF16")
+        assert all(wider.type in BLOCK_TYPES for wider in mix.wider)
+        assert mix.file_type in gguf.LlamaFileType.__members__
+
+
+def test_block_types_are_those_of_the_gguf_package():
+    for name, kind in BLOCK_TYPES.items():
+        assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] == (kind.block_size, kind.block_bytes)
+
+
+def test_what_llama_cpp_computes_in_float32_is_never_quantized():
+    assert may_be_quantized("blk.0.ffn_up_exps.weight", (4, 8, 256))
+    for name, shape in (("blk.0.ffn_gate_inp.weight", (8, 256)), ("output_norm.weight", (256,)), ("a.bias", (4, 4))):
+        assert not may_be_quantized(name, shape)
+
+
+def test_fallbacks():
+    assert [fitting_type("Q4_K", columns) for columns in (512, 96, 80)] == ["Q4_K", "Q5_0", "F16"]
+    assert [fitting_type("Q8_0", columns) for columns in (96, 80)] == ["Q8_0", "F16"]

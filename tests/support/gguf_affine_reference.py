@@ -1,0 +1,345 @@
+"""A numpy reference for GGUF's blocks of scales and offsets: the rule of pqweights/kernels/gguf_affine_blocks.py.
+
+Every line is an operation of that rule on all blocks at once, in float32 and in the same order, so the results are the
+same bits. The code is independent: it shares no table and no helper with the kernels, and is told the settings.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+Bytes = npt.NDArray[np.uint8]
+
+f32 = np.float32
+TINY = f32(2.0**-100)
+# type -> weights of a part, the largest code, the largest integer of scales and offsets
+FORMATS = {"Q4_K": (32, 15, 63), "Q5_K": (32, 31, 63), "Q2_K": (16, 3, 15)}
+
+
+class Encoded(NamedTuple):
+    """Bytes [blocks, block bytes], and sums of squares [blocks] of the weights and of their errors."""
+
+    data: Bytes
+    energies: Doubles
+    errors: Doubles
+
+
+class _Form(NamedTuple):
+    """A format: the largest code and the largest integer."""
+
+    code: np.float32
+    level: np.float32
+
+
+class _Sums(NamedTuple):
+    """Of each part, [parts, blocks]: sums of weights and codes, and the best scale for these codes."""
+
+    w: Floats
+    q: Floats
+    qq: Floats
+    wq: Floats
+    total: Floats
+    scale: Floats
+
+
+class _Choice(NamedTuple):
+    """What blocks store: d and dmin in the scale of the work, [blocks], and the integers, [parts, blocks]."""
+
+    error: Floats
+    d: Floats
+    dmin: Floats
+    a: Floats
+    b: Floats
+
+
+def encode(kind: str, values: Floats, settings: Floats, importance: Floats | None) -> Encoded:
+    """Weights [blocks, 256] in a format of FORMATS. importance: f32 [blocks, 256], above 0, as the kernel takes it."""
+    part_size, code, level = FORMATS[kind]
+    form = _Form(f32(code), f32(level))
+    with np.errstate(all="ignore"):
+        shape = (256 // part_size, part_size, len(values))
+        x = np.ascontiguousarray(values.T).reshape(shape)
+        most = np.zeros(len(values), dtype=np.float32)
+        for row in np.abs(values.T):
+            most = _maximum(row, most)
+        exponent = np.clip((most.view(np.uint32) >> 23).astype(np.int32) - 127, -40, 126)
+        down, up = (np.ldexp(f32(1), power).astype(np.float32) for power in (-exponent, exponent))
+        w = x * down
+        factors = None if importance is None else np.ascontiguousarray(importance.T).reshape(shape)
+        scales, offsets, totals = _fitted(w, factors, settings, form)
+        sums = _summed(w, factors, totals, (scales, offsets), form)
+        d, dmin = _guessed(sums, (scales, offsets), settings, form, up, down)
+        choice = _rounded(w, factors, sums, (d, dmin), settings, form, up, down)
+        scale, offset = choice.a * choice.d, choice.b * choice.dmin
+        q = _codes(w, scale, offset, form)
+        e = (w - (q * scale[:, None] - offset[:, None])).astype(np.float64)
+        wide = up.astype(np.float64)
+        energies, errors = (_in_order((y * y).reshape(256, -1)) * wide * wide for y in (w.astype(np.float64), e))
+        halves = [(each * up).astype(np.float16) for each in (choice.d, choice.dmin)]
+        pack = _packed_q2 if kind == "Q2_K" else _packed_q4_or_q5
+        codes = q.reshape(256, -1).T.astype(np.uint8)
+        levels = [np.ascontiguousarray(each.T).astype(np.uint8) for each in (choice.a, choice.b)]
+    return Encoded(pack(halves, levels, codes, high=code == 31), energies, errors)
+
+
+# --- fit ---
+
+
+def _fitted(w: Floats, factors: Floats | None, settings: Floats, form: _Form) -> tuple[Floats, Floats, Floats]:
+    """Scales, offsets and total importance [parts, blocks]."""
+    relax, passes, starts = settings[0], int(settings[1]), int(settings[2])
+    smallest, largest = _minimum(w.min(axis=1), f32(0)), w.max(axis=1)
+    totals = np.full_like(largest, w.shape[1]) if factors is None else _in_order(factors)
+    best = (
+        np.full_like(largest, np.inf),
+        _maximum((largest - smallest) / form.code, TINY),
+        -smallest,
+    )
+    center = (largest + smallest) * f32(0.5)
+    for start in range(starts):
+        chains = []
+        for c in range(3):
+            below, above = settings[6 + 6 * start + 2 * c : 8 + 6 * start + 2 * c]
+            begin = center + (smallest - center) * below
+            scale = (center + (largest - center) * above - begin) / form.code
+            chains.append((_maximum(scale, TINY), _maximum(-begin, f32(0))))
+        for _ in range(passes):
+            moved = [_moments(w, factors, *chain, form) for chain in chains]
+            for c, moments in enumerate(moved):
+                best, chains[c] = _moved(best, *chains[c], moments, totals, relax)
+    most = _codes(w, best[1], best[2], form).max(axis=1)
+    return np.where(most > 0, best[1] / np.floor(form.code / _maximum(most, f32(1))), f32(0)), best[2], totals
+
+
+def _moments(w: Floats, factors: Floats | None, scale: Floats, offset: Floats, form: _Form) -> list[Floats]:
+    """Sums of e^2, e r, r^2, e and r."""
+    t = (w + offset[:, None]) * (f32(1) / scale)[:, None]
+    r = _clipped(np.rint(t), form.code)
+    e = t - r
+    fe, fr = (e, r) if factors is None else (factors * e, factors * r)
+    return [_in_order(terms) for terms in (fe * e, fe * r, fr * r, fe, fr)]
+
+
+def _moved(
+    best: tuple[Floats, Floats, Floats], scale: Floats, offset: Floats, moments: list[Floats], total: Floats, relax: Any
+) -> tuple[tuple[Floats, Floats, Floats], tuple[Floats, Floats]]:
+    ee, er, rr, e, r = moments
+    spread = rr - r * (r / total)
+    spreads = spread > rr * f32(1e-5)
+    slope = np.where(spreads, (er - e * (r / total)) / np.where(spreads, spread, f32(1)), f32(0))
+    shift = (e - slope * r) / total
+    error = (ee - shift * e) - slope * er
+    limit = offset * (f32(1) / scale)
+    pinned, left = shift > limit, er - limit * r
+    pinned_slope = left / _maximum(rr, TINY)
+    pinned_error = ((ee - (limit * f32(2)) * e) + (limit * limit) * total) - pinned_slope * left
+    slope, shift = np.where(pinned, pinned_slope, slope), np.where(pinned, limit, shift)
+    error = (np.where(pinned, pinned_error, error) * scale) * scale
+    fitted = scale * (slope + f32(1))
+    fitted_offset = np.where(pinned, f32(0), offset - scale * shift)
+    better = (error < best[0]) & (fitted > scale * f32(0.25))
+    kept = tuple(np.where(better, new, old) for new, old in zip((error, fitted, fitted_offset), best, strict=True))
+    step = _minimum(_maximum(relax * slope, f32(-0.5)), f32(1))
+    after = (_maximum(scale * (step + f32(1)), TINY), _maximum(offset - scale * (relax * shift), f32(0)))
+    return (kept[0], kept[1], kept[2]), after
+
+
+# --- sums, guesses, rounds ---
+
+
+def _codes(w: Floats, scale: Floats, offset: Floats, form: _Form) -> Floats:
+    return _clipped(np.rint((w + offset[:, None]) * _inverse(scale)[:, None]), form.code)
+
+
+def _summed(w: Floats, factors: Floats | None, totals: Floats, numbers: tuple[Floats, Floats], form: _Form) -> _Sums:
+    scale, offset = numbers
+    q = _codes(w, scale, offset, form)
+    fw, fq = (w, q) if factors is None else (factors * w, factors * q)
+    sw, sq, qq, wq = (_in_order(terms) for terms in (fw, fq, fq * q, fw * q))
+    mean = sq / totals
+    spread = qq - sq * mean
+    spreads = spread > qq * f32(1e-5)
+    fitted = (wq - sw * mean) / np.where(spreads, spread, f32(1))
+    return _Sums(sw, sq, qq, wq, totals, np.where(spreads & (fitted > 0), fitted, scale))
+
+
+def _searched(
+    w: Floats, factors: Floats | None, numbers: tuple[Floats, Floats], levels: tuple[Floats, Floats], form: _Form
+) -> tuple[Floats, Floats, Floats]:
+    """The least errors of parts, with their integers or the neighbours of these, and the integers."""
+    (d, dmin), (a, b) = numbers, levels
+    slant = (d * (form.code / f32(2))) * _inverse(dmin)
+    candidates = [(a, b), (a, _minimum(b + f32(1), form.level)), (a, _maximum(b - f32(1), f32(0)))]
+    neighbours = (_minimum(a + f32(1), form.level), _maximum(a - f32(1), f32(0)))
+    candidates += [(level, _clipped(np.rint(b + (level - a) * slant), form.level)) for level in neighbours]
+    least, best = np.full_like(a, np.inf), (a, b)
+    for candidate in candidates:
+        scale, offset = candidate[0] * d, candidate[1] * dmin
+        e = w - (_codes(w, scale, offset, form) * scale[:, None] - offset[:, None])
+        error = _in_order(e * e if factors is None else factors * e * e)
+        wins = error < least
+        least = np.where(wins, error, least)
+        best = (np.where(wins, candidate[0], best[0]), np.where(wins, candidate[1], best[1]))
+    return least, *best
+
+
+def _levels(sums: _Sums, d: Floats, dmin: Floats, form: _Form) -> tuple[Floats, Floats, Floats]:
+    """The error that the sums say, [blocks], and the integers."""
+    below = _clipped(np.rint(sums.scale * _inverse(d) - f32(0.5)), form.level)
+    found = []
+    for a in (below, _minimum(below + f32(1), form.level)):
+        scale = a * d
+        b = _clipped(np.rint(((scale * sums.q - sums.w) / sums.total) * _inverse(dmin)), form.level)
+        offset = b * dmin
+        error = offset * ((sums.w + sums.w) + sums.total * offset - (scale + scale) * sums.q) + scale * (
+            scale * sums.qq - (sums.wq + sums.wq)
+        )
+        found.append((error, a, b))
+    wins = found[1][0] < found[0][0]
+    error, a, b = (np.where(wins, upper, lower) for lower, upper in zip(*found, strict=True))
+    return _in_order(error), a, b
+
+
+def _solved(sums: _Sums, d: Floats, dmin: Floats, a: Floats, b: Floats) -> tuple[Floats, Floats]:
+    aa, ab, bb, x = (_in_order(terms) for terms in (a * a * sums.qq, a * b * sums.q, b * b * sums.total, a * sums.wq))
+    y = _in_order(-(b * sums.w))
+    determinant = aa * bb - ab * ab
+    divisor = np.where(determinant > (aa * bb) * f32(1e-5), determinant, f32(np.inf))
+    scale, offset = (x * bb + ab * y) / divisor, (aa * y + ab * x) / divisor
+    usable = (scale > 0) & (offset > 0)
+    scale_alone, offset_alone = (x + ab * dmin) / _maximum(aa, TINY), (y + ab * d) / _maximum(bb, TINY)
+    return (
+        np.where(usable, scale, np.where(scale_alone > 0, scale_alone, d)),
+        np.where(usable, offset, np.where(offset_alone > 0, offset_alone, dmin)),
+    )
+
+
+def _half(x: Floats) -> Floats:
+    """The nearest F16, saturated; never 0 if 127 times the number rounds to another."""
+    nearest = _minimum(x, f32(65504)).astype(np.float16).astype(np.float32)
+    return np.where(x > f32(2.0**-31), _maximum(nearest, f32(2.0**-24)), nearest)
+
+
+def _guessed(
+    sums: _Sums, fits: tuple[Floats, Floats], settings: Floats, form: _Form, up: Floats, down: Floats
+) -> tuple[Floats, Floats]:
+    starts, pairs, steps = (int(settings[place]) for place in (2, 3, 4))
+    d0, dmin0 = (_maximum(each, f32(0)).max(axis=0) / form.level for each in (sums.scale, fits[1]))
+    least = np.full_like(d0, np.inf)
+    best = (_half(d0 * up) * down, _half(dmin0 * up) * down)
+    for scale, offset in settings[6 + 6 * starts :][: 2 * pairs].reshape(pairs, 2):
+        d, dmin = d0 * scale, dmin0 * offset
+        for _ in range(steps):
+            d, dmin = _half(d * up) * down, _half(dmin * up) * down
+            error, a, b = _levels(sums, d, dmin, form)
+            better = error < least
+            least = np.where(better, error, least)
+            best = (np.where(better, d, best[0]), np.where(better, dmin, best[1]))
+            d, dmin = _solved(sums, d, dmin, a, b)
+    return best
+
+
+def _rounded(
+    w: Floats,
+    factors: Floats | None,
+    sums: _Sums,
+    pair: tuple[Floats, Floats],
+    settings: Floats,
+    form: _Form,
+    up: Floats,
+    down: Floats,
+) -> _Choice:
+    d, dmin = pair
+    best = _Choice(np.full_like(d, np.inf), d, dmin, np.zeros_like(sums.w), np.zeros_like(sums.w))
+    for _ in range(int(settings[5])):
+        d, dmin = _half(d * up) * down, _half(dmin * up) * down
+        _, a, b = _levels(sums, d, dmin, form)
+        errors, a, b = _searched(w, factors, (d, dmin), (a, b), form)
+        sums = _summed(w, factors, sums.total, (a * d, b * dmin), form)
+        error = _in_order(errors)
+        better = error < best.error
+        now = _Choice(error, d, dmin, a, b)
+        best = _Choice(*(np.where(better, new, old) for new, old in zip(now, best, strict=True)))
+        d, dmin = _solved(sums, d, dmin, a, b)
+    return best
+
+
+# --- bytes ---
+
+
+def _packed_q4_or_q5(halves: list[Any], levels: list[Bytes], codes: Bytes, *, high: bool) -> Bytes:
+    """d, dmin; four scales, then four offsets, above them two bits of the others; the others' low 4 bits; codes."""
+    head = np.stack(halves, axis=1).view(np.uint8)
+    first = [own[:, :4] | ((own[:, 4:] >> 4) << 6) for own in levels]
+    rest = (levels[0][:, 4:] & 15) | ((levels[1][:, 4:] & 15) << 4)
+    parts = codes.reshape(-1, 8, 32)
+    bits = [np.packbits(parts >> 4, axis=1, bitorder="little")[:, 0]] if high else []
+    pairs = (parts & 15).reshape(-1, 4, 2, 32)
+    nibbles = (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).reshape(-1, 128)
+    return np.concatenate([head, *first, rest, *bits, nibbles], axis=1)
+
+
+def _packed_q2(halves: list[Any], levels: list[Bytes], codes: Bytes, *, high: bool) -> Bytes:
+    """A byte of integers for each part; four codes, 32 weights apart, in a byte; d, dmin."""
+    quarters = codes.reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
+    packed = np.bitwise_or.reduce(quarters, axis=2).reshape(-1, 64)
+    return np.concatenate([levels[0] | (levels[1] << 4), packed, np.stack(halves, axis=1).view(np.uint8)], axis=1)
+
+
+# --- arithmetic ---
+
+
+def _inverse(scale: Floats) -> Floats:
+    return np.where(scale > 0, f32(1) / np.where(scale > 0, scale, f32(1)), f32(0))
+
+
+def _minimum(a: Any, b: Any) -> Any:
+    """The minimum as processors compute it: of two zeros, or with a NaN, the second."""
+    return np.where(a < b, a, b)
+
+
+def _maximum(a: Any, b: Any) -> Any:
+    return np.where(a > b, a, b)
+
+
+def _clipped(t: Floats, most: np.float32) -> Floats:
+    result: Floats = _minimum(_maximum(t, f32(0)), most)
+    return result
+
+
+def _in_order(terms: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Add up [..., terms, blocks] to [..., blocks], one after the other, beginning with 0."""
+    start = np.zeros_like(terms[..., :1, :])
+    return np.add.accumulate(np.concatenate([start, terms], axis=-2), axis=-2)[..., -1, :]
+
+
+# --- what to encode ---
+
+
+def hard_blocks() -> Floats:
+    """Blocks [197, 256], which 16 does not divide: ordinary ones, and one of every kind that is treated differently."""
+    rng = np.random.default_rng(21)
+    x = rng.standard_normal((197, 256)).astype(np.float32)
+    x[3:90] *= (10.0 ** rng.uniform(-38, 37, (87, 1))).astype(np.float32)
+    x[91], x[92], x[93] = 0, 0.3, -0.2
+    x[94] = np.float32(3.4028234663852886e38)
+    x[95] = np.float32(2.0**-149) * np.arange(256, dtype=np.float32)
+    x[96], x[97, :250], x[98, 32:64] = np.abs(x[96]) + 1, 0, -1
+    x[99] = np.where(np.arange(256) % 7, -0.0, 0)
+    x[100:120] = rng.standard_t(1.2, (20, 256))
+    x[121:140] *= np.float32(1e-5)  # scales in F16 are subnormal, or too small
+    x[141:150, ::64] *= 30
+    x[151] = np.where(np.arange(256) == 100, np.float32(-7e-3), np.float32(0))
+    return x
+
+
+def some_importance(columns: int) -> Floats:
+    """Importance f32 [columns] in which some columns hardly count, and some not at all."""
+    found = np.random.default_rng(22).lognormal(0, 2, columns).astype(np.float32)
+    found[5:40], found[::50] = 0, 1e-20
+    return found
