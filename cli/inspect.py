@@ -272,9 +272,15 @@ def _row(tensor: TensorPlan, record: TensorRecord) -> dict[str, str]:
 def _totals_lines(found: Inspection) -> str:
     totals = found.totals
     return (
-        f"{found.manifest.kind}: {output.size(totals.output_bytes)} in safetensors files, {totals.weights} "
-        f"weights, {totals.coverage:.4%} of them quantized\nbits, all overhead counted: {report.bits_text(totals)}"
+        f"{found.manifest.kind}: {output.size(totals.output_bytes)} in {_files(found.manifest)} files, "
+        f"{totals.weights} weights, {totals.coverage:.4%} of them quantized\n"
+        f"bits, all overhead counted: {report.bits_text(totals)}"
     )
+
+
+def _files(manifest: Manifest) -> str:
+    """Return the format of the files that hold the weights."""
+    return "GGUF" if manifest.identity.container else "safetensors"
 
 
 def _error_lines(manifest: Manifest) -> list[str]:

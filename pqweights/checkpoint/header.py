@@ -21,7 +21,7 @@ from pqweights.strict_json import MAX_ELEMENTS
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
-ONLY_GGUF_READERS = "GGUF, which only pqweights eval, generate and inspect read"
+ONLY_GGUF_READERS = "GGUF, which only pqweights eval, generate and inspect read (local files)"
 # The digits of the two offsets of a tensor, in files of gigabytes.
 OFFSET_DIGITS = 20
 

@@ -31,7 +31,7 @@ class MetadataList(NamedTuple):
 MetadataValue = str | int | float | bool | MetadataList
 
 
-class GgufTensor(NamedTuple):
+class FoundTensor(NamedTuple):
     """A tensor in a GGUF file.
 
     shape: in the order of torch, rows before columns
@@ -68,7 +68,7 @@ class GgufContents:
     files: tuple[str, ...]
     version: int
     metadata: dict[str, MetadataValue]
-    tensors: tuple[GgufTensor, ...]
+    tensors: tuple[FoundTensor, ...]
     file_bytes: int
 
     @property

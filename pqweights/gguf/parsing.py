@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pqweights.errors import SourceError
-from pqweights.gguf.contents import ITEMS_KEPT, GgufContents, GgufTensor, MetadataList, MetadataValue
+from pqweights.gguf.contents import ITEMS_KEPT, FoundTensor, GgufContents, MetadataList, MetadataValue
 from pqweights.gguf.cursor import Cursor
 from pqweights.gguf.types import ARRAY, BOOL, NUMBER_FORMATS, STRING, TENSOR_TYPES, VALUE_TYPES, StoredType
 from pqweights.strict_json import MAX_ELEMENTS
@@ -177,7 +177,7 @@ def _read_tensor(cursor: Cursor, number: int) -> _TensorEntry:
 
 def _placed(
     cursor: Cursor, file: str, entries: list[_TensorEntry], *, file_bytes: int, alignment: int
-) -> tuple[GgufTensor, ...]:
+) -> tuple[FoundTensor, ...]:
     """Check that data follow each other up to the end of the file, and return where each tensor lies."""
     start = _padded(cursor.offset, alignment) if entries else cursor.offset
     names: set[str] = set()
@@ -190,7 +190,7 @@ def _placed(
             kind = "overlaps the one before it" if entry.place < place else "leaves a hole before it"
             raise cursor.damaged(f"tensor {entry.name!r} {kind}: expected data offset {place}, found {entry.place}")
         count = entry.byte_count
-        tensors.append(GgufTensor(entry.name, entry.shape, entry.type.name, file, start + place, count))
+        tensors.append(FoundTensor(entry.name, entry.shape, entry.type.name, file, start + place, count))
         end = start + place + count
         place += _padded(count, alignment)
     # Writers differ in whether they pad the last tensor, too.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pqweights.gguf.contents import GgufContents, GgufTensor, MetadataList, MetadataValue
+from pqweights.gguf.contents import FoundTensor, GgufContents, MetadataList, MetadataValue
 from pqweights.gguf.file import open_gguf
 from pqweights.gguf.types import FILE_TYPES
 
@@ -89,7 +89,7 @@ class GgufInspection:
     @functools.cached_property
     def types(self) -> tuple[TypeTotal, ...]:
         """The types of tensors, those with the most bytes first."""
-        by_type: dict[str, list[GgufTensor]] = {}
+        by_type: dict[str, list[FoundTensor]] = {}
         for tensor in self.contents.tensors:
             by_type.setdefault(tensor.type, []).append(tensor)
         found = (_total(name, tensors) for name, tensors in by_type.items())
@@ -140,7 +140,7 @@ def inspect_gguf(path: Path) -> GgufInspection:
     return GgufInspection(open_gguf(path))
 
 
-def _total(name: str, tensors: list[GgufTensor]) -> TypeTotal:
+def _total(name: str, tensors: list[FoundTensor]) -> TypeTotal:
     weights = sum(tensor.weights for tensor in tensors)
     return TypeTotal(name, len(tensors), weights, sum(tensor.byte_count for tensor in tensors))
 

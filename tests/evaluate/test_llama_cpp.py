@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,14 @@ def llama(folder: Path, *, layers: int = 2) -> Path:
     return write_checkpoint(
         folder, {name: f32(values) for name, values in tensors.items()}, config=config, companions=tokenizer_files()
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads of llama.cpp wait for each other in loops, which takes long where workers share the cores."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llama_cpp, "usable_cores", lambda: 1)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +189,7 @@ def test_file_without_a_tokenizer_is_refused(work: Path, tmp_path: Path) -> None
 
 
 def test_eval_of_the_same_weights_finds_no_difference(work: Path) -> None:
-    found = answer("eval", work / "source.gguf", "--reference", work / "source", "--text", work / "text.txt",
+    found = answer("eval", "--quiet", work / "source.gguf", "--reference", work / "source", "--text", work / "text.txt",
                    "--window", 64)  # fmt: skip
     (row,) = found["models"]
     assert row["runtime"] == "llama.cpp" and row["dtype"] == "mixed precision"
@@ -193,7 +204,7 @@ def test_eval_needs_no_reference_and_takes_several_files(work: Path, tmp_path: P
     result = done("eval", quantized, work / "split", "--text", work / "text.txt", "--window", 64, "--speed")
     assert "computed by llama.cpp" in result.stdout and "q8.gguf" in result.stdout
     assert "computed in mixed precision" in " ".join(result.stdout.split())
-    found = answer("eval", quantized, "--reference", work / "source.gguf", "--text", work / "text.txt")
+    found = answer("eval", "--quiet", quantized, "--reference", work / "source.gguf", "--text", work / "text.txt")
     assert found["settings"]["window"] == 128
     assert 0 < found["models"][0]["kl"]["mean"]["value"] < 0.01
 
@@ -241,11 +252,11 @@ def test_generate_continues_and_chats(tmp_path: Path) -> None:
     source = speaker(tmp_path / "source", template=TEMPLATE)
     file = llama_gguf(source, tmp_path / "a.gguf")
     for options in ((), ("--no-chat",)):
-        found = answer("generate", file, "--prompt", "hello", *options)
-        expected = answer("generate", source, "--prompt", "hello", *options)
+        found = answer("generate", "--quiet", file, "--prompt", "hello", *options)
+        expected = answer("generate", "--quiet", source, "--prompt", "hello", *options)
         assert found["text"] == expected["text"] == SPEECH and found["stop"] == "end"
         assert found["token_ids"] == expected["token_ids"] and found["prompt_tokens"] == expected["prompt_tokens"]
-    assert answer("generate", file, "--prompt", "x", "--system", "y")["text"] == SPEECH
+    assert answer("generate", "--quiet", file, "--prompt", "x", "--system", "y")["text"] == SPEECH
 
 
 def test_generate_names_what_the_template_refuses(tmp_path: Path) -> None:
@@ -275,3 +286,11 @@ def test_files_that_llama_cpp_refuses_give_one_line(work: Path, tmp_path: Path) 
 def test_nothing_but_errors_is_printed(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
     open_model(work / "source.gguf").logits(IDS, 1)
     assert capfd.readouterr() == ("", "")
+
+
+def test_neither_torch_nor_transformers_is_needed(work: Path) -> None:
+    code = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'gguf'))); "
+    code += "from pqweights_cli.main import app; app()"
+    for command in (("eval", "source.gguf", "--text", "text.txt"), ("generate", "source.gguf", "-p", "hello")):
+        finished = subprocess.run([sys.executable, "-c", code, *command], cwd=work, capture_output=True, text=True)
+        assert finished.returncode == 0, finished.stderr

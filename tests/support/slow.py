@@ -25,6 +25,7 @@ SLOW = {
     "evaluate/test_eval_caches.py": MODELS,
     "evaluate/test_eval_command.py": MODELS,
     "evaluate/test_evaluate.py": MODELS,
+    "evaluate/test_llama_cpp.py": MODELS,
     "exports/test_added_target.py": MODELS,
     "exports/test_bf16_export.py::test_run_killed_at_any_call_resumes_to_the_same_folder": KILLS,
     "exports/test_bf16_families.py": MODELS,
