@@ -6,10 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pqweights.checkpoint.storage import Storage, read_file
 from pqweights.errors import ExportError, SourceError
 from pqweights.gguf.package import gguf_package
+from pqweights.strict_json import parse_json
 
-FAST = "tokenizer.json"
+FAST, CONFIG = "tokenizer.json", "tokenizer_config.json"
 # Tokens that are special although the files do not say so: llama.cpp's converter goes by these looks, too.
 LOOKS_SPECIAL = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))
 NAMED_SPECIAL = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
@@ -26,7 +28,8 @@ class Vocabulary:
     tokens, types: by id; the types are those of gguf.TokenType
     scores: by id, for the kinds that have some
     space_prefix: whether text gets a space before it; None for kinds to which this means nothing
-    starts: whether text gets a token before it where the files do not say so
+    around: the ids of the tokens before and behind a text; None if tokenizer_config.json says whether there are some
+    starts: whether there is one before it if that file does not say so
     strips: whether special tokens take the spaces that follow them
     differs: on which texts llama.cpp makes other tokens; empty if there are none that are known
     """
@@ -37,6 +40,7 @@ class Vocabulary:
     types: list[int]
     scores: list[float] | None = None
     space_prefix: bool | None = None
+    around: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     starts: bool = False
     strips: bool = False
     differs: str = ""
@@ -93,3 +97,19 @@ def _looks_special(token: str) -> bool:
 def strips_spaces(added: Sequence[Mapping[str, Any]]) -> bool:
     """Whether special tokens take the spaces that follow them."""
     return any(entry.get("rstrip") and entry.get("special") for entry in added)
+
+
+def read_json(storage: Storage, name: str) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one if there is no such file.
+
+    Raises SourceError if there is none in it.
+    """
+    if name not in storage.files():
+        return {}
+    try:
+        found = parse_json(read_file(storage, name))
+    except ValueError as error:
+        raise SourceError(f"{name}: {error}") from None
+    if not isinstance(found, dict):
+        raise SourceError(f"{name}: expected a JSON object, found {type(found).__name__}")
+    return found

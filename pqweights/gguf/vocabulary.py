@@ -6,28 +6,21 @@ are collected by SpecialVocab of the gguf package, which reads a folder.
 
 from __future__ import annotations
 
-import json
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.storage import Storage, read_file
-from pqweights.errors import SourceError
-from pqweights.gguf.package import gguf_package, silent
+from pqweights.gguf.package import gguf_package
 from pqweights.gguf.pretokenizers import CLASSES, DIFFERS, pre_tokenizer
 from pqweights.gguf.sentencepiece import MODEL_FILE, from_json, from_model, is_sentencepiece
-from pqweights.gguf.tokens import FAST, Vocabulary, placed_tokens, strips_spaces, unmapped
-from pqweights.strict_json import parse_json
+from pqweights.gguf.special import MERGES, add_special, surrounding
+from pqweights.gguf.tokens import CONFIG, FAST, Vocabulary, placed_tokens, read_json, strips_spaces, unmapped
 
-CONFIG, NAMED = "tokenizer_config.json", "special_tokens_map.json"
-SLOW, MERGES = "vocab.json", "merges.txt"
-TEMPLATES = ("chat_template.jinja", "chat_template.json")
+SLOW = "vocab.json"
 # Of tokenizers that nothing here reads.
 OTHERS = ("tekken.json", "spiece.model", "sentencepiece.bpe.model", "qwen.tiktoken", "tokenizer.tiktoken", "vocab.txt")
-SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 NOT_NORMALIZED = "text that is not in Unicode's form NFC: llama.cpp does not normalize it"
 # llama.cpp lets special tokens take the spaces behind them in models of which the name matches, and then needs these
 # tokens.
@@ -44,7 +37,7 @@ def read_vocabulary(storage: Storage, *, rows: int) -> Vocabulary | None:
     """
     files = storage.files()
     if FAST in files:
-        return _of_json(_json(storage, FAST), rows)
+        return _of_json(read_json(storage, FAST), rows)
     if MODEL_FILE in files:
         return from_model(read_file(storage, MODEL_FILE), _added(storage), rows)
     if SLOW in files and MERGES in files:
@@ -85,20 +78,7 @@ def add_vocabulary(storage: Storage, config: Mapping[str, Any], writer: Any, *, 
     writer.add_token_types(vocabulary.types)
     if vocabulary.space_prefix is not None:
         writer.add_add_space_prefix(vocabulary.space_prefix)
-    _add_special(storage, config, writer, vocabulary=vocabulary)
-
-
-def _json(storage: Storage, name: str) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one if there is no such file."""
-    if name not in storage.files():
-        return {}
-    try:
-        found = parse_json(read_file(storage, name))
-    except ValueError as error:
-        raise SourceError(f"{name}: {error}") from None
-    if not isinstance(found, dict):
-        raise SourceError(f"{name}: expected a JSON object, found {type(found).__name__}")
-    return found
+    add_special(storage, config, writer, vocabulary=vocabulary)
 
 
 def _of_json(tokenizer: dict[str, Any], rows: int) -> Vocabulary:
@@ -109,8 +89,9 @@ def _of_json(tokenizer: dict[str, Any], rows: int) -> Vocabulary:
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             raise unmapped(f"{FAST} has {key} {model[key]!r}")
+    around = surrounding(tokenizer)
     if is_sentencepiece(tokenizer):
-        return from_json(tokenizer, rows)
+        return replace(from_json(tokenizer, rows), around=around)
     pre, found = pre_tokenizer(tokenizer)
     if pre is None:
         raise unmapped(f"{FAST} splits text by {found}")
@@ -118,15 +99,16 @@ def _of_json(tokenizer: dict[str, Any], rows: int) -> Vocabulary:
     if normalizer not in (None, "NFC"):
         raise unmapped(f"{FAST} changes text by {tokenizer['normalizer']}")
     vocabulary = _byte_level(model["vocab"], tokenizer.get("added_tokens") or [], pre=pre, rows=rows)
-    return replace(vocabulary, differs=DIFFERS.get(pre, "") if normalizer is None else NOT_NORMALIZED)
+    differs = DIFFERS.get(pre, "") if normalizer is None else NOT_NORMALIZED
+    return replace(vocabulary, differs=differs, around=around)
 
 
 def _of_slow(storage: Storage, rows: int) -> Vocabulary:
     """The vocabulary of vocab.json and merges.txt, of a class whose way to split text is known."""
-    name = str(_json(storage, CONFIG).get("tokenizer_class"))
+    name = str(read_json(storage, CONFIG).get("tokenizer_class"))
     if name.removesuffix("Fast") not in CLASSES:
         raise unmapped(f"there is no {FAST}, and the tokenizer is of class {name}")
-    return _byte_level(_json(storage, SLOW), _added(storage), pre=CLASSES[name.removesuffix("Fast")], rows=rows)
+    return _byte_level(read_json(storage, SLOW), _added(storage), pre=CLASSES[name.removesuffix("Fast")], rows=rows)
 
 
 def _byte_level(vocab: Mapping[str, int], added: Sequence[Mapping[str, Any]], *, pre: str, rows: int) -> Vocabulary:
@@ -136,47 +118,7 @@ def _byte_level(vocab: Mapping[str, int], added: Sequence[Mapping[str, Any]], *,
 
 def _added(storage: Storage) -> list[dict[str, Any]]:
     """Return the tokens that were added to a vocabulary beside which there is no tokenizer.json."""
-    found = {place: {"content": token} for token, place in _json(storage, "added_tokens.json").items()}
-    decoder = _json(storage, CONFIG).get("added_tokens_decoder") or {}
+    found = {place: {"content": token} for token, place in read_json(storage, "added_tokens.json").items()}
+    decoder = read_json(storage, CONFIG).get("added_tokens_decoder") or {}
     found.update({int(place): token for place, token in decoder.items()})
     return [{"id": place, **token} for place, token in found.items()]
-
-
-def _add_special(storage: Storage, config: Mapping[str, Any], writer: Any, *, vocabulary: Vocabulary) -> None:
-    """Write merges, special tokens and the chat template."""
-    merged = vocabulary.model == "gpt2"
-    with tempfile.TemporaryDirectory() as name, silent():
-        _write_files(storage, config, Path(name))
-        try:
-            special = gguf_package().SpecialVocab(
-                name, load_merges=merged, special_token_types=SPECIAL, n_vocab=len(vocabulary.tokens)
-            )
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise SourceError(f"{FAST} or {CONFIG}: gguf cannot read it: {error!r:.200}") from error
-    ids, added = special.special_token_ids, special.add_special_token
-    if "eos" in ids:
-        ids.setdefault("bos", ids["eos"])  # llama.cpp would take token 11
-    for kind in ("bos", "eos"):
-        added[kind] = kind in ids and added.get(kind, vocabulary.starts and kind == "bos")
-    if merged and not special.merges:
-        raise unmapped("it has no merges")
-    with silent():
-        special.add_to_gguf(writer, quiet=True)
-
-
-def _write_files(storage: Storage, config: Mapping[str, Any], folder: Path) -> None:
-    """Write what SpecialVocab reads into a folder."""
-    files = storage.files()
-    for name in (FAST, MERGES, *TEMPLATES, *(file for file in files if file.startswith("additional_chat_templates/"))):
-        if name in files:
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_bytes(read_file(storage, name))
-    named = {key: value for key, value in _json(storage, NAMED).items() if isinstance(value, str | dict)}
-    (folder / CONFIG).write_text(json.dumps(named | _json(storage, CONFIG)))
-    generation = _json(storage, "generation_config.json")
-    ids = {}
-    for kind in SPECIAL:
-        found = config.get(f"{kind}_token_id")
-        found = generation.get(f"{kind}_token_id") if found is None else found
-        ids[f"{kind}_token_id"] = found[0] if isinstance(found, list) and found else found
-    (folder / "config.json").write_text(json.dumps(ids))

@@ -347,3 +347,75 @@ def test_damaged_added_tokens_are_refused(added: dict[str, Any], tmp_path: Path)
 def test_damaged_merges_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"^tokenizer\.json or tokenizer_config\.json: gguf cannot read it"):
         converted(changed(tmp_path, merges=[3]))
+
+
+def template(*parts: str) -> dict[str, Any]:
+    """A post-processor that puts special tokens around the text, which is A."""
+    ids = {trained.BEGIN: 0, trained.END: 1}
+    single = [
+        {"Sequence": {"id": "A", "type_id": 0}} if part == "A" else {"SpecialToken": {"id": part, "type_id": 0}}
+        for part in parts
+    ]
+    tokens = {token: {"id": token, "ids": [place], "tokens": [token]} for token, place in ids.items()}
+    return {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": tokens}
+
+
+@pytest.mark.parametrize("said", [True, False, None])
+@pytest.mark.parametrize(
+    ("processor", "first", "last"),
+    [
+        (None, False, False),
+        (template("A"), False, False),
+        (template(trained.BEGIN, "A"), True, False),
+        (template(trained.BEGIN, "A", trained.END), True, True),
+        ({"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}, False, False),
+        ({"type": "RobertaProcessing", "cls": [trained.BEGIN, 0], "sep": [trained.END, 1]}, True, True),
+    ],
+)
+def test_the_processor_decides_what_stands_around_a_text(
+    processor: dict[str, Any] | None, first: bool, last: bool, said: bool | None, tmp_path: Path
+) -> None:
+    """Whatever tokenizer_config.json says of it, as in transformers 5."""
+    folder = changed(tmp_path)
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(stored | {"post_processor": processor}))
+    about = {"bos_token": trained.BEGIN, "eos_token": trained.END}
+    about |= {} if said is None else {"add_bos_token": said, "add_eos_token": said}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    found = written(folder)
+    assert (found["add_bos_token"], found["add_eos_token"]) == (first, last)
+    assert (found["bos_token_id"], found["eos_token_id"]) == (0, 1)
+
+
+def test_another_token_behind_a_text_is_its_end(tmp_path: Path) -> None:
+    """Models of embeddings have such a token; what ended a generated text still does."""
+    folder = changed(tmp_path)
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(stored | {"post_processor": template("A", trained.BEGIN)}))
+    found = written(folder)
+    assert (found["eos_token_id"], found["eot_token_id"], found["add_eos_token"]) == (0, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("processor", "message"),
+    [
+        (template(trained.BEGIN, trained.BEGIN, "A"), "it puts more than one token before or behind a text"),
+        ({"type": "Unknown"}, "it processes tokens by .*Unknown"),
+    ],
+)
+def test_other_processors_are_refused(processor: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = changed(tmp_path)
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(stored | {"post_processor": processor}))
+    with pytest.raises(ExportError, match=message):
+        converted(folder)
+
+
+def test_ids_in_the_configurations_are_used_where_the_tokenizer_names_no_tokens(tmp_path: Path) -> None:
+    folder = changed(tmp_path)
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "generation_config.json").write_text(json.dumps({"pad_token_id": 5}))
+    write_config = json.loads((folder / "config.json").read_text()) | {"bos_token_id": None, "eos_token_id": [7, 8]}
+    (folder / "config.json").write_text(json.dumps(write_config))
+    found = written(folder)
+    assert (found["eos_token_id"], found["bos_token_id"], found["padding_token_id"]) == (7, 7, 5)

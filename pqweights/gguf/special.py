@@ -1,0 +1,110 @@
+"""Special tokens, merges and the chat template of a vocabulary, collected by SpecialVocab of the gguf package.
+
+It reads a folder; what stands around a text is read here, because its versions take it from different files.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pqweights.checkpoint.storage import Storage, read_file
+from pqweights.errors import SourceError
+from pqweights.gguf.package import gguf_package, silent
+from pqweights.gguf.tokens import CONFIG, FAST, Vocabulary, read_json, unmapped
+
+MERGES, NAMED = "merges.txt", "special_tokens_map.json"
+TEMPLATES = ("chat_template.jinja", "chat_template.json")
+MORE_TEMPLATES = "additional_chat_templates/"
+SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+def surrounding(tokenizer: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids of the tokens that a tokenizer.json puts before and behind a text.
+
+    Raises ExportError if llama.cpp cannot put them there.
+    """
+    processor = tokenizer.get("post_processor") or {"type": "Sequence", "processors": []}
+    before: list[int] = []
+    behind: list[int] = []
+    for step in processor.get("processors", [processor]):
+        if step.get("type") == "TemplateProcessing":
+            side = before
+            for part in step.get("single") or []:
+                if "Sequence" in part:
+                    side = behind
+                else:
+                    side += step["special_tokens"][part["SpecialToken"]["id"]]["ids"]
+        elif step.get("type") in ("RobertaProcessing", "BertProcessing"):
+            before.append(step["cls"][1])
+            behind.append(step["sep"][1])
+        elif step.get("type") != "ByteLevel":
+            raise unmapped(f"it processes tokens by {step}")
+    if len(before) > 1 or len(behind) > 1:
+        raise unmapped("it puts more than one token before or behind a text")
+    return tuple(before), tuple(behind)
+
+
+def add_special(storage: Storage, config: Mapping[str, Any], writer: Any, *, vocabulary: Vocabulary) -> None:
+    """Write the merges, special tokens and chat template of a vocabulary.
+
+    config: that of the text model
+    writer: a GGUFWriter of the gguf package
+
+    Raises ExportError for byte-level BPE without merges, SourceError for damaged files.
+    """
+    merged = vocabulary.model == "gpt2"
+    with tempfile.TemporaryDirectory() as name, silent():
+        _write_files(storage, config, Path(name))
+        try:
+            special = gguf_package().SpecialVocab(
+                name, load_merges=merged, special_token_types=SPECIAL, n_vocab=len(vocabulary.tokens)
+            )
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise SourceError(f"{FAST} or {CONFIG}: gguf cannot read it: {error!r:.200}") from error
+    if merged and not special.merges:
+        raise unmapped("it has no merges")
+    _settle(special.special_token_ids, special.add_special_token, vocabulary)
+    with silent():
+        special.add_to_gguf(writer, quiet=True)
+
+
+def _settle(ids: dict[str, int], added: dict[str, bool], vocabulary: Vocabulary) -> None:
+    """Decide which tokens begin and end a text.
+
+    ids: by kind; bos and eos are those that llama.cpp puts around a text
+    added: by kind, whether it does
+    """
+    if vocabulary.around is None:
+        added["bos"] = "bos" in ids and added.get("bos", vocabulary.starts)
+        added["eos"] = "eos" in ids and added.get("eos", False)
+    else:
+        for kind, places in zip(("bos", "eos"), vocabulary.around, strict=True):
+            added[kind] = bool(places)
+            if places and ids.get(kind) != places[0]:
+                if kind == "eos" and "eos" in ids:
+                    ids["eot"] = ids["eos"]  # it still ends what is generated
+                ids[kind] = places[0]
+    if "eos" in ids:
+        ids.setdefault("bos", ids["eos"])  # llama.cpp would take token 11
+
+
+def _write_files(storage: Storage, config: Mapping[str, Any], folder: Path) -> None:
+    """Write what SpecialVocab reads into a folder."""
+    files = storage.files()
+    for name in (FAST, MERGES, *TEMPLATES, *(file for file in files if file.startswith(MORE_TEMPLATES))):
+        if name in files:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(read_file(storage, name))
+    named = {key: value for key, value in read_json(storage, NAMED).items() if isinstance(value, str | dict)}
+    (folder / CONFIG).write_text(json.dumps(named | read_json(storage, CONFIG)))
+    generation = read_json(storage, "generation_config.json")
+    ids = {}
+    for kind in SPECIAL:
+        found = config.get(f"{kind}_token_id")
+        found = generation.get(f"{kind}_token_id") if found is None else found
+        ids[f"{kind}_token_id"] = found[0] if isinstance(found, list) and found else found
+    (folder / "config.json").write_text(json.dumps(ids))
