@@ -20,7 +20,7 @@ PACKAGES = {
     "eval": (*_TRANSFORMERS, "datasets>=4.0"),
     "plot": ("matplotlib>=3.9",),
     "mlx": (_MLX, "mlx-lm>=0.32"),
-    "gguf": ("gguf>=0.17",),
+    "gguf": ("gguf>=0.18",),
     "llama": ("llama-cpp-python>=0.3.16",),
     "vllm": ("compressed-tensors>=0.20", "torch>=2.6", "transformers>=5.0"),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pqweights.checkpoint.readers import LogicalTensor
@@ -172,6 +172,8 @@ def _view(tensor: LogicalTensor, kind: str, name: str, settings: Settings) -> Lo
         return OffsetTensor(name=name, source=tensor, offset=architecture.gain_offset)
     if kind == "FFN_GATE_INP_SHEXP" and tensor.shape[:-1] == (1,):
         return FlatTensor(name=name, source=tensor)
+    if isinstance(tensor, MovedTensor):
+        return replace(tensor, name=name)
     return RenamedTensor(name=name, source=tensor)
 
 

@@ -301,6 +301,52 @@ def test_rope_parameters_are_read_by_old_and_new_keys(config: dict[str, Any], tm
     }
 
 
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "architectures": None,
+    "hidden_act": None,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "tie_word_embeddings": True,
+    "sliding_window": 32,
+}
+BY_LAYERS = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_parameters": BY_LAYERS, "layer_types": ["full_attention", "sliding_attention"]},
+        {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+        | {"layer_types": ["full_attention", "sliding_attention"]},
+    ],
+)
+def test_layers_with_a_window_have_their_own_base(config: dict[str, Any], tmp_path: Path) -> None:
+    changed = {
+        f"model__layers__{layer}__{name}__weight": bf16(gaussian(8 if "attn" in name else 16))
+        for layer in range(2)
+        for name in (
+            "self_attn__q_norm",
+            "self_attn__k_norm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        )
+    }
+    found = metadata(converted(write_llama(tmp_path, config=GEMMA3 | config, **changed)))
+    assert {key: value for key, value in found.items() if ".rope." in key or "sliding" in key} == {
+        "gemma3.attention.sliding_window": 32,
+        "gemma3.attention.sliding_window_pattern": [False, True],
+        "gemma3.rope.dimension_count": 8,
+        "gemma3.rope.freq_base": 5e5,
+        "gemma3.rope.freq_base_swa": 2e4,
+        "gemma3.rope.scaling.type": "linear",
+        "gemma3.rope.scaling.factor": 8.0,
+    }
+
+
 def test_factors_of_llama3_are_those_of_transformers(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

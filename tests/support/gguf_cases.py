@@ -37,7 +37,7 @@ LONG = {
 }
 LAYERED = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
 }
 
 
