@@ -17,7 +17,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_file
 from pqweights.exports.integers import Importances
 from pqweights.exports.loading import LoadableModel, shell
-from pqweights.gguf.header import ALIGNMENT, GgufTensor, MetadataEntry, Part, encode_header
+from pqweights.gguf.header import ALIGNMENT, GgufTensor, MetadataEntry, FilePart, encode_header
 from pqweights.gguf.mixes import Mix
 from pqweights.hub.ids import is_repository_id
 from pqweights.planning.containers import GgufFiles
@@ -59,7 +59,7 @@ class GgufOutput:
         headers = []
         for number, run in enumerate(runs):
             held = [_listed(tensors[place]) for place in run]
-            content = encode_header(metadata, held, Part(number, len(runs), len(tensors)))
+            content = encode_header(metadata, held, FilePart(number, len(runs), len(tensors)))
             headers.append(FileHeader.of(content))
         return GgufFiles(name=self.file_name, alignment=ALIGNMENT, headers=tuple(headers))
 

@@ -14,7 +14,7 @@ from pqweights.checkpoint.views import View
 from pqweights.errors import RecipeError, SourceError
 from pqweights.exports.bf16 import role_of
 from pqweights.exports.gguf_options import TypeOptions
-from pqweights.gguf.header import ALIGNMENT, GgufTensor, Part, encode_header
+from pqweights.gguf.header import ALIGNMENT, GgufTensor, FilePart, encode_header
 from pqweights.gguf.mixes import PLAIN_TYPES, Shape, fitting_type, may_be_quantized
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.planning.knapsack import Choice, cheapest, solve
@@ -177,7 +177,7 @@ def _header_bytes(model: GgufModel, chosen: dict[str, TypeChoice]) -> int:
         GgufTensor(t.name, t.shape, chosen[t.name].type, type_bytes(chosen[t.name].type, t.shape))
         for t in model.tensors
     ]
-    return len(encode_header(model.metadata, tensors, Part(0, 1, len(tensors))))
+    return len(encode_header(model.metadata, tensors, FilePart(0, 1, len(tensors))))
 
 
 def _sensitivity(options: TypeOptions, fingerprint: str | None) -> Sensitivity | None:

@@ -39,7 +39,7 @@ class GgufTensor(NamedTuple):
     byte_count: int
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """Which file this is, of how many, and how many tensors all of them have."""
 
     number: int
@@ -47,7 +47,7 @@ class Part(NamedTuple):
     tensors: int
 
 
-def encode_header(metadata: Sequence[MetadataEntry], tensors: Sequence[GgufTensor], part: Part) -> bytes:
+def encode_header(metadata: Sequence[MetadataEntry], tensors: Sequence[GgufTensor], part: FilePart) -> bytes:
     """Return the bytes before the data of a file, padded to ALIGNMENT.
 
     metadata: all but what says which part this is; a file of several has it only in the first

@@ -51,7 +51,7 @@ from pqweights.kernels.gguf_affine_parts import (
 LARGEST_HALF, SMALLEST_HALF = 65504.0, 2.0**-24
 
 
-class _Pair(NamedTuple):
+class _Factors(NamedTuple):
     """d and dmin in the scale of the work."""
 
     scale: Lanes
@@ -62,7 +62,7 @@ class _Guess(NamedTuple):
     """The best pair so far, as it is stored, and its error."""
 
     error: Lanes
-    pair: _Pair
+    pair: _Factors
 
 
 class _Normal(NamedTuple):
@@ -90,12 +90,12 @@ def _half(x: Lanes) -> Lanes:
     return (x < SMALLEST_NORMAL_HALF).choose(tiny, nearest)
 
 
-def _stored(extent: AffineExtent, pair: _Pair) -> _Pair:
+def _stored(extent: AffineExtent, pair: _Factors) -> _Factors:
     """A pair as it is stored, in the scale of the work."""
-    return _Pair(_half(pair.scale * extent.up) * extent.down, _half(pair.offset * extent.up) * extent.down)
+    return _Factors(_half(pair.scale * extent.up) * extent.down, _half(pair.offset * extent.up) * extent.down)
 
 
-def _choose_levels(blocks: AffineBlocks, pair: _Pair) -> tuple[Lanes, _Normal]:
+def _choose_levels(blocks: AffineBlocks, pair: _Factors) -> tuple[Lanes, _Normal]:
     """Give each part the integers that its sums say are best; the error they say, and the normal equations."""
     scale_inverse, offset_inverse = inverse_of(pair.scale), inverse_of(pair.offset)
     last = float(blocks.format.last_level)
@@ -136,7 +136,7 @@ def _with_part(blocks: AffineBlocks, normal: _Normal, part: Any, levels: tuple[L
     )
 
 
-def _solved(pair: _Pair, normal: _Normal) -> _Pair:
+def _solved(pair: _Factors, normal: _Normal) -> _Factors:
     """The pair that solves the normal equations.
 
     Where that is no pair that can be stored, as without offsets, each is the best for the other as it is.
@@ -146,35 +146,35 @@ def _solved(pair: _Pair, normal: _Normal) -> _Pair:
     divisor = (determinant > (aa * bb) * 1e-5).choose(determinant, float("inf"))
     scale, offset = (a * bb + ab * b) / divisor, (aa * b + ab * a) / divisor
     usable = (scale > 0.0) & (offset > 0.0)
-    alone = _Pair((a + ab * pair.offset) / aa.maximum(TINY), (b + ab * pair.scale) / bb.maximum(TINY))
+    alone = _Factors((a + ab * pair.offset) / aa.maximum(TINY), (b + ab * pair.scale) / bb.maximum(TINY))
     kept = [(own > 0.0).choose(own, old) for own, old in zip(alone, pair, strict=True)]
-    return _Pair(usable.choose(scale, kept[0]), usable.choose(offset, kept[1]))
+    return _Factors(usable.choose(scale, kept[0]), usable.choose(offset, kept[1]))
 
 
-def _guessed(blocks: AffineBlocks, extent: AffineExtent) -> _Pair:
+def _guessed(blocks: AffineBlocks, extent: AffineExtent) -> _Factors:
     """The pair, as stored, of which the sums say that its error is the smallest."""
     builder, last = blocks.builder, float(blocks.format.last_level)
 
-    def widest(part: Any, most: _Pair) -> _Pair:
-        return _Pair(blocks.field(SCALE, part).maximum(most.scale), blocks.field(OFFSET, part).maximum(most.offset))
+    def widest(part: Any, most: _Factors) -> _Factors:
+        return _Factors(blocks.field(SCALE, part).maximum(most.scale), blocks.field(OFFSET, part).maximum(most.offset))
 
-    most = blocks.over_parts(_Pair(blocks.zero, blocks.zero), widest)
-    plain = _Pair(most.scale / last, most.offset / last)
+    most = blocks.over_parts(_Factors(blocks.zero, blocks.zero), widest)
+    plain = _Factors(most.scale / last, most.offset / last)
     first_pair = builder.add(builder.mul(blocks.count(STARTS), I64(2 * CHAINS)), I64(FIRST_START))
 
     def try_pair(i: Any, best: _Guess) -> _Guess:
         place = builder.add(first_pair, builder.mul(i, I64(2)))
         scale, offset = (blocks.setting(builder.add(place, I64(k))) for k in (0, 1))
 
-        def step(_: Any, state: tuple[_Pair, _Guess]) -> tuple[_Pair, _Guess]:
+        def step(_: Any, state: tuple[_Factors, _Guess]) -> tuple[_Factors, _Guess]:
             pair, best = state
             pair = _stored(extent, pair)
             error, normal = _choose_levels(blocks, pair)
             better = error < best.error
-            kept = _Pair(*(better.choose(new, old) for new, old in zip(pair, best.pair, strict=True)))
+            kept = _Factors(*(better.choose(new, old) for new, old in zip(pair, best.pair, strict=True)))
             return _solved(pair, normal), _Guess(better.choose(error, best.error), kept)
 
-        start = (_Pair(plain.scale * scale, plain.offset * offset), best)
+        start = (_Factors(plain.scale * scale, plain.offset * offset), best)
         return loop(builder, blocks.count(STEPS), start, step)[1]
 
     infinite = blocks.zero.of(float("inf"))
@@ -184,10 +184,10 @@ def _guessed(blocks: AffineBlocks, extent: AffineExtent) -> _Pair:
 # --- round ---
 
 
-def _rounded(blocks: AffineBlocks, extent: AffineExtent, pair: _Pair) -> _Pair:
+def _rounded(blocks: AffineBlocks, extent: AffineExtent, pair: _Factors) -> _Factors:
     """The best pair; the integers of its parts are kept as the best."""
 
-    def measure(_: Any, state: tuple[_Pair, _Guess]) -> tuple[_Pair, _Guess]:
+    def measure(_: Any, state: tuple[_Factors, _Guess]) -> tuple[_Factors, _Guess]:
         pair, best = state
         pair = _stored(extent, pair)
         _choose_levels(blocks, pair)
@@ -202,14 +202,14 @@ def _rounded(blocks: AffineBlocks, extent: AffineExtent, pair: _Pair) -> _Pair:
         error, normal = blocks.over_parts((blocks.zero, _Normal(*[blocks.zero] * 5)), search)
         better = error < best.error
         _keep_levels(blocks, better)
-        kept = _Pair(*(better.choose(new, old) for new, old in zip(pair, best.pair, strict=True)))
+        kept = _Factors(*(better.choose(new, old) for new, old in zip(pair, best.pair, strict=True)))
         return _solved(pair, normal), _Guess(better.choose(error, best.error), kept)
 
     start = (pair, _Guess(blocks.zero.of(float("inf")), pair))
     return loop(blocks.builder, blocks.count(ROUNDS), start, measure)[1].pair
 
 
-def _searched(blocks: AffineBlocks, part: Any, pair: _Pair, slant: Lanes) -> tuple[Lanes, tuple[Lanes, Lanes]]:
+def _searched(blocks: AffineBlocks, part: Any, pair: _Factors, slant: Lanes) -> tuple[Lanes, tuple[Lanes, Lanes]]:
     """The least error of a part with its integers or their neighbours, and these, which are kept.
 
     slant: by how much the integer of the offset has to grow with that of the scale for the middle code to stay.
@@ -257,7 +257,7 @@ def _keep_levels(blocks: AffineBlocks, better: Lanes) -> None:
 # --- encode ---
 
 
-def _encode(blocks: AffineBlocks, extent: AffineExtent, pair: _Pair, sums: Any) -> None:
+def _encode(blocks: AffineBlocks, extent: AffineExtent, pair: _Factors, sums: Any) -> None:
     """Replace the work by the codes, i32, and write the sums of squares of the weights and of their errors."""
 
     def encode_part(part: Any, totals: tuple[Lanes, Lanes]) -> tuple[Lanes, Lanes]:

@@ -33,27 +33,27 @@ AT_ONCE = 4  # candidates that one pass over the weights evaluates
 LARGEST_F16 = 65504.0
 
 
-class _Moments(NamedTuple):
+class _Products(NamedTuple):
     """Sums over the weights of a part, of importance times products of e and r."""
 
     ee: Lanes
     er: Lanes
 
 
-class _Found(NamedTuple):
+class _PartFit(NamedTuple):
     """The least error so far, and the number that gave it."""
 
     error: Lanes
     number: Lanes
 
-    def or_better(self, error: Lanes, number: Lanes) -> _Found:
+    def or_better(self, error: Lanes, number: Lanes) -> _PartFit:
         """This, or the other where its error is smaller."""
         better = error < self.error
-        return _Found(better.choose(error, self.error), better.choose(number, self.number))
+        return _PartFit(better.choose(error, self.error), better.choose(number, self.number))
 
 
-def _nothing_found(tile: Tile) -> _Found:
-    return _Found(tile.zero.of(float("inf")), tile.zero)
+def _nothing_found(tile: Tile) -> _PartFit:
+    return _PartFit(tile.zero.of(float("inf")), tile.zero)
 
 
 def _inverse(scale: Lanes) -> Lanes:
@@ -73,7 +73,7 @@ def _searched(tile: Tile, codes: Codes, part: Any) -> Lanes:
     inverse_reference = 1.0 / reference
     energy = tile.over_part(part, tile.zero, lambda w, factor, total: total + factor * (w * w))
 
-    def try_starts(first: int, clips: bool, turn: Any, found: _Found) -> _Found:
+    def try_starts(first: int, clips: bool, turn: Any, found: _PartFit) -> _PartFit:
         at = b.add(I64(STARTS + first), b.mul(turn, I64(AT_ONCE)))
         starts = [tile.setting(b.add(at, I64(c))) for c in range(AT_ONCE)]
         inverses = [start * inverse_reference for start in starts]
@@ -95,20 +95,20 @@ def _searched(tile: Tile, codes: Codes, part: Any) -> Lanes:
     return is_zero.choose(tile.zero, found.number)
 
 
-def _moments(tile: Tile, codes: Codes, part: Any, inverses: list[Lanes], clips: bool) -> tuple[_Moments, ...]:
+def _moments(tile: Tile, codes: Codes, part: Any, inverses: list[Lanes], clips: bool) -> tuple[_Products, ...]:
     """The moments of a part for each of some scales, given inverted; clips: whether any code might be out of range."""
 
-    def add(w: Lanes, factor: Lanes, totals: tuple[_Moments, ...]) -> tuple[_Moments, ...]:
+    def add(w: Lanes, factor: Lanes, totals: tuple[_Products, ...]) -> tuple[_Products, ...]:
         result = []
         for inverse, own in zip(inverses, totals, strict=True):
             t = w * inverse
             r = codes.value(t) if clips else t.rint()
             e = t - r
             fe = factor * e
-            result.append(_Moments(own.ee + fe * e, own.er + fe * r))
+            result.append(_Products(own.ee + fe * e, own.er + fe * r))
         return tuple(result)
 
-    return tile.over_part(part, (_Moments(tile.zero, tile.zero),) * len(inverses), add)
+    return tile.over_part(part, (_Products(tile.zero, tile.zero),) * len(inverses), add)
 
 
 def _errors(tile: Tile, codes: Codes, part: Any, scales: list[Lanes]) -> tuple[Lanes, ...]:
@@ -166,7 +166,7 @@ def _tried(tile: Tile, codes: Codes, d: Lanes, width: int) -> Lanes:
     def try_part(part: Any, total: Lanes) -> Lanes:
         middle = (tile.of_part(SCALES, part) * inverse - 0.5).rint() - (width / 2 - 1.0)
 
-        def try_factors(turn: Any, found: _Found) -> _Found:
+        def try_factors(turn: Any, found: _PartFit) -> _PartFit:
             first = middle + splat(b, b.sitofp(b.mul(turn, I64(AT_ONCE)), F32))
             factors = [(first + float(c)).maximum(form.least_factor).minimum(form.most_factor) for c in range(AT_ONCE)]
             for factor, error in zip(factors, _errors(tile, codes, part, [d * f for f in factors]), strict=True):
@@ -180,7 +180,7 @@ def _tried(tile: Tile, codes: Codes, d: Lanes, width: int) -> Lanes:
     return tile.over_parts(tile.zero, try_part)
 
 
-def _kept(tile: Tile, codes: Codes, best: _Found, d: Lanes, width: int) -> _Found:
+def _kept(tile: Tile, codes: Codes, best: _PartFit, d: Lanes, width: int) -> _PartFit:
     """The best d, which is the new one where its error is smaller; its factors are kept likewise."""
     error = _tried(tile, codes, d, width)
     better = error < best.error
@@ -205,7 +205,7 @@ def _fit_super_blocks(tile: Tile, codes: Codes, scaling: Scaling) -> Lanes:
 
     largest = tile.over_parts(tile.zero, search_part)
 
-    def try_multiplier(turn: Any, best: _Found) -> _Found:
+    def try_multiplier(turn: Any, best: _PartFit) -> _PartFit:
         nearest, _ = _f16_neighbours(tile, scaling, largest * tile.setting(b.add(I64(MULTIPLIERS), turn)))
         return _kept(tile, codes, best, nearest, form.factors_tried)
 
@@ -230,7 +230,7 @@ def _fit_blocks(tile: Tile, codes: Codes, scaling: Scaling) -> Lanes:
     tile.keep(FACTORS, only, one)
     tile.keep(SCALES, only, _searched(tile, codes, only))
 
-    def improve(_: Any, best: _Found) -> _Found:
+    def improve(_: Any, best: _PartFit) -> _PartFit:
         candidates = list(_f16_neighbours(tile, scaling, tile.of_part(SCALES, only)))
         for d, error in zip(candidates, _errors(tile, codes, only, candidates), strict=True):
             best = best.or_better(error, d)

@@ -227,7 +227,7 @@ def test_expected_errors_are_one_line_and_exit_1(source: Path, master: Path, tmp
         ("plan", "somewhere", "--threads", "0"),
         ("plan", "somewhere", "--max-shard-size", "5 parsecs"),
         ("plan", "somewhere", "--max-shard-size", "0"),
-        ("export", "somewhere", "out", "--target", "gguf"),
+        ("export", "somewhere", "out", "--target", "awq"),
         ("export", "somewhere", "out"),
         ("export", "somewhere", "out", "--target", "bf16", "--dtype", "f64"),
     ],
@@ -238,7 +238,7 @@ def test_wrong_usage_exits_2(arguments: tuple[str, ...]) -> None:
 
 def test_export_without_a_target_lists_the_targets() -> None:
     text = " ".join(refused("export", "somewhere", "out", code=2).replace("│", " ").split())
-    assert "Missing option '--target' / '-t'. Expected one of bf16, torchao-int4, mlx-q4, vllm-int4" in text
+    assert "Missing option '--target' / '-t'. Expected one of bf16, torchao-int4, mlx-q4, gguf, vllm-int4" in text
 
 
 def test_unexpected_errors_keep_their_traceback(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
