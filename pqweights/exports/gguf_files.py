@@ -17,7 +17,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_file
 from pqweights.exports.integers import Importances
 from pqweights.exports.loading import LoadableModel, shell
-from pqweights.gguf.header import ALIGNMENT, GgufTensor, MetadataEntry, FilePart, encode_header
+from pqweights.gguf.header import ALIGNMENT, FilePart, GgufTensor, MetadataEntry, encode_header
 from pqweights.gguf.mixes import Mix
 from pqweights.hub.ids import is_repository_id
 from pqweights.planning.containers import GgufFiles
