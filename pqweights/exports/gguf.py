@@ -86,6 +86,7 @@ class Gguf:
             container=output.container,
             small_files=output.small_files,
             companions=output.companions,
+            warnings=model.notes,
         )
 
 

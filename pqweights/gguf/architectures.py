@@ -37,7 +37,7 @@ class Architecture:
     rope: the kinds of scaled rotary embeddings that it computes
     partial_rope: whether it can rotate a part of each head
     free_head_dim: whether heads may be wider or narrower than hidden_size / num_attention_heads
-    windows: LIMITED, LAYERS or None: whether attention is over a sliding window
+    windows: IGNORED, LAYERS or None: whether the model has sliding windows, and llama.cpp too
     window_period: with LAYERS, the period in which llama.cpp has one layer without a window, if the file does not say
     window_base: whether layers with a window may have a base of rotary embeddings of their own
     unrotated_period: the period in which llama.cpp has one layer without rotary embeddings; 0: none
@@ -65,8 +65,8 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-# llama.cpp has no sliding window for the model: it is right for texts that are no longer than the window.
-LIMITED = "limited"
+# llama.cpp has no sliding window for the model: it computes the same for texts that are no longer than the window.
+IGNORED = "ignored"
 # Some layers have a window.
 LAYERS = "layers"
 
@@ -97,7 +97,7 @@ LLAMA = Architecture(
     biases=QKV | {"ATTN_OUT", "FFN_GATE", "FFN_UP", "FFN_DOWN"},
     values=SILU,
 )
-MISTRAL = replace(LLAMA, windows=LIMITED)
+MISTRAL = replace(LLAMA, windows=IGNORED)
 MIXTRAL = replace(MISTRAL, settings=EXPERTS, defaults={"rope_theta": 1e6})
 QWEN2 = Architecture(name="QWEN2", free_head_dim=False, biases=QKV, values=SILU | NO_WINDOW)
 QWEN2_MOE = Architecture(
@@ -172,7 +172,7 @@ PHI3 = Architecture(
     rope=frozenset({"default", "longrope", "linear", "yarn"}),
     partial_rope=True,
     free_head_dim=False,
-    windows=LIMITED,
+    windows=IGNORED,
     values=SILU,
 )
 
@@ -203,7 +203,7 @@ STARCODER2 = Architecture(
     name="STARCODER2",
     norm=Setting("layer_norm_eps", "norm_epsilon"),
     free_head_dim=False,
-    windows=LIMITED,
+    windows=IGNORED,
     biases=QKV | {"ATTN_OUT", "FFN_UP", "FFN_DOWN"} | NORMS,
     values={"hidden_act": TANH_GELU, "use_bias": (True,)},
     defaults=TIED | {"use_bias": True},

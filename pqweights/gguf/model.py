@@ -17,7 +17,7 @@ from pqweights.gguf.architectures import SETTINGS
 from pqweights.gguf.header import MetadataEntry
 from pqweights.gguf.package import gguf_package
 from pqweights.gguf.rope import add_rope
-from pqweights.gguf.settings import Settings, context_length, read_settings, windowed_layers
+from pqweights.gguf.settings import Settings, ignored_window, read_settings, windowed_layers
 from pqweights.gguf.tensors import gguf_tensors
 from pqweights.gguf.tokens import Vocabulary
 from pqweights.gguf.vocabulary import add_vocabulary, model_name, read_vocabulary
@@ -75,11 +75,11 @@ def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
 
 def _notes(settings: Settings, vocabulary: Vocabulary | None) -> Iterator[str]:
     """Yield what is to be said of the file."""
-    length, given = context_length(settings), settings.number("max_position_embeddings")
-    if length < given:
+    window = ignored_window(settings)
+    if window is not None:
         yield (
-            f"context of {length} tokens instead of {given}: llama.cpp has no sliding window of attention for this "
-            "architecture, and computes what the model does within one window only"
+            f"llama.cpp attends to the whole context, where the model attends to the last {window} tokens: longer texts "
+            "are computed otherwise than by transformers"
         )
     if vocabulary is not None and vocabulary.differs:
         yield f"llama.cpp makes other tokens than the tokenizer of {vocabulary.differs}"
@@ -117,7 +117,7 @@ def _add_general(checkpoint: Checkpoint, tensors: tuple[LogicalTensor, ...], wri
 def _add_hyper_parameters(settings: Settings, writer: Any, *, rows: int) -> None:
     """Write the shape of the model."""
     architecture = settings.architecture
-    writer.add_context_length(context_length(settings))
+    writer.add_context_length(settings.number("max_position_embeddings"))
     for parameter, key in (*SETTINGS, architecture.norm):
         value = settings.get(key)
         if not isinstance(value, int | float):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pqweights.errors import ExportError
-from pqweights.gguf.architectures import ARCHITECTURES, LAYERS, LIMITED, Architecture
+from pqweights.gguf.architectures import ARCHITECTURES, IGNORED, LAYERS, Architecture
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # What a model that predicts text is called in `architectures`.
@@ -131,11 +131,11 @@ def _rotated_layers(settings: Settings) -> list[bool]:
     return _all_but_each(settings, settings.get("no_rope_layer_interval") or settings.architecture.unrotated_period)
 
 
-def context_length(settings: Settings) -> int:
-    """Return how long texts may be: no longer than the window, if llama.cpp has no windows for the model."""
-    context = settings.number("max_position_embeddings")
+def ignored_window(settings: Settings) -> int | None:
+    """Return the window of attention of a model for which llama.cpp has none; None if texts are never longer."""
     window = settings.get("sliding_window")
-    return min(context, window) if settings.architecture.windows == LIMITED and window else context
+    ignored = settings.architecture.windows == IGNORED and window
+    return window if ignored and window < settings.number("max_position_embeddings") else None
 
 
 def windowed_layers(settings: Settings) -> list[bool]:

@@ -361,11 +361,12 @@ def test_factors_of_llama3_are_those_of_transformers(tmp_path: Path) -> None:
     assert factors[0] == 1 and factors[-1] == 8
 
 
-def test_a_window_that_llama_cpp_lacks_limits_the_context(tmp_path: Path) -> None:
+def test_a_window_that_llama_cpp_lacks_is_said(tmp_path: Path) -> None:
     mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
     model = converted(write_llama(tmp_path, config=mistral | {"sliding_window": 100}))
-    assert metadata(model)["llama.context_length"] == 100
-    assert [note.partition(":")[0] for note in model.notes] == ["context of 100 tokens instead of 128"]
+    assert metadata(model)["llama.context_length"] == 128
+    (note,) = model.notes
+    assert note.startswith("llama.cpp attends to the whole context, where the model attends to the last 100 tokens")
     for index, window in enumerate((None, 4096)):
         model = converted(write_llama(tmp_path / str(index), config=mistral | {"sliding_window": window}))
         assert (metadata(model)["llama.context_length"], model.notes) == (128, ())
