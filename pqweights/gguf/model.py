@@ -78,8 +78,8 @@ def _notes(settings: Settings, vocabulary: Vocabulary | None) -> Iterator[str]:
     window = ignored_window(settings)
     if window is not None:
         yield (
-            f"llama.cpp attends to the whole context, where the model attends to the last {window} tokens: longer texts "
-            "are computed otherwise than by transformers"
+            f"llama.cpp attends to the whole context, where the model attends to the last {window} tokens: with longer "
+            "texts it computes something else than transformers"
         )
     if vocabulary is not None and vocabulary.differs:
         yield f"llama.cpp makes other tokens than the tokenizer of {vocabulary.differs}"
