@@ -147,7 +147,6 @@ OPTIONAL = {
         "pqweights.kernels.cpu_weighted_values",
     },
     "yaml": {
-        "pqweights.exports.gguf_options",
         "pqweights.planning.recipe",
         "pqweights.checkpoint.model_card",
         "pqweights.card.front_matter",

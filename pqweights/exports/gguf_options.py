@@ -7,15 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import yaml
-
 from pqweights.checkpoint.writer import sha256_of_file
 from pqweights.errors import OptionError, PqweightsError, RecipeError
 from pqweights.exports.options import ExportOptions
 from pqweights.gguf.mixes import Mix, find_mix, find_type
+from pqweights.planning.recipe import checked_fields, read_yaml, recipe_text
 from pqweights.planning.sensitivity_file import HEURISTIC
-from pqweights.strict_json import Fields
-from pqweights.suggestions import instead
 from pqweights.units import parse_size
 
 Item = TypeVar("Item")
@@ -99,15 +96,13 @@ def _recipe(path: Path) -> TypeOptions:
 
     Raises RecipeError for everything that is wrong in it.
     """
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path}: not YAML: {' '.join(str(error).split())[:160]}") from None
-    fields = _fields(str(path), data, RECIPE_KEYS)
+    fields = checked_fields(str(path), read_yaml(recipe_text(path), str(path)), RECIPE_KEYS)
     mix = _found(path, lambda: find_mix(fields.defaulted("type", fields.text, DEFAULT_TYPE)))
     size, sensitivity = fields.raw("target_size"), fields.optional("sensitivity", fields.text, None)
+    if size is not None and (isinstance(size, bool) or not isinstance(size, str | int)):
+        raise RecipeError(f"{path}: target_size: expected a size such as 9GB, found {size!r}")
+    if size is not None and ("type" in fields or "pure" in fields):
+        raise RecipeError(f"{path}: target_size chooses the types itself; leave out type and pure")
     rules: list[TypeRule] = []
     for number, entry in enumerate(fields.defaulted("rules", fields.items, []), start=1):
         rules += _rules(path, f"rule {number}", entry)
@@ -121,26 +116,10 @@ def _recipe(path: Path) -> TypeOptions:
 
 def _rules(path: Path, where: str, entry: Any) -> list[TypeRule]:
     """Read one rule, which may have several patterns."""
-    fields = _fields(f"{path}: {where}", entry, RULE_KEYS)
+    fields = checked_fields(f"{path}: {where}", entry, RULE_KEYS)
     found = _found(path, lambda: find_type(f"{where}: type", fields.text("type")))
     names = fields.raw("name")
     return [TypeRule(name, found) for name in ([names] if isinstance(names, str) else fields.texts("name"))]
-
-
-def _fields(where: str, data: Any, known: tuple[str, ...]) -> Fields:
-    """Return the fields of a recipe or a rule.
-
-    Raises RecipeError for an unknown key.
-    """
-
-    def wrong(key: str, expected: str, found: Any) -> PqweightsError:
-        return RecipeError(f"{where}{key and f': {key}'}: expected {expected}, found {found!r}")
-
-    fields = Fields(data, wrong)
-    for key in fields:
-        if key not in known:
-            raise RecipeError(f"{where}: unknown key {key!r}; {instead(str(key), known)}")
-    return fields
 
 
 def _found(path: Path, find: Callable[[], Item]) -> Item:

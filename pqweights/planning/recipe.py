@@ -247,13 +247,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
 
     Raises RecipeError for everything that is wrong in it.
     """
-    try:
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise RecipeError(f"{where}: not YAML: {_yaml_problem(text, error)}") from None
-    if data is None:
-        raise RecipeError(f"{where}: the recipe is empty; expected keys and values, such as bits: 5")
-    fields = _checked_fields(where, data, RECIPE_KEYS)
+    fields = checked_fields(where, read_yaml(text, where), RECIPE_KEYS)
     codec = _checked_codec(where, fields.optional("codec", fields.text, DEFAULT_CODEC))
     bits = fields.optional("bits", fields.number, nearest_rate(codec, DEFAULT_BITS))
     bits = _checked(f"{where}: bits", lambda: checked_rate(codec, bits))
@@ -276,6 +270,17 @@ def parse_recipe(text: str, where: str) -> Recipe:
     if effort is None:
         return recipe
     return replace(recipe, effort=_checked(f"{where}: effort", lambda: checked_effort(recipe.codecs, effort)))
+
+
+def read_yaml(text: str, where: str) -> Any:
+    """Return the value of a YAML text; raises RecipeError if it is not YAML, or empty. where: what messages call it."""
+    try:
+        data = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise RecipeError(f"{where}: not YAML: {_yaml_problem(text, error)}") from None
+    if data is None:
+        raise RecipeError(f"{where}: the recipe is empty; expected keys and values, such as bits: 5")
+    return data
 
 
 def _yaml_problem(text: str, error: Exception) -> str:
@@ -309,7 +314,7 @@ def _parse_target(where: str, fields: Fields) -> SizeTarget | None:
 
 
 def _parse_rule(where: str, data: Any, default_codec: str) -> Rule:
-    fields = _checked_fields(where, data, RULE_KEYS)
+    fields = checked_fields(where, data, RULE_KEYS)
     names, roles = _texts(fields, "name"), _texts(fields, "role")
     for role in roles:
         if role not in ROLES:
@@ -332,7 +337,7 @@ def _parse_rule(where: str, data: Any, default_codec: str) -> Rule:
     return Rule(names=names, roles=roles, **counts, keep=keep, codec=codec, bits=bits, reason=reason)
 
 
-def _checked_fields(where: str, data: Any, known: tuple[str, ...]) -> Fields:
+def checked_fields(where: str, data: Any, known: tuple[str, ...]) -> Fields:
     """Return the fields of a recipe or a rule.
 
     Raises RecipeError for an unknown key.
