@@ -73,9 +73,8 @@ class Gguf:
 
         model = gguf_model(checkpoint, name=self.name)
         types = chosen_types(self.types, model, checkpoint, fingerprint=self.fingerprint, imatrix=self.weighed)
-        output = GgufOutput(
-            file_name=self.file_name, model=model, mix=self.types.mix, imatrix=self.imatrix, checkpoint=checkpoint
-        )
+        mix = None if self.types.target_size is not None else self.types.mix
+        output = GgufOutput(file_name=self.file_name, model=model, mix=mix, imatrix=self.imatrix, checkpoint=checkpoint)
         return Outline(
             tensors=model.tensors,
             decisions={name: _decision(choice) for name, choice in types.items()},

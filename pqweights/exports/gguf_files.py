@@ -41,14 +41,14 @@ class GgufOutput:
 
     file_name: the name of the file without its ending
     model: the model in llama.cpp's terms
-    mix: the mix of types, which the metadata name
+    mix: the mix of types, which the metadata name; None if types were chosen one by one
     imatrix: whether the importance matrix is written
     checkpoint: the master
     """
 
     file_name: str
     model: GgufModel
-    mix: Mix
+    mix: Mix | None
     imatrix: bool
     checkpoint: Checkpoint
 
@@ -95,15 +95,15 @@ def _listed(planned: TensorPlan) -> GgufTensor:
     return GgufTensor(planned.name, planned.shape, kind, planned.bytes)
 
 
-def _about_types(mix: Mix) -> list[MetadataEntry]:
-    """Return the metadata that name the mix, and the version of the block formats."""
+def _about_types(mix: Mix | None) -> list[MetadataEntry]:
+    """Return the metadata that name the mix, if there is one, and the version of the block formats."""
     import gguf
 
     keys, number = gguf.Keys.General, int(gguf.GGUFValueType.UINT32)
-    return [
-        MetadataEntry(keys.FILE_TYPE, int(gguf.LlamaFileType[mix.file_type]), number),
-        MetadataEntry(keys.QUANTIZATION_VERSION, gguf.GGML_QUANT_VERSION, number),
-    ]
+    version = MetadataEntry(keys.QUANTIZATION_VERSION, gguf.GGML_QUANT_VERSION, number)
+    if mix is None:
+        return [version]
+    return [MetadataEntry(keys.FILE_TYPE, int(gguf.LlamaFileType[mix.file_type]), number), version]
 
 
 def _imatrix(model: GgufModel, importances: Importances) -> bytes:
@@ -154,5 +154,5 @@ def load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
     return [
         "With llama.cpp, or with Ollama:",
         shell(f"llama-cli -m {file}", f"ollama create my-model -f {modelfile}", "ollama run my-model"),
-        "LM Studio opens the file, too. Of a file in several parts llama.cpp is given the first; Ollama takes none.",
+        "LM Studio opens the file, too. If it is in several parts, llama.cpp is given the first, and Ollama does not take it.",
     ]

@@ -54,7 +54,7 @@ class TypeOptions:
 
     def describe(self) -> dict[str, Any]:
         """Return what a manifest says of the choice; what is not said is the default."""
-        stated: dict[str, Any] = {"type": self.mix.name}
+        stated: dict[str, Any] = {} if self.target_size is not None else {"type": self.mix.name}
         if self.mix.pure:
             stated["pure"] = True
         if self.rules:
@@ -117,8 +117,8 @@ def _recipe(path: Path) -> TypeOptions:
 def _rules(path: Path, where: str, entry: Any) -> list[TypeRule]:
     """Read one rule, which may have several patterns."""
     fields = checked_fields(f"{path}: {where}", entry, RULE_KEYS)
-    found = _found(path, lambda: find_type(f"{where}: type", fields.text("type")))
-    names = fields.raw("name")
+    kind, names = fields.text("type"), fields.raw("name")
+    found = _found(path, lambda: find_type(f"{where}: type {kind}", kind))
     return [TypeRule(name, found) for name in ([names] if isinstance(names, str) else fields.texts("name"))]
 
 
