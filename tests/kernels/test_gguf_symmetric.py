@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 from gguf_symmetric_reference import IQ4, LAYOUTS, encode
 
-from pqweights.kernels.gguf_encoding import EncodedBlocks, _normalized, encode_blocks
+from pqweights.kernels.gguf_encoding import EncodedBlocks, encode_blocks, normalized_importance
 from pqweights.kernels.gguf_symmetric_formats import FORMATS, MOST_STARTS
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 
@@ -87,7 +87,7 @@ def test_blocks_are_those_of_the_reference(name: str, weighted: bool) -> None:
     factors = importance(512) if weighted else None
     for family, values in families().items():
         found = encode_blocks(name, values, factors)
-        truth = encode(name, values, None if factors is None else _normalized(factors, 512))
+        truth = encode(name, values, None if factors is None else normalized_importance(factors, 512))
         assert np.array_equal(found.data, truth.data), family
         assert np.array_equal(found.energies, truth.energies), family
         assert np.array_equal(found.errors, truth.errors), family
