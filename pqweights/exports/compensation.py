@@ -227,17 +227,10 @@ class _OutputErrors:
 class CompensatedJob(MatrixJob):
     """The job that rounds one weight with compensation, where it has inputs and gains from it."""
 
-    def __init__(
-        self, job: IntegerJob, compensation: Compensation, sources: tuple[int | str, ...], *, is_original: bool
-    ) -> None:
-        """Take over the job of a weight.
-
-        sources: see Compensation
-        is_original: whether the weight is the original's
-        """
+    def __init__(self, job: IntegerJob, compensation: Compensation, sources: tuple[int | str, ...]) -> None:
+        """Take over the job of a weight. sources: see Compensation."""
         super().__init__(job, matrices=len(sources), row_multiple=TILE)
         self._compensation, self._sources = compensation, sources
-        self._is_original = is_original
         self._before, self._after = [0.0] * len(sources), [0.0] * len(sources)
         self._plain_rows = 0
         self._dampings: dict[int, float] = {}
@@ -286,9 +279,7 @@ class CompensatedJob(MatrixJob):
         """Return the record, which says what was rounded how, and what that gained."""
         record = super().finish(sink)
         assert isinstance(record, TensorRecord)
-        record = replace(record, rounding=self._account())
-        # The master's values are not rounded for comparison: that would take as long again.
-        return replace(record, total_mse=record.relative_mse) if self._is_original else record
+        return replace(record, rounding=self._account())
 
     def _account(self) -> dict[str, Any]:
         """Return what the manifest says of the rounding of this weight."""

@@ -53,6 +53,8 @@ class Gguf:
     name: str | None = None
     fingerprint: str | None = None
 
+    compares_master = False
+
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
         imatrix = {"imatrix": True} if self.imatrix else {}

@@ -154,5 +154,5 @@ def load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
     return [
         "With llama.cpp, or with Ollama:",
         shell(f"llama-cli -m {file}", f"ollama create my-model -f {modelfile}", "ollama run my-model"),
-        "LM Studio opens the file, too. If it is in several parts, llama.cpp is given the first, and Ollama does not take it.",
+        "LM Studio opens the file, too. Of several parts llama.cpp is given the first; Ollama does not take them.",
     ]

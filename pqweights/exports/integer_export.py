@@ -169,14 +169,15 @@ class IntegerExport(Transform):
             planned,
             tensor,
             decision,
-            master=None if self.compensation else self.master.get(tensor.name),
+            # To round the master's values for comparison takes as long again.
+            master=None if self.compensation or not self.target.compares_master else self.master.get(tensor.name),
             master_error=self.master_errors.get(tensor.name),
+            is_original=self.original is not None,
         )
         if self.compensation is None:
             return job
-        sources, is_original = self.compensation.sources[tensor.name], self.original is not None
         kind = WeightedJob if isinstance(decision.rule, WeightedRule) else CompensatedJob
-        return kind(job, self.compensation, sources, is_original=is_original)
+        return kind(job, self.compensation, self.compensation.sources[tensor.name])
 
     def config(
         self, checkpoint: Checkpoint, tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]

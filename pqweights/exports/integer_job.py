@@ -44,14 +44,16 @@ class IntegerJob:
         *,
         master: LogicalTensor | None,
         master_error: float | None,
+        is_original: bool,
     ) -> None:
         """Prepare the job of one weight.
 
-        master: with an original, what the master has for the weight
+        is_original: whether the weight is the original's
+        master: with an original, what the master has for the weight, if it is to be rounded for comparison
         master_error: without an original, the master's relative error of the weight, if it is known
         """
         self._planned, self._tensor, self._rounding = planned, tensor, rounding
-        self._master, self._master_error = master, master_error
+        self._master, self._master_error, self._is_original = master, master_error, is_original
         self._columns = tensor.shape[-1]
         self._rows = math.prod(tensor.shape[:-1])
         multiple = rounding.layout.row_multiple
@@ -150,6 +152,8 @@ class IntegerJob:
         by_master: float | None = None
         if self._master is not None:
             total, by_master = own, self._error_by_master / self._energy if self._energy else 0.0
+        elif self._is_original:
+            total = own
         elif self._master_error is not None:
             # The master's error is orthogonal to its weights and, as far as rounding is independent of it, to the error
             # of rounding: the squares add up.

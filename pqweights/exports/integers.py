@@ -171,6 +171,11 @@ class Outline:
 class IntegerTarget(Protocol):
     """A format of integers with its options."""
 
+    @property
+    def compares_master(self) -> bool:
+        """Whether, with an original, the values of the master are rounded as well, to measure what the detour costs."""
+        ...
+
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target: its name and its options."""
         ...

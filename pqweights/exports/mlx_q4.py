@@ -60,6 +60,8 @@ class MlxQ4:
     groups: GroupSize
     qparams: str
 
+    compares_master = True
+
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
         return {

@@ -50,6 +50,8 @@ class TorchaoInt4:
     groups: GroupSize
     qparams: str
 
+    compares_master = True
+
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
         return {

@@ -57,6 +57,8 @@ class VllmInt4:
     basis: str
     qparams: str
 
+    compares_master = True
+
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
         return {

@@ -24,16 +24,10 @@ from pqweights.rewrite.records import TensorRecord
 class WeightedJob(MatrixJob):
     """The job that rounds one weight with weighed errors, where its inputs are known."""
 
-    def __init__(
-        self, job: IntegerJob, compensation: Compensation, sources: tuple[int | str, ...], *, is_original: bool
-    ) -> None:
-        """Take over the job of a weight.
-
-        sources: see Compensation
-        is_original: whether the weight is the original's
-        """
+    def __init__(self, job: IntegerJob, compensation: Compensation, sources: tuple[int | str, ...]) -> None:
+        """Take over the job of a weight. sources: see Compensation."""
         super().__init__(job, matrices=len(sources), row_multiple=1)
-        self._compensation, self._sources, self._is_original = compensation, sources, is_original
+        self._compensation, self._sources = compensation, sources
 
     def _round(self, chunk: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
         """Round rows of one matrix with weighed errors, if its inputs are known."""
@@ -51,5 +45,4 @@ class WeightedJob(MatrixJob):
         reasons = Counter(each for each in self._sources if isinstance(each, str))
         weighed = sum(not isinstance(each, str) for each in self._sources)
         account = {"matrices": len(self._sources), "weighed": weighed, "rounded_plainly": dict(sorted(reasons.items()))}
-        record = replace(record, rounding=account)
-        return replace(record, total_mse=record.relative_mse) if self._is_original else record
+        return replace(record, rounding=account)

@@ -1,4 +1,4 @@
-"""The CPU kernels that encode GGUF's blocks of scales and offsets (Q4_K, Q5_K, Q2_K), in numba.
+"""The CPU kernels that encode GGUF's blocks of scales and offsets (Q4_K, Q5_K, Q2_K, Q5_1), in numba.
 
 gguf_affine_blocks.py says how. ctypes calls the kernels, so their parameters are plain pointers and numbers: those of
 gguf_encoding.py.
@@ -12,35 +12,38 @@ import numpy as np
 from numba import carray, types
 
 from pqweights.kernels.emit import LANES
-from pqweights.kernels.gguf_affine_blocks import encode_affine_16
-from pqweights.kernels.gguf_affine_formats import BLOCK
+from pqweights.kernels.gguf_affine_blocks import make_encode
+from pqweights.kernels.gguf_affine_formats import FORMATS, MOST_BLOCK
 from pqweights.kernels.gguf_affine_parts import FIELDS, MOST_PARTS
+from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.jit import jit
 from pqweights.kernels.vector import stack
 
 # Pointers: values, importance, settings, data, energies, errors; then blocks, blocks of a row, weighted.
 ENCODE_BLOCKS = types.void(*[types.voidptr] * 6, *[types.int64] * 3)
 _MOST_SETTINGS = 256
-_WEIGHTS, _MOST_WORDS = BLOCK * LANES, 44
+_WEIGHTS, _MOST_WORDS = MOST_BLOCK * LANES, 44
 _WORK = 2 * _WEIGHTS + FIELDS * MOST_PARTS * LANES
 _WEIGHTS_OF_4, _WORK_OF_4, _WORDS_OF_4, _PAIRS_OF_8 = _WEIGHTS * 4, _WORK * 4, _MOST_WORDS * LANES * 4, 2 * LANES * 8
 
 
-def _encoder(bits: int, block_words: int) -> Any:
-    """The kernel of a K format of so many bits, of which a block takes so many words of 32 bits."""
+def _encoder(name: str) -> Any:
+    """The kernel of a format."""
+    form, block_words = FORMATS[name], BLOCK_TYPES[name].block_bytes // 4
+    size, encode_16 = form.block_size, make_encode(form)
 
     @jit
     def encode_some(
         values: Any, importance: Any, settings: Any, memory: Any, words: Any, sums: Any, weighted: Any
     ) -> None:
         if weighted:
-            encode_affine_16(bits, 1, values, importance, settings, memory, words, sums)
+            encode_16(1, values, importance, settings, memory, words, sums)
         else:
-            encode_affine_16(bits, 0, values, importance, settings, memory, words, sums)
+            encode_16(0, values, importance, settings, memory, words, sums)
 
     def encode(
-        values_at: Any,  # f32 [blocks, 256]
-        importance_at: Any,  # f32 [row_blocks, 256], above 0; unused unless weighted
+        values_at: Any,  # f32 [blocks, size]
+        importance_at: Any,  # f32 [row_blocks, size], above 0; unused unless weighted
         settings_at: Any,
         data_at: Any,  # out: u32 [blocks, block_words]
         energies_at: Any,  # out: f64 [blocks]
@@ -49,8 +52,8 @@ def _encoder(bits: int, block_words: int) -> Any:
         row_blocks: Any,
         weighted: Any,
     ) -> None:
-        values = carray(values_at, blocks * BLOCK, np.float32)
-        importance = carray(importance_at, row_blocks * BLOCK, np.float32)
+        values = carray(values_at, blocks * size, np.float32)
+        importance = carray(importance_at, row_blocks * size, np.float32)
         settings = carray(settings_at, _MOST_SETTINGS, np.float32)
         data = carray(data_at, blocks * block_words, np.int32)
         energies, errors = carray(energies_at, blocks, np.float64), carray(errors_at, blocks, np.float64)
@@ -61,16 +64,16 @@ def _encoder(bits: int, block_words: int) -> Any:
         sums = carray(stack(_PAIRS_OF_8), 2 * LANES, np.float64)
         for first in range(0, blocks, LANES):
             count = min(LANES, blocks - first)
-            begin, end = first * BLOCK, (first + count) * BLOCK
+            begin, end = first * size, (first + count) * size
             if weighted:
                 for lane in range(LANES):
-                    start = (first + lane) % row_blocks * BLOCK
-                    for j in range(BLOCK):
-                        factors[lane * BLOCK + j] = importance[start + j]
+                    start = (first + lane) % row_blocks * size
+                    for j in range(size):
+                        factors[lane * size + j] = importance[start + j]
             if count == LANES:
                 encode_some(values[begin:end], factors, settings, memory, words, sums, weighted)
             else:
-                for j in range(_WEIGHTS):
+                for j in range(size * LANES):
                     rest[j] = values[begin + j] if begin + j < end else np.float32(0)
                 encode_some(rest, factors, settings, memory, words, sums, weighted)
             for lane in range(count):
@@ -81,8 +84,4 @@ def _encoder(bits: int, block_words: int) -> Any:
     return encode
 
 
-KERNELS = {
-    "encode_gguf_q4_k": (_encoder(4, 36), ENCODE_BLOCKS),
-    "encode_gguf_q5_k": (_encoder(5, 44), ENCODE_BLOCKS),
-    "encode_gguf_q2_k": (_encoder(2, 21), ENCODE_BLOCKS),
-}
+KERNELS = {f"encode_gguf_{name.lower()}": (_encoder(name), ENCODE_BLOCKS) for name in FORMATS}

@@ -11,8 +11,11 @@ A part's scale is d times a small integer, and its offset is dmin times another;
             neighbours, and measure; sum up for the best ones, and move to the least-squares d and dmin.
 4. Encode.  Make the codes of the best, sum the squared errors in float64, and pack (gguf_affine_packing.py).
 
+A block of one part stores its scale and offset themselves, in F16: gguf_affine_alone.py takes the place of 2 and 3.
+
 Every operation is one IEEE operation in the order written; tests/support/gguf_affine_reference.py repeats them.
-Format: https://github.com/ggml-org/llama.cpp (ggml/src/ggml-common.h, block_q2_K, block_q4_K and block_q5_K).
+Format: https://github.com/ggml-org/llama.cpp (ggml/src/ggml-common.h, block_q2_K, block_q4_K, block_q5_K and
+block_q5_1).
 """
 
 from __future__ import annotations
@@ -23,8 +26,18 @@ from numba import types
 from numba.extending import intrinsic
 
 from pqweights.kernels.emit import I64, LANES, Lanes, array_pointers, loop, store
-from pqweights.kernels.gguf_affine_formats import BLOCK, CHAINS, FIRST_START, FORMATS, PAIRS, ROUNDS, STARTS, STEPS
-from pqweights.kernels.gguf_affine_packing import SMALLEST_NORMAL_HALF, pack_words
+from pqweights.kernels.gguf_affine_alone import rounded_alone
+from pqweights.kernels.gguf_affine_formats import (
+    CHAINS,
+    FIRST_START,
+    MOST_BLOCK,
+    PAIRS,
+    ROUNDS,
+    STARTS,
+    STEPS,
+    AffineFormat,
+)
+from pqweights.kernels.gguf_affine_packing import pack_words
 from pqweights.kernels.gguf_affine_parts import (
     BEST_OFFSET_LEVEL,
     BEST_SCALE_LEVEL,
@@ -44,11 +57,13 @@ from pqweights.kernels.gguf_affine_parts import (
     fit_part,
     inverse_of,
     load_blocks,
+    measured,
     shortest,
     sum_up,
 )
+from pqweights.kernels.gguf_halves import LARGEST_HALF, SMALLEST_NORMAL_HALF
 
-LARGEST_HALF, SMALLEST_HALF = 65504.0, 2.0**-24
+SMALLEST_HALF = 2.0**-24
 
 
 class _Factors(NamedTuple):
@@ -220,19 +235,8 @@ def _searched(blocks: AffineBlocks, part: Any, pair: _Factors, slant: Lanes) -> 
     for scale_level in ((a + 1.0).minimum(last), (a - 1.0).maximum(0.0)):
         moved = (b + (scale_level - a) * slant).rint().maximum(0.0).minimum(last)
         candidates.append((scale_level, moved))
-    scales = [scale_level * pair.scale for scale_level, _ in candidates]
-    offsets = [offset_level * pair.offset for _, offset_level in candidates]
-    inverses = [inverse_of(scale) for scale in scales]
-
-    def measure(j: Any, errors: tuple[Lanes, ...]) -> tuple[Lanes, ...]:
-        w, found = blocks.weights(j), []
-        factor = blocks.factors(j) if blocks.weighted else None
-        for scale, offset, inverse, error in zip(scales, offsets, inverses, errors, strict=True):
-            e = w - (code_of(blocks, w, inverse, offset) * scale - offset)
-            found.append(error + (e * e if factor is None else factor * e * e))
-        return tuple(found)
-
-    errors = blocks.over_part(part, (blocks.zero,) * len(candidates), measure)
+    pairs = [(scale_level * pair.scale, offset_level * pair.offset) for scale_level, offset_level in candidates]
+    errors = measured(blocks, part, pairs)
     least, levels = errors[0], candidates[0]
     for error, candidate in zip(errors[1:], candidates[1:], strict=True):
         wins = error < least
@@ -279,45 +283,58 @@ def _encode(blocks: AffineBlocks, extent: AffineExtent, pair: _Factors, sums: An
         store(total * up * up, sums, I64(place * LANES))
 
 
-# The parameters of an intrinsic are the operands of the code that it emits, so they stay apart.
-@intrinsic(prefer_literal=True)
-def encode_affine_16(
-    typingctx: Any,
-    bits: Any,  # literal: 2, 4 or 5, the K format
-    weighted: Any,  # literal: whether importance counts
-    values: Any,  # [16, 256] f32
-    importance: Any,  # [16, 256] f32, above 0; read only if weighted
-    settings: Any,  # f32
-    memory: Any,  # f32 [2 * 256 * 16 + FIELDS * MOST_PARTS * 16], aligned to 64 bytes
-    words: Any,  # out: [words of a block, 16] i32
-    sums: Any,  # out: [2, 16] f64, of squares of the weights and of their errors
-) -> Any:
-    """Encode sixteen blocks."""
-    form, counts = FORMATS[f"Q{bits.literal_value}_K"], bool(weighted.literal_value)
+def _found(blocks: AffineBlocks, extent: AffineExtent) -> _Pair:
+    """The best pair; the integers of the parts are kept as the best."""
+    if blocks.format.parts == 1:
+        only = I64(0)
+        for name in (BEST_SCALE_LEVEL, BEST_OFFSET_LEVEL):
+            blocks.keep(blocks.zero.of(1.0), name, only)
+        return _Pair(*rounded_alone(blocks, extent, fit_part(blocks, only)))
 
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        values, importance, settings, memory, words, sums = array_pointers(context, b, signature, args)
-        blocks = AffineBlocks(
-            builder=b,
-            format=form,
-            weighted=counts,
-            settings=settings,
-            work=memory,
-            importance=b.gep(memory, [I64(BLOCK * LANES)]),
-            fields=b.gep(memory, [I64(2 * BLOCK * LANES)]),
-        )
-        extent = load_blocks(blocks, values, importance)
+    def fit(part: Any, nothing: tuple[()]) -> tuple[()]:
+        found = fit_part(blocks, part)
+        blocks.keep(found.offset, OFFSET, part)
+        sum_up(blocks, part, shortest(blocks, part, found.scale, found.offset), found.offset)
+        return nothing
 
-        def fit(part: Any, nothing: tuple[()]) -> tuple[()]:
-            found = fit_part(blocks, part)
-            blocks.keep(found.offset, OFFSET, part)
-            sum_up(blocks, part, shortest(blocks, part, found.scale, found.offset), found.offset)
-            return nothing
+    blocks.over_parts((), fit)
+    return _rounded(blocks, extent, _guessed(blocks, extent))
 
-        blocks.over_parts((), fit)
-        pair = _rounded(blocks, extent, _guessed(blocks, extent))
-        _encode(blocks, extent, pair, sums)
-        pack_words(blocks, pair.scale * extent.up, pair.offset * extent.up, words)
-        return context.get_dummy_value()
 
-    return types.void(bits, weighted, values, importance, settings, memory, words, sums), codegen
+def make_encode(form: AffineFormat) -> Any:
+    """An intrinsic that encodes sixteen blocks."""
+
+    # The parameters of an intrinsic are the operands of the code that it emits, so they stay apart.
+    @intrinsic(prefer_literal=True)
+    def encode_16(
+        typingctx: Any,
+        weighted: Any,  # literal: whether importance counts
+        values: Any,  # [16, block size] f32
+        importance: Any,  # [16, block size] f32, above 0; read only if weighted
+        settings: Any,  # f32
+        memory: Any,  # f32 [2 * MOST_BLOCK * 16 + FIELDS * MOST_PARTS * 16], aligned to 64 bytes
+        words: Any,  # out: [words of a block, 16] i32
+        sums: Any,  # out: [2, 16] f64, of squares of the weights and of their errors
+    ) -> Any:
+        counts = bool(weighted.literal_value)
+
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            values, importance, settings, memory, words, sums = array_pointers(context, b, signature, args)
+            blocks = AffineBlocks(
+                builder=b,
+                format=form,
+                weighted=counts,
+                settings=settings,
+                work=memory,
+                importance=b.gep(memory, [I64(MOST_BLOCK * LANES)]),
+                fields=b.gep(memory, [I64(2 * MOST_BLOCK * LANES)]),
+            )
+            extent = load_blocks(blocks, values, importance)
+            pair = _found(blocks, extent)
+            _encode(blocks, extent, pair, sums)
+            pack_words(blocks, pair.scale * extent.up, pair.offset * extent.up, words)
+            return context.get_dummy_value()
+
+        return types.void(weighted, values, importance, settings, memory, words, sums), codegen
+
+    return encode_16

@@ -1,13 +1,14 @@
 """What distinguishes GGUF's block formats of scales and offsets, and where the search of their encoders begins.
 
-Format: https://github.com/ggml-org/llama.cpp (ggml/src/ggml-common.h, block_q2_K, block_q4_K and block_q5_K).
+Format: https://github.com/ggml-org/llama.cpp (ggml/src/ggml-common.h, block_q2_K, block_q4_K, block_q5_K and
+block_q5_1).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-BLOCK = 256
+MOST_BLOCK = 256
 CHAINS = 3
 # Where in the settings are: how many times the least-squares step chains go, passes, groups of chains, pairs of d and
 # dmin, steps from each pair, rounds, and from there on where chains start, followed by the factors of the pairs.
@@ -18,16 +19,20 @@ RELAX, PASSES, STARTS, PAIRS, STEPS, ROUNDS, FIRST_START = range(7)
 class AffineFormat:
     """One block format: a weight is d * (the integer of its part's scale) * code - dmin * (that of its part's offset).
 
+    Where a block has one part, both integers are 1, and offsets may be negative.
+
+    block_size: weights of a block
     part_size: weights of a part
     last_code: the largest code
     last_level: the largest integer of scales and offsets
     ranges: for each group of three chains, the share of the range that it begins with, and how many steps of the codes
         the chains of the group cut off: at the lower end, at the upper end, or half at each
     weighted_ranges: the same where importance counts
-    factors: pairs of d and dmin to try, in units of those that lead to the largest scale and offset
+    factors: pairs of d and dmin to try, in units of those that lead to the largest scale and offset; () with one part
     rounds: how often codes are made anew from what is stored
     """
 
+    block_size: int
     part_size: int
     last_code: int
     last_level: int
@@ -39,7 +44,7 @@ class AffineFormat:
     @property
     def parts(self) -> int:
         """Parts of a block."""
-        return BLOCK // self.part_size
+        return self.block_size // self.part_size
 
     def settings(self, *, weighted: bool) -> tuple[float, ...]:
         """What the kernel reads, in the order of RELAX to FIRST_START."""
@@ -67,6 +72,7 @@ _RANGES, _WEIGHTED_RANGES = ((1.03, 1.2), (0.99, 3.0)), ((1.03, 1.2), (0.99, 2.4
 
 FORMATS = {
     "Q5_K": AffineFormat(
+        block_size=256,
         part_size=32,
         last_code=31,
         last_level=63,
@@ -76,6 +82,7 @@ FORMATS = {
         rounds=2,
     ),
     "Q4_K": AffineFormat(
+        block_size=256,
         part_size=32,
         last_code=15,
         last_level=63,
@@ -85,6 +92,7 @@ FORMATS = {
         rounds=2,
     ),
     "Q2_K": AffineFormat(
+        block_size=256,
         part_size=16,
         last_code=3,
         last_level=15,
@@ -92,5 +100,15 @@ FORMATS = {
         weighted_ranges=((1.0, 1.2),),
         factors=(*_FOUR_BITS, *_SMALLER),
         rounds=3,
+    ),
+    "Q5_1": AffineFormat(
+        block_size=32,
+        part_size=32,
+        last_code=31,
+        last_level=1,
+        ranges=((1.03, 1.2),),
+        weighted_ranges=((1.03, 1.2),),
+        factors=(),
+        rounds=2,
     ),
 }

@@ -1,7 +1,8 @@
 """The bytes of GGUF's blocks of scales and offsets, as LLVM vector code for numba.
 
 Words of 32 bits of sixteen blocks lie in the sixteen lanes of a vector.
-Format: https://github.com/ggml-org/llama.cpp (ggml/src/ggml-common.h, block_q2_K, block_q4_K and block_q5_K).
+Format: https://github.com/ggml-org/llama.cpp (ggml/src/ggml-common.h, block_q2_K, block_q4_K, block_q5_K and
+block_q5_1).
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from typing import Any
 
 from pqweights.kernels.emit import I64, LANES, Lanes, loop, store
 from pqweights.kernels.gguf_affine_parts import BEST_OFFSET_LEVEL, BEST_SCALE_LEVEL, AffineBlocks
-
-SMALLEST_NORMAL_HALF = 2.0**-14
+from pqweights.kernels.gguf_halves import half_bits
 
 
 def pack_words(blocks: AffineBlocks, d: Lanes, dmin: Lanes, words: Any) -> None:
     """Write the words of the blocks, i32 [words of a block, 16], of which the work holds the codes, i32.
 
-    d, dmin: F16 numbers that are not negative, as f32.
+    d, dmin: F16 numbers as f32.
     """
-    halves = _half_bits(d) | (_half_bits(dmin) << 16)
+    if blocks.format.parts == 1:
+        _pack_q5_1(blocks, half_bits(d) | (half_bits(0.0 - dmin) << 16), words)  # not -0 for 0
+        return
+    halves = half_bits(d) | (half_bits(dmin) << 16)
     levels = [
         [blocks.field(name, I64(part)).whole() for part in range(blocks.format.parts)]
         for name in (BEST_SCALE_LEVEL, BEST_OFFSET_LEVEL)
@@ -33,11 +36,6 @@ def pack_words(blocks: AffineBlocks, d: Lanes, dmin: Lanes, words: Any) -> None:
 def _codes(blocks: AffineBlocks, j: Any) -> Lanes:
     """The codes of weight j, i32."""
     return blocks.weights(j).bits()
-
-
-def _half_bits(x: Lanes) -> Lanes:
-    """The bit patterns of numbers that are F16 and not negative."""
-    return (x < SMALLEST_NORMAL_HALF).choose((x * 2.0**24).whole(), (x.bits() >> 13) - (112 << 10))
 
 
 def _in_word(parts: list[Lanes]) -> Lanes:
@@ -97,3 +95,24 @@ def _pack_q4_or_q5(blocks: AffineBlocks, halves: Lanes, levels: list[list[Lanes]
     if high:
         loop(b, I64(8), (), pack_high)
     loop(b, I64(32), (), pack_low)
+
+
+def _pack_q5_1(blocks: AffineBlocks, halves: Lanes, words: Any) -> None:
+    """block_q5_1: d and m, the highest bits of the codes, their low halves, of weights 16 apart in a byte."""
+    b, nothing = blocks.builder, halves.of(0)
+    store(halves, words, I64(0))
+
+    def add_high(j: Any, high: Lanes) -> Lanes:
+        return (high >> 1) | ((_codes(blocks, j) >> 4) << 31)
+
+    store(loop(b, I64(32), nothing, add_high), words, I64(LANES))
+
+    def pack_low(i: Any, nothing: tuple[()]) -> tuple[()]:
+        found = []
+        for k in range(4):
+            left, right = (_codes(blocks, b.add(b.mul(i, I64(4)), I64(16 * half + k))) & 15 for half in (0, 1))
+            found.append(left | (right << 4))
+        store(_in_word(found), words, b.mul(b.add(i, I64(2)), I64(LANES)))
+        return nothing
+
+    loop(b, I64(4), (), pack_low)

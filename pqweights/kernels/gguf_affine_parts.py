@@ -1,8 +1,9 @@
 """Parts of GGUF's affine blocks as LLVM vector code for numba: how they are loaded, fitted and summed up.
 
-A block of 256 weights has parts of 16 or 32, each with a scale and an offset of its own: w = scale * code - offset,
-where neither is negative. Sixteen blocks lie in the sixteen lanes of a vector, weight j of each in the j-th vector, as
-in lanes.py, whose fit this is but for the sign of the offset and for importance, which weighs the squares.
+A block has parts of 16 or 32 weights, each with a scale and an offset of its own: w = scale * code - offset, where
+neither is negative, but for the offsets of blocks that have only one part. Sixteen blocks lie in the sixteen lanes of a
+vector, weight j of each in the j-th vector, as in lanes.py, whose fit this is but for the sign of the offset and for
+importance, which weighs the squares.
 gguf_affine_blocks.py goes on from here.
 """
 
@@ -14,7 +15,6 @@ from typing import Any, NamedTuple
 
 from pqweights.kernels.emit import FLOATS, I64, LANES, Lanes, State, constant, load, loop, splat, store, transposed
 from pqweights.kernels.gguf_affine_formats import (
-    BLOCK,
     CHAINS,
     FIRST_START,
     PASSES,
@@ -41,8 +41,8 @@ class AffineBlocks:
     format: known when the code is emitted
     weighted: whether importance counts; known when the code is emitted
     settings: pointer to f32, see gguf_affine_formats.py
-    work: pointer to f32 [256, 16], aligned to 64 bytes: the weights, scaled by a power of two per block
-    importance: pointer to f32 [256, 16], aligned to 64 bytes; unused unless `weighted`
+    work: pointer to f32 [block size, 16], aligned to 64 bytes: the weights, scaled by a power of two per block
+    importance: pointer to f32 [block size, 16], aligned to 64 bytes; unused unless `weighted`
     fields: pointer to f32 [FIELDS, MOST_PARTS, 16], aligned to 64 bytes
     """
 
@@ -142,12 +142,13 @@ class PartSums(NamedTuple):
 
 
 def load_blocks(blocks: AffineBlocks, values: Any, importance: Any) -> AffineExtent:
-    """Fill the work from weights f32 [16, 256], and importance from the same, so that magnitudes end in [1, 4)."""
+    """Fill the work from weights f32 [16, block size], and importance from such; magnitudes end in [1, 4)."""
     _transpose_blocks(blocks, values, blocks.work)
     if blocks.weighted:
         _transpose_blocks(blocks, importance, blocks.importance)
     b = blocks.builder
-    most = loop(b, I64(BLOCK), blocks.zero, lambda j, most: blocks.weights(j).magnitude().maximum(most))
+    size = I64(blocks.format.block_size)
+    most = loop(b, size, blocks.zero, lambda j, most: blocks.weights(j).magnitude().maximum(most))
     exponent = (most.bits() >> 23) - 127
     exponent = (exponent < LOWEST_EXPONENT).choose(exponent.of(LOWEST_EXPONENT), exponent)
     exponent = (exponent > HIGHEST_EXPONENT).choose(exponent.of(HIGHEST_EXPONENT), exponent)
@@ -157,22 +158,22 @@ def load_blocks(blocks: AffineBlocks, values: Any, importance: Any) -> AffineExt
         store(blocks.weights(j) * down, blocks.work, b.mul(j, I64(LANES)), align=64)
         return nothing
 
-    loop(b, I64(BLOCK), (), scale_down)
+    loop(b, size, (), scale_down)
     return AffineExtent(down, up)
 
 
 def _transpose_blocks(blocks: AffineBlocks, values: Any, target: Any) -> None:
-    """Write f32 [16, 256] as [256, 16]."""
-    b = blocks.builder
+    """Write f32 [16, block size] as [block size, 16]."""
+    b, size = blocks.builder, blocks.format.block_size
 
     def transpose(i: Any, nothing: tuple[()]) -> tuple[()]:
         at = b.mul(i, I64(LANES))
-        rows = [load(b, values, b.add(I64(BLOCK * lane), at)) for lane in range(LANES)]
+        rows = [load(b, values, b.add(I64(size * lane), at)) for lane in range(LANES)]
         for k, column in enumerate(transposed(rows)):
             store(column, target, b.add(b.mul(at, I64(LANES)), I64(LANES * k)), align=64)
         return nothing
 
-    loop(b, I64(BLOCK // LANES), (), transpose)
+    loop(b, I64(size // LANES), (), transpose)
 
 
 # --- fit ---
@@ -189,7 +190,7 @@ def fit_part(blocks: AffineBlocks, part: Any) -> PartFit:
         return w.minimum(smallest), w.maximum(largest), total
 
     smallest, largest, total = blocks.over_part(part, (infinite, -infinite, totals), survey)
-    smallest = smallest.minimum(blocks.zero)
+    smallest = smallest if blocks.format.parts == 1 else smallest.minimum(blocks.zero)
     blocks.keep(total, TOTAL, part)
     plain = ((largest - smallest) / float(blocks.format.last_code)).maximum(blocks.zero.of(TINY))
 
@@ -213,7 +214,12 @@ def _started(blocks: AffineBlocks, extremes: tuple[Lanes, Lanes], place: Any) ->
     center = (largest + smallest) * 0.5
     begin = center + (smallest - center) * below
     scale = (center + (largest - center) * above - begin) / float(blocks.format.last_code)
-    return _PartChain(scale.maximum(scale.of(TINY)), (-begin).maximum(scale.of(0.0)))
+    return _PartChain(scale.maximum(scale.of(TINY)), _allowed(blocks, -begin))
+
+
+def _allowed(blocks: AffineBlocks, offset: Lanes) -> Lanes:
+    """The nearest offset that a part can have."""
+    return offset if blocks.format.parts == 1 else offset.maximum(offset.of(0.0))
 
 
 def _improved(
@@ -248,7 +254,7 @@ def _moved(
 ) -> tuple[PartFit, _PartChain]:
     """The best fit and the chain, after the chain's step.
 
-    With e = slope * r + shift: where the shift would make the offset negative, the offset becomes 0 instead.
+    With e = slope * r + shift: where the shift would make an offset negative that must not be, it becomes 0 instead.
     """
     ee, er, rr, e, r = moments
     scale, offset = chain
@@ -257,14 +263,17 @@ def _moved(
     slope = spreads.choose((er - e * (r / total)) / spreads.choose(spread, 1.0), blocks.zero)
     shift = (e - slope * r) / total
     error = (ee - shift * e) - slope * er
-    limit = offset * inverse
-    pinned, left = shift > limit, er - limit * r
-    pinned_slope = left / rr.maximum(rr.of(TINY))
-    pinned_error = ((ee - (limit * 2.0) * e) + (limit * limit) * total) - pinned_slope * left
-    slope, shift = pinned.choose(pinned_slope, slope), pinned.choose(limit, shift)
-    error = (pinned.choose(pinned_error, error) * scale) * scale
+    fitted_offset = offset - scale * shift
+    if blocks.format.parts > 1:
+        limit = offset * inverse
+        pinned, left = shift > limit, er - limit * r
+        pinned_slope = left / rr.maximum(rr.of(TINY))
+        pinned_error = ((ee - (limit * 2.0) * e) + (limit * limit) * total) - pinned_slope * left
+        fitted_offset = pinned.choose(blocks.zero, offset - scale * pinned.choose(limit, shift))
+        slope, shift = pinned.choose(pinned_slope, slope), pinned.choose(limit, shift)
+        error = pinned.choose(pinned_error, error)
+    error = (error * scale) * scale
     fitted = scale * (slope + 1.0)
-    fitted_offset = pinned.choose(blocks.zero, offset - scale * shift)
     better = (error < best.error) & (fitted > scale * 0.25)
     best = PartFit(
         better.choose(error, best.error), better.choose(fitted, best.scale), better.choose(fitted_offset, best.offset)
@@ -273,7 +282,7 @@ def _moved(
     scale_after = (scale * ((relax * slope).maximum(slope.of(-0.5)).minimum(slope.of(1.0)) + 1.0)).maximum(
         scale.of(TINY)
     )
-    return best, _PartChain(scale_after, (offset - scale * (relax * shift)).maximum(offset.of(0.0)))
+    return best, _PartChain(scale_after, _allowed(blocks, offset - scale * (relax * shift)))
 
 
 # --- sum up ---
@@ -289,6 +298,21 @@ def inverse_of(scale: Lanes) -> Lanes:
     """1 / scale; 0 where the scale is 0."""
     usable = scale > 0.0
     return usable.choose(1.0 / usable.choose(scale, 1.0), 0.0)
+
+
+def measured(blocks: AffineBlocks, part: Any, pairs: list[tuple[Lanes, Lanes]]) -> tuple[Lanes, ...]:
+    """The errors of a part, as it is decoded, for each of some scales and offsets."""
+    inverses = [inverse_of(scale) for scale, _ in pairs]
+
+    def measure(j: Any, errors: tuple[Lanes, ...]) -> tuple[Lanes, ...]:
+        w, found = blocks.weights(j), []
+        factor = blocks.factors(j) if blocks.weighted else None
+        for (scale, offset), inverse, error in zip(pairs, inverses, errors, strict=True):
+            e = w - (code_of(blocks, w, inverse, offset) * scale - offset)
+            found.append(error + (e * e if factor is None else factor * e * e))
+        return tuple(found)
+
+    return blocks.over_part(part, (blocks.zero,) * len(pairs), measure)
 
 
 def shortest(blocks: AffineBlocks, part: Any, scale: Lanes, offset: Lanes) -> Lanes:

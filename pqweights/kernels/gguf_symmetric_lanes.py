@@ -26,11 +26,11 @@ from numba import types
 from numba.extending import intrinsic
 
 from pqweights.kernels.emit import F32, I64, LANES, Lanes, array_pointers, loop, splat, store, transposed
+from pqweights.kernels.gguf_halves import half_bits, half_neighbours
 from pqweights.kernels.gguf_symmetric_formats import MULTIPLIERS, STARTS, SymmetricFormat
 from pqweights.kernels.gguf_symmetric_tiles import EXTREMES, FACTORS, SCALES, TRIED, Codes, Scaling, Tile, load_tile
 
 AT_ONCE = 4  # candidates that one pass over the weights evaluates
-LARGEST_F16 = 65504.0
 
 
 class _Products(NamedTuple):
@@ -128,19 +128,6 @@ def _errors(tile: Tile, codes: Codes, part: Any, scales: list[Lanes]) -> tuple[L
 # --- 3. Factors ---
 
 
-def _f16_neighbours(tile: Tile, scaling: Scaling, scale: Lanes) -> tuple[Lanes, Lanes]:
-    """The F16 number nearest to a scale, and the next one on the scale's other side, in the scale of the work."""
-    x = (scale * scaling.up).minimum(LARGEST_F16).maximum(-LARGEST_F16)
-    magnitude = x.magnitude()
-    exponent = (magnitude.bits() & 0x7F800000).maximum(113 << 23)  # 2**-14: the step does not shrink below it
-    step, inverse_step = (exponent - (10 << 23)).floats(), ((264 << 23) - exponent).floats()
-    nearest = (magnitude * inverse_step).rint() * step
-    other = (magnitude > nearest).choose(nearest + step, nearest - step).minimum(LARGEST_F16).maximum(0.0)
-    negative = x < 0.0
-    first, second = (negative.choose(-y, y) * scaling.down for y in (nearest, other))
-    return first, second
-
-
 def _refitted(tile: Tile, codes: Codes, d: Lanes) -> Lanes:
     """The least-squares d for the present factors and the codes that they give with the present d."""
 
@@ -205,8 +192,13 @@ def _fit_super_blocks(tile: Tile, codes: Codes, scaling: Scaling) -> Lanes:
 
     largest = tile.over_parts(tile.zero, search_part)
 
+<<<<<<< HEAD
     def try_multiplier(turn: Any, best: _PartFit) -> _PartFit:
         nearest, _ = _f16_neighbours(tile, scaling, largest * tile.setting(b.add(I64(MULTIPLIERS), turn)))
+=======
+    def try_multiplier(turn: Any, best: _Found) -> _Found:
+        nearest, _ = half_neighbours(largest * tile.setting(b.add(I64(MULTIPLIERS), turn)), scaling.up, scaling.down)
+>>>>>>> ggone
         return _kept(tile, codes, best, nearest, form.factors_tried)
 
     best = loop(b, I64(len(form.multipliers)), _nothing_found(tile), try_multiplier)
@@ -215,7 +207,7 @@ def _fit_super_blocks(tile: Tile, codes: Codes, scaling: Scaling) -> Lanes:
         tile.keep(SCALES, part, best.number * tile.of_part(FACTORS, part))
         return nothing
 
-    refitted = _f16_neighbours(tile, scaling, _refitted(tile, codes, best.number))
+    refitted = half_neighbours(_refitted(tile, codes, best.number), scaling.up, scaling.down)
     tile.over_parts((), use_parts_scales)
     for kind, d in zip((EXTREMES, EXTREMES + LANES), refitted, strict=True):
         store(d, tile.parts, I64(kind), align=64)
@@ -230,8 +222,13 @@ def _fit_blocks(tile: Tile, codes: Codes, scaling: Scaling) -> Lanes:
     tile.keep(FACTORS, only, one)
     tile.keep(SCALES, only, _searched(tile, codes, only))
 
+<<<<<<< HEAD
     def improve(_: Any, best: _PartFit) -> _PartFit:
         candidates = list(_f16_neighbours(tile, scaling, tile.of_part(SCALES, only)))
+=======
+    def improve(_: Any, best: _Found) -> _Found:
+        candidates = list(half_neighbours(tile.of_part(SCALES, only), scaling.up, scaling.down))
+>>>>>>> ggone
         for d, error in zip(candidates, _errors(tile, codes, only, candidates), strict=True):
             best = best.or_better(error, d)
         tile.keep(SCALES, only, _refitted(tile, codes, best.number))
@@ -266,15 +263,6 @@ def _encode(tile: Tile, codes: Codes, d: Lanes, out: Any) -> tuple[Lanes, Lanes]
     return tile.over_parts((zero, zero), encode_part)
 
 
-def _half_bits(scaling: Scaling, d: Lanes) -> Lanes:
-    """The bits of d, an F16 number in the scale of the work, as int32."""
-    x = scaling.empty.choose(d.of(0.0), d * scaling.up)
-    magnitude = x.magnitude()
-    tiny = (magnitude.minimum(1.0) * 2.0**24).whole()
-    half = (magnitude < 2.0**-14).choose(tiny, (magnitude.bits() >> 13) - (112 << 10))
-    return half | ((x.bits() >> 16) & 0x8000)
-
-
 def make_fit(form: SymmetricFormat) -> Any:
     """An intrinsic that encodes the same block of sixteen rows."""
 
@@ -304,7 +292,7 @@ def make_fit(form: SymmetricFormat) -> Any:
             d = (_fit_super_blocks if form.parts > 1 else _fit_blocks)(tile, codes, scaling)
             for k, total in enumerate(_encode(tile, codes, d, codes_out)):
                 store(total * scaling.up.wide() * scaling.up.wide(), sums, I64(k * LANES))
-            store(_half_bits(scaling, d), halves, I64(0))
+            store(half_bits(scaling.empty.choose(d.of(0.0), d * scaling.up)), halves, I64(0))
             return context.get_dummy_value()
 
         return types.void(values, places, importance, work, outer_turns, settings, parts, codes, halves, sums), codegen

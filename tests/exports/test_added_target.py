@@ -82,8 +82,8 @@ def test_library_refuses_an_option_that_a_target_lacks() -> None:
 
 def test_help_and_errors_list_the_target(tmp_path: Path) -> None:
     assert f"{NAME}: a target of the tests" in " ".join(invoke("export", "--help").output.split())
-    line = refused("export", tmp_path, tmp_path / "out", "-t", "gguf", code=2)
-    assert line == f"error: --target gguf: expected {', '.join([*EXPORTS, *ALIASES])}\n" and NAME in line
+    line = refused("export", tmp_path, tmp_path / "out", "-t", "onnx", code=2)
+    assert line == f"error: --target onnx: expected {', '.join([*EXPORTS, *ALIASES])}\n" and NAME in line
 
 
 def test_verify_accepts_the_export_and_finds_damage(labelled: Path, tmp_path: Path) -> None:

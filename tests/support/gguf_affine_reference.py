@@ -17,8 +17,8 @@ Bytes = npt.NDArray[np.uint8]
 
 f32 = np.float32
 TINY = f32(2.0**-100)
-# type -> weights of a part, the largest code, the largest integer of scales and offsets
-FORMATS = {"Q4_K": (32, 15, 63), "Q5_K": (32, 31, 63), "Q2_K": (16, 3, 15)}
+# type -> weights of a block and of a part, the largest code, the largest integer of scales and offsets
+FORMATS = {"Q4_K": (256, 32, 15, 63), "Q5_K": (256, 32, 31, 63), "Q2_K": (256, 16, 3, 15), "Q5_1": (32, 32, 31, 1)}
 
 
 class Encoded(NamedTuple):
@@ -30,10 +30,11 @@ class Encoded(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """A format: the largest code and the largest integer."""
+    """A format: the largest code, the largest integer, and whether blocks have one part."""
 
     code: np.float32
     level: np.float32
+    alone: bool
 
 
 class _Sums(NamedTuple):
@@ -58,11 +59,12 @@ class _Choice(NamedTuple):
 
 
 def encode(kind: str, values: Floats, settings: Floats, importance: Floats | None) -> Encoded:
-    """Weights [blocks, 256] in a format of FORMATS. importance: f32 [blocks, 256], above 0, as the kernel takes it."""
-    part_size, code, level = FORMATS[kind]
-    form = _Form(f32(code), f32(level))
+    """Weights [rows, columns] in a format of FORMATS. importance: likewise, above 0, as the kernel takes it."""
+    size, part_size, code, level = FORMATS[kind]
+    values = values.reshape(-1, size)
+    form = _Form(f32(code), f32(level), size == part_size)
     with np.errstate(all="ignore"):
-        shape = (256 // part_size, part_size, len(values))
+        shape = (size // part_size, part_size, len(values))
         x = np.ascontiguousarray(values.T).reshape(shape)
         most = np.zeros(len(values), dtype=np.float32)
         for row in np.abs(values.T):
@@ -70,19 +72,22 @@ def encode(kind: str, values: Floats, settings: Floats, importance: Floats | Non
         exponent = np.clip((most.view(np.uint32) >> 23).astype(np.int32) - 127, -40, 126)
         down, up = (np.ldexp(f32(1), power).astype(np.float32) for power in (-exponent, exponent))
         w = x * down
-        factors = None if importance is None else np.ascontiguousarray(importance.T).reshape(shape)
-        scales, offsets, totals = _fitted(w, factors, settings, form)
-        sums = _summed(w, factors, totals, (scales, offsets), form)
-        d, dmin = _guessed(sums, (scales, offsets), settings, form, up, down)
-        choice = _rounded(w, factors, sums, (d, dmin), settings, form, up, down)
+        factors = None if importance is None else np.ascontiguousarray(importance.reshape(-1, size).T).reshape(shape)
+        *fits, totals = _fitted(w, factors, settings, form)
+        if form.alone:
+            choice = _rounded_alone(w, factors, totals, fits, int(settings[5]), form, up, down)
+        else:
+            sums = _summed(w, factors, totals, (fits[0], fits[1]), form)
+            d, dmin = _guessed(sums, (fits[0], fits[1]), settings, form, up, down)
+            choice = _rounded(w, factors, sums, (d, dmin), settings, form, up, down)
         scale, offset = choice.a * choice.d, choice.b * choice.dmin
         q = _codes(w, scale, offset, form)
         e = (w - (q * scale[:, None] - offset[:, None])).astype(np.float64)
         wide = up.astype(np.float64)
-        energies, errors = (_in_order((y * y).reshape(256, -1)) * wide * wide for y in (w.astype(np.float64), e))
+        energies, errors = (_in_order((y * y).reshape(size, -1)) * wide * wide for y in (w.astype(np.float64), e))
         halves = [(each * up).astype(np.float16) for each in (choice.d, choice.dmin)]
-        pack = _packed_q2 if kind == "Q2_K" else _packed_q4_or_q5
-        codes = q.reshape(256, -1).T.astype(np.uint8)
+        pack = {"Q2_K": _packed_q2, "Q5_1": _packed_q5_1}.get(kind, _packed_q4_or_q5)
+        codes = q.reshape(size, -1).T.astype(np.uint8)
         levels = [np.ascontiguousarray(each.T).astype(np.uint8) for each in (choice.a, choice.b)]
     return Encoded(pack(halves, levels, codes, high=code == 31), energies, errors)
 
@@ -93,7 +98,8 @@ def encode(kind: str, values: Floats, settings: Floats, importance: Floats | Non
 def _fitted(w: Floats, factors: Floats | None, settings: Floats, form: _Form) -> tuple[Floats, Floats, Floats]:
     """Scales, offsets and total importance [parts, blocks]."""
     relax, passes, starts = settings[0], int(settings[1]), int(settings[2])
-    smallest, largest = _minimum(w.min(axis=1), f32(0)), w.max(axis=1)
+    smallest, largest = w.min(axis=1), w.max(axis=1)
+    smallest = smallest if form.alone else _minimum(smallest, f32(0))
     totals = np.full_like(largest, w.shape[1]) if factors is None else _in_order(factors)
     best = (
         np.full_like(largest, np.inf),
@@ -107,11 +113,13 @@ def _fitted(w: Floats, factors: Floats | None, settings: Floats, form: _Form) ->
             below, above = settings[6 + 6 * start + 2 * c : 8 + 6 * start + 2 * c]
             begin = center + (smallest - center) * below
             scale = (center + (largest - center) * above - begin) / form.code
-            chains.append((_maximum(scale, TINY), _maximum(-begin, f32(0))))
+            chains.append((_maximum(scale, TINY), _allowed(-begin, form)))
         for _ in range(passes):
             moved = [_moments(w, factors, *chain, form) for chain in chains]
             for c, moments in enumerate(moved):
-                best, chains[c] = _moved(best, *chains[c], moments, totals, relax)
+                best, chains[c] = _moved(best, *chains[c], moments, totals, relax, form)
+    if form.alone:
+        return best[1], best[2], totals
     most = _codes(w, best[1], best[2], form).max(axis=1)
     return np.where(most > 0, best[1] / np.floor(form.code / _maximum(most, f32(1))), f32(0)), best[2], totals
 
@@ -126,7 +134,13 @@ def _moments(w: Floats, factors: Floats | None, scale: Floats, offset: Floats, f
 
 
 def _moved(
-    best: tuple[Floats, Floats, Floats], scale: Floats, offset: Floats, moments: list[Floats], total: Floats, relax: Any
+    best: tuple[Floats, Floats, Floats],
+    scale: Floats,
+    offset: Floats,
+    moments: list[Floats],
+    total: Floats,
+    relax: Any,
+    form: _Form,
 ) -> tuple[tuple[Floats, Floats, Floats], tuple[Floats, Floats]]:
     ee, er, rr, e, r = moments
     spread = rr - r * (r / total)
@@ -135,7 +149,7 @@ def _moved(
     shift = (e - slope * r) / total
     error = (ee - shift * e) - slope * er
     limit = offset * (f32(1) / scale)
-    pinned, left = shift > limit, er - limit * r
+    pinned, left = (shift > limit) & (not form.alone), er - limit * r
     pinned_slope = left / _maximum(rr, TINY)
     pinned_error = ((ee - (limit * f32(2)) * e) + (limit * limit) * total) - pinned_slope * left
     slope, shift = np.where(pinned, pinned_slope, slope), np.where(pinned, limit, shift)
@@ -145,8 +159,12 @@ def _moved(
     better = (error < best[0]) & (fitted > scale * f32(0.25))
     kept = tuple(np.where(better, new, old) for new, old in zip((error, fitted, fitted_offset), best, strict=True))
     step = _minimum(_maximum(relax * slope, f32(-0.5)), f32(1))
-    after = (_maximum(scale * (step + f32(1)), TINY), _maximum(offset - scale * (relax * shift), f32(0)))
+    after = (_maximum(scale * (step + f32(1)), TINY), _allowed(offset - scale * (relax * shift), form))
     return (kept[0], kept[1], kept[2]), after
+
+
+def _allowed(offset: Floats, form: _Form) -> Floats:
+    return offset if form.alone else _maximum(offset, f32(0))
 
 
 # --- sums, guesses, rounds ---
@@ -269,6 +287,57 @@ def _rounded(
     return best
 
 
+# --- blocks of one part ---
+
+
+def _rounded_alone(
+    w: Floats,
+    factors: Floats | None,
+    total: Floats,
+    fits: list[Floats],
+    rounds: int,
+    form: _Form,
+    up: Floats,
+    down: Any,
+) -> _Choice:
+    (scale, offset), least = fits, np.full_like(total, np.inf)
+    for turn in range(rounds):
+        q = _codes(w, scale, offset, form)
+        e = (w + offset[:, None]) * _inverse(scale)[:, None] - q
+        fe, fq = (e, q) if factors is None else (factors * e, factors * q)
+        eq, qq, se, sq = (_in_order(terms) for terms in (fe * q, fq * q, fe, fq))
+        spread = qq - sq * (sq / total)
+        spreads = spread > qq * f32(1e-5)
+        slope = np.where(spreads, (eq - se * (sq / total)) / np.where(spreads, spread, f32(1)), f32(0))
+        candidates = []
+        for dmin in _neighbours(offset - scale * ((se - slope * sq) / total), up, down):
+            moved = dmin - offset
+            fitted = scale + (scale * eq + moved * sq) / np.where(qq > 0, qq, f32(1))
+            fitted = _maximum(np.where(qq > 0, fitted, moved / form.code), f32(0))
+            candidates += [(d, dmin) for d in _neighbours(fitted, up, down)]
+        if turn == 0:
+            scale, offset = np.zeros_like(scale), np.zeros_like(offset)
+        for d, dmin in candidates:
+            e = w - (_codes(w, d, dmin, form) * d[:, None] - dmin[:, None])
+            error = _in_order(e * e if factors is None else factors * e * e)
+            better = error < least
+            least, scale, offset = (
+                np.where(better, new, old) for new, old in ((error, least), (d, scale), (dmin, offset))
+            )
+    one = np.ones_like(scale)
+    return _Choice(least[0], scale[0], offset[0], one, one)
+
+
+def _neighbours(x: Floats, up: Floats, down: Floats) -> list[Floats]:
+    """The nearest F16, saturated, and the one on the other side."""
+    x = _maximum(_minimum(x * up, f32(65504)), f32(-65504))
+    size = np.abs(x)
+    step = np.ldexp(f32(1), np.maximum(np.frexp(size)[1] - 1, -14) - 10).astype(np.float32)
+    nearest = np.rint(size / step) * step
+    other = _maximum(_minimum(np.where(size > nearest, nearest + step, nearest - step), f32(65504)), f32(0))
+    return [np.where(x < 0, -near, near) * down for near in (nearest, other)]
+
+
 # --- bytes ---
 
 
@@ -289,6 +358,14 @@ def _packed_q2(halves: list[Any], levels: list[Bytes], codes: Bytes, *, high: bo
     quarters = codes.reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
     packed = np.bitwise_or.reduce(quarters, axis=2).reshape(-1, 64)
     return np.concatenate([levels[0] | (levels[1] << 4), packed, np.stack(halves, axis=1).view(np.uint8)], axis=1)
+
+
+def _packed_q5_1(halves: list[Any], levels: list[Bytes], codes: Bytes, *, high: bool) -> Bytes:
+    """d, m; the highest bits of the codes; their low 4 bits, two codes, 16 weights apart, in a byte."""
+    d, dmin = halves
+    head = np.stack([d, 0 - dmin], axis=1).view(np.uint8)
+    bits = np.packbits(codes >> 4, axis=1, bitorder="little")
+    return np.concatenate([head, bits, (codes[:, :16] & 15) | ((codes[:, 16:] & 15) << 4)], axis=1)
 
 
 # --- arithmetic ---
