@@ -201,10 +201,6 @@ def add_in_order(total: float, values: npt.NDArray[np.float64]) -> float:
 _IGNORED = np.zeros(2, dtype=np.uint64)
 _IGNORED_ADDRESSES = (_IGNORED.ctypes.data, _IGNORED.ctypes.data + 8)
 
-<<<<<<< HEAD
-=======
-_GGUF_KINDS = ("q2_k", "q4_k", "q5_k", "q5_1", "q8_0", "q5_0", "q4_0", "iq4_nl", "q6_k", "q3_k", "iq4_xs")
->>>>>>> ggone
 # name -> types of its arguments: numba's own two pointers, ours, then numbers
 _ARGUMENTS: dict[str, list[Any]] = {
     "encode": [ctypes.c_void_p] * (2 + 8) + [ctypes.c_int64] * 4 + [ctypes.c_double] * 2,

@@ -192,13 +192,8 @@ def _fit_super_blocks(tile: Tile, codes: Codes, scaling: Scaling) -> Lanes:
 
     largest = tile.over_parts(tile.zero, search_part)
 
-<<<<<<< HEAD
     def try_multiplier(turn: Any, best: _PartFit) -> _PartFit:
-        nearest, _ = _f16_neighbours(tile, scaling, largest * tile.setting(b.add(I64(MULTIPLIERS), turn)))
-=======
-    def try_multiplier(turn: Any, best: _Found) -> _Found:
         nearest, _ = half_neighbours(largest * tile.setting(b.add(I64(MULTIPLIERS), turn)), scaling.up, scaling.down)
->>>>>>> ggone
         return _kept(tile, codes, best, nearest, form.factors_tried)
 
     best = loop(b, I64(len(form.multipliers)), _nothing_found(tile), try_multiplier)
@@ -222,13 +217,8 @@ def _fit_blocks(tile: Tile, codes: Codes, scaling: Scaling) -> Lanes:
     tile.keep(FACTORS, only, one)
     tile.keep(SCALES, only, _searched(tile, codes, only))
 
-<<<<<<< HEAD
     def improve(_: Any, best: _PartFit) -> _PartFit:
-        candidates = list(_f16_neighbours(tile, scaling, tile.of_part(SCALES, only)))
-=======
-    def improve(_: Any, best: _Found) -> _Found:
         candidates = list(half_neighbours(tile.of_part(SCALES, only), scaling.up, scaling.down))
->>>>>>> ggone
         for d, error in zip(candidates, _errors(tile, codes, only, candidates), strict=True):
             best = best.or_better(error, d)
         tile.keep(SCALES, only, _refitted(tile, codes, best.number))

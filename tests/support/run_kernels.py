@@ -45,10 +45,6 @@ from pqweights.kernels import (
     load_backend,
 )
 from pqweights.kernels.attention_task import POLAR_WIDTHS, TOKEN_WIDTHS
-<<<<<<< HEAD
-=======
-from pqweights.kernels.gguf_encoding import encode_blocks, normalized_importance
->>>>>>> ggone
 from pqweights.kernels.groups import BEST, FLOAT_MODES, RUNTIME_RULES, FloatRule, GroupRule, Groups
 from pqweights.kernels.trellis import Superblocks
 
@@ -160,11 +156,7 @@ def _gguf_symmetric_digest(name: str) -> Callable[[str], str]:
         values = some_groups(512).reshape(37, 512)
         for importance in (None, np.exp(np.random.default_rng(4).standard_normal(512)).astype(np.float32)):
             if backend == "reference":
-<<<<<<< HEAD
                 factors = None if importance is None else gguf_encoding.normalized_importance(importance, 512)
-=======
-                factors = None if importance is None else normalized_importance(importance, 512)
->>>>>>> ggone
                 found += gguf_symmetric_reference.encode(name, values, factors)
             else:
                 out = gguf_encoding.encode_blocks(name, values, importance)
