@@ -283,13 +283,13 @@ def _encode(blocks: AffineBlocks, extent: AffineExtent, pair: _Factors, sums: An
         store(total * up * up, sums, I64(place * LANES))
 
 
-def _found(blocks: AffineBlocks, extent: AffineExtent) -> _Pair:
+def _found(blocks: AffineBlocks, extent: AffineExtent) -> _Factors:
     """The best pair; the integers of the parts are kept as the best."""
     if blocks.format.parts == 1:
         only = I64(0)
         for name in (BEST_SCALE_LEVEL, BEST_OFFSET_LEVEL):
             blocks.keep(blocks.zero.of(1.0), name, only)
-        return _Pair(*rounded_alone(blocks, extent, fit_part(blocks, only)))
+        return _Factors(*rounded_alone(blocks, extent, fit_part(blocks, only)))
 
     def fit(part: Any, nothing: tuple[()]) -> tuple[()]:
         found = fit_part(blocks, part)
