@@ -499,7 +499,7 @@ def _affine_digest(kind: str) -> Callable[[str], str]:
                 settings = gguf_encoding.encoder_settings(kind, weighted=importance is not None)
                 factors = None
                 if importance is not None:
-                    factors = np.tile(normalized_importance(importance, 256), (len(values), 1))
+                    factors = np.tile(gguf_encoding.normalized_importance(importance, 256), (len(values), 1))
                 found += gguf_affine_reference.encode(kind, values, settings, factors)
             else:
                 blocks = gguf_encoding.encode_blocks(kind, values, importance)
