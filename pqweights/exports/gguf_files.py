@@ -6,7 +6,7 @@ import fnmatch
 import json
 import shlex
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from pqweights.gguf.mixes import Mix
 from pqweights.hub.ids import is_repository_id
 from pqweights.planning.containers import GgufFiles
 from pqweights.planning.plan import FileHeader, ShardPlan, TensorPlan, cuts
+from pqweights.rewrite.transform import SmallFiles
 
 if TYPE_CHECKING:
     from pqweights.gguf.model import GgufModel
@@ -63,11 +64,13 @@ class GgufOutput:
             headers.append(FileHeader.of(content))
         return GgufFiles(name=self.file_name, alignment=ALIGNMENT, headers=tuple(headers))
 
-    def small_files(self, shards: Sequence[ShardPlan], importances: Importances | None) -> dict[str, bytes]:
+    def small_files(self, shards: Sequence[ShardPlan], importances: Importances | None) -> SmallFiles:
         """Return a Modelfile, unless there are several files, which Ollama does not take; and what was asked for."""
-        result = {MODELFILE: self._modelfile(shards[0].file)} if len(shards) == 1 else {}
+        result: dict[str, Callable[[], bytes]] = {}
+        if len(shards) == 1:
+            result[MODELFILE] = lambda: self._modelfile(shards[0].file)
         if self.imatrix and importances is not None:
-            result[IMATRIX_FILE] = _imatrix(self.model, importances)
+            result[IMATRIX_FILE] = lambda: _imatrix(self.model, importances)
         return result
 
     @property

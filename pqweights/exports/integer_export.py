@@ -28,7 +28,7 @@ from pqweights.folding.folded import FoldedTensor
 from pqweights.planning.plan import INTEGER, Container, ShardPlan, TensorPlan, stored_bytes
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.records import TensorRecord
-from pqweights.rewrite.transform import Preparation, Transform
+from pqweights.rewrite.transform import Preparation, SmallFiles, Transform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,12 @@ class IntegerExport(Transform):
             return super().container(tensors, max_shard_bytes)
         return self.outline.container(tensors, max_shard_bytes)
 
-    def small_files(self, shards: Sequence[ShardPlan]) -> dict[str, bytes]:
+    @property
+    def has_config(self) -> bool:
+        """Whether the runtime reads a config.json."""
+        return self.outline.config is not None
+
+    def small_files(self, shards: Sequence[ShardPlan]) -> SmallFiles:
         """Return what the target writes beside the weights."""
         return {} if self.outline.small_files is None else self.outline.small_files(shards, self.compensation)
 

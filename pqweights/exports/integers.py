@@ -18,6 +18,7 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.kernels.groups import Groups
 from pqweights.planning.plan import Container, ShardPlan, TensorPlan
+from pqweights.rewrite.transform import SmallFiles
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -164,7 +165,7 @@ class Outline:
     plain_dtype: str | None = "BF16"
     warnings: tuple[str, ...] = ()
     container: Callable[[Sequence[TensorPlan], int], Container] | None = None
-    small_files: Callable[[Sequence[ShardPlan], Importances | None], dict[str, bytes]] | None = None
+    small_files: Callable[[Sequence[ShardPlan], Importances | None], SmallFiles] | None = None
     companions: tuple[str, ...] | None = None
 
 

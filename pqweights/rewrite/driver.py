@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from pqweights.checkpoint.file_uses import file_uses, most_fetched
-from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, WORK_FOLDER
+from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, MANIFEST_FILE, WORK_FOLDER
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
@@ -127,7 +127,9 @@ def _finished_result(task: RewriteTask) -> Manifest | None:
         return None
     contents = _small_files(task, found.records)
     digests = {name: _sha256_of_pieces(pieces) for name, pieces in contents.items()}
-    return found if digests == {name: record.sha256 for name, record in found.files.items()} else None
+    # What the transform adds follows from its account of itself, which the manifests have in common.
+    stated = {name: record.sha256 for name, record in found.files.items() if name not in task.small_files}
+    return found if digests == stated and task.small_files.keys() <= found.files.keys() else None
 
 
 def _all_files_exist(task: RewriteTask, found: Manifest) -> bool:
@@ -172,7 +174,9 @@ def _bytes_present(task: RewriteTask) -> int:
 def _run_inputs(task: RewriteTask) -> RunInputs:
     """The files that a run reads and writes, for its journal."""
     plan, checkpoint = task.plan, task.checkpoint
-    written = [*plan.companions, *task.small_files, INDEX_FILE, CONFIG_FILE, MANIFEST_FILE]
+    written = [*plan.companions, *task.small_files]
+    written += [] if plan.container.index_file is None else [plan.container.index_file]
+    written += [CONFIG_FILE, MANIFEST_FILE] if task.transform.has_config else [MANIFEST_FILE]
     outputs = [*(shard.file for shard in plan.shards), *written]
     read = [*checkpoint.weight_files, *plan.companions]
     read += [name for name in (CONFIG_FILE, CARD_FILE) if name in checkpoint.storage.files()]
@@ -228,17 +232,17 @@ def _write_small_files(
 ) -> dict[str, FileRecord]:
     """Write the files without tensors, and return what the manifest states about each."""
     files = {}
-    for name, pieces in _small_files(task, records).items():
+    contents = {**_small_files(task, records), **{name: [content()] for name, content in task.small_files.items()}}
+    for name, pieces in contents.items():
         digest = write_whole(workspace.folder, workspace.out / name, pieces)
         files[name] = FileRecord((workspace.out / name).stat().st_size, digest)
     return files
 
 
 def _small_files(task: RewriteTask, records: Sequence[TensorRecord]) -> dict[str, Iterable[bytes]]:
-    """Return companions, index, configuration and what the transform adds: the content of each, in pieces, by name."""
+    """Return companions, index and configuration: the content of each, in pieces, by name."""
     plan = task.plan
     contents: dict[str, Iterable[bytes]] = {name: _pieces(task.checkpoint, name) for name in plan.companions}
-    contents |= {name: [content] for name, content in task.small_files.items()}
     if plan.container.index_file is not None:
         contents[plan.container.index_file] = json_pieces(index_json(plan.shards))
     config = task.transform.config(task.checkpoint, plan.tensors, records)

@@ -15,7 +15,7 @@ from pqweights.planning.totals import Totals
 from pqweights.rewrite.identity import RunIdentity
 from pqweights.rewrite.records import TensorRecord, error_totals, total_relative_mse
 from pqweights.rewrite.tensor_report import TensorReport, tensor_reports
-from pqweights.rewrite.transform import Transform
+from pqweights.rewrite.transform import SmallFiles, Transform
 
 Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in all, name of the tensor
 
@@ -66,7 +66,7 @@ class RewriteTask:
         )
 
     @functools.cached_property
-    def small_files(self) -> dict[str, bytes]:
+    def small_files(self) -> SmallFiles:
         """What the transform writes beside the weights, the configuration and the copied files."""
         return self.transform.small_files(self.plan.shards)
 

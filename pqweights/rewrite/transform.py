@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +30,10 @@ class Preparation:
     fetched: Path
     threads: int
     progress: Callable[[int, int, str], None]
+
+
+# Names of files, and functions that return their content once the tensors are written.
+SmallFiles = Mapping[str, Callable[[], bytes]]
 
 
 class Transform(Protocol):
@@ -73,9 +77,14 @@ class Transform(Protocol):
         """Return the format of the files that hold the planned tensors; by default safetensors."""
         return Safetensors(self.metadata)
 
-    def small_files(self, shards: Sequence[ShardPlan]) -> dict[str, bytes]:
-        """Return files that are written beside those of the plan and the configuration, by name; by default none."""
+    def small_files(self, shards: Sequence[ShardPlan]) -> SmallFiles:
+        """Return files that are written beside those of the plan and the configuration; by default none."""
         return {}
+
+    @property
+    def has_config(self) -> bool:
+        """Whether the result has a config.json."""
+        return True
 
     @property
     def left_out(self) -> dict[str, str]:
