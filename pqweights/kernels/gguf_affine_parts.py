@@ -225,28 +225,27 @@ def _allowed(blocks: AffineBlocks, offset: Lanes) -> Lanes:
 def _improved(
     blocks: AffineBlocks, part: Any, best: PartFit, chains: tuple[_PartChain, ...], total: Lanes
 ) -> tuple[PartFit, tuple[_PartChain, ...]]:
-    """The best fit and the chains, after one pass over the weights."""
-    inverses = [1.0 / chain.scale for chain in chains]
-
-    def evaluate(j: Any, totals: tuple[_PartMoments, ...]) -> tuple[_PartMoments, ...]:
-        w, result = blocks.weights(j), []
-        factor = blocks.factors(j) if blocks.weighted else None
-        for chain, inverse, own in zip(chains, inverses, totals, strict=True):
-            t = (w + chain.offset) * inverse
-            r = t.rint().maximum(t.of(0.0)).minimum(t.of(blocks.format.last_code))
-            e = t - r
-            fe, fr = (e, r) if factor is None else (factor * e, factor * r)
-            result.append(
-                _PartMoments(own.ee + fe * e, own.er + fe * r, own.rr + fr * r, own.e + fe, own.r + fr),
-            )
-        return tuple(result)
-
-    moments = blocks.over_part(part, (_PartMoments(*[blocks.zero] * 5),) * CHAINS, evaluate)
+    """The best fit and the chains, after one pass over the weights for each."""
     moved = []
-    for chain, inverse, own in zip(chains, inverses, moments, strict=True):
-        best, chain = _moved(blocks, best, chain, inverse, own, total)
+    for chain in chains:
+        inverse = 1.0 / chain.scale
+        moments = _moments_of_part(blocks, part, chain.offset, inverse)
+        best, chain = _moved(blocks, best, chain, inverse, moments, total)
         moved.append(chain)
     return best, tuple(moved)
+
+
+def _moments_of_part(blocks: AffineBlocks, part: Any, offset: Lanes, inverse: Lanes) -> _PartMoments:
+    """The sums for one chain: without AVX-512 there are no registers for those of more in one loop."""
+
+    def add(j: Any, sums: _PartMoments) -> _PartMoments:
+        t = (blocks.weights(j) + offset) * inverse
+        r = t.rint().maximum(t.of(0.0)).minimum(t.of(blocks.format.last_code))
+        e = t - r
+        fe, fr = (blocks.factors(j) * x for x in (e, r)) if blocks.weighted else (e, r)
+        return _PartMoments(sums.ee + fe * e, sums.er + fe * r, sums.rr + fr * r, sums.e + fe, sums.r + fr)
+
+    return blocks.over_part(part, _PartMoments(*[blocks.zero] * 5), add)
 
 
 def _moved(
