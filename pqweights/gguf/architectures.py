@@ -15,14 +15,18 @@ class Setting(NamedTuple):
 
     parameter: its name in the gguf package, whose writer has a method add_{parameter}
     key: the key of the configuration that holds it
+    real: whether it need not be a whole number
+    optional: whether the model may do without it
     """
 
     parameter: str
     key: str
+    real: bool = False
+    optional: bool = False
 
 
-RMS = Setting("layer_norm_rms_eps", "rms_norm_eps")
-LAYER_NORM = Setting("layer_norm_eps", "layer_norm_eps")
+RMS = Setting("layer_norm_rms_eps", "rms_norm_eps", real=True)
+LAYER_NORM = Setting("layer_norm_eps", "layer_norm_eps", real=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +35,7 @@ class Architecture:
 
     name: its name in gguf.MODEL_ARCH
     norm: the setting of its norms
-    settings: the hyper-parameters that it has beside those of all models; a value that is absent is not written
+    settings: the hyper-parameters that it has beside those of all models
     interleaved: whether the rows of q and k are to be permuted, because it rotates neighbouring channels
     gain_offset: what the model adds to the weights of its norms, and llama.cpp does not
     rope: the kinds of scaled rotary embeddings that it computes
@@ -39,12 +43,13 @@ class Architecture:
     free_head_dim: whether heads may be wider or narrower than hidden_size / num_attention_heads
     windows: IGNORED, LAYERS or None: whether the model has sliding windows, and llama.cpp too
     window_period: with LAYERS, the period in which llama.cpp has one layer without a window, if the file does not say
+    forced_window: with LAYERS, whether llama.cpp has windows even if the file names none
+    rotated_windows: with LAYERS, whether layers without a window have no rotary embeddings
     window_base: whether layers with a window may have a base of rotary embeddings of their own
     unrotated_period: the period in which llama.cpp has one layer without rotary embeddings; 0: none
     own_head: whether it needs a head although the embeddings are the head
     biases: the tensors, as in gguf.MODEL_TENSOR, of which it also takes a bias
     values: for keys of the configuration, the values with which the model computes what llama.cpp does
-    defaults: the values of keys that configurations of this type leave out
     """
 
     name: str
@@ -57,12 +62,13 @@ class Architecture:
     free_head_dim: bool = True
     windows: str | None = None
     window_period: int = 0
+    forced_window: bool = False
+    rotated_windows: bool = False
     window_base: bool = True
     unrotated_period: int = 0
     own_head: bool = False
     biases: frozenset[str] = frozenset()
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 # llama.cpp has no sliding window for the model: it computes the same for texts that are no longer than the window.
@@ -85,7 +91,6 @@ EXPERT_WIDTH = Setting("expert_feed_forward_length", "moe_intermediate_size")
 QKV = frozenset({"ATTN_Q", "ATTN_K", "ATTN_V"})
 NORMS = frozenset({"ATTN_NORM", "FFN_NORM", "OUTPUT_NORM"})
 SILU = {"hidden_act": ("silu", "swish")}
-TIED = {"tie_word_embeddings": True}
 # Qwen's window is that of its upper layers.
 NO_WINDOW = {"use_sliding_window": (False, None)}
 ALL_SPARSE = {"decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)}
@@ -98,7 +103,7 @@ LLAMA = Architecture(
     values=SILU,
 )
 MISTRAL = replace(LLAMA, windows=IGNORED)
-MIXTRAL = replace(MISTRAL, settings=EXPERTS, defaults={"rope_theta": 1e6})
+MIXTRAL = replace(MISTRAL, settings=EXPERTS)
 QWEN2 = Architecture(name="QWEN2", free_head_dim=False, biases=QKV, values=SILU | NO_WINDOW)
 QWEN2_MOE = Architecture(
     name="QWEN2MOE",
@@ -107,7 +112,6 @@ QWEN2_MOE = Architecture(
     own_head=True,
     biases=QKV,
     values=SILU | NO_WINDOW | ALL_SPARSE | {"norm_topk_prob": (False,)},
-    defaults={"norm_topk_prob": False},
 )
 QWEN3 = Architecture(name="QWEN3", biases=QKV, values=SILU | NO_WINDOW)
 QWEN3_MOE = Architecture(
@@ -115,7 +119,6 @@ QWEN3_MOE = Architecture(
     settings=(*EXPERTS, EXPERT_WIDTH),
     biases=QKV,
     values=SILU | NO_WINDOW | ALL_SPARSE | {"norm_topk_prob": (True,)},
-    defaults={"norm_topk_prob": False},
 )
 # What early configurations of Gemma call gelu is its approximation by tanh, too.
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
@@ -123,25 +126,24 @@ GEMMA = Architecture(
     name="GEMMA",
     gain_offset=1,
     values={"hidden_act": (*TANH_GELU, "gelu"), "use_bidirectional_attention": (False, None)},
-    defaults=TIED,
 )
 GEMMA2 = Architecture(
     name="GEMMA2",
     gain_offset=1,
     settings=(
-        Setting("attn_logit_softcapping", "attn_logit_softcapping"),
-        Setting("final_logit_softcapping", "final_logit_softcapping"),
+        Setting("attn_logit_softcapping", "attn_logit_softcapping", real=True),
+        Setting("final_logit_softcapping", "final_logit_softcapping", real=True),
     ),
     rope=frozenset({"default", "linear"}),
     windows=LAYERS,
     window_period=2,
+    forced_window=True,
     values={"hidden_activation": TANH_GELU, "use_bidirectional_attention": (False, None)},
-    defaults=TIED,
 )
 GEMMA3 = Architecture(
     name="GEMMA3",
     gain_offset=1,
-    settings=(Setting("final_logit_softcapping", "final_logit_softcapping"),),
+    settings=(Setting("final_logit_softcapping", "final_logit_softcapping", real=True, optional=True),),
     rope=frozenset({"default", "linear"}),
     windows=LAYERS,
     window_period=6,
@@ -149,22 +151,6 @@ GEMMA3 = Architecture(
         "hidden_activation": TANH_GELU,
         "use_bidirectional_attention": (False, None),
         "attn_logit_softcapping": (None,),
-    },
-    # The text_config of a model of images and text states only what differs from these.
-    defaults=TIED
-    | {
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
     },
 )
 PHI3 = Architecture(
@@ -180,33 +166,28 @@ GRANITE = replace(
     LLAMA,
     name="GRANITE",
     settings=(
-        Setting("attention_scale", "attention_multiplier"),
-        Setting("embedding_scale", "embedding_multiplier"),
-        Setting("residual_scale", "residual_multiplier"),
-        Setting("logit_scale", "logits_scaling"),
-    ),
-    defaults=dict.fromkeys(
-        ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0
+        Setting("attention_scale", "attention_multiplier", real=True),
+        Setting("embedding_scale", "embedding_multiplier", real=True),
+        Setting("residual_scale", "residual_multiplier", real=True),
+        Setting("logit_scale", "logits_scaling", real=True),
     ),
 )
 OLMO2 = Architecture(name="OLMO2", free_head_dim=False, own_head=True, values=SILU)
-OLMO3 = replace(OLMO2, windows=LAYERS, window_period=4, window_base=False, defaults={"rope_theta": 5e5})
+OLMO3 = replace(OLMO2, windows=LAYERS, window_period=4, window_base=False)
 SMOLLM3 = Architecture(
     name="SMOLLM3",
     interleaved=True,
     unrotated_period=4,
     biases=QKV,
     values=SILU | NO_WINDOW,
-    defaults=TIED | {"rope_theta": 2e6},
 )
 STARCODER2 = Architecture(
     name="STARCODER2",
-    norm=Setting("layer_norm_eps", "norm_epsilon"),
+    norm=Setting("layer_norm_eps", "norm_epsilon", real=True),
     free_head_dim=False,
     windows=IGNORED,
     biases=QKV | {"ATTN_OUT", "FFN_UP", "FFN_DOWN"} | NORMS,
     values={"hidden_act": TANH_GELU, "use_bias": (True,)},
-    defaults=TIED | {"use_bias": True},
 )
 STABLELM = Architecture(
     name="STABLELM",
@@ -216,18 +197,23 @@ STABLELM = Architecture(
     own_head=True,
     biases=QKV | NORMS,
     values=SILU | {"use_parallel_residual": (False, None), "qk_layernorm": (False, None)},
-    defaults={"partial_rotary_factor": 0.25},
 )
 COHERE = Architecture(
     name="COMMAND_R",
     norm=LAYER_NORM,
-    settings=(Setting("logit_scale", "logit_scale"),),
+    settings=(Setting("logit_scale", "logit_scale", real=True),),
     free_head_dim=False,
     biases=QKV,
     values=SILU | {"use_qk_norm": (False, None)},
-    defaults=TIED | {"rope_theta": 5e5},
 )
-COHERE2 = replace(COHERE, name="COHERE2", rope=frozenset({"default"}), windows=LAYERS, window_period=4, defaults=TIED)
+COHERE2 = replace(
+    COHERE,
+    name="COHERE2",
+    rope=frozenset({"default"}),
+    windows=LAYERS,
+    window_period=4,
+    rotated_windows=True,
+)
 
 # By the model_type of transformers.
 ARCHITECTURES = {

@@ -16,7 +16,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.gguf.architectures import SETTINGS
 from pqweights.gguf.header import MetadataEntry
 from pqweights.gguf.package import gguf_package
-from pqweights.gguf.rope import add_rope
+from pqweights.gguf.rope import add_rope, rope_parameters
 from pqweights.gguf.settings import Settings, ignored_window, read_settings, windowed_layers
 from pqweights.gguf.tensors import gguf_tensors
 from pqweights.gguf.tokens import Vocabulary
@@ -81,6 +81,11 @@ def _notes(settings: Settings, vocabulary: Vocabulary | None) -> Iterator[str]:
             f"llama.cpp attends to the whole context, where the model attends to the last {window} tokens: with longer "
             "texts it computes something else than transformers"
         )
+    if rope_parameters(settings)["rope_type"] == "longrope":
+        yield (
+            "llama.cpp chooses between the short and the long factors of LongRoPE by the size of its context, and "
+            "transformers by the length of the text: with a larger context, short texts are computed otherwise"
+        )
     if vocabulary is not None and vocabulary.differs:
         yield f"llama.cpp makes other tokens than the tokenizer of {vocabulary.differs}"
 
@@ -118,15 +123,9 @@ def _add_hyper_parameters(settings: Settings, writer: Any, *, rows: int) -> None
     """Write the shape of the model."""
     architecture = settings.architecture
     writer.add_context_length(settings.number("max_position_embeddings"))
-    for parameter, key in (*SETTINGS, architecture.norm):
-        value = settings.get(key)
-        if not isinstance(value, int | float):
-            raise settings.refusal(f"expected a number as {key}, found {value!r}")
-        getattr(writer, f"add_{parameter}")(value)
-    for parameter, key in architecture.settings:
-        value = settings.get(key)
-        if value is not None:
-            getattr(writer, f"add_{parameter}")(value)
+    for parameter, key, real, optional in (*SETTINGS, architecture.norm, *architecture.settings):
+        if not optional or settings.get(key) is not None:
+            getattr(writer, f"add_{parameter}")(settings.real(key) if real else settings.number(key))
     writer.add_vocab_size(rows)
     layers = windowed_layers(settings)
     if any(layers):
@@ -134,5 +133,7 @@ def _add_hyper_parameters(settings: Settings, writer: Any, *, rows: int) -> None
         period = architecture.window_period
         if layers != [(place + 1) % period != 0 for place in range(len(layers))]:
             writer.add_sliding_window_pattern(layers)
+    elif architecture.forced_window:
+        writer.add_sliding_window(settings.number("max_position_embeddings"))
     elif architecture.name == "PHI3":
         writer.add_sliding_window(0)  # earlier versions of llama.cpp expect the key

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.gguf.package import gguf_package
-from pqweights.gguf.settings import FULL, SLIDING, Settings, windowed_layers
+from pqweights.gguf.settings import FULL, SLIDING, Settings, is_positive, windowed_layers
 
 DEFAULT_BASE = 10000.0
 # Names that older configurations have.
@@ -58,7 +58,7 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
     if kind not in settings.architecture.rope:
         taken = ", ".join(sorted(settings.architecture.rope))
         raise settings.refusal(f"llama.cpp computes it with rope_type {taken} only, found {kind!r}")
-    rotated = int(settings.number("head_dim") * parameters["partial_rotary_factor"])
+    rotated = int(settings.number("head_dim") * _number(settings, parameters, "partial_rotary_factor"))
     if rotated != settings.number("head_dim") and not settings.architecture.partial_rope:
         raise settings.refusal(
             f"llama.cpp rotates whole heads, and partial_rotary_factor is {parameters['partial_rotary_factor']}"
@@ -82,9 +82,14 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
 def _number(settings: Settings, parameters: Mapping[str, Any], key: str) -> float:
     """Return a positive number among the parameters."""
     found = parameters.get(key)
-    if not isinstance(found, int | float) or isinstance(found, bool) or not 0 < found < math.inf:
+    if not is_positive(found):
         raise settings.refusal(f"expected a positive number as {key} of its rope parameters, found {found!r}")
     return float(found)
+
+
+def _optional(settings: Settings, parameters: Mapping[str, Any], key: str) -> float | None:
+    """Return a positive number among the parameters; None if it is absent or zero."""
+    return _number(settings, parameters, key) if parameters.get(key) else None
 
 
 def _add_windowed(settings: Settings, writer: Any) -> None:
@@ -96,7 +101,7 @@ def _add_windowed(settings: Settings, writer: Any) -> None:
             raise settings.refusal(
                 f"llama.cpp computes its sliding windows with rope_type default only, found {parameters['rope_type']!r}"
             )
-        local = parameters["rope_theta"]
+        local = _number(settings, parameters, "rope_theta")
     base = rope_parameters(settings)["rope_theta"]
     if local != base and not settings.architecture.window_base:
         raise settings.refusal(
@@ -117,9 +122,10 @@ def _add_yarn(settings: Settings, parameters: Mapping[str, Any], writer: Any) ->
     writer.add_rope_scaling_type(gguf_package().RopeScalingType.YARN)
     writer.add_rope_scaling_factor(factor)
     writer.add_rope_scaling_orig_ctx_len(int(_number(settings, parameters, "original_max_position_embeddings")))
-    attention = parameters.get("attention_factor")
-    if attention is None and parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        attention = _yarn_scale(factor, parameters["mscale"]) / _yarn_scale(factor, parameters["mscale_all_dim"])
+    attention = _optional(settings, parameters, "attention_factor")
+    own, every = (_optional(settings, parameters, key) for key in ("mscale", "mscale_all_dim"))
+    if attention is None and own and every:
+        attention = _yarn_scale(factor, own) / _yarn_scale(factor, every)
     if attention is not None:
         writer.add_rope_scaling_attn_factors(float(attention) / _yarn_scale(factor, 1.0))
 
@@ -131,8 +137,8 @@ def _yarn_scale(factor: float, weight: float) -> float:
 def _add_longrope(settings: Settings, parameters: Mapping[str, Any], writer: Any, *, rotated: int) -> Factors:
     """LongRoPE (arXiv:2402.13753): factors for short texts and for long ones."""
     original = _number(settings, parameters, "original_max_position_embeddings")
-    factor = parameters.get("factor") or settings.number("max_position_embeddings") / original
-    attention = parameters.get("attention_factor")
+    factor = _optional(settings, parameters, "factor") or settings.number("max_position_embeddings") / original
+    attention = _optional(settings, parameters, "attention_factor")
     if attention is None:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     writer.add_rope_scaling_type(gguf_package().RopeScalingType.LONGROPE)
@@ -141,7 +147,7 @@ def _add_longrope(settings: Settings, parameters: Mapping[str, Any], writer: Any
     factors = {}
     for name in ("long", "short"):
         found = parameters.get(f"{name}_factor")
-        if not isinstance(found, list) or len(found) != rotated // 2:
+        if not isinstance(found, list) or len(found) != rotated // 2 or not all(map(is_positive, found)):
             raise settings.refusal(f"expected {rotated // 2} numbers as {name}_factor of its rope parameters")
         factors[f"rope_factors_{name}.weight"] = np.array(found, dtype=np.float32)
     return factors
@@ -159,6 +165,8 @@ def _llama3_factors(settings: Settings, parameters: Mapping[str, Any], rotated: 
             "original_max_position_embeddings",
         )
     )
+    if high <= low:
+        raise settings.refusal(f"high_freq_factor {high} of its rope parameters is not above low_freq_factor {low}")
     wavelengths = 2 * math.pi * base ** (np.arange(0, rotated, 2) / rotated)
     share = np.clip((context / wavelengths - low) / (high - low), 0, 1)  # of the frequency that stays
     return (1 / ((1 - share) / factor + share)).astype(np.float32)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from pqweights.errors import ExportError
 from pqweights.gguf.architectures import ARCHITECTURES, IGNORED, LAYERS, Architecture
+from pqweights.gguf.defaults import DEFAULTS
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # What a model that predicts text is called in `architectures`.
@@ -15,6 +17,9 @@ PREDICTS_TEXT = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 # Other names of the same key, in other versions of transformers.
 OTHER_NAMES = {"num_experts": "num_local_experts"}
 OTHERWISE = "use --target bf16, and llama.cpp's convert_hf_to_gguf.py on its result if llama.cpp has this architecture"
+# llama.cpp holds numbers in 32 bits, and has no room for more layers (LLAMA_MAX_LAYERS).
+MOST_OF_ANY = 2**31 - 1
+MOST = {"num_hidden_layers": 512}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +36,11 @@ class Settings:
     values: Mapping[str, Any]
 
     def get(self, key: str) -> Any:
-        """Return a value; the architecture's default, or else None, for a key that is absent."""
+        """Return a value; the default of transformers, or else None, for a key that is absent."""
         if key in self.values:
             return self.values[key]
         other = self.values.get(OTHER_NAMES.get(key, ""))
-        return self.architecture.defaults.get(key) if other is None else other
+        return DEFAULTS[self.model_type].get(key) if other is None else other
 
     def number(self, key: str) -> int:
         """Return a positive whole number.
@@ -43,13 +48,30 @@ class Settings:
         Raises ExportError if there is none.
         """
         found = self.get(key)
-        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-            raise self.refusal(f"expected a positive number as {key}, found {found!r}")
+        if not isinstance(found, int) or isinstance(found, bool) or not 0 < found <= MOST.get(key, MOST_OF_ANY):
+            raise self.refusal(
+                f"expected a positive number as {key}, at most {MOST.get(key, MOST_OF_ANY)}, found {found!r}"
+            )
         return found
+
+    def real(self, key: str) -> float:
+        """Return a positive number.
+
+        Raises ExportError if there is none.
+        """
+        found = self.get(key)
+        if not is_positive(found):
+            raise self.refusal(f"expected a positive number as {key}, found {found!r}")
+        return float(found)
 
     def refusal(self, why: str) -> ExportError:
         """Return the error for a configuration that cannot be written."""
         return ExportError(f"config.json: GGUF cannot hold this model of type {self.model_type}: {why}; {OTHERWISE}")
+
+
+def is_positive(value: Any) -> TypeGuard[float]:
+    """Whether a value of a configuration is a finite number above zero."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def read_settings(config: Mapping[str, Any] | None) -> Settings:
@@ -69,30 +91,61 @@ def read_settings(config: Mapping[str, Any] | None) -> Settings:
             f"config.json: GGUF cannot hold a model of type {model_type}; these can be written: {covered}; {OTHERWISE}"
         )
     settings = Settings(model_type=str(model_type), architecture=architecture, values=values)
+    _check_kinds(settings, config)
     _check_values(settings, config)
     heads = settings.number("num_attention_heads")
     width = settings.number("hidden_size") // heads
     for key, value in (("num_key_value_heads", heads), ("head_dim", width)):
         if settings.get(key) is None:
             values[key] = value
+    if not architecture.free_head_dim and (width * heads != settings.number("hidden_size")):
+        raise settings.refusal(f"hidden_size {settings.number('hidden_size')} is no multiple of the {heads} heads")
     if not architecture.free_head_dim and settings.get("head_dim") != width:
         raise settings.refusal(f"llama.cpp computes it with head_dim {width} only, found {settings.get('head_dim')}")
     return settings
 
 
+def _check_kinds(settings: Settings, config: Mapping[str, Any]) -> None:
+    """Raise ExportError for an optional value of another kind than transformers takes."""
+    named = config.get("architectures")
+    if not isinstance(named, list | None) or not all(isinstance(name, str) for name in named or []):
+        raise settings.refusal(f"expected a list of names as architectures, found {named!r}")
+    if not isinstance(settings.get("tie_word_embeddings"), bool | None):
+        raise settings.refusal(
+            f"expected true or false as tie_word_embeddings, found {settings.get('tie_word_embeddings')!r}"
+        )
+    for key in ("rope_theta", "rope_local_base_freq", "partial_rotary_factor"):
+        if settings.get(key) is not None:
+            settings.real(key)
+    for key in ("sliding_window", "sliding_window_pattern", "no_rope_layer_interval"):
+        if settings.get(key) not in (None, 0):
+            settings.number(key)
+    layers = settings.number("num_hidden_layers")
+    types = settings.get("layer_types")
+    known = isinstance(types, list) and len(types) == layers and all(kind in (FULL, SLIDING) for kind in types)
+    if types is not None and not known:
+        raise settings.refusal(
+            f"expected {FULL} or {SLIDING} for each of {layers} layers as layer_types, found {types!r:.80}"
+        )
+    if not isinstance(settings.get("no_rope_layers"), list | None):
+        raise settings.refusal(f"expected a list as no_rope_layers, found {settings.get('no_rope_layers')!r}")
+
+
 def _check_values(settings: Settings, config: Mapping[str, Any]) -> None:
     """Raise ExportError for a value with which llama.cpp would compute something else."""
     named = config.get("architectures") or []
-    if named and not str(named[0]).endswith(PREDICTS_TEXT):
+    if named and not named[0].endswith(PREDICTS_TEXT):
         raise settings.refusal(f"{named[0]} does not predict text")
     architecture = settings.architecture
     for key, taken in architecture.values.items():
         found = settings.get(key)
-        if found not in taken and (key in settings.values or key in architecture.defaults):
+        if found not in taken:
             expected = " or ".join(repr(value) for value in taken)
             raise settings.refusal(f"llama.cpp computes it with {key} {expected} only, found {found!r}")
     if architecture.windows is None and SLIDING in (settings.get("layer_types") or []):
         raise settings.refusal("llama.cpp has no sliding windows for it, and some of its layers have one")
+    if architecture.rotated_windows and not any(windowed_layers(settings)):
+        raise settings.refusal("llama.cpp computes it with a sliding window in some layers only, found none")
     if architecture.unrotated_period and _rotated_layers(settings) != _all_but_each(
         settings, architecture.unrotated_period
     ):
@@ -140,10 +193,13 @@ def ignored_window(settings: Settings) -> int | None:
 
 def windowed_layers(settings: Settings) -> list[bool]:
     """Return for each layer whether its attention is over a sliding window, of the architectures that have both."""
-    layers = settings.number("num_hidden_layers")
-    if settings.architecture.windows != LAYERS or not settings.get("sliding_window"):
-        return [False] * layers
+    if settings.architecture.windows != LAYERS:
+        return [False] * settings.number("num_hidden_layers")
     types = settings.get("layer_types")
-    if types:
-        return [kind == SLIDING for kind in types]
-    return _all_but_each(settings, settings.get("sliding_window_pattern") or settings.architecture.window_period)
+    period = settings.get("sliding_window_pattern") or settings.architecture.window_period
+    windowed = [kind == SLIDING for kind in types] if types else _all_but_each(settings, period)
+    if any(windowed) and not settings.get("sliding_window"):
+        raise settings.refusal(
+            f"some of its layers have a window, and sliding_window is {settings.get('sliding_window')}"
+        )
+    return windowed

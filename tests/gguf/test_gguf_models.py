@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -19,8 +20,10 @@ from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import open_local
 from pqweights.dtypes import item_bytes
 from pqweights.errors import ExportError
-from pqweights.gguf.architectures import ARCHITECTURES
+from pqweights.gguf.architectures import ARCHITECTURES, SETTINGS
+from pqweights.gguf.defaults import DEFAULTS
 from pqweights.gguf.model import GgufModel, MetadataEntry
+from pqweights.gguf.settings import OTHER_NAMES
 from pqweights.planning.recipe import parse_recipe
 
 UINT32, FLOAT32, STRING, ARRAY = (
@@ -316,6 +319,23 @@ BY_LAYERS = {
 }
 
 
+def write_gemma(folder: Path, model_type: str, **config: Any) -> Path:
+    """A Gemma 2 or 3 with tensors as small as those of the Llama."""
+    names = ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    names += ["self_attn__q_norm", "self_attn__k_norm"] if model_type == "gemma3_text" else []
+    changed = {
+        f"model__layers__{layer}__{name}__weight": bf16(gaussian(8 if "attn" in name else 16))
+        for layer in range(2)
+        for name in names
+    }
+    return write_llama(folder, config=GEMMA3 | {"model_type": model_type} | config, **changed)
+
+
+def edit_config(folder: Path, changed: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -325,17 +345,7 @@ BY_LAYERS = {
     ],
 )
 def test_layers_with_a_window_have_their_own_base(config: dict[str, Any], tmp_path: Path) -> None:
-    changed = {
-        f"model__layers__{layer}__{name}__weight": bf16(gaussian(8 if "attn" in name else 16))
-        for layer in range(2)
-        for name in (
-            "self_attn__q_norm",
-            "self_attn__k_norm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        )
-    }
-    found = metadata(converted(write_llama(tmp_path, config=GEMMA3 | config, **changed)))
+    found = metadata(converted(write_gemma(tmp_path, "gemma3_text", **config)))
     assert {key: value for key, value in found.items() if ".rope." in key or "sliding" in key} == {
         "gemma3.attention.sliding_window": 32,
         "gemma3.attention.sliding_window_pattern": [False, True],
@@ -372,6 +382,10 @@ def test_a_window_that_llama_cpp_lacks_is_said(tmp_path: Path) -> None:
         assert (metadata(model)["llama.context_length"], model.notes) == (128, ())
 
 
+GEMMA2 = GEMMA3 | {"model_type": "gemma2"}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -384,10 +398,29 @@ def test_a_window_that_llama_cpp_lacks_is_said(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "linear"}}, "expected a positive number as factor of its rope parameters"),
         ({"partial_rotary_factor": 0.5}, "llama.cpp rotates whole heads, and partial_rotary_factor is 0.5"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "no sliding windows for it"),
-        ({"rms_norm_eps": None}, "expected a number as rms_norm_eps, found None"),
-        ({"num_hidden_layers": "2"}, "expected a positive number as num_hidden_layers, found '2'"),
+        ({"rms_norm_eps": "x"}, "expected a positive number as rms_norm_eps, found 'x'"),
+        ({"rms_norm_eps": float("nan")}, "expected a positive number as rms_norm_eps, found nan"),
+        ({"num_hidden_layers": "2"}, "expected a positive number as num_hidden_layers, at most 512, found '2'"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 16}}, "YaRN with beta_fast 32 only, found 16"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "rounds the bounds of YaRN"),
+        ({"num_hidden_layers": 10**7}, "as num_hidden_layers, at most 512, found 10000000"),
+        ({"max_position_embeddings": 2**40}, "as max_position_embeddings, at most 2147483647, found 1099511627776"),
+        ({"rope_theta": "x"}, "expected a positive number as rope_theta, found 'x'"),
+        ({"partial_rotary_factor": "x"}, "expected a positive number as partial_rotary_factor, found 'x'"),
+        ({"sliding_window": "x"}, "expected a positive number as sliding_window, .*found 'x'"),
+        ({"tie_word_embeddings": "yes"}, "expected true or false as tie_word_embeddings, found 'yes'"),
+        ({"architectures": "LlamaForCausalLM"}, "expected a list of names as architectures, found 'LlamaForCausalLM'"),
+        ({"layer_types": 3}, "for each of 2 layers as layer_types, found 3"),
+        ({"layer_types": ["full_attention"]}, "for each of 2 layers as layer_types, found"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor 1.0 .* not above low_"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": "x"}}, "as attention_factor of its rope"),
+        ({"model_type": "smollm3", "no_rope_layers": 3}, "expected a list as no_rope_layers, found 3"),
+        ({"model_type": "qwen2", "hidden_size": 17}, "hidden_size 17 is no multiple of the 2 heads"),
+        (GEMMA2 | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 0}, "sliding_window is 0"),
+        (
+            {"model_type": "cohere2", "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True},
+            "with a sliding window in some layers only, found none",
+        ),
         (
             {"rope_scaling": {"type": "longrope", "factor": 2.0, "long_factor": [1.0], "short_factor": [1.0]}},
             "expected 4 numbers as long_factor",
@@ -413,6 +446,65 @@ def test_models_that_llama_cpp_would_compute_otherwise_are_refused(
     folder = write_llama(tmp_path, config=config | ({"architectures": None} if "model_type" in config else {}))
     with pytest.raises(ExportError, match=rf"^config\.json: .*{message}.*use --target bf16"):
         converted(folder)
+
+
+@pytest.mark.parametrize("key", ["attn_logit_softcapping", "final_logit_softcapping"])
+def test_gemma_2_without_its_caps_is_refused(key: str, tmp_path: Path) -> None:
+    """llama.cpp would take 50 and 30."""
+    folder = write_gemma(tmp_path, "gemma2")
+    edit_config(folder, {key: None})
+    with pytest.raises(ExportError, match=f"expected a positive number as {key}, found None"):
+        converted(folder)
+
+
+def test_gemma_2_without_windows_gets_one_as_long_as_its_context(tmp_path: Path) -> None:
+    """llama.cpp would take 4096."""
+    folder = write_gemma(tmp_path, "gemma2", layer_types=["full_attention"] * 2)
+    assert metadata(converted(folder))["gemma2.attention.sliding_window"] == 128
+
+
+def test_the_choice_of_factors_of_longrope_is_said(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "factor": 2.0, "long_factor": [2.0] * 4, "short_factor": [1.0] * 4}
+    (note,) = converted(write_llama(tmp_path, config={"rope_parameters": rope})).notes
+    assert "transformers by the length of the text" in note
+
+
+# The keys of which the meaning of their absence matters.
+KEYS = {key for _, key, *_ in SETTINGS} | {
+    "max_position_embeddings",
+    "no_rope_layer_interval",
+    "original_max_position_embeddings",
+    "query_pre_attn_scalar",
+    "tie_word_embeddings",
+}
+
+
+@pytest.mark.parametrize("model_type", sorted(ARCHITECTURES.keys() - {"gemma3"}))
+def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type]
+    values = {field.name: field.default for field in dataclasses.fields(known)}
+    architecture = ARCHITECTURES[model_type]
+    keys = KEYS | architecture.values.keys() | {key for _, key, *_ in (architecture.norm, *architecture.settings)}
+    keys |= set() if architecture.windows is None else {"sliding_window"}
+    expected = {key: values.get(key, values.get(OTHER_NAMES.get(key, ""))) for key in keys}
+    if model_type == "cohere2":
+        del expected["head_dim"]  # which the class computes anyway
+    base = known.default_theta
+    expected["rope_theta"] = base["global"] if isinstance(base, dict) else base
+    expected["rope_local_base_freq"] = base["local"] if isinstance(base, dict) else None
+    if model_type == "stablelm":  # set after the fields are
+        expected["partial_rotary_factor"] = known().rope_parameters["partial_rotary_factor"]
+    found = {"rope_theta": 1e4} | DEFAULTS[model_type]
+    assert found == {key: value for key, value in expected.items() if value is not None}
+
+
+def test_absent_keys_are_written_as_transformers_takes_them(tmp_path: Path) -> None:
+    folder = write_gemma(tmp_path, "gemma2", sliding_window=None)
+    found = metadata(converted(folder))
+    assert (found["gemma2.attn_logit_softcapping"], found["gemma2.final_logit_softcapping"]) == (50, 30)
+    assert found["gemma2.attention.sliding_window"] == 4096
 
 
 def test_nothing_is_read_of_a_model_that_is_refused(tmp_path: Path) -> None:
@@ -452,7 +544,7 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_every_architecture_is_one_of_the_package() -> None:
     for architecture in ARCHITECTURES.values():
         assert architecture.name in gguf.MODEL_ARCH.__members__
-        for parameter, _ in (architecture.norm, *architecture.settings):
+        for parameter, *_ in (architecture.norm, *architecture.settings):
             assert hasattr(gguf.GGUFWriter, f"add_{parameter}")
         for name in architecture.biases:
             assert name in gguf.MODEL_TENSOR.__members__

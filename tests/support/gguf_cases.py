@@ -82,6 +82,11 @@ CASES = {
     "qwen3 moe": Case(name="Qwen3Moe", settings=WIDE_HEADS | EXPERTS | {"norm_topk_prob": True}),
     "gemma": Case(name="Gemma", settings=WIDE_HEADS),
     "gemma2": Case(name="Gemma2", settings=WIDE_HEADS | {"sliding_window": 32, "query_pre_attn_scalar": 32}),
+    "gemma2 full": Case(
+        name="Gemma2",
+        settings=WIDE_HEADS
+        | {"sliding_window": 32, "query_pre_attn_scalar": 32, "layer_types": ["full_attention"] * 2},
+    ),
     "gemma3": Case(
         name="Gemma3",
         settings=WIDE_HEADS | {"sliding_window": 32, "query_pre_attn_scalar": 32, "num_hidden_layers": 7},
