@@ -17,6 +17,7 @@ from pqweights.errors import ExportError
 from pqweights.gguf.package import gguf_package
 from pqweights.gguf.rope import Factors
 from pqweights.gguf.settings import Settings
+from pqweights.gguf.shapes import check_shape
 from pqweights.gguf.views import ConstantTensor, FlatTensor, InterleavedTensor, OffsetTensor, RenamedTensor
 
 SUFFIXES = (".weight", ".bias")
@@ -160,14 +161,9 @@ def _moved(name: str, shape: tuple[int, ...], segments: tuple[Segment, ...], cac
 def _view(tensor: LogicalTensor, kind: str, name: str, settings: Settings) -> LogicalTensor:
     """The tensor as the file holds it. kind: its name in gguf.MODEL_TENSOR."""
     architecture = settings.architecture
+    check_shape(tensor, kind, settings)
     if architecture.interleaved and kind in ("ATTN_Q", "ATTN_K"):
-        heads = settings.number("num_attention_heads" if kind == "ATTN_Q" else "num_key_value_heads")
-        size = settings.number("head_dim")
-        if tensor.shape[0] != heads * size:
-            raise ExportError(
-                f"tensor {tensor.name!r}: expected {heads * size} rows for {heads} heads, found {tensor.shape[0]}"
-            )
-        return InterleavedTensor(name=name, source=tensor, head_rows=size)
+        return InterleavedTensor(name=name, source=tensor, head_rows=settings.number("head_dim"))
     if architecture.gain_offset and kind.endswith("_NORM"):
         return OffsetTensor(name=name, source=tensor, offset=architecture.gain_offset)
     if kind == "FFN_GATE_INP_SHEXP" and tensor.shape[:-1] == (1,):

@@ -118,7 +118,13 @@ def test_biases_move_with_their_rows(tmp_path: Path) -> None:
 
 def wide_model(folder: Path) -> Path:
     """A Llama whose q has more rows than a chunk may hold, and biases."""
-    config = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "num_key_value_heads": 2}
+    config = {
+        "hidden_size": 256,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "head_dim": 64,
+        "num_key_value_heads": 2,
+    }
     shapes = {name: tuple({16: 256, 24: 128, 8: 128}[size] for size in shape) for name, shape in SHAPES.items()}
     tensors: dict[str, Tensor] = {
         f"model.layers.0.{name}.weight": bf16(gaussian(*shape, seed=place))
@@ -251,6 +257,7 @@ def test_fused_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
 
 def test_gains_of_gemma_get_their_offset_in_float32(tmp_path: Path) -> None:
     config = {"model_type": "gemma", "architectures": None, "hidden_act": "gelu", "tie_word_embeddings": None}
+    config |= {"head_dim": 8}
     folder = write_llama(tmp_path, config=config)
     model = converted(folder)
     gain = named(model)["blk.0.attn_norm.weight"]
@@ -536,9 +543,22 @@ def test_missing_tensors_are_refused(name: str, tmp_path: Path) -> None:
         converted(write_checkpoint(tmp_path, tensors, config=CONFIG))
 
 
-def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=r"self_attn\.k_proj\.weight': expected 16 rows for 2 heads, found 8"):
-        converted(write_llama(tmp_path, config={"num_key_value_heads": 2}))
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_key_value_heads": 2}, r"k_proj\.weight': config.json asks for 16 rows and 16 columns, .* \(8, 16\)"),
+        ({"intermediate_size": 32}, r"gate_proj\.weight': config.json asks for 32 rows and 16 columns, .* \(24, 16\)"),
+        ({"hidden_size": 32}, r"config.json asks for .*32 "),
+    ],
+)
+def test_tensors_of_other_shapes_are_refused(
+    changed: dict[str, Any], message: str, model_type: str, tmp_path: Path
+) -> None:
+    """llama.cpp would not load the file."""
+    config = {"model_type": model_type, "architectures": None}
+    with pytest.raises(ExportError, match=message):
+        converted(write_llama(tmp_path, config=config | changed))
 
 
 def test_every_architecture_is_one_of_the_package() -> None:
