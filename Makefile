@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv bench-loading bench-running bench-gpu bench-quality bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bad-inputs docs docs-commands dist clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast test-llama lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv bench-loading bench-running bench-gpu bench-quality bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bad-inputs docs docs-commands dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -65,6 +65,11 @@ test: $(READY) ## run all tests
 
 test-fast: $(READY) ## run the tests that take a minute together, without those that tests/support/slow.py lists
 	$(PYTEST) -m "not slow" $(ARGS)
+
+# It compiles llama.cpp, for five minutes on two cores; without it, the other targets skip these tests.
+test-llama: $(READY) ## build llama-cpp-python, and run the tests that compute GGUF files with it
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[llama]'
+	$(PYTEST) tests/gguf tests/evaluate/test_llama_cpp.py tests/kernels/test_gguf_affine.py tests/kernels/test_gguf_symmetric.py $(ARGS)
 
 lint: $(READY) ## check format and style
 	$(BIN)/ruff format --check .

@@ -42,7 +42,7 @@ MomentsOption = Annotated[
     bool,
     typer.Option(
         "--moments",
-        help="Write second moments of all inputs for export --rounding gptq, in place of scales. SRC may be a master.",
+        help="Write second moments of all inputs for export --calibration, in place of scales. SRC may be a master.",
     ),
 ]
 # Options that choose what scales are searched for, and so mean nothing with --moments.
@@ -77,7 +77,7 @@ def command(
     The scales of the input channels of a matrix are those with the least error of the layer's output, for the codec
     that the recipe gives the matrix. Every fourth window of the text is held back, and a matrix that does not clearly
     gain on those windows keeps scale 1. With --moments, no scales are searched: the second moments of the inputs of
-    all matrices are written, for export --rounding gptq. The same command continues an interrupted run.
+    all matrices are written, for export --calibration. The same command continues an interrupted run.
     """
     with output.errors(kept=lambda: options.measurement_continues(source, out), quiet=quiet):
         from pqweights.measure.calibrate import CalibrationOptions, calibrate
@@ -131,7 +131,7 @@ def _moments_text(done: MomentsReport, source: str, out: Path) -> str:
             f"{source} -> {out}: moments of {counted(len(done.vectors), 'distinct vector')} of inputs, which "
             f"{counted(len(done.weights), 'tensor')} read; {done.tokens} tokens, and another {done.held_back_tokens} "
             f"held back; the vector with the fewest had {fewest}",
-            f"Next: pqweights export MASTER OUT -t TARGET --rounding gptq --calibration {out}",
+            f"Next: pqweights export MASTER OUT -t TARGET --calibration {out}",
         ]
     )
 

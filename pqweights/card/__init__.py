@@ -32,7 +32,7 @@ from pqweights.hub.ids import is_repository_id
 from pqweights.markdown import words
 from pqweights.results.evaluation_record import EvaluationRecord, read_records
 from pqweights.results.inspect import Inspection, inspect
-from pqweights.rewrite.manifest import Manifest
+from pqweights.rewrite.manifest import Manifest, shards_of
 
 __all__ = ["Card", "CardOptions", "check_names", "make_card", "read_card", "save_card", "write_card"]
 
@@ -167,6 +167,7 @@ def _read_subject(folder: Path, options: CardOptions, *, old: str | None, pushed
             branch=names.branch,
             config=read_config(folder) or {},
             files=found.manifest.files,
+            weights=(shard.file for shard in shards_of(found.manifest)),
         ),
         before=before,
     )

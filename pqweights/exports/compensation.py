@@ -161,9 +161,14 @@ def _made(moments: Moments, vector: int, *, rotated: bool, columns: Floats | Non
 
 def sources_of(tensor: LogicalTensor, rule: object, moments: Moments) -> tuple[int | str, ...]:
     """Return the vector of each matrix of a weight, or the reason why the matrix is rounded plainly."""
-    count = int(np.prod(tensor.shape[:-2]))
     if not isinstance(rule, GroupRule | WeightedRule):
-        return ("its format has no compensated rounding",) * count
+        return ("its format has no compensated rounding",) * int(np.prod(tensor.shape[:-2]))
+    return inputs_of(tensor, moments)
+
+
+def inputs_of(tensor: LogicalTensor, moments: Moments) -> tuple[int | str, ...]:
+    """Return the vector of each matrix of a weight, or the reason why it has none."""
+    count = int(np.prod(tensor.shape[:-2]))
     if role_of(tensor) == "embedding":
         return ("it is looked up, not multiplied by inputs",) * count
     return tuple(_source(tensor, number, moments) for number in range(count))

@@ -24,7 +24,7 @@ from pqweights.exports.options import BEST, IMPORTANCE, PLAIN, ExportOptions, on
 from pqweights.exports.original import integer_export
 from pqweights.exports.target import LLAMA_CPP, ExportSource, ExportTarget
 from pqweights.folding.kinds import checked_fold
-from pqweights.gguf.mixes import PLAIN_TYPES
+from pqweights.gguf.mixes import PLAIN_TYPES, may_be_quantized
 from pqweights.installing import pip_install
 from pqweights.kernels.gguf_types import BLOCK_TYPES, BlockType
 from pqweights.kernels.groups import Groups
@@ -87,6 +87,13 @@ class Gguf:
             container=output.container,
             small_files=output.small_files,
             companions=output.companions,
+            measured=tuple(
+                tensor
+                for tensor in model.tensors
+                if self.imatrix
+                and types[tensor.name].type in PLAIN_TYPES
+                and may_be_quantized(tensor.name, tensor.shape)
+            ),
             warnings=model.notes,
         )
 

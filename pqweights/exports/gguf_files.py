@@ -27,7 +27,7 @@ from pqweights.rewrite.transform import SmallFiles
 if TYPE_CHECKING:
     from pqweights.gguf.model import GgufModel
 
-MODELFILE, IMATRIX_FILE = "Modelfile", "imatrix.gguf"
+MODELFILE, IMATRIX_FILE = "Modelfile", "imatrix.dat"
 GENERATION_CONFIG = "generation_config.json"
 # What is copied beside the weights, which hold everything that llama.cpp reads of the model.
 COPIED = ("*license*", "*licence*", "copying*", "copyright*", "notice*", "*policy*", "citation*", "authors*")
@@ -143,19 +143,21 @@ def _imatrix(model: GgufModel, importances: Importances) -> bytes:
 
 def load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
     """Return the part of a card that says how to load the result."""
-    name = str(made_by.get("name"))
+    first, whole = model.weights[0], len(model.weights) == 1
     if is_repository_id(model.place):
         branch = "" if model.branch is None else f" (branch {model.branch})"
-        tag = name.rpartition("-")[2]
+        ollama = [f"ollama run hf.co/{model.place}:{first}"] if whole else []
         return [
-            f"With llama.cpp, which fetches the file{branch}, or with Ollama:",
-            shell(f"llama-cli -hf {model.place}", f"ollama run hf.co/{model.place}:{tag}"),
+            f"With llama.cpp, which fetches the file{branch}{', or with Ollama' if whole else ''}:",
+            shell(f"llama-cli -hf {model.place} -hff {first}", *ollama),
             "LM Studio finds it by the name of the repository.",
         ]
-    file = shlex.quote(f"{model.place}/{name}.gguf")
+    run = f"llama-cli -m {shlex.quote(f'{model.place}/{first}')}"
+    if not whole:
+        return ["With llama.cpp, which finds the other parts itself:", shell(run), "LM Studio opens it, too."]
     modelfile = shlex.quote(f"{model.place}/{MODELFILE}")
     return [
         "With llama.cpp, or with Ollama:",
-        shell(f"llama-cli -m {file}", f"ollama create my-model -f {modelfile}", "ollama run my-model"),
-        "LM Studio opens the file, too. Of several parts llama.cpp is given the first; Ollama does not take them.",
+        shell(run, f"ollama create my-model -f {modelfile}", "ollama run my-model"),
+        "LM Studio opens the file, too.",
     ]

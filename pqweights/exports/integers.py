@@ -155,6 +155,7 @@ class Outline:
     container: returns the format of the files, from the planned tensors and the size of files; None for safetensors
     small_files: returns files that are written beside the weights, by name; None if there are none
     companions: the files that are copied; None for all that the master has
+    measured: tensors that are stored plainly, and whose inputs the small files tell of
     """
 
     tensors: tuple[LogicalTensor, ...]
@@ -167,6 +168,7 @@ class Outline:
     container: Callable[[Sequence[TensorPlan], int], Container] | None = None
     small_files: Callable[[Sequence[ShardPlan], Importances | None], SmallFiles] | None = None
     companions: tuple[str, ...] | None = None
+    measured: tuple[LogicalTensor, ...] = ()
 
 
 class IntegerTarget(Protocol):

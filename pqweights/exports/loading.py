@@ -30,6 +30,7 @@ class LoadableModel:
     tokenizer: whether a tokenizer lies beside the weights
     opens: whether config.json names a model type
     custom: whether config.json names code of its own
+    weights: the names of the files that hold tensors
     """
 
     place: str
@@ -38,6 +39,7 @@ class LoadableModel:
     tokenizer: bool
     opens: bool
     custom: bool
+    weights: tuple[str, ...] = ()
 
     @property
     def quoted(self) -> str:
@@ -65,8 +67,10 @@ class LoadableModel:
         return ", trust_remote_code=True" if self.custom else ""
 
 
-def read_model(place: str, *, branch: str | None, config: Mapping[str, Any], files: Iterable[str]) -> LoadableModel:
-    """Describe the model of a folder from its config.json and the names of its other files."""
+def read_model(
+    place: str, *, branch: str | None, config: Mapping[str, Any], files: Iterable[str], weights: Iterable[str] = ()
+) -> LoadableModel:
+    """Describe the model of a folder from its config.json, the names of its files of weights, and of the others."""
     here = [name for name in files if "/" not in name and name != NO_TOKENIZER]
     return LoadableModel(
         place=place,
@@ -75,6 +79,7 @@ def read_model(place: str, *, branch: str | None, config: Mapping[str, Any], fil
         tokenizer=any(fnmatch.filter(here, pattern) for pattern in TOKENIZER_FILES),
         opens=isinstance(config.get("model_type"), str),
         custom=bool(config.get("auto_map")),
+        weights=tuple(weights),
     )
 
 

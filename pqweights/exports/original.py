@@ -12,7 +12,7 @@ from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.views import View
 from pqweights.errors import OptionError, SourceError
 from pqweights.exports.bf16 import is_encoded
-from pqweights.exports.compensation import Compensation, sources_of
+from pqweights.exports.compensation import Compensation, inputs_of, sources_of
 from pqweights.exports.integer_export import IntegerExport
 from pqweights.exports.integers import IntegerTarget, Outline, Rounding
 from pqweights.exports.options import GPTQ
@@ -24,7 +24,7 @@ from pqweights.planning.moments_file import Moments, open_moments
 from pqweights.planning.plan import coder_of
 from pqweights.rewrite.manifest import Manifest, read_manifest
 
-IN_WEIGHT_FILES = "the files of weights hold what the runtime needs of it"
+IN_WEIGHT_FILES = "the weight files already contain what the runtime needs"
 # Integers are remarked that have at least this many bits more than the codes of the master, on average.
 REMARKED_BITS = 0.5
 
@@ -116,6 +116,7 @@ def _compensation(outline: Outline, moments: Moments | None, fold: Fold | None) 
         return None
     rounded = [(t, d.rule) for t in outline.tensors if isinstance(d := outline.decisions.get(t.name), Rounding)]
     sources = {tensor.name: sources_of(tensor, rule, moments) for tensor, rule in rounded}
+    sources |= {tensor.name: inputs_of(tensor, moments) for tensor in outline.measured}
     return Compensation(moments, sources, None if fold is not None and fold.kind == ROTATE else fold)
 
 

@@ -42,6 +42,8 @@ from pqweights.strict_json import Fields, json_pieces, parse_json
 MANIFEST_VERSION, CONTAINER_VERSION = 2, 3
 # The hash of stored tensors in each version.
 TENSOR_HASHES: dict[int, TensorHash] = {1: SHA256, MANIFEST_VERSION: HASH_OF_PIECES, CONTAINER_VERSION: HASH_OF_PIECES}
+# The longest name of a GGUF file without its numbers.
+MOST_NAME = 200
 # The key of a transform's account of itself (Transform.describe) that tells which kind of result it makes.
 KINDS = {"recipe": "master", "target": "export"}
 # The key of the digest of factors in what a manifest says of a fold.
@@ -333,7 +335,7 @@ def _parse_container(fields: Fields) -> GgufFiles:
     if fields.text("format") != GGUF:
         raise _damaged("container", GGUF, fields.text("format"))
     name, alignment = fields.text("name"), fields.count("alignment")
-    if not name or "/" in name or not is_inside(name) or not alignment:
+    if not 0 < len(name) <= MOST_NAME or "/" in name or not is_inside(name) or not alignment:
         raise _damaged("container", "a file name and an alignment", (name, alignment))
     headers = [FileHeader(each.count("bytes"), None, each.text("sha256")) for each in fields.objects("headers")]
     return GgufFiles(name=name, alignment=alignment, headers=tuple(headers))

@@ -105,6 +105,8 @@ USAGE_ERRORS = {
     "group-size-that-no-target-has",
     "option-of-another-target",
     "qparams-best-of-a-float",
+    "gguf-type-misspelled",
+    "gguf-options-that-exclude-each-other",
 }
 PAIRS = [pytest.param(case, line, id=f"{case.name}-{line.split()[0]}") for case in CASES for line in case.commands]
 

@@ -182,6 +182,13 @@ def test_a_target_size_is_met_and_used(size, master, tmp_path):
     assert len({tensor.codec for tensor in read_manifest(out).tensors if tensor.codec}) > 1
 
 
+def test_another_format_leaves_no_file_of_the_one_before(master, tmp_path):
+    out = tmp_path / "out"
+    for target, options in (("bf16", {}), ("gguf", {"max_shard_bytes": 300_000}), ("gguf", {}), ("bf16", {})):
+        run_command({"export": str(master), "target": target, "overwrite": True, **options}, out)
+        assert done("verify", out).stdout.startswith(f"{out}: ok")
+
+
 def test_errors_are_weighed_by_the_inputs(model, master, base, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("some words that are not all the same, again and again. " * 120)
@@ -195,8 +202,14 @@ def test_errors_are_weighed_by_the_inputs(model, master, base, tmp_path):
     assert down["rounding"] == {"matrices": 1, "weighed": 1, "rounded_plainly": {}}
     assert by_name["token_embd.weight"]["rounding"]["weighed"] == 0
     assert found["totals"]["relative_mse"] > plainly["totals"]["relative_mse"]
+    folded = ("--type", "f16", *weighed, "--fold", "equalize")
+    done("export", master, tmp_path / "folded", "-t", "gguf", *folded)
+    assert "already holds" in done("export", master, tmp_path / "folded", "-t", "gguf", *folded).stderr
+    of_plain_weights = {tensor.name for tensor in gguf.GGUFReader(tmp_path / "folded" / IMATRIX_FILE).tensors}
+    assert done("verify", tmp_path / "folded").stdout.startswith(f"{tmp_path / 'folded'}: ok")
     matrix = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "out" / IMATRIX_FILE).tensors}
     sums, counts = (matrix[f"blk.0.ffn_down.weight.{part}"].data for part in ("in_sum2", "counts"))
+    assert of_plain_weights == matrix.keys()
     assert sums.shape == (1, 512) and counts.shape == (1, 1) and (sums > 0).all()
     assert read_manifest(tmp_path / "out").made_by["rounding"] == "importance"
     assert done("verify", tmp_path / "out").stdout.startswith(f"{tmp_path / 'out'}: ok")
@@ -214,8 +227,12 @@ def test_a_modelfile_and_a_card_say_how_to_run_it(master, tmp_path):
     done("card", out, "--base-model", "ORG/SOME", "--repo", "ORG/SOME-GGUF")
     card = (out / "README.md").read_text()
     assert "library_name: gguf" in card
-    assert "llama-cli -hf ORG/SOME-GGUF" in card and "ollama run hf.co/ORG/SOME-GGUF:Q4_0" in card
+    assert "llama-cli -hf ORG/SOME-GGUF -hff model-Q4_0.gguf\nollama run hf.co/ORG/SOME-GGUF:model-Q4_0.gguf" in card
     assert "`Q4_0`" in card and "4.5" in card
+    parts = export(master, tmp_path / "parts", type="q4_0", max_shard_bytes=300_000)
+    done("card", parts)
+    card = (parts / "README.md").read_text()
+    assert "llama-cli -m DIR/model-Q4_0-00001-of-" in card and "ollama" not in card.partition("## Recipe")[0]
 
 
 LINES = {

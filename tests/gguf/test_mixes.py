@@ -13,6 +13,7 @@ import pytest
 from pqweights.errors import OptionError
 from pqweights.gguf.mixes import ALIASES, MIXES, Shape, find_mix, find_type, fitting_type, may_be_quantized
 from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.runtimes import llama_library
 
 VOCABULARY, WIDTH, INNER = 64, 256, 512
 
@@ -73,7 +74,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_types_are_those_of_llama_cpp(name, tmp_path):
-    library = pytest.importorskip("llama_cpp").llama_cpp
+    pytest.importorskip("llama_cpp")
+    library = llama_library.library().functions
     model = MODELS[name]
     llama(tmp_path / "plain.gguf", **model)
     for mix in MIXES.values():

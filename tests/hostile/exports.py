@@ -30,7 +30,7 @@ EXPORT_SRC: dict[str, Content] = {
     FILE: stored({UP: WEIGHT, DOWN: DOWN_192, NORM: VECTOR}),
     CONFIG: {"model_type": "llama"},
 }
-VLLM, MLX = (f"export master out --target {target}" for target in ("vllm-int4", "mlx-q4"))
+VLLM, MLX, GGUF = (f"export master out --target {target}" for target in ("vllm-int4", "mlx-q4", "gguf"))
 TORCHAO = "export master out --target torchao-int4 --packing plain"  # in tiles, layers as narrow as these stay plain
 
 
@@ -296,6 +296,43 @@ EXPORT_CASES = [
         dict.fromkeys((TORCHAO, VLLM), ("config.json", "dinov2", "cuts or joins", "--target bf16")),
         {"model_type": "encoder-decoder", "encoder": {"model_type": "dinov2"}, "decoder": {"model_type": "bert"}},
     ),
+    exporting(
+        "gguf-type-misspelled",
+        {
+            GGUF + " --type q4_k_n": ("--type q4_k_n", "the nearest is 'Q4_K_S'"),
+            GGUF + " --type fp8": ("--type fp8", "expected F32, F16, BF16, Q8_0"),
+            GGUF + " --set-type *.attn_v.weight": ("--set-type", "expected PATTERN=TYPE"),
+            GGUF + " --set-type *=q9_k": ("--set-type *=q9_k", "expected Q8_0"),
+        },
+    ),
+    exporting(
+        "gguf-options-that-exclude-each-other",
+        {
+            GGUF + " --target-size 1GB --type q4_0": ("--target-size", "leave out --type"),
+            GGUF + " --sensitivity heuristic": ("--sensitivity", "expected --target-size as well"),
+            GGUF + " --imatrix": ("--imatrix", "expected --calibration FILE as well"),
+            GGUF + " --rounding gptq": ("--rounding gptq", "takes plain, importance"),
+            GGUF + " --bits 4": ("--bits", "does not take this option"),
+        },
+    ),
+    exporting(
+        "gguf-recipe",
+        {
+            GGUF + " --recipe gone.yaml": ("gone.yaml", "cannot be read"),
+            GGUF + " --recipe rules.yaml": ("rules.yaml: rule 1", "unknown key 'bits'"),
+            GGUF + " --recipe both.yaml": ("both.yaml", "leave out type"),
+        },
+        files={
+            "rules.yaml": b"rules:\n  - name: '*'\n    bits: 4\n",
+            "both.yaml": b"type: q4_0\ntarget_size: 1GB\n",
+        },
+    ),
+    exporting(
+        "gguf-of-an-architecture-that-is-not-covered",
+        {GGUF: ("config.json", "cannot hold a model of type gpt_oss", "--target bf16")},
+        {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]},
+    ),
+    exporting("gguf-without-a-configuration", {GGUF: ("config.json",)}, {}),
     exporting(
         "target-misspelled",
         {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from helpers import Array
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import open_local
 from pqweights.gguf.model import GgufModel, gguf_model
+from pqweights.runtimes.llama_library import library
 
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}
 
@@ -55,11 +55,7 @@ class LlamaCpp:
     """A model in llama.cpp, on one thread; to be used as a context."""
 
     def __init__(self, path: Path, *, context: int = 512, vocabulary_only: bool = False) -> None:
-        import llama_cpp
-
-        self._lib = llama_cpp
-        self._quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
-        llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
+        self._lib = llama_cpp = library().functions  # which keeps the log that it has llama.cpp write to
         settings = llama_cpp.llama_model_default_params()
         settings.vocab_only = vocabulary_only
         settings.use_mmap = False
