@@ -86,8 +86,8 @@ def _notes(settings: Settings, vocabulary: Vocabulary | None) -> Iterator[str]:
             "llama.cpp chooses between the short and the long factors of LongRoPE by the size of its context, and "
             "transformers by the length of the text: with a larger context, short texts are computed otherwise"
         )
-    if vocabulary is not None and vocabulary.differs:
-        yield f"llama.cpp makes other tokens than the tokenizer of {vocabulary.differs}"
+    for texts in () if vocabulary is None else vocabulary.differs:
+        yield f"llama.cpp makes other tokens than the tokenizer of {texts}"
 
 
 def _entry(key: str, value: Any) -> MetadataEntry:

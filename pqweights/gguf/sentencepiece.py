@@ -13,6 +13,7 @@ from typing import Any
 
 from pqweights.errors import SourceError
 from pqweights.gguf.package import gguf_package
+from pqweights.gguf.tokenizer_json import check_merges
 from pqweights.gguf.tokens import SPACE, Vocabulary, placed_tokens, strips_spaces, unmapped
 
 MODEL_FILE = "tokenizer.model"
@@ -41,9 +42,7 @@ def from_json(tokenizer: Mapping[str, Any], rows: int) -> Vocabulary:
     """
     prefix, splits, differs = _spaces(tokenizer)
     vocab, added = tokenizer["model"]["vocab"], tokenizer.get("added_tokens") or []
-    merges = [
-        tuple(pair.split(" ", 1) if isinstance(pair, str) else pair) for pair in tokenizer["model"].get("merges") or []
-    ]
+    merges = check_merges(tokenizer["model"].get("merges") or [])
     fixed = {entry["content"] for entry in added}
     _check_merges(vocab, merges, fixed, splits=splits)
     ranks: dict[str, int] = {}
@@ -59,7 +58,7 @@ def from_json(tokenizer: Mapping[str, Any], rows: int) -> Vocabulary:
         scores=[-float(ranks[token]) if token in ranks else NO_SCORE for token in tokens],
         space_prefix=prefix,
         strips=strips_spaces(added),
-        differs=differs,
+        differs=(differs,) if differs else (),
     )
 
 
@@ -103,7 +102,7 @@ def _spaces(tokenizer: Mapping[str, Any]) -> tuple[bool, bool, str]:
 
 
 def _check_merges(
-    vocab: Mapping[str, int], merges: Sequence[tuple[str, ...]], fixed: set[str], *, splits: bool
+    vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], fixed: set[str], *, splits: bool
 ) -> None:
     """Raise ExportError unless any two tokens whose joint text is a token may be joined.
 

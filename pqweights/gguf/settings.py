@@ -47,11 +47,11 @@ class Settings:
 
         Raises ExportError if there is none.
         """
-        found = self.get(key)
-        if not isinstance(found, int) or isinstance(found, bool) or not 0 < found <= MOST.get(key, MOST_OF_ANY):
-            raise self.refusal(
-                f"expected a positive number as {key}, at most {MOST.get(key, MOST_OF_ANY)}, found {found!r}"
-            )
+        found, most = self.get(key), MOST.get(key, MOST_OF_ANY)
+        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+            raise self.refusal(f"expected a positive number as {key}, found {found!r}")
+        if found > most:
+            raise self.refusal(f"expected at most {most} as {key}, found {found}")
         return found
 
     def real(self, key: str) -> float:

@@ -22,14 +22,30 @@ MORE_TEMPLATES = "additional_chat_templates/"
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
-def surrounding(tokenizer: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def surrounding(tokenizer: Mapping[str, Any], rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids of the tokens that a tokenizer.json puts before and behind a text.
 
-    Raises ExportError if llama.cpp cannot put them there.
+    rows: the number of tokens of the model
+
+    Raises ExportError if llama.cpp cannot put them there, SourceError if they are no tokens.
     """
+    try:
+        before, behind = _around(tokenizer)
+    except (AttributeError, LookupError, TypeError) as error:
+        raise SourceError(f"{FAST}: its post_processor is damaged: {error!r:.100}") from None
+    for place in (*before, *behind):
+        if not isinstance(place, int) or not 0 <= place < rows:
+            raise SourceError(f"{FAST}: its post_processor has the token id {place!r}, and the model has {rows} tokens")
+    if len(before) > 1 or len(behind) > 1:
+        raise unmapped("it puts more than one token before or behind a text")
+    return tuple(before), tuple(behind)
+
+
+def _around(tokenizer: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    """The ids before and behind a text, which are not checked."""
     processor = tokenizer.get("post_processor") or {"type": "Sequence", "processors": []}
-    before: list[int] = []
-    behind: list[int] = []
+    before: list[Any] = []
+    behind: list[Any] = []
     for step in processor.get("processors", [processor]):
         if step.get("type") == "TemplateProcessing":
             side = before
@@ -43,9 +59,7 @@ def surrounding(tokenizer: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[in
             behind.append(step["sep"][1])
         elif step.get("type") != "ByteLevel":
             raise unmapped(f"it processes tokens by {step}")
-    if len(before) > 1 or len(behind) > 1:
-        raise unmapped("it puts more than one token before or behind a text")
-    return tuple(before), tuple(behind)
+    return before, behind
 
 
 def add_special(storage: Storage, config: Mapping[str, Any], writer: Any, *, vocabulary: Vocabulary) -> None:
@@ -68,6 +82,7 @@ def add_special(storage: Storage, config: Mapping[str, Any], writer: Any, *, voc
     if merged and not special.merges:
         raise unmapped("it has no merges")
     _settle(special.special_token_ids, special.add_special_token, vocabulary)
+    _add_ends(special.special_token_ids, _ends(storage, config), rows=len(vocabulary.tokens))
     with silent():
         special.add_to_gguf(writer, quiet=True)
 
@@ -92,6 +107,24 @@ def _settle(ids: dict[str, int], added: dict[str, bool], vocabulary: Vocabulary)
         ids.setdefault("bos", ids["eos"])  # llama.cpp would take token 11
 
 
+def _ends(storage: Storage, config: Mapping[str, Any]) -> list[Any]:
+    """The ids of the tokens at which transformers ends what it generates."""
+    found = read_json(storage, "generation_config.json").get("eos_token_id")
+    found = config.get("eos_token_id") if found is None else found
+    return found if isinstance(found, list) else [found]
+
+
+def _add_ends(ids: dict[str, int], ends: list[Any], *, rows: int) -> None:
+    """Name further tokens at which generation ends.
+
+    The end of a message comes first: llama.cpp finds the end of a turn by its text, and also writes it.
+    """
+    named = {ids.get(kind) for kind in ("eos", "eot", "eom")}
+    others = [place for place in ends if isinstance(place, int) and 0 <= place < rows and place not in named]
+    free = [kind for kind in ("eom", "eot") if kind not in ids]
+    ids.update(zip(free, dict.fromkeys(others), strict=False))
+
+
 def _write_files(storage: Storage, config: Mapping[str, Any], folder: Path) -> None:
     """Write what SpecialVocab reads into a folder."""
     files = storage.files()
@@ -100,7 +133,10 @@ def _write_files(storage: Storage, config: Mapping[str, Any], folder: Path) -> N
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(read_file(storage, name))
     named = {key: value for key, value in read_json(storage, NAMED).items() if isinstance(value, str | dict)}
-    (folder / CONFIG).write_text(json.dumps(named | read_json(storage, CONFIG)))
+    about = read_json(storage, CONFIG)
+    if TEMPLATES[0] in files:
+        about.pop("chat_template", None)  # as in transformers, the file has precedence
+    (folder / CONFIG).write_text(json.dumps(named | about))
     generation = read_json(storage, "generation_config.json")
     ids = {}
     for kind in SPECIAL:

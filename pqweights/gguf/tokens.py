@@ -31,7 +31,7 @@ class Vocabulary:
     around: the ids of the tokens before and behind a text; None if tokenizer_config.json says whether there are some
     starts: whether there is one before it if that file does not say so
     strips: whether special tokens take the spaces that follow them
-    differs: on which texts llama.cpp makes other tokens; empty if there are none that are known
+    differs: on which texts llama.cpp makes other tokens, as far as is known
     """
 
     model: str
@@ -43,7 +43,7 @@ class Vocabulary:
     around: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     starts: bool = False
     strips: bool = False
-    differs: str = ""
+    differs: tuple[str, ...] = ()
 
 
 def unmapped(why: str) -> ExportError:
@@ -97,6 +97,25 @@ def _looks_special(token: str) -> bool:
 def strips_spaces(added: Sequence[Mapping[str, Any]]) -> bool:
     """Whether special tokens take the spaces that follow them."""
     return any(entry.get("rstrip") and entry.get("special") for entry in added)
+
+
+def beside_added(added: Sequence[Mapping[str, Any]], stripping: Collection[str]) -> tuple[str, ...]:
+    """Return on which texts llama.cpp makes other tokens because of what stands beside added tokens.
+
+    stripping: the tokens behind which it skips spaces
+    """
+    spaces = [
+        entry["content"]
+        for entry in added
+        if entry.get("lstrip") or bool(entry.get("rstrip")) != (entry["content"] in stripping)
+    ]
+    words = [entry["content"] for entry in added if entry.get("single_word")]
+    kinds = (("text with spaces beside", spaces), ("words that hold", words))
+    return tuple(
+        f"{kind} {', '.join(map(repr, found[:3]))}{' and others' if len(found) > 3 else ''}"
+        for kind, found in kinds
+        if found
+    )
 
 
 def read_json(storage: Storage, name: str) -> dict[str, Any]:

@@ -12,11 +12,22 @@ from dataclasses import replace
 from typing import Any
 
 from pqweights.checkpoint.storage import Storage, read_file
+from pqweights.errors import SourceError
 from pqweights.gguf.package import gguf_package
 from pqweights.gguf.pretokenizers import CLASSES, DIFFERS, pre_tokenizer
 from pqweights.gguf.sentencepiece import MODEL_FILE, from_json, from_model, is_sentencepiece
 from pqweights.gguf.special import MERGES, add_special, surrounding
-from pqweights.gguf.tokens import CONFIG, FAST, Vocabulary, placed_tokens, read_json, strips_spaces, unmapped
+from pqweights.gguf.tokenizer_json import read_tokenizer
+from pqweights.gguf.tokens import (
+    CONFIG,
+    FAST,
+    Vocabulary,
+    beside_added,
+    placed_tokens,
+    read_json,
+    strips_spaces,
+    unmapped,
+)
 
 SLOW = "vocab.json"
 # Of tokenizers that nothing here reads.
@@ -25,7 +36,8 @@ NOT_NORMALIZED = "text that is not in Unicode's form NFC: llama.cpp does not nor
 # llama.cpp lets special tokens take the spaces behind them in models of which the name matches, and then needs these
 # tokens.
 STRIPS = re.compile(r"phi-?3", re.IGNORECASE)
-STRIPPED = ("</s>", "<unk>", "<s>", "<|endoftext|>")
+NEVER_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
+STRIPPED = ("</s>", *NEVER_STRIPPED)
 
 
 def read_vocabulary(storage: Storage, *, rows: int) -> Vocabulary | None:
@@ -37,15 +49,29 @@ def read_vocabulary(storage: Storage, *, rows: int) -> Vocabulary | None:
     """
     files = storage.files()
     if FAST in files:
-        return _of_json(read_json(storage, FAST), rows)
+        tokenizer = read_tokenizer(storage)
+        return _with_added(_of_json(tokenizer, rows), tokenizer.get("added_tokens") or [])
     if MODEL_FILE in files:
-        return from_model(read_file(storage, MODEL_FILE), _added(storage), rows)
+        added = _added(storage)
+        return _with_added(from_model(read_file(storage, MODEL_FILE), added, rows), added)
     if SLOW in files and MERGES in files:
-        return _of_slow(storage, rows)
+        return _with_added(_of_slow(storage, rows), _added(storage))
     for name in OTHERS:
         if name in files:
             raise unmapped(f"{name} without {FAST}")
     return None
+
+
+def _with_added(vocabulary: Vocabulary, added: Sequence[Mapping[str, Any]]) -> Vocabulary:
+    """Return a vocabulary that says what llama.cpp does otherwise beside added tokens."""
+    strips = _strips(vocabulary)
+    stripping = {entry["content"] for entry in added if strips and entry["content"] not in NEVER_STRIPPED}
+    return replace(vocabulary, differs=vocabulary.differs + beside_added(added, stripping))
+
+
+def _strips(vocabulary: Vocabulary) -> bool:
+    """Whether llama.cpp can be told that special tokens take the spaces behind them."""
+    return vocabulary.strips and set(STRIPPED) <= set(vocabulary.tokens)
 
 
 def model_name(name: str | None, vocabulary: Vocabulary | None) -> str | None:
@@ -55,8 +81,7 @@ def model_name(name: str | None, vocabulary: Vocabulary | None) -> str | None:
     """
     if vocabulary is None:
         return name
-    strips = vocabulary.strips and set(STRIPPED) <= set(vocabulary.tokens)
-    if strips:
+    if _strips(vocabulary):
         return name if name and STRIPS.search(name) else f"{name or 'model'} (phi-3)"
     return name and STRIPS.sub("phi 3", name)
 
@@ -89,7 +114,7 @@ def _of_json(tokenizer: dict[str, Any], rows: int) -> Vocabulary:
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             raise unmapped(f"{FAST} has {key} {model[key]!r}")
-    around = surrounding(tokenizer)
+    around = surrounding(tokenizer, rows)
     if is_sentencepiece(tokenizer):
         return replace(from_json(tokenizer, rows), around=around)
     pre, found = pre_tokenizer(tokenizer)
@@ -100,7 +125,7 @@ def _of_json(tokenizer: dict[str, Any], rows: int) -> Vocabulary:
         raise unmapped(f"{FAST} changes text by {tokenizer['normalizer']}")
     vocabulary = _byte_level(model["vocab"], tokenizer.get("added_tokens") or [], pre=pre, rows=rows)
     differs = DIFFERS.get(pre, "") if normalizer is None else NOT_NORMALIZED
-    return replace(vocabulary, differs=differs, around=around)
+    return replace(vocabulary, differs=(differs,) if differs else (), around=around)
 
 
 def _of_slow(storage: Storage, rows: int) -> Vocabulary:
@@ -118,7 +143,11 @@ def _byte_level(vocab: Mapping[str, int], added: Sequence[Mapping[str, Any]], *,
 
 def _added(storage: Storage) -> list[dict[str, Any]]:
     """Return the tokens that were added to a vocabulary beside which there is no tokenizer.json."""
-    found = {place: {"content": token} for token, place in read_json(storage, "added_tokens.json").items()}
+    listed = read_json(storage, "added_tokens.json")
     decoder = read_json(storage, CONFIG).get("added_tokens_decoder") or {}
-    found.update({int(place): token for place, token in decoder.items()})
-    return [{"id": place, **token} for place, token in found.items()]
+    try:
+        found = {int(place): {"content": token} for token, place in listed.items()}
+        found.update({int(place): token for place, token in decoder.items()})
+        return [{"id": place, "content": token["content"], **token} for place, token in found.items()]
+    except (AttributeError, LookupError, TypeError, ValueError):
+        raise SourceError(f"{CONFIG}: expected tokens with their ids as added tokens") from None

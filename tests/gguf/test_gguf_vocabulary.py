@@ -419,3 +419,78 @@ def test_ids_in_the_configurations_are_used_where_the_tokenizer_names_no_tokens(
     (folder / "config.json").write_text(json.dumps(write_config))
     found = written(folder)
     assert (found["eos_token_id"], found["bos_token_id"], found["padding_token_id"]) == (7, 7, 5)
+    assert found["eom_token_id"] == 8
+
+
+def test_all_tokens_that_end_a_generation_are_named(tmp_path: Path) -> None:
+    folder = changed(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 1, 8, 99999], "pad_token_id": 9}))
+    found = written(folder)
+    assert (found["eos_token_id"], found["eom_token_id"], found["eot_token_id"]) == (1, 9, 8)
+    pytest.importorskip("llama_cpp")
+    with LlamaCpp(write_gguf(folder), vocabulary_only=True) as loaded:
+        assert loaded.ends() == {1, 8, 9}
+
+
+def test_the_file_of_the_template_has_precedence(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = folder_with(trained.KINDS["gpt2"](), tmp_path, chat_template="{{ old }}")
+    (folder / "chat_template.jinja").write_text("{{ new }}")
+    template = transformers.AutoTokenizer.from_pretrained(folder).chat_template
+    assert metadata(converted(folder))["tokenizer.chat_template"] == template == "{{ new }}"
+
+
+@pytest.mark.parametrize(
+    ("flag", "texts"),
+    [
+        ("lstrip", "text with spaces beside '<think>'"),
+        ("rstrip", "text with spaces beside '<think>'"),
+        ("single_word", "words that hold '<think>'"),
+    ],
+)
+def test_what_llama_cpp_does_otherwise_beside_added_tokens_is_said(flag: str, texts: str, tmp_path: Path) -> None:
+    folder = folder_with(trained.KINDS["gpt2"](), tmp_path)
+    assert converted(folder).notes == ()
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    for token in stored["added_tokens"]:
+        token[flag] = token["content"] == trained.PLAIN
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    assert converted(folder).notes == (f"llama.cpp makes other tokens than the tokenizer of {texts}",)
+
+
+ALIEN = {"SpecialToken": {"id": "zz", "type_id": 0}}
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("model", [1], r"expected an object as model, found \[1\]"),
+        ("added_tokens", [None], "expected an object as each of its added_tokens, found None"),
+        ("added_tokens", {"a": 1}, "expected a list as added_tokens, found"),
+        ("normalizer", [1], "expected an object as normalizer"),
+        ("post_processor", [1], "expected an object as post_processor"),
+        ("pre_tokenizer", "x", "expected an object as pre_tokenizer, found 'x'"),
+        ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [3]}, "as each of its pretokenizers, found 3"),
+        ("pre_tokenizer", {"type": "Split", "pattern": "x"}, "expected an object as the pattern of a step, found 'x'"),
+        ("pre_tokenizer", {"type": "Metaspace", "prepend_scheme": []}, r"unknown prepend_scheme \[\]"),
+        (
+            "post_processor",
+            {"type": "TemplateProcessing", "single": [ALIEN], "special_tokens": {}},
+            "its post_processor is damaged: KeyError",
+        ),
+        (
+            "post_processor",
+            {"type": "TemplateProcessing", "single": [ALIEN], "special_tokens": {"zz": {"ids": [99999]}}},
+            "its post_processor has the token id 99999, and the model has",
+        ),
+    ],
+)
+def test_damaged_parts_of_a_tokenizer_are_refused_in_one_line(
+    part: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    folder = changed(tmp_path)
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(stored | {part: value}))
+    with pytest.raises(SourceError, match=rf"^tokenizer\.json: .*{message}") as raised:
+        converted(folder)
+    assert "\n" not in str(raised.value)

@@ -95,6 +95,11 @@ class LlamaCpp:
         self._lib.llama_batch_free(batch)
         return result
 
+    def ends(self) -> set[int]:
+        """The tokens at which it ends what it generates."""
+        count = self._lib.llama_vocab_n_tokens(self._vocabulary)
+        return {token for token in range(count) if self._lib.llama_vocab_is_eog(self._vocabulary, token)}
+
     def tokens(self, text: str) -> list[int]:
         """The ids of a text, special tokens in it included, and with those that begin and end it."""
         raw = text.encode()
