@@ -62,6 +62,7 @@ SHORT = (
     "pqweights, 4 bits",
     "pqweights GGUF Q4_K",
     "llama.cpp Q4_K",
+    "llama.cpp IQ4_XS",
     "MLX affine, 4 bits",
     "bitsandbytes NF4, double",
     "torchao INT4 (tinygemm)",
