@@ -119,7 +119,7 @@ def _fitted(tensor: LogicalTensor, wanted: str, reason: str) -> TypeChoice:
     if found == wanted:
         return TypeChoice(found, reason)
     size = BLOCK_TYPES[wanted].block_size
-    return TypeChoice(found, f"{found}, as blocks of {size} ({wanted}) do not divide its rows of {tensor.shape[-1]}")
+    return TypeChoice(found, f"as blocks of {size} ({wanted}) do not divide its rows of {tensor.shape[-1]} weights")
 
 
 def _within(

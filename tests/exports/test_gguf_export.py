@@ -154,7 +154,7 @@ def test_rows_that_blocks_do_not_divide_get_the_fallbacks_of_llama_cpp(base, tmp
     out = export(tmp_path / "master", tmp_path / "out", type="q5_k_s")
     chosen = {tensor.name: (tensor.codec, tensor.reason) for tensor in read_manifest(out).tensors}
     assert chosen["blk.0.attn_output.weight"] == ("Q5_K", "Q5_K_S mix")
-    assert chosen["blk.0.ffn_up.weight"] == ("Q5_1", "Q5_1, as blocks of 256 (Q5_K) do not divide its rows of 96")
+    assert chosen["blk.0.ffn_up.weight"] == ("Q5_1", "as blocks of 256 (Q5_K) do not divide its rows of 96 weights")
     assert "rows of 288" in chosen["blk.1.ffn_down.weight"][1]
     assert tensors(out / "model-Q5_K_S.gguf")["blk.0.ffn_up.weight"].tensor_type.name == "Q5_1"
 
