@@ -196,17 +196,21 @@ def prepared(model: Path, work: Path, *, tokens: int, window: int) -> Bench:
     return bench
 
 
-def model_rows(bench: Bench, types: tuple[str, ...]) -> Iterator[Document]:
+def model_rows(bench: Bench, types: tuple[str, ...], ways: tuple[str, ...]) -> Iterator[Document]:
     """A row for the BF16 file, and for each type and way to make it."""
     plain = next((bench.work / "plain").glob("*.gguf"))
     yield {"model": bench.model.name, "type": "BF16", "what": "ours"} | bench.figures(plain)
     for name in types:
         for what, matrix in ((THEIRS, None), (THEIRS_WITH_DATA, bench.work / "data" / IMATRIX_FILE)):
+            if what not in ways:
+                continue
             out = bench.work / "theirs.gguf"
             seconds = quantize_by_llama_cpp(plain, out, name, matrix)
             row = {"model": bench.model.name, "type": name, "what": what, "seconds": seconds}
             yield row | bench.figures(out)
         for what, uses in OURS.items():
+            if what not in ways:
+                continue
             out, seconds = bench.export("ours", name, uses)
             row = {"model": bench.model.name, "type": name, "what": what, "seconds": seconds}
             yield row | bench.figures(out)
@@ -306,6 +310,7 @@ def main() -> None:
     parser.add_argument("models", type=Path, nargs="*", help="folders of language models with an eval.txt")
     parser.add_argument("--only", nargs="+", choices=(BLOCKS, MODELS), default=(BLOCKS, MODELS))
     parser.add_argument("--types", nargs="+", default=TYPES, help="types of llama.cpp, as it spells them")
+    parser.add_argument("--ways", nargs="+", default=(THEIRS, THEIRS_WITH_DATA, *OURS), help="columns to measure again")
     parser.add_argument("--max-tokens", type=int, default=8192)
     parser.add_argument("--window", type=int, default=256)
     options = parser.parse_args()
@@ -314,18 +319,23 @@ def main() -> None:
     if BLOCKS in options.only:
         document[BLOCKS] = list(block_rows())
     if MODELS in options.only:
-        document[MODELS] = []
+        rows = {_key(row): row for row in document.get(MODELS, [])}
         for model in options.models:
             with tempfile.TemporaryDirectory() as work:
                 bench = prepared(model, Path(work), tokens=options.max_tokens, window=options.window)
-                for row in model_rows(bench, tuple(options.types)):
-                    document[MODELS].append(row)
+                for row in model_rows(bench, tuple(options.types), tuple(options.ways)):
+                    rows[_key(row)] = row
                     print(row["model"], row["type"], row["what"], f"{row['kl']:.5f}", row["bytes"], flush=True)
+        document[MODELS] = list(rows.values())
     publish("gguf_types", document | {"machine": machine(start)}, sections(document), options)
 
 
+def _key(row: Document) -> tuple[str, str, str]:
+    return row["model"], row["type"], row["what"]
+
+
 def _kept(out: Path | None) -> Document:
-    """The document of an earlier run, of which --only leaves the other part."""
+    """The document of an earlier run, of which --only leaves the other part, and --types and --ways the other rows."""
     path = None if out is None else out / "gguf_types.json"
     return json.loads(path.read_text()) if path is not None and path.exists() else {}
 

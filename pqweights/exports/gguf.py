@@ -139,8 +139,9 @@ class BlockRule:
 
     def _encoded(self, rows: npt.NDArray[np.float32], importance: npt.NDArray[np.float32] | None) -> Groups:
         from pqweights.kernels.gguf_encoding import encode_blocks
+        from pqweights.kernels.gguf_gain import with_gain
 
-        found: EncodedBlocks = encode_blocks(self.type.name, rows, importance)
+        found: EncodedBlocks = with_gain(self.type.name, encode_blocks(self.type.name, rows, importance))
         none = np.zeros(len(found.data), dtype=np.float32)
         return Groups(codes=found.data, scales=none, offsets=none, energies=found.energies, errors=found.errors)
 
