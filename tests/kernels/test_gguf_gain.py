@@ -1,0 +1,67 @@
+"""Enlarged blocks: products with the weights keep their size, and the errors that are stated are those of the bytes."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+
+from pqweights.kernels.gguf_encoding import KERNELS, EncodedBlocks, encode_blocks
+from pqweights.kernels.gguf_gain import FACTORS, with_gain
+from pqweights.kernels.gguf_types import BLOCK_TYPES
+
+
+def decoded(name: str, blocks: EncodedBlocks) -> np.ndarray:
+    values = gguf.quants.dequantize(blocks.data, gguf.GGMLQuantizationType[name])
+    return values.reshape(len(blocks.data), -1).astype(np.float64)
+
+
+def weights(seed: int = 5) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((64, 512)).astype(np.float32) * np.float32(0.02)
+
+
+@pytest.mark.parametrize("name", FACTORS)
+@pytest.mark.parametrize("weighed", [False, True])
+def test_products_with_the_weights_keep_their_size(name: str, weighed: bool) -> None:
+    values = weights()
+    importance = np.exp(np.random.default_rng(6).standard_normal(512)).astype(np.float32) if weighed else None
+    before = encode_blocks(name, values, importance)
+    after = with_gain(name, before)
+    truth = values.reshape(len(before.data), -1).astype(np.float64)
+    shares = [(truth * decoded(name, found)).sum() / (truth * truth).sum() for found in (before, after)]
+    assert abs(shares[1] - 1) < (0.02 if weighed else 0.002)
+    if not weighed:
+        lost = before.errors.sum() / before.energies.sum()
+        assert shares[0] == pytest.approx(1 - lost, abs=0.15 * lost + 2e-4)
+    error = np.square(truth - decoded(name, after)).sum(axis=1)
+    # With importances the error is not quite orthogonal to what is decoded.
+    np.testing.assert_allclose(after.errors, error, rtol=0.25 if weighed else 0.05)
+    assert after.errors.sum() == pytest.approx(error.sum(), rel=0.04 if weighed else 0.001)
+    assert after.errors.sum() <= 1.12 * before.errors.sum()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_blocks_without_anything_to_gain_stay_as_they_are(name: str) -> None:
+    values = np.zeros((3, 512), dtype=np.float32)
+    values[1, 7] = np.nan
+    before = encode_blocks(name, values, None)
+    after = with_gain(name, before)
+    assert np.array_equal(after.data, before.data)
+    np.testing.assert_array_equal(after.errors, before.errors)
+
+
+def test_factors_do_not_overflow() -> None:
+    values = weights() * np.float32(3e6)
+    blocks = with_gain("Q4_0", encode_blocks("Q4_0", values, None))
+    assert np.isfinite(decoded("Q4_0", blocks)).all()
+
+
+def test_a_block_does_not_depend_on_the_others() -> None:
+    values = weights()
+    whole = with_gain("Q2_K", encode_blocks("Q2_K", values, None))
+    part = with_gain("Q2_K", encode_blocks("Q2_K", np.ascontiguousarray(values[10:20]), None))
+    assert np.array_equal(whole.data[20:40], part.data) and np.array_equal(whole.errors[20:40], part.errors)
+
+
+def test_types_with_factors_have_blocks() -> None:
+    assert FACTORS.keys() == {name for name, kind in BLOCK_TYPES.items() if kind.bits <= 5}
