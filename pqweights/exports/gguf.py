@@ -131,27 +131,39 @@ class BlockRule:
 
     def quantize(self, values: npt.NDArray[np.float32]) -> Groups:
         """Quantize whole blocks of weights; the codes are the bytes of the blocks."""
-        return self._encoded(values.reshape(-1, self.group_size), None)
-
-    def quantize_weighted(self, values: npt.NDArray[np.float32], importance: npt.NDArray[np.float32]) -> Groups:
-        """See WeightedRule."""
-        return self._encoded(values.reshape(-1, len(importance)), importance)
-
-    def _encoded(self, rows: npt.NDArray[np.float32], importance: npt.NDArray[np.float32] | None) -> Groups:
         from pqweights.kernels.gguf_encoding import encode_blocks
         from pqweights.kernels.gguf_gain import with_gain
 
-        found: EncodedBlocks = with_gain(self.type.name, encode_blocks(self.type.name, rows, importance))
-        none = np.zeros(len(found.data), dtype=np.float32)
-        return Groups(codes=found.data, scales=none, offsets=none, energies=found.energies, errors=found.errors)
+        rows = values.reshape(-1, self.group_size)
+        return _groups(with_gain(self.type.name, encode_blocks(self.type.name, rows, None)))
+
+    def quantize_weighted(self, values: npt.NDArray[np.float32], importance: npt.NDArray[np.float32]) -> Groups:
+        """See WeightedRule."""
+        from pqweights.kernels.gguf_encoding import encode_blocks
+        from pqweights.kernels.gguf_gain import FACTORS, products_of, with_gain
+
+        rows = values.reshape(-1, len(importance))
+        found = encode_blocks(self.type.name, rows, importance)
+        if self.type.name in FACTORS:
+            found = with_gain(self.type.name, found, products_of(rows, self._decoded(found.data), importance))
+        return _groups(found)
 
     def decode(self, groups: Groups) -> npt.NDArray[np.float32]:
         """Return the weights that llama.cpp decodes: [blocks, block size]."""
+        return self._decoded(groups.codes)
+
+    def _decoded(self, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
         import gguf
 
         kind = gguf.GGMLQuantizationType[self.type.name]
-        decoded: npt.NDArray[np.float32] = gguf.quants.dequantize(groups.codes, kind)
+        decoded: npt.NDArray[np.float32] = gguf.quants.dequantize(data, kind)
         return decoded.reshape(-1, self.group_size)
+
+
+def _groups(found: EncodedBlocks) -> Groups:
+    """Return blocks in the form of groups, whose codes are the bytes of the blocks."""
+    none = np.zeros(len(found.data), dtype=np.float32)
+    return Groups(codes=found.data, scales=none, offsets=none, energies=found.energies, errors=found.errors)
 
 
 @dataclass(frozen=True)

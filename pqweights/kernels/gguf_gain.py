@@ -8,9 +8,15 @@ the products their size again. The squared error grows by the same small factor,
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+import numpy.typing as npt
 
 from pqweights.kernels.gguf_encoding import EncodedBlocks
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
 
 # Where the F16 factors of a block lie, by type. Types of more bits lose less than these factors resolve.
 FACTORS = {
@@ -28,25 +34,55 @@ LARGEST_GAIN = 1.5
 LARGEST_F16 = 65504.0
 
 
-def with_gain(type_name: str, blocks: EncodedBlocks) -> EncodedBlocks:
+class Products(NamedTuple):
+    """Sums over the weights w of each block and what they are decoded to, v: f64 [blocks].
+
+    weighed_energies: of importance w^2
+    weighed_products: of importance w v
+    products: of w v
+    squares: of v^2
+    """
+
+    weighed_energies: Doubles
+    weighed_products: Doubles
+    products: Doubles
+    squares: Doubles
+
+
+def products_of(values: Floats, decoded: Floats, importance: Floats) -> Products:
+    """Return the sums of rows of weights, [rows, K], that were encoded by importances [K]. decoded: [blocks, size]"""
+    size = decoded.shape[-1]
+    w, v = (each.reshape(len(values), -1, size) for each in (values, decoded))
+    factors = importance.reshape(-1, size)
+    sums = (
+        np.einsum("rbk,rbk,bk->rb", w, w, factors, dtype=np.float64),
+        np.einsum("rbk,rbk,bk->rb", w, v, factors, dtype=np.float64),
+        np.einsum("rbk,rbk->rb", w, v, dtype=np.float64),
+        np.einsum("rbk,rbk->rb", v, v, dtype=np.float64),
+    )
+    return Products(*(each.reshape(-1) for each in sums))
+
+
+def with_gain(type_name: str, blocks: EncodedBlocks, products: Products | None = None) -> EncodedBlocks:
     """Return blocks of a type enlarged by what the codes have lost, with the errors that they then have.
 
-    The errors follow from those that were measured, with sums within 0.1%, or 4% if the blocks were encoded with
-    importances, with which errors are not quite orthogonal. Blocks of types that are not in FACTORS, and blocks without
-    finite weights, stay as they are.
+    products: of blocks that were encoded by importances, whose errors are orthogonal in that measure only
+
+    The errors follow from those that were measured, up to the rounding of factors to F16. Blocks of types that are not
+    in FACTORS, and blocks without finite weights, stay as they are.
     """
     if type_name not in FACTORS:
         return blocks
-    energies, errors = blocks.energies, blocks.errors
-    held = np.isfinite(energies) & (errors < energies)
+    energies, left = blocks.energies, blocks.energies - blocks.errors
+    found = products or Products(energies, left, left, left)
+    held = np.isfinite(energies) & (found.weighed_products > 0)
     gains = np.ones(len(energies))
-    np.divide(energies, energies - errors, out=gains, where=held)
-    np.minimum(gains, LARGEST_GAIN, out=gains)
+    np.divide(found.weighed_energies, found.weighed_products, out=gains, where=held)
+    np.clip(gains, 1.0, LARGEST_GAIN, out=gains)
     data = blocks.data.copy()
     for at in FACTORS[type_name]:
         factors = np.ascontiguousarray(data[:, at : at + 2]).view("<f2")
         enlarged = np.clip(factors.astype(np.float32) * gains[:, None], -LARGEST_F16, LARGEST_F16)
         data[:, at : at + 2] = enlarged.astype("<f2").view(np.uint8)
-    left = energies - errors
-    found = np.where(held, energies - 2 * gains * left + gains * gains * left, errors)
-    return EncodedBlocks(data=data, energies=energies, errors=found)
+    errors = energies - 2 * gains * found.products + gains * gains * found.squares
+    return EncodedBlocks(data=data, energies=energies, errors=np.where(held, errors, blocks.errors))
