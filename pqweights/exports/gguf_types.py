@@ -137,11 +137,13 @@ def _within(
     fixed = [tensor for tensor in model.tensors if tensor.name not in by_name]
     overhead = RESERVED_BYTES + _header_bytes(model, chosen) + ALIGNMENT * len(model.tensors)
     overhead += sum(type_bytes(chosen[tensor.name].type, tensor.shape) for tensor in fixed)
-    sources = {_source(tensor): tensor for tensor in free}
-    roles = {name: role_of(tensor) for name, tensor in sources.items()}
+    sources: dict[str, list[LogicalTensor]] = {}  # of fused experts, several tensors have the same source
+    for tensor in free:
+        sources.setdefault(_source(tensor), []).append(tensor)
+    roles = {name: role_of(tensors[0]) for name, tensors in sources.items()}
     groups = groups_of(checkpoint, list(roles.items()))
     alphas, _ = alphas_for(groups, roles=roles, known=_sensitivity(options, fingerprint))
-    members = {name: [sources[each] for each in names] for name, names in groups.items()}
+    members = {name: [tensor for each in names for tensor in sources[each]] for name, names in groups.items()}
     choices = [[_choice(kind, members[name], alphas[name]) for kind in CANDIDATES] for name in groups]
     solution = solve(choices, options.target_size - overhead)
     if solution is None:

@@ -8,6 +8,7 @@ the products their size again. The squared error grows by the same small factor,
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -51,16 +52,13 @@ class Products(NamedTuple):
 
 def products_of(values: Floats, decoded: Floats, importance: Floats) -> Products:
     """Return the sums of rows of weights, [rows, K], that were encoded by importances [K]. decoded: [blocks, size]"""
-    size = decoded.shape[-1]
-    w, v = (each.reshape(len(values), -1, size) for each in (values, decoded))
-    factors = importance.reshape(-1, size)
-    sums = (
-        np.einsum("rbk,rbk,bk->rb", w, w, factors, dtype=np.float64),
-        np.einsum("rbk,rbk,bk->rb", w, v, factors, dtype=np.float64),
-        np.einsum("rbk,rbk->rb", w, v, dtype=np.float64),
-        np.einsum("rbk,rbk->rb", v, v, dtype=np.float64),
-    )
-    return Products(*(each.reshape(-1) for each in sums))
+    size, rows = decoded.shape[-1], len(values)
+    w, v = (each.reshape(-1, size).T.astype(np.float64) for each in (values, decoded))
+    factors = np.tile(importance.reshape(-1, size).T, rows)
+    weighed, products = factors * w, w * v
+    # Added one weight after the other, so that every processor gets the same sums.
+    added = (functools.reduce(np.add, terms) for terms in (weighed * w, weighed * v, products, v * v))
+    return Products(*added)
 
 
 def with_gain(type_name: str, blocks: EncodedBlocks, products: Products | None = None) -> EncodedBlocks:
