@@ -8,6 +8,8 @@
     |-- OutputError            the output folder or its disk cannot take the result
     |-- HubError               the Hub refuses a request, or cannot be reached
     |   `-- HubUnavailableError it cannot be reached, is switched off or failing, or there is no token
+    |-- StorageError           an object storage refuses a request, or cannot be reached
+    |-- ClusterError           a Ray cluster cannot be reached, or one of its nodes cannot do its part
     |-- RecipeError            a recipe, codec, bit width or pattern is not valid
     |-- ExportError            an export target cannot store this model, or not with these options
     |-- OptionError            an option has a value that is wrong for every input; commands exit with 2
@@ -50,6 +52,14 @@ class HubError(PqweightsError):
 
 class HubUnavailableError(HubError):
     """The Hub cannot be reached, is switched off or failing, or nobody is logged in: it did not judge the request."""
+
+
+class StorageError(PqweightsError):
+    """An object storage does not have what was asked for, refuses access, or cannot be reached."""
+
+
+class ClusterError(PqweightsError):
+    """A Ray cluster cannot be reached, or one of its nodes cannot do its part."""
 
 
 class RecipeError(PqweightsError):

@@ -22,6 +22,9 @@ PACKAGES = {
     "mlx": (_MLX, "mlx-lm>=0.32"),
     "gguf": ("gguf>=0.18",),
     "llama": ("llama-cpp-python>=0.3.16",),
+    "ray": ("ray>=2.50",),
+    "s3": ("s3fs>=2025.3",),
+    "gcs": ("gcsfs>=2025.3",),
     "vllm": ("compressed-tensors>=0.20", "torch>=2.6", "transformers>=5.0"),
 }
 

@@ -1,0 +1,1 @@
+"""Rewrites on more than one machine: output files as tasks of Ray."""

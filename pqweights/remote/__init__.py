@@ -1,0 +1,1 @@
+"""Checkpoints and results in object storage: S3, Google Cloud Storage and whatever else fsspec reads and writes."""
