@@ -28,9 +28,9 @@ from pqweights.errors import OutputError
 from pqweights.kernels.workers import compute_on
 from pqweights.planning.plan import ShardPlan
 from pqweights.rewrite.jobs import Job
+from pqweights.rewrite.places import ResultWorkspace
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.task import RewriteTask, RunOptions
-from pqweights.rewrite.workspace import Workspace
 
 # A kill loses the tensors under way, and those that were finished in this time.
 SAVE_SECONDS = 2.0
@@ -67,9 +67,10 @@ class _Known:
 
 @dataclass(frozen=True)
 class _ShardDone:
-    """All tensors of a shard are finished."""
+    """All tensors of a shard are finished. writer: None if it was complete before the run."""
 
-    writer: ShardWriter
+    shard: ShardPlan
+    writer: ShardWriter | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class _Sink:
 class Stream:
     """The tensors of one task under way. A stream runs once."""
 
-    def __init__(self, task: RewriteTask, workspace: Workspace, run: RunOptions) -> None:
+    def __init__(self, task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> None:
         self._checkpoint, self._transform, self._plan = task.checkpoint, task.transform, task.plan
         self._tensors = task.checkpoint.tensors
         self._workspace = workspace
@@ -162,7 +163,12 @@ class Stream:
             }
             if (known := self._known_shard(shard, parts)) is not None:
                 yield from known
+                yield _ShardDone(shard)
                 continue
+            while not self._workspace.take_room(shard.file):
+                yield _Drain()  # earlier shards are finished, or no room would ever come of them
+                self._disk.wait()
+                self._workspace.wait_for_room()
             assert shard.header.content is not None
             path = self._workspace.folder / shard.file
             writer = ShardWriter(path, shard.header.content, shard.file_bytes, self._disk)
@@ -182,17 +188,21 @@ class Stream:
                 sink = _Sink(writer, parts[place])
                 yield from self._chunks(place, job, sink)
                 yield _LastChunkDone(place, job, sink)
-            yield _ShardDone(writer)
+            yield _ShardDone(shard, writer)
 
     def _known_shard(self, shard: ShardPlan, parts: dict[int, tuple[StoredTensor, ...]]) -> list[_Known] | None:
         """Return the steps of a shard that an earlier run completed; None for another one."""
         known = self._workspace.records
-        path = self._workspace.complete_path(shard.file)
-        if path is None or any(self._plan.tensors[place].name not in known for place in shard.tensors):
+        if any(self._plan.tensors[place].name not in known for place in shard.tensors):
+            return None
+        if not self._workspace.is_complete(shard.file):
             return None
         finished = {place: known[self._plan.tensors[place].name] for place in shard.tensors}
         if all(each.tensor_hash is HASH_OF_PIECES for each in finished.values()):
             return [_Known(place, each.record) for place, each in finished.items()]
+        path = self._workspace.complete_path(shard.file)
+        if path is None:
+            return None
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             records = [self._held(place, descriptor, parts[place]) for place in shard.tensors]
@@ -254,8 +264,11 @@ class Stream:
             case _Drain():
                 pass
             case _ShardDone():
-                self._save()
-                self._disk.do(step.writer.finish)
+                if step.writer is not None:
+                    self._save()
+                    self._disk.do(step.writer.finish)
+                done = tuple(records[len(records) - len(step.shard.tensors) :])
+                self._disk.do(functools.partial(self._workspace.shard_finished, step.shard.file, done))
 
     def _finished(self, step: _LastChunkDone) -> TensorRecord:
         """Return the record of a tensor, after as many further passes as its job asks for."""

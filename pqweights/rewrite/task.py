@@ -13,6 +13,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.planning.plan import Plan, TensorPlan
 from pqweights.planning.totals import Totals
 from pqweights.rewrite.identity import RunIdentity
+from pqweights.rewrite.places import ResultPlace
 from pqweights.rewrite.records import TensorRecord, error_totals, total_relative_mse
 from pqweights.rewrite.tensor_report import TensorReport, tensor_reports
 from pqweights.rewrite.transform import SmallFiles, Transform
@@ -36,7 +37,7 @@ class RewriteTask:
     source: the path of the checkpoint; None for a repository on the Hub
     transform: what happens to each tensor
     plan: what the transform makes of the checkpoint, see driver.make_plan
-    out: the output folder
+    out: where the result is written
     lineage: what the result descends from
     """
 
@@ -44,7 +45,7 @@ class RewriteTask:
     source: Path | None
     transform: Transform
     plan: Plan
-    out: Path
+    out: ResultPlace
     lineage: Lineage
 
     @functools.cached_property

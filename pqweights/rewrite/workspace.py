@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pqweights.checkpoint.names import (
@@ -35,8 +35,9 @@ from pqweights.rewrite.journal import (
     read_journal,
     record_line,
 )
-from pqweights.rewrite.manifest import read_manifest, shards_of
-from pqweights.rewrite.records import TensorRecord
+from pqweights.rewrite.listed_files import files_of_result
+from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.records import FileRecord, TensorRecord
 
 LOCK_FILE = "lock"
 FINGERPRINTS_FILE = "fingerprints.json"
@@ -107,6 +108,20 @@ class Workspace:
             return None
         return next((path for path in (staged, published) if path.exists()), None)
 
+    def is_complete(self, shard: str) -> bool:
+        """Whether all bytes of a shard whose tensors are all in the journal are stored, so that none is made again."""
+        return self.complete_path(shard) is not None
+
+    def take_room(self, shard: str) -> bool:
+        """Whether a shard may be begun now: always, since there was room for the whole result when the run began."""
+        return True
+
+    def wait_for_room(self) -> None:
+        """Return when another shard may be begun, once all earlier ones are finished."""
+
+    def shard_finished(self, shard: str, records: Sequence[TensorRecord]) -> None:
+        """Do nothing: a finished shard stays where it is until all are finished."""
+
     def publish(self, shards: list[str]) -> None:
         """Give the staged shards their final names, and remove what they replace; a killed call can be repeated."""
         with disk_errors(self.out):
@@ -115,6 +130,17 @@ class Workspace:
                     os.replace(self.folder / shard, self.out / shard)
             _remove_files(self.out, [name for name in self._replaces if name not in self._outputs])
             sync_folder(self.out)
+
+    def write(self, name: str, pieces: Iterable[bytes]) -> FileRecord:
+        """Write a small file of the result, and return what the manifest states about it."""
+        digest = write_whole(self.folder, self.out / name, pieces)
+        return FileRecord((self.out / name).stat().st_size, digest)
+
+    def complete(self, manifest: Iterable[bytes]) -> None:
+        """Write the manifest, which marks the result as finished, and remove the work folder."""
+        self.write(MANIFEST_FILE, manifest)
+        sync_folder(self.out)
+        self.finish()
 
     def finish(self) -> None:
         """Remove the work folder of a complete run, the journal first: without one there is nothing to continue."""
@@ -203,12 +229,26 @@ def check_output(out: Path, overwrite: bool, difference: Callable[[], str] = lam
         raise OutputError(f"{out}: expected a folder or nothing, found a file; choose another output folder")
     if is_under_way(out):
         return
-    names = sorted(path.name for path in out.iterdir() if path.name not in (WORK_FOLDER, CARD_FILE, EVALUATION_FILE))
     if (out / MANIFEST_FILE).is_file():
         if not overwrite:
-            raise OutputError(f"{out}: {difference()}; pass --overwrite to replace it, or choose another folder")
-    elif names:
-        raise OutputError(f"{out}: expected an empty or new folder, found {names[0]!r} in it; choose another folder")
+            raise occupied(out, difference())
+    else:
+        refuse_other_names(out, (path.name for path in out.iterdir()))
+
+
+def occupied(out: object, difference: str) -> OutputError:
+    """Return the error of an output folder that holds another result."""
+    return OutputError(f"{out}: {difference}; pass --overwrite to replace it, or choose another folder")
+
+
+def refuse_other_names(out: object, names: Iterable[str]) -> None:
+    """Raise OutputError if a folder without a result holds something.
+
+    names: of the files and folders in it
+    """
+    others = sorted(set(names) - {WORK_FOLDER, CARD_FILE, EVALUATION_FILE})
+    if others:
+        raise OutputError(f"{out}: expected an empty or new folder, found {others[0]!r} in it; choose another folder")
 
 
 def _lock(path: Path, out: Path) -> int:
@@ -255,8 +295,7 @@ def _files_to_replace(out: Path, work: Path) -> list[str]:
     """The files that an abandoned run or an earlier result left, as its journal or manifest lists them."""
     names = _files_of_journal(work)
     if (out / MANIFEST_FILE).is_file():
-        manifest = read_manifest(out)
-        names += [*(shard.file for shard in shards_of(manifest)), *manifest.files, MANIFEST_FILE]
+        names += files_of_result(read_manifest(out))
     return names
 
 
@@ -267,9 +306,17 @@ def _files_of_journal(work: Path) -> list[str]:
 
 
 def _refuse_foreign_files(out: Path, outputs: list[str], replaces: list[str]) -> None:
-    """Raise OutputError if a file that no run of ours wrote has the name of an output."""
-    for name in outputs:
-        if (out / name).exists() and name not in replaces:
+    refuse_foreign(out, (name for name in outputs if (out / name).exists()), replaces)
+
+
+def refuse_foreign(out: object, existing: Iterable[str], ours: Collection[str]) -> None:
+    """Raise OutputError if a file that no run of ours wrote has the name of an output.
+
+    existing: the names of outputs under which there are files
+    ours: the files that earlier runs wrote
+    """
+    for name in existing:
+        if name not in ours:
             raise OutputError(
                 f"{out}: {name!r} exists, and pqweights did not write it; move it away, or choose another folder"
             )
