@@ -26,12 +26,12 @@ from pqweights.planning.plan import Plan, index_json
 from pqweights.rewrite.differences import difference
 from pqweights.rewrite.journal import RunInputs
 from pqweights.rewrite.manifest import CONTAINER_VERSION, MANIFEST_VERSION, Manifest, read_manifest
+from pqweights.rewrite.part_files import FETCHED_FOLDER
 from pqweights.rewrite.records import FileRecord, TensorRecord
 from pqweights.rewrite.stream import Stream
-from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
+from pqweights.rewrite.task import Engine, RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import Preparation, Transform
 from pqweights.rewrite.workspace import (
-    FETCHED_FOLDER,
     Workspace,
     check_output,
     check_paths,
@@ -66,8 +66,18 @@ def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int
     )
 
 
-def rewrite(task: RewriteTask, run: RunOptions) -> RewriteReport:
+class ThisProcess:
+    """The engine that needs nothing: one stream, in this process."""
+
+    def stream(self, task: RewriteTask, workspace: Workspace, run: RunOptions) -> tuple[TensorRecord, ...]:
+        """Write all tensors, see Engine."""
+        return Stream(task, workspace, run).run()
+
+
+def rewrite(task: RewriteTask, run: RunOptions, engine: Engine = ThisProcess()) -> RewriteReport:
     """Fulfil the plan of a task in its output folder, continuing what an interrupted run of the same task left there.
+
+    engine: where the tensors are written
 
     Raises SourceError, OutputError, HubError or DeviceError; after any of them every file under a final name is
     complete.
@@ -85,7 +95,7 @@ def rewrite(task: RewriteTask, run: RunOptions) -> RewriteReport:
     with open_workspace(task.out, _run_inputs(task), run.overwrite) as workspace:
         resumed = len(workspace.records)
         task.checkpoint.restore_fingerprints(workspace.fingerprints())
-        records = _stream_tensors(task, workspace, run)
+        records = _stream_tensors(task, workspace, run, engine)
         workspace.publish([shard.file for shard in task.plan.shards])
         _finish(task, records, workspace)
     report = _report(task, records, already_done=False, resumed=resumed)
@@ -185,7 +195,9 @@ def _run_inputs(task: RewriteTask) -> RunInputs:
     return RunInputs.of(task.identity, files, outputs=outputs, companions=plan.companions)
 
 
-def _stream_tensors(task: RewriteTask, workspace: Workspace, run: RunOptions) -> tuple[TensorRecord, ...]:
+def _stream_tensors(
+    task: RewriteTask, workspace: Workspace, run: RunOptions, engine: Engine
+) -> tuple[TensorRecord, ...]:
     """Write all tensors into staged shards; what was written is removed if the source turns out to be unusable.
 
     A strict run that continues another one leaves what that run wrote, which that run's own command can finish.
@@ -197,7 +209,7 @@ def _stream_tensors(task: RewriteTask, workspace: Workspace, run: RunOptions) ->
         )
         task.transform.prepare(preparation)
         try:
-            return Stream(task, workspace, run).run()
+            return engine.stream(task, workspace, run)
         finally:
             if task.transform.fold is not None:
                 task.transform.fold.close()

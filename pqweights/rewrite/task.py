@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.planning.plan import Plan, TensorPlan
@@ -16,6 +16,9 @@ from pqweights.rewrite.identity import RunIdentity
 from pqweights.rewrite.records import TensorRecord, error_totals, total_relative_mse
 from pqweights.rewrite.tensor_report import TensorReport, tensor_reports
 from pqweights.rewrite.transform import SmallFiles, Transform
+
+if TYPE_CHECKING:
+    from pqweights.rewrite.workspace import Workspace
 
 Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in all, name of the tensor
 
@@ -46,6 +49,11 @@ class RewriteTask:
     plan: Plan
     out: Path
     lineage: Lineage
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = vars(self).copy()
+        state.pop("small_files", None)  # functions, for the process that finishes the result
+        return state
 
     @functools.cached_property
     def identity(self) -> RunIdentity:
@@ -101,6 +109,14 @@ class RunOptions:
     device: str = "cpu"
     overwrite: bool = False
     progress: Progress = lambda done, total, name: None
+
+
+class Engine(Protocol):
+    """Where the tensors of a task are written: in this process, or on a cluster."""
+
+    def stream(self, task: RewriteTask, workspace: Workspace, run: RunOptions) -> tuple[TensorRecord, ...]:
+        """Write all tensors into staged shards, and return their records in the order of the plan."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
