@@ -29,7 +29,7 @@ from pqweights.rewrite.manifest import CONTAINER_VERSION, MANIFEST_VERSION, Mani
 from pqweights.rewrite.part_files import FETCHED_FOLDER
 from pqweights.rewrite.records import FileRecord, TensorRecord
 from pqweights.rewrite.stream import Stream
-from pqweights.rewrite.task import Engine, RewriteReport, RewriteTask, RunOptions
+from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import Preparation, Transform
 from pqweights.rewrite.workspace import (
     Workspace,
@@ -66,18 +66,8 @@ def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int
     )
 
 
-class ThisProcess:
-    """The engine that needs nothing: one stream, in this process."""
-
-    def stream(self, task: RewriteTask, workspace: Workspace, run: RunOptions) -> tuple[TensorRecord, ...]:
-        """Write all tensors, see Engine."""
-        return Stream(task, workspace, run).run()
-
-
-def rewrite(task: RewriteTask, run: RunOptions, engine: Engine = ThisProcess()) -> RewriteReport:
+def rewrite(task: RewriteTask, run: RunOptions) -> RewriteReport:
     """Fulfil the plan of a task in its output folder, continuing what an interrupted run of the same task left there.
-
-    engine: where the tensors are written
 
     Raises SourceError, OutputError, HubError or DeviceError; after any of them every file under a final name is
     complete.
@@ -95,7 +85,7 @@ def rewrite(task: RewriteTask, run: RunOptions, engine: Engine = ThisProcess()) 
     with open_workspace(task.out, _run_inputs(task), run.overwrite) as workspace:
         resumed = len(workspace.records)
         task.checkpoint.restore_fingerprints(workspace.fingerprints())
-        records = _stream_tensors(task, workspace, run, engine)
+        records = _stream_tensors(task, workspace, run)
         workspace.publish([shard.file for shard in task.plan.shards])
         _finish(task, records, workspace)
     report = _report(task, records, already_done=False, resumed=resumed)
@@ -195,9 +185,7 @@ def _run_inputs(task: RewriteTask) -> RunInputs:
     return RunInputs.of(task.identity, files, outputs=outputs, companions=plan.companions)
 
 
-def _stream_tensors(
-    task: RewriteTask, workspace: Workspace, run: RunOptions, engine: Engine
-) -> tuple[TensorRecord, ...]:
+def _stream_tensors(task: RewriteTask, workspace: Workspace, run: RunOptions) -> tuple[TensorRecord, ...]:
     """Write all tensors into staged shards; what was written is removed if the source turns out to be unusable.
 
     A strict run that continues another one leaves what that run wrote, which that run's own command can finish.
@@ -209,7 +197,7 @@ def _stream_tensors(
         )
         task.transform.prepare(preparation)
         try:
-            return engine.stream(task, workspace, run)
+            return Stream(task, workspace, run).run() if run.engine is None else run.engine.stream(task, workspace, run)
         finally:
             if task.transform.fold is not None:
                 task.transform.fold.close()

@@ -103,16 +103,18 @@ class RunOptions:
     device: "cpu", "cuda", or "auto" for cuda where there is a GPU
     overwrite: replace another result of pqweights in the output folder
     progress: called with the source bytes done, the source bytes in all, and the name of a tensor
+    engine: where the tensors are written; by default in this process
     """
 
     threads: int = field(default_factory=usable_cores)
     device: str = "cpu"
     overwrite: bool = False
     progress: Progress = lambda done, total, name: None
+    engine: Engine | None = None
 
 
 class Engine(Protocol):
-    """Where the tensors of a task are written: in this process, or on a cluster."""
+    """Writes the tensors of a task elsewhere, as on the nodes of a cluster."""
 
     def stream(self, task: RewriteTask, workspace: Workspace, run: RunOptions) -> tuple[TensorRecord, ...]:
         """Write all tensors into staged shards, and return their records in the order of the plan."""
