@@ -170,7 +170,7 @@ def _stream_tensors(task: RewriteTask, workspace: ResultWorkspace, run: RunOptio
         )
         task.transform.prepare(preparation)
         try:
-            return Stream(task, workspace, run).run()
+            return Stream(task, workspace, run).run() if run.engine is None else run.engine.stream(task, workspace, run)
         finally:
             if task.transform.fold is not None:
                 task.transform.fold.close()

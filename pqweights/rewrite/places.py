@@ -17,9 +17,9 @@ from pqweights.checkpoint.writer import partial_path
 from pqweights.errors import OutputError
 from pqweights.planning.plan import Plan
 from pqweights.rewrite.journal import FinishedTensor, RunInputs
+from pqweights.rewrite.part_files import FETCHED_FOLDER
 from pqweights.rewrite.records import FileRecord, TensorRecord
 from pqweights.rewrite.workspace import (
-    FETCHED_FOLDER,
     check_output,
     check_paths,
     is_under_way,

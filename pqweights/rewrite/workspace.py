@@ -8,7 +8,6 @@ one is complete. Then the work folder is removed.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -26,9 +25,11 @@ from pqweights.checkpoint.names import (
 )
 from pqweights.checkpoint.writer import disk_errors, partial_path, sync_folder, write_whole
 from pqweights.errors import MasterError, OutputError
+from pqweights.rewrite.file_lock import take_lock
 from pqweights.rewrite.journal import (
     FinishedTensor,
     RunInputs,
+    add_line,
     begin_journal,
     change_companions,
     read_first_line,
@@ -37,11 +38,10 @@ from pqweights.rewrite.journal import (
 )
 from pqweights.rewrite.listed_files import files_of_result
 from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.part_files import FETCHED_FOLDER, FINGERPRINTS_FILE, join_parts, locked_parts
 from pqweights.rewrite.records import FileRecord, TensorRecord
 
 LOCK_FILE = "lock"
-FINGERPRINTS_FILE = "fingerprints.json"
-FETCHED_FOLDER = "fetched"
 # What may still serve a run that continues one which finished no tensor.
 KEPT_FILES = (LOCK_FILE, JOURNAL_FILE, FETCHED_FOLDER, FINGERPRINTS_FILE, FACTORS_FILE)
 
@@ -55,8 +55,9 @@ class Workspace:
         *,
         records: dict[str, FinishedTensor],
         journal: int,
-        outputs: list[str],
-        replaces: list[str],
+        outputs: Sequence[str] = (),
+        replaces: Sequence[str] = (),
+        part: str = "",
     ) -> None:
         """Take over an opened work folder.
 
@@ -65,20 +66,19 @@ class Workspace:
         journal: the descriptor of the open journal
         outputs: every file to which the run gives its final name
         replaces: the files of the result that is replaced
+        part: what the names of its own files begin with, if others write into the folder, too (parts.py)
         """
         self.out = out
         self.folder = out / WORK_FOLDER
-        self.fetched = self.folder / FETCHED_FOLDER
+        self.fetched = self.folder / (part + FETCHED_FOLDER)
         self.records = records
+        self._fingerprints = self.folder / (part + FINGERPRINTS_FILE)
         self._outputs, self._replaces = outputs, replaces
         self._journal = journal
 
     def record(self, record: TensorRecord) -> None:
-        """Add a finished tensor to the journal; a line that a kill cuts short is dropped when the journal is read."""
-        line = record_line(record)
-        with disk_errors(self.folder / JOURNAL_FILE):
-            while line:
-                line = line[os.write(self._journal, line) :]
+        """Add a finished tensor to the journal."""
+        add_line(self._journal, record_line(record), self.folder / JOURNAL_FILE)
 
     def sync_records(self) -> None:
         """Make the journal durable."""
@@ -88,14 +88,14 @@ class Workspace:
     def fingerprints(self) -> dict[str, str]:
         """Return the fingerprints of released files of the source, by name; none if they cannot be read."""
         try:
-            found = json.loads((self.folder / FINGERPRINTS_FILE).read_bytes())
+            found = json.loads(self._fingerprints.read_bytes())
         except (FileNotFoundError, ValueError):
             return {}
         return found if isinstance(found, dict) and all(isinstance(v, str) for v in found.values()) else {}
 
     def keep_fingerprints(self, known: dict[str, str]) -> None:
         """Store fingerprints for the run that continues this one."""
-        write_whole(self.folder, self.folder / FINGERPRINTS_FILE, [json.dumps(known).encode()])
+        write_whole(self.folder, self._fingerprints, [json.dumps(known).encode()])
 
     def complete_path(self, shard: str) -> Path | None:
         """Return where a shard lies whose tensors are all in the journal, staged or published; None if not complete.
@@ -167,8 +167,10 @@ def open_workspace(out: Path, inputs: RunInputs, overwrite: bool) -> Iterator[Wo
     work = out / WORK_FOLDER
     with disk_errors(out):
         work.mkdir(parents=True, exist_ok=True)
-        lock = _lock(work / LOCK_FILE, out)
-    try:
+        lock = take_lock(work / LOCK_FILE, out)
+    with contextlib.ExitStack() as locks:
+        locks.callback(os.close, lock)
+        parts = locks.enter_context(locked_parts(work, out))
         try:
             check_output(out, overwrite)  # again: the run that held the lock may have finished in between
         except OutputError:
@@ -181,14 +183,13 @@ def open_workspace(out: Path, inputs: RunInputs, overwrite: bool) -> Iterator[Wo
         else:
             _refuse_foreign_files(out, inputs.outputs, _files_of_journal(work))
             change_companions(work, inputs)
+            records |= join_parts(work, parts)
             if not records:
                 _empty(work, but=KEPT_FILES)
         first = read_first_line(work / JOURNAL_FILE)
         assert first is not None
         journal = os.open(work / JOURNAL_FILE, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         yield Workspace(out, records=records, journal=journal, outputs=inputs.outputs, replaces=first["replaces"])
-    finally:
-        os.close(lock)
 
 
 def is_under_way(out: Path) -> bool:
@@ -200,7 +201,7 @@ def tidy(out: Path) -> None:
     """Remove the work folder that a run killed in its last steps left beside its complete result."""
     work = out / WORK_FOLDER
     if work.exists() and not is_under_way(out):
-        lock = _lock(work / LOCK_FILE, out)
+        lock = take_lock(work / LOCK_FILE, out)
         try:
             if not is_under_way(out):  # no run began before we held the lock
                 _remove_work_folder(work)
@@ -249,29 +250,6 @@ def refuse_other_names(out: object, names: Iterable[str]) -> None:
     others = sorted(set(names) - {WORK_FOLDER, CARD_FILE, EVALUATION_FILE})
     if others:
         raise OutputError(f"{out}: expected an empty or new folder, found {others[0]!r} in it; choose another folder")
-
-
-def _lock(path: Path, out: Path) -> int:
-    """Take the lock, and return its descriptor; closing it releases the lock.
-
-    Raises OutputError if another run holds it.
-    """
-    while True:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except FileNotFoundError:  # a run that ends has just removed the folder
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise OutputError(f"{out}: another run is writing there; wait for it, or choose another folder") from None
-        # The run that held the lock may have removed the file between our open and our lock.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                return descriptor
-        os.close(descriptor)
 
 
 def _begin(out: Path, inputs: RunInputs) -> None:
