@@ -18,7 +18,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
 from pqweights.checkpoint.writer import COPY_BYTES
 from pqweights.codecs import get_codec
-from pqweights.errors import MasterError, SourceError, StrictError
+from pqweights.errors import ClusterError, MasterError, SourceError, StrictError
 from pqweights.kernels.devices import resolve_device
 from pqweights.planning.plan import Plan, index_json
 from pqweights.rewrite.differences import difference
@@ -164,6 +164,13 @@ def _stream_tensors(task: RewriteTask, workspace: ResultWorkspace, run: RunOptio
     A strict run that continues another one leaves what that run wrote, which that run's own command can finish.
     """
     continues = bool(workspace.records)
+    if run.engine is not None:
+        try:
+            run.engine.check(task, workspace)
+        except ClusterError:
+            if not continues:
+                workspace.discard()
+            raise
     try:
         preparation = Preparation(
             folder=workspace.folder, fetched=workspace.fetched, threads=run.threads, progress=run.progress

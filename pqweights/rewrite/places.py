@@ -18,6 +18,7 @@ from pqweights.errors import OutputError
 from pqweights.planning.plan import Plan
 from pqweights.rewrite.journal import FinishedTensor, RunInputs
 from pqweights.rewrite.part_files import FETCHED_FOLDER
+from pqweights.rewrite.parts import open_part
 from pqweights.rewrite.records import FileRecord, TensorRecord
 from pqweights.rewrite.workspace import (
     check_output,
@@ -74,6 +75,13 @@ class ResultWorkspace(Protocol):
 
     def shard_finished(self, shard: str, records: Sequence[TensorRecord]) -> None:
         """Take over a shard that lies complete in `folder`, or that was complete before the run.
+
+        records: of all of its tensors
+        """
+        ...
+
+    def join_part(self, number: int, records: Sequence[TensorRecord]) -> None:
+        """Take over a part that another process has finished (ResultPlace.open_part).
 
         records: of all of its tensors
         """
@@ -140,6 +148,22 @@ class ResultPlace(Protocol):
         """
         ...
 
+    def open_part(
+        self, number: int, *, identity: str, known: Mapping[str, FinishedTensor]
+    ) -> contextlib.AbstractContextManager[ResultWorkspace]:
+        """Take part of the place for another process of the run that has it, see parts.open_part."""
+        ...
+
+    @property
+    def shared_folder(self) -> Path | None:
+        """The folder that all processes of a run must reach by this path; None if they need not share any."""
+        ...
+
+    @property
+    def scratch_folder(self) -> Path | None:
+        """Where each process keeps shards that it then sends elsewhere; None if it sends none."""
+        ...
+
     def tidy(self) -> None:
         """Remove what a run that was killed in its last steps left beside its complete result."""
         ...
@@ -202,6 +226,22 @@ class LocalPlace:
     def open_workspace(self, inputs: RunInputs, overwrite: bool) -> contextlib.AbstractContextManager[ResultWorkspace]:
         """See ResultPlace."""
         return open_workspace(self.path, inputs, overwrite)
+
+    def open_part(
+        self, number: int, *, identity: str, known: Mapping[str, FinishedTensor]
+    ) -> contextlib.AbstractContextManager[ResultWorkspace]:
+        """See ResultPlace."""
+        return open_part(self.path, number, identity=identity, known=known)
+
+    @property
+    def shared_folder(self) -> Path:
+        """The folder itself."""
+        return self.path
+
+    @property
+    def scratch_folder(self) -> None:
+        """There is none: shards are made where they stay."""
+        return
 
     def tidy(self) -> None:
         """See ResultPlace."""

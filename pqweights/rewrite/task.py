@@ -114,6 +114,10 @@ class RunOptions:
 class Engine(Protocol):
     """Writes the tensors of a task elsewhere, as on the nodes of a cluster."""
 
+    def check(self, task: RewriteTask, workspace: ResultWorkspace) -> None:
+        """Raise ClusterError if the task cannot be done there."""
+        ...
+
     def stream(self, task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> tuple[TensorRecord, ...]:
         """Write all tensors into staged shards, and return their records in the order of the plan."""
         ...
