@@ -155,7 +155,8 @@ def _run_inputs(task: RewriteTask) -> RunInputs:
     read += [name for name in (CONFIG_FILE, CARD_FILE) if name in checkpoint.storage.files()]
     files = {"": (checkpoint.storage, read)}
     files |= {option: (other.storage, list(other.weight_files)) for option, other in task.transform.also_reads.items()}
-    return RunInputs.of(task.identity, files, outputs=outputs, companions=plan.companions)
+    shards = {shard.file: shard.file_bytes for shard in plan.shards}
+    return RunInputs.of(task.identity, files, outputs=outputs, shards=shards, companions=plan.companions)
 
 
 def _stream_tensors(task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> tuple[TensorRecord, ...]:

@@ -6,18 +6,16 @@ The driver asks a place what lies there, whether there is room, and for the work
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from pqweights.checkpoint.names import MANIFEST_FILE, WORK_FOLDER
-from pqweights.checkpoint.writer import partial_path
 from pqweights.errors import OutputError
 from pqweights.planning.plan import Plan
+from pqweights.rewrite.disk_room import bytes_of_shard, fetched_bytes_in, free_bytes
 from pqweights.rewrite.journal import FinishedTensor, RunInputs
-from pqweights.rewrite.part_files import FETCHED_FOLDER
 from pqweights.rewrite.records import FileRecord, TensorRecord
 from pqweights.rewrite.workspace import (
     check_output,
@@ -211,24 +209,3 @@ class LocalPlace:
 def result_place(where: str | Path | ResultPlace) -> ResultPlace:
     """Return a place as it is, and the folder of a path as one."""
     return LocalPlace(Path(where)) if isinstance(where, str | Path) else where
-
-
-def free_bytes(folder: Path) -> int:
-    """Return how many bytes are free on the disk on which a folder is, or will be made."""
-    existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
-    return shutil.disk_usage(existing).free
-
-
-def fetched_bytes_in(work: Path) -> int:
-    """Return how many bytes fetched files take in a work folder."""
-    fetched = work / FETCHED_FOLDER
-    return sum(path.stat().st_blocks * 512 for path in fetched.iterdir()) if fetched.is_dir() else 0
-
-
-def bytes_of_shard(work: Path, shard: str, *published: Path) -> int:
-    """Return how many bytes a shard takes, in a work folder partial or staged, or under its final name."""
-    staged = work / shard
-    for path in (partial_path(staged), staged, *published):
-        with contextlib.suppress(FileNotFoundError):  # not begun yet, or just renamed by a run that is writing
-            return path.stat().st_blocks * 512
-    return 0
