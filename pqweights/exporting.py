@@ -18,9 +18,9 @@ from pqweights.planning.totals import count
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.listed_files import open_result
 from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.places import ResultPlace, result_place
 from pqweights.rewrite.records import total_relative_mse
 from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
-from pqweights.rewrite.workspace import check_paths
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class MasterFolder:
 
 def export(
     master: MasterFolder,
-    out: Path,
+    out: Path | ResultPlace,
     target: str,
     *,
     options: ExportOptions = ExportOptions(),
@@ -55,8 +55,9 @@ def export(
     """
     to = get_target(target)
     settings = to.settings(options)
+    place = result_place(out)
     for path in (master.folder, *([master.original] if master.original else [])):
-        check_paths(path, out)
+        place.check_apart(path)
     _check_not_an_export(master.folder)
     checkpoint = open_result(master.folder, origin=master.origin)
     if not checkpoint.is_master:
@@ -80,7 +81,7 @@ def export(
         source=master.folder,
         transform=transform,
         plan=make_plan(checkpoint, transform, max_shard_bytes),
-        out=out,
+        out=place,
         lineage=lineage,
     )
     return rewrite(task, run)

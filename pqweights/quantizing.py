@@ -44,6 +44,7 @@ from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.encode_job import EncodeJob, WeightToEncode
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.manifest import exceeds
+from pqweights.rewrite.places import ResultPlace, result_place
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import Transform
@@ -79,7 +80,7 @@ class QuantizeOptions:
 
 def quantize(
     source: str | Path,
-    out: Path,
+    out: Path | ResultPlace,
     recipe: Recipe,
     *,
     options: QuantizeOptions = QuantizeOptions(),
@@ -93,9 +94,10 @@ def quantize(
 
     Raises SourceError, RecipeError, OutputError, DeviceError or HubError.
     """
+    place = result_place(out)
     checkpoint, transform, plan = plan_quantize(source, recipe, options)
     if isinstance(checkpoint.storage, HubStorage):
-        if Path(source) == out:
+        if str(Path(source)) == str(place):
             raise OutputError(
                 f"{out}: expected a folder whose name is not that of the repository, or later commands would read the "
                 "folder in its place; choose another folder"
@@ -106,7 +108,7 @@ def quantize(
         source=None if checkpoint.storage.origin else Path(source),
         transform=transform,
         plan=plan,
-        out=out,
+        out=place,
         lineage=Lineage(model_facts(checkpoint.storage)),
     )
     return rewrite(task, run)

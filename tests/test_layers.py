@@ -28,6 +28,7 @@ LAYERS = (
         "pqweights.buffers",
         "pqweights.installing",
         "pqweights.dtypes",
+        "pqweights.locks",
         "pqweights.markdown",
         "pqweights.notices",
         "pqweights.strict_json",

@@ -38,7 +38,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class FileReader:
-    """Reads files, from any thread, which stay open for a while."""
+    """Reads files, from any thread, which stay open for a while. A pickled one has opened nothing elsewhere."""
 
     def __init__(self) -> None:
         self._files: OrderedDict[Path, _OpenFile] = OrderedDict()  # the least recently used first
@@ -64,6 +64,9 @@ class FileReader:
                     "it was cut while it was being read: fetch it again"
                 )
             done += count
+
+    def __reduce__(self) -> tuple[type[FileReader], tuple[()]]:
+        return FileReader, ()
 
     def forget(self, path: Path) -> None:
         """Close a file once nobody reads it any more."""

@@ -22,11 +22,14 @@ class FileUse:
     together: int
 
 
-def file_uses(tensors: Sequence[LogicalTensor]) -> dict[str, FileUse]:
-    """Return when each file is needed, by file, in the order in which they are needed."""
+def file_uses(tensors: Sequence[LogicalTensor], places: range | None = None) -> dict[str, FileUse]:
+    """Return when each file is needed, by file, in the order in which they are needed.
+
+    places: which of the tensors are read; by default all
+    """
     spans: dict[str, tuple[int, int]] = {}
-    for place, tensor in enumerate(tensors):
-        for part in tensor.parts:
+    for place in range(len(tensors)) if places is None else places:
+        for part in tensors[place].parts:
             spans[part.file] = (spans.get(part.file, (place, place))[0], place)
     return {
         file: FileUse(first, last, sum(begin <= first <= end for begin, end in spans.values()))

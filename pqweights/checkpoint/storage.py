@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.file_reader import FileReader
 from pqweights.errors import SourceError
+from pqweights.locks import ProcessLock
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class LocalStorage:
         self._origin = origin
         self.bytes_read = 0
         self._reader = FileReader()
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._mapped: dict[str, npt.NDArray[np.uint8]] = {}
         names = sorted(self._walk()) if only is None else only
         self._files = {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import numpy.typing as npt
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor, whole_blocks
 from pqweights.dtypes import item_bytes
+from pqweights.locks import ProcessLock
 
 # Matrices of at most this many bytes are kept while parts of them are transposed.
 KEPT_BYTES = 1 << 26
@@ -53,7 +53,7 @@ class MatrixCache:
 
     def __init__(self) -> None:
         self._matrices: deque[tuple[Hashable, npt.NDArray[np.uint8]]] = deque(maxlen=KEPT_MATRICES)
-        self._making = threading.Lock()
+        self._making = ProcessLock()
 
     def matrix(self, key: Hashable, make: Callable[[], npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
         """Return the matrix of a key, made by one thread at a time if it is not kept."""

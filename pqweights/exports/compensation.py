@@ -6,7 +6,6 @@ plain ones on the rows of inputs that were held back, so no layer errs more on t
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, deque
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -34,6 +33,7 @@ from pqweights.kernels.compensation import (
     trial_error,
 )
 from pqweights.kernels.groups import GroupRule, Groups
+from pqweights.locks import ProcessLock
 from pqweights.planning.moments_file import Moments
 from pqweights.rewrite.jobs import Job, Sink
 from pqweights.rewrite.records import TensorRecord
@@ -72,7 +72,7 @@ class Compensation:
     fold: Fold | None = None
     _kept: deque[tuple[Hashable, ReadyFactor | None]] = field(default_factory=lambda: deque(maxlen=KEPT_FACTORS))
     _mean_squares: dict[int, Floats] = field(default_factory=dict)
-    _making: threading.Lock = field(default_factory=threading.Lock)
+    _making: ProcessLock = field(default_factory=ProcessLock)
 
     def columns(self, tensor: LogicalTensor, matrix: int) -> Floats | None:
         """Return the factors of the columns of one matrix of a weight, [K]; None if it is not folded."""

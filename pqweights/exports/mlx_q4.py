@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import shlex
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +32,7 @@ from pqweights.exports.original import integer_export
 from pqweights.exports.target import MLX, ExportTarget
 from pqweights.installing import pip_install
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups, pack_bits
+from pqweights.locks import ProcessLock
 from pqweights.markdown import fenced
 from pqweights.planning.decisions import is_smaller
 from pqweights.planning.recipe import DEFAULT_BITS
@@ -240,8 +240,11 @@ class _Values:
 
     def __init__(self, model: MlxModel, wanted: Mapping[str, Any], load: Callable[[str], Any]) -> None:
         self._model, self._wanted, self._load = model, wanted, load
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._raw: dict[str, npt.NDArray[np.uint8]] | None = None
+
+    def __reduce__(self) -> tuple[type[_Computed], tuple[dict[str, npt.NDArray[np.uint8]]]]:
+        return _Computed, ({name: self.raw(name) for name in self._wanted},)
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """Return the bytes of an output, in the dtype in which it is kept."""
@@ -259,6 +262,16 @@ class _Values:
             return self._raw[name]
 
 
+class _Computed(NamedTuple):
+    """The same values in another process, which need not compute them again."""
+
+    values: dict[str, npt.NDArray[np.uint8]]
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """Return the bytes of an output, in the dtype in which it is kept."""
+        return self.values[name]
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EvaluatedTensor:
     """An output of sanitize that is computed, such as a norm's weight plus one."""
@@ -267,7 +280,7 @@ class EvaluatedTensor:
     shape: tuple[int, ...]
     dtype: str
     parts: tuple[StoredTensor, ...]
-    values: _Values
+    values: _Values | _Computed
 
     @property
     def plain_dtype(self) -> str:

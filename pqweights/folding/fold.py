@@ -7,7 +7,6 @@ import functools
 import hashlib
 import json
 import os
-import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +35,7 @@ from pqweights.folding.inputs import mean_squares
 from pqweights.folding.links import COLUMNS, Link, Links, Side
 from pqweights.folding.search import find_links
 from pqweights.folding.sizes import Progress, Sizes, SizesPass
+from pqweights.locks import ProcessLock
 from pqweights.planning.moments_file import Moments
 from pqweights.planning.plan import TensorPlan
 
@@ -120,7 +120,16 @@ class Fold:
         self._known: dict[int, _LinkFactors] = {}
         self._gains: dict[str, Floats] = {}  # the weights of norms
         self._biases: dict[str, Floats] = {}
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
+        self._factors = functools.lru_cache(maxsize=KEPT_TENSORS)(self._new_factors)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = vars(self).copy()
+        del state["_factors"]  # cached by each process for itself
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
         self._factors = functools.lru_cache(maxsize=KEPT_TENSORS)(self._new_factors)
 
     def _find(self, plain: Collection[str]) -> Links:
@@ -227,7 +236,7 @@ class Fold:
         """
         path = folder / FACTORS_FILE
         self._read_gains()
-        self._known = _read(path)
+        self._known |= _read(path)
         missing = {n: link for n, link in enumerate(self.structure.links) if n not in self._known}
         if not missing:
             return
@@ -284,7 +293,12 @@ class Fold:
         return not np.array_equal(_values(tensor), self._gains[tensor.name] if found is None else found)
 
     def _read_gains(self) -> None:
-        """Read norms and biases before files are fetched: others would wait for room that nothing frees."""
+        """Read norms and biases before files are fetched: others would wait for room that nothing frees.
+
+        In a process that was sent this fold, they are known.
+        """
+        if self._gains or self._biases:
+            return
         self._gains = {norm: self._norm_weight(norm) for norm in self._norms_read}
         self._biases = {name: _values(self._tensors[name]) for name in self._biases_read}
 

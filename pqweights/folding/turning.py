@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import tempfile
-import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.kernels import HADAMARD_SIZE
+from pqweights.locks import ProcessLock
 
 Floats = npt.NDArray[np.float32]
 
@@ -106,7 +106,10 @@ class TurnedFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: OrderedDict[str, int] = OrderedDict()
-        self._making = threading.Lock()
+        self._making = ProcessLock()
+
+    def __reduce__(self) -> tuple[type[TurnedFiles], tuple[Path]]:
+        return TurnedFiles, (self._folder,)
 
     def close(self) -> None:
         """Free the room of the files."""

@@ -71,6 +71,9 @@ class Hub:
         except (ValueError, self.official.http.InvalidURL) as error:
             raise HubError(f"HF_ENDPOINT: not the address of a Hub: {self.clean(str(error))}") from None
 
+    def __reduce__(self) -> tuple[type[Hub], tuple[str | None]]:
+        return Hub, (self.token,)
+
     @property
     def endpoint(self) -> str:
         """The address of the Hub."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from pqweights.hub.client import Hub, Stop
 from pqweights.hub.fetcher import Fetcher
 from pqweights.hub.repository import Repository
 from pqweights.hub.transfers import download, read_range, read_whole
+from pqweights.locks import ProcessLock
 
 # Files up to this size come whole in one request: configurations, indices, cards.
 SMALL_BYTES = 32_000_000
@@ -50,7 +51,7 @@ class HubStorage:
         """Raises SourceError if the repository lists a name that cannot be that of a file in it."""
         self.hub, self.repository, self.low_disk = hub, repository, low_disk
         self.bytes_read = 0
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._remote = {name: file for name, file in repository.files.items() if _is_listed(repository, name)}
         self._files = {
             name: FileState(file.byte_count, int(file.content_hash[:15] or "0", 16))
@@ -64,6 +65,9 @@ class HubStorage:
         self._fetcher: Fetcher | None = None
         self._folder = Path()  # where files are fetched to
         self._reader = FileReader()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_fetcher": None, "_folder": Path()}  # those of another process
 
     @property
     def origin(self) -> Origin:

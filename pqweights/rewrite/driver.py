@@ -7,38 +7,28 @@ is complete.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from pqweights.checkpoint.file_uses import file_uses, most_fetched
-from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, MANIFEST_FILE, WORK_FOLDER
+from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
-from pqweights.checkpoint.writer import COPY_BYTES, partial_path, sync_folder, write_whole
+from pqweights.checkpoint.writer import COPY_BYTES
 from pqweights.codecs import get_codec
-from pqweights.errors import MasterError, OutputError, SourceError, StrictError
+from pqweights.errors import MasterError, SourceError, StrictError
 from pqweights.kernels.devices import resolve_device
 from pqweights.planning.plan import Plan, index_json
 from pqweights.rewrite.differences import difference
 from pqweights.rewrite.journal import RunInputs
-from pqweights.rewrite.manifest import CONTAINER_VERSION, MANIFEST_VERSION, Manifest, read_manifest
+from pqweights.rewrite.manifest import CONTAINER_VERSION, MANIFEST_VERSION, Manifest, parse_manifest
+from pqweights.rewrite.places import ResultPlace, ResultWorkspace
 from pqweights.rewrite.records import FileRecord, TensorRecord
 from pqweights.rewrite.stream import Stream
 from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import Preparation, Transform
-from pqweights.rewrite.workspace import (
-    FETCHED_FOLDER,
-    Workspace,
-    check_output,
-    check_paths,
-    is_under_way,
-    open_workspace,
-    tidy,
-)
 from pqweights.strict_json import json_pieces
 
 
@@ -74,15 +64,15 @@ def rewrite(task: RewriteTask, run: RunOptions) -> RewriteReport:
     """
     run = replace(run, device=resolve_device(run.device))
     if task.source is not None:
-        check_paths(task.source, task.out)
+        task.out.check_apart(task.source)
     if not run.overwrite and (done := _finished_result(task)):
         for planned, record in done.pairs:
             task.transform.accept(planned, record)
-        tidy(task.out)
+        task.out.tidy()
         return _report(task, done.records, already_done=True, resumed=len(done.records))
-    check_output(task.out, run.overwrite, lambda: difference(task, read_manifest(task.out)))
-    _check_space(task)
-    with open_workspace(task.out, _run_inputs(task), run.overwrite) as workspace:
+    task.out.check_output(run.overwrite, lambda: difference(task, _manifest_in(task.out)))
+    task.out.check_room(task.plan, _most_fetched(task))
+    with task.out.open_workspace(_run_inputs(task), run.overwrite) as workspace:
         resumed = len(workspace.records)
         task.checkpoint.restore_fingerprints(workspace.fingerprints())
         records = _stream_tensors(task, workspace, run)
@@ -112,14 +102,13 @@ def _report(task: RewriteTask, records: tuple[TensorRecord, ...], *, already_don
 
 def _finished_result(task: RewriteTask) -> Manifest | None:
     """Return the manifest in the output folder if the folder already holds the finished result of this task."""
-    manifest = task.out / MANIFEST_FILE
-    if not manifest.is_file() or is_under_way(task.out):
+    if MANIFEST_FILE not in task.out.sizes([MANIFEST_FILE]) or task.out.is_under_way():
         return None
     local = [each for each in task.checkpoints if each.storage.origin is None]
     stamps = [each.storage.files()[name].stamp for each in local for name in each.weight_files]
-    if max(stamps, default=0) > manifest.stat().st_mtime_ns:
+    if max(stamps, default=0) > task.out.manifest_time():
         return None  # the source may have changed since, in bytes that its fingerprint does not cover
-    found = read_manifest(task.out)
+    found = _manifest_in(task.out)
     if found.identity != task.identity or not _all_files_exist(task, found):
         return None
     # The content of a commit never changes; that of a local folder may.
@@ -132,43 +121,27 @@ def _finished_result(task: RewriteTask) -> Manifest | None:
     return found if digests == stated and task.small_files.keys() <= found.files.keys() else None
 
 
+def _manifest_in(place: ResultPlace) -> Manifest:
+    """Read the manifest of a place that has one. Raises MasterError."""
+    data = place.read(MANIFEST_FILE)
+    if data is None:
+        raise MasterError(f"{place}: {MANIFEST_FILE} was removed while it was read; run the same command again")
+    return parse_manifest(data)
+
+
 def _all_files_exist(task: RewriteTask, found: Manifest) -> bool:
     """Whether all files of a result exist, and its shards have the sizes of the plan."""
-    shards = ((task.out / shard.file, shard.file_bytes) for shard in task.plan.shards)
-    return all(path.is_file() and path.stat().st_size == size for path, size in shards) and all(
-        (task.out / name).is_file() for name in found.files
-    )
+    shards = {shard.file: shard.file_bytes for shard in task.plan.shards}
+    sizes = task.out.sizes([*shards, *found.files])
+    return all(sizes.get(name) == size for name, size in shards.items()) and found.files.keys() <= sizes.keys()
 
 
-def _check_space(task: RewriteTask) -> None:
-    """Raise OutputError if the disk has no room for the result beside the one that it replaces."""
-    plan, out, storage = task.plan, task.out, task.checkpoint.storage
-    needed = plan.output_bytes + plan.companion_bytes
-    if storage.frees:  # fetched files of the source are held on the same disk
-        needed += most_fetched(file_uses(task.checkpoint.tensors), storage.files(), storage.frees)
-    present = _bytes_present(task)
-    existing = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(existing).free
-    if needed > present + free:
-        raise OutputError(
-            f"{out}: the result needs {needed} bytes of disk space, but {free} are free; free "
-            f"{needed - present - free} bytes more, or choose a folder on another disk"
-        )
-
-
-def _bytes_present(task: RewriteTask) -> int:
-    """Bytes on the disk that an interrupted run of the task has already taken: fetched files and shards."""
-    out, work = task.out, task.out / WORK_FOLDER
-    fetched = work / FETCHED_FOLDER
-    present = sum(path.stat().st_blocks * 512 for path in fetched.iterdir()) if fetched.is_dir() else 0
-    for shard in task.plan.shards:
-        staged = work / shard.file
-        published = [out / shard.file] if is_under_way(out) else []
-        for path in (partial_path(staged), staged, *published):
-            with contextlib.suppress(FileNotFoundError):  # not begun yet, or just renamed by a run that is writing
-                present += path.stat().st_blocks * 512
-                break
-    return present
+def _most_fetched(task: RewriteTask) -> int:
+    """The most bytes of fetched files of the source that are held at once until they are released."""
+    storage = task.checkpoint.storage
+    if not storage.frees:
+        return 0
+    return most_fetched(file_uses(task.checkpoint.tensors), storage.files(), storage.frees)
 
 
 def _run_inputs(task: RewriteTask) -> RunInputs:
@@ -185,7 +158,7 @@ def _run_inputs(task: RewriteTask) -> RunInputs:
     return RunInputs.of(task.identity, files, outputs=outputs, companions=plan.companions)
 
 
-def _stream_tensors(task: RewriteTask, workspace: Workspace, run: RunOptions) -> tuple[TensorRecord, ...]:
+def _stream_tensors(task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> tuple[TensorRecord, ...]:
     """Write all tensors into staged shards; what was written is removed if the source turns out to be unusable.
 
     A strict run that continues another one leaves what that run wrote, which that run's own command can finish.
@@ -197,7 +170,7 @@ def _stream_tensors(task: RewriteTask, workspace: Workspace, run: RunOptions) ->
         )
         task.transform.prepare(preparation)
         try:
-            return Stream(task, workspace, run).run()
+            return Stream(task, workspace, run).run() if run.engine is None else run.engine.stream(task, workspace, run)
         finally:
             if task.transform.fold is not None:
                 task.transform.fold.close()
@@ -207,7 +180,7 @@ def _stream_tensors(task: RewriteTask, workspace: Workspace, run: RunOptions) ->
         raise
 
 
-def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], workspace: Workspace) -> None:
+def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], workspace: ResultWorkspace) -> None:
     """Write the small files, then the manifest, which marks the folder as finished."""
     storage = task.checkpoint.storage
     with storage.fetching(workspace.fetched, dict.fromkeys(task.plan.companions, 1)):
@@ -222,21 +195,15 @@ def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], workspace: Wor
         factors=None if fold is None else fold.digest(),
         version=CONTAINER_VERSION if task.identity.container else MANIFEST_VERSION,
     )
-    write_whole(workspace.folder, task.out / MANIFEST_FILE, manifest.to_pieces())
-    sync_folder(task.out)
-    workspace.finish()
+    workspace.complete(manifest.to_pieces())
 
 
 def _write_small_files(
-    task: RewriteTask, records: Sequence[TensorRecord], workspace: Workspace
+    task: RewriteTask, records: Sequence[TensorRecord], workspace: ResultWorkspace
 ) -> dict[str, FileRecord]:
     """Write the files without tensors, and return what the manifest states about each."""
-    files = {}
     contents = {**_small_files(task, records), **{name: [content()] for name, content in task.small_files.items()}}
-    for name, pieces in contents.items():
-        digest = write_whole(workspace.folder, workspace.out / name, pieces)
-        files[name] = FileRecord((workspace.out / name).stat().st_size, digest)
-    return files
+    return {name: workspace.write(name, pieces) for name, pieces in contents.items()}
 
 
 def _small_files(task: RewriteTask, records: Sequence[TensorRecord]) -> dict[str, Iterable[bytes]]:

@@ -84,6 +84,13 @@ class FinishedTensor(NamedTuple):
     tensor_hash: TensorHash
 
 
+def add_line(journal: int, line: bytes, path: Path) -> None:
+    """Add a line to an open journal; one that a kill cuts short is dropped when the journal is read."""
+    with disk_errors(path):
+        while line:
+            line = line[os.write(journal, line) :]
+
+
 def record_line(record: TensorRecord) -> bytes:
     """Return the line of a finished tensor."""
     fields = vars(record) | {HASH_OF_PIECES.key: record.digests}
@@ -131,7 +138,7 @@ def read_journal(path: Path, inputs: RunInputs, *, out: Path, overwrite: bool) -
         if overwrite:
             return None
         raise _different_run(first, inputs, out)
-    return _read_records(path)
+    return read_records(path, after_first_line=True)
 
 
 def _is_same_run(first: dict[str, Any], inputs: RunInputs) -> bool:
@@ -150,11 +157,11 @@ def _without(source: dict[str, Any], names: Set[str]) -> dict[str, Any]:
     return {name: state for name, state in source.items() if name not in names}
 
 
-def _read_records(path: Path) -> dict[str, FinishedTensor]:
+def read_records(path: Path, *, after_first_line: bool = False) -> dict[str, FinishedTensor]:
     """Read the tensors of a journal, and cut off a line that is not whole with everything behind it."""
     records: dict[str, FinishedTensor] = {}
     data = path.read_bytes()
-    valid = data.index(b"\n") + 1
+    valid = data.index(b"\n") + 1 if after_first_line else 0
     for line in data[valid:].splitlines(keepends=True):
         finished = _parse_record(line)
         if finished is None:  # cut by a kill or a power failure: the tensors from here on are done again

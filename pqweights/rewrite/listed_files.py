@@ -6,7 +6,7 @@ It costs a look at each file's size. Whether every byte is right is for results/
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.storage import Origin
 from pqweights.errors import MasterError
 from pqweights.rewrite.manifest import Manifest, read_manifest, shards_of
+
+SizeOf = Callable[[str], int | None]
 
 NOT_LISTED = "it is not in the manifest of the master"
 GONE = "it was removed from the master"
@@ -63,31 +65,48 @@ def check_weight_files(folder: Path) -> None:
         raise MasterError(f"{folder}: {problem}; {REMEDY}")
 
 
+def files_of_result(manifest: Manifest) -> list[str]:
+    """Return the names of all files of a result."""
+    return [*(shard.file for shard in shards_of(manifest)), *manifest.files, MANIFEST_FILE]
+
+
 def file_problems(folder: Path, manifest: Manifest) -> tuple[str, ...]:
     """Return which of the files that a manifest lists are missing, and which weight files have another size."""
-    return (*_weight_problems(folder, manifest), *_missing_small_files(folder, manifest))
+    return problems_of_sizes(lambda name: _size(folder / name), manifest)
+
+
+def problems_of_sizes(size_of: SizeOf, manifest: Manifest) -> tuple[str, ...]:
+    """Return the same of files anywhere.
+
+    size_of: returns the size of a file in bytes, None if there is no such file
+    """
+    return (*_weight_problems(size_of, manifest), *_missing_small_files(size_of, manifest))
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
 
 
 def _loading_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Yield what keeps a model from being loaded: transformers finds weight files by the index."""
-    yield from _weight_problems(folder, manifest)
+    yield from _weight_problems(lambda name: _size(folder / name), manifest)
     if INDEX_FILE in manifest.files and not (folder / INDEX_FILE).is_file():
         yield _missing(INDEX_FILE, manifest.files[INDEX_FILE].bytes)
 
 
-def _weight_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
+def _weight_problems(size_of: SizeOf, manifest: Manifest) -> Iterator[str]:
     for shard in shards_of(manifest):
-        path = folder / shard.file
-        if not path.is_file():
+        found = size_of(shard.file)
+        if found is None:
             yield _missing(shard.file, shard.file_bytes)
-        elif (found := path.stat().st_size) != shard.file_bytes:
+        elif found != shard.file_bytes:
             yield f"{shard.file}: expected {shard.file_bytes} bytes, as pqweights.json says, found {found}"
 
 
-def _missing_small_files(folder: Path, manifest: Manifest) -> Iterator[str]:
+def _missing_small_files(size_of: SizeOf, manifest: Manifest) -> Iterator[str]:
     """Yield which of the other files are missing that loading may need; their sizes may differ, as users edit them."""
     for name, record in manifest.files.items():
-        if is_inside(name) and is_needed(name) and not (folder / name).is_file():
+        if is_inside(name) and is_needed(name) and size_of(name) is None:
             yield _missing(name, record.bytes)
 
 

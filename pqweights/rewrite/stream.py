@@ -1,4 +1,4 @@
-"""All tensors of a task through a pool of threads, chunk by chunk, into the shards.
+"""Tensors of a task through a pool of threads, chunk by chunk, into their shards.
 
 A bounded number of chunks is under way at a time, so memory grows neither with the checkpoint nor with its largest
 tensor. The threads read, compute, hash, and hand blocks of the shards to one more thread, which writes them. Errors are
@@ -12,7 +12,7 @@ import functools
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,9 +28,9 @@ from pqweights.errors import OutputError
 from pqweights.kernels.workers import compute_on
 from pqweights.planning.plan import ShardPlan
 from pqweights.rewrite.jobs import Job
+from pqweights.rewrite.places import ResultWorkspace
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.task import RewriteTask, RunOptions
-from pqweights.rewrite.workspace import Workspace
 
 # A kill loses the tensors under way, and those that were finished in this time.
 SAVE_SECONDS = 2.0
@@ -67,9 +67,10 @@ class _Known:
 
 @dataclass(frozen=True)
 class _ShardDone:
-    """All tensors of a shard are finished."""
+    """All tensors of a shard are finished. writer: None if it was complete before the run."""
 
-    writer: ShardWriter
+    shard: ShardPlan
+    writer: ShardWriter | None = None
 
 
 @dataclass(frozen=True)
@@ -100,11 +101,23 @@ class _Sink:
 
 
 class Stream:
-    """The tensors of one task under way. A stream runs once."""
+    """The tensors of some shards of a task under way. A stream runs once."""
 
-    def __init__(self, task: RewriteTask, workspace: Workspace, run: RunOptions) -> None:
+    def __init__(
+        self,
+        task: RewriteTask,
+        workspace: ResultWorkspace,
+        run: RunOptions,
+        shards: Sequence[ShardPlan] | None = None,
+    ) -> None:
+        """Start the threads.
+
+        shards: shards of the plan that follow one another; by default all
+        """
         self._checkpoint, self._transform, self._plan = task.checkpoint, task.transform, task.plan
         self._tensors = task.checkpoint.tensors
+        self._shards = task.plan.shards if shards is None else shards
+        self._places = range(self._shards[0].tensors.start, self._shards[-1].tensors.stop)
         self._workspace = workspace
         self._progress = run.progress
         self._window = 2 * run.threads  # steps under way: bounds the memory
@@ -115,11 +128,12 @@ class Stream:
         self._unsaved: deque[tuple[TensorRecord, ShardWriter]] = deque()
         self._saved = time.monotonic()
         self._part_bytes = [sum(part.byte_count for part in tensor.parts) for tensor in self._tensors]
-        self._total_bytes = sum(self._part_bytes)
+        self._total_bytes = sum(self._part_bytes[place] for place in self._places)
         self._passed_bytes = 0
         # Of files that are fetched: the places of tensors that are the first to read one, and after which tensor each
         # file is no longer read.
-        self._uses = file_uses(self._tensors) if self._checkpoint.storage.origin is not None else {}
+        is_fetched = self._checkpoint.storage.origin is not None
+        self._uses = file_uses(self._tensors, self._places) if is_fetched else {}
         self._first_uses: set[int] = set()
         self._last_uses: dict[int, list[str]] = {}
         for file, use in self._uses.items():
@@ -128,7 +142,7 @@ class Stream:
                 self._first_uses.add(use.first)
 
     def run(self) -> tuple[TensorRecord, ...]:
-        """Write all tensors, and return their records in the order of the plan."""
+        """Write the tensors, and return their records in the order of the plan."""
         records: list[TensorRecord] = []
         try:
             # `fetching` ends before the pool is shut down: no thread then waits for a file that is still to come.
@@ -150,19 +164,25 @@ class Stream:
     def _needed_files(self) -> dict[str, int]:
         """How many files are needed together when each file is first read, in the order of reading."""
         known = self._workspace.records
-        needed = {part.file for t in self._tensors if t.name not in known for part in t.parts} if self._uses else set()
+        tensors = (self._tensors[place] for place in self._places) if self._uses else ()
+        needed = {part.file for tensor in tensors if tensor.name not in known for part in tensor.parts}
         return {file: use.together for file, use in self._uses.items() if file in needed}
 
     def _steps(self) -> Iterator[_Step]:
         """Yield all steps in order; a chunk is given to the threads when its step is asked for."""
-        for shard in self._plan.shards:
+        for shard in self._shards:
             stored = {each.name: each for each in shard.stored}
             parts = {
                 place: tuple(stored[spec.name] for spec in self._plan.tensors[place].stored) for place in shard.tensors
             }
             if (known := self._known_shard(shard, parts)) is not None:
                 yield from known
+                yield _ShardDone(shard)
                 continue
+            while not self._workspace.take_room(shard.file):
+                yield _Drain()  # earlier shards are finished, or no room would ever come of them
+                self._disk.wait()
+                self._workspace.wait_for_room()
             assert shard.header.content is not None
             path = self._workspace.folder / shard.file
             writer = ShardWriter(path, shard.header.content, shard.file_bytes, self._disk)
@@ -182,17 +202,21 @@ class Stream:
                 sink = _Sink(writer, parts[place])
                 yield from self._chunks(place, job, sink)
                 yield _LastChunkDone(place, job, sink)
-            yield _ShardDone(writer)
+            yield _ShardDone(shard, writer)
 
     def _known_shard(self, shard: ShardPlan, parts: dict[int, tuple[StoredTensor, ...]]) -> list[_Known] | None:
         """Return the steps of a shard that an earlier run completed; None for another one."""
         known = self._workspace.records
-        path = self._workspace.complete_path(shard.file)
-        if path is None or any(self._plan.tensors[place].name not in known for place in shard.tensors):
+        if any(self._plan.tensors[place].name not in known for place in shard.tensors):
+            return None
+        if not self._workspace.is_complete(shard.file):
             return None
         finished = {place: known[self._plan.tensors[place].name] for place in shard.tensors}
         if all(each.tensor_hash is HASH_OF_PIECES for each in finished.values()):
             return [_Known(place, each.record) for place, each in finished.items()]
+        path = self._workspace.complete_path(shard.file)
+        if path is None:
+            return None
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             records = [self._held(place, descriptor, parts[place]) for place in shard.tensors]
@@ -254,8 +278,11 @@ class Stream:
             case _Drain():
                 pass
             case _ShardDone():
-                self._save()
-                self._disk.do(step.writer.finish)
+                if step.writer is not None:
+                    self._save()
+                    self._disk.do(step.writer.finish)
+                done = tuple(records[len(records) - len(step.shard.tensors) :])
+                self._disk.do(functools.partial(self._workspace.shard_finished, step.shard.file, done))
 
     def _finished(self, step: _LastChunkDone) -> TensorRecord:
         """Return the record of a tensor, after as many further passes as its job asks for."""

@@ -7,12 +7,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.planning.plan import Plan, TensorPlan
 from pqweights.planning.totals import Totals
 from pqweights.rewrite.identity import RunIdentity
+from pqweights.rewrite.places import ResultPlace, ResultWorkspace
 from pqweights.rewrite.records import TensorRecord, error_totals, total_relative_mse
 from pqweights.rewrite.tensor_report import TensorReport, tensor_reports
 from pqweights.rewrite.transform import SmallFiles, Transform
@@ -36,7 +37,7 @@ class RewriteTask:
     source: the path of the checkpoint; None for a repository on the Hub
     transform: what happens to each tensor
     plan: what the transform makes of the checkpoint, see driver.make_plan
-    out: the output folder
+    out: where the result is written
     lineage: what the result descends from
     """
 
@@ -44,8 +45,13 @@ class RewriteTask:
     source: Path | None
     transform: Transform
     plan: Plan
-    out: Path
+    out: ResultPlace
     lineage: Lineage
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = vars(self).copy()
+        state.pop("small_files", None)  # functions, for the process that finishes the result
+        return state
 
     @functools.cached_property
     def identity(self) -> RunIdentity:
@@ -95,12 +101,22 @@ class RunOptions:
     device: "cpu", "cuda", or "auto" for cuda where there is a GPU
     overwrite: replace another result of pqweights in the output folder
     progress: called with the source bytes done, the source bytes in all, and the name of a tensor
+    engine: where the tensors are written; by default in this process
     """
 
     threads: int = field(default_factory=usable_cores)
     device: str = "cpu"
     overwrite: bool = False
     progress: Progress = lambda done, total, name: None
+    engine: Engine | None = None
+
+
+class Engine(Protocol):
+    """Writes the tensors of a task elsewhere, as on the nodes of a cluster."""
+
+    def stream(self, task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> tuple[TensorRecord, ...]:
+        """Write all tensors into staged shards, and return their records in the order of the plan."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

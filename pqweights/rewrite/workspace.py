@@ -8,11 +8,10 @@ one is complete. Then the work folder is removed.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pqweights.checkpoint.names import (
@@ -26,21 +25,23 @@ from pqweights.checkpoint.names import (
 )
 from pqweights.checkpoint.writer import disk_errors, partial_path, sync_folder, write_whole
 from pqweights.errors import MasterError, OutputError
+from pqweights.rewrite.file_lock import take_lock
 from pqweights.rewrite.journal import (
     FinishedTensor,
     RunInputs,
+    add_line,
     begin_journal,
     change_companions,
     read_first_line,
     read_journal,
     record_line,
 )
-from pqweights.rewrite.manifest import read_manifest, shards_of
-from pqweights.rewrite.records import TensorRecord
+from pqweights.rewrite.listed_files import files_of_result
+from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.part_files import FETCHED_FOLDER, FINGERPRINTS_FILE, join_parts, locked_parts
+from pqweights.rewrite.records import FileRecord, TensorRecord
 
 LOCK_FILE = "lock"
-FINGERPRINTS_FILE = "fingerprints.json"
-FETCHED_FOLDER = "fetched"
 # What may still serve a run that continues one which finished no tensor.
 KEPT_FILES = (LOCK_FILE, JOURNAL_FILE, FETCHED_FOLDER, FINGERPRINTS_FILE, FACTORS_FILE)
 
@@ -54,8 +55,9 @@ class Workspace:
         *,
         records: dict[str, FinishedTensor],
         journal: int,
-        outputs: list[str],
-        replaces: list[str],
+        outputs: Sequence[str] = (),
+        replaces: Sequence[str] = (),
+        part: str = "",
     ) -> None:
         """Take over an opened work folder.
 
@@ -64,20 +66,19 @@ class Workspace:
         journal: the descriptor of the open journal
         outputs: every file to which the run gives its final name
         replaces: the files of the result that is replaced
+        part: what the names of its own files begin with, if others write into the folder, too (parts.py)
         """
         self.out = out
         self.folder = out / WORK_FOLDER
-        self.fetched = self.folder / FETCHED_FOLDER
+        self.fetched = self.folder / (part + FETCHED_FOLDER)
         self.records = records
+        self._fingerprints = self.folder / (part + FINGERPRINTS_FILE)
         self._outputs, self._replaces = outputs, replaces
         self._journal = journal
 
     def record(self, record: TensorRecord) -> None:
-        """Add a finished tensor to the journal; a line that a kill cuts short is dropped when the journal is read."""
-        line = record_line(record)
-        with disk_errors(self.folder / JOURNAL_FILE):
-            while line:
-                line = line[os.write(self._journal, line) :]
+        """Add a finished tensor to the journal."""
+        add_line(self._journal, record_line(record), self.folder / JOURNAL_FILE)
 
     def sync_records(self) -> None:
         """Make the journal durable."""
@@ -87,14 +88,14 @@ class Workspace:
     def fingerprints(self) -> dict[str, str]:
         """Return the fingerprints of released files of the source, by name; none if they cannot be read."""
         try:
-            found = json.loads((self.folder / FINGERPRINTS_FILE).read_bytes())
+            found = json.loads(self._fingerprints.read_bytes())
         except (FileNotFoundError, ValueError):
             return {}
         return found if isinstance(found, dict) and all(isinstance(v, str) for v in found.values()) else {}
 
     def keep_fingerprints(self, known: dict[str, str]) -> None:
         """Store fingerprints for the run that continues this one."""
-        write_whole(self.folder, self.folder / FINGERPRINTS_FILE, [json.dumps(known).encode()])
+        write_whole(self.folder, self._fingerprints, [json.dumps(known).encode()])
 
     def complete_path(self, shard: str) -> Path | None:
         """Return where a shard lies whose tensors are all in the journal, staged or published; None if not complete.
@@ -107,6 +108,20 @@ class Workspace:
             return None
         return next((path for path in (staged, published) if path.exists()), None)
 
+    def is_complete(self, shard: str) -> bool:
+        """Whether all bytes of a shard whose tensors are all in the journal are stored, so that none is made again."""
+        return self.complete_path(shard) is not None
+
+    def take_room(self, shard: str) -> bool:
+        """Whether a shard may be begun now: always, since there was room for the whole result when the run began."""
+        return True
+
+    def wait_for_room(self) -> None:
+        """Return when another shard may be begun, once all earlier ones are finished."""
+
+    def shard_finished(self, shard: str, records: Sequence[TensorRecord]) -> None:
+        """Do nothing: a finished shard stays where it is until all are finished."""
+
     def publish(self, shards: list[str]) -> None:
         """Give the staged shards their final names, and remove what they replace; a killed call can be repeated."""
         with disk_errors(self.out):
@@ -115,6 +130,17 @@ class Workspace:
                     os.replace(self.folder / shard, self.out / shard)
             _remove_files(self.out, [name for name in self._replaces if name not in self._outputs])
             sync_folder(self.out)
+
+    def write(self, name: str, pieces: Iterable[bytes]) -> FileRecord:
+        """Write a small file of the result, and return what the manifest states about it."""
+        digest = write_whole(self.folder, self.out / name, pieces)
+        return FileRecord((self.out / name).stat().st_size, digest)
+
+    def complete(self, manifest: Iterable[bytes]) -> None:
+        """Write the manifest, which marks the result as finished, and remove the work folder."""
+        self.write(MANIFEST_FILE, manifest)
+        sync_folder(self.out)
+        self.finish()
 
     def finish(self) -> None:
         """Remove the work folder of a complete run, the journal first: without one there is nothing to continue."""
@@ -141,8 +167,10 @@ def open_workspace(out: Path, inputs: RunInputs, overwrite: bool) -> Iterator[Wo
     work = out / WORK_FOLDER
     with disk_errors(out):
         work.mkdir(parents=True, exist_ok=True)
-        lock = _lock(work / LOCK_FILE, out)
-    try:
+        lock = take_lock(work / LOCK_FILE, out)
+    with contextlib.ExitStack() as locks:
+        locks.callback(os.close, lock)
+        parts = locks.enter_context(locked_parts(work, out))
         try:
             check_output(out, overwrite)  # again: the run that held the lock may have finished in between
         except OutputError:
@@ -155,14 +183,13 @@ def open_workspace(out: Path, inputs: RunInputs, overwrite: bool) -> Iterator[Wo
         else:
             _refuse_foreign_files(out, inputs.outputs, _files_of_journal(work))
             change_companions(work, inputs)
+            records |= join_parts(work, parts)
             if not records:
                 _empty(work, but=KEPT_FILES)
         first = read_first_line(work / JOURNAL_FILE)
         assert first is not None
         journal = os.open(work / JOURNAL_FILE, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         yield Workspace(out, records=records, journal=journal, outputs=inputs.outputs, replaces=first["replaces"])
-    finally:
-        os.close(lock)
 
 
 def is_under_way(out: Path) -> bool:
@@ -174,7 +201,7 @@ def tidy(out: Path) -> None:
     """Remove the work folder that a run killed in its last steps left beside its complete result."""
     work = out / WORK_FOLDER
     if work.exists() and not is_under_way(out):
-        lock = _lock(work / LOCK_FILE, out)
+        lock = take_lock(work / LOCK_FILE, out)
         try:
             if not is_under_way(out):  # no run began before we held the lock
                 _remove_work_folder(work)
@@ -203,35 +230,26 @@ def check_output(out: Path, overwrite: bool, difference: Callable[[], str] = lam
         raise OutputError(f"{out}: expected a folder or nothing, found a file; choose another output folder")
     if is_under_way(out):
         return
-    names = sorted(path.name for path in out.iterdir() if path.name not in (WORK_FOLDER, CARD_FILE, EVALUATION_FILE))
     if (out / MANIFEST_FILE).is_file():
         if not overwrite:
-            raise OutputError(f"{out}: {difference()}; pass --overwrite to replace it, or choose another folder")
-    elif names:
-        raise OutputError(f"{out}: expected an empty or new folder, found {names[0]!r} in it; choose another folder")
+            raise occupied(out, difference())
+    else:
+        refuse_other_names(out, (path.name for path in out.iterdir()))
 
 
-def _lock(path: Path, out: Path) -> int:
-    """Take the lock, and return its descriptor; closing it releases the lock.
+def occupied(out: object, difference: str) -> OutputError:
+    """Return the error of an output folder that holds another result."""
+    return OutputError(f"{out}: {difference}; pass --overwrite to replace it, or choose another folder")
 
-    Raises OutputError if another run holds it.
+
+def refuse_other_names(out: object, names: Iterable[str]) -> None:
+    """Raise OutputError if a folder without a result holds something.
+
+    names: of the files and folders in it
     """
-    while True:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except FileNotFoundError:  # a run that ends has just removed the folder
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise OutputError(f"{out}: another run is writing there; wait for it, or choose another folder") from None
-        # The run that held the lock may have removed the file between our open and our lock.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                return descriptor
-        os.close(descriptor)
+    others = sorted(set(names) - {WORK_FOLDER, CARD_FILE, EVALUATION_FILE})
+    if others:
+        raise OutputError(f"{out}: expected an empty or new folder, found {others[0]!r} in it; choose another folder")
 
 
 def _begin(out: Path, inputs: RunInputs) -> None:
@@ -255,8 +273,7 @@ def _files_to_replace(out: Path, work: Path) -> list[str]:
     """The files that an abandoned run or an earlier result left, as its journal or manifest lists them."""
     names = _files_of_journal(work)
     if (out / MANIFEST_FILE).is_file():
-        manifest = read_manifest(out)
-        names += [*(shard.file for shard in shards_of(manifest)), *manifest.files, MANIFEST_FILE]
+        names += files_of_result(read_manifest(out))
     return names
 
 
@@ -267,9 +284,17 @@ def _files_of_journal(work: Path) -> list[str]:
 
 
 def _refuse_foreign_files(out: Path, outputs: list[str], replaces: list[str]) -> None:
-    """Raise OutputError if a file that no run of ours wrote has the name of an output."""
-    for name in outputs:
-        if (out / name).exists() and name not in replaces:
+    refuse_foreign(out, (name for name in outputs if (out / name).exists()), replaces)
+
+
+def refuse_foreign(out: object, existing: Iterable[str], ours: Collection[str]) -> None:
+    """Raise OutputError if a file that no run of ours wrote has the name of an output.
+
+    existing: the names of outputs under which there are files
+    ours: the files that earlier runs wrote
+    """
+    for name in existing:
+        if name not in ours:
             raise OutputError(
                 f"{out}: {name!r} exists, and pqweights did not write it; move it away, or choose another folder"
             )

@@ -184,7 +184,7 @@ def test_run_killed_after_publishing_its_shards_resumes_on_a_full_disk(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("pqweights.rewrite.driver.write_whole", killed)
+        patch.setattr("pqweights.rewrite.workspace.Workspace.write", killed)
         with pytest.raises(Killed):
             run_command(command(source), out)
     assert len(list(out.glob("*.safetensors"))) == 4

@@ -1,0 +1,58 @@
+"""Parts of a run: some of its shards, written into its work folder by a process of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
+from pqweights.checkpoint.writer import disk_errors
+from pqweights.errors import OutputError
+from pqweights.rewrite.file_lock import take_lock
+from pqweights.rewrite.journal import FinishedTensor, read_first_line, read_records
+from pqweights.rewrite.part_files import PART_LOCK, part_prefix
+from pqweights.rewrite.workspace import Workspace
+
+# How long to wait for the process that had a part before, which the cluster believes to be dead.
+WAIT_SECONDS = 60.0
+
+
+@contextlib.contextmanager
+def open_part(out: Path, number: int, *, identity: str, known: Mapping[str, FinishedTensor]) -> Iterator[Workspace]:
+    """Lock a part of the run into `out`, and continue what another process left of it.
+
+    number: which part, from 0
+    identity: the digest of the run's identity
+    known: tensors of the part that the run's own journal calls finished
+
+    Raises OutputError if the run is no longer under way, or if another process goes on writing the part.
+    """
+    work, prefix = out / WORK_FOLDER, part_prefix(number)
+    try:
+        with disk_errors(out):
+            lock = take_lock(work / (prefix + PART_LOCK), out, wait_seconds=WAIT_SECONDS, make_folder=False)
+    except FileNotFoundError:
+        raise _ended(out) from None
+    with contextlib.ExitStack() as opened:
+        opened.callback(os.close, lock)
+        _check_run(out, identity)
+        path = work / (prefix + JOURNAL_FILE)
+        with disk_errors(path):
+            journal = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        opened.callback(os.close, journal)
+        records = {**known, **read_records(path)}
+        yield Workspace(out, records=records, journal=journal, part=prefix)
+
+
+def _check_run(out: Path, identity: str) -> None:
+    """Raise OutputError if the run that has this part is not under way any more."""
+    journal = out / WORK_FOLDER / JOURNAL_FILE
+    first = read_first_line(journal) if journal.exists() else None
+    if first is None or first.get("work") != identity:
+        raise _ended(out)
+
+
+def _ended(out: Path) -> OutputError:
+    return OutputError(f"{out}: the run that this part belongs to is no longer under way there")

@@ -1,0 +1,234 @@
+"""Where a result is written: a folder on this machine, or one in object storage (remote_place.py).
+
+The driver asks a place what lies there, whether there is room, and for the workspace in which the result is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from pqweights.checkpoint.names import MANIFEST_FILE, WORK_FOLDER
+from pqweights.checkpoint.writer import partial_path
+from pqweights.errors import OutputError
+from pqweights.planning.plan import Plan
+from pqweights.rewrite.journal import FinishedTensor, RunInputs
+from pqweights.rewrite.part_files import FETCHED_FOLDER
+from pqweights.rewrite.records import FileRecord, TensorRecord
+from pqweights.rewrite.workspace import (
+    check_output,
+    check_paths,
+    is_under_way,
+    open_workspace,
+    tidy,
+)
+
+
+class ResultWorkspace(Protocol):
+    """The unfinished result of a run, which becomes the result when `complete` returns.
+
+    folder: where shards are made, on this machine
+    fetched: where fetched files of the source lie
+    records: the tensors that the continued run had finished, by name
+    """
+
+    folder: Path
+    fetched: Path
+    records: dict[str, FinishedTensor]
+
+    def record(self, record: TensorRecord) -> None:
+        """Note a finished tensor for a run that continues this one."""
+        ...
+
+    def sync_records(self) -> None:
+        """Make what was noted durable."""
+        ...
+
+    def fingerprints(self) -> dict[str, str]:
+        """Return the fingerprints of released files of the source, by name; none if they cannot be read."""
+        ...
+
+    def keep_fingerprints(self, known: dict[str, str]) -> None:
+        """Store fingerprints for the run that continues this one."""
+        ...
+
+    def is_complete(self, shard: str) -> bool:
+        """Whether all bytes of a shard whose tensors are all in `records` are stored, so that none is made again."""
+        ...
+
+    def complete_path(self, shard: str) -> Path | None:
+        """Return where such a shard lies on this machine, None if it does not."""
+        ...
+
+    def take_room(self, shard: str) -> bool:
+        """Take the room for a shard that is about to be begun; False if others must leave first."""
+        ...
+
+    def wait_for_room(self) -> None:
+        """Return when `take_room` may be asked again. Every shard that was begun must be finished."""
+        ...
+
+    def shard_finished(self, shard: str, records: Sequence[TensorRecord]) -> None:
+        """Take over a shard that lies complete in `folder`, or that was complete before the run.
+
+        records: of all of its tensors
+        """
+        ...
+
+    def publish(self, shards: list[str]) -> None:
+        """Give all shards their final names, and remove what they replace; a killed call can be repeated."""
+        ...
+
+    def write(self, name: str, pieces: Iterable[bytes]) -> FileRecord:
+        """Write a small file of the result, and return what the manifest states about it."""
+        ...
+
+    def complete(self, manifest: Iterable[bytes]) -> None:
+        """Write the manifest, which marks the result as finished, and remove all else that the run left."""
+        ...
+
+    def discard(self) -> None:
+        """Remove what this run has written, because its source is unusable; an older result stays."""
+        ...
+
+
+class ResultPlace(Protocol):
+    """Where a result is written. Its text names it in messages and in reports."""
+
+    def check_apart(self, source: Path) -> None:
+        """Raise OutputError if the place is, holds, or lies within the source."""
+        ...
+
+    def check_output(self, overwrite: bool, difference: Callable[[], str]) -> None:
+        """Raise OutputError if the place holds something else. Nothing is created or changed.
+
+        difference: says how the result in the place differs from the one that is asked for
+        """
+        ...
+
+    def is_under_way(self) -> bool:
+        """Whether a run into the place began and did not reach its end."""
+        ...
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a small file, None if there is no such file."""
+        ...
+
+    def sizes(self, names: Iterable[str]) -> Mapping[str, int]:
+        """Return the sizes in bytes of those of the files that exist, by name."""
+        ...
+
+    def manifest_time(self) -> int:
+        """Return when the manifest was written, in nanoseconds since 1970."""
+        ...
+
+    def check_room(self, plan: Plan, fetched_bytes: int) -> None:
+        """Raise OutputError if a disk has no room for what fulfilling a plan needs beside an older result.
+
+        fetched_bytes: the most bytes of files of the source that are fetched and held at once
+        """
+        ...
+
+    def open_workspace(self, inputs: RunInputs, overwrite: bool) -> contextlib.AbstractContextManager[ResultWorkspace]:
+        """Take the place, and continue what the same run left there, or start.
+
+        Raises OutputError if it cannot be taken, SourceChangedError if the source is not what it was.
+        """
+        ...
+
+    def tidy(self) -> None:
+        """Remove what a run that was killed in its last steps left beside its complete result."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalPlace:
+    """A folder on this machine."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def check_apart(self, source: Path) -> None:
+        """See ResultPlace."""
+        check_paths(source, self.path)
+
+    def check_output(self, overwrite: bool, difference: Callable[[], str]) -> None:
+        """See ResultPlace."""
+        check_output(self.path, overwrite, difference)
+
+    def is_under_way(self) -> bool:
+        """See ResultPlace."""
+        return is_under_way(self.path)
+
+    def read(self, name: str) -> bytes | None:
+        """See ResultPlace."""
+        path = self.path / name
+        return path.read_bytes() if path.is_file() else None
+
+    def sizes(self, names: Iterable[str]) -> Mapping[str, int]:
+        """See ResultPlace."""
+        return {name: (self.path / name).stat().st_size for name in names if (self.path / name).is_file()}
+
+    def manifest_time(self) -> int:
+        """See ResultPlace."""
+        return (self.path / MANIFEST_FILE).stat().st_mtime_ns
+
+    def check_room(self, plan: Plan, fetched_bytes: int) -> None:
+        """See ResultPlace. Fetched files of the source are held on the same disk."""
+        needed = plan.output_bytes + plan.companion_bytes + fetched_bytes
+        present = self._bytes_present(plan)
+        free = free_bytes(self.path)
+        if needed > present + free:
+            raise OutputError(
+                f"{self}: the result needs {needed} bytes of disk space, but {free} are free; free "
+                f"{needed - present - free} bytes more, or choose a folder on another disk"
+            )
+
+    def _bytes_present(self, plan: Plan) -> int:
+        """Bytes on the disk that an interrupted run of the task has already taken: fetched files and shards."""
+        work = self.path / WORK_FOLDER
+        present = fetched_bytes_in(work)
+        for shard in plan.shards:
+            published = [self.path / shard.file] if self.is_under_way() else []
+            present += bytes_of_shard(work, shard.file, *published)
+        return present
+
+    def open_workspace(self, inputs: RunInputs, overwrite: bool) -> contextlib.AbstractContextManager[ResultWorkspace]:
+        """See ResultPlace."""
+        return open_workspace(self.path, inputs, overwrite)
+
+    def tidy(self) -> None:
+        """See ResultPlace."""
+        tidy(self.path)
+
+
+def result_place(where: str | Path | ResultPlace) -> ResultPlace:
+    """Return a place as it is, and the folder of a path as one."""
+    return LocalPlace(Path(where)) if isinstance(where, str | Path) else where
+
+
+def free_bytes(folder: Path) -> int:
+    """Return how many bytes are free on the disk on which a folder is, or will be made."""
+    existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    return shutil.disk_usage(existing).free
+
+
+def fetched_bytes_in(work: Path) -> int:
+    """Return how many bytes fetched files take in a work folder."""
+    fetched = work / FETCHED_FOLDER
+    return sum(path.stat().st_blocks * 512 for path in fetched.iterdir()) if fetched.is_dir() else 0
+
+
+def bytes_of_shard(work: Path, shard: str, *published: Path) -> int:
+    """Return how many bytes a shard takes, in a work folder partial or staged, or under its final name."""
+    staged = work / shard
+    for path in (partial_path(staged), staged, *published):
+        with contextlib.suppress(FileNotFoundError):  # not begun yet, or just renamed by a run that is writing
+            return path.stat().st_blocks * 512
+    return 0
