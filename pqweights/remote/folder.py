@@ -76,6 +76,11 @@ class RemoteFolder:
         info = self._request("read", name, lambda: self._system.info(self._path(name)), missing=None)
         return _state(info) if info is not None and info.get("type") == "file" else None
 
+    def modified(self, name: str) -> int:
+        """Return when a file was written last, in nanoseconds since 1970 by the clock of the storage."""
+        time = self._request("read", name, lambda: self._system.modified(self._path(name)))
+        return int(time.timestamp() * 10**9)
+
     def read(self, name: str, start: int, end: int, *, expected: FileState | None = None) -> bytes:
         """Return the bytes [start, end) of a file.
 

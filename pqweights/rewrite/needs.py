@@ -14,6 +14,8 @@ MEMORY_FLOOR_BYTES = 260_000_000
 # A thread's input chunk in float32 with its temporaries, the workspace of its codec, and its share of the results that
 # wait to be collected.
 MEMORY_PER_THREAD_BYTES = 32_000_000
+# Of a result in object storage: the shard that is written, and those that are finished and wait, or are on their way.
+MOST_LOCAL_SHARDS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,3 +51,8 @@ def resource_needs(plan: Plan, threads: int, *, fold: Fold | None = None) -> Res
     return ResourceNeeds(
         peak_disk_bytes=plan.output_bytes + plan.companion_bytes + json_files + beside, peak_memory_bytes=memory
     )
+
+
+def scratch_bytes(plan: Plan) -> int:
+    """Return how much local disk space a result in object storage takes while it is made: its largest shards."""
+    return sum(sorted((shard.file_bytes for shard in plan.shards), reverse=True)[:MOST_LOCAL_SHARDS])

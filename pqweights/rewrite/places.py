@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Protocol
 
 from pqweights.checkpoint.names import MANIFEST_FILE, WORK_FOLDER
-from pqweights.errors import OutputError
+from pqweights.errors import OptionError, OutputError
 from pqweights.planning.plan import Plan
+from pqweights.remote.addresses import is_address, local_path, parse_address
+from pqweights.remote.folder import RemoteFolder
 from pqweights.rewrite.disk_room import bytes_of_shard, fetched_bytes_in, free_bytes
 from pqweights.rewrite.journal import FinishedTensor, RunInputs
 from pqweights.rewrite.records import FileRecord, TensorRecord
+from pqweights.rewrite.remote_place import RemotePlace
 from pqweights.rewrite.workspace import (
     check_output,
     check_paths,
@@ -75,6 +78,10 @@ class ResultWorkspace(Protocol):
 
         records: of all of its tensors
         """
+        ...
+
+    def check(self) -> None:
+        """Raise what failed in the background."""
         ...
 
     def publish(self, shards: list[str]) -> None:
@@ -207,5 +214,17 @@ class LocalPlace:
 
 
 def result_place(where: str | Path | ResultPlace) -> ResultPlace:
-    """Return a place as it is, and the folder of a path as one."""
-    return LocalPlace(Path(where)) if isinstance(where, str | Path) else where
+    """Return the place that a path or an address names; a place is returned as it is.
+
+    Raises OptionError for an address to which no result can be written.
+    """
+    if isinstance(where, str) and where.startswith("hf://"):
+        raise OptionError(
+            f"{where}: expected a folder, or an address in object storage: write the result to a folder, then send it "
+            "to the Hub with pqweights push"
+        )
+    if isinstance(where, str) and is_address(where):
+        return RemotePlace(RemoteFolder(parse_address(where)))
+    if isinstance(where, str | Path):
+        return LocalPlace(Path(local_path(where)))
+    return where

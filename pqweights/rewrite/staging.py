@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pqweights.checkpoint.digests import HASH_OF_PIECES
-from pqweights.checkpoint.names import WORK_FOLDER
+from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
 from pqweights.remote.folder import RemoteFolder
 from pqweights.rewrite.journal import FinishedTensor, parse_record, record_line
+from pqweights.rewrite.needs import MOST_LOCAL_SHARDS
 from pqweights.rewrite.records import TensorRecord
 
 RECORDS_SUFFIX = ".jsonl"
-# Shards on the local disk: one that is written, and those that are finished and wait, or are on their way.
-MOST_LOCAL_SHARDS = 3
+REMOTE_JOURNAL = f"{WORK_FOLDER}/{JOURNAL_FILE}"
 # Small requests, and moves on the server, at once.
 REQUESTS_AT_ONCE = 8
 
@@ -92,15 +92,15 @@ class Staging:
 
 
 def remove_staged(folder: RemoteFolder) -> None:
-    """Remove what lies in the work folder of a place, the journal first, then what marks shards as complete.
+    """Remove what lies in the work folder of a place beside the journal.
 
-    A shard without its mark is made again, but a mark without a shard means that the shard has its final name.
+    What marks shards as complete goes first: a shard without its mark is made again, but a mark without a shard means
+    that the shard has its final name.
     """
-    found = folder.files(below=WORK_FOLDER)
-    marks = [name for name in found if name.endswith(RECORDS_SUFFIX)]
-    marks.sort(key=lambda name: name.count("/"))  # the journal lies highest
-    folder.remove(marks)
-    folder.remove(found.keys() - set(marks))
+    found = folder.files(below=WORK_FOLDER).keys() - {REMOTE_JOURNAL}
+    marks = {name for name in found if name.endswith(RECORDS_SUFFIX)}
+    folder.remove(sorted(marks))
+    folder.remove(sorted(found - marks))
 
 
 class ShardUploads:
@@ -109,13 +109,13 @@ class ShardUploads:
     After a failure no other shard is sent, and every method but `close` raises it.
     """
 
-    def __init__(self, staging: Staging, folder: Path, check: Callable[[], None]) -> None:
+    def __init__(self, staging: Staging, folder: Path, before_each: Callable[[], None]) -> None:
         """Start the thread.
 
         folder: where the finished shards lie; each is deleted when it is staged
-        check: called before a shard is sent; raises if the run should end
+        before_each: called before a shard is sent; raises if the run should end
         """
-        self._staging, self._folder, self._check = staging, folder, check
+        self._staging, self._folder, self._before_each = staging, folder, before_each
         self._thread = ThreadPoolExecutor(1, "pqweights-upload")
         self._waiting: deque[Future[None]] = deque()
         self._held: set[str] = set()  # begun or finished, and not yet staged
@@ -123,7 +123,7 @@ class ShardUploads:
 
     def take_room(self, shard: str) -> bool:
         """Begin a shard if few enough are on the disk, and return whether it was begun."""
-        self._collect()
+        self.check()
         if len(self._held) >= MOST_LOCAL_SHARDS:
             return False
         self._held.add(shard)
@@ -149,14 +149,14 @@ class ShardUploads:
         self._stopped = True
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _collect(self) -> None:
+    def check(self) -> None:
         """Raise what failed in the background."""
         while self._waiting and self._waiting[0].done():
             self._waiting.popleft().result()
 
     def _send(self, shard: str, records: Sequence[TensorRecord]) -> None:
         try:
-            self._check()
+            self._before_each()
             self._staging.put(shard, self._folder / shard, records, lambda: self._stopped)
             os.unlink(self._folder / shard)
             self._held.discard(shard)

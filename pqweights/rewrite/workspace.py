@@ -122,6 +122,9 @@ class Workspace:
     def shard_finished(self, shard: str, records: Sequence[TensorRecord]) -> None:
         """Do nothing: a finished shard stays where it is until all are finished."""
 
+    def check(self) -> None:
+        """Do nothing: nothing is done in the background that might have failed."""
+
     def publish(self, shards: list[str]) -> None:
         """Give the staged shards their final names, and remove what they replace; a killed call can be repeated."""
         with disk_errors(self.out):
