@@ -40,18 +40,19 @@ class MasterFolder:
 
 def export(
     master: MasterFolder,
-    out: Path | ResultPlace,
+    out: str | Path | ResultPlace,
     target: str,
     *,
     options: ExportOptions = ExportOptions(),
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     run: RunOptions = RunOptions(),
 ) -> RewriteReport:
-    """Write a master into the folder `out` as a target loads it, continuing an interrupted run of the same call.
+    """Write a master into `out` as a target loads it, continuing an interrupted run of the same call.
 
+    out: a folder or an address in object storage, new, empty, or written by an earlier run
     target: a key of EXPORTS, or of ALIASES
     Raises SourceError (also for a folder that is not a master), MasterError, ExportError, OptionError, OutputError,
-    DeviceError or MissingDependencyError.
+    DeviceError, StorageError or MissingDependencyError.
     """
     to = get_target(target)
     settings = to.settings(options)

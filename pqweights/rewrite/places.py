@@ -131,6 +131,10 @@ class ResultPlace(Protocol):
         """Return when the manifest was written, in nanoseconds since 1970."""
         ...
 
+    def shard_room(self, plan: Plan) -> int | None:
+        """Return how many bytes shards take on this machine that is not their place; None if it is."""
+        ...
+
     def check_room(self, plan: Plan, fetched_bytes: int) -> None:
         """Raise OutputError if a disk has no room for what fulfilling a plan needs beside an older result.
 
@@ -183,6 +187,9 @@ class LocalPlace:
     def manifest_time(self) -> int:
         """See ResultPlace."""
         return (self.path / MANIFEST_FILE).stat().st_mtime_ns
+
+    def shard_room(self, plan: Plan) -> None:
+        """See ResultPlace."""
 
     def check_room(self, plan: Plan, fetched_bytes: int) -> None:
         """See ResultPlace. Fetched files of the source are held on the same disk."""

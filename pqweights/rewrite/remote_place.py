@@ -17,7 +17,7 @@ from pqweights.rewrite.disk_room import bytes_of_shard, fetched_bytes_in, free_b
 from pqweights.rewrite.journal import RunInputs, may_continue
 from pqweights.rewrite.listed_files import files_of_result
 from pqweights.rewrite.manifest import parse_manifest
-from pqweights.rewrite.needs import scratch_bytes
+from pqweights.rewrite.needs import room_for_shards
 from pqweights.rewrite.remote_workspace import RemoteRun, RemoteWorkspace, read_remote_journal
 from pqweights.rewrite.staging import REMOTE_JOURNAL, Staging, remove_staged
 from pqweights.rewrite.workspace import (
@@ -87,10 +87,14 @@ class RemotePlace:
         """See ResultPlace."""
         return self.folder.modified(MANIFEST_FILE)
 
+    def shard_room(self, plan: Plan) -> int:
+        """See ResultPlace."""
+        return room_for_shards(plan)
+
     def check_room(self, plan: Plan, fetched_bytes: int) -> None:
         """See ResultPlace. What needs room is the scratch folder."""
         work = self.scratch / WORK_FOLDER
-        needed = scratch_bytes(plan) + fetched_bytes
+        needed = self.shard_room(plan) + fetched_bytes
         present = fetched_bytes_in(work) + sum(bytes_of_shard(work, shard.file) for shard in plan.shards)
         free = free_bytes(self.scratch)
         if needed > present + free:
