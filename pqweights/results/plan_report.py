@@ -128,7 +128,7 @@ def report_plan(source: str | Path, recipe: Recipe, options: QuantizeOptions, th
     """
     checkpoint, transform, plan = plan_quantize(source, recipe, options)
     fold = transform.fold
-    needs = resource_needs(plan, threads, fold=fold)
+    needs = resource_needs(plan, threads, fold=fold, storages=[checkpoint.storage])
     return PlanReport(plan=plan, fit=transform.fit, fold=fold, needs=needs, hub=_traffic(checkpoint))
 
 

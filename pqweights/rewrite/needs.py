@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pqweights.checkpoint.storage import Storage
 from pqweights.codecs import get_codec
 from pqweights.folding.fold import Fold
 from pqweights.planning.plan import Plan
@@ -22,7 +24,8 @@ class ResourceNeeds:
 
     peak_disk_bytes: room in the output folder
     peak_memory_bytes: memory of the process: the floor, what compiling the kernels of the plan's codecs takes beyond
-        it, what is under way in each thread, the parsed headers, and the largest output header
+        it, what is under way in each thread, what is read ahead of a source in object storage, the parsed headers, and
+        the largest output header
     """
 
     peak_disk_bytes: int
@@ -33,16 +36,20 @@ class ResourceNeeds:
         return {"peak_disk_bytes": self.peak_disk_bytes, "peak_memory_bytes": self.peak_memory_bytes}
 
 
-def resource_needs(plan: Plan, threads: int, *, fold: Fold | None = None) -> ResourceNeeds:
+def resource_needs(
+    plan: Plan, threads: int, *, fold: Fold | None = None, storages: Sequence[Storage] = ()
+) -> ResourceNeeds:
     """Return what fulfilling a plan takes.
 
     threads: how many threads compute
     fold: the fold of the tensors that are read
+    storages: where the files that are read lie
     """
     largest_header = max((shard.header.byte_count for shard in plan.shards), default=0)
     codecs = {tensor.codec for tensor in plan.tensors if tensor.codec is not None}
     floor = MEMORY_FLOOR_BYTES + max((get_codec(codec).compiling_bytes for codec in codecs), default=0)
     held = 0 if fold is None else fold.memory_bytes + threads * fold.thread_bytes
+    held += sum(storage.memory_bytes for storage in storages)
     memory = floor + held + threads * MEMORY_PER_THREAD_BYTES + len(plan.tensors) * 12_000 + 2 * largest_header
     beside = 0 if fold is None else fold.disk_bytes
     json_files = 1024 * len(plan.tensors) + 65536
