@@ -238,9 +238,9 @@ def command(
             imatrix=imatrix or None,
         )
         get_target(target).settings(asked)  # refuses wrong options before anything is fetched
-        found = options.fetched(folder, options.access(revision, token), ours=True)
-        original = None if source is None else options.fetched(source, options.access(None, token)).path
-        master = MasterFolder(found.path, found.origin, original)
+        found = options.found_result(folder, options.access(revision, token))
+        original = None if source is None else options.found_original(source, options.access(None, token))
+        master = MasterFolder(found.where, found.origin, original)
         used = options.thread_count(threads)
         with output.progress("exporting") as progress:
             run = RunOptions(threads=used, device=device.value, overwrite=overwrite, progress=progress)

@@ -13,7 +13,8 @@ import typer
 from . import output
 
 if TYPE_CHECKING:
-    from pqweights.hub.sources import Access, Fetched
+    from pqweights.hub.sources import Access, Fetched, FoundResult
+    from pqweights.remote.addresses import Address
 
 
 class Device(StrEnum):
@@ -79,21 +80,27 @@ def _setting(text: str) -> tuple[str, float]:
 def run_continues(source: str, out: str) -> bool:
     """Whether an interrupted run left something: finished tensors in its folder, or fetched files of a repository."""
     from pqweights.errors import PqweightsError
-    from pqweights.remote.addresses import is_address
     from pqweights.rewrite.places import result_place
 
     try:
         under_way = result_place(out).is_under_way()
     except PqweightsError:  # an address that does not answer, or cannot be one
         under_way = False
-    return under_way or not (is_address(source) or Path(source).exists())
+    return under_way or _is_fetched(source)
 
 
 def measurement_continues(source: str, out: Path) -> bool:
     """Whether an interrupted measurement left something: what it found, or fetched files of a repository."""
     from pqweights.checkpoint.names import UNFINISHED_SUFFIX
 
-    return out.with_name(out.name + UNFINISHED_SUFFIX).exists() or not Path(source).exists()
+    return out.with_name(out.name + UNFINISHED_SUFFIX).exists() or _is_fetched(source)
+
+
+def _is_fetched(source: str) -> bool:
+    """Whether files of a source are fetched to this machine: those of a repository."""
+    from pqweights.remote.addresses import is_address, local_path
+
+    return not is_address(source) and not Path(local_path(source)).exists()
 
 
 def access(revision: str | None, token: str | None) -> Access:
@@ -117,6 +124,25 @@ def fetched(source: str, access: Access, *, only: Sequence[str] = (), ours: bool
         return local_folder(source, access, only=only, ours=ours, progress=progress)
 
 
+def found_result(source: str, access: Access, *, only: Sequence[str] = ()) -> FoundResult:
+    """Return a folder that pqweights wrote: a local one, one in object storage, or a repository as `fetched` does.
+
+    only: the files of a repository to fetch; by default all, and then pqweights must have written it
+    """
+    from pqweights.hub.sources import find_result
+
+    with output.progress("fetching") as progress:
+        return find_result(source, access, only=only, ours=not only, progress=progress)
+
+
+def found_original(source: str, access: Access) -> Path | Address:
+    """Return the original model of a master: a local path, an address, or a repository as `fetched` does."""
+    from pqweights.hub.sources import find_original
+
+    with output.progress("fetching") as progress:
+        return find_original(source, access, progress)
+
+
 def check_plot(plot: Path | None) -> None:
     """Refuse a file that cannot hold a plot, before anything is measured."""
     if plot is not None:
@@ -130,11 +156,18 @@ def check_plot(plot: Path | None) -> None:
 SourceArgument = Annotated[
     str,
     typer.Argument(
-        metavar="SRC", help="Checkpoint: a folder of safetensors files, one safetensors file, or ORG/MODEL on the Hub."
+        metavar="SRC",
+        help="Checkpoint: a folder of safetensors files, one safetensors file, ORG/MODEL on the Hub, or an address "
+        "such as s3://BUCKET/FOLDER.",
     ),
 ]
 FolderArgument = Annotated[
-    str, typer.Argument(metavar="DIR", help="Master or export written by pqweights: a folder, or ORG/NAME on the Hub.")
+    str,
+    typer.Argument(
+        metavar="DIR",
+        help="Master or export written by pqweights: a folder, ORG/NAME on the Hub, or an address such as "
+        "s3://BUCKET/FOLDER.",
+    ),
 ]
 LocalFolderArgument = Annotated[
     Path, typer.Argument(metavar="DIR", help="Folder of a master or an export written by pqweights.")

@@ -53,15 +53,19 @@ class RemoteFolder:
         """Pickle the address alone: connections and credentials belong to a process."""
         return RemoteFolder, (self.address,)
 
-    def files(self, below: str = "") -> dict[str, FileState]:
+    def files(self, below: str = "", *, recursive: bool = True) -> dict[str, FileState]:
         """List all files, by their path from this folder, in sorted order; an empty dict if there is no such folder.
 
         below: a folder inside of this one, to which the list is limited
+        recursive: whether the files in folders inside of it are listed, too
 
         Hidden files and folders are left out, except `below` itself.
         """
         root = self._path("")
-        listed = self._request("list", below, lambda: self._system.find(self._path(below), detail=True), missing=None)
+        depth = None if recursive else 1
+        listed = self._request(
+            "list", below, lambda: self._system.find(self._path(below), maxdepth=depth, detail=True), missing=None
+        )
         found = {}
         for path, info in (listed or {}).items():
             name = str(path).removeprefix(root).strip("/")

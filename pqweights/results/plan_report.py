@@ -136,7 +136,8 @@ def report_plan(
     """
     checkpoint, transform, plan = plan_quantize(source, recipe, options)
     fold = transform.fold
-    needs = resource_needs(plan, threads, fold=fold, shard_room=None if out is None else out.shard_room(plan))
+    room = None if out is None else out.shard_room(plan)
+    needs = resource_needs(plan, threads, fold=fold, storages=[checkpoint.storage], shard_room=room)
     return PlanReport(plan=plan, fit=transform.fit, fold=fold, needs=needs, hub=_traffic(checkpoint))
 
 

@@ -15,11 +15,12 @@ from pqweights.checkpoint.digests import HASH_OF_PIECES, SHA256, TensorHash
 from pqweights.checkpoint.header import ONLY_GGUF_READERS, TensorSpec
 from pqweights.checkpoint.interrupted import describe_interrupted
 from pqweights.checkpoint.model_card import checked_facts
-from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, WORK_FOLDER, is_inside
-from pqweights.checkpoint.storage import Origin
+from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
+from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, read_file
 from pqweights.codecs.protocol import State, exceeds_promise
 from pqweights.dtypes import DTYPE_BITS
-from pqweights.errors import MasterError, RecipeError
+from pqweights.errors import MasterError, RecipeError, SourceError
+from pqweights.gguf.file import SUFFIX as GGUF_SUFFIX
 from pqweights.gguf.file import is_gguf
 from pqweights.planning.containers import GGUF, GgufFiles, Safetensors
 from pqweights.planning.plan import (
@@ -42,6 +43,8 @@ from pqweights.strict_json import Fields, json_pieces, parse_json
 MANIFEST_VERSION, CONTAINER_VERSION = 2, 3
 # The hash of stored tensors in each version.
 TENSOR_HASHES: dict[int, TensorHash] = {1: SHA256, MANIFEST_VERSION: HASH_OF_PIECES, CONTAINER_VERSION: HASH_OF_PIECES}
+# Of a manifest; that of a model with a million tensors has fewer.
+MOST_BYTES = 4_000_000_000
 # The longest name of a GGUF file without its numbers.
 MOST_NAME = 200
 # The key of a transform's account of itself (Transform.describe) that tells which kind of result it makes.
@@ -217,38 +220,56 @@ def _tensor_json(tensor: TensorPlan, record: TensorRecord, hash_key: str) -> dic
     return entry
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a finished folder.
+def read_manifest(result: Path | Storage) -> Manifest:
+    """Read the manifest of a finished result: of a folder on this machine, or of one anywhere.
 
     Raises MasterError if there is none, or if this version would not have written it.
     """
-    path = folder / MANIFEST_FILE
-    if not path.is_file():
-        raise MasterError(f"{folder}: {_why_no_manifest(folder)}")
-    return parse_manifest(path.read_bytes())
+    storage = _top_level(result) if isinstance(result, Path) else result
+    if MANIFEST_FILE not in storage.files():
+        raise MasterError(f"{storage}: {_why_no_manifest(storage)}")
+    return parse_manifest(read_file(storage, MANIFEST_FILE, limit=MOST_BYTES))
 
 
-def _why_no_manifest(folder: Path) -> str:
+def find_manifest(result: Path | Storage) -> Manifest | None:
+    """Read the manifest of a result, or return None if there is none. Raises MasterError for a damaged one."""
+    is_there = (result / MANIFEST_FILE).is_file() if isinstance(result, Path) else MANIFEST_FILE in result.files()
+    return read_manifest(result) if is_there else None
+
+
+def _top_level(folder: Path) -> LocalStorage:
+    """List the files of a folder without those in folders inside of it. Raises MasterError if it is not a folder."""
     if not folder.exists():
-        return "no such folder"
+        raise MasterError(f"{folder}: no such folder")
     if not folder.is_dir():
-        return f"expected a folder, found {ONLY_GGUF_READERS if is_gguf(folder) else 'a file'}"
-    if (folder / WORK_FOLDER).is_dir():
-        return describe_interrupted(folder)
+        found = ONLY_GGUF_READERS if is_gguf(folder) else "a file"
+        raise MasterError(f"{folder}: expected a folder, found {found}")
+    return LocalStorage(folder, only=sorted(path.name for path in folder.iterdir() if path.is_file()))
+
+
+def _why_no_manifest(storage: Storage) -> str:
+    names = [name for name in storage.files() if "/" not in name and not name.startswith(".")]
+    if (work := storage.work_folder()) is not None:
+        return describe_interrupted(work)
+    if not storage.files() and not isinstance(storage, LocalStorage):
+        return "no such folder, or nothing in it"
     problem = f"expected a folder that pqweights finished, found no {MANIFEST_FILE} in it"
-    if is_gguf(folder):
+    has_safetensors = any(name.endswith(".safetensors") for name in names)
+    if any(name.endswith(GGUF_SUFFIX) for name in names) and not has_safetensors:
         return f"{problem}: it holds {ONLY_GGUF_READERS}"
-    if not _is_ordinary(folder):
+    if not _is_ordinary(storage, has_safetensors):
         return problem
-    return f"{problem}: it is an ordinary checkpoint; pqweights plan {folder} shows what quantize would make of it"
+    return f"{problem}: it is an ordinary checkpoint; pqweights plan {storage} shows what quantize would make of it"
 
 
-def _is_ordinary(folder: Path) -> bool:
+def _is_ordinary(storage: Storage, has_safetensors: bool) -> bool:
     """Whether a folder without a manifest looks like a checkpoint that nobody has quantized."""
     try:
-        config = parse_json((folder / CONFIG_FILE).read_bytes())
-    except (OSError, ValueError):
-        return next(folder.glob("*.safetensors"), None) is not None
+        config = parse_json(read_file(storage, CONFIG_FILE)) if CONFIG_FILE in storage.files() else None
+    except (OSError, ValueError, SourceError):
+        config = None
+    if config is None:
+        return has_safetensors
     return isinstance(config, dict) and not {"quantization_config", "quantization"} & config.keys()
 
 
