@@ -107,7 +107,7 @@ def quantize(
         checkpoint.storage.check_room(checkpoint.weight_files)
     task = RewriteTask(
         checkpoint=checkpoint,
-        source=None if checkpoint.storage.origin or address_of(source) else Path(local_path(source)),
+        source=None if checkpoint.storage.origin else address_of(source) or Path(local_path(source)),
         transform=transform,
         plan=plan,
         out=place,

@@ -14,7 +14,7 @@ from typing import Protocol
 from pqweights.checkpoint.names import MANIFEST_FILE, WORK_FOLDER
 from pqweights.errors import OptionError, OutputError
 from pqweights.planning.plan import Plan
-from pqweights.remote.addresses import is_address, local_path, parse_address
+from pqweights.remote.addresses import BUCKETS, Address, is_address, local_path, parse_address
 from pqweights.remote.folder import RemoteFolder
 from pqweights.rewrite.disk_room import bytes_of_shard, fetched_bytes_in, free_bytes
 from pqweights.rewrite.journal import FinishedTensor, RunInputs
@@ -104,7 +104,7 @@ class ResultWorkspace(Protocol):
 class ResultPlace(Protocol):
     """Where a result is written. Its text names it in messages and in reports."""
 
-    def check_apart(self, source: Path) -> None:
+    def check_apart(self, source: Path | Address) -> None:
         """Raise OutputError if the place is, holds, or lies within the source."""
         ...
 
@@ -163,9 +163,10 @@ class LocalPlace:
     def __str__(self) -> str:
         return str(self.path)
 
-    def check_apart(self, source: Path) -> None:
+    def check_apart(self, source: Path | Address) -> None:
         """See ResultPlace."""
-        check_paths(source, self.path)
+        if isinstance(source, Path):
+            check_paths(source, self.path)
 
     def check_output(self, overwrite: bool, difference: Callable[[], str]) -> None:
         """See ResultPlace."""
@@ -225,7 +226,9 @@ def result_place(where: str | Path | ResultPlace) -> ResultPlace:
 
     Raises OptionError for an address to which no result can be written.
     """
-    if isinstance(where, str) and where.startswith("hf://"):
+    if isinstance(where, Path) and where.parts and where.parts[0][:-1] in BUCKETS:
+        raise OptionError(f"{where}: expected a folder, found an address as a Path: give it as a str, with two slashes")
+    if isinstance(where, str) and where.lower().startswith("hf://"):
         raise OptionError(
             f"{where}: expected a folder, or an address in object storage: write the result to a folder, then send it "
             "to the Hub with pqweights push"

@@ -12,6 +12,7 @@ from pathlib import Path
 from pqweights.checkpoint.names import MANIFEST_FILE, WORK_FOLDER
 from pqweights.errors import OutputError, PqweightsError
 from pqweights.planning.plan import Plan
+from pqweights.remote.addresses import Address
 from pqweights.remote.folder import RemoteFolder
 from pqweights.rewrite.disk_room import bytes_of_shard, fetched_bytes_in, free_bytes
 from pqweights.rewrite.journal import RunInputs, may_continue
@@ -56,8 +57,13 @@ class RemotePlace:
         base = default_scratch() if self.scratch_base is None else self.scratch_base
         return base / hashlib.sha256(self.folder.address.url.encode()).hexdigest()[:16]
 
-    def check_apart(self, source: Path) -> None:
-        """Do nothing: a source on this machine lies elsewhere."""
+    def check_apart(self, source: Path | Address) -> None:
+        """See ResultPlace."""
+        if isinstance(source, Address) and self.folder.address.overlaps(source):
+            raise OutputError(
+                f"{self}: the output folder and the source must not contain each other (the source is {source}); "
+                "choose another folder"
+            )
 
     def check_output(self, overwrite: bool, difference: Callable[[], str] = lambda: "holds a result by now") -> None:
         """See ResultPlace."""

@@ -155,11 +155,12 @@ class ShardUploads:
             self._waiting.popleft().result()
 
     def _send(self, shard: str, records: Sequence[TensorRecord]) -> None:
+        is_staged = False
         try:
             self._before_each()
             self._staging.put(shard, self._folder / shard, records, lambda: self._stopped)
             os.unlink(self._folder / shard)
             self._held.discard(shard)
-        except BaseException:
-            self._stopped = True  # later shards wait for the run that continues this one
-            raise
+            is_staged = True
+        finally:
+            self._stopped = self._stopped or not is_staged  # later shards wait for the run that continues this one

@@ -16,7 +16,7 @@ from rewriting import SHARD_BYTES, command
 
 from pqweights.errors import OptionError, OutputError, SourceError
 from pqweights.planning.recipe import load_recipe
-from pqweights.quantizing import QuantizeOptions, plan_quantize
+from pqweights.quantizing import QuantizeOptions, plan_quantize, quantize
 from pqweights.rewrite import staging
 from pqweights.rewrite.places import LocalPlace, result_place
 from pqweights.rewrite.remote_place import RemotePlace
@@ -214,3 +214,41 @@ def test_places_of_texts_and_paths(tmp_path: Path) -> None:
     place = RemotePlace(result_place("s3://bucket/model").folder, tmp_path)
     copy = pickle.loads(pickle.dumps(place))
     assert (str(copy), copy.scratch) == (str(place), place.scratch)
+
+
+def test_address_as_a_path_is_not_taken_for_a_folder() -> None:
+    with pytest.raises(OptionError, match="give it as a str"):
+        result_place(Path("s3://bucket/model"))
+    assert result_place(Path("s3/bucket")) == LocalPlace(Path("s3/bucket"))
+
+
+@pytest.mark.parametrize("out", ["memory://results", "memory://results/source", "memory://results/source/q5"])
+def test_output_must_lie_outside_the_source(
+    out: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = folder_bytes(source)
+    put("memory://results/source", {name: data for name, data in files.items() if not name.endswith("/")})
+    monkeypatch.setenv("PQWEIGHTS_SCRATCH", str(tmp_path))
+    with pytest.raises(OutputError, match="must not contain each other"):
+        quantize("memory://results/source", out, load_recipe("q5"))
+    assert folder_bytes(tmp_path) == {}
+
+
+def test_source_and_result_in_object_storage(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bytes as of local folders; a change of the source shows in its time."""
+    address = "memory://results/source"
+    files = {name: data for name, data in folder_bytes(source).items() if not name.endswith("/")}
+    put(address, files)
+    monkeypatch.setenv("PQWEIGHTS_SCRATCH", str(tmp_path))
+    options = QuantizeOptions(max_shard_bytes=SHARD_BYTES)
+    quantize(address, OUT, load_recipe("q5"), options=options)
+    assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
+    assert quantize(address, OUT, load_recipe("q5"), options=options).already_done
+    weights = next(name for name in files if name.endswith(".safetensors"))
+    data = bytearray(files[weights])
+    data[len(data) // 2] ^= 1
+    put(address, files | {weights: bytes(data)})
+    with pytest.raises(OutputError, match="files of its source were changed or copied since; pass --overwrite"):
+        quantize(address, OUT, load_recipe("q5"), options=options)
