@@ -228,6 +228,13 @@ def open_remote_part(
         local = Workspace(scratch, records={**known, **read_records(path)}, journal=journal)
         workspace = RemoteWorkspace(local, staging, shards)
         opened.callback(workspace.close)
-        yield workspace
-        workspace.wait_until_staged()
-        local.discard()
+        is_staged = False
+        try:
+            yield workspace
+            workspace.wait_until_staged()
+            is_staged = True
+        finally:
+            if is_staged:
+                local.discard()
+            else:
+                os.close(journal)

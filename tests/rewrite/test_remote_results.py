@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -11,15 +13,19 @@ from typing import Any
 
 import pytest
 from helpers import folder_bytes, run_command
-from memory_storage import Operation, each_operation, objects, put, run_into, visible
-from rewriting import SHARD_BYTES, command
+from memory_storage import Kill, Operation, each_operation, objects, put, run_into, visible
+from rewriting import SHARD_BYTES, Killed, command
 
 from pqweights.errors import OptionError, OutputError, SourceError
 from pqweights.planning.recipe import load_recipe
 from pqweights.quantizing import QuantizeOptions, plan_quantize, quantize
 from pqweights.rewrite import staging
-from pqweights.rewrite.places import LocalPlace, result_place
+from pqweights.rewrite.places import LocalPlace, ResultWorkspace, result_place
+from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.remote_place import RemotePlace
+from pqweights.rewrite.remote_workspace import RemoteWorkspace, open_remote_part
+from pqweights.rewrite.stream import Stream
+from pqweights.rewrite.task import RewriteTask, RunOptions
 
 OUT = "memory://results/model"
 
@@ -252,3 +258,71 @@ def test_source_and_result_in_object_storage(
     put(address, files | {weights: bytes(data)})
     with pytest.raises(OutputError, match="files of its source were changed or copied since; pass --overwrite"):
         quantize(address, OUT, load_recipe("q5"), options=options)
+
+
+class SeparateParts:
+    """Writes each shard as another machine would that is sent what the parts of the run have in common."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
+        self.resumed: list[int] = []
+
+    def stream(self, task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> tuple[TensorRecord, ...]:
+        """See Engine."""
+        assert isinstance(workspace, RemoteWorkspace)
+        records: list[TensorRecord] = []
+        for number, shard in enumerate(task.plan.shards):
+            sent = pickle.loads(pickle.dumps(workspace.staging))
+            known = {
+                name: workspace.records[name]
+                for name in (task.plan.tensors[place].name for place in shard.tensors)
+                if name in workspace.records
+            }
+            with open_remote_part(sent, self.scratch / str(number), {shard.file: shard.file_bytes}, known) as part:
+                self.resumed.append(len(part.records))
+                records += Stream(task, part, run, [shard]).run()
+        return tuple(records)
+
+
+def test_shards_are_staged_by_other_processes(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    engine = SeparateParts(tmp_path / "parts")
+    run(command(source, engine=engine))
+    assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
+    assert engine.resumed == [0, 0, 0, 0]
+    assert folder_bytes(tmp_path / "parts") == {}
+
+
+def test_parts_continue_what_is_staged_and_what_they_left(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    """The second part is killed while its shard is uploaded; the first one was complete."""
+    kill = Kill(6)  # the probe twice, the journal, shard and mark of the first, shard of the second
+    with each_operation(kill), pytest.raises(Killed):
+        run(command(source, engine=SeparateParts(tmp_path / "parts")))
+    assert kill.seen[-1][1].endswith("model-00002-of-00004.safetensors")
+    engine = SeparateParts(tmp_path / "parts")
+    assert run(command(source, engine=engine)).resumed > 0
+    assert all(count > 0 for count in engine.resumed[:2]) and engine.resumed[2:] == [0, 0]
+    assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
+    assert folder_bytes(tmp_path / "parts") == {}
+
+
+def test_full_scratch_disk_is_named(
+    source: Path, undisturbed: dict[str, bytes], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate, calls = os.posix_fallocate, []
+
+    def full(descriptor: int, offset: int, size: int) -> None:
+        calls.append(size)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(descriptor, offset, size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OutputError, match=r"model-00003-of-00004\.safetensors: the disk is full"):
+            run(command(source))
+    assert run(command(source)).resumed > 0
+    assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
