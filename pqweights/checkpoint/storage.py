@@ -25,10 +25,16 @@ from pqweights.locks import ProcessLock
 
 @dataclass(frozen=True)
 class FileState:
-    """The size of a file, and a stamp that changes with it: its modification time, or a hash of its content."""
+    """What a file was when it was listed.
+
+    byte_count: its size
+    stamp: changes with it: its modification time, or a hash of its content or version
+    modified: when it was changed last, in nanoseconds since 1970; 0 if that is not known
+    """
 
     byte_count: int
     stamp: int
+    modified: int = 0
 
 
 class Origin(NamedTuple):
@@ -156,7 +162,7 @@ class LocalStorage:
         self._files = {}
         for name in names:
             status = os.stat(root / name)
-            self._files[name] = FileState(status.st_size, status.st_mtime_ns)
+            self._files[name] = FileState(status.st_size, status.st_mtime_ns, status.st_mtime_ns)
 
     def _walk(self) -> list[str]:
         """Return the names of all files, following links, but never into a folder that was already visited."""

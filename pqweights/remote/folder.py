@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import hashlib
 import threading
@@ -28,6 +29,8 @@ VERSION_KEYS = (
     "modified",
     "created",
 )
+# When it was written, likewise.
+TIME_KEYS = ("LastModified", "updated", "mtime", "last_modified", "modified", "created")
 
 Result = TypeVar("Result")
 # File systems that do nothing asynchronously share open files between threads.
@@ -229,8 +232,21 @@ class RemoteFolder:
 def _state(info: dict[str, Any]) -> FileState:
     """Return the state of a file by a listing's account of it."""
     version = next((info[key] for key in VERSION_KEYS if info.get(key)), "")
-    version = version.timestamp() if hasattr(version, "timestamp") else version
-    return FileState(int(info.get("size") or 0), _stamp(str(version)))
+    times = (_seconds(info[key]) for key in TIME_KEYS if info.get(key))
+    modified = next((each for each in times if each is not None), 0.0)
+    return FileState(int(info.get("size") or 0), _stamp(str(_seconds(version) or version)), int(modified * 1e9))
+
+
+def _seconds(time: Any) -> float | None:
+    """Return a time of a listing in seconds since 1970; None for what is not a time."""
+    if isinstance(time, str):
+        try:
+            time = datetime.datetime.fromisoformat(time)
+        except ValueError:
+            return None
+    if isinstance(time, datetime.datetime):
+        return time.timestamp()
+    return float(time) if isinstance(time, int | float) else None
 
 
 def _stamp(version: str) -> int:

@@ -60,7 +60,12 @@ def test_files_are_listed_without_hidden_ones(place: RemoteFolder) -> None:
         place.write(name, name.encode())
     assert [*place.files()] == ["sub/ü +%.bin", "x.json"]
     assert [*place.files(".pqweights")] == [".pqweights/a/b"] and [*place.files(recursive=False)] == ["x.json"]
-    assert place.files()["x.json"] == place.state("x.json") and place.files()["x.json"].byte_count == 6
+    listed, found = place.files()["x.json"], place.state("x.json")
+    assert found is not None and (listed.stamp, listed.byte_count) == (found.stamp, found.byte_count) == (
+        found.stamp,
+        6,
+    )
+    assert abs(found.modified / 1e9 - time.time()) < 60 and abs(listed.modified - found.modified) < 2e9
     assert place.read_whole("sub/ü +%.bin") == "sub/ü +%.bin".encode()
     assert place.state("sub") is None and place.read_whole("y") is None
 

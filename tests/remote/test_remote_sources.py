@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 import threading
@@ -89,6 +90,21 @@ def test_quantized_bytes_are_those_of_a_local_source(server: ObjectServer, sourc
     assert folder_bytes(tmp_path / "remote") == folder_bytes(tmp_path / "local")
     again = answer("quantize", address, tmp_path / "remote", "--max-shard-size", "120kB")
     assert again["already_done"]
+
+
+def test_a_source_that_was_changed_between_its_samples_is_quantized_again(
+    server: ObjectServer, source: Path, tmp_path: Path
+) -> None:
+    """Its fingerprint is the same, but it is newer than the result."""
+    address, file = server.put(source, "changed"), "model-00002-of-00003.safetensors"
+    done("quantize", address, tmp_path / "out")
+    data = bytearray((source / file).read_bytes())
+    data[100_001] ^= 0x40
+    path = tmp_path / "out" / "pqweights.json"
+    os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns - 5_000_000_000))
+    server.client.put_object(Bucket=BUCKET, Key=f"changed/{file}", Body=bytes(data))
+    line = refused("quantize", address, tmp_path / "out")
+    assert "pass --overwrite" in line
 
 
 def test_each_byte_of_a_source_is_fetched_about_once(
