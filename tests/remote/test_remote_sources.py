@@ -289,15 +289,16 @@ def test_addresses_that_hold_nothing_or_something_else(server: ObjectServer, sou
         "generate {} --prompt x",
         "push {} me/model",
         "card {}",
-        "calibrate {} --text notes.txt -o x.awq",
+        "calibrate {} x.safetensors --text notes.txt",
     ],
 )
 def test_other_commands_name_the_remedy_or_refuse(command: str, server: ObjectServer, master: Path) -> None:
     address = server.put(master, "others")
     result = invoke(*(part.format(address) for part in command.split()))
     assert result.exit_code != 0 and not any(secret in result.output for secret in SECRETS)
-    if command.split()[0] in ("eval", "generate"):
-        assert "copy it to a folder first, with `aws s3 sync`" in result.stderr
+    assert "copy it to a folder first" in result.stderr and result.stderr.count("\n") == 1
+    if command.split()[0] in ("eval", "generate", "calibrate"):
+        assert "with `aws s3 sync`" in result.stderr
 
 
 def test_options_of_the_hub_and_credentials_are_refused(source: Path) -> None:
