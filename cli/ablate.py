@@ -54,7 +54,7 @@ WorkOption = Annotated[
 
 
 def command(
-    source: options.SourceArgument,
+    source: options.FetchedSourceArgument,
     text: TextOption,
     bits: BitsOption = "5",
     calibration: CalibrationOption = None,

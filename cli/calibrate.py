@@ -51,7 +51,7 @@ OF_SCALES = ("recipe", "codec", "bits", "keep", "set_bits", "threads")
 
 def command(
     ctx: typer.Context,
-    source: options.SourceArgument,
+    source: options.FetchedSourceArgument,
     out: FileArgument,
     text: TextOption,
     moments: MomentsOption = False,

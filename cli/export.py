@@ -100,7 +100,11 @@ CalibrationOption = Annotated[
     ),
 ]
 MasterArgument = Annotated[
-    str, typer.Argument(metavar="DIR", help="Master written by pqweights: a folder, or ORG/NAME on the Hub.")
+    str,
+    typer.Argument(
+        metavar="DIR",
+        help="Master written by pqweights: a folder, ORG/NAME on the Hub, or an address such as s3://BUCKET/FOLDER.",
+    ),
 ]
 PackingOption = Annotated[
     str | None,

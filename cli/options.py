@@ -161,6 +161,12 @@ SourceArgument = Annotated[
         "such as s3://BUCKET/FOLDER.",
     ),
 ]
+FetchedSourceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="SRC", help="Checkpoint: a folder of safetensors files, one safetensors file, or ORG/MODEL on the Hub."
+    ),
+]
 FolderArgument = Annotated[
     str,
     typer.Argument(

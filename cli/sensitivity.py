@@ -29,7 +29,7 @@ OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace an e
 
 
 def command(
-    source: options.SourceArgument,
+    source: options.FetchedSourceArgument,
     out: FileArgument,
     tokens: TokensOption = 2048,
     text: TextOption = None,

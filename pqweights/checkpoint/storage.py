@@ -25,10 +25,16 @@ from pqweights.locks import ProcessLock
 
 @dataclass(frozen=True)
 class FileState:
-    """The size of a file, and a stamp that changes with it: its modification time, or a hash of its content."""
+    """What a file was when it was listed.
+
+    byte_count: its size
+    stamp: changes with it: its modification time, or a hash of its content or version
+    modified: when it was changed last, in nanoseconds since 1970; 0 if that is not known
+    """
 
     byte_count: int
     stamp: int
+    modified: int = 0
 
 
 class Origin(NamedTuple):
@@ -72,10 +78,6 @@ class Storage(Protocol):
 
     def files(self) -> dict[str, FileState]:
         """Return the state of every regular file by its relative POSIX path, in sorted order."""
-        ...
-
-    def newest(self, files: Sequence[str]) -> int:
-        """Return when the last of these files was changed, in nanoseconds since 1970; 0 if none can change."""
         ...
 
     @property
@@ -160,7 +162,7 @@ class LocalStorage:
         self._files = {}
         for name in names:
             status = os.stat(root / name)
-            self._files[name] = FileState(status.st_size, status.st_mtime_ns)
+            self._files[name] = FileState(status.st_size, status.st_mtime_ns, status.st_mtime_ns)
 
     def _walk(self) -> list[str]:
         """Return the names of all files, following links, but never into a folder that was already visited."""
@@ -208,10 +210,6 @@ class LocalStorage:
     def reads_at_once(self) -> int:
         """1: a disk serves one after the other."""
         return 1
-
-    def newest(self, files: Sequence[str]) -> int:
-        """Return when the last of these files was changed; the content of a commit does not change."""
-        return 0 if self._origin is not None else max((self._files[name].stamp for name in files), default=0)
 
     @property
     def broken_links(self) -> tuple[str, ...]:

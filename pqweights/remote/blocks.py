@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -22,6 +21,8 @@ FETCHING_THREADS = 6
 # Blocks that are fetched behind the one that is needed, and how many are held in all.
 BLOCKS_AHEAD = 6
 MOST_BLOCKS = 14
+# After so many uses of others, the rest of a block is not expected to be read any more.
+STALE_USES = 100
 # Small reads from a block before it is fetched for them, and of how many blocks they are counted.
 SMALL_READS_ALONE = 3
 MOST_COUNTED = 10_000
@@ -38,10 +39,11 @@ class _Block:
     fetched: resolves to the bytes
     users: how many readers need them now
     unused: how many of the bytes nobody has read yet
+    last_use: the number of the use that was the last; 0 before the first
     """
 
     def __init__(self, fetched: Future[bytes], byte_count: int) -> None:
-        self.fetched, self.unused, self.users = fetched, byte_count, 0
+        self.fetched, self.unused, self.users, self.last_use = fetched, byte_count, 0, 0
 
     @property
     def is_idle(self) -> bool:
@@ -59,8 +61,10 @@ class BlockCache:
         size_of: returns the size of a file in bytes
         """
         self._fetch, self._size_of = fetch, size_of
-        self._blocks: OrderedDict[Key, _Block] = OrderedDict()  # the least recently used first
+        self._blocks: dict[Key, _Block] = {}  # in the order of the requests
+        self._uses = 0
         self._last: dict[str, int] = {}  # the block of each file that was needed last
+        self._ahead: dict[str, int] = {}  # the furthest one that was requested for the present readers
         self._small_reads: dict[Key, int] = {}  # how many were made of blocks that were not held
         self._pool: ThreadPoolExecutor | None = None
         self._changed = threading.Condition()
@@ -133,31 +137,41 @@ class BlockCache:
                 self._changed.wait(LOOK_SECONDS)
             block = self._requested(file, number)
             block.users += 1
-            if abs(number - self._last.get(file, -1)) <= BLOCKS_AHEAD:
-                self._request_ahead(file, number)
-            self._last[file] = number
+            self._uses += 1
+            block.last_use = self._uses
+            self._follow(file, number)
             return block
 
-    def _request_ahead(self, file: str, number: int) -> None:
-        for ahead in range(number + 1, number + 1 + BLOCKS_AHEAD):
-            if ahead * BLOCK_BYTES >= self._size_of(file):
-                return
-            if (file, ahead) not in self._blocks:
-                if not self._room(for_ahead=True):
-                    return
+    def _follow(self, file: str, number: int) -> None:
+        """Have the next blocks fetched if a file is read in order, each of them once however many readers there are."""
+        step = number - self._last.get(file, -1)
+        self._last[file] = number
+        if step > BLOCKS_AHEAD or step < -MOST_BLOCKS:
+            self._ahead[file] = number  # a reader begins elsewhere
+        furthest = max(self._ahead.get(file, -1), number)
+        if 0 < step <= BLOCKS_AHEAD:
+            for ahead in range(furthest + 1, number + 1 + BLOCKS_AHEAD):
+                is_there = ahead * BLOCK_BYTES < self._size_of(file) and self._room(for_ahead=True)
+                if not is_there:
+                    break
                 self._requested(file, ahead)
-                self._blocks.move_to_end((file, number))
+                furthest = ahead
+        self._ahead[file] = furthest
 
     def _room(self, *, for_ahead: bool) -> bool:
-        """Make room for a block, and return whether there is any. for_ahead: only in place of blocks that were read."""
+        """Make room for a block, and return whether there is any.
+
+        for_ahead: only in place of blocks that were read long ago; other readers may still need the rest of the others
+        """
         if len(self._blocks) < MOST_BLOCKS:
             return True
         idle = [(key, block) for key, block in self._blocks.items() if block.is_idle]
-        read = [key for key, block in idle if block.unused < self._bytes_of(key)]
-        dropped = read or ([] if for_ahead else [key for key, _ in idle])
-        if dropped:
-            del self._blocks[dropped[0]]
-        return bool(dropped)
+        read = sorted((block.last_use, key) for key, block in idle if block.last_use)
+        if read and (not for_ahead or read[0][0] <= self._uses - STALE_USES):
+            del self._blocks[read[0][1]]
+        elif idle and not for_ahead:
+            del self._blocks[idle[0][0]]
+        return len(self._blocks) < MOST_BLOCKS
 
     def _bytes_of(self, key: Key) -> int:
         file, number = key
@@ -173,7 +187,6 @@ class BlockCache:
             fetched = self._pool.submit(self._fetch, file, start, start + count)
             fetched.add_done_callback(self._notify)
             self._blocks[key] = _Block(fetched, count)
-        self._blocks.move_to_end(key)
         return self._blocks[key]
 
     def _notify(self, fetched: Future[bytes]) -> None:

@@ -150,10 +150,10 @@ def status_and_code(error: BaseException) -> tuple[int, str]:
             code = str(response.get("Error", {}).get("Code", ""))
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             return int(status or (code if code.isdecimal() else 0)), code if CODE.fullmatch(code) else ""
-        for name in ("status_code", "status", "code"):
-            status = getattr(each, name, None)
-            if isinstance(status, int) and 100 <= status < 600:
-                return status, ""
+    for name in ("status_code", "status", "code"):  # not of the cause: aiohttp calls a body that was cut a 400
+        found = getattr(error, name, None)
+        if isinstance(found, int) and 100 <= found < 600:
+            return found, ""
     return 0, ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import hashlib
 import threading
@@ -28,6 +29,8 @@ VERSION_KEYS = (
     "modified",
     "created",
 )
+# When it was written, likewise.
+TIME_KEYS = ("LastModified", "updated", "mtime", "last_modified", "modified", "created")
 
 Result = TypeVar("Result")
 # File systems that do nothing asynchronously share open files between threads.
@@ -79,11 +82,6 @@ class RemoteFolder:
         """Return the size and the stamp of a file; None if it is not there."""
         info = self._request("read", name, lambda: self._system.info(self._path(name)), missing=None)
         return _state(info) if info is not None and info.get("type") == "file" else None
-
-    def modified(self, name: str) -> int:
-        """Return when a file was written last, in nanoseconds since 1970 by the clock of the storage."""
-        time = self._request("read", name, lambda: self._system.modified(self._path(name)))
-        return int(time.timestamp() * 10**9)
 
     def read(self, name: str, start: int, end: int, *, expected: FileState | None = None) -> bytes:
         """Return the bytes [start, end) of a file.
@@ -234,8 +232,21 @@ class RemoteFolder:
 def _state(info: dict[str, Any]) -> FileState:
     """Return the state of a file by a listing's account of it."""
     version = next((info[key] for key in VERSION_KEYS if info.get(key)), "")
-    version = version.timestamp() if hasattr(version, "timestamp") else version
-    return FileState(int(info.get("size") or 0), _stamp(str(version)))
+    times = (_seconds(info[key]) for key in TIME_KEYS if info.get(key))
+    modified = next((each for each in times if each is not None), 0.0)
+    return FileState(int(info.get("size") or 0), _stamp(str(_seconds(version) or version)), int(modified * 1e9))
+
+
+def _seconds(time: Any) -> float | None:
+    """Return a time of a listing in seconds since 1970; None for what is not a time."""
+    if isinstance(time, str):
+        try:
+            time = datetime.datetime.fromisoformat(time)
+        except ValueError:
+            return None
+    if isinstance(time, datetime.datetime):
+        return time.timestamp()
+    return float(time) if isinstance(time, int | float) else None
 
 
 def _stamp(version: str) -> int:

@@ -6,6 +6,7 @@ It sends an upload or a copy from the start when one of its parts fails, and hol
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,8 @@ PART_BYTES = 16_000_000
 COPY_PART_BYTES = 256_000_000
 MOST_PARTS = 10_000
 PARTS_AT_ONCE = 4
+# The metadata of an object by which the upload that made it is recognized.
+MARK = "pqweights-upload"
 # Larger objects go in parts.
 SINGLE_BYTES = 32_000_000
 
@@ -101,7 +104,9 @@ class S3Objects:
         stop: Stop,
     ) -> None:
         """Make an object of parts, a few at a time; what was sent is given up if one of them fails."""
-        upload = {"UploadId": again(lambda: self._call("create_multipart_upload", path))["UploadId"]}
+        mark = {MARK: secrets.token_hex(16)}
+        created = again(lambda: self._call("create_multipart_upload", path, Metadata=mark))
+        upload = {"UploadId": created["UploadId"]}
 
         def one(number: int, start: int, end: int) -> dict[str, Any]:
             if stop():
@@ -116,11 +121,19 @@ class S3Objects:
                     parts = [part.result() for part in waiting]
                 finally:
                     _cancel(waiting)
-            again(lambda: self._call("complete_multipart_upload", path, **upload, MultipartUpload={"Parts": parts}))
+            again(lambda: self._complete(path, upload, parts, mark))
             complete = True
         finally:
             if not complete:
                 self._give_up(path, upload)
+
+    def _complete(self, path: str, upload: dict[str, Any], parts: list[dict[str, Any]], mark: dict[str, str]) -> None:
+        """Make the object of its parts; no problem if an earlier request did, whose reply was lost."""
+        try:
+            self._call("complete_multipart_upload", path, **upload, MultipartUpload={"Parts": parts})
+        except FileNotFoundError:  # there is no such upload any more
+            if self._call("head_object", path).get("Metadata") != mark:
+                raise
 
     def _give_up(self, path: str, upload: dict[str, Any]) -> None:
         """Have the server delete the parts of an upload; what it keeps all the same is for its owner to expire."""

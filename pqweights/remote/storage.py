@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,11 +93,6 @@ class RemoteStorage:
     def reads_at_once(self) -> int:
         """How many small reads are best made at once."""
         return REQUESTS_AT_ONCE
-
-    def newest(self, files: Sequence[str]) -> int:
-        """Return when the last of these files was written, by the clock of the storage."""
-        with ThreadPoolExecutor(REQUESTS_AT_ONCE, "pqweights-remote") as pool:
-            return max(pool.map(self.folder.modified, files), default=0)
 
     @property
     def broken_links(self) -> tuple[str, ...]:

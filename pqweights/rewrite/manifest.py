@@ -240,7 +240,10 @@ def find_manifest(result: Path | Storage) -> Manifest | None:
 def _top_level(folder: Path) -> LocalStorage:
     """List the files of a folder without those in folders inside of it. Raises MasterError if it is not a folder."""
     if not folder.exists():
-        raise MasterError(f"{folder}: no such folder")
+        hint = (
+            " on this machine: this command takes no address; copy it to a folder first" if ":/" in str(folder) else ""
+        )
+        raise MasterError(f"{folder}: no such folder{hint}")
     if not folder.is_dir():
         found = ONLY_GGUF_READERS if is_gguf(folder) else "a file"
         raise MasterError(f"{folder}: expected a folder, found {found}")
