@@ -77,11 +77,16 @@ def _setting(text: str) -> tuple[str, float]:
     return pattern, bits
 
 
-def run_continues(source: str, out: Path) -> bool:
+def run_continues(source: str, out: str) -> bool:
     """Whether an interrupted run left something: finished tensors in its folder, or fetched files of a repository."""
-    from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
+    from pqweights.errors import PqweightsError
+    from pqweights.rewrite.places import result_place
 
-    return (out / WORK_FOLDER / JOURNAL_FILE).exists() or _is_fetched(source)
+    try:
+        under_way = result_place(out).is_under_way()
+    except PqweightsError:  # an address that does not answer, or cannot be one
+        under_way = False
+    return under_way or _is_fetched(source)
 
 
 def measurement_continues(source: str, out: Path) -> bool:
@@ -173,7 +178,13 @@ FolderArgument = Annotated[
 LocalFolderArgument = Annotated[
     Path, typer.Argument(metavar="DIR", help="Folder of a master or an export written by pqweights.")
 ]
-OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the result, new or empty.")]
+OutArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="OUT",
+        help="Folder for the result, new or empty: a local one, or an address such as s3://BUCKET/FOLDER.",
+    ),
+]
 OverwriteOption = Annotated[
     bool,
     typer.Option(

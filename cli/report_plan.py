@@ -14,6 +14,7 @@ from .report_summary import is_summarized, summary_table
 if TYPE_CHECKING:
     from pqweights.planning.plan import TensorPlan
     from pqweights.results.plan_report import HubTraffic, PlanReport
+    from pqweights.rewrite.needs import ResourceNeeds
 
 
 COLUMNS = [("shape", False), ("dtype", False), ("action", False), ("codec", False), ("bits", True), ("bytes", True)]
@@ -34,12 +35,18 @@ def plan_text(report: PlanReport, summary: bool | None) -> str:
             totals_text(plan.totals),
             f"output: {plan.output_bytes} bytes in {counted(len(plan.shards), 'safetensors file')}; "
             f"{counted(len(plan.companions), 'other file')} copied",
-            f"needs: {size(needs.peak_disk_bytes)} of disk space, at most {size(needs.peak_memory_bytes)} of memory",
+            f"needs: {_room(needs)}, at most {size(needs.peak_memory_bytes)} of memory",
             *planned_fold_lines(None if report.fold is None else report.fold.to_json()),
             *left_out_lines(plan),
             *_hub_lines(report.hub),
         ]
     )
+
+
+def _room(needs: ResourceNeeds) -> str:
+    if needs.scratch_bytes is None:
+        return f"{size(needs.peak_disk_bytes)} of disk space"
+    return f"{size(needs.peak_disk_bytes)} in object storage, {size(needs.scratch_bytes)} of disk space on this machine"
 
 
 def _tensor_lines(tensors: Sequence[TensorPlan], summary: bool | None) -> list[str]:

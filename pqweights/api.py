@@ -122,7 +122,7 @@ def quantize(
     """Quantize a checkpoint into a master, continuing an interrupted run of the same call.
 
     source: a folder of safetensors files, one such file, ORG/MODEL on the Hub, or an address such as s3://BUCKET/FOLDER
-    out: the folder for the master: new, empty, or that of an earlier run
+    out: the folder for the master, or an address: new, empty, or that of an earlier run
     recipe: the name of a built-in recipe, a YAML file, or a pqweights.planning.recipe.Recipe
     codec: another default codec
     bits: another default bit width
@@ -175,8 +175,8 @@ def quantize(
         low_disk=low_disk,
     )
     run = _run(threads=threads, device=device, overwrite=overwrite, progress=progress)
-    place = arguments.local_or_hub("source", source)
-    return quantize_source(place, arguments.local("out", out), chosen, options=options, run=run)
+    found, place = arguments.local_or_hub("source", source), arguments.place("out", out)
+    return quantize_source(found, place, chosen, options=options, run=run)
 
 
 def export(
@@ -213,7 +213,7 @@ def export(
     """Export a master to a checkpoint that a runtime loads, continuing an interrupted run of the same call.
 
     master: the folder of a master, ORG/NAME on the Hub, or an address such as s3://BUCKET/FOLDER
-    out: the folder for the export: new, empty, or that of an earlier run
+    out: the folder for the export, or an address: new, empty, or that of an earlier run
     target: "bf16", "torchao-int4", "mlx-q4", "gguf" or "vllm-int4"
     bits, group_size, qparams: bits of the integers, weights that share a scale, and how scales are chosen
     source: the original checkpoint, from which integers are then made
@@ -261,7 +261,7 @@ def export(
     given = None if source is None else arguments.local_or_hub("folder", source)
     original = None if given is None else find_original(given, Access(None, token), run.progress)
     folder = MasterFolder(found.where, found.origin, original)
-    place, shard_bytes = arguments.local("out", out), arguments.byte_size("max_shard_size", max_shard_size)
+    place, shard_bytes = arguments.place("out", out), arguments.byte_size("max_shard_size", max_shard_size)
     return export_master(folder, place, target, options=asked, max_shard_bytes=shard_bytes, run=run)
 
 

@@ -16,6 +16,7 @@ from pqweights.exports.target import ExportSource
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES
 from pqweights.planning.totals import count
 from pqweights.remote.addresses import Address
+from pqweights.remote.storage import RemoteStorage
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.listed_files import open_result
 from pqweights.rewrite.manifest import find_manifest
@@ -49,25 +50,26 @@ class MasterFolder:
 
 def export(
     master: MasterFolder,
-    out: Path | ResultPlace,
+    out: str | Path | ResultPlace,
     target: str,
     *,
     options: ExportOptions = ExportOptions(),
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     run: RunOptions = RunOptions(),
 ) -> RewriteReport:
-    """Write a master into the folder `out` as a target loads it, continuing an interrupted run of the same call.
+    """Write a master into `out` as a target loads it, continuing an interrupted run of the same call.
 
+    out: a folder or an address in object storage, new, empty, or written by an earlier run
     target: a key of EXPORTS, or of ALIASES
     Raises SourceError (also for a folder that is not a master), MasterError, ExportError, OptionError, OutputError,
-    DeviceError or MissingDependencyError.
+    DeviceError, StorageError or MissingDependencyError.
     """
     to = get_target(target)
     settings = to.settings(options)
     place = result_place(out)
-    for path in (master.folder, master.original):
-        if isinstance(path, Path):
-            place.check_apart(path)
+    for where in (_location(master.folder), master.original):
+        if where is not None:
+            place.check_apart(where)
     _check_not_an_export(master.folder)
     checkpoint = master.open()
     if not checkpoint.is_master:
@@ -88,13 +90,20 @@ def export(
     checkpoint, transform = to.prepare(source, settings)
     task = RewriteTask(
         checkpoint=checkpoint,
-        source=master.folder if isinstance(master.folder, Path) else None,
+        source=_location(master.folder),
         transform=transform,
         plan=make_plan(checkpoint, transform, max_shard_bytes),
         out=place,
         lineage=lineage,
     )
     return rewrite(task, run)
+
+
+def _location(folder: Path | Storage) -> Path | Address | None:
+    """Return where a folder is, which may be that of the result; None if it cannot be."""
+    if isinstance(folder, RemoteStorage):
+        return folder.folder.address
+    return folder if isinstance(folder, Path) else None
 
 
 def _check_not_an_export(folder: Path | Storage) -> None:

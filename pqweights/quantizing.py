@@ -81,17 +81,17 @@ class QuantizeOptions:
 
 def quantize(
     source: str | Path,
-    out: Path | ResultPlace,
+    out: str | Path | ResultPlace,
     recipe: Recipe,
     *,
     options: QuantizeOptions = QuantizeOptions(),
     run: RunOptions = RunOptions(),
 ) -> RewriteReport:
-    """Turn a checkpoint into a master in the folder `out`, continuing an interrupted run of the same call.
+    """Turn a checkpoint into a master in `out`, continuing an interrupted run of the same call.
 
     source: a folder or a file; a string may also be a repository on the Hub, whose files are fetched during the run,
         or an address in object storage
-    out: a new or empty folder, or one that an earlier run wrote
+    out: a folder or an address in object storage, new, empty, or written by an earlier run
     recipe: which codec encodes which tensor
 
     Raises SourceError, RecipeError, OutputError, DeviceError, HubError or StorageError.
@@ -107,7 +107,7 @@ def quantize(
         checkpoint.storage.check_room(checkpoint.weight_files)
     task = RewriteTask(
         checkpoint=checkpoint,
-        source=None if checkpoint.storage.origin or address_of(source) else Path(local_path(source)),
+        source=None if checkpoint.storage.origin else address_of(source) or Path(local_path(source)),
         transform=transform,
         plan=plan,
         out=place,

@@ -16,6 +16,7 @@ SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 HUB = "hf"
 # Schemes of which the credentials come from the environment or from configuration files, never from the address.
 BUCKETS = ("s3", "s3a", "gs", "gcs")
+SAME_SCHEMES = {"s3a": "s3", "gcs": "gs"}
 # Schemes that fsspec knows, and that cannot list a folder or are not a place for models.
 NOT_STORAGE = ("http", "https", "hf", "data", "file", "local", "reference", "zip", "tar", "git", "github")
 
@@ -53,6 +54,12 @@ class Address:
     def __truediv__(self, name: str) -> Address:
         """Return the address of something inside the folder."""
         return Address(self.scheme, self.place, f"{self.path}/{name}".strip("/"), query=self.query)
+
+    def overlaps(self, other: Address) -> bool:
+        """Whether one of two addresses is, or holds, the other."""
+        ours, theirs = ([SAME_SCHEMES.get(a.scheme, a.scheme), a.place, *a.path.split("/")] for a in (self, other))
+        shorter, longer = sorted(([part for part in parts if part] for parts in (ours, theirs)), key=len)
+        return longer[: len(shorter)] == shorter
 
     def __str__(self) -> str:
         """Return the address without credentials and without a query."""

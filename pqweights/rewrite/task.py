@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.planning.plan import Plan, TensorPlan
 from pqweights.planning.totals import Totals
+from pqweights.remote.addresses import Address
 from pqweights.rewrite.identity import RunIdentity
 from pqweights.rewrite.places import ResultPlace, ResultWorkspace
 from pqweights.rewrite.records import TensorRecord, error_totals, total_relative_mse
@@ -34,7 +35,7 @@ class RewriteTask:
     """What to rewrite, and into what.
 
     checkpoint: the opened checkpoint whose tensors are read
-    source: the path of the checkpoint; None for a repository on the Hub
+    source: the path or address of the checkpoint; None for a repository on the Hub
     transform: what happens to each tensor
     plan: what the transform makes of the checkpoint, see driver.make_plan
     out: where the result is written
@@ -42,7 +43,7 @@ class RewriteTask:
     """
 
     checkpoint: Checkpoint
-    source: Path | None
+    source: Path | Address | None
     transform: Transform
     plan: Plan
     out: ResultPlace
