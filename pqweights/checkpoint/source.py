@@ -10,7 +10,7 @@ import contextlib
 import functools
 import hashlib
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -95,28 +95,21 @@ class Checkpoint:
         if file not in self._fingerprints:
             digest = hashlib.sha256(f"{self.storage.files()[file].byte_count}\n".encode())
             tensors = self._by_file[file]
-            for stored, samples in zip(tensors, self._samples(tensors), strict=True):
-                digest.update(f"{stored.name}\n{stored.dtype}\n{stored.shape}\n".encode())
-                for sample in samples:
+            with ThreadPoolExecutor(self.storage.reads_at_once, "pqweights-samples") as pool:
+                for stored, sample in zip(tensors, pool.map(self._sample, tensors), strict=True):
+                    digest.update(f"{stored.name}\n{stored.dtype}\n{stored.shape}\n".encode())
                     digest.update(sample)
             self._fingerprints[file] = digest.hexdigest()
         return self._fingerprints[file]
 
-    def _samples(self, tensors: Sequence[StoredTensor]) -> Iterator[list[bytes]]:
-        """Yield the first and the last bytes of each tensor."""
-        if self.storage.reads_at_once == 1:
-            yield from map(self._sample, tensors)
-            return
-        with ThreadPoolExecutor(self.storage.reads_at_once, "pqweights-samples") as pool:
-            yield from pool.map(self._sample, tensors)
-
-    def _sample(self, stored: StoredTensor) -> list[bytes]:
+    def _sample(self, stored: StoredTensor) -> bytes:
+        """Return the first and the last bytes of a tensor."""
         count = min(stored.byte_count, SAMPLE_BYTES)
-        samples = [read_bytes(self.storage, stored.file, stored.offset, count)]
+        sample = read_bytes(self.storage, stored.file, stored.offset, count)
         if stored.byte_count > SAMPLE_BYTES:
             end = stored.offset + stored.byte_count - SAMPLE_BYTES
-            samples.append(read_bytes(self.storage, stored.file, end, SAMPLE_BYTES))
-        return samples
+            sample += read_bytes(self.storage, stored.file, end, SAMPLE_BYTES)
+        return sample
 
     @functools.cached_property
     def _by_file(self) -> dict[str, list[StoredTensor]]:

@@ -80,6 +80,10 @@ class Storage(Protocol):
         """Return the state of every regular file by its relative POSIX path, in sorted order."""
         ...
 
+    def newest(self, files: Sequence[str]) -> int:
+        """Return when the last of these files was changed, in nanoseconds since 1970; 0 if none can change."""
+        ...
+
     @property
     def broken_links(self) -> tuple[str, ...]:
         """Links to files that are not there, which `files` leaves out."""
@@ -210,6 +214,10 @@ class LocalStorage:
     def reads_at_once(self) -> int:
         """1: a disk serves one after the other."""
         return 1
+
+    def newest(self, files: Sequence[str]) -> int:
+        """Return when the last of these files was changed; the content of a commit does not change."""
+        return 0 if self._origin is not None else max((self._files[name].modified for name in files), default=0)
 
     @property
     def broken_links(self) -> tuple[str, ...]:

@@ -81,6 +81,10 @@ class HubStorage:
         """How many fetched files are held at once; 0 if they stay."""
         return LOW_DISK_FILES if self.low_disk else 0
 
+    def newest(self, files: Sequence[str]) -> int:
+        """0: the content of a commit does not change."""
+        return 0
+
     @property
     def broken_links(self) -> tuple[str, ...]:
         """None: a repository has no links."""

@@ -83,6 +83,13 @@ class RemoteFolder:
         info = self._request("read", name, lambda: self._system.info(self._path(name)), missing=None)
         return _state(info) if info is not None and info.get("type") == "file" else None
 
+    def modified(self, name: str) -> int:
+        """Return when a file was written last, in nanoseconds since 1970 by the clock of the storage."""
+        found = self.state(name)
+        if found is None:
+            raise StorageError(f"{self.address / name}: there is no such file")
+        return found.modified
+
     def read(self, name: str, start: int, end: int, *, expected: FileState | None = None) -> bytes:
         """Return the bytes [start, end) of a file.
 

@@ -104,9 +104,7 @@ def _finished_result(task: RewriteTask) -> Manifest | None:
     """Return the manifest in the output folder if the folder already holds the finished result of this task."""
     if MANIFEST_FILE not in task.out.sizes([MANIFEST_FILE]) or task.out.is_under_way():
         return None
-    local = [each for each in task.checkpoints if each.storage.origin is None]
-    times = [each.storage.files()[name].modified for each in local for name in each.weight_files]
-    if max(times, default=0) > task.out.manifest_time():
+    if max(each.storage.newest(each.weight_files) for each in task.checkpoints) > task.out.manifest_time():
         return None  # the source may have changed since, in bytes that its fingerprint does not cover
     found = _manifest_in(task.out)
     if found.identity != task.identity or not _all_files_exist(task, found):

@@ -92,9 +92,8 @@ class RemotePlace:
 
     def manifest_time(self) -> int:
         """See ResultPlace."""
-        found = self.folder.state(MANIFEST_FILE)
         # Of a storage that tells no times, only the fingerprint of the source is compared.
-        return found.modified if found is not None and found.modified else sys.maxsize
+        return self.folder.modified(MANIFEST_FILE) or sys.maxsize
 
     def shard_room(self, plan: Plan) -> int:
         """See ResultPlace."""
