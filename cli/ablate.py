@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import options, output
+from . import options, output, text_options
 
 if TYPE_CHECKING:
     from pqweights.measure.ablation import Ablation, AblationRow
@@ -54,7 +54,7 @@ WorkOption = Annotated[
 
 
 def command(
-    source: options.SourceArgument,
+    source: options.FetchedSourceArgument,
     text: TextOption,
     bits: BitsOption = "5",
     calibration: CalibrationOption = None,
@@ -63,11 +63,11 @@ def command(
     recipe: options.RecipeOption = "q5",
     keep: options.KeepOption = None,
     set_bits: options.SetOption = None,
-    window: options.WindowOption = None,
-    stride: options.StrideOption = None,
-    score_first: options.ScoreFirstOption = False,
-    max_tokens: options.MaxTokensOption = None,
-    tokenizer: options.TokenizerOption = None,
+    window: text_options.WindowOption = None,
+    stride: text_options.StrideOption = None,
+    score_first: text_options.ScoreFirstOption = False,
+    max_tokens: text_options.MaxTokensOption = None,
+    tokenizer: text_options.TokenizerOption = None,
     work: WorkOption = None,
     threads: options.ThreadsOption = None,
     revision: options.RevisionOption = None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import options, output
+from . import options, output, text_options
 
 if TYPE_CHECKING:
     from pqweights.measure.calibrate import Calibration, LayerReport
@@ -51,7 +51,7 @@ OF_SCALES = ("recipe", "codec", "bits", "keep", "set_bits", "threads")
 
 def command(
     ctx: typer.Context,
-    source: options.SourceArgument,
+    source: options.FetchedSourceArgument,
     out: FileArgument,
     text: TextOption,
     moments: MomentsOption = False,
@@ -62,9 +62,9 @@ def command(
     set_bits: options.SetOption = None,
     max_tokens: MaxTokensOption = 16384,
     window: WindowOption = None,
-    tokenizer: options.TokenizerOption = None,
-    dtype: options.ModelDtypeOption = options.ModelDtype.AUTO,
-    device_map: options.DeviceMapOption = None,
+    tokenizer: text_options.TokenizerOption = None,
+    dtype: text_options.ModelDtypeOption = text_options.ModelDtype.AUTO,
+    device_map: text_options.DeviceMapOption = None,
     threads: options.ThreadsOption = None,
     overwrite: OverwriteOption = False,
     revision: options.RevisionOption = None,

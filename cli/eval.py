@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import options, output, tables
+from . import options, output, tables, text_options
 
 if TYPE_CHECKING:
     from pqweights.evaluate.evaluation import EvaluationOptions
@@ -52,7 +52,7 @@ ReferenceOption = Annotated[
     ),
 ]
 DtypeOption = Annotated[
-    options.ModelDtype | None,
+    text_options.ModelDtype | None,
     typer.Option("--dtype", help="Dtype to compute in.", show_default="float32; with --speed the model's own"),
 ]
 DeviceOption = Annotated[
@@ -89,18 +89,18 @@ def command(
     text: TextOption = None,
     dataset: DatasetOption = None,
     reference: ReferenceOption = None,
-    window: options.WindowOption = None,
-    stride: options.StrideOption = None,
-    score_first: options.ScoreFirstOption = False,
-    max_tokens: options.MaxTokensOption = None,
-    tokenizer: options.TokenizerOption = None,
+    window: text_options.WindowOption = None,
+    stride: text_options.StrideOption = None,
+    score_first: text_options.ScoreFirstOption = False,
+    max_tokens: text_options.MaxTokensOption = None,
+    tokenizer: text_options.TokenizerOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = options.Device.CPU,
     packed: PackedOption = False,
     kv_cache: KvCacheOption = None,
     speed: SpeedOption = False,
     plot: PlotOption = None,
-    no_record: options.RecordOption = False,
+    no_record: text_options.RecordOption = False,
     revision: options.RevisionOption = None,
     token: options.TokenOption = None,
     json: options.JsonOption = False,

@@ -100,7 +100,11 @@ CalibrationOption = Annotated[
     ),
 ]
 MasterArgument = Annotated[
-    str, typer.Argument(metavar="DIR", help="Master written by pqweights: a folder, or ORG/NAME on the Hub.")
+    str,
+    typer.Argument(
+        metavar="DIR",
+        help="Master written by pqweights: a folder, ORG/NAME on the Hub, or an address such as s3://BUCKET/FOLDER.",
+    ),
 ]
 PackingOption = Annotated[
     str | None,
@@ -214,8 +218,10 @@ def command(
         from pqweights.exporting import MasterFolder, export
         from pqweights.exports import get_target
         from pqweights.exports.options import ExportOptions, pairs
+        from pqweights.rewrite.places import result_place
         from pqweights.rewrite.task import RunOptions
 
+        place = result_place(out)
         asked = ExportOptions(
             dtype=dtype,
             bits=bits,
@@ -236,28 +242,28 @@ def command(
             imatrix=imatrix or None,
         )
         get_target(target).settings(asked)  # refuses wrong options before anything is fetched
-        found = options.fetched(folder, options.access(revision, token), ours=True)
-        original = None if source is None else options.fetched(source, options.access(None, token)).path
-        master = MasterFolder(found.path, found.origin, original)
+        found = options.found_result(folder, options.access(revision, token))
+        original = None if source is None else options.found_original(source, options.access(None, token))
+        master = MasterFolder(found.where, found.origin, original)
         used = options.thread_count(threads)
         with output.progress("exporting") as progress:
             run = RunOptions(threads=used, device=device.value, overwrite=overwrite, progress=progress)
-            done = export(master, out, target, options=asked, max_shard_bytes=max_shard_bytes, run=run)
-        _show(done, folder, out, json=json)
+            done = export(master, place, target, options=asked, max_shard_bytes=max_shard_bytes, run=run)
+        _show(done, folder, str(place), json=json)
 
 
-def _show(done: RewriteReport, folder: str, out: Path, *, json: bool) -> None:
+def _show(done: RewriteReport, folder: str, out: str, *, json: bool) -> None:
     for warning in done.warnings:
         output.warn(warning)
     if json:
-        output.print_json({"output": str(out)} | done.to_json())
+        output.print_json({"output": out} | done.to_json())
         return
     if done.already_done:
         output.note(f"{out}: already holds this result; nothing was written")
     output.summary("\n".join(_lines(done, folder, out)))
 
 
-def _lines(done: RewriteReport, folder: str, out: Path) -> list[str]:
+def _lines(done: RewriteReport, folder: str, out: str) -> list[str]:
     from pqweights.units import counted
 
     plan = done.plan

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import chat, options, output, replies
+from . import chat, options, output, replies, text_options
 
 ModelArgument = Annotated[
     str,
@@ -90,8 +90,8 @@ def command(
     seed: SeedOption = None,
     packed: PackedOption = None,
     kv_cache: KvCacheOption = None,
-    tokenizer: options.TokenizerOption = None,
-    dtype: options.ModelDtypeOption = options.ModelDtype.AUTO,
+    tokenizer: text_options.TokenizerOption = None,
+    dtype: text_options.ModelDtypeOption = text_options.ModelDtype.AUTO,
     device: DeviceOption = options.Device.CPU,
     revision: options.RevisionOption = None,
     token: options.TokenOption = None,

@@ -17,6 +17,7 @@ from .report_summary import action_text, is_summarized, summary_table
 from .tables import table, wrapped
 
 if TYPE_CHECKING:
+    from pqweights.checkpoint.storage import Storage
     from pqweights.measure.distribution import Distribution, Normality
     from pqweights.planning.plan import TensorPlan
     from pqweights.results.inspect import Inspection
@@ -27,7 +28,8 @@ FolderOrSource = Annotated[
     str,
     typer.Argument(
         metavar="DIR",
-        help="Master or export written by pqweights: a folder, or ORG/NAME on the Hub. Also any GGUF file. With "
+        help="Master or export written by pqweights: a folder, ORG/NAME on the Hub, or an address such as "
+        "s3://BUCKET/FOLDER. Also any GGUF file. With "
         "--distribution, any checkpoint; with --kv, any of a language model.",
     ),
 ]
@@ -119,13 +121,13 @@ def command(
             )
             _show_distribution(found.path, asked)
         else:
-            found = options.fetched(folder, options.access(revision, token), only=[MANIFEST_FILE])
-            if _is_foreign_gguf(found.path):
-                _show_gguf(found.path, plot, summary=summary, json=json)
+            result = options.found_result(folder, options.access(revision, token), only=[MANIFEST_FILE])
+            if isinstance(result.where, Path) and _is_foreign_gguf(result.where):
+                _show_gguf(result.where, plot, summary=summary, json=json)
                 return
-            shown = _show_folder(found.path, plot, summary=summary, json=json)
-            if found.origin is None:
-                report.warn_of_broken_files(found.path, shown.manifest)
+            shown = _show_folder(result.where, plot, summary=summary, json=json)
+            if result.origin is None:
+                report.warn_of_broken_files(result.where, shown.manifest)
 
 
 def _check_kv(kv: bool, of_kv: Mapping[str, object], others: Mapping[str, object]) -> None:
@@ -183,7 +185,7 @@ def _show_kv(model: Path, asked: _KeysAndValues) -> None:
         typer.echo("\n".join(kv_lines(found)))
 
 
-def _show_folder(folder: Path, plot: Path | None, *, summary: bool | None, json: bool) -> Inspection:
+def _show_folder(folder: Path | Storage, plot: Path | None, *, summary: bool | None, json: bool) -> Inspection:
     from pqweights.results.inspect import inspect
 
     found = inspect(folder)

@@ -13,7 +13,8 @@ import typer
 from . import output
 
 if TYPE_CHECKING:
-    from pqweights.hub.sources import Access, Fetched
+    from pqweights.hub.sources import Access, Fetched, FoundResult
+    from pqweights.remote.addresses import Address
 
 
 class Device(StrEnum):
@@ -29,15 +30,6 @@ class BitsOf(StrEnum):
 
     QUANTIZED = "quantized"
     CHECKPOINT = "checkpoint"
-
-
-class ModelDtype(StrEnum):
-    """The dtypes that a model can run in: those of pqweights.runtimes.models.DTYPES, or its own."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
 
 
 def parse_size(text: str | int) -> int:
@@ -76,18 +68,30 @@ def _setting(text: str) -> tuple[str, float]:
     return pattern, bits
 
 
-def run_continues(source: str, out: Path) -> bool:
+def run_continues(source: str, out: str) -> bool:
     """Whether an interrupted run left something: finished tensors in its folder, or fetched files of a repository."""
-    from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
+    from pqweights.errors import PqweightsError
+    from pqweights.rewrite.places import result_place
 
-    return (out / WORK_FOLDER / JOURNAL_FILE).exists() or not Path(source).exists()
+    try:
+        under_way = result_place(out).is_under_way()
+    except PqweightsError:  # an address that does not answer, or cannot be one
+        under_way = False
+    return under_way or _is_fetched(source)
 
 
 def measurement_continues(source: str, out: Path) -> bool:
     """Whether an interrupted measurement left something: what it found, or fetched files of a repository."""
     from pqweights.checkpoint.names import UNFINISHED_SUFFIX
 
-    return out.with_name(out.name + UNFINISHED_SUFFIX).exists() or not Path(source).exists()
+    return out.with_name(out.name + UNFINISHED_SUFFIX).exists() or _is_fetched(source)
+
+
+def _is_fetched(source: str) -> bool:
+    """Whether files of a source are fetched to this machine: those of a repository."""
+    from pqweights.remote.addresses import is_address, local_path
+
+    return not is_address(source) and not Path(local_path(source)).exists()
 
 
 def access(revision: str | None, token: str | None) -> Access:
@@ -111,6 +115,25 @@ def fetched(source: str, access: Access, *, only: Sequence[str] = (), ours: bool
         return local_folder(source, access, only=only, ours=ours, progress=progress)
 
 
+def found_result(source: str, access: Access, *, only: Sequence[str] = ()) -> FoundResult:
+    """Return a folder that pqweights wrote: a local one, one in object storage, or a repository as `fetched` does.
+
+    only: the files of a repository to fetch; by default all, and then pqweights must have written it
+    """
+    from pqweights.hub.sources import find_result
+
+    with output.progress("fetching") as progress:
+        return find_result(source, access, only=only, ours=not only, progress=progress)
+
+
+def found_original(source: str, access: Access) -> Path | Address:
+    """Return the original model of a master: a local path, an address, or a repository as `fetched` does."""
+    from pqweights.hub.sources import find_original
+
+    with output.progress("fetching") as progress:
+        return find_original(source, access, progress)
+
+
 def check_plot(plot: Path | None) -> None:
     """Refuse a file that cannot hold a plot, before anything is measured."""
     if plot is not None:
@@ -124,16 +147,35 @@ def check_plot(plot: Path | None) -> None:
 SourceArgument = Annotated[
     str,
     typer.Argument(
+        metavar="SRC",
+        help="Checkpoint: a folder of safetensors files, one safetensors file, ORG/MODEL on the Hub, or an address "
+        "such as s3://BUCKET/FOLDER.",
+    ),
+]
+FetchedSourceArgument = Annotated[
+    str,
+    typer.Argument(
         metavar="SRC", help="Checkpoint: a folder of safetensors files, one safetensors file, or ORG/MODEL on the Hub."
     ),
 ]
 FolderArgument = Annotated[
-    str, typer.Argument(metavar="DIR", help="Master or export written by pqweights: a folder, or ORG/NAME on the Hub.")
+    str,
+    typer.Argument(
+        metavar="DIR",
+        help="Master or export written by pqweights: a folder, ORG/NAME on the Hub, or an address such as "
+        "s3://BUCKET/FOLDER.",
+    ),
 ]
 LocalFolderArgument = Annotated[
     Path, typer.Argument(metavar="DIR", help="Folder of a master or an export written by pqweights.")
 ]
-OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the result, new or empty.")]
+OutArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="OUT",
+        help="Folder for the result, new or empty: a local one, or an address such as s3://BUCKET/FOLDER.",
+    ),
+]
 OverwriteOption = Annotated[
     bool,
     typer.Option(
@@ -325,46 +367,6 @@ DeviceOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 QuietOption = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print no progress, notes or summary; errors and warnings stay.")
-]
-
-# How a model runs over a text
-
-WindowOption = Annotated[
-    int | None,
-    typer.Option("--window", min=2, help="Tokens per window.", show_default="2048, or the model's limit if smaller"),
-]
-StrideOption = Annotated[
-    int | None,
-    typer.Option(
-        "--stride",
-        min=1,
-        help="Tokens between the starts of consecutive windows.",
-        show_default="a quarter of the window, at most 512",
-    ),
-]
-ScoreFirstOption = Annotated[
-    bool, typer.Option("--score-first", help="Score all tokens of the first window, not only its last ones.")
-]
-MaxTokensOption = Annotated[
-    int | None,
-    typer.Option("--max-tokens", min=2, help="Maximum number of tokens to read from the text.", show_default="all"),
-]
-TokenizerOption = Annotated[
-    Path | None,
-    typer.Option("--tokenizer", metavar="DIR", help="Folder of the tokenizer.", show_default="the model's own"),
-]
-ModelDtypeOption = Annotated[
-    ModelDtype, typer.Option("--dtype", help="Dtype to run the model in; auto is the model's own.")
-]
-DeviceMapOption = Annotated[
-    str | None,
-    typer.Option(
-        "--device-map",
-        help="Device map for transformers; auto spreads a large model over the devices (needs accelerate).",
-    ),
-]
-RecordOption = Annotated[
-    bool, typer.Option("--no-record", help="Do not write pqweights-eval.json beside masters and exports.")
 ]
 
 # The model card

@@ -19,6 +19,7 @@ from .tables import wrapped
 if TYPE_CHECKING:
     from pqweights.planning.recipe import Recipe
     from pqweights.quantizing import QuantizeOptions
+    from pqweights.rewrite.places import ResultPlace
 
 PlotOption = Annotated[
     Path | None,
@@ -116,6 +117,7 @@ class PlanRequest:
     recipe: what to do with its tensors
     options: how to read and write them
     threads: number of threads for which the memory is estimated
+    out: where the result is to be written, if that is known
     summary: whether to summarize the tensors; None to choose by their number
     plot: where to plot the bit widths, if anywhere
     json: whether to print JSON
@@ -125,6 +127,7 @@ class PlanRequest:
     recipe: Recipe
     options: QuantizeOptions
     threads: int
+    out: ResultPlace | None = None
     summary: bool | None = None
     plot: Path | None = None
     json: bool = False
@@ -137,7 +140,7 @@ def show_plan(request: PlanRequest) -> None:
 
     options.check_plot(request.plot)
     with output.status("reading the headers"):
-        report = plan(request.source, request.recipe, request.options, request.threads)
+        report = plan(request.source, request.recipe, request.options, request.threads, request.out)
     if request.plot is not None:
         from pqweights.plots.layers import plot_widths
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -72,8 +71,10 @@ def command(
     with output.errors(kept=None if dry_run else lambda: options.run_continues(source, out), quiet=quiet):
         from pqweights.planning.choice import RecipeOptions, choose_recipe
         from pqweights.quantizing import QuantizeOptions, quantize
+        from pqweights.rewrite.places import result_place
         from pqweights.rewrite.task import RunOptions
 
+        place = result_place(out)
         changes = RecipeOptions(
             codec=codec,
             bits=bits,
@@ -102,23 +103,25 @@ def command(
         report.warn_of_files_beside(source)
         if dry_run:
             show_plan(
-                PlanRequest(source=source, recipe=chosen, options=asked, threads=used, summary=summary, json=json)
+                PlanRequest(
+                    source=source, recipe=chosen, options=asked, threads=used, out=place, summary=summary, json=json
+                )
             )
             return
         with output.progress("quantizing") as progress:
             progress.status("reading the headers")
             run = RunOptions(threads=used, device=device.value, overwrite=overwrite, progress=progress)
-            done = quantize(source, out, chosen, options=asked, run=run)
-        _show(done, f"{source} -> {out}", out=out, summary=summary, json=json)
+            done = quantize(source, place, chosen, options=asked, run=run)
+        _show(done, f"{source} -> {place}", out=str(place), summary=summary, json=json)
 
 
-def _show(done: RewriteReport, what: str, *, out: Path, summary: bool | None, json: bool) -> None:
+def _show(done: RewriteReport, what: str, *, out: str, summary: bool | None, json: bool) -> None:
     """Print a result. what: source and output, for people."""
     report.warn_if_nothing_is_quantized(done.totals)
     for warning in done.warnings:
         output.warn(warning)
     if json:
-        output.print_json({"output": str(out)} | done.to_json())
+        output.print_json({"output": out} | done.to_json())
         return
     if done.already_done:
         output.note(f"{out}: already holds this result; nothing was written")

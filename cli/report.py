@@ -11,6 +11,7 @@ from .output import first_names, size, warn
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pqweights.checkpoint.storage import Storage
     from pqweights.planning.fit import Fit
     from pqweights.planning.plan import Plan, TensorPlan
     from pqweights.planning.totals import Totals
@@ -91,8 +92,9 @@ def warn_of_files_beside(source: str) -> None:
     from pathlib import Path
 
     from pqweights.checkpoint.source import files_beside
+    from pqweights.remote.addresses import local_path
 
-    path = Path(source)
+    path = Path(local_path(source))
     beside = files_beside(path) if path.is_file() else ()
     if beside:
         warn(
@@ -101,7 +103,7 @@ def warn_of_files_beside(source: str) -> None:
         )
 
 
-def warn_of_broken_files(folder: Path, manifest: Manifest) -> None:
+def warn_of_broken_files(folder: Path | Storage, manifest: Manifest) -> None:
     """Warn if files that the manifest of a folder lists are missing, or weight files have another size."""
     from pqweights.rewrite.listed_files import file_problems
     from pqweights.units import counted

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import options, output
+from . import options, output, text_options
 
 if TYPE_CHECKING:
     from pqweights.planning.sensitivity_file import Sensitivity
@@ -29,7 +29,7 @@ OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace an e
 
 
 def command(
-    source: options.SourceArgument,
+    source: options.FetchedSourceArgument,
     out: FileArgument,
     tokens: TokensOption = 2048,
     text: TextOption = None,
@@ -37,9 +37,9 @@ def command(
     recipe: options.RecipeOption = "q5",
     keep: options.KeepOption = None,
     set_bits: options.SetOption = None,
-    tokenizer: options.TokenizerOption = None,
-    dtype: options.ModelDtypeOption = options.ModelDtype.FLOAT32,
-    device_map: options.DeviceMapOption = None,
+    tokenizer: text_options.TokenizerOption = None,
+    dtype: text_options.ModelDtypeOption = text_options.ModelDtype.FLOAT32,
+    device_map: text_options.DeviceMapOption = None,
     overwrite: OverwriteOption = False,
     revision: options.RevisionOption = None,
     token: options.TokenOption = None,

@@ -23,10 +23,10 @@ def command(
         from pqweights.results.verify import verify
         from pqweights.units import counted
 
-        found = options.fetched(folder, options.access(revision, token), ours=True)
+        found = options.found_result(folder, options.access(revision, token))
         with output.progress("verifying") as progress:
             result = verify(
-                found.path, threads=options.thread_count(threads), beside=found.not_fetched, progress=progress
+                found.where, threads=options.thread_count(threads), beside=found.not_fetched, progress=progress
             )
         if json:
             output.print_json(result.to_json())

@@ -18,7 +18,7 @@ from pqweights.exports.options import ExportOptions
 from pqweights.generation.generator import Generator
 from pqweights.generation.options import DEFAULT_MAX_TOKENS, GenerationOptions
 from pqweights.generation.report import INTERRUPTED, Generation
-from pqweights.hub.sources import Access, Fetched, local_folder
+from pqweights.hub.sources import Access, find_original, find_result, local_folder
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES
 from pqweights.planning.recipe import Recipe
 from pqweights.quantizing import QuantizeOptions
@@ -121,8 +121,8 @@ def quantize(
 ) -> RewriteReport:
     """Quantize a checkpoint into a master, continuing an interrupted run of the same call.
 
-    source: a folder of safetensors files, one such file, or ORG/MODEL on the Hub
-    out: the folder for the master: new, empty, or that of an earlier run
+    source: a folder of safetensors files, one such file, ORG/MODEL on the Hub, or an address such as s3://BUCKET/FOLDER
+    out: the folder for the master, or an address: new, empty, or that of an earlier run
     recipe: the name of a built-in recipe, a YAML file, or a pqweights.planning.recipe.Recipe
     codec: another default codec
     bits: another default bit width
@@ -175,8 +175,8 @@ def quantize(
         low_disk=low_disk,
     )
     run = _run(threads=threads, device=device, overwrite=overwrite, progress=progress)
-    place = arguments.local_or_hub("source", source)
-    return quantize_source(place, arguments.local("out", out), chosen, options=options, run=run)
+    found, place = arguments.local_or_hub("source", source), arguments.place("out", out)
+    return quantize_source(found, place, chosen, options=options, run=run)
 
 
 def export(
@@ -212,8 +212,8 @@ def export(
 ) -> RewriteReport:
     """Export a master to a checkpoint that a runtime loads, continuing an interrupted run of the same call.
 
-    master: the folder of a master, or ORG/NAME on the Hub
-    out: the folder for the export: new, empty, or that of an earlier run
+    master: the folder of a master, ORG/NAME on the Hub, or an address such as s3://BUCKET/FOLDER
+    out: the folder for the export, or an address: new, empty, or that of an earlier run
     target: "bf16", "torchao-int4", "mlx-q4", "gguf" or "vllm-int4"
     bits, group_size, qparams: bits of the integers, weights that share a scale, and how scales are chosen
     source: the original checkpoint, from which integers are then made
@@ -255,10 +255,13 @@ def export(
     )
     get_target(target).settings(asked)  # refuses wrong options before anything is fetched
     run = _run(threads=threads, device=device, overwrite=overwrite, progress=progress)
-    found = _folder(master, Access(revision, token), run.progress)
-    original = None if source is None else _folder(source, Access(None, token), run.progress, ours=False).path
-    folder = MasterFolder(found.path, found.origin, original)
-    place, shard_bytes = arguments.local("out", out), arguments.byte_size("max_shard_size", max_shard_size)
+    found = find_result(
+        arguments.local_or_hub("folder", master), Access(revision, token), ours=True, progress=run.progress
+    )
+    given = None if source is None else arguments.local_or_hub("folder", source)
+    original = None if given is None else find_original(given, Access(None, token), run.progress)
+    folder = MasterFolder(found.where, found.origin, original)
+    place, shard_bytes = arguments.place("out", out), arguments.byte_size("max_shard_size", max_shard_size)
     return export_master(folder, place, target, options=asked, max_shard_bytes=shard_bytes, run=run)
 
 
@@ -272,29 +275,29 @@ def verify(
 ) -> Verification:
     """Check every stored byte of a master or an export against its manifest.
 
-    folder: a folder, or ORG/NAME on the Hub
+    folder: a folder, ORG/NAME on the Hub, or an address such as s3://BUCKET/FOLDER
     The other arguments are those of `quantize`.
 
     Raises MasterError if the folder has no readable manifest, SourceError or HubError; every other problem is a line
     of the result.
     """
     show = progress or _ignore
-    found = _folder(folder, Access(revision, token), show)
-    return verify_folder(found.path, threads=arguments.threads(threads), beside=found.not_fetched, progress=show)
+    found = find_result(arguments.local_or_hub("folder", folder), Access(revision, token), ours=True, progress=show)
+    return verify_folder(found.where, threads=arguments.threads(threads), beside=found.not_fetched, progress=show)
 
 
 def inspect(folder: str | PathLike[str], *, revision: str | None = None, token: str | None = None) -> Inspection:
     """Return what a master or an export holds according to its manifest: tensors, bits, errors and sizes.
 
-    folder: a folder, or ORG/NAME on the Hub, of which only the manifest is fetched
+    folder: a folder, or ORG/NAME on the Hub or an address, of which only the manifest is fetched
     revision, token: those of a repository on the Hub
 
     For a GGUF file that has no manifest beside it, see pqweights.results.inspect_gguf.
 
     Raises MasterError, SourceError or HubError.
     """
-    found = local_folder(arguments.local_or_hub("folder", folder), Access(revision, token), only=[MANIFEST_FILE])
-    return inspect_folder(found.path)
+    found = find_result(arguments.local_or_hub("folder", folder), Access(revision, token), only=[MANIFEST_FILE])
+    return inspect_folder(found.where)
 
 
 def generate(
@@ -352,7 +355,8 @@ def generate(
         device=device,
     )
     asked.check()
-    found = _folder(model, Access(revision, token), progress or _ignore, ours=False)
+    place = arguments.local_or_hub("model", model)
+    found = local_folder(place, Access(revision, token), progress=progress or _ignore)
     opened = Generator(found.path, asked, name=str(model), tell=lambda line: None)
     done = opened.reply(prompt, on_text or (lambda piece: None))
     if done.stop == INTERRUPTED:
@@ -368,8 +372,3 @@ def _run(*, threads: int | None, device: str, overwrite: bool, progress: Progres
     return RunOptions(
         threads=arguments.threads(threads), device=device, overwrite=overwrite, progress=progress or _ignore
     )
-
-
-def _folder(source: str | PathLike[str], access: Access, progress: Progress, *, ours: bool = True) -> Fetched:
-    """Return a local folder, or a repository on the Hub as a folder in the cache."""
-    return local_folder(arguments.local_or_hub("folder", source), access, ours=ours, progress=progress)

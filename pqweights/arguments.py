@@ -9,6 +9,7 @@ from pathlib import Path
 from pqweights.errors import OptionError, RecipeError
 from pqweights.planning.choice import RecipeOptions, choose_recipe
 from pqweights.planning.recipe import Recipe
+from pqweights.rewrite.places import ResultPlace, result_place
 from pqweights.rewrite.task import usable_cores
 from pqweights.units import parse_size
 
@@ -25,6 +26,14 @@ def local(name: str, value: str | os.PathLike[str]) -> Path:
     if not isinstance(value, str | os.PathLike):
         raise _wrong(name, "a path", value)
     return Path(value)
+
+
+def place(name: str, value: str | os.PathLike[str]) -> ResultPlace:
+    """Return the place of a result: a local folder, or an address in object storage.
+
+    Raises OptionError, see result_place.
+    """
+    return result_place(value if isinstance(value, str) else local(name, value))
 
 
 def chosen_recipe(

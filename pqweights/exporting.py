@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.checkpoint.storage import Origin
+from pqweights.checkpoint.source import Checkpoint, open_local
+from pqweights.checkpoint.storage import LocalStorage, Origin, Storage
 from pqweights.errors import SourceError
 from pqweights.exports import get_target
 from pqweights.exports.bf16 import Bf16Export
@@ -15,9 +15,11 @@ from pqweights.exports.options import GPTQ, PLAIN, ExportOptions
 from pqweights.exports.target import ExportSource
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES
 from pqweights.planning.totals import count
+from pqweights.remote.addresses import Address
+from pqweights.remote.storage import RemoteStorage
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.listed_files import open_result
-from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.manifest import find_manifest
 from pqweights.rewrite.places import ResultPlace, result_place
 from pqweights.rewrite.records import total_relative_mse
 from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
@@ -27,39 +29,49 @@ from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptio
 class MasterFolder:
     """Where a master lies.
 
-    folder: the folder of the master
+    folder: the folder of the master, on this machine or anywhere
     origin: the repository from which the folder was fetched, if it was
     original: the checkpoint from which the master was made; a target of integers then rounds its weights instead of the
         decoded ones
     """
 
-    folder: Path
+    folder: Path | Storage
     origin: Origin | None = None
-    original: Path | None = None
+    original: Path | Address | None = None
+
+    def open(self) -> Checkpoint:
+        """Open the master. Raises what `open_result` raises."""
+        if not isinstance(self.folder, Path):
+            return open_result(self.folder)
+        if not self.folder.is_dir():
+            return open_local(self.folder)
+        return open_result(LocalStorage(self.folder, origin=self.origin))
 
 
 def export(
     master: MasterFolder,
-    out: Path | ResultPlace,
+    out: str | Path | ResultPlace,
     target: str,
     *,
     options: ExportOptions = ExportOptions(),
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     run: RunOptions = RunOptions(),
 ) -> RewriteReport:
-    """Write a master into the folder `out` as a target loads it, continuing an interrupted run of the same call.
+    """Write a master into `out` as a target loads it, continuing an interrupted run of the same call.
 
+    out: a folder or an address in object storage, new, empty, or written by an earlier run
     target: a key of EXPORTS, or of ALIASES
     Raises SourceError (also for a folder that is not a master), MasterError, ExportError, OptionError, OutputError,
-    DeviceError or MissingDependencyError.
+    DeviceError, StorageError or MissingDependencyError.
     """
     to = get_target(target)
     settings = to.settings(options)
     place = result_place(out)
-    for path in (master.folder, *([master.original] if master.original else [])):
-        place.check_apart(path)
+    for where in (_location(master.folder), master.original):
+        if where is not None:
+            place.check_apart(where)
     _check_not_an_export(master.folder)
-    checkpoint = open_result(master.folder, origin=master.origin)
+    checkpoint = master.open()
     if not checkpoint.is_master:
         raise SourceError(
             f"{master.folder}: expected a pqweights master (config.json with quant_method pqweights), found none"
@@ -78,7 +90,7 @@ def export(
     checkpoint, transform = to.prepare(source, settings)
     task = RewriteTask(
         checkpoint=checkpoint,
-        source=master.folder,
+        source=_location(master.folder),
         transform=transform,
         plan=make_plan(checkpoint, transform, max_shard_bytes),
         out=place,
@@ -87,12 +99,17 @@ def export(
     return rewrite(task, run)
 
 
-def _check_not_an_export(folder: Path) -> None:
+def _location(folder: Path | Storage) -> Path | Address | None:
+    """Return where a folder is, which may be that of the result; None if it cannot be."""
+    if isinstance(folder, RemoteStorage):
+        return folder.folder.address
+    return folder if isinstance(folder, Path) else None
+
+
+def _check_not_an_export(folder: Path | Storage) -> None:
     """Raise SourceError if a folder holds an export, MasterError if its manifest is damaged."""
-    if not (folder / MANIFEST_FILE).is_file():
-        return
-    manifest = read_manifest(folder)
-    if manifest.identity.kind != Bf16Export.kind:
+    manifest = find_manifest(folder)
+    if manifest is None or manifest.identity.kind != Bf16Export.kind:
         return
     raise SourceError(
         f"{folder}: expected a pqweights master, found an export ({manifest.made_by.get('target')}): an export is made "
@@ -100,16 +117,16 @@ def _check_not_an_export(folder: Path) -> None:
     )
 
 
-def _lineage(master: Path) -> tuple[Lineage, str | None]:
+def _lineage(master: Path | Storage) -> tuple[Lineage, str | None]:
     """Return what a master's manifest states about the master and the original model, and the fingerprint of that.
 
     There is nothing without a manifest.
 
     Raises MasterError for a damaged manifest.
     """
-    if not (master / MANIFEST_FILE).is_file():
+    manifest = find_manifest(master)
+    if manifest is None:
         return Lineage(), None
-    manifest = read_manifest(master)
     about: dict[str, Any] = {
         key: manifest.made_by[key] for key in ("recipe", "awq", "fit", "fold") if key in manifest.made_by
     }

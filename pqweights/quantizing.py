@@ -20,7 +20,7 @@ from pqweights.codecs import get_codec, nearest_rate
 from pqweights.errors import OptionError, OutputError, RecipeError, SourceError, StrictError
 from pqweights.folding.fold import Fold
 from pqweights.folding.kinds import make_fold
-from pqweights.hub.sources import Access, open_source
+from pqweights.hub.sources import Access, address_of, open_source
 from pqweights.hub.storage import HubStorage
 from pqweights.planning.awq_file import AwqScales, open_awq
 from pqweights.planning.containers import Safetensors
@@ -40,6 +40,7 @@ from pqweights.planning.rates import Chosen, RatePlanner
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, read_sensitivity
 from pqweights.planning.target import SizeTarget
+from pqweights.remote.addresses import local_path
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.encode_job import EncodeJob, WeightToEncode
 from pqweights.rewrite.jobs import CopyJob, Job
@@ -80,19 +81,20 @@ class QuantizeOptions:
 
 def quantize(
     source: str | Path,
-    out: Path | ResultPlace,
+    out: str | Path | ResultPlace,
     recipe: Recipe,
     *,
     options: QuantizeOptions = QuantizeOptions(),
     run: RunOptions = RunOptions(),
 ) -> RewriteReport:
-    """Turn a checkpoint into a master in the folder `out`, continuing an interrupted run of the same call.
+    """Turn a checkpoint into a master in `out`, continuing an interrupted run of the same call.
 
-    source: a folder or a file; a string may also be a repository on the Hub, whose files are fetched during the run
-    out: a new or empty folder, or one that an earlier run wrote
+    source: a folder or a file; a string may also be a repository on the Hub, whose files are fetched during the run,
+        or an address in object storage
+    out: a folder or an address in object storage, new, empty, or written by an earlier run
     recipe: which codec encodes which tensor
 
-    Raises SourceError, RecipeError, OutputError, DeviceError or HubError.
+    Raises SourceError, RecipeError, OutputError, DeviceError, HubError or StorageError.
     """
     place = result_place(out)
     checkpoint, transform, plan = plan_quantize(source, recipe, options)
@@ -105,7 +107,7 @@ def quantize(
         checkpoint.storage.check_room(checkpoint.weight_files)
     task = RewriteTask(
         checkpoint=checkpoint,
-        source=None if checkpoint.storage.origin else Path(source),
+        source=None if checkpoint.storage.origin else address_of(source) or Path(local_path(source)),
         transform=transform,
         plan=plan,
         out=place,

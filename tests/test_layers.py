@@ -155,6 +155,7 @@ OPTIONAL = {
         "pqweights.card.front_matter",
         "pqweights.card.old_card",
     },
+    "fsspec": {"pqweights.remote.opening", "pqweights.remote.s3"},
     "huggingface_hub": set(),  # by name, in pqweights.hub.official
     "matplotlib": {
         "pqweights.plots.distribution",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Protocol
 
@@ -17,10 +17,14 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from pqweights.checkpoint.storage import Storage
+
 PIECE_BYTES = 1 << 17
 # What is read at once, and the work that is given to a thread at once; both are whole pieces.
 READ_BYTES = 1 << 20
 PART_BYTES = 1 << 23
+
+Bytes = npt.NDArray[np.uint8]
 
 
 class TensorHash(Protocol):
@@ -35,8 +39,8 @@ class TensorHash(Protocol):
         """Return the parts of a tensor that can be hashed apart, at least one: where each begins and ends, in bytes."""
         ...
 
-    def of_part(self, descriptor: int, offset: int, count: int) -> bytes:
-        """Hash a part: `count` bytes of an open file from `offset` on. The hash of a file that ends early is wrong."""
+    def of_part(self, data: Iterable[Bytes]) -> bytes:
+        """Hash the bytes of a part, READ_BYTES at a time and fewer at its end; fewer bytes have another hash."""
         ...
 
     def combined(self, parts: Sequence[bytes]) -> str:
@@ -53,11 +57,11 @@ class HashOfPieces:
         """See TensorHash."""
         return [(begin, min(begin + PART_BYTES, byte_count)) for begin in range(0, max(byte_count, 1), PART_BYTES)]
 
-    def of_part(self, descriptor: int, offset: int, count: int) -> bytes:
+    def of_part(self, data: Iterable[Bytes]) -> bytes:
         """See TensorHash; the digests of the pieces, one after the other."""
         digests = []
-        for data in _pieces_read(descriptor, offset, count):
-            digests += [blake3(data[at : at + PIECE_BYTES].data).digest() for at in range(0, len(data), PIECE_BYTES)]
+        for each in data:
+            digests += [blake3(each[at : at + PIECE_BYTES].data).digest() for at in range(0, len(each), PIECE_BYTES)]
         return b"".join(digests)
 
     def combined(self, parts: Sequence[bytes]) -> str:
@@ -74,11 +78,11 @@ class Sha256:
         """See TensorHash."""
         return [(0, byte_count)]
 
-    def of_part(self, descriptor: int, offset: int, count: int) -> bytes:
+    def of_part(self, data: Iterable[Bytes]) -> bytes:
         """See TensorHash."""
         digest = hashlib.sha256()
-        for data in _pieces_read(descriptor, offset, count):
-            digest.update(data.data)
+        for each in data:
+            digest.update(each.data)
         return digest.digest()
 
     def combined(self, parts: Sequence[bytes]) -> str:
@@ -91,7 +95,7 @@ HASH_OF_PIECES = HashOfPieces()
 SHA256 = Sha256()
 
 
-def _pieces_read(descriptor: int, offset: int, count: int) -> Iterator[npt.NDArray[np.uint8]]:
+def _pieces_read(descriptor: int, offset: int, count: int) -> Iterator[Bytes]:
     """Yield bytes of an open file, READ_BYTES at a time, in memory that is used again; fewer if the file ends early."""
     memory = np.empty(min(READ_BYTES, count), dtype=np.uint8)
     for begin in range(0, count, READ_BYTES):
@@ -106,12 +110,21 @@ def _pieces_read(descriptor: int, offset: int, count: int) -> Iterator[npt.NDArr
         yield data
 
 
+def pieces_of(storage: Storage, file: str, offset: int, count: int) -> Iterator[Bytes]:
+    """Yield bytes of a file in a storage as `TensorHash.of_part` takes them, in memory that is used again."""
+    memory = np.empty(min(READ_BYTES, count), dtype=np.uint8)
+    for begin in range(0, count, READ_BYTES):
+        data = memory[: min(READ_BYTES, count - begin)]
+        storage.read_into(file, offset + begin, data)
+        yield data
+
+
 def digest_of(tensor_hash: TensorHash, descriptor: int, offset: int, byte_count: int, pool: Executor) -> str:
     """Hash a stored tensor, which begins at `offset` in an open file, with the threads of a pool."""
 
     def of_part(part: tuple[int, int]) -> bytes:
         begin, end = part
-        return tensor_hash.of_part(descriptor, offset + begin, end - begin)
+        return tensor_hash.of_part(_pieces_read(descriptor, offset + begin, end - begin))
 
     return tensor_hash.combined(list(pool.map(of_part, tensor_hash.parts(byte_count))))
 

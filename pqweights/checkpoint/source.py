@@ -11,6 +11,7 @@ import functools
 import hashlib
 import operator
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 from pqweights.checkpoint import master, pickled, quantized
 from pqweights.checkpoint.companions import NOT_GIVEN, WEIGHT_SUFFIXES, companions
 from pqweights.checkpoint.header import StoredTensor, gguf_refused, parse_header
-from pqweights.checkpoint.interrupted import describe_interrupted, is_interrupted
+from pqweights.checkpoint.interrupted import check_not_interrupted
 from pqweights.checkpoint.names import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -30,7 +31,7 @@ from pqweights.checkpoint.names import (
 )
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, read_bytes, read_file
-from pqweights.errors import MasterError, SourceError
+from pqweights.errors import SourceError
 from pqweights.strict_json import is_utf8, parse_json
 
 # A fingerprint covers this many bytes at each end of a tensor.
@@ -93,15 +94,22 @@ class Checkpoint:
         """
         if file not in self._fingerprints:
             digest = hashlib.sha256(f"{self.storage.files()[file].byte_count}\n".encode())
-            for stored in self._by_file[file]:
-                digest.update(f"{stored.name}\n{stored.dtype}\n{stored.shape}\n".encode())
-                count = min(stored.byte_count, SAMPLE_BYTES)
-                digest.update(read_bytes(self.storage, file, stored.offset, count))
-                if stored.byte_count > SAMPLE_BYTES:
-                    end = stored.offset + stored.byte_count - SAMPLE_BYTES
-                    digest.update(read_bytes(self.storage, file, end, SAMPLE_BYTES))
+            tensors = self._by_file[file]
+            with ThreadPoolExecutor(self.storage.reads_at_once, "pqweights-samples") as pool:
+                for stored, sample in zip(tensors, pool.map(self._sample, tensors), strict=True):
+                    digest.update(f"{stored.name}\n{stored.dtype}\n{stored.shape}\n".encode())
+                    digest.update(sample)
             self._fingerprints[file] = digest.hexdigest()
         return self._fingerprints[file]
+
+    def _sample(self, stored: StoredTensor) -> bytes:
+        """Return the first and the last bytes of a tensor."""
+        count = min(stored.byte_count, SAMPLE_BYTES)
+        sample = read_bytes(self.storage, stored.file, stored.offset, count)
+        if stored.byte_count > SAMPLE_BYTES:
+            end = stored.offset + stored.byte_count - SAMPLE_BYTES
+            sample += read_bytes(self.storage, stored.file, end, SAMPLE_BYTES)
+        return sample
 
     @functools.cached_property
     def _by_file(self) -> dict[str, list[StoredTensor]]:
@@ -133,9 +141,7 @@ def open_local(
     Raises SourceError, also for a path that does not exist; MasterError for a damaged master or an unfinished one.
     """
     if path.is_dir():
-        if is_interrupted(path):
-            raise MasterError(f"{path}: {describe_interrupted(path)}")
-        return open_checkpoint(LocalStorage(path, origin=origin), allow_pickle, include=include)
+        return open_folder(LocalStorage(path, origin=origin), allow_pickle, include=include)
     if path.is_file():
         storage = LocalStorage(path.parent, only=[path.name])
         opened = open_checkpoint(storage, allow_pickle, single_file=True, include=include)
@@ -145,25 +151,41 @@ def open_local(
     raise SourceError(f"{path}: no such file or folder; give a local checkpoint folder or a .safetensors file")
 
 
+def open_folder(storage: Storage, allow_pickle: bool = False, *, include: Sequence[str] = ()) -> Checkpoint:
+    """Open the checkpoint in a folder, wherever that is; the arguments are those of `open_local`.
+
+    Raises SourceError, MasterError for a damaged master or an unfinished one.
+    """
+    check_not_interrupted(storage)
+    for name in storage.broken_links:
+        raise SourceError(f"{name}: a link to a file that is not there: fetch it again")
+    return open_checkpoint(storage, allow_pickle, include=include)
+
+
 def files_beside(file: Path) -> tuple[str, ...]:
+    """Return what `others_of_model` does of a single file on this machine."""
+    if not file.name.lower().endswith(WEIGHT_SUFFIXES):
+        return ()
+    names = sorted(path.name for path in file.parent.iterdir() if path.is_file() and not path.name.startswith("."))
+    return others_of_model(LocalStorage(file.parent, only=names), file.name)
+
+
+def others_of_model(storage: Storage, file: str) -> tuple[str, ...]:
     """Return the files of the same model in the folder of a single file, which are not read if that file is given.
 
     They are its configuration, the other files that an index names beside it, and what would be copied with it.
     """
-    if not file.name.lower().endswith(WEIGHT_SUFFIXES):
-        return ()
-    names = sorted(path.name for path in file.parent.iterdir() if path.is_file() and not path.name.startswith("."))
+    names = [name for name in storage.files() if "/" not in name]
     weights: tuple[str, ...] = ()
     if INDEX_FILE in names:
         with contextlib.suppress(SourceError):
-            storage = LocalStorage(file.parent, only=names)
             weights, _ = _indexed_files(storage, INDEX_FILE, (".safetensors",))
-    if file.name not in weights:
+    if file not in weights:
         weights = ()
         if CONFIG_FILE not in names:
             return ()
     of_model = {CONFIG_FILE, INDEX_FILE, *weights, *companions(names, ()).copied}
-    return tuple(name for name in names if name in of_model and name != file.name)
+    return tuple(name for name in names if name in of_model and name != file)
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:

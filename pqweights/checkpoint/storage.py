@@ -18,16 +18,23 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.file_reader import FileReader
+from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
 from pqweights.errors import SourceError
 from pqweights.locks import ProcessLock
 
 
 @dataclass(frozen=True)
 class FileState:
-    """The size of a file, and a stamp that changes with it: its modification time, or a hash of its content."""
+    """What a file was when it was listed.
+
+    byte_count: its size
+    stamp: changes with it: its modification time, or a hash of its content or version
+    modified: when it was changed last, in nanoseconds since 1970; 0 if that is not known
+    """
 
     byte_count: int
     stamp: int
+    modified: int = 0
 
 
 class Origin(NamedTuple):
@@ -37,8 +44,15 @@ class Origin(NamedTuple):
     revision: str
 
 
+class WorkFolder(NamedTuple):
+    """The work folder of a run that is not finished: whether it has a journal, and the first line of that."""
+
+    has_journal: bool
+    first_line: bytes = b""
+
+
 class Storage(Protocol):
-    """Read access to a folder of files."""
+    """Read access to a folder of files. Its text names it in messages."""
 
     bytes_read: int  # so far, by all threads
 
@@ -52,14 +66,37 @@ class Storage(Protocol):
         """How many fetched files are held at once, because `release` deletes them; 0 if they stay."""
         ...
 
+    @property
+    def memory_bytes(self) -> int:
+        """How many bytes it may hold in memory, beside what its readers hold."""
+        ...
+
+    @property
+    def reads_at_once(self) -> int:
+        """How many small reads are best made at once: many where each waits for a reply, 1 for a disk."""
+        ...
+
     def files(self) -> dict[str, FileState]:
         """Return the state of every regular file by its relative POSIX path, in sorted order."""
+        ...
+
+    def newest(self, files: Sequence[str]) -> int:
+        """Return when the last of these files was changed, in nanoseconds since 1970; 0 if none can change."""
+        ...
+
+    @property
+    def broken_links(self) -> tuple[str, ...]:
+        """Links to files that are not there, which `files` leaves out."""
+        ...
+
+    def work_folder(self) -> WorkFolder | None:
+        """Look for what an unfinished run into this folder left, which `files` leaves out."""
         ...
 
     def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
         """Fill the buffer with bytes of a file from `offset` on.
 
-        Raises SourceError if the file ends early, HubError if it cannot be fetched.
+        Raises SourceError if the file ends early, HubError or StorageError if it cannot be fetched.
         """
         ...
 
@@ -85,6 +122,17 @@ def read_bytes(storage: Storage, file: str, offset: int, count: int) -> bytes:
     buffer = np.empty(count, dtype=np.uint8)
     storage.read_into(file, offset, buffer)
     return buffer.tobytes()
+
+
+def local_work_folder(folder: Path) -> WorkFolder | None:
+    """Look for what an unfinished run into a folder left."""
+    if not (folder / WORK_FOLDER).exists():
+        return None
+    try:
+        with open(folder / WORK_FOLDER / JOURNAL_FILE, "rb") as journal:
+            return WorkFolder(has_journal=True, first_line=journal.readline())
+    except OSError:
+        return WorkFolder(has_journal=(folder / WORK_FOLDER / JOURNAL_FILE).exists())
 
 
 def read_file(storage: Storage, file: str, limit: int = 256_000_000) -> bytes:
@@ -113,15 +161,17 @@ class LocalStorage:
         self._reader = FileReader()
         self._lock = ProcessLock()
         self._mapped: dict[str, npt.NDArray[np.uint8]] = {}
+        self._broken_links: tuple[str, ...] = ()
         names = sorted(self._walk()) if only is None else only
         self._files = {}
         for name in names:
             status = os.stat(root / name)
-            self._files[name] = FileState(status.st_size, status.st_mtime_ns)
+            self._files[name] = FileState(status.st_size, status.st_mtime_ns, status.st_mtime_ns)
 
     def _walk(self) -> list[str]:
         """Return the names of all files, following links, but never into a folder that was already visited."""
         found: list[str] = []
+        broken: list[str] = []
         seen = set()
         for folder, subfolders, names in os.walk(self.root, followlinks=True):
             real = os.path.realpath(folder)
@@ -136,10 +186,14 @@ class LocalStorage:
                 if name.startswith("."):
                     continue
                 if path.is_symlink() and not path.exists():
-                    raise SourceError(f"{relative}: a link to a file that is not there: fetch it again")
-                if path.is_file():
+                    broken.append(relative)
+                elif path.is_file():
                     found.append(relative)
+        self._broken_links = tuple(broken)
         return found
+
+    def __str__(self) -> str:
+        return str(self.root)
 
     @property
     def origin(self) -> Origin | None:
@@ -150,6 +204,29 @@ class LocalStorage:
     def frees(self) -> int:
         """0: the files stay."""
         return 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """0: the few blocks that are read ahead are part of what the process needs anyhow."""
+        return 0
+
+    @property
+    def reads_at_once(self) -> int:
+        """1: a disk serves one after the other."""
+        return 1
+
+    def newest(self, files: Sequence[str]) -> int:
+        """Return when the last of these files was changed; the content of a commit does not change."""
+        return 0 if self._origin is not None else max((self._files[name].modified for name in files), default=0)
+
+    @property
+    def broken_links(self) -> tuple[str, ...]:
+        """Links to files that were not there when the folder was listed."""
+        return self._broken_links
+
+    def work_folder(self) -> WorkFolder | None:
+        """Look for the work folder."""
+        return local_work_folder(self.root)
 
     def files(self) -> dict[str, FileState]:
         """Return the files that were listed."""

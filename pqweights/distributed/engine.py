@@ -12,10 +12,10 @@ from types import ModuleType
 from pqweights.checkpoint.storage import LocalStorage
 from pqweights.checkpoint.writer import write_whole
 from pqweights.distributed.cluster import check_nodes, connected, nodes_of
+from pqweights.distributed.parts import memory_of
 from pqweights.distributed.running import RayRun
 from pqweights.distributed.worker import Surroundings
 from pqweights.errors import ClusterError
-from pqweights.rewrite.needs import resource_needs
 from pqweights.rewrite.places import ResultWorkspace
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.task import RewriteTask, RunOptions
@@ -63,17 +63,17 @@ class RayEngine:
 
     def check(self, task: RewriteTask, workspace: ResultWorkspace) -> None:
         """Find out whether all nodes can do their part. Raises ClusterError."""
-        needs = resource_needs(task.plan, self.threads, fold=task.transform.fold)
+        memory = memory_of(task, self.threads)
         nodes = nodes_of(self.ray)
-        small = [node for node in nodes if node.memory_bytes < needs.peak_memory_bytes or node.cores < self.threads]
+        small = [node for node in nodes if node.memory_bytes < memory or node.cores < self.threads]
         for node in small:
             self.tell(
-                f"node {node.name}: is not used: a task needs {self.threads} cores and {needs.peak_memory_bytes} bytes "
+                f"node {node.name}: is not used: a task needs {self.threads} cores and {memory} bytes "
                 f"of memory, it has {node.cores} and {node.memory_bytes}; pass fewer --threads"
             )
         if len(small) == len(nodes):
             raise ClusterError(
-                f"no node has the {needs.peak_memory_bytes} bytes of memory that a task of {self.threads} threads "
+                f"no node has the {memory} bytes of memory that a task of {self.threads} threads "
                 "needs; pass fewer --threads"
             )
         shared = None
@@ -82,10 +82,7 @@ class RayEngine:
             shared = (workspace.folder / "shared", token)
             write_whole(workspace.folder, shared[0], [token])
         asked = Surroundings(files=_local_files(task), shared=shared, scratch=task.out.scratch_folder)
-        room = 0
-        if asked.scratch is not None:
-            largest = sorted(shard.file_bytes for shard in task.plan.shards)[-3:]
-            room = sum(largest)
+        room = task.out.shard_room(task.plan) or 0
         try:
             check_nodes(self.ray, nodes, asked, room=room)
         finally:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pqweights.rewrite.journal import FinishedTensor
+from pqweights.rewrite.needs import resource_needs
+from pqweights.rewrite.parts import PartInputs
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.task import RewriteTask
 
@@ -34,14 +35,12 @@ class PartOrder:
     """What a worker is told of its part, besides the task.
 
     part: the part
-    identity: the digest of the identity of the run
-    known: tensors of the part that are finished
+    inputs: what its workspace needs to know
     threads, device: see RunOptions
     """
 
     part: Part
-    identity: str
-    known: Mapping[str, FinishedTensor]
+    inputs: PartInputs
     threads: int
     device: str
 
@@ -58,6 +57,21 @@ class PartResult:
     records: tuple[TensorRecord, ...]
     fingerprints: Mapping[str, str]
     bytes_read: int
+
+
+def memory_of(task: RewriteTask, threads: int) -> int:
+    """Return an upper bound on the memory in bytes that a part takes.
+
+    threads: how many threads it has
+    """
+    needs = resource_needs(
+        task.plan,
+        threads,
+        fold=task.transform.fold,
+        storages=[each.storage for each in task.checkpoints],
+        shard_room=task.out.shard_room(task.plan),
+    )
+    return needs.peak_memory_bytes
 
 
 def divide(task: RewriteTask, slots: int) -> list[Part]:

@@ -13,11 +13,11 @@ from typing import Any
 from pqweights import __version__
 from pqweights.checkpoint.digests import HASH_OF_PIECES
 from pqweights.distributed.cluster import first_line, nodes_of
-from pqweights.distributed.parts import Part, PartOrder, PartResult, divide
+from pqweights.distributed.parts import Part, PartOrder, PartResult, divide, memory_of
 from pqweights.distributed.progress import Board, PartState
 from pqweights.distributed.worker import Failure
 from pqweights.errors import ClusterError, MasterError, SourceError
-from pqweights.rewrite.needs import resource_needs
+from pqweights.rewrite.parts import PartInputs
 from pqweights.rewrite.places import ResultWorkspace
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.task import RewriteTask, RunOptions
@@ -103,18 +103,25 @@ class RayRun:
     def _give(self, part: Part) -> None:
         """Give a part to the cluster, which runs it when a node has room."""
         plan, known = self._task.plan, self._workspace.records
-        names = [plan.tensors[place].name for number in part.shards for place in plan.shards[number].tensors]
+        shards = [plan.shards[number] for number in part.shards]
+        names = [plan.tensors[place].name for shard in shards for place in shard.tensors]
+        inputs = PartInputs(
+            number=part.number,
+            work=self._task.run_inputs.work,
+            key=self._task.run_inputs.key,
+            shards={shard.file: shard.file_bytes for shard in shards},
+            known={name: known[name] for name in names if name in known},
+        )
         order = PartOrder(
             part=part,
-            identity=self._task.identity.digest(),
-            known={name: known[name] for name in names if name in known},
+            inputs=inputs,
             threads=self._threads,
             device=self._run.device,
         )
         reference = self._remote.options(
             num_cpus=self._threads,
             num_gpus=1 if self._run.device == "cuda" else 0,
-            memory=resource_needs(plan, self._threads, fold=self._task.transform.fold).peak_memory_bytes,
+            memory=memory_of(self._task, self._threads),
             max_retries=0,  # _lost decides
             scheduling_strategy="SPREAD",
         ).remote(self._pickled, pickle.dumps(order), self._board, __version__)

@@ -14,8 +14,8 @@ from pqweights import __version__
 from pqweights.checkpoint.file_uses import file_uses
 from pqweights.distributed.parts import PartOrder, PartResult
 from pqweights.errors import PqweightsError
+from pqweights.rewrite.disk_room import free_bytes
 from pqweights.rewrite.identity import SAME_BYTES_SINCE
-from pqweights.rewrite.places import free_bytes
 from pqweights.rewrite.stream import Stream
 from pqweights.rewrite.task import RewriteTask, RunOptions
 from pqweights.rewrite.transform import Preparation
@@ -122,7 +122,7 @@ def _written(task: RewriteTask, order: PartOrder, report: Report) -> PartResult:
     progress = _Throttled(order.part.number, report)
     run = RunOptions(threads=order.threads, device=order.device, progress=progress)
     read_before = task.bytes_read
-    with task.out.open_part(order.part.number, identity=order.identity, known=order.known) as workspace:
+    with task.out.open_part(order.inputs) as workspace:
         task.checkpoint.restore_fingerprints(workspace.fingerprints())
         task.transform.prepare(
             Preparation(folder=workspace.folder, fetched=workspace.fetched, threads=order.threads, progress=progress)

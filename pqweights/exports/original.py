@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.views import View
@@ -22,7 +21,8 @@ from pqweights.folding.fold import ROTATE, Fold
 from pqweights.folding.folded import unfolded
 from pqweights.planning.moments_file import Moments, open_moments
 from pqweights.planning.plan import coder_of
-from pqweights.rewrite.manifest import Manifest, read_manifest
+from pqweights.remote.storage import open_address
+from pqweights.rewrite.manifest import Manifest, find_manifest
 
 IN_WEIGHT_FILES = "the weight files already contain what the runtime needs"
 # Integers are remarked that have at least this many bits more than the codes of the master, on average.
@@ -35,9 +35,10 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
     Raises SourceError for an original that the master was not made from, ExportError if the target cannot store the
     model, OptionError for a second fold.
     """
-    manifest, original = _manifest(source.folder), None
+    manifest, original = find_manifest(source.folder), None
     if source.original is not None:
-        original = open_local(source.original)
+        given = source.original
+        original = open_local(given) if isinstance(given, Path) else open_address(given)
         where = f"--source {source.original}"
         _check_original(where, original, master=source.checkpoint, manifest=manifest)
     moments = None if source.calibration is None else _moments(source, source.calibration, original, manifest)
@@ -164,14 +165,6 @@ def _error(tensor: LogicalTensor, errors: dict[str, float]) -> float | None:
     weights = [math.prod(part.shape) for part in parts]
     total = sum(errors.get(part.name, 0.0) * count for part, count in zip(parts, weights, strict=True))
     return total / sum(weights) if total else 0.0
-
-
-def _manifest(folder: Path) -> Manifest | None:
-    """Read the manifest of a master, or return None if there is none: then errors against the original are unknown.
-
-    Raises MasterError for a damaged manifest.
-    """
-    return read_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None
 
 
 def _check_original(where: str, original: Checkpoint, *, master: Checkpoint, manifest: Manifest | None) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.storage import Storage
 from pqweights.exports.loading import LoadableModel
 from pqweights.exports.options import PLAIN, ExportOptions
+from pqweights.remote.addresses import Address
 from pqweights.rewrite.transform import Transform
 
 # The runtimes that load exports: transformers alone, transformers with the package of that name, mlx-lm, or llama.cpp.
@@ -36,9 +38,9 @@ class ExportSource:
     fingerprint: that of the checkpoint that the master was made from, if it is known
     """
 
-    folder: Path
+    folder: Path | Storage
     checkpoint: Checkpoint
-    original: Path | None
+    original: Path | Address | None
     calibration: Path | None = None
     rounding: str = PLAIN
     fold: str | None = None

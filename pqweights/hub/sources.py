@@ -1,4 +1,4 @@
-"""What a user gives as SRC or DIR: a local folder or file, or a repository on the Hub."""
+"""What a user gives as SRC or DIR: a local folder or file, a repository on the Hub, or an address in object storage."""
 
 from __future__ import annotations
 
@@ -9,14 +9,24 @@ from typing import NamedTuple
 
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.source import Checkpoint, needed_files, open_checkpoint, open_local
-from pqweights.checkpoint.storage import Origin
+from pqweights.checkpoint.storage import Origin, Storage
 from pqweights.errors import SourceError
 from pqweights.hub.cache import download_to_cache, remember, snapshot
 from pqweights.hub.client import Hub, Tell
 from pqweights.hub.ids import is_repository_id
 from pqweights.hub.storage import HubStorage
+from pqweights.remote.addresses import Address, is_address, local_path, parse_address
+from pqweights.remote.folder import RemoteFolder
+from pqweights.remote.storage import RemoteStorage, open_address
 
 PREFIX = "hf://"
+# The commands that copy folders from object storage.
+COPIES = {
+    "s3": "`aws s3 sync`",
+    "s3a": "`aws s3 sync`",
+    "gs": "`gcloud storage rsync -r`",
+    "gcs": "`gcloud storage rsync -r`",
+}
 
 Progress = Callable[[int, int, str], None]  # called with the bytes done, the bytes in all, and the name of the file
 
@@ -64,6 +74,14 @@ def repository_id(source: str | Path) -> str | None:
     return source if is_repository_id(source) and not Path(source).exists() else None
 
 
+def address_of(source: str | Path) -> Address | None:
+    """Return the address in object storage that is meant, or None for anything else.
+
+    Raises OptionError for an address that cannot be one.
+    """
+    return parse_address(source) if isinstance(source, str) and is_address(source) else None
+
+
 def open_source(
     source: str | Path,
     access: Access,
@@ -72,18 +90,21 @@ def open_source(
     allow_pickle: bool = False,
     include: Sequence[str] = (),
 ) -> Checkpoint:
-    """Open a local checkpoint or one on the Hub; only its headers are read.
+    """Open a local checkpoint, one on the Hub, or one in object storage; only its headers are read.
 
     low_disk: see HubStorage
     allow_pickle: whether to open weights in PyTorch's pickle files
     include: patterns of files to copy, see checkpoint/companions.py
 
-    Raises SourceError, HubError.
+    Raises SourceError, HubError, StorageError.
     """
     repository = repository_id(source)
     if repository is None:
         check_local(source, access, low_disk)
-        return open_local(Path(source), allow_pickle, include=include)
+        address = address_of(source)
+        if address is not None:
+            return open_address(address, allow_pickle, include=include)
+        return open_local(Path(local_path(source)), allow_pickle, include=include)
     hub = access.hub()
     storage = HubStorage(hub, hub.repository(repository, access.revision), low_disk)
     return open_checkpoint(storage, allow_pickle, include=include)
@@ -107,7 +128,8 @@ def local_folder(
     repository = repository_id(source)
     if repository is None:
         check_local(source, access)
-        return Fetched(Path(source))
+        _refuse_address(source)
+        return Fetched(Path(local_path(source)))
     hub = access.hub()
     if hub.is_offline:
         folder = snapshot(hub, repository, access.revision)
@@ -124,6 +146,57 @@ def local_folder(
     folder = _fetch(storage, wanted, progress)
     remember(hub, storage.repository, access.revision)
     return Fetched(folder, storage.origin, tuple(name for name in storage.files() if name not in wanted))
+
+
+class FoundResult(NamedTuple):
+    """A folder that is read where it is: on this machine, or in object storage. The fields are those of Fetched."""
+
+    where: Path | Storage
+    origin: Origin | None = None
+    not_fetched: tuple[str, ...] = ()
+
+
+def find_result(
+    source: str | Path,
+    access: Access,
+    *,
+    only: Sequence[str] = (),
+    ours: bool = False,
+    progress: Progress = lambda done, total, name: None,
+) -> FoundResult:
+    """Return a local folder, a repository as `local_folder` does, or a folder in object storage.
+
+    Of that nothing is fetched. The arguments are those of `local_folder`.
+
+    Raises SourceError, HubError, StorageError.
+    """
+    address = address_of(source)
+    if address is None:
+        return FoundResult(*local_folder(source, access, only=only, ours=ours, progress=progress))
+    check_local(source, access)
+    return FoundResult(RemoteStorage(RemoteFolder(address)))
+
+
+def find_original(
+    source: str | Path, access: Access, progress: Progress = lambda done, total, name: None
+) -> Path | Address:
+    """Return the folder or the file of an original model, a repository as `local_folder` does, or an address.
+
+    Raises SourceError, HubError.
+    """
+    address = address_of(source)
+    return address or local_folder(source, access, progress=progress).path
+
+
+def _refuse_address(source: str | Path) -> None:
+    """Raise SourceError for an address in object storage."""
+    address = address_of(source)
+    if address is not None:
+        copy = COPIES.get(address.scheme, "the tool of that storage")
+        raise SourceError(
+            f"{address}: expected a local folder or a repository on the Hub, found an address in object storage, which "
+            f"this command does not read: copy it to a folder first, with {copy}, and give that"
+        )
 
 
 def _fetch(storage: HubStorage, names: Sequence[str], progress: Progress) -> Path:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.file_reader import FileReader
+from pqweights.checkpoint.header_starts import HeaderStarts
 from pqweights.checkpoint.storage import FileState, Origin
 from pqweights.errors import OutputError, SourceError
 from pqweights.hub.cache import cache_room, cached, download_to_cache
@@ -30,10 +29,6 @@ from pqweights.locks import ProcessLock
 
 # Files up to this size come whole in one request: configurations, indices, cards.
 SMALL_BYTES = 32_000_000
-# What the first request for a header asks for; later ones ask for what the longest header so far needed.
-HEADER_BYTES = 1 << 16
-MOST_HEADER_BYTES = 1 << 20
-REQUESTS_AT_ONCE = 8
 LOW_DISK_FILES = 2
 DOWNLOADS_AT_ONCE = 2
 
@@ -57,10 +52,7 @@ class HubStorage:
             name: FileState(file.byte_count, int(file.content_hash[:15] or "0", 16))
             for name, file in self._remote.items()
         }
-        self._expected: deque[str] = deque()  # files whose headers will be read
-        self._starts: dict[str, bytes] = {}  # the first bytes of some of them, until their headers are read
-        self._header_bytes = HEADER_BYTES
-        self._headers: dict[str, str] = {}  # SHA-256 of each header that was read, with its length in front
+        self._starts = HeaderStarts(self._range, self._size_of)
         self._small: dict[str, bytes] = {}
         self._fetcher: Fetcher | None = None
         self._folder = Path()  # where files are fetched to
@@ -75,9 +67,34 @@ class HubStorage:
         return self.repository.origin
 
     @property
+    def memory_bytes(self) -> int:
+        """0: fetched files are read from the disk."""
+        return 0
+
+    @property
+    def reads_at_once(self) -> int:
+        """1: files that were fetched are read from the disk."""
+        return 1
+
+    @property
     def frees(self) -> int:
         """How many fetched files are held at once; 0 if they stay."""
         return LOW_DISK_FILES if self.low_disk else 0
+
+    def newest(self, files: Sequence[str]) -> int:
+        """0: the content of a commit does not change."""
+        return 0
+
+    @property
+    def broken_links(self) -> tuple[str, ...]:
+        """None: a repository has no links."""
+        return ()
+
+    def work_folder(self) -> None:
+        """Return None: unfinished runs are not pushed."""
+
+    def __str__(self) -> str:
+        return self.repository.id
 
     def files(self) -> dict[str, FileState]:
         """Return the state of every file by its path, in sorted order; without hidden files, as in a local folder."""
@@ -98,7 +115,7 @@ class HubStorage:
 
     def expect(self, files: Sequence[str]) -> None:
         """Prepare to read the headers of these files: once one is read, the first bytes of more are requested."""
-        self._expected = deque(files)
+        self._starts.expect(files)
 
     @contextlib.contextmanager
     def fetching(self, folder: Path, files: Mapping[str, int]) -> Iterator[None]:
@@ -162,7 +179,7 @@ class HubStorage:
 
         Raises SourceError if it was another one; no result of such a plan may stay.
         """
-        digest = self._headers.get(file)
+        digest = self._starts.digests.get(file)
         if digest is not None:
             with open(path, "rb") as stream:
                 start = stream.read(8)
@@ -174,10 +191,9 @@ class HubStorage:
 
     def _requested(self, file: str, offset: int, count: int) -> bytes:
         """Return bytes of a file that is not fetched as a whole; fewer if the file is shorter."""
-        while file in self._expected:
-            self._request_starts()
-        if file in self._starts:
-            return self._from_start(file, offset, count)
+        start = self._starts.read(file, offset, count)
+        if start is not None:
+            return start
         remote = self._remote[file]
         if not file.endswith(".safetensors") and (remote.byte_count <= SMALL_BYTES or count == remote.byte_count):
             data = self._small.get(file) or read_whole(self.hub, self.repository, remote)
@@ -186,31 +202,8 @@ class HubStorage:
             return data[offset : offset + count]
         return self._range(file, offset, count)
 
-    def _request_starts(self) -> None:
-        """Request the first bytes of the next files: few, so that little waits in memory.
-
-        The first file comes alone; it shows how long headers are here.
-        """
-        count = REQUESTS_AT_ONCE * 4 if self._headers else 1
-        batch = [self._expected.popleft() for _ in range(min(count, len(self._expected)))]
-        with ThreadPoolExecutor(REQUESTS_AT_ONCE, "pqweights-headers") as pool:
-            for file, start in zip(batch, pool.map(self._start, batch), strict=True):
-                self._starts[file] = start
-
-    def _start(self, file: str) -> bytes:
-        return self._range(file, 0, min(self._header_bytes, self._files[file].byte_count))
-
-    def _from_start(self, file: str, offset: int, count: int) -> bytes:
-        """Return bytes of a file whose start was requested, and note its header, which follows 8 bytes of length."""
-        start = self._starts[file]
-        data = start[offset : offset + count]
-        if len(data) < count:
-            data = self._range(file, offset, count)
-        if offset == 8:
-            self._headers[file] = hashlib.sha256(start[:8] + data).hexdigest()
-            self._header_bytes = min(max(self._header_bytes, (8 + count) * 9 // 8), MOST_HEADER_BYTES)
-            del self._starts[file]
-        return data
+    def _size_of(self, file: str) -> int:
+        return self._files[file].byte_count
 
     def _range(self, file: str, offset: int, count: int) -> bytes:
         path = self._cached(file)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
+from pqweights.checkpoint.storage import LocalStorage, Storage, read_file
 from pqweights.checkpoint.writer import sha256_of_file, write_whole
 from pqweights.errors import MasterError, OutputError
 from pqweights.strict_json import Fields, json_bytes, parse_json
@@ -140,18 +141,19 @@ def write_record(place: Place, record: EvaluationRecord) -> Path:
     return path
 
 
-def read_records(folder: Path, manifest_sha256: str) -> tuple[EvaluationRecord, ...]:
+def read_records(result: Path | Storage, manifest_sha256: str) -> tuple[EvaluationRecord, ...]:
     """Return the records of the result whose manifest has this sha256; none if the file is of another result.
 
     Raises MasterError for a file that this version would not have written.
     """
-    path = folder / EVALUATION_FILE
-    if not path.is_file():
+    storage = _file_of(result) if isinstance(result, Path) else result
+    if EVALUATION_FILE not in storage.files():
         return ()
-    if path.stat().st_size > MAX_BYTES:
-        raise _damaged("its size", f"at most {MAX_BYTES} bytes", path.stat().st_size)
+    size = storage.files()[EVALUATION_FILE].byte_count
+    if size > MAX_BYTES:
+        raise _damaged("its size", f"at most {MAX_BYTES} bytes", size)
     try:
-        found = Fields(parse_json(path.read_bytes()), _damaged, "the file")
+        found = Fields(parse_json(read_file(storage, EVALUATION_FILE)), _damaged, "the file")
     except ValueError as error:
         raise MasterError(f"{EVALUATION_FILE}: damaged: {error}; delete it, and evaluate again") from None
     version = found.raw("evaluation_version")
@@ -159,6 +161,10 @@ def read_records(folder: Path, manifest_sha256: str) -> tuple[EvaluationRecord, 
         raise _damaged("evaluation_version", str(EVALUATION_VERSION), version)
     records = tuple(_parse(entry) for entry in found.items("evaluations"))
     return records if found.text("manifest_sha256") == manifest_sha256 else ()
+
+
+def _file_of(folder: Path) -> LocalStorage:
+    return LocalStorage(folder, only=[EVALUATION_FILE] if (folder / EVALUATION_FILE).is_file() else [])
 
 
 def _parse(entry: Any) -> EvaluationRecord:

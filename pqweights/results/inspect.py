@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pqweights.checkpoint.storage import Storage
 from pqweights.codecs.protocol import largest_error
 from pqweights.planning.plan import QUANTIZE, TensorPlan, coder_of
 from pqweights.planning.totals import Totals, total
@@ -70,12 +71,12 @@ class Inspection:
         }
 
 
-def inspect(folder: Path) -> Inspection:
-    """Read the manifest of a master or an export, and add up its figures.
+def inspect(result: Path | Storage) -> Inspection:
+    """Read the manifest of a master or an export, on this machine or anywhere, and add up its figures.
 
     Raises MasterError if the folder is unfinished, or not a result of pqweights.
     """
-    manifest = read_manifest(folder)
+    manifest = read_manifest(result)
     output_bytes = sum(shard.file_bytes for shard in shards_of(manifest))
     source_bytes = manifest.identity.source_bytes
     return Inspection(manifest, total(manifest.tensors, source_bytes=source_bytes, output_bytes=output_bytes))

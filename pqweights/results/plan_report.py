@@ -18,6 +18,7 @@ from pqweights.planning.recipe import Recipe
 from pqweights.planning.totals import Totals
 from pqweights.quantizing import QuantizeOptions, plan_quantize
 from pqweights.rewrite.needs import ResourceNeeds, resource_needs
+from pqweights.rewrite.places import ResultPlace
 from pqweights.strict_json import LIST_ITEM, JsonText, json_pieces, json_text
 
 # How an entry of plan --json begins.
@@ -119,16 +120,24 @@ def _entries(tensors: Sequence[TensorPlan]) -> Iterator[JsonText]:
         yield JsonText(f"{BEFORE_NAME}{encode_basestring(tensor.name)}{rest}")
 
 
-def report_plan(source: str | Path, recipe: Recipe, options: QuantizeOptions, threads: int) -> PlanReport:
+def report_plan(
+    source: str | Path,
+    recipe: Recipe,
+    options: QuantizeOptions,
+    threads: int,
+    out: ResultPlace | None = None,
+) -> PlanReport:
     """Plan what quantizing a source would do, from its headers alone.
 
     threads: the number of threads for which the memory is estimated
+    out: where the result is to be written; by default a local folder
 
     Raises SourceError, RecipeError or HubError.
     """
     checkpoint, transform, plan = plan_quantize(source, recipe, options)
     fold = transform.fold
-    needs = resource_needs(plan, threads, fold=fold)
+    room = None if out is None else out.shard_room(plan)
+    needs = resource_needs(plan, threads, fold=fold, storages=[checkpoint.storage], shard_room=room)
     return PlanReport(plan=plan, fit=transform.fit, fold=fold, needs=needs, hub=_traffic(checkpoint))
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.digests import SHA256, pieces_of
 from pqweights.checkpoint.interrupted import describe_interrupted
 from pqweights.checkpoint.master import Encoding
 from pqweights.checkpoint.names import (
@@ -22,15 +20,18 @@ from pqweights.checkpoint.names import (
     is_inside,
 )
 from pqweights.checkpoint.readers import EncodedTensor
-from pqweights.checkpoint.source import open_local
-from pqweights.checkpoint.writer import sha256_of_file
-from pqweights.errors import MasterError, PqweightsError
+from pqweights.checkpoint.source import open_folder
+from pqweights.checkpoint.storage import LocalStorage, Storage, read_file
+from pqweights.errors import MasterError, PqweightsError, StorageError
 from pqweights.exports import EXPORTS, get_target
 from pqweights.planning.plan import QUANTIZE, ShardPlan, index_json
 from pqweights.quantizing import encodings
 from pqweights.results.evaluation_record import read_records
-from pqweights.rewrite.manifest import Manifest, read_manifest, shards_of
+from pqweights.results.shard_checks import Progress, ShardChecks, ShardFindings, shard_checks
+from pqweights.rewrite.manifest import MOST_BYTES, Manifest, read_manifest, shards_of
 from pqweights.strict_json import json_pieces
+
+RunChecks = Callable[[ShardChecks, int, Progress], ShardFindings]  # with so many threads
 
 NOT_IN_MANIFEST = "is not in the manifest"
 # The keys under which a manifest says how a result was made; an export's also has the options of its target.
@@ -65,39 +66,37 @@ class Verification:
 
 
 def verify(
-    folder: Path,
+    result: Path | Storage,
     *,
     threads: int,
     beside: Sequence[str] = (),
-    progress: Callable[[int, int, str], None] = lambda done, total, name: None,
+    progress: Progress = lambda done, total, name: None,
+    run: RunChecks = ShardChecks.run,
 ) -> Verification:
     """Check a master or an export.
 
-    folder: where it lies
+    result: a folder on this machine, or one anywhere
     threads: how many threads compute hashes
     beside: files that are only in the repository from which the folder was fetched
     progress: called with the bytes checked, the bytes in all, and the name of a tensor
+    run: what checks the shards; by default this process
 
-    Raises MasterError if the folder has no readable manifest; everything else is a problem in the result.
+    Raises MasterError if the folder has no readable manifest, StorageError if a folder in object storage cannot be
+    read; everything else is a problem in the result.
     """
-    manifest = read_manifest(folder)
-    problems = list(_check_state(folder, manifest))
+    manifest = read_manifest(result)
+    storage = LocalStorage(result) if isinstance(result, Path) else result
     shards = shards_of(manifest)
-    good = []
-    for shard in shards:
-        problem = _check_shard(folder, shard)
-        if problem:
-            problems.append(problem)
-        else:
-            good.append(shard)
-    problems += _check_hashes(folder, manifest, shards=good, threads=threads, progress=progress)
-    problems += _check_index(folder, manifest, shards)
-    problems += _check_files(folder, manifest)
-    problems += _check_foreign(folder, manifest, shards=shards, beside=beside)
+    found = run(shard_checks(storage, manifest, shards), threads, progress)
+    problems = [*_check_state(storage, manifest), *found.damaged, *found.wrong]
+    problems += _check_index(storage, manifest, shards)
+    problems += _check_files(storage, manifest)
+    problems += _check_foreign(storage, manifest, shards=shards, beside=beside)
     if manifest.kind == "master" and not any(p.startswith((CONFIG_FILE, "model-")) for p in problems):
-        problems += _check_config(folder, manifest)
+        problems += _check_config(storage, manifest)
+    good = [shard for shard in shards if shard.file in found.good]
     hashed = {stored.name for shard in good for stored in shard.stored}
-    files = [record.bytes for name, record in manifest.files.items() if _has_size(folder, name, record.bytes)]
+    files = [record.bytes for name, record in manifest.files.items() if _size_of(storage, name) == record.bytes]
     return Verification(
         tensors=sum(all(spec.name in hashed for spec in tensor.stored) for tensor in manifest.tensors),
         files=len(good) + len(files),
@@ -106,24 +105,29 @@ def verify(
     )
 
 
-def _has_size(folder: Path, name: str, byte_count: int) -> bool:
-    """Whether a listed file is there with its size, so that its content was compared."""
-    return is_inside(name) and (folder / name).is_file() and (folder / name).stat().st_size == byte_count
+def _size_of(storage: Storage, name: str) -> int | None:
+    """Return the size of a file in the folder in bytes; None if there is none of this name."""
+    state = storage.files().get(name)
+    return None if state is None else state.byte_count
 
 
-def _check_state(folder: Path, manifest: Manifest) -> Iterator[str]:
+def _check_state(storage: Storage, manifest: Manifest) -> Iterator[str]:
     """Check that the manifest is as pqweights writes it, and that no run is unfinished."""
-    if not _is(folder / MANIFEST_FILE, manifest.to_pieces()):
+    if not _is(storage, MANIFEST_FILE, manifest.to_pieces()):
         yield f"{MANIFEST_FILE}: is not what pqweights writes for these tensors: its sums or sizes were changed"
     yield from _check_account(manifest)
-    if (folder / WORK_FOLDER).exists():
-        yield f"{WORK_FOLDER}: the folder {describe_interrupted(folder)}"
+    if (work := storage.work_folder()) is not None:
+        yield f"{WORK_FOLDER}: the folder {describe_interrupted(work)}"
 
 
-def _is(path: Path, pieces: Iterable[bytes]) -> bool:
+def _is(storage: Storage, name: str, pieces: Iterable[bytes]) -> bool:
     """Whether the pieces, one after the other, are the content of a file."""
-    with open(path, "rb") as stream:
-        return all(stream.read(len(piece)) == piece for piece in pieces) and not stream.read(1)
+    content, at = memoryview(read_file(storage, name, limit=MOST_BYTES)), 0
+    for piece in pieces:
+        if content[at : at + len(piece)] != piece:
+            return False
+        at += len(piece)
+    return at == len(content)
 
 
 def _check_account(manifest: Manifest) -> Iterator[str]:
@@ -141,57 +145,9 @@ def _check_account(manifest: Manifest) -> Iterator[str]:
             yield f"{MANIFEST_FILE}: expected {', '.join(sorted(known))}, found {key[:80]!r}"
 
 
-def _check_shard(folder: Path, shard: ShardPlan) -> str | None:
-    """Check the size and the header of a shard, whose bytes follow from the manifest."""
-    path = folder / shard.file
-    if not path.is_file():
-        return f"{shard.file}: missing"
-    size = path.stat().st_size
-    if size != shard.file_bytes:
-        return f"{shard.file}: expected {shard.file_bytes} bytes, found {size}"
-    with open(path, "rb") as stream:
-        header = stream.read(shard.header.byte_count)
-        if header != shard.header.content and hashlib.sha256(header).hexdigest() != shard.header.sha256:
-            return f"{shard.file}: the header is not the one that the manifest plans"
-    return None
-
-
-def _check_hashes(
-    folder: Path,
-    manifest: Manifest,
-    *,
-    shards: Sequence[ShardPlan],
-    threads: int,
-    progress: Callable[[int, int, str], None],
-) -> Iterator[str]:
-    """Check the hash of every tensor in some shards."""
-    expected = {name: digest for record in manifest.records for name, digest in record.digests.items()}
-    tensor_hash, stored = manifest.tensor_hash, [tensor for shard in shards for tensor in shard.stored]
-    work = [(tensor, *part) for tensor in stored for part in tensor_hash.parts(tensor.byte_count)]
-
-    def of_part(part: tuple[StoredTensor, int, int]) -> bytes:
-        tensor, begin, end = part
-        with open(folder / tensor.file, "rb", buffering=0) as stream:
-            return tensor_hash.of_part(stream.fileno(), tensor.offset + begin, end - begin)
-
-    total, done = sum(tensor.byte_count for tensor in stored), 0
-    digests: list[bytes] = []
-    with ThreadPoolExecutor(threads) as pool:
-        for (tensor, begin, end), digest in zip(work, pool.map(of_part, work), strict=True):
-            digests.append(digest)
-            done += end - begin
-            progress(done, total, tensor.name)
-            if end == tensor.byte_count:
-                found, digests = tensor_hash.combined(digests), []
-                if found != expected[tensor.name]:
-                    wrong = f"{tensor_hash.key}: expected {expected[tensor.name]}, found {found}"
-                    yield f"{tensor.file}: tensor {tensor.name!r}: {wrong}"
-
-
-def _check_index(folder: Path, manifest: Manifest, shards: tuple[ShardPlan, ...]) -> Iterator[str]:
+def _check_index(storage: Storage, manifest: Manifest, shards: tuple[ShardPlan, ...]) -> Iterator[str]:
     """Check the index, and the names in the manifest."""
-    path = folder / INDEX_FILE
-    if path.is_file() and not _is(path, json_pieces(index_json(shards))):
+    if INDEX_FILE in storage.files() and not _is(storage, INDEX_FILE, json_pieces(index_json(shards))):
         yield f"{INDEX_FILE}: is not the index of the tensors in the manifest"
     names = [tensor.name for tensor in manifest.tensors]
     for tensor in manifest.tensors:
@@ -202,41 +158,46 @@ def _check_index(folder: Path, manifest: Manifest, shards: tuple[ShardPlan, ...]
         yield f"{MANIFEST_FILE}: a tensor is there twice"
 
 
-def _check_files(folder: Path, manifest: Manifest) -> Iterator[str]:
+def _check_files(storage: Storage, manifest: Manifest) -> Iterator[str]:
     """Check the files without tensors."""
     if not manifest.identity.container and INDEX_FILE not in manifest.files:
         yield f"{MANIFEST_FILE}: does not list {INDEX_FILE}"
     for name, record in manifest.files.items():
-        path = folder / name
+        size = _size_of(storage, name)
         if not is_inside(name):
             yield f"{MANIFEST_FILE}: lists {name!r}, which lies outside the folder"
-        elif not path.is_file():
+        elif size is None:
             yield f"{name}: missing"
-        elif path.stat().st_size != record.bytes:
-            yield f"{name}: expected {record.bytes} bytes, found {path.stat().st_size}"
-        elif (found := sha256_of_file(path)) != record.sha256:
+        elif size != record.bytes:
+            yield f"{name}: expected {record.bytes} bytes, found {size}"
+        elif (found := _sha256(storage, name, size)) != record.sha256:
             yield f"{name}: sha256: expected {record.sha256}, found {found}"
 
 
+def _sha256(storage: Storage, name: str, size: int) -> str:
+    return SHA256.of_part(pieces_of(storage, name, 0, size)).hex()
+
+
 def _check_foreign(
-    folder: Path, manifest: Manifest, *, shards: tuple[ShardPlan, ...], beside: Sequence[str]
+    storage: Storage, manifest: Manifest, *, shards: tuple[ShardPlan, ...], beside: Sequence[str]
 ) -> Iterator[str]:
     """Check that every file is listed. A card and figures may be added, and hidden files belong to version control."""
     known = {shard.file for shard in shards} | set(manifest.files) | {MANIFEST_FILE, CARD_FILE, EVALUATION_FILE}
-    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    for name in sorted({*names, *beside} - known):
+    for name in sorted({*storage.files(), *beside} - known):
         if not any(part.startswith(".") for part in name.split("/")):
             yield f"{name}: {NOT_IN_MANIFEST}"
     try:
-        read_records(folder, "")
+        read_records(storage, "")
     except MasterError as error:
         yield str(error)
 
 
-def _check_config(folder: Path, manifest: Manifest) -> Iterator[str]:
+def _check_config(storage: Storage, manifest: Manifest) -> Iterator[str]:
     """Check that the configuration describes the weights as the manifest does, with the tables of their codecs."""
     try:
-        checkpoint = open_local(folder)
+        checkpoint = open_folder(storage)
+    except StorageError:
+        raise
     except PqweightsError as error:
         yield str(error)
         return

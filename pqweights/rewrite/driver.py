@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from pqweights.checkpoint.file_uses import file_uses, most_fetched
-from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, MANIFEST_FILE
+from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
@@ -22,7 +22,6 @@ from pqweights.errors import ClusterError, MasterError, SourceError, StrictError
 from pqweights.kernels.devices import resolve_device
 from pqweights.planning.plan import Plan, index_json
 from pqweights.rewrite.differences import difference
-from pqweights.rewrite.journal import RunInputs
 from pqweights.rewrite.manifest import CONTAINER_VERSION, MANIFEST_VERSION, Manifest, parse_manifest
 from pqweights.rewrite.places import ResultPlace, ResultWorkspace
 from pqweights.rewrite.records import FileRecord, TensorRecord
@@ -72,7 +71,7 @@ def rewrite(task: RewriteTask, run: RunOptions) -> RewriteReport:
         return _report(task, done.records, already_done=True, resumed=len(done.records))
     task.out.check_output(run.overwrite, lambda: difference(task, _manifest_in(task.out)))
     task.out.check_room(task.plan, _most_fetched(task))
-    with task.out.open_workspace(_run_inputs(task), run.overwrite) as workspace:
+    with task.out.open_workspace(task.run_inputs, run.overwrite) as workspace:
         resumed = len(workspace.records)
         task.checkpoint.restore_fingerprints(workspace.fingerprints())
         records = _stream_tensors(task, workspace, run)
@@ -104,9 +103,7 @@ def _finished_result(task: RewriteTask) -> Manifest | None:
     """Return the manifest in the output folder if the folder already holds the finished result of this task."""
     if MANIFEST_FILE not in task.out.sizes([MANIFEST_FILE]) or task.out.is_under_way():
         return None
-    local = [each for each in task.checkpoints if each.storage.origin is None]
-    stamps = [each.storage.files()[name].stamp for each in local for name in each.weight_files]
-    if max(stamps, default=0) > task.out.manifest_time():
+    if max(each.storage.newest(each.weight_files) for each in task.checkpoints) > task.out.manifest_time():
         return None  # the source may have changed since, in bytes that its fingerprint does not cover
     found = _manifest_in(task.out)
     if found.identity != task.identity or not _all_files_exist(task, found):
@@ -142,20 +139,6 @@ def _most_fetched(task: RewriteTask) -> int:
     if not storage.frees:
         return 0
     return most_fetched(file_uses(task.checkpoint.tensors), storage.files(), storage.frees)
-
-
-def _run_inputs(task: RewriteTask) -> RunInputs:
-    """The files that a run reads and writes, for its journal."""
-    plan, checkpoint = task.plan, task.checkpoint
-    written = [*plan.companions, *task.small_files]
-    written += [] if plan.container.index_file is None else [plan.container.index_file]
-    written += [CONFIG_FILE, MANIFEST_FILE] if task.transform.has_config else [MANIFEST_FILE]
-    outputs = [*(shard.file for shard in plan.shards), *written]
-    read = [*checkpoint.weight_files, *plan.companions]
-    read += [name for name in (CONFIG_FILE, CARD_FILE) if name in checkpoint.storage.files()]
-    files = {"": (checkpoint.storage, read)}
-    files |= {option: (other.storage, list(other.weight_files)) for option, other in task.transform.also_reads.items()}
-    return RunInputs.of(task.identity, files, outputs=outputs, companions=plan.companions)
 
 
 def _stream_tensors(task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> tuple[TensorRecord, ...]:

@@ -14,11 +14,11 @@ from pqweights.errors import OutputError
 POLL_SECONDS = 0.05
 
 
-def take_lock(path: Path, out: Path, *, wait_seconds: float = 0.0, make_folder: bool = True) -> int:
+def take_lock(path: Path, out: object, *, wait_seconds: float = 0.0, make_folder: bool = True) -> int:
     """Take the lock, and return its descriptor; closing it releases the lock.
 
     path: the file, which is made if it is not there
-    out: the output folder, for messages
+    out: where the result is written, for messages
     wait_seconds: how long to wait for another process to release it
     make_folder: whether to make its folder, too
 

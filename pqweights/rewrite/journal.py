@@ -6,6 +6,7 @@ tensor. A run continues another only if the first line states its own inputs.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence, Set
@@ -30,6 +31,7 @@ class RunInputs:
     work: the digest of its identity
     source: size and stamp of every file that is read, by name
     outputs: every file to which the run gives its final name
+    shards: the outputs that hold tensors, with their sizes in bytes
     companions: the outputs that are copied from the source as they are, at the end of the run; another choice of them
         (--include-files) does not keep a run from being continued
     origin: the repository and commit that is read; None for a local folder
@@ -39,6 +41,7 @@ class RunInputs:
     work: str
     source: dict[str, tuple[int, int]]
     outputs: list[str]
+    shards: Mapping[str, int]
     companions: Sequence[str]
     origin: Origin | None
     command: dict[str, str]
@@ -49,12 +52,13 @@ class RunInputs:
         files: Mapping[str, tuple[Storage, Sequence[str]]],
         *,
         outputs: list[str],
+        shards: Mapping[str, int],
         companions: Sequence[str],
     ) -> RunInputs:
         """Return the inputs of a run.
 
         files: what it reads, by the option that names the checkpoint; "" for the source
-        outputs, companions: see RunInputs
+        outputs, shards, companions: see RunInputs
         """
         source = {}
         for option, (storage, names) in files.items():
@@ -65,6 +69,7 @@ class RunInputs:
             work=identity.digest(),
             source=source,
             outputs=outputs,
+            shards=shards,
             companions=companions,
             origin=identity.origin,
             command={"kind": identity.kind} | {k: str(v) for k, v in identity.made_by.items() if k == "target"},
@@ -75,6 +80,14 @@ class RunInputs:
         source = {name: list(state) for name, state in self.source.items()}
         origin = {} if self.origin is None else {"origin": list(self.origin)}
         return {"work": self.work, **origin, "source": source, "outputs": self.outputs}
+
+    @property
+    def key(self) -> str:
+        """A short text that runs have in common if they make the same shards, whichever files they copy."""
+        stated = self.to_json()
+        source = sorted(_without(stated["source"], set(self.companions)).items())
+        content = json.dumps([stated["work"], stated.get("origin"), source])
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 class FinishedTensor(NamedTuple):
@@ -105,9 +118,13 @@ def begin_journal(work: Path, inputs: RunInputs, replaces: list[str], finished: 
     """
     with disk_errors(work):
         new = work / (JOURNAL_FILE + ".new")
-        first = json.dumps(inputs.to_json() | inputs.command | {"replaces": replaces}) + "\n"
-        new.write_bytes(first.encode() + finished)
+        new.write_bytes(first_line(inputs, replaces) + finished)
         os.replace(new, work / JOURNAL_FILE)
+
+
+def first_line(inputs: RunInputs, replaces: Sequence[str], **more: str) -> bytes:
+    """Return the first line. more: what else it states."""
+    return (json.dumps(inputs.to_json() | inputs.command | {"replaces": list(replaces)} | more) + "\n").encode()
 
 
 def change_companions(work: Path, inputs: RunInputs) -> None:
@@ -119,26 +136,35 @@ def change_companions(work: Path, inputs: RunInputs) -> None:
         begin_journal(work, inputs, [*dict.fromkeys((*first["replaces"], *first["outputs"]))], finished)
 
 
-def read_journal(path: Path, inputs: RunInputs, *, out: Path, overwrite: bool) -> dict[str, FinishedTensor] | None:
+def read_journal(path: Path, inputs: RunInputs, *, out: object, overwrite: bool) -> dict[str, FinishedTensor] | None:
     """Return the tensors that the run to be continued has finished, by name; None if there is no run to continue.
 
     Raises OutputError or SourceChangedError for a run that cannot be continued, unless it may be overwritten.
     """
     if not path.exists():
         return None
-    first = read_first_line(path)
+    if not may_continue(read_first_line(path), inputs, out=out, overwrite=overwrite):
+        return None
+    return read_records(path, after_first_line=True)
+
+
+def may_continue(first: dict[str, Any] | None, inputs: RunInputs, *, out: object, overwrite: bool) -> bool:
+    """Whether a run continues the one of a journal.
+
+    first: the first line of the journal; None if it cannot be read
+
+    Raises OutputError or SourceChangedError for a run that cannot be continued, unless it may be overwritten.
+    """
+    if first is not None and _is_same_run(first, inputs):
+        return True
+    if overwrite:
+        return False
     if first is None:
-        if overwrite:
-            return None
         raise OutputError(
             f"{out}: {WORK_FOLDER}/{JOURNAL_FILE} is damaged, so the interrupted run cannot be continued; pass "
             "--overwrite to start again"
         )
-    if not _is_same_run(first, inputs):
-        if overwrite:
-            return None
-        raise _different_run(first, inputs, out)
-    return read_records(path, after_first_line=True)
+    raise _different_run(first, inputs, out)
 
 
 def _is_same_run(first: dict[str, Any], inputs: RunInputs) -> bool:
@@ -163,7 +189,7 @@ def read_records(path: Path, *, after_first_line: bool = False) -> dict[str, Fin
     data = path.read_bytes()
     valid = data.index(b"\n") + 1 if after_first_line else 0
     for line in data[valid:].splitlines(keepends=True):
-        finished = _parse_record(line)
+        finished = parse_record(line)
         if finished is None:  # cut by a kill or a power failure: the tensors from here on are done again
             os.truncate(path, valid)
             break
@@ -172,7 +198,7 @@ def read_records(path: Path, *, after_first_line: bool = False) -> dict[str, Fin
     return records
 
 
-def _different_run(first: dict[str, Any], inputs: RunInputs, out: Path) -> OutputError | SourceChangedError:
+def _different_run(first: dict[str, Any], inputs: RunInputs, out: object) -> OutputError | SourceChangedError:
     """Say how the interrupted run differs from the one that is asked for; `first` is the first line of its journal."""
     command = command_of(first)
     if command and command != command_of(inputs.command):
@@ -197,7 +223,7 @@ def _different_run(first: dict[str, Any], inputs: RunInputs, out: Path) -> Outpu
     )
 
 
-def _other_commit(out: Path, found: Any, origin: Origin) -> SourceChangedError:
+def _other_commit(out: object, found: Any, origin: Origin) -> SourceChangedError:
     was = "@".join(str(part) for part in found) if isinstance(found, list) else "another source"
     again = (
         f"pass --revision {found[1]} to continue it, or " if isinstance(found, list) and found[0] == origin.id else ""
@@ -208,7 +234,7 @@ def _other_commit(out: Path, found: Any, origin: Origin) -> SourceChangedError:
     )
 
 
-def _parse_record(line: bytes) -> FinishedTensor | None:
+def parse_record(line: bytes) -> FinishedTensor | None:
     """Read a journal line; None if it is not whole. Its digests are compared with the bytes on the disk later."""
     try:
         fields = json.loads(line) if line.endswith(b"\n") else {}
@@ -224,7 +250,11 @@ def _parse_record(line: bytes) -> FinishedTensor | None:
 def read_first_line(journal: Path) -> dict[str, Any] | None:
     """Read which run a journal belongs to; None if that cannot be read."""
     with open(journal, "rb") as stream:
-        line = stream.readline()
+        return parse_first_line(stream.readline())
+
+
+def parse_first_line(line: bytes) -> dict[str, Any] | None:
+    """Return what the first line of a journal states; None if it is not whole."""
     try:
         value = json.loads(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):

@@ -13,10 +13,10 @@ from pathlib import Path
 from pqweights.checkpoint.companions import REASONS, is_needed
 from pqweights.checkpoint.interrupted import describe_interrupted, is_interrupted
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, is_inside
-from pqweights.checkpoint.source import Checkpoint, open_local
-from pqweights.checkpoint.storage import Origin
+from pqweights.checkpoint.source import Checkpoint, open_folder
+from pqweights.checkpoint.storage import Storage, local_work_folder
 from pqweights.errors import MasterError
-from pqweights.rewrite.manifest import Manifest, read_manifest, shards_of
+from pqweights.rewrite.manifest import Manifest, find_manifest, read_manifest, shards_of
 
 SizeOf = Callable[[str], int | None]
 
@@ -25,22 +25,20 @@ GONE = "it was removed from the master"
 REMEDY = "fetch or copy the folder again, or make it again; pqweights verify lists all such files"
 
 
-def open_result(folder: Path, *, origin: Origin | None = None) -> Checkpoint:
+def open_result(storage: Storage) -> Checkpoint:
     """Open a result of pqweights; its companions are the files that its manifest lists, whatever else lies there.
-
-    origin: where the folder was fetched from
 
     Raises MasterError if a listed file is missing, or a file of weights has another size, SourceError as `open_local`.
     A result without a manifest is opened like any other checkpoint.
     """
-    if not (folder / MANIFEST_FILE).is_file():
-        return open_local(folder, origin=origin)
-    manifest = read_manifest(folder)
-    for problem in file_problems(folder, manifest):
-        raise MasterError(f"{folder}: {problem}; {REMEDY}")
-    checkpoint = open_local(folder, origin=origin)
+    if MANIFEST_FILE not in storage.files():
+        return open_folder(storage)
+    manifest = read_manifest(storage)
+    for problem in file_problems(storage, manifest):
+        raise MasterError(f"{storage}: {problem}; {REMEDY}")
+    checkpoint = open_folder(storage)
     listed = manifest.files.keys() - {INDEX_FILE, CONFIG_FILE}
-    there = checkpoint.storage.files().keys()
+    there = storage.files().keys()
     others = there - listed - {INDEX_FILE, CONFIG_FILE, *checkpoint.weight_files}
     left_out = {name: REASONS.get(name, NOT_LISTED) for name in others} | dict.fromkeys(listed - there, GONE)
     return replace(
@@ -56,11 +54,10 @@ def check_weight_files(folder: Path) -> None:
     Raises MasterError. A folder without a manifest that can be read, or without any, is not a problem here.
     """
     if is_interrupted(folder):
-        raise MasterError(f"{folder}: {describe_interrupted(folder)}")
+        raise MasterError(f"{folder}: {describe_interrupted(local_work_folder(folder))}")
     manifest = None
-    if (folder / MANIFEST_FILE).is_file():
-        with contextlib.suppress(MasterError):
-            manifest = read_manifest(folder)
+    with contextlib.suppress(MasterError):
+        manifest = find_manifest(folder)
     for problem in _loading_problems(folder, manifest) if manifest is not None else ():
         raise MasterError(f"{folder}: {problem}; {REMEDY}")
 
@@ -70,9 +67,12 @@ def files_of_result(manifest: Manifest) -> list[str]:
     return [*(shard.file for shard in shards_of(manifest)), *manifest.files, MANIFEST_FILE]
 
 
-def file_problems(folder: Path, manifest: Manifest) -> tuple[str, ...]:
+def file_problems(result: Path | Storage, manifest: Manifest) -> tuple[str, ...]:
     """Return which of the files that a manifest lists are missing, and which weight files have another size."""
-    return problems_of_sizes(lambda name: _size(folder / name), manifest)
+    if isinstance(result, Path):
+        return problems_of_sizes(lambda name: _size(result / name), manifest)
+    states = result.files()
+    return problems_of_sizes(lambda name: states[name].byte_count if name in states else None, manifest)
 
 
 def problems_of_sizes(size_of: SizeOf, manifest: Manifest) -> tuple[str, ...]:

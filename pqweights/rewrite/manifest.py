@@ -6,35 +6,33 @@ everywhere. docs/format.md, section "pqweights.json", has the format.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.digests import HASH_OF_PIECES, SHA256, TensorHash
-from pqweights.checkpoint.header import ONLY_GGUF_READERS, TensorSpec
+from pqweights.checkpoint.header import ONLY_GGUF_READERS
 from pqweights.checkpoint.interrupted import describe_interrupted
 from pqweights.checkpoint.model_card import checked_facts
-from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, WORK_FOLDER, is_inside
-from pqweights.checkpoint.storage import Origin
+from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
+from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, read_file
 from pqweights.codecs.protocol import State, exceeds_promise
-from pqweights.dtypes import DTYPE_BITS
-from pqweights.errors import MasterError, RecipeError
+from pqweights.errors import MasterError, SourceError
+from pqweights.gguf.file import SUFFIX as GGUF_SUFFIX
 from pqweights.gguf.file import is_gguf
 from pqweights.planning.containers import GGUF, GgufFiles, Safetensors
 from pqweights.planning.plan import (
-    DECODE,
     DEFAULT_METADATA,
     INTEGER,
-    KEEP,
     QUANTIZE,
     FileHeader,
     ShardPlan,
     TensorPlan,
     coder_of,
-    stored_bytes,
 )
 from pqweights.rewrite.identity import RunIdentity
+from pqweights.rewrite.manifest_entries import damaged, parse_tensor
 from pqweights.rewrite.records import FileRecord, TensorRecord, error_totals
 from pqweights.strict_json import Fields, json_pieces, parse_json
 
@@ -42,6 +40,8 @@ from pqweights.strict_json import Fields, json_pieces, parse_json
 MANIFEST_VERSION, CONTAINER_VERSION = 2, 3
 # The hash of stored tensors in each version.
 TENSOR_HASHES: dict[int, TensorHash] = {1: SHA256, MANIFEST_VERSION: HASH_OF_PIECES, CONTAINER_VERSION: HASH_OF_PIECES}
+# Of a manifest; that of a model with a million tensors has fewer.
+MOST_BYTES = 4_000_000_000
 # The longest name of a GGUF file without its numbers.
 MOST_NAME = 200
 # The key of a transform's account of itself (Transform.describe) that tells which kind of result it makes.
@@ -107,7 +107,7 @@ class Manifest:
         """
         found = self.made_by.get("fold", {})
         if not isinstance(found, dict) or (found and not isinstance(found.get("kind"), str)):
-            raise _damaged("fold", "the kind of a fold", found)
+            raise damaged("fold", "the kind of a fold", found)
         return found
 
     @property
@@ -169,7 +169,7 @@ class Manifest:
 
 def state_of(tensor: TensorPlan, record: TensorRecord) -> State:
     """Return the state in which a quantized tensor was encoded."""
-    return coder_of(tensor).parse_state(Fields(record.state or {}, _damaged))
+    return coder_of(tensor).parse_state(Fields(record.state or {}, damaged))
 
 
 def shards_of(manifest: Manifest) -> tuple[ShardPlan, ...]:
@@ -180,11 +180,11 @@ def shards_of(manifest: Manifest) -> tuple[ShardPlan, ...]:
     identity = manifest.identity
     if not identity.container:
         return Safetensors(identity.metadata).shards(identity.tensors, identity.max_shard_bytes)
-    container = _parse_container(Fields({"container": identity.container}, _damaged).fields("container"))
+    container = _parse_container(Fields({"container": identity.container}, damaged).fields("container"))
     try:
         return container.shards(identity.tensors, identity.max_shard_bytes)
     except ValueError:
-        raise _damaged("container", "as many headers as files", len(container.headers)) from None
+        raise damaged("container", "as many headers as files", len(container.headers)) from None
 
 
 def exceeds(tensor: TensorPlan, record: TensorRecord) -> bool:
@@ -217,38 +217,59 @@ def _tensor_json(tensor: TensorPlan, record: TensorRecord, hash_key: str) -> dic
     return entry
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a finished folder.
+def read_manifest(result: Path | Storage) -> Manifest:
+    """Read the manifest of a finished result: of a folder on this machine, or of one anywhere.
 
     Raises MasterError if there is none, or if this version would not have written it.
     """
-    path = folder / MANIFEST_FILE
-    if not path.is_file():
-        raise MasterError(f"{folder}: {_why_no_manifest(folder)}")
-    return parse_manifest(path.read_bytes())
+    storage = _top_level(result) if isinstance(result, Path) else result
+    if MANIFEST_FILE not in storage.files():
+        raise MasterError(f"{storage}: {_why_no_manifest(storage)}")
+    return parse_manifest(read_file(storage, MANIFEST_FILE, limit=MOST_BYTES))
 
 
-def _why_no_manifest(folder: Path) -> str:
+def find_manifest(result: Path | Storage) -> Manifest | None:
+    """Read the manifest of a result, or return None if there is none. Raises MasterError for a damaged one."""
+    is_there = (result / MANIFEST_FILE).is_file() if isinstance(result, Path) else MANIFEST_FILE in result.files()
+    return read_manifest(result) if is_there else None
+
+
+def _top_level(folder: Path) -> LocalStorage:
+    """List the files of a folder without those in folders inside of it. Raises MasterError if it is not a folder."""
     if not folder.exists():
-        return "no such folder"
+        hint = (
+            " on this machine: this command takes no address; copy it to a folder first" if ":/" in str(folder) else ""
+        )
+        raise MasterError(f"{folder}: no such folder{hint}")
     if not folder.is_dir():
-        return f"expected a folder, found {ONLY_GGUF_READERS if is_gguf(folder) else 'a file'}"
-    if (folder / WORK_FOLDER).is_dir():
-        return describe_interrupted(folder)
+        found = ONLY_GGUF_READERS if is_gguf(folder) else "a file"
+        raise MasterError(f"{folder}: expected a folder, found {found}")
+    return LocalStorage(folder, only=sorted(path.name for path in folder.iterdir() if path.is_file()))
+
+
+def _why_no_manifest(storage: Storage) -> str:
+    names = [name for name in storage.files() if "/" not in name and not name.startswith(".")]
+    if (work := storage.work_folder()) is not None:
+        return describe_interrupted(work)
+    if not storage.files() and not isinstance(storage, LocalStorage):
+        return "no such folder, or nothing in it"
     problem = f"expected a folder that pqweights finished, found no {MANIFEST_FILE} in it"
-    if is_gguf(folder):
+    has_safetensors = any(name.endswith(".safetensors") for name in names)
+    if any(name.endswith(GGUF_SUFFIX) for name in names) and not has_safetensors:
         return f"{problem}: it holds {ONLY_GGUF_READERS}"
-    if not _is_ordinary(folder):
+    if not _is_ordinary(storage, has_safetensors):
         return problem
-    return f"{problem}: it is an ordinary checkpoint; pqweights plan {folder} shows what quantize would make of it"
+    return f"{problem}: it is an ordinary checkpoint; pqweights plan {storage} shows what quantize would make of it"
 
 
-def _is_ordinary(folder: Path) -> bool:
+def _is_ordinary(storage: Storage, has_safetensors: bool) -> bool:
     """Whether a folder without a manifest looks like a checkpoint that nobody has quantized."""
     try:
-        config = parse_json((folder / CONFIG_FILE).read_bytes())
-    except (OSError, ValueError):
-        return next(folder.glob("*.safetensors"), None) is not None
+        config = parse_json(read_file(storage, CONFIG_FILE)) if CONFIG_FILE in storage.files() else None
+    except (OSError, ValueError, SourceError):
+        config = None
+    if config is None:
+        return has_safetensors
     return isinstance(config, dict) and not {"quantization_config", "quantization"} & config.keys()
 
 
@@ -267,12 +288,12 @@ def parse_manifest(data: bytes) -> Manifest:
             f"{MANIFEST_FILE}: manifest_version: expected {min(TENSOR_HASHES)} to {max(TENSOR_HASHES)}, found "
             f"{version!r}; a newer pqweights may read it"
         )
-    return _parse(Fields(found, _damaged), version)
+    return _parse(Fields(found, damaged), version)
 
 
 def _parse(fields: Fields, version: int) -> Manifest:
     hash_key = TENSOR_HASHES[version].key
-    entries = [_parse_tensor(entry, hash_key) for entry in fields.objects("tensors")]
+    entries = [parse_tensor(entry, hash_key) for entry in fields.objects("tensors")]
     files = fields.fields("files")
     source = fields.fields("source")
     made_by, factors = _parse_account(fields)
@@ -290,7 +311,7 @@ def _parse(fields: Fields, version: int) -> Manifest:
         master=fields.mapping("master") if "master" in fields else {},
     )
     if bool(identity.container) != (version == CONTAINER_VERSION):
-        raise _damaged("manifest_version", "one for the files that it lists", version)
+        raise damaged("manifest_version", "one for the files that it lists", version)
     return Manifest(
         identity=identity,
         source_fingerprint=source.text("fingerprint"),
@@ -319,24 +340,24 @@ def _parse_kind(fields: Fields) -> str:
     kind = fields.text("kind")
     expected = next((KINDS[key] for key in KINDS if key in fields), None)
     if kind != expected:
-        raise _damaged("kind", str(expected), kind)
+        raise damaged("kind", str(expected), kind)
     return kind
 
 
 def _parse_shard_bytes(fields: Fields) -> int:
     found = fields.count("max_shard_bytes")
     if found == 0:
-        raise _damaged("max_shard_bytes", "a size", found)
+        raise damaged("max_shard_bytes", "a size", found)
     return found
 
 
 def _parse_container(fields: Fields) -> GgufFiles:
     """Return the format of files that are not safetensors."""
     if fields.text("format") != GGUF:
-        raise _damaged("container", GGUF, fields.text("format"))
+        raise damaged("container", GGUF, fields.text("format"))
     name, alignment = fields.text("name"), fields.count("alignment")
     if not 0 < len(name) <= MOST_NAME or "/" in name or not is_inside(name) or not alignment:
-        raise _damaged("container", "a file name and an alignment", (name, alignment))
+        raise damaged("container", "a file name and an alignment", (name, alignment))
     headers = [FileHeader(each.count("bytes"), None, each.text("sha256")) for each in fields.objects("headers")]
     return GgufFiles(name=name, alignment=alignment, headers=tuple(headers))
 
@@ -347,71 +368,5 @@ def _parse_model(fields: Fields) -> dict[str, Any]:
     model, inner = fields.mapping("model"), fields.fields("model")
     expected = {key: inner.text(key) for key in ("id", "revision") if key in inner} | checked_facts(model)
     if model != expected:
-        raise _damaged("model", "what a model card may say", model)
+        raise damaged("model", "what a model card may say", model)
     return expected
-
-
-def _parse_tensor(entry: Fields, hash_key: str) -> tuple[TensorPlan, TensorRecord]:
-    name, stored = entry.text("name"), entry.objects("stored")
-    specs = tuple(TensorSpec(spec.text("name"), spec.text("dtype"), spec.shape("shape")) for spec in stored)
-    for spec in specs:
-        if spec.dtype not in DTYPE_BITS:
-            raise _damaged(f"dtype of {spec.name!r}", "one of safetensors", spec.dtype)
-    plan = TensorPlan(
-        name=name,
-        shape=entry.shape("shape"),
-        dtype=entry.text("dtype"),
-        role=entry.text("role"),
-        action=entry.text("action"),
-        codec=entry.raw("codec"),
-        bits=entry.raw("bits"),
-        reason=entry.text("reason"),
-        bytes=stored_bytes(specs),
-        stored=specs,
-    )
-    digests = {spec.text("name"): spec.text(hash_key) for spec in stored}
-    folded = tuple(entry.defaulted("folded", entry.texts, []))
-    return plan, TensorRecord(name=name, digests=digests, folded=folded, **_parse_measures(plan, entry))
-
-
-def _parse_measures(plan: TensorPlan, entry: Fields) -> Mapping[str, Any]:
-    """Return what an entry holds beside its plan, as fields of TensorRecord.
-
-    Raises MasterError if the plan's action, codec and bits do not go together.
-    """
-    wrong = _damaged(
-        f"action, codec and bits of {plan.name!r}", "those of a codec", (plan.action, plan.codec, plan.bits)
-    )
-    if plan.action == QUANTIZE:
-        return _parse_state(plan, entry, wrong) | {key: entry.number(key) for key in ("relative_mse", "energy")}
-    if plan.action == INTEGER:
-        if not isinstance(plan.codec, str) or type(plan.bits) is not int or not 1 <= plan.bits <= 8:
-            raise wrong
-        measures: dict[str, Any] = {key: entry.number(key) for key in ("relative_mse", "energy")}
-        measures |= {key: entry.optional(key, entry.number, None) for key in ("total_mse", "master_mse")}
-        return measures | {"rounding": entry.optional("rounding", entry.mapping, None)}
-    if plan.action not in (KEEP, DECODE) or plan.codec is not None or plan.bits is not None:
-        raise wrong
-    return {}
-
-
-def _parse_state(plan: TensorPlan, entry: Fields, wrong: MasterError) -> dict[str, Any]:
-    if not isinstance(plan.codec, str) or type(plan.bits) not in (int, float):
-        raise wrong
-    try:
-        coder = coder_of(plan)
-        state = coder.parse_state(entry)
-    except RecipeError:
-        raise wrong from None
-    except ValueError as error:
-        raise _damaged(f"{plan.name!r}", "a state of its codec", error) from None
-    if any(key not in entry for key in state.to_json()):
-        raise _damaged(f"{plan.name!r}", "the state of its codec", None)
-    return {"state": state.to_json()}
-
-
-def _damaged(what: str, expected: str, found: Any) -> MasterError:
-    return MasterError(
-        f"{MANIFEST_FILE}: damaged: {what}: expected {expected}, found {str(found)[:80]!r}; restore it, or delete the "
-        "folder"
-    )

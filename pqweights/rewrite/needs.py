@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pqweights.checkpoint.storage import Storage
 from pqweights.codecs import get_codec
 from pqweights.folding.fold import Fold
 from pqweights.planning.plan import Plan
+from pqweights.remote.s3 import upload_bytes_held
 
 # Measured: the interpreter and the libraries while the scalar codecs' kernels are compiled. Without compilation it is
 # half as much.
@@ -14,38 +17,63 @@ MEMORY_FLOOR_BYTES = 260_000_000
 # A thread's input chunk in float32 with its temporaries, the workspace of its codec, and its share of the results that
 # wait to be collected.
 MEMORY_PER_THREAD_BYTES = 32_000_000
+# Of a result in object storage: the shard that is written, and those that are finished and wait, or are on their way.
+MOST_LOCAL_SHARDS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceNeeds:
     """Upper bounds on what fulfilling a plan takes.
 
-    peak_disk_bytes: room in the output folder
+    peak_disk_bytes: room where the result is written
+    scratch_bytes: room on the disk of this machine, for a result in object storage; None for a local result
     peak_memory_bytes: memory of the process: the floor, what compiling the kernels of the plan's codecs takes beyond
-        it, what is under way in each thread, the parsed headers, and the largest output header
+        it, what is under way in each thread, what is read ahead of a source in object storage and held of uploads,
+        the parsed headers, and the largest output header
     """
 
     peak_disk_bytes: int
     peak_memory_bytes: int
+    scratch_bytes: int | None = None
 
     def to_json(self) -> dict[str, int]:
         """Return the bounds under the names that they have in the totals of plan --json."""
-        return {"peak_disk_bytes": self.peak_disk_bytes, "peak_memory_bytes": self.peak_memory_bytes}
+        scratch = {} if self.scratch_bytes is None else {"scratch_bytes": self.scratch_bytes}
+        return {"peak_disk_bytes": self.peak_disk_bytes, **scratch, "peak_memory_bytes": self.peak_memory_bytes}
 
 
-def resource_needs(plan: Plan, threads: int, *, fold: Fold | None = None) -> ResourceNeeds:
+def resource_needs(
+    plan: Plan,
+    threads: int,
+    *,
+    fold: Fold | None = None,
+    storages: Sequence[Storage] = (),
+    shard_room: int | None = None,
+) -> ResourceNeeds:
     """Return what fulfilling a plan takes.
 
     threads: how many threads compute
     fold: the fold of the tensors that are read
+    storages: where the files that are read lie
+    shard_room: see ResultPlace.shard_room
     """
     largest_header = max((shard.header.byte_count for shard in plan.shards), default=0)
     codecs = {tensor.codec for tensor in plan.tensors if tensor.codec is not None}
     floor = MEMORY_FLOOR_BYTES + max((get_codec(codec).compiling_bytes for codec in codecs), default=0)
     held = 0 if fold is None else fold.memory_bytes + threads * fold.thread_bytes
+    held += sum(storage.memory_bytes for storage in storages)
+    held += 0 if shard_room is None else upload_bytes_held()
     memory = floor + held + threads * MEMORY_PER_THREAD_BYTES + len(plan.tensors) * 12_000 + 2 * largest_header
     beside = 0 if fold is None else fold.disk_bytes
     json_files = 1024 * len(plan.tensors) + 65536
+    result = plan.output_bytes + plan.companion_bytes + json_files
     return ResourceNeeds(
-        peak_disk_bytes=plan.output_bytes + plan.companion_bytes + json_files + beside, peak_memory_bytes=memory
+        peak_disk_bytes=result + beside if shard_room is None else result,
+        scratch_bytes=None if shard_room is None else shard_room + beside,
+        peak_memory_bytes=memory,
     )
+
+
+def room_for_shards(plan: Plan) -> int:
+    """Return how much local disk space a result in object storage takes while it is made: its largest shards."""
+    return sum(sorted((shard.file_bytes for shard in plan.shards), reverse=True)[:MOST_LOCAL_SHARDS])

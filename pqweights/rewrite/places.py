@@ -6,20 +6,21 @@ The driver asks a place what lies there, whether there is room, and for the work
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from pqweights.checkpoint.names import MANIFEST_FILE, WORK_FOLDER
-from pqweights.checkpoint.writer import partial_path
-from pqweights.errors import OutputError
+from pqweights.errors import OptionError, OutputError
 from pqweights.planning.plan import Plan
+from pqweights.remote.addresses import BUCKETS, Address, is_address, local_path, parse_address
+from pqweights.remote.folder import RemoteFolder
+from pqweights.rewrite.disk_room import bytes_of_shard, fetched_bytes_in, free_bytes
 from pqweights.rewrite.journal import FinishedTensor, RunInputs
-from pqweights.rewrite.part_files import FETCHED_FOLDER
-from pqweights.rewrite.parts import open_part
+from pqweights.rewrite.parts import PartInputs, open_part
 from pqweights.rewrite.records import FileRecord, TensorRecord
+from pqweights.rewrite.remote_place import RemotePlace
 from pqweights.rewrite.workspace import (
     check_output,
     check_paths,
@@ -87,6 +88,10 @@ class ResultWorkspace(Protocol):
         """
         ...
 
+    def check(self) -> None:
+        """Raise what failed in the background."""
+        ...
+
     def publish(self, shards: list[str]) -> None:
         """Give all shards their final names, and remove what they replace; a killed call can be repeated."""
         ...
@@ -107,7 +112,7 @@ class ResultWorkspace(Protocol):
 class ResultPlace(Protocol):
     """Where a result is written. Its text names it in messages and in reports."""
 
-    def check_apart(self, source: Path) -> None:
+    def check_apart(self, source: Path | Address) -> None:
         """Raise OutputError if the place is, holds, or lies within the source."""
         ...
 
@@ -134,6 +139,10 @@ class ResultPlace(Protocol):
         """Return when the manifest was written, in nanoseconds since 1970."""
         ...
 
+    def shard_room(self, plan: Plan) -> int | None:
+        """Return how many bytes shards take on this machine that is not their place; None if it is."""
+        ...
+
     def check_room(self, plan: Plan, fetched_bytes: int) -> None:
         """Raise OutputError if a disk has no room for what fulfilling a plan needs beside an older result.
 
@@ -148,10 +157,11 @@ class ResultPlace(Protocol):
         """
         ...
 
-    def open_part(
-        self, number: int, *, identity: str, known: Mapping[str, FinishedTensor]
-    ) -> contextlib.AbstractContextManager[ResultWorkspace]:
-        """Take part of the place for another process of the run that has it, see parts.open_part."""
+    def open_part(self, inputs: PartInputs) -> contextlib.AbstractContextManager[ResultWorkspace]:
+        """Open a part of the run that has the place, in another process.
+
+        Raises OutputError if the part is made by yet another one.
+        """
         ...
 
     @property
@@ -178,9 +188,10 @@ class LocalPlace:
     def __str__(self) -> str:
         return str(self.path)
 
-    def check_apart(self, source: Path) -> None:
+    def check_apart(self, source: Path | Address) -> None:
         """See ResultPlace."""
-        check_paths(source, self.path)
+        if isinstance(source, Path):
+            check_paths(source, self.path)
 
     def check_output(self, overwrite: bool, difference: Callable[[], str]) -> None:
         """See ResultPlace."""
@@ -202,6 +213,9 @@ class LocalPlace:
     def manifest_time(self) -> int:
         """See ResultPlace."""
         return (self.path / MANIFEST_FILE).stat().st_mtime_ns
+
+    def shard_room(self, plan: Plan) -> None:
+        """See ResultPlace."""
 
     def check_room(self, plan: Plan, fetched_bytes: int) -> None:
         """See ResultPlace. Fetched files of the source are held on the same disk."""
@@ -227,11 +241,9 @@ class LocalPlace:
         """See ResultPlace."""
         return open_workspace(self.path, inputs, overwrite)
 
-    def open_part(
-        self, number: int, *, identity: str, known: Mapping[str, FinishedTensor]
-    ) -> contextlib.AbstractContextManager[ResultWorkspace]:
+    def open_part(self, inputs: PartInputs) -> contextlib.AbstractContextManager[ResultWorkspace]:
         """See ResultPlace."""
-        return open_part(self.path, number, identity=identity, known=known)
+        return open_part(self.path, inputs)
 
     @property
     def shared_folder(self) -> Path:
@@ -249,26 +261,19 @@ class LocalPlace:
 
 
 def result_place(where: str | Path | ResultPlace) -> ResultPlace:
-    """Return a place as it is, and the folder of a path as one."""
-    return LocalPlace(Path(where)) if isinstance(where, str | Path) else where
+    """Return the place that a path or an address names; a place is returned as it is.
 
-
-def free_bytes(folder: Path) -> int:
-    """Return how many bytes are free on the disk on which a folder is, or will be made."""
-    existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
-    return shutil.disk_usage(existing).free
-
-
-def fetched_bytes_in(work: Path) -> int:
-    """Return how many bytes fetched files take in a work folder."""
-    fetched = work / FETCHED_FOLDER
-    return sum(path.stat().st_blocks * 512 for path in fetched.iterdir()) if fetched.is_dir() else 0
-
-
-def bytes_of_shard(work: Path, shard: str, *published: Path) -> int:
-    """Return how many bytes a shard takes, in a work folder partial or staged, or under its final name."""
-    staged = work / shard
-    for path in (partial_path(staged), staged, *published):
-        with contextlib.suppress(FileNotFoundError):  # not begun yet, or just renamed by a run that is writing
-            return path.stat().st_blocks * 512
-    return 0
+    Raises OptionError for an address to which no result can be written.
+    """
+    if isinstance(where, Path) and where.parts and where.parts[0][:-1] in BUCKETS:
+        raise OptionError(f"{where}: expected a folder, found an address as a Path: give it as a str, with two slashes")
+    if isinstance(where, str) and where.lower().startswith("hf://"):
+        raise OptionError(
+            f"{where}: expected a folder, or an address in object storage: write the result to a folder, then send it "
+            "to the Hub with pqweights push"
+        )
+    if isinstance(where, str) and is_address(where):
+        return RemotePlace(RemoteFolder(parse_address(where)))
+    if isinstance(where, str | Path):
+        return LocalPlace(Path(local_path(where)))
+    return where

@@ -298,6 +298,7 @@ class Stream:
 
     def _save_at_times(self) -> None:
         if self._unsaved and time.monotonic() - self._saved >= SAVE_SECONDS:
+            self._workspace.check()
             self._save()
 
     def _save(self) -> None:

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.planning.plan import Plan, TensorPlan
 from pqweights.planning.totals import Totals
+from pqweights.remote.addresses import Address
 from pqweights.rewrite.identity import RunIdentity
+from pqweights.rewrite.journal import RunInputs
 from pqweights.rewrite.places import ResultPlace, ResultWorkspace
 from pqweights.rewrite.records import TensorRecord, error_totals, total_relative_mse
 from pqweights.rewrite.tensor_report import TensorReport, tensor_reports
@@ -34,7 +37,7 @@ class RewriteTask:
     """What to rewrite, and into what.
 
     checkpoint: the opened checkpoint whose tensors are read
-    source: the path of the checkpoint; None for a repository on the Hub
+    source: the path or address of the checkpoint; None for a repository on the Hub
     transform: what happens to each tensor
     plan: what the transform makes of the checkpoint, see driver.make_plan
     out: where the result is written
@@ -42,7 +45,7 @@ class RewriteTask:
     """
 
     checkpoint: Checkpoint
-    source: Path | None
+    source: Path | Address | None
     transform: Transform
     plan: Plan
     out: ResultPlace
@@ -70,6 +73,22 @@ class RewriteTask:
             model=self.lineage.model,
             master=self.lineage.master,
         )
+
+    @functools.cached_property
+    def run_inputs(self) -> RunInputs:
+        """The files that a run reads and writes, for its journal."""
+        plan, checkpoint = self.plan, self.checkpoint
+        written = [*plan.companions, *self.small_files]
+        written += [] if plan.container.index_file is None else [plan.container.index_file]
+        written += [CONFIG_FILE, MANIFEST_FILE] if self.transform.has_config else [MANIFEST_FILE]
+        outputs = [*(shard.file for shard in plan.shards), *written]
+        read = [*checkpoint.weight_files, *plan.companions]
+        read += [name for name in (CONFIG_FILE, CARD_FILE) if name in checkpoint.storage.files()]
+        files = {"": (checkpoint.storage, read)}
+        also_read = self.transform.also_reads.items()
+        files |= {option: (other.storage, list(other.weight_files)) for option, other in also_read}
+        shards = {shard.file: shard.file_bytes for shard in plan.shards}
+        return RunInputs.of(self.identity, files, outputs=outputs, shards=shards, companions=plan.companions)
 
     @functools.cached_property
     def small_files(self) -> SmallFiles:

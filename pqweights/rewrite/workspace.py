@@ -137,6 +137,9 @@ class Workspace:
         self.sync_records()
         remove_part(self.folder, part_prefix(number))
 
+    def check(self) -> None:
+        """Do nothing: nothing is done in the background that might have failed."""
+
     def publish(self, shards: list[str]) -> None:
         """Give the staged shards their final names, and remove what they replace; a killed call can be repeated."""
         with disk_errors(self.out):
@@ -173,8 +176,12 @@ class Workspace:
 
 
 @contextlib.contextmanager
-def open_workspace(out: Path, inputs: RunInputs, overwrite: bool) -> Iterator[Workspace]:
+def open_workspace(
+    out: Path, inputs: RunInputs, overwrite: bool, *, shown: object | None = None
+) -> Iterator[Workspace]:
     """Lock the output folder, and continue what the same run left there, or start.
+
+    shown: how messages call the place that another run is writing to; by default the folder
 
     Raises OutputError if the folder cannot be taken, SourceChangedError if the source is not what it was.
     """
@@ -182,7 +189,7 @@ def open_workspace(out: Path, inputs: RunInputs, overwrite: bool) -> Iterator[Wo
     work = out / WORK_FOLDER
     with disk_errors(out):
         work.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(work / LOCK_FILE, out)
+        lock = take_lock(work / LOCK_FILE, shown or out)
     with contextlib.ExitStack() as locks:
         locks.callback(os.close, lock)
         parts = locks.enter_context(locked_parts(work, out))
@@ -214,14 +221,29 @@ def is_under_way(out: Path) -> bool:
 
 def tidy(out: Path) -> None:
     """Remove the work folder that a run killed in its last steps left beside its complete result."""
+    if not is_under_way(out):
+        remove_work(out, but_not_if=is_under_way)
+
+
+def remove_work(
+    out: Path, *, but_not_if: Callable[[Path], bool] = lambda out: False, shown: object | None = None
+) -> None:
+    """Remove the work folder, if there is one.
+
+    but_not_if: asked of `out` when no other run can begin there
+    shown: see open_workspace
+
+    Raises OutputError if a run is writing there.
+    """
     work = out / WORK_FOLDER
-    if work.exists() and not is_under_way(out):
-        lock = take_lock(work / LOCK_FILE, out)
-        try:
-            if not is_under_way(out):  # no run began before we held the lock
-                _remove_work_folder(work)
-        finally:
-            os.close(lock)
+    if not work.exists():
+        return
+    lock = take_lock(work / LOCK_FILE, shown or out)
+    try:
+        if not but_not_if(out):
+            _remove_work_folder(work)
+    finally:
+        os.close(lock)
 
 
 def check_paths(source: Path, out: Path) -> None:

@@ -12,6 +12,7 @@ from pqweights.checkpoint.master import QUANT_METHOD
 from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.readers import element_count
 from pqweights.checkpoint.source import open_local, read_config
+from pqweights.checkpoint.storage import local_work_folder
 from pqweights.errors import MasterError, SourceError
 from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO, TRANSFORMERS
 from pqweights.gguf.file import is_gguf, open_gguf
@@ -85,7 +86,7 @@ def read_folder(path: Path) -> Folder:
     Raises SourceError if the folder does not hold a model, also for GGUF, MasterError if a run into it was interrupted.
     """
     if is_interrupted(path):
-        raise MasterError(f"{path}: {describe_interrupted(path)}")
+        raise MasterError(f"{path}: {describe_interrupted(local_work_folder(path))}")
     if not path.exists():
         raise SourceError(f"{path}: no such folder")
     if is_gguf(path):

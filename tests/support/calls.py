@@ -24,7 +24,7 @@ def options_of(kind: Any, keywords: dict[str, Any]) -> Any:
     return kind(**{field.name: keywords.pop(field.name) for field in fields(kind) if field.name in keywords})
 
 
-def quantize(source: str | Path, out: Path, recipe: Recipe, **keywords: Any) -> RewriteReport:
+def quantize(source: str | Path, out: str | Path, recipe: Recipe, **keywords: Any) -> RewriteReport:
     options, run = options_of(quantizing.QuantizeOptions, keywords), options_of(RunOptions, keywords)
     assert not keywords, keywords
     return quantizing.quantize(source, out, recipe, options=options, run=run)
@@ -37,7 +37,7 @@ def plan_quantize(source: str | Path, recipe: Recipe, **keywords: Any) -> tuple[
 
 
 def export(
-    master: Path, out: Path, target: str, options: ExportOptions = ExportOptions(), **keywords: Any
+    master: Path, out: str | Path, target: str, options: ExportOptions = ExportOptions(), **keywords: Any
 ) -> RewriteReport:
     folder = exporting.MasterFolder(master, keywords.pop("origin", None), keywords.pop("original", None))
     run = options_of(RunOptions, keywords)

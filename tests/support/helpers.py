@@ -220,7 +220,7 @@ def killed_runs(command: dict[str, Any], points: list[dict[str, Any]]) -> list[d
     return answers
 
 
-def run_command(command: dict[str, Any], out: Path, threads: int = 2) -> RewriteReport:
+def run_command(command: dict[str, Any], out: Path | str, threads: int = 2) -> RewriteReport:
     """One quantize or export in this process."""
     from calls import export, quantize
 

@@ -1,0 +1,265 @@
+"""Failed requests to object storage: which are sent again, and what to tell the user, in one line without credentials.
+
+The messages of servers and clients may quote keys, signatures and whole requests. So nothing of them is shown but the
+code of the error.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pqweights.errors import StorageError
+
+ATTEMPTS = 5
+FIRST_ATTEMPTS = 3  # until the storage has answered once
+FIRST_WAIT_SECONDS = 0.2
+WAIT_GROWTH = 2.5  # 0.2, 0.5, 1.25 and 3.1 seconds
+
+TEMPORARY_STATUSES = (408, 425, 429, 500, 502, 503, 504)
+TEMPORARY_CODES = (
+    "BandwidthLimitExceeded",
+    "IncompleteBody",
+    "InternalError",
+    "OperationAborted",
+    "RequestTimeout",
+    "ServiceUnavailable",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "TooManyRequests",
+)
+REFUSED_CREDENTIALS = (
+    "ExpiredToken",
+    "InvalidAccessKeyId",
+    "InvalidToken",
+    "RequestExpired",
+    "SignatureDoesNotMatch",
+    "TokenRefreshRequired",
+)
+OTHER_REGION = (
+    "301",
+    "307",
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+    "PermanentRedirect",
+    "TemporaryRedirect",
+)
+NO_CREDENTIALS = {
+    "CredentialRetrievalError",
+    "DefaultCredentialsError",
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ProfileNotFound",
+    "RefreshError",
+}
+# Failures that another attempt does not change although no server answered.
+PERMANENT_ERRORS = {*NO_CREDENTIALS, "ParamValidationError", "SSLError"}
+UNANSWERED = {
+    "ConnectionError",
+    "HTTPClientError",
+    "ResponseParserError",
+    "ClientError",
+    "TransportError",
+    "ChecksumError",
+}
+GIVE_CREDENTIALS = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or log in with `aws configure`",
+    "gs": "log in with `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
+}
+PERMISSIONS = {
+    "s3": {
+        "list": "s3:ListBucket",
+        "read": "s3:GetObject and s3:ListBucket",
+        "write": "s3:PutObject",
+        "move": "s3:GetObject, s3:PutObject and s3:DeleteObject",
+        "remove": "s3:DeleteObject",
+    },
+    "gs": {
+        "list": "storage.objects.list",
+        "read": "storage.objects.get and storage.objects.list",
+        "write": "storage.objects.create",
+        "move": "storage.objects.get, storage.objects.create and storage.objects.delete",
+        "remove": "storage.objects.delete",
+    },
+}
+FAMILIES = {"s3a": "s3", "gcs": "gs"}
+CODE = re.compile(r"[A-Za-z0-9_.]{1,60}")
+
+Result = TypeVar("Result")
+Stop = Callable[[], bool]  # whether to stop
+
+
+class TransferStopped(Exception):
+    """A transfer was stopped by this program, because something else failed or the user asked for it."""
+
+
+class Truncated(Exception):
+    """A reply has fewer or more bytes than were asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a request is about, for messages.
+
+    scheme: that of the address
+    what: the address that is shown
+    bucket: the bucket
+    action: a key of PERMISSIONS
+    endpoint: the server as far as it is known, without credentials
+    """
+
+    scheme: str
+    what: str
+    bucket: str
+    action: str
+    endpoint: str = ""
+
+    @property
+    def family(self) -> str:
+        """The scheme under which the tables of this module have the storage."""
+        return FAMILIES.get(self.scheme, self.scheme)
+
+
+def expected_errors() -> tuple[type[BaseException], ...]:
+    """Return the exceptions by which the clients that are loaded tell of failed requests."""
+    found: list[type[BaseException]] = [OSError, Truncated]
+    for module, names in (
+        ("botocore.exceptions", ("BotoCoreError", "ClientError")),
+        ("aiohttp", ("ClientError",)),
+        ("fsspec.exceptions", ("FSTimeoutError",)),
+        ("gcsfs.retry", ("HttpError", "ChecksumError")),
+        ("google.auth.exceptions", ("GoogleAuthError",)),
+        ("azure.core.exceptions", ("AzureError",)),
+    ):
+        loaded = sys.modules.get(module)
+        found += [getattr(loaded, name) for name in names if hasattr(loaded, name)]
+    return tuple(found)
+
+
+def status_and_code(error: BaseException) -> tuple[int, str]:
+    """Return the HTTP status of a reply and the storage's code for the error; 0 and an empty text if there is none."""
+    for each in (error, error.__cause__):
+        response: Any = getattr(each, "response", None)
+        if isinstance(response, dict):
+            code = str(response.get("Error", {}).get("Code", ""))
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            return int(status or (code if code.isdecimal() else 0)), code if CODE.fullmatch(code) else ""
+    for name in ("status_code", "status", "code"):  # not of the cause: aiohttp calls a body that was cut a 400
+        found = getattr(error, name, None)
+        if isinstance(found, int) and 100 <= found < 600:
+            return found, ""
+    return 0, ""
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the same request may succeed later: failing servers, throttling, lost connections, cut replies."""
+    status, code = status_and_code(error)
+    if status or code:
+        return status in TEMPORARY_STATUSES or code in TEMPORARY_CODES
+    names = _names(error)
+    if isinstance(error, FileNotFoundError | PermissionError | FileExistsError | IsADirectoryError):
+        return False
+    if names & PERMANENT_ERRORS:
+        return False
+    return isinstance(error, Truncated | ConnectionError | TimeoutError) or bool(names & UNANSWERED)
+
+
+def attempted(
+    request: Request,
+    send: Callable[[], Result],
+    *,
+    attempts: int = ATTEMPTS,
+    stop: Stop = lambda: False,
+) -> Result:
+    """Send a request, again if that may help, and return its result. FileNotFoundError is left to the caller.
+
+    attempts: how often it is sent at most
+    stop: asked while waiting
+
+    Raises StorageError, TransferStopped.
+    """
+    errors, wait = expected_errors(), FIRST_WAIT_SECONDS
+    for attempt in range(1, attempts + 1):
+        try:
+            return send()
+        except errors as error:
+            if isinstance(error, FileNotFoundError) and status_and_code(error)[1] != "NoSuchBucket":
+                raise
+            if not may_pass(error) or attempt == attempts:
+                raise explained(request, error, attempt) from None
+        _wait(wait, stop)
+        wait *= WAIT_GROWTH
+    raise AssertionError
+
+
+def _wait(seconds: float, stop: Stop) -> None:
+    """Sleep. Raises TransferStopped once `stop` returns True."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if stop():
+            raise TransferStopped
+        time.sleep(min(0.1, left))
+
+
+def explained(request: Request, error: BaseException, attempts: int) -> StorageError:
+    """Return what to tell the user about a request that is not sent again."""
+    problem = _refusal(request, error)
+    if problem is None:
+        status, code = status_and_code(error)
+        shown, at = _shown(error), f" at {request.endpoint}" if request.endpoint else ""
+        tried = f"{shown}, {attempts} attempts" if attempts > 1 else shown
+        if isinstance(error, Truncated):
+            problem = f"{tried}: the file was cut, or the connection fails: run the same command again"
+        elif not may_pass(error):
+            problem = f"the storage{at} refuses to {request.action} it ({shown})"
+        elif status or code:
+            problem = f"the storage{at} is failing ({tried}): run the same command again later"
+        else:
+            check = "check the connection and AWS_ENDPOINT_URL" if request.family == "s3" else "check the connection"
+            problem = f"the storage{at} cannot be reached, or does not answer ({tried}): {check}, then run it again"
+    return StorageError(f"{request.what}: {problem}")
+
+
+def _refusal(request: Request, error: BaseException) -> str | None:
+    """Return what is wrong with the bucket, the credentials or the permissions; None if it is something else."""
+    status, code = status_and_code(error)
+    family, shown = request.family, _shown(error)
+    credentials = GIVE_CREDENTIALS.get(family, "give those of the storage in its configuration")
+    if code == "NoSuchBucket":
+        at = f" at {request.endpoint}" if request.endpoint else ""
+        return f"there is no bucket {request.bucket}{at}: check its name, or create it"
+    if code in REFUSED_CREDENTIALS or status == 401:
+        return f"the credentials were refused ({shown}): {credentials}"
+    if code == "RequestTimeTooSkewed":
+        return f"the request was refused ({code}): the clock of this machine is wrong: set it"
+    if status == 403 or isinstance(error, PermissionError):
+        needed = PERMISSIONS.get(family, {}).get(request.action, f"permission to {request.action}")
+        return f"access denied ({shown}): expected credentials with {needed}; ask the owner of {request.bucket}"
+    if code in OTHER_REGION or status in (301, 307):
+        return f"the bucket is in another region ({shown}): set AWS_DEFAULT_REGION to that"
+    if _names(error) & NO_CREDENTIALS:
+        return f"no credentials found ({shown}): {credentials}"
+    return None
+
+
+def _shown(error: BaseException) -> str:
+    """Return the storage's code for an error, or its status, or else the kind of the exception: never its message."""
+    status, code = status_and_code(error)
+    if code or status:
+        return code or str(status)
+    if isinstance(error, Truncated):
+        return str(error)
+    if isinstance(error, OSError) and error.errno is not None:
+        return errno.errorcode.get(error.errno, type(error).__name__)
+    return type(error).__name__
+
+
+def _names(error: BaseException) -> set[str]:
+    """Return the names of an exception's classes."""
+    return {each.__name__ for each in type(error).__mro__}

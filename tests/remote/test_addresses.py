@@ -1,0 +1,55 @@
+"""Addresses: which texts are some, and what of them is shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pqweights.errors import OptionError
+from pqweights.remote.addresses import is_address, local_path, parse_address
+
+
+@pytest.mark.parametrize("text", ["s3://b/f", "S3://b", "gs://b/a/b", "memory://x", "abfs://c@host/path", "http://x/y"])
+def test_addresses_are_recognized(text: str) -> None:
+    assert is_address(text)
+
+
+@pytest.mark.parametrize("text", ["hf://a/b", "org/name", "s3:/b", "./s3", "/a/b", "file:///a/b", "C:\\x", "", "://x"])
+def test_other_texts_are_none(text: str) -> None:
+    assert not is_address(text) and not is_address(Path(text))
+
+
+def test_parts_of_an_address() -> None:
+    address = parse_address("S3://bucket/a folder/model/")
+    assert str(address) == address.url == "s3://bucket/a folder/model"
+    assert address.name == "model" and str(address.parent) == "s3://bucket/a folder"
+    assert str(address / "x/y.json") == "s3://bucket/a folder/model/x/y.json"
+    assert parse_address("s3://bucket").name == "bucket" and str(parse_address("s3://bucket") / "a") == "s3://bucket/a"
+    assert parse_address("memory:///x").url == "memory://x" or parse_address("memory:///x").path == "x"
+
+
+def test_credentials_and_queries_are_not_shown() -> None:
+    address = parse_address("sftp://user:hidden@host/models/one?key=hidden")
+    assert "hidden" in address.url and "hidden" in (address / "x").url
+    for shown in (str(address), repr(address), str(address / "x"), str(address.parent), f"{[address]}"):
+        assert "hidden" not in shown and "host" in shown
+    with pytest.raises(OptionError, match="found credentials in the address") as raised:
+        parse_address("s3://key:hidden@bucket/model")
+    assert "hidden" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["s3://", "s3:///x", "s3://b/a//c", "s3://b/../c", "gs://b/./c", "s3://b/a\nb", "memory://"]
+)
+def test_addresses_of_nothing_are_refused(text: str) -> None:
+    with pytest.raises(OptionError, match=r"expected [a-z0-9]+://BUCKET/FOLDER, found") as raised:
+        parse_address(text)
+    assert "\n" not in str(raised.value)
+
+
+def test_file_addresses_are_local_paths() -> None:
+    assert local_path("file:///a/b%20c") == "/a/b c" and local_path("file://localhost/a") == "/a"
+    assert local_path("a/b") == "a/b" and local_path(Path("a")) == Path("a") and local_path("s3://b/c") == "s3://b/c"
+    with pytest.raises(OptionError, match="found a host"):
+        local_path("file://other/a")

@@ -1,0 +1,127 @@
+"""Blocks of remote files: the right bytes for any number of readers, in bounded memory, each requested once."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from pqweights.errors import StorageError
+from pqweights.remote import blocks
+from pqweights.remote.blocks import BlockCache
+from pqweights.remote.failures import TransferStopped
+
+SIZE = 1_003_333
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 4096)
+
+
+class Files:
+    """Files in memory, and what was requested of them."""
+
+    def __init__(self) -> None:
+        generator = np.random.default_rng(0)
+        self.contents = {name: generator.integers(0, 256, SIZE, dtype=np.uint8) for name in "ab"}
+        self.requests: list[tuple[str, int]] = []
+        self.failing = 0
+        self.going_on = threading.Event()
+        self.going_on.set()
+        self.cache = BlockCache(self.fetch, lambda file: SIZE)
+
+    def fetch(self, file: str, start: int, end: int) -> bytes:
+        self.requests.append((file, start))
+        self.going_on.wait()
+        if self.failing:
+            self.failing -= 1
+            raise StorageError("failing")
+        return self.contents[file][start:end].tobytes()
+
+    def read(self, file: str, offset: int, count: int) -> bool:
+        """Whether the bytes are right."""
+        buffer = np.empty(count, dtype=np.uint8)
+        self.cache.read_into(file, offset, buffer)
+        return bool((buffer == self.contents[file][offset : offset + count]).all())
+
+
+def test_readers_get_the_right_bytes_in_bounded_memory() -> None:
+    files, most = Files(), 0
+
+    def reader(seed: int) -> bool:
+        nonlocal most
+        chance, right = random.Random(seed), True
+        for _ in range(60):
+            offset = chance.randrange(SIZE)
+            right &= files.read(chance.choice("ab"), offset, chance.randrange(min(50_000, SIZE - offset) + 1))
+            most = max(most, len(files.cache._blocks))
+        return right
+
+    with ThreadPoolExecutor(40) as pool:
+        assert all(pool.map(reader, range(40)))
+    assert 0 < most <= blocks.MOST_BLOCKS
+
+
+def test_a_file_that_is_read_in_order_is_requested_once() -> None:
+    files = Files()
+    assert all(files.read("a", at, min(1000, SIZE - at)) for at in range(0, SIZE, 1000))
+    assert sorted(files.requests) == [("a", start) for start in range(0, SIZE, 4096)]
+
+
+def test_hardly_anything_is_requested_twice_for_readers_in_a_row() -> None:
+    files = Files()
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(lambda at: files.read("a", at, min(1000, SIZE - at)), range(0, SIZE, 1000)))
+    assert len(files.requests) <= 1.2 * SIZE / 4096  # one of them may be held up by the system
+
+
+def test_blocks_are_fetched_ahead_of_a_reader_in_order() -> None:
+    files = Files()
+    files.read("a", 0, 4096)
+    files.read("a", 4096, 10)
+    wanted = [("a", number * 4096) for number in range(2 + blocks.BLOCKS_AHEAD)]
+    end = time.monotonic() + 10
+    while len(files.requests) < len(wanted) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert sorted(files.requests) == wanted
+
+
+def test_single_reads_fetch_no_more_than_their_block() -> None:
+    files = Files()
+    assert files.read("a", 500_000, 100) and files.read("a", 900_000, 100) and files.read("b", 400_000, 100)
+    assert len(files.requests) == 3
+
+
+def test_small_reads_are_alone_until_there_are_several_of_a_block() -> None:
+    files, buffer = Files(), np.empty(10, dtype=np.uint8)
+    filled = [files.cache.read_small("a", 500_000 + at, buffer) for at in range(0, 100, 10)]
+    assert filled == [False] * blocks.SMALL_READS_ALONE + [True] * (10 - blocks.SMALL_READS_ALONE)
+    assert (buffer == files.contents["a"][500_090:500_100]).all() and len(files.requests) == 1
+
+
+def test_a_block_that_failed_is_requested_again_when_it_is_needed_again() -> None:
+    files = Files()
+    files.failing = 1
+    with pytest.raises(StorageError, match="failing"):
+        files.read("a", 900_000, 10)
+    assert files.read("a", 900_000, 10)
+
+
+def test_waiting_readers_give_up_after_stop() -> None:
+    files = Files()
+    files.going_on.clear()
+    with ThreadPoolExecutor(30) as pool:
+        waiting = [pool.submit(files.read, "a", number * 30_000, 10) for number in range(30)]  # more than have room
+        time.sleep(0.1)
+        files.cache.stop()
+        for each in waiting:
+            with pytest.raises(TransferStopped):
+                each.result(timeout=20)
+        files.going_on.set()
+    files.cache.start()
+    assert files.read("a", 0, SIZE)

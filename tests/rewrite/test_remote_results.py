@@ -1,0 +1,357 @@
+"""Results in object storage: the same bytes, nothing visible too early, and the same refusals as for folders."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import answer, done, refused
+from helpers import folder_bytes, run_command
+from memory_storage import Kill, Operation, each_operation, objects, put, run_into, visible
+from rewriting import SHARD_BYTES, Killed, command
+
+import pqweights
+from pqweights.errors import OptionError, OutputError, SourceError
+from pqweights.planning.recipe import load_recipe
+from pqweights.quantizing import QuantizeOptions, plan_quantize, quantize
+from pqweights.rewrite import staging
+from pqweights.rewrite.places import LocalPlace, ResultWorkspace, result_place
+from pqweights.rewrite.records import TensorRecord
+from pqweights.rewrite.remote_place import RemotePlace
+from pqweights.rewrite.remote_workspace import RemoteWorkspace, open_remote_part
+from pqweights.rewrite.stream import Stream
+from pqweights.rewrite.task import RewriteTask, RunOptions
+
+OUT = "memory://results/model"
+
+
+@pytest.fixture(autouse=True)
+def _empty_storage() -> None:
+    put(OUT, {})
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """One run into OUT."""
+    return lambda work, **options: run_into(work, OUT, tmp_path / "scratch", monkeypatch, **options)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_objects_are_the_files_of_the_local_result(
+    threads: int, source: Path, undisturbed: dict[str, bytes], tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    report = run(command(source), threads=threads)
+    assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
+    assert not report.already_done and report.resumed == 0
+    assert folder_bytes(tmp_path / "scratch") == {}
+
+
+def test_export_into_object_storage(source: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
+    run_command(command(source), tmp_path / "master")
+    export = {"export": str(tmp_path / "master"), "target": "bf16", "max_shard_bytes": 2 * SHARD_BYTES}
+    run_command(export, tmp_path / "export")
+    run(export)
+    files = folder_bytes(tmp_path / "export").items()
+    assert objects(OUT) == {name: data for name, data in files if not name.endswith("/")}
+
+
+def test_finished_result_is_left_alone(source: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
+    run(command(source))
+    changes = []
+
+    def watch(operation: Operation, do: Callable[[], Any]) -> Any:
+        changes.append(operation)
+        return do()
+
+    with each_operation(watch):
+        report = run(command(source))
+    assert report.already_done
+    assert report.source_bytes_read < 60_000
+    assert {name for name, _ in changes} <= {"find", "info", "cat_file", "modified"}
+
+
+def test_files_are_complete_when_they_are_visible(
+    source: Path, undisturbed: dict[str, bytes], run: Callable[..., Any]
+) -> None:
+    """Whoever lists the place at any moment finds only what stays; the manifest comes last."""
+    states = []
+
+    def watch(operation: Operation, do: Callable[[], Any]) -> Any:
+        result = do()
+        found = visible(OUT)
+        assert found.items() <= undisturbed.items()
+        states.append(set(found))
+        return result
+
+    with each_operation(watch):
+        run(command(source))
+    weights = {name for name in undisturbed if name.endswith(".safetensors")}
+    files = {name for name in undisturbed if not name.endswith("/")}
+    assert len({frozenset(state) for state in states}) == len(files) + 1
+    assert all(state == files for state in states if "pqweights.json" in state)
+    assert all(weights <= state for state in states if "config.json" in state)
+
+
+def test_few_shards_are_on_this_machine(
+    source: Path, tmp_path: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow uploads hold the stream back."""
+    held = []
+
+    def watch(operation: Operation, do: Callable[[], Any]) -> Any:
+        held.append(sum(path.name.startswith("model-") for path in (tmp_path / "scratch").rglob("model-*")))
+        return do()
+
+    monkeypatch.setattr(staging, "MOST_LOCAL_SHARDS", 2)
+    work = {"quantize": str(source), "max_shard_bytes": 1000, "recipe": "q5"}
+    with each_operation(watch):
+        report = run(work)
+    assert len(report.plan.shards) > 5
+    assert max(held) == 2
+
+
+def test_result_that_is_replaced_stays_until_the_new_one_is_complete(
+    source: Path, tmp_path: Path, undisturbed: dict[str, bytes], run: Callable[..., Any]
+) -> None:
+    run({"quantize": str(source), "max_shard_bytes": SHARD_BYTES // 2, "recipe": "q4"})
+    old = objects(OUT)
+    assert old.keys() - undisturbed.keys()
+    with pytest.raises(OutputError, match=r"memory://results/model: holds another result: a master made with .*"):
+        run(command(source))
+    assert objects(OUT) == old
+    first_change = []
+
+    def watch(operation: Operation, do: Callable[[], Any]) -> Any:
+        result = do()
+        if visible(OUT) != old and not first_change:
+            staged = {name.rpartition("/")[2] for name in objects(OUT) if name.startswith(".pqweights/")}
+            first_change.append(staged | visible(OUT).keys())
+        return result
+
+    with each_operation(watch):
+        run(command(source, overwrite=True))
+    assert {name for name in undisturbed if name.endswith(".safetensors")} <= first_change[0]
+    assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
+
+
+def test_failing_run_leaves_the_result_that_it_would_replace(
+    source: Path, tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    run(command(source, recipe="q4"))
+    before = objects(OUT)
+    broken = shutil.copytree(source, tmp_path / "broken")
+    weights = sorted(broken.glob("*.safetensors"))[-1]
+    data = bytearray(weights.read_bytes())
+    data[-4096:] = b"\xff" * 4096  # NaN in every floating dtype
+    weights.write_bytes(data)
+    with pytest.raises(SourceError, match="NaN"):
+        run(command(broken, overwrite=True))
+    assert objects(OUT) == before
+    assert folder_bytes(tmp_path / "scratch") == {}
+
+
+def test_foreign_objects_are_refused(source: Path, run: Callable[..., Any]) -> None:
+    put(OUT, {"notes/today.txt": b"mine"})
+    for overwrite in (False, True):
+        with pytest.raises(OutputError, match="expected an empty or new folder, found 'notes' in it"):
+            run(command(source, overwrite=overwrite))
+    assert objects(OUT) == {"notes/today.txt": b"mine"}
+
+
+def test_object_of_the_user_is_not_replaced(source: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
+    run(command(source, recipe="q4"))
+    own = shutil.copytree(source, tmp_path / "own")
+    (own / "NOTICE.md").write_text("the model's")
+    put(OUT, objects(OUT) | {"NOTICE.md": b"the user's"})
+    before = objects(OUT)
+    with pytest.raises(OutputError, match=r"'NOTICE\.md' exists, and pqweights did not write it"):
+        run(command(own, overwrite=True))
+    assert objects(OUT) == before
+
+
+def test_manifest_cannot_make_overwrite_remove_objects_elsewhere(source: Path, run: Callable[..., Any]) -> None:
+    run(command(source, recipe="q4"))
+    put("memory://results/other", {"model.txt": b"another"})
+    found = objects(OUT)
+    manifest = json.loads(found["pqweights.json"])
+    manifest["files"]["../other/model.txt"] = {"bytes": 7, "sha256": "0" * 64}
+    put(OUT, found | {"pqweights.json": json.dumps(manifest).encode()})
+    run(command(source, overwrite=True))
+    assert objects("memory://results/other") == {"model.txt": b"another"}
+
+
+def test_result_that_lost_a_shard_is_named(source: Path, run: Callable[..., Any]) -> None:
+    run(command(source))
+    found = objects(OUT)
+    del found["model-00002-of-00004.safetensors"]
+    put(OUT, found)
+    with pytest.raises(OutputError, match=r"holds this result, but model-00002-of-00004\.safetensors is missing"):
+        run(command(source))
+
+
+def test_scratch_folder_needs_room_for_three_shards(
+    source: Path, tmp_path: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_quantize(source, load_recipe("q5"), QuantizeOptions(max_shard_bytes=SHARD_BYTES))[2]
+    room = sum(sorted(shard.file_bytes for shard in plan.shards)[-3:])
+    assert room < plan.output_bytes
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=room - 1))
+    with pytest.raises(OutputError, match=f"need {room} bytes of disk space while .* free 1 bytes more, or set PQW"):
+        run(command(source))
+    assert objects(OUT) == {}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=room))
+    run(command(source))
+
+
+def test_result_is_not_written_to_the_hub() -> None:
+    with pytest.raises(OptionError, match=r"hf://org/name: .* pqweights push"):
+        result_place("hf://org/name")
+
+
+def test_places_of_texts_and_paths(tmp_path: Path) -> None:
+    assert result_place(str(tmp_path)) == result_place(f"file://{tmp_path}") == LocalPlace(tmp_path)
+    assert str(result_place("s3://bucket/model/")) == "s3://bucket/model"
+    place = RemotePlace(result_place("s3://bucket/model").folder, tmp_path)
+    copy = pickle.loads(pickle.dumps(place))
+    assert (str(copy), copy.scratch) == (str(place), place.scratch)
+
+
+def test_address_as_a_path_is_not_taken_for_a_folder() -> None:
+    with pytest.raises(OptionError, match="give it as a str"):
+        result_place(Path("s3://bucket/model"))
+    assert result_place(Path("s3/bucket")) == LocalPlace(Path("s3/bucket"))
+
+
+@pytest.mark.parametrize("out", ["memory://results", "memory://results/source", "memory://results/source/q5"])
+def test_output_must_lie_outside_the_source(
+    out: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = folder_bytes(source)
+    put("memory://results/source", {name: data for name, data in files.items() if not name.endswith("/")})
+    monkeypatch.setenv("PQWEIGHTS_SCRATCH", str(tmp_path))
+    with pytest.raises(OutputError, match="must not contain each other"):
+        quantize("memory://results/source", out, load_recipe("q5"))
+    assert folder_bytes(tmp_path) == {}
+
+
+def test_source_and_result_in_object_storage(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bytes as of local folders; a change of the source shows in its time."""
+    address = "memory://results/source"
+    files = {name: data for name, data in folder_bytes(source).items() if not name.endswith("/")}
+    put(address, files)
+    monkeypatch.setenv("PQWEIGHTS_SCRATCH", str(tmp_path))
+    options = QuantizeOptions(max_shard_bytes=SHARD_BYTES)
+    quantize(address, OUT, load_recipe("q5"), options=options)
+    assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
+    assert quantize(address, OUT, load_recipe("q5"), options=options).already_done
+    weights = next(name for name in files if name.endswith(".safetensors"))
+    data = bytearray(files[weights])
+    data[len(data) // 2] ^= 1
+    put(address, files | {weights: bytes(data)})
+    with pytest.raises(OutputError, match="files of its source were changed or copied since; pass --overwrite"):
+        quantize(address, OUT, load_recipe("q5"), options=options)
+
+
+class SeparateParts:
+    """Writes each shard as another machine would that is sent what the parts of the run have in common."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
+        self.resumed: list[int] = []
+
+    def stream(self, task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> tuple[TensorRecord, ...]:
+        """See Engine."""
+        assert isinstance(workspace, RemoteWorkspace)
+        records: list[TensorRecord] = []
+        for number, shard in enumerate(task.plan.shards):
+            sent = pickle.loads(pickle.dumps(workspace.staging))
+            known = {
+                name: workspace.records[name]
+                for name in (task.plan.tensors[place].name for place in shard.tensors)
+                if name in workspace.records
+            }
+            with open_remote_part(sent, self.scratch / str(number), {shard.file: shard.file_bytes}, known) as part:
+                self.resumed.append(len(part.records))
+                records += Stream(task, part, run, [shard]).run()
+        return tuple(records)
+
+
+def test_shards_are_staged_by_other_processes(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    engine = SeparateParts(tmp_path / "parts")
+    run(command(source, engine=engine))
+    assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
+    assert engine.resumed == [0, 0, 0, 0]
+    assert folder_bytes(tmp_path / "parts") == {}
+
+
+def test_parts_continue_what_is_staged_and_what_they_left(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    """The second part is killed while its shard is uploaded; the first one was complete."""
+    kill = Kill(6)  # the probe twice, the journal, shard and mark of the first, shard of the second
+    with each_operation(kill), pytest.raises(Killed):
+        run(command(source, engine=SeparateParts(tmp_path / "parts")))
+    assert kill.seen[-1][1].endswith("model-00002-of-00004.safetensors")
+    engine = SeparateParts(tmp_path / "parts")
+    assert run(command(source, engine=engine)).resumed > 0
+    assert all(count > 0 for count in engine.resumed[:2]) and engine.resumed[2:] == [0, 0]
+    assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
+    assert folder_bytes(tmp_path / "parts") == {}
+
+
+def test_full_scratch_disk_is_named(
+    source: Path, undisturbed: dict[str, bytes], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate, calls = os.posix_fallocate, []
+
+    def full(descriptor: int, offset: int, size: int) -> None:
+        calls.append(size)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(descriptor, offset, size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OutputError, match=r"model-00003-of-00004\.safetensors: the disk is full"):
+            run(command(source))
+    assert run(command(source)).resumed > 0
+    assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
+
+
+def test_commands_take_addresses(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PQWEIGHTS_SCRATCH", str(tmp_path / "scratch"))
+    words = ("quantize", source, OUT, "--max-shard-size", SHARD_BYTES, "--quiet")
+    planned = answer(*words, "--dry-run")["totals"]
+    assert objects(OUT) == {} and 0 < planned["scratch_bytes"] < planned["output_bytes"]
+    assert planned["peak_memory_bytes"] > answer("plan", source)["totals"]["peak_memory_bytes"]
+    text = done("quantize", source, OUT, "--dry-run").stdout
+    assert "in object storage" in text and "of disk space on this machine" in text
+    assert answer(*words)["output"] == OUT
+    assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
+    assert f"{OUT}: already holds this result" in done(*words[:-1]).stderr
+    assert "pqweights push" in refused("quantize", source, "hf://org/name", code=2)
+
+
+def test_functions_take_addresses(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PQWEIGHTS_SCRATCH", str(tmp_path / "scratch"))
+    pqweights.quantize(source, OUT, max_shard_size=SHARD_BYTES)
+    assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
+    pqweights.quantize(source, tmp_path / "master")
+    pqweights.export(tmp_path / "master", "memory://results/export", "bf16")
+    assert "pqweights.json" in objects("memory://results/export")

@@ -1,0 +1,328 @@
+"""Runs into object storage that end at any of its operations, and who continues them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import folder_bytes
+from memory_storage import Kill, Operation, each_operation, objects, put, run_into, staged_tensors, visible
+from rewriting import TENSORS, Killed, command, watched
+
+from pqweights.errors import OutputError, SourceChangedError, StorageError
+from pqweights.remote.folder import RemoteFolder
+from pqweights.rewrite import staging
+from pqweights.rewrite.places import result_place
+from pqweights.rewrite.remote_workspace import RemoteWorkspace
+
+OUT = "memory://resumed/model"
+SECOND_SHARD = "model-00002-of-00004.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def _empty_storage() -> None:
+    put(OUT, {})
+
+
+@pytest.fixture
+def final(undisturbed: dict[str, bytes]) -> dict[str, bytes]:
+    """The objects of an undisturbed run."""
+    return {name: data for name, data in undisturbed.items() if not name.endswith("/")}
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    return tmp_path / "scratch"
+
+
+def killed(work: dict[str, Any], scratch: Path, monkeypatch: pytest.MonkeyPatch, kill: Kill) -> None:
+    """A run that is killed."""
+    with each_operation(kill), pytest.raises(Killed):
+        run_into(work, OUT, scratch, monkeypatch)
+
+
+def continued(work: dict[str, Any], scratch: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, set[str]]:
+    """How many tensors a run continues from, and for which it begins a job."""
+    with monkeypatch.context() as patch:
+        patch.setenv("PQWEIGHTS_SCRATCH", str(scratch))
+        report, begun = watched(monkeypatch, work, OUT)
+        return report.resumed, begun
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+@pytest.mark.parametrize("machine", ["same", "other"])
+def test_run_killed_at_any_change_of_the_storage_resumes(
+    machine: str,
+    overwrites: bool,
+    source: Path,
+    final: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With nothing there before, and in place of an older result."""
+    before: dict[str, bytes] = {}
+    if overwrites:
+        run_into({"quantize": str(source), "max_shard_bytes": 8000}, OUT, tmp_path / "old", monkeypatch)
+        before = objects(OUT)
+    work = command(source, overwrite=overwrites)
+    counted = Kill()
+    with each_operation(counted):
+        run_into(work, OUT, tmp_path / "counted", monkeypatch)
+    assert len(counted.seen) >= 30
+    for number in range(1, len(counted.seen) + 1):
+        for after in (False, True):
+            put(OUT, before)
+            place, where = tmp_path / f"{number}-{after}", f"{'after' if after else 'before'} change {number}"
+            killed(work, place, monkeypatch, Kill(number, after=after))
+            assert overwrites or visible(OUT).items() <= final.items(), where
+            staged = staged_tensors(OUT)
+            elsewhere = place if machine == "same" else tmp_path / "another" / place.name
+            found = objects(OUT)
+            untouched = overwrites and ".pqweights/journal.jsonl" not in found and found.items() >= before.items()
+            resumed, begun = continued(command(source, overwrite=untouched), elsewhere, monkeypatch)
+            assert objects(OUT) == final, where
+            assert not begun & staged, where
+            assert resumed + len(begun) == TENSORS, where
+            assert folder_bytes(elsewhere) == {}, where
+            shutil.rmtree(place)
+
+
+def test_kills_cover_every_change(source: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sweep above reaches each kind of change."""
+    counted = Kill()
+    with each_operation(counted):
+        run_into(command(source), OUT, scratch, monkeypatch)
+    done = [(what, path.removeprefix("/resumed/model/")) for what, path in counted.seen]
+    key = next(path.split("/")[1] for _, path in done if path.endswith("safetensors.jsonl"))
+    mark = ("pipe_file", f".pqweights/{key}/{SECOND_SHARD}.jsonl")
+    upload = ("put_file", f".pqweights/{key}/{SECOND_SHARD}")
+    journal, manifest = ("rm_file", ".pqweights/journal.jsonl"), ("put_file", "pqweights.json")
+    moved, unmarked = ("cp_file", SECOND_SHARD), ("rm_file", mark[1])
+    wanted = [("pipe_file", ".pqweights/journal.jsonl"), upload, mark, moved, manifest, journal, unmarked]
+    assert [done.index(each) for each in wanted] == sorted(done.index(each) for each in wanted)
+
+
+def test_partial_shard_is_continued_on_the_same_machine(
+    source: Path, final: dict[str, bytes], scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed(command(source), scratch, monkeypatch, Kill(4))  # the first shard is finished and not staged
+    assert list(scratch.rglob("model-*"))
+    resumed, begun = continued(command(source), scratch, monkeypatch)
+    assert staged_tensors(OUT) == set()
+    assert resumed > 0 and len(begun) == TENSORS - resumed
+    assert objects(OUT) == final
+
+
+def test_shards_that_another_machine_staged_are_not_kept(
+    source: Path, final: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two machines in turn: the first has older files of shards that the second one has finished."""
+    work = command(source)
+    killed(work, tmp_path / "first", monkeypatch, Kill(4))
+    kept = {path.name for path in (tmp_path / "first").rglob("model-*")}
+    killed(work, tmp_path / "second", monkeypatch, Kill(11))
+    assert "model-00001-of-00004.safetensors" in kept and len(staged_tensors(OUT)) > 1
+    killed(work, tmp_path / "first", monkeypatch, Kill(4))  # takes over
+    assert not list((tmp_path / "first").rglob("model-00001-of-00004.safetensors*"))
+    continued(work, tmp_path / "first", monkeypatch)
+    assert objects(OUT) == final
+
+
+@pytest.mark.parametrize("damage", ["lost", "short", "mark lost", "mark cut"])
+def test_staged_shard_that_was_damaged_is_made_again(
+    damage: str, source: Path, final: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed(command(source), tmp_path / "first", monkeypatch, Kill(9))
+    found = objects(OUT)
+    name = next(each for each in found if each.endswith(SECOND_SHARD))
+    of_shard = {json.loads(line)["name"] for line in found[name + ".jsonl"].splitlines()}
+    if damage == "lost":
+        del found[name]
+    elif damage == "short":
+        found[name] = found[name][:-1]
+    elif damage == "mark lost":
+        del found[name + ".jsonl"]
+    else:
+        found[name + ".jsonl"] = found[name + ".jsonl"][:-1]
+    put(OUT, found)
+    _, begun = continued(command(source), tmp_path / "second", monkeypatch)
+    assert of_shard and of_shard <= begun
+    assert objects(OUT) == final
+
+
+def test_other_run_is_refused_or_replaces_it(
+    source: Path, final: dict[str, bytes], tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = command(source, recipe="q4")
+    killed(other, scratch, monkeypatch, Kill(9))
+    before, kept = objects(OUT), folder_bytes(scratch)
+    with pytest.raises(OutputError, match=r"^memory://resumed/model: holds an interrupted run .* pass --overwrite"):
+        run_into(command(source), OUT, scratch, monkeypatch)
+    assert objects(OUT) == before and folder_bytes(scratch) == kept
+    assert run_into(command(source, overwrite=True), OUT, scratch, monkeypatch).resumed == 0
+    assert objects(OUT) == final
+    assert folder_bytes(scratch) == {}
+
+
+@pytest.mark.parametrize("number", range(3, 22, 2))
+def test_run_that_replaces_another_is_killed_and_resumes(
+    number: int, source: Path, final: dict[str, bytes], tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of the two commands then comes first."""
+    killed(command(source, recipe="q4"), scratch, monkeypatch, Kill(24))
+    killed(command(source, overwrite=True), scratch, monkeypatch, Kill(number))
+    run_into(command(source, overwrite=True), OUT, tmp_path / "another", monkeypatch)
+    assert objects(OUT) == final
+
+
+def test_damaged_journal_is_named(source: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed(command(source), scratch, monkeypatch, Kill(9))
+    put(OUT, objects(OUT) | {".pqweights/journal.jsonl": b'{"work"'})
+    with pytest.raises(OutputError, match=r"\.pqweights/journal\.jsonl is damaged"):
+        run_into(command(source), OUT, scratch, monkeypatch)
+
+
+def test_changed_source_is_refused(
+    own_source: Path, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed(command(own_source), scratch, monkeypatch, Kill(9))
+    with open(own_source / "tokenizer.json", "ab") as stream:
+        stream.write(b" ")
+    before = objects(OUT)
+    with pytest.raises(SourceChangedError, match=r"tokenizer\.json: the source changed since .* in memory://resumed"):
+        run_into(command(own_source), OUT, scratch, monkeypatch)
+    assert objects(OUT) == before
+    assert run_into(command(own_source, overwrite=True), OUT, scratch, monkeypatch).resumed == 0
+
+
+def test_new_companion_is_copied(
+    own_source: Path, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed(command(own_source), scratch, monkeypatch, Kill(9))
+    staged = staged_tensors(OUT)
+    (own_source / "vocab.txt").write_text("a")
+    (own_source / "NOTICE").unlink()
+    _, begun = continued(command(own_source), tmp_path / "another", monkeypatch)
+    assert staged and not begun & staged
+    run_into(command(own_source), "memory://resumed/fresh", scratch, monkeypatch)
+    assert objects(OUT) == objects("memory://resumed/fresh")
+    assert "vocab.txt" in objects(OUT) and "NOTICE" not in objects(OUT)
+
+
+def first_call(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, act: Callable[[], None]) -> None:
+    """Have something done once, after the first call of a method that returns."""
+    original, called = getattr(owner, method), []
+
+    def calling(*arguments: Any, **options: Any) -> Any:
+        result = original(*arguments, **options)
+        if not called:
+            called.append(method)
+            act()
+        return result
+
+    monkeypatch.setattr(owner, method, calling)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"), [(staging.Staging, "put"), (RemoteFolder, "move"), (RemoteWorkspace, "write")]
+)
+def test_run_that_another_one_has_replaced_ends(
+    owner: type,
+    method: str,
+    source: Path,
+    final: dict[str, bytes],
+    tmp_path: Path,
+    scratch: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second one starts when the first one has just staged or moved a shard, or written a small file."""
+    resumed: list[int] = []
+    with monkeypatch.context() as patch:
+
+        def take_over() -> None:
+            resumed.append(run_into(command(source), OUT, tmp_path / "second", monkeypatch).resumed)
+
+        first_call(patch, owner, method, take_over)
+        with pytest.raises(OutputError, match="another run is writing there; wait for it"):
+            run_into(command(source), OUT, scratch, monkeypatch)
+    assert resumed[0] > 0
+    assert objects(OUT) == final
+    assert run_into(command(source), OUT, scratch, monkeypatch).already_done
+    assert folder_bytes(scratch) == {}
+
+
+def test_second_run_on_this_machine_is_refused(
+    source: Path, final: dict[str, bytes], scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = []
+
+    def try_again() -> None:
+        with pytest.raises(OutputError, match=r"^memory://resumed/model: another run is writing there"):
+            run_into(command(source), OUT, scratch, monkeypatch)
+        refused.append(1)
+
+    first_call(monkeypatch, staging.Staging, "put", try_again)
+    run_into(command(source), OUT, scratch, monkeypatch)
+    assert refused
+    assert objects(OUT) == final
+
+
+@pytest.mark.parametrize("what", ["pipe_file", "rm_file"])
+def test_missing_permission_is_found_before_the_work(
+    what: str, source: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(operation: Operation, do: Callable[[], Any]) -> Any:
+        if operation[0] == what:
+            raise PermissionError
+        return do()
+
+    with each_operation(refuse), pytest.raises(StorageError, match="access denied"):
+        run_into(command(source), OUT, scratch, monkeypatch)
+    assert not any("model-" in name for name in objects(OUT))
+    assert folder_bytes(scratch) == {}
+
+
+def test_upload_that_fails_ends_the_run(
+    source: Path, final: dict[str, bytes], scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with credentials that expire; what was finished is kept."""
+
+    def refuse(operation: Operation, do: Callable[[], Any]) -> Any:
+        if operation[0] == "put_file" and operation[1].endswith(SECOND_SHARD):
+            raise PermissionError
+        return do()
+
+    with each_operation(refuse), pytest.raises(StorageError, match=f"{SECOND_SHARD}: access denied"):
+        run_into(command(source), OUT, scratch, monkeypatch)
+    staged = staged_tensors(OUT)
+    assert staged
+    resumed, begun = continued(command(source), scratch, monkeypatch)
+    assert resumed > len(staged) and not begun & staged
+    assert objects(OUT) == final
+
+
+def test_key_of_shards_is_that_of_their_bytes(source: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of different recipes lie in different folders, so that two runs never mix them."""
+    keys = set()
+    for recipe in ("q4", "q5", "q4"):
+        put(OUT, {})
+        killed(command(source, recipe=recipe), scratch, monkeypatch, Kill(9))
+        keys.add(next(name.split("/")[1] for name in objects(OUT) if name.count("/") == 2))
+        shutil.rmtree(scratch)
+    assert len(keys) == 2
+
+
+def test_stopped_uploads_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Closing does not wait for the shards that come after the one under way."""
+    place = result_place(OUT)
+    sent = []
+    monkeypatch.setattr(RemoteFolder, "upload", lambda self, name, path, stop: sent.append((name, stop())))
+    uploads = staging.ShardUploads(staging.Staging(place.folder, "key"), tmp_path, before_each=lambda: None)
+    uploads.close()
+    with pytest.raises(RuntimeError):
+        uploads.add("model.safetensors", [])
+    assert sent == []
