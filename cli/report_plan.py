@@ -38,7 +38,7 @@ def plan_text(report: PlanReport, summary: bool | None) -> str:
             f"needs: {_room(needs)}, at most {size(needs.peak_memory_bytes)} of memory",
             *planned_fold_lines(None if report.fold is None else report.fold.to_json()),
             *left_out_lines(plan),
-            *_hub_lines(report.hub),
+            *_hub_lines(report.hub, "in the output folder" if needs.scratch_bytes is None else "of disk space"),
         ]
     )
 
@@ -85,15 +85,18 @@ def _cells(tensor: TensorPlan) -> list[str]:
     return [shape, tensor.dtype, tensor.action, tensor.codec or "", str(tensor.bits or ""), str(tensor.bytes)]
 
 
-def _hub_lines(hub: HubTraffic | None) -> list[str]:
-    """Return what was fetched for the plan, and what fetching the source needs."""
+def _hub_lines(hub: HubTraffic | None, where: str) -> list[str]:
+    """Return what was fetched for the plan, and what fetching the source needs.
+
+    where: what --low-disk keeps files in
+    """
     from pqweights.units import counted
 
     if hub is None:
         return []
     return [
         f"fetching the source needs, in addition, {size(hub.source_bytes)} in the Hub's cache, or with --low-disk "
-        f"{size(hub.low_disk_bytes)} in the output folder",
+        f"{size(hub.low_disk_bytes)} {where}",
         f"{hub.repository} at {hub.revision}: {counted(hub.requests, 'request')}, {size(hub.bytes)} fetched for this "
         "plan",
     ]

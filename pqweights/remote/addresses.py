@@ -16,6 +16,7 @@ SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 HUB = "hf"
 # Schemes of which the credentials come from the environment or from configuration files, never from the address.
 BUCKETS = ("s3", "s3a", "gs", "gcs")
+# Two names of one storage.
 SAME_SCHEMES = {"s3a": "s3", "gcs": "gs"}
 # Schemes that fsspec knows, and that cannot list a folder or are not a place for models.
 NOT_STORAGE = ("http", "https", "hf", "data", "file", "local", "reference", "zip", "tar", "git", "github")

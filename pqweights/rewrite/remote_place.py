@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,8 @@ class RemotePlace:
 
     def manifest_time(self) -> int:
         """See ResultPlace."""
-        return self.folder.modified(MANIFEST_FILE)
+        # Of a storage that tells no times, only the fingerprint of the source is compared.
+        return self.folder.modified(MANIFEST_FILE) or sys.maxsize
 
     def shard_room(self, plan: Plan) -> int:
         """See ResultPlace."""

@@ -19,6 +19,7 @@ from typing import Any
 from pqweights.checkpoint.names import JOURNAL_FILE, MANIFEST_FILE, WORK_FOLDER, is_inside
 from pqweights.checkpoint.writer import disk_errors, partial_path, write_whole
 from pqweights.errors import OutputError, StorageError
+from pqweights.notices import slow_step
 from pqweights.remote.folder import RemoteFolder
 from pqweights.rewrite.file_lock import take_lock
 from pqweights.rewrite.journal import FinishedTensor, RunInputs, first_line, parse_first_line, read_records
@@ -155,11 +156,13 @@ class RemoteWorkspace:
 
     def publish(self, shards: list[str]) -> None:
         """Move the shards to their final names, and remove what they replace; a killed call can be repeated."""
-        self.wait_until_staged()
+        with slow_step("uploading the last shards"):
+            self.wait_until_staged()
         run = self._own_run()
         run.check()
-        self.staging.publish(shards)
-        run.remove_replaced()
+        with slow_step("moving the shards to their names"):
+            self.staging.publish(shards)
+            run.remove_replaced()
 
     def write(self, name: str, pieces: Iterable[bytes]) -> FileRecord:
         """Write a small file of the result, and return what the manifest states about it."""

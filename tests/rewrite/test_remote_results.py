@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import answer, done, refused
 from helpers import folder_bytes, run_command
 from memory_storage import Kill, Operation, each_operation, objects, put, run_into, visible
 from rewriting import SHARD_BYTES, Killed, command
 
+import pqweights
 from pqweights.errors import OptionError, OutputError, SourceError
 from pqweights.planning.recipe import load_recipe
 from pqweights.quantizing import QuantizeOptions, plan_quantize, quantize
@@ -326,3 +328,30 @@ def test_full_scratch_disk_is_named(
             run(command(source))
     assert run(command(source)).resumed > 0
     assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
+
+
+def test_commands_take_addresses(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PQWEIGHTS_SCRATCH", str(tmp_path / "scratch"))
+    words = ("quantize", source, OUT, "--max-shard-size", SHARD_BYTES, "--quiet")
+    planned = answer(*words, "--dry-run")["totals"]
+    assert objects(OUT) == {} and 0 < planned["scratch_bytes"] < planned["output_bytes"]
+    assert planned["peak_memory_bytes"] > answer("plan", source)["totals"]["peak_memory_bytes"]
+    text = done("quantize", source, OUT, "--dry-run").stdout
+    assert "in object storage" in text and "of disk space on this machine" in text
+    assert answer(*words)["output"] == OUT
+    assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
+    assert f"{OUT}: already holds this result" in done(*words[:-1]).stderr
+    assert "pqweights push" in refused("quantize", source, "hf://org/name", code=2)
+
+
+def test_functions_take_addresses(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PQWEIGHTS_SCRATCH", str(tmp_path / "scratch"))
+    pqweights.quantize(source, OUT, max_shard_size=SHARD_BYTES)
+    assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
+    pqweights.quantize(source, tmp_path / "master")
+    pqweights.export(tmp_path / "master", "memory://results/export", "bf16")
+    assert "pqweights.json" in objects("memory://results/export")

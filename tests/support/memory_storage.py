@@ -17,7 +17,7 @@ from rewriting import Killed
 from pqweights.rewrite.task import RewriteReport
 
 CHANGES = ("pipe_file", "put_file", "cp_file", "rm_file")
-READS = ("find", "info", "cat_file", "modified")
+READS = ("find", "info", "cat_file")
 Operation = tuple[str, str]  # what is done, and to which object
 
 STORE = MemoryFileSystem.store
