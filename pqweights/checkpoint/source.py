@@ -119,6 +119,11 @@ class Checkpoint:
             found[stored.file].append(stored)
         return found
 
+    @property
+    def known_fingerprints(self) -> dict[str, str]:
+        """The fingerprints of files that are known so far, by name."""
+        return dict(self._fingerprints)
+
     def restore_fingerprints(self, known: dict[str, str]) -> None:
         """Take over the fingerprints of files that an interrupted run computed."""
         self._fingerprints.update(known)

@@ -12,17 +12,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from pqweights.checkpoint.file_uses import file_uses, most_fetched
-from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, MANIFEST_FILE
+from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
 from pqweights.checkpoint.writer import COPY_BYTES
 from pqweights.codecs import get_codec
-from pqweights.errors import MasterError, SourceError, StrictError
+from pqweights.errors import ClusterError, MasterError, SourceError, StrictError
 from pqweights.kernels.devices import resolve_device
 from pqweights.planning.plan import Plan, index_json
 from pqweights.rewrite.differences import difference
-from pqweights.rewrite.journal import RunInputs
 from pqweights.rewrite.manifest import CONTAINER_VERSION, MANIFEST_VERSION, Manifest, parse_manifest
 from pqweights.rewrite.places import ResultPlace, ResultWorkspace
 from pqweights.rewrite.records import FileRecord, TensorRecord
@@ -72,7 +71,7 @@ def rewrite(task: RewriteTask, run: RunOptions) -> RewriteReport:
         return _report(task, done.records, already_done=True, resumed=len(done.records))
     task.out.check_output(run.overwrite, lambda: difference(task, _manifest_in(task.out)))
     task.out.check_room(task.plan, _most_fetched(task))
-    with task.out.open_workspace(_run_inputs(task), run.overwrite) as workspace:
+    with task.out.open_workspace(task.run_inputs, run.overwrite) as workspace:
         resumed = len(workspace.records)
         task.checkpoint.restore_fingerprints(workspace.fingerprints())
         records = _stream_tensors(task, workspace, run)
@@ -142,27 +141,19 @@ def _most_fetched(task: RewriteTask) -> int:
     return most_fetched(file_uses(task.checkpoint.tensors), storage.files(), storage.frees)
 
 
-def _run_inputs(task: RewriteTask) -> RunInputs:
-    """The files that a run reads and writes, for its journal."""
-    plan, checkpoint = task.plan, task.checkpoint
-    written = [*plan.companions, *task.small_files]
-    written += [] if plan.container.index_file is None else [plan.container.index_file]
-    written += [CONFIG_FILE, MANIFEST_FILE] if task.transform.has_config else [MANIFEST_FILE]
-    outputs = [*(shard.file for shard in plan.shards), *written]
-    read = [*checkpoint.weight_files, *plan.companions]
-    read += [name for name in (CONFIG_FILE, CARD_FILE) if name in checkpoint.storage.files()]
-    files = {"": (checkpoint.storage, read)}
-    files |= {option: (other.storage, list(other.weight_files)) for option, other in task.transform.also_reads.items()}
-    shards = {shard.file: shard.file_bytes for shard in plan.shards}
-    return RunInputs.of(task.identity, files, outputs=outputs, shards=shards, companions=plan.companions)
-
-
 def _stream_tensors(task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> tuple[TensorRecord, ...]:
     """Write all tensors into staged shards; what was written is removed if the source turns out to be unusable.
 
     A strict run that continues another one leaves what that run wrote, which that run's own command can finish.
     """
     continues = bool(workspace.records)
+    if run.engine is not None:
+        try:
+            run.engine.check(task, workspace)
+        except ClusterError:
+            if not continues:
+                workspace.discard()
+            raise
     try:
         preparation = Preparation(
             folder=workspace.folder, fetched=workspace.fetched, threads=run.threads, progress=run.progress

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
@@ -19,17 +20,31 @@ from pqweights.rewrite.workspace import Workspace
 WAIT_SECONDS = 60.0
 
 
-@contextlib.contextmanager
-def open_part(out: Path, number: int, *, identity: str, known: Mapping[str, FinishedTensor]) -> Iterator[Workspace]:
-    """Lock a part of the run into `out`, and continue what another process left of it.
+@dataclass(frozen=True, kw_only=True)
+class PartInputs:
+    """Which part of which run a process makes.
 
     number: which part, from 0
-    identity: the digest of the run's identity
+    work: the digest of the run's identity
+    key: see RunInputs
+    shards: the shards of the part, with their sizes in bytes
     known: tensors of the part that the run's own journal calls finished
+    """
+
+    number: int
+    work: str
+    key: str
+    shards: Mapping[str, int]
+    known: Mapping[str, FinishedTensor]
+
+
+@contextlib.contextmanager
+def open_part(out: Path, inputs: PartInputs) -> Iterator[Workspace]:
+    """Lock a part of the run into the folder `out`, and continue what another process left of it.
 
     Raises OutputError if the run is no longer under way, or if another process goes on writing the part.
     """
-    work, prefix = out / WORK_FOLDER, part_prefix(number)
+    work, prefix = out / WORK_FOLDER, part_prefix(inputs.number)
     try:
         with disk_errors(out):
             lock = take_lock(work / (prefix + PART_LOCK), out, wait_seconds=WAIT_SECONDS, make_folder=False)
@@ -37,20 +52,20 @@ def open_part(out: Path, number: int, *, identity: str, known: Mapping[str, Fini
         raise _ended(out) from None
     with contextlib.ExitStack() as opened:
         opened.callback(os.close, lock)
-        _check_run(out, identity)
+        _check_run(out, inputs.work)
         path = work / (prefix + JOURNAL_FILE)
         with disk_errors(path):
             journal = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         opened.callback(os.close, journal)
-        records = {**known, **read_records(path)}
+        records = {**inputs.known, **read_records(path)}
         yield Workspace(out, records=records, journal=journal, part=prefix)
 
 
-def _check_run(out: Path, identity: str) -> None:
+def _check_run(out: Path, work: str) -> None:
     """Raise OutputError if the run that has this part is not under way any more."""
     journal = out / WORK_FOLDER / JOURNAL_FILE
     first = read_first_line(journal) if journal.exists() else None
-    if first is None or first.get("work") != identity:
+    if first is None or first.get("work") != work:
         raise _ended(out)
 
 

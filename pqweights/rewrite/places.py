@@ -18,6 +18,7 @@ from pqweights.remote.addresses import BUCKETS, Address, is_address, local_path,
 from pqweights.remote.folder import RemoteFolder
 from pqweights.rewrite.disk_room import bytes_of_shard, fetched_bytes_in, free_bytes
 from pqweights.rewrite.journal import FinishedTensor, RunInputs
+from pqweights.rewrite.parts import PartInputs, open_part
 from pqweights.rewrite.records import FileRecord, TensorRecord
 from pqweights.rewrite.remote_place import RemotePlace
 from pqweights.rewrite.workspace import (
@@ -75,6 +76,13 @@ class ResultWorkspace(Protocol):
 
     def shard_finished(self, shard: str, records: Sequence[TensorRecord]) -> None:
         """Take over a shard that lies complete in `folder`, or that was complete before the run.
+
+        records: of all of its tensors
+        """
+        ...
+
+    def join_part(self, number: int, records: Sequence[TensorRecord]) -> None:
+        """Take over a part that another process has finished (ResultPlace.open_part).
 
         records: of all of its tensors
         """
@@ -149,6 +157,23 @@ class ResultPlace(Protocol):
         """
         ...
 
+    def open_part(self, inputs: PartInputs) -> contextlib.AbstractContextManager[ResultWorkspace]:
+        """Open a part of the run that has the place, in another process.
+
+        Raises OutputError if the part is made by yet another one.
+        """
+        ...
+
+    @property
+    def shared_folder(self) -> Path | None:
+        """The folder that all processes of a run must reach by this path; None if they need not share any."""
+        ...
+
+    @property
+    def scratch_folder(self) -> Path | None:
+        """Where each process keeps shards that it then sends elsewhere; None if it sends none."""
+        ...
+
     def tidy(self) -> None:
         """Remove what a run that was killed in its last steps left beside its complete result."""
         ...
@@ -215,6 +240,20 @@ class LocalPlace:
     def open_workspace(self, inputs: RunInputs, overwrite: bool) -> contextlib.AbstractContextManager[ResultWorkspace]:
         """See ResultPlace."""
         return open_workspace(self.path, inputs, overwrite)
+
+    def open_part(self, inputs: PartInputs) -> contextlib.AbstractContextManager[ResultWorkspace]:
+        """See ResultPlace."""
+        return open_part(self.path, inputs)
+
+    @property
+    def shared_folder(self) -> Path:
+        """The folder itself."""
+        return self.path
+
+    @property
+    def scratch_folder(self) -> None:
+        """There is none: shards are made where they stay."""
+        return
 
     def tidy(self) -> None:
         """See ResultPlace."""

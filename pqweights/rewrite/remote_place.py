@@ -20,7 +20,8 @@ from pqweights.rewrite.journal import RunInputs, may_continue
 from pqweights.rewrite.listed_files import files_of_result
 from pqweights.rewrite.manifest import parse_manifest
 from pqweights.rewrite.needs import room_for_shards
-from pqweights.rewrite.remote_workspace import RemoteRun, RemoteWorkspace, read_remote_journal
+from pqweights.rewrite.parts import PartInputs
+from pqweights.rewrite.remote_workspace import RemoteRun, RemoteWorkspace, open_remote_part, read_remote_journal
 from pqweights.rewrite.staging import REMOTE_JOURNAL, Staging, remove_staged
 from pqweights.rewrite.workspace import (
     Workspace,
@@ -159,6 +160,22 @@ class RemotePlace:
         if manifest is not None:
             names += files_of_result(parse_manifest(manifest))
         return list(dict.fromkeys(names))
+
+    def open_part(self, inputs: PartInputs) -> contextlib.AbstractContextManager[RemoteWorkspace]:
+        """See ResultPlace. A part has a scratch folder of its own, beside that of the run."""
+        scratch = self.scratch.with_name(f"{self.scratch.name}-{inputs.key}-{inputs.number:05d}")
+        make_scratch(scratch)
+        return open_remote_part(Staging(self.folder, inputs.key), scratch, inputs.shards, inputs.known)
+
+    @property
+    def shared_folder(self) -> None:
+        """There is none: all processes reach the address."""
+        return
+
+    @property
+    def scratch_folder(self) -> Path:
+        """The folder in which the scratch folders lie."""
+        return self.scratch.parent
 
     def tidy(self) -> None:
         """See ResultPlace."""

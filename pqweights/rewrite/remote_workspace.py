@@ -24,6 +24,7 @@ from pqweights.remote.folder import RemoteFolder
 from pqweights.rewrite.file_lock import take_lock
 from pqweights.rewrite.journal import FinishedTensor, RunInputs, first_line, parse_first_line, read_records
 from pqweights.rewrite.needs import MOST_LOCAL_SHARDS
+from pqweights.rewrite.parts import WAIT_SECONDS
 from pqweights.rewrite.records import FileRecord, TensorRecord
 from pqweights.rewrite.staging import REMOTE_JOURNAL, ShardUploads, Staging, remove_staged
 from pqweights.rewrite.workspace import LOCK_FILE, Workspace
@@ -154,6 +155,9 @@ class RemoteWorkspace:
         """Return when all finished shards are staged."""
         self._uploads.wait_for_all()
 
+    def join_part(self, number: int, records: Sequence[TensorRecord]) -> None:
+        """Take over the shards that another process has staged: all of the part, with their records."""
+
     def publish(self, shards: list[str]) -> None:
         """Move the shards to their final names, and remove what they replace; a killed call can be repeated."""
         with slow_step("uploading the last shards"):
@@ -226,7 +230,7 @@ def open_remote_part(
     path = work / JOURNAL_FILE
     with contextlib.ExitStack() as opened:
         with disk_errors(scratch):
-            opened.callback(os.close, take_lock(work / LOCK_FILE, staging.folder.address))
+            opened.callback(os.close, take_lock(work / LOCK_FILE, staging.folder.address, wait_seconds=WAIT_SECONDS))
             journal = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         local = Workspace(scratch, records={**known, **read_records(path)}, journal=journal)
         workspace = RemoteWorkspace(local, staging, shards)

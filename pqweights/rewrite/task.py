@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.planning.plan import Plan, TensorPlan
 from pqweights.planning.totals import Totals
 from pqweights.remote.addresses import Address
 from pqweights.rewrite.identity import RunIdentity
+from pqweights.rewrite.journal import RunInputs
 from pqweights.rewrite.places import ResultPlace, ResultWorkspace
 from pqweights.rewrite.records import TensorRecord, error_totals, total_relative_mse
 from pqweights.rewrite.tensor_report import TensorReport, tensor_reports
@@ -73,6 +75,22 @@ class RewriteTask:
         )
 
     @functools.cached_property
+    def run_inputs(self) -> RunInputs:
+        """The files that a run reads and writes, for its journal."""
+        plan, checkpoint = self.plan, self.checkpoint
+        written = [*plan.companions, *self.small_files]
+        written += [] if plan.container.index_file is None else [plan.container.index_file]
+        written += [CONFIG_FILE, MANIFEST_FILE] if self.transform.has_config else [MANIFEST_FILE]
+        outputs = [*(shard.file for shard in plan.shards), *written]
+        read = [*checkpoint.weight_files, *plan.companions]
+        read += [name for name in (CONFIG_FILE, CARD_FILE) if name in checkpoint.storage.files()]
+        files = {"": (checkpoint.storage, read)}
+        also_read = self.transform.also_reads.items()
+        files |= {option: (other.storage, list(other.weight_files)) for option, other in also_read}
+        shards = {shard.file: shard.file_bytes for shard in plan.shards}
+        return RunInputs.of(self.identity, files, outputs=outputs, shards=shards, companions=plan.companions)
+
+    @functools.cached_property
     def small_files(self) -> SmallFiles:
         """What the transform writes beside the weights, the configuration and the copied files."""
         return self.transform.small_files(self.plan.shards)
@@ -114,6 +132,10 @@ class RunOptions:
 
 class Engine(Protocol):
     """Writes the tensors of a task elsewhere, as on the nodes of a cluster."""
+
+    def check(self, task: RewriteTask, workspace: ResultWorkspace) -> None:
+        """Raise ClusterError if the task cannot be done there."""
+        ...
 
     def stream(self, task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> tuple[TensorRecord, ...]:
         """Write all tensors into staged shards, and return their records in the order of the plan."""

@@ -38,7 +38,14 @@ from pqweights.rewrite.journal import (
 )
 from pqweights.rewrite.listed_files import files_of_result
 from pqweights.rewrite.manifest import read_manifest
-from pqweights.rewrite.part_files import FETCHED_FOLDER, FINGERPRINTS_FILE, join_parts, locked_parts
+from pqweights.rewrite.part_files import (
+    FETCHED_FOLDER,
+    FINGERPRINTS_FILE,
+    join_parts,
+    locked_parts,
+    part_prefix,
+    remove_part,
+)
 from pqweights.rewrite.records import FileRecord, TensorRecord
 
 LOCK_FILE = "lock"
@@ -121,6 +128,14 @@ class Workspace:
 
     def shard_finished(self, shard: str, records: Sequence[TensorRecord]) -> None:
         """Do nothing: a finished shard stays where it is until all are finished."""
+
+    def join_part(self, number: int, records: Sequence[TensorRecord]) -> None:
+        """Add what another process has finished to the journal, in place of that of its part."""
+        for record in records:
+            if record.name not in self.records:
+                self.record(record)
+        self.sync_records()
+        remove_part(self.folder, part_prefix(number))
 
     def check(self) -> None:
         """Do nothing: nothing is done in the background that might have failed."""

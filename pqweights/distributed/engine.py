@@ -1,0 +1,104 @@
+"""The engine that has the nodes of a Ray cluster write the shards of a run: connecting, and checks of every node."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from pqweights.checkpoint.storage import LocalStorage
+from pqweights.checkpoint.writer import write_whole
+from pqweights.distributed.cluster import check_nodes, connected, nodes_of
+from pqweights.distributed.parts import memory_of
+from pqweights.distributed.running import RayRun
+from pqweights.distributed.worker import Surroundings
+from pqweights.errors import ClusterError
+from pqweights.rewrite.places import ResultWorkspace
+from pqweights.rewrite.records import TensorRecord
+from pqweights.rewrite.task import RewriteTask, RunOptions
+
+# More threads than this wait for each other; several tasks then share a node.
+MOST_THREADS = 8
+
+
+@contextmanager
+def on_ray(address: str, *, threads: int | None, cores: int, tell: Callable[[str], None]) -> Iterator[RayEngine]:
+    """Connect to a cluster, and yield the engine that uses it.
+
+    address: see cluster.connected
+    threads: how many threads a task has; by default as many as the smallest node has cores, at most MOST_THREADS
+    cores: how many cores a new local cluster uses
+    tell: called with a line about what a user may want to know
+
+    Raises ClusterError if the cluster cannot be reached, or has no node that computes.
+    """
+    with connected(address, cores) as ray:
+        nodes = nodes_of(ray)
+        if not nodes:
+            raise ClusterError(f"--ray {address}: the cluster has no node that computes; start one with ray start")
+        least = min(node.cores for node in nodes)
+        if threads is not None and threads > max(node.cores for node in nodes):
+            raise ClusterError(
+                f"--threads {threads}: no node of the cluster has that many cores; the largest has "
+                f"{max(node.cores for node in nodes)}"
+            )
+        yield RayEngine(ray=ray, threads=threads or min(least, MOST_THREADS), tell=tell)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayEngine:
+    """An Engine of tasks on a cluster.
+
+    ray: the library, connected
+    threads: how many threads a task has
+    tell: called with a line about what a user may want to know
+    """
+
+    ray: ModuleType
+    threads: int
+    tell: Callable[[str], None]
+
+    def check(self, task: RewriteTask, workspace: ResultWorkspace) -> None:
+        """Find out whether all nodes can do their part. Raises ClusterError."""
+        memory = memory_of(task, self.threads)
+        nodes = nodes_of(self.ray)
+        small = [node for node in nodes if node.memory_bytes < memory or node.cores < self.threads]
+        for node in small:
+            self.tell(
+                f"node {node.name}: is not used: a task needs {self.threads} cores and {memory} bytes "
+                f"of memory, it has {node.cores} and {node.memory_bytes}; pass fewer --threads"
+            )
+        if len(small) == len(nodes):
+            raise ClusterError(
+                f"no node has the {memory} bytes of memory that a task of {self.threads} threads "
+                "needs; pass fewer --threads"
+            )
+        shared = None
+        if task.out.shared_folder is not None:
+            token = secrets.token_bytes(16)
+            shared = (workspace.folder / "shared", token)
+            write_whole(workspace.folder, shared[0], [token])
+        asked = Surroundings(files=_local_files(task), shared=shared, scratch=task.out.scratch_folder)
+        room = task.out.shard_room(task.plan) or 0
+        try:
+            check_nodes(self.ray, nodes, asked, room=room)
+        finally:
+            if shared is not None:
+                shared[0].unlink(missing_ok=True)
+
+    def stream(self, task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> tuple[TensorRecord, ...]:
+        """Write all tensors, see Engine."""
+        return RayRun(self.ray, task, workspace, run, threads=self.threads).result()
+
+
+def _local_files(task: RewriteTask) -> list[tuple[Path, int]]:
+    """Return the local files that a task reads, each with its size."""
+    found = []
+    for checkpoint in task.checkpoints:
+        storage = checkpoint.storage
+        if isinstance(storage, LocalStorage):
+            found += [(storage.root / name, storage.files()[name].byte_count) for name in checkpoint.weight_files]
+    return found

@@ -1,0 +1,94 @@
+"""How a run is divided: several small shards together, one large shard alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pqweights.rewrite.needs import resource_needs
+from pqweights.rewrite.parts import PartInputs
+from pqweights.rewrite.records import TensorRecord
+from pqweights.rewrite.task import RewriteTask
+
+# Parts for each task that runs at a time: enough that the last ones end at about the same time.
+PARTS_PER_SLOT = 4
+# A smaller part would take less time than a process needs to begin with it.
+LEAST_PART_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class Part:
+    """Shards that one task writes.
+
+    number: which part, from 0
+    shards: which shards of the plan
+    source_bytes: how many bytes of the source they are made of
+    """
+
+    number: int
+    shards: range
+    source_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartOrder:
+    """What a worker is told of its part, besides the task.
+
+    part: the part
+    inputs: what its workspace needs to know
+    threads, device: see RunOptions
+    """
+
+    part: Part
+    inputs: PartInputs
+    threads: int
+    device: str
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """A part that is finished.
+
+    records: what was measured of its tensors
+    fingerprints: those of files of the source, as far as they are known
+    bytes_read: bytes read from all checkpoints
+    """
+
+    records: tuple[TensorRecord, ...]
+    fingerprints: Mapping[str, str]
+    bytes_read: int
+
+
+def memory_of(task: RewriteTask, threads: int) -> int:
+    """Return an upper bound on the memory in bytes that a part takes.
+
+    threads: how many threads it has
+    """
+    needs = resource_needs(
+        task.plan,
+        threads,
+        fold=task.transform.fold,
+        storages=[each.storage for each in task.checkpoints],
+        shard_room=task.out.shard_room(task.plan),
+    )
+    return needs.peak_memory_bytes
+
+
+def divide(task: RewriteTask, slots: int) -> list[Part]:
+    """Divide the shards of a plan into parts, in their order.
+
+    slots: how many parts can be under way at once
+    """
+    sizes = [
+        sum(part.byte_count for place in shard.tensors for part in task.checkpoint.tensors[place].parts)
+        for shard in task.plan.shards
+    ]
+    most = max(LEAST_PART_BYTES, sum(sizes) // (PARTS_PER_SLOT * slots))
+    parts: list[Part] = []
+    first, total = 0, 0
+    for number, size in enumerate(sizes):
+        if number > first and total + size > most:
+            parts.append(Part(len(parts), range(first, number), total))
+            first, total = number, 0
+        total += size
+    return [*parts, Part(len(parts), range(first, len(sizes)), total)]
