@@ -277,6 +277,9 @@ class SeparateParts:
         self.scratch = scratch
         self.resumed: list[int] = []
 
+    def check(self, task: RewriteTask, workspace: ResultWorkspace) -> None:
+        """See Engine."""
+
     def stream(self, task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> tuple[TensorRecord, ...]:
         """See Engine."""
         assert isinstance(workspace, RemoteWorkspace)
