@@ -63,20 +63,19 @@ class S3Objects:
         Raises TransferStopped.
         """
         size = source.stat().st_size
-        with open(source, "rb") as stream:
-            if size <= SINGLE_BYTES:
-                content = stream.read()
-                again(lambda: self._call("put_object", path, Body=content))
-                return
+        if size <= SINGLE_BYTES:
+            content = source.read_bytes()
+            again(lambda: self._call("put_object", path, Body=content))
+            return
 
-            def send(upload: dict[str, Any], number: int, start: int, end: int) -> dict[str, Any]:
-                with open(source, "rb") as part:
-                    part.seek(start)
-                    body = part.read(end - start)
-                sent = again(lambda: self._call("upload_part", path, **upload, PartNumber=number, Body=body))
-                return {"PartNumber": number, "ETag": sent["ETag"]}
+        def send(upload: dict[str, Any], number: int, start: int, end: int) -> dict[str, Any]:
+            with open(source, "rb") as part:
+                part.seek(start)
+                body = part.read(end - start)
+            sent = again(lambda: self._call("upload_part", path, **upload, PartNumber=number, Body=body))
+            return {"PartNumber": number, "ETag": sent["ETag"]}
 
-            self._in_parts(path, size, PART_BYTES, send, again=again, stop=stop)
+        self._in_parts(path, size, PART_BYTES, send, again=again, stop=stop)
 
     def copy(self, source: str, target: str, size: int, *, again: Again[Any], stop: Stop) -> None:
         """Copy an object on the server; the copy is there once it is complete. Raises TransferStopped."""
