@@ -183,7 +183,15 @@ def test_manifest_cannot_make_overwrite_remove_objects_elsewhere(source: Path, r
     manifest = json.loads(found["pqweights.json"])
     manifest["files"]["../other/model.txt"] = {"bytes": 7, "sha256": "0" * 64}
     put(OUT, found | {"pqweights.json": json.dumps(manifest).encode()})
-    run(command(source, overwrite=True))
+    seen = []
+
+    def watch(operation: Operation, do: Callable[[], Any]) -> Any:
+        seen.append(operation[1])
+        return do()
+
+    with each_operation(watch):
+        run(command(source, overwrite=True))
+    assert seen and not any(".." in path for path in seen)
     assert objects("memory://results/other") == {"model.txt": b"another"}
 
 
@@ -268,6 +276,9 @@ class SeparateParts:
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
         self.resumed: list[int] = []
+
+    def check(self, task: RewriteTask, workspace: ResultWorkspace) -> None:
+        """See Engine."""
 
     def stream(self, task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> tuple[TensorRecord, ...]:
         """See Engine."""

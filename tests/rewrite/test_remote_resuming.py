@@ -179,6 +179,26 @@ def test_run_that_replaces_another_is_killed_and_resumes(
     assert objects(OUT) == final
 
 
+@pytest.mark.parametrize("number", range(1, 5))
+def test_shard_of_an_older_result_is_not_taken_for_a_published_one(
+    number: int, source: Path, own_source: Path, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A third run that would start anew is killed while it removes what the second one staged."""
+    for path in own_source.glob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[-4096] ^= 1  # the same shapes and sizes as those of the older result
+        path.write_bytes(data)
+    put("memory://resumed/wanted", {})
+    run_into(command(own_source), "memory://resumed/wanted", scratch, monkeypatch)
+    run_into(command(source), OUT, scratch, monkeypatch)
+    second = command(own_source, overwrite=True)
+    killed(second, scratch, monkeypatch, Kill(8))
+    assert staged_tensors(OUT)
+    killed(command(source, recipe="q4", overwrite=True), tmp_path / "third", monkeypatch, Kill(number, after=True))
+    continued(second, tmp_path / "another", monkeypatch)
+    assert objects(OUT) == objects("memory://resumed/wanted")
+
+
 def test_damaged_journal_is_named(source: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed(command(source), scratch, monkeypatch, Kill(9))
     put(OUT, objects(OUT) | {".pqweights/journal.jsonl": b'{"work"'})
