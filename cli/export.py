@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from . import options, output, report
+from . import cluster, options, output, report
 from .report_errors import integer_form_lines
 from .report_fold import fold_lines
 
@@ -204,6 +204,7 @@ def command(
     overwrite: options.OverwriteOption = False,
     max_shard_bytes: options.ShardOption = "5GB",  # type: ignore[assignment]  # typer parses it
     threads: options.ThreadsOption = None,
+    ray: cluster.RayOption = None,
     device: options.DeviceOption = options.Device.CPU,
     revision: options.RevisionOption = None,
     token: options.TokenOption = None,
@@ -219,7 +220,6 @@ def command(
         from pqweights.exports import get_target
         from pqweights.exports.options import ExportOptions, pairs
         from pqweights.rewrite.places import result_place
-        from pqweights.rewrite.task import RunOptions
 
         place = result_place(out)
         asked = ExportOptions(
@@ -245,9 +245,10 @@ def command(
         found = options.found_result(folder, options.access(revision, token))
         original = None if source is None else options.found_original(source, options.access(None, token))
         master = MasterFolder(found.where, found.origin, original)
-        used = options.thread_count(threads)
-        with output.progress("exporting") as progress:
-            run = RunOptions(threads=used, device=device.value, overwrite=overwrite, progress=progress)
+        with (
+            output.progress("exporting") as progress,
+            cluster.run_options(ray, threads=threads, device=device, overwrite=overwrite, progress=progress) as run,
+        ):
             done = export(master, place, target, options=asked, max_shard_bytes=max_shard_bytes, run=run)
         _show(done, folder, str(place), json=json)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import options, output, report
+from . import cluster, options, output, report
 from .plan import PlanRequest, show_plan
 from .report_errors import quality_lines
 from .report_fit import fit_lines
@@ -51,6 +51,7 @@ def command(
     strict: StrictOption = False,
     max_shard_bytes: options.ShardOption = "5GB",  # type: ignore[assignment]  # typer parses it
     threads: options.ThreadsOption = None,
+    ray: cluster.RayOption = None,
     device: options.DeviceOption = options.Device.CPU,
     awq: options.AwqOption = None,
     awq_any_codec: options.AnyCodecOption = False,
@@ -72,7 +73,6 @@ def command(
         from pqweights.planning.choice import RecipeOptions, choose_recipe
         from pqweights.quantizing import QuantizeOptions, quantize
         from pqweights.rewrite.places import result_place
-        from pqweights.rewrite.task import RunOptions
 
         place = result_place(out)
         changes = RecipeOptions(
@@ -108,9 +108,11 @@ def command(
                 )
             )
             return
-        with output.progress("quantizing") as progress:
+        with (
+            output.progress("quantizing") as progress,
+            cluster.run_options(ray, threads=threads, device=device, overwrite=overwrite, progress=progress) as run,
+        ):
             progress.status("reading the headers")
-            run = RunOptions(threads=used, device=device.value, overwrite=overwrite, progress=progress)
             done = quantize(source, place, chosen, options=asked, run=run)
         _show(done, f"{source} -> {place}", out=str(place), summary=summary, json=json)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import typer
 
-from . import options, output
+from . import cluster, options, output
 
 
 def command(
     folder: options.FolderArgument,
     threads: options.ThreadsOption = None,
+    ray: cluster.RayOption = None,
     revision: options.RevisionOption = None,
     token: options.TokenOption = None,
     json: options.JsonOption = False,
@@ -20,13 +21,19 @@ def command(
     Prints one line for each problem, and exits with code 1 if there are any.
     """
     with output.errors(quiet=quiet):
+        from pqweights.distributed.engine import engine_of
+        from pqweights.results.shard_checks import ShardChecks
         from pqweights.results.verify import verify
         from pqweights.units import counted
 
         found = options.found_result(folder, options.access(revision, token))
-        with output.progress("verifying") as progress:
+        with output.progress("verifying") as progress, engine_of(ray, threads, output.note) as engine:
             result = verify(
-                found.where, threads=options.thread_count(threads), beside=found.not_fetched, progress=progress
+                found.where,
+                threads=options.thread_count(threads),
+                beside=found.not_fetched,
+                progress=progress,
+                run=ShardChecks.run if engine is None else engine.run_checks,
             )
         if json:
             output.print_json(result.to_json())

@@ -6,11 +6,13 @@ examples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 
 from pqweights import arguments
 from pqweights.checkpoint.names import MANIFEST_FILE
+from pqweights.distributed.engine import engine_of
 from pqweights.exporting import MasterFolder
 from pqweights.exporting import export as export_master
 from pqweights.exports import get_target
@@ -26,6 +28,7 @@ from pqweights.quantizing import quantize as quantize_source
 from pqweights.results.inspect import Inspection
 from pqweights.results.inspect import inspect as inspect_folder
 from pqweights.results.plan_report import PlanReport, report_plan
+from pqweights.results.shard_checks import ShardChecks
 from pqweights.results.verify import Verification
 from pqweights.results.verify import verify as verify_folder
 from pqweights.rewrite.task import RewriteReport, RunOptions
@@ -113,6 +116,7 @@ def quantize(
     allow_pickle: bool = False,
     low_disk: bool = False,
     threads: int | None = None,
+    ray: str | None = None,
     device: str = "cpu",
     overwrite: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
@@ -143,6 +147,7 @@ def quantize(
     allow_pickle: whether to read pickled weights, with torch's restricted loader
     low_disk: whether to keep at most two files of a source on the Hub at a time
     threads: by default one for each core
+    ray: "HOST:PORT" of a Ray cluster whose nodes do the work, "auto" for that of this machine, "local" for a new one
     device: "cpu", "cuda", or "auto" for a GPU if there is one; the bytes are the same
     overwrite: whether to replace an earlier result in `out`
     progress: called with the bytes done, the bytes in all, and the name of a tensor
@@ -174,9 +179,9 @@ def quantize(
         allow_pickle=allow_pickle,
         low_disk=low_disk,
     )
-    run = _run(threads=threads, device=device, overwrite=overwrite, progress=progress)
     found, place = arguments.local_or_hub("source", source), arguments.place("out", out)
-    return quantize_source(found, place, chosen, options=options, run=run)
+    with _run(threads=threads, ray=ray, device=device, overwrite=overwrite, progress=progress) as run:
+        return quantize_source(found, place, chosen, options=options, run=run)
 
 
 def export(
@@ -204,6 +209,7 @@ def export(
     imatrix: bool = False,
     max_shard_size: int | str = DEFAULT_MAX_SHARD_BYTES,
     threads: int | None = None,
+    ray: str | None = None,
     device: str = "cpu",
     overwrite: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
@@ -254,21 +260,21 @@ def export(
         imatrix=imatrix or None,
     )
     get_target(target).settings(asked)  # refuses wrong options before anything is fetched
-    run = _run(threads=threads, device=device, overwrite=overwrite, progress=progress)
-    found = find_result(
-        arguments.local_or_hub("folder", master), Access(revision, token), ours=True, progress=run.progress
-    )
-    given = None if source is None else arguments.local_or_hub("folder", source)
-    original = None if given is None else find_original(given, Access(None, token), run.progress)
-    folder = MasterFolder(found.where, found.origin, original)
     place, shard_bytes = arguments.place("out", out), arguments.byte_size("max_shard_size", max_shard_size)
-    return export_master(folder, place, target, options=asked, max_shard_bytes=shard_bytes, run=run)
+    given = arguments.local_or_hub("folder", master)
+    given_source = None if source is None else arguments.local_or_hub("folder", source)
+    with _run(threads=threads, ray=ray, device=device, overwrite=overwrite, progress=progress) as run:
+        found = find_result(given, Access(revision, token), ours=True, progress=run.progress)
+        original = None if given_source is None else find_original(given_source, Access(None, token), run.progress)
+        folder = MasterFolder(found.where, found.origin, original)
+        return export_master(folder, place, target, options=asked, max_shard_bytes=shard_bytes, run=run)
 
 
 def verify(
     folder: str | PathLike[str],
     *,
     threads: int | None = None,
+    ray: str | None = None,
     progress: Callable[[int, int, str], None] | None = None,
     revision: str | None = None,
     token: str | None = None,
@@ -283,7 +289,10 @@ def verify(
     """
     show = progress or _ignore
     found = find_result(arguments.local_or_hub("folder", folder), Access(revision, token), ours=True, progress=show)
-    return verify_folder(found.where, threads=arguments.threads(threads), beside=found.not_fetched, progress=show)
+    used = arguments.threads(threads)
+    with engine_of(ray, threads) as engine:
+        run = ShardChecks.run if engine is None else engine.run_checks
+        return verify_folder(found.where, threads=used, beside=found.not_fetched, progress=show, run=run)
 
 
 def inspect(folder: str | PathLike[str], *, revision: str | None = None, token: str | None = None) -> Inspection:
@@ -368,7 +377,10 @@ def _ignore(done: int, total: int, name: str) -> None:
     """Show no progress."""
 
 
-def _run(*, threads: int | None, device: str, overwrite: bool, progress: Progress | None) -> RunOptions:
-    return RunOptions(
-        threads=arguments.threads(threads), device=device, overwrite=overwrite, progress=progress or _ignore
-    )
+@contextmanager
+def _run(
+    *, threads: int | None, ray: str | None, device: str, overwrite: bool, progress: Progress | None
+) -> Iterator[RunOptions]:
+    used = arguments.threads(threads)
+    with engine_of(ray, threads) as engine:
+        yield RunOptions(threads=used, device=device, overwrite=overwrite, progress=progress or _ignore, engine=engine)

@@ -15,6 +15,7 @@ from pqweights import __version__
 from pqweights.distributed.worker import NodeState, Surroundings, python_version
 from pqweights.errors import ClusterError, MissingDependencyError, OptionError
 from pqweights.installing import pip_install
+from pqweights.notices import slow_step
 from pqweights.rewrite.identity import SAME_BYTES_SINCE
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def import_ray() -> ModuleType:
 
 
 @contextmanager
-def connected(address: str, cores: int) -> Iterator[ModuleType]:
+def connected(address: str, *, cores: int) -> Iterator[ModuleType]:
     """Connect to a cluster, and yield Ray; what is still running there for this process ends with the context.
 
     address: HOST:PORT of a head node, AUTO for the cluster that this machine belongs to, LOCAL for a new one
@@ -72,19 +73,24 @@ def connected(address: str, cores: int) -> Iterator[ModuleType]:
     """
     _check_form(address)
     ray = import_ray()
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    if address == LOCAL:
-        ray.init(address=LOCAL, num_cpus=cores, include_dashboard=False, **quiet)
-    else:
-        _check_answer(address)
-        try:
-            ray.init(address=address, **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise _refused(address, str(error)) from None
+    with slow_step("connecting to Ray"):
+        _connect(ray, address, cores)
     try:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _connect(ray: ModuleType, address: str, cores: int) -> None:
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if address == LOCAL:
+        ray.init(address=LOCAL, num_cpus=cores, include_dashboard=False, **quiet)
+        return
+    _check_answer(address)
+    try:
+        ray.init(address=address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise _refused(address, str(error)) from None
 
 
 def _check_form(address: str) -> None:
@@ -189,7 +195,7 @@ def check_nodes(ray: ModuleType, nodes: list[Node], asked: Surroundings, *, room
             raise ClusterError(f"node {node.name}: cannot run a task: {first_line(error)}") from None
         problem = f"no module {found!r}" if isinstance(found, str) else _problem(found, asked, room)
         if isinstance(found, str):
-            problem = f"has no pqweights ({found}); run pip install 'pqweights[ray]=={__version__}' there"
+            problem = f"has no pqweights ({found}); run pip install 'pqweights=={__version__}' there"
         if problem:
             raise ClusterError(f"node {node.name}: {problem}")
 
@@ -217,10 +223,7 @@ def _problem(found: NodeState, asked: Surroundings, room: int) -> str | None:
     if found.python != python_version():
         return f"has Python {found.python}, this is {python_version()}; use the same on all nodes"
     if (found.version, found.same_bytes_since) != (__version__, SAME_BYTES_SINCE):
-        return (
-            f"has pqweights {found.version}, this is {__version__}; run pip install 'pqweights[ray]=={__version__}' "
-            "there"
-        )
+        return f"has pqweights {found.version}, this is {__version__}; run pip install 'pqweights=={__version__}' there"
     if not found.shares:
         assert asked.shared is not None
         return (

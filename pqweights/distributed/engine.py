@@ -13,29 +13,45 @@ from pqweights.checkpoint.storage import LocalStorage
 from pqweights.checkpoint.writer import write_whole
 from pqweights.distributed.cluster import check_nodes, connected, nodes_of
 from pqweights.distributed.parts import memory_of
-from pqweights.distributed.running import RayRun
+from pqweights.distributed.rewriting import DistributedRewrite
+from pqweights.distributed.verifying import check_on_ray
 from pqweights.distributed.worker import Surroundings
 from pqweights.errors import ClusterError
+from pqweights.results.shard_checks import Progress as ShardProgress
+from pqweights.results.shard_checks import ShardChecks, ShardFindings
 from pqweights.rewrite.places import ResultWorkspace
 from pqweights.rewrite.records import TensorRecord
-from pqweights.rewrite.task import RewriteTask, RunOptions
+from pqweights.rewrite.task import RewriteTask, RunOptions, usable_cores
 
 # More threads than this wait for each other; several tasks then share a node.
 MOST_THREADS = 8
 
 
 @contextmanager
-def on_ray(address: str, *, threads: int | None, cores: int, tell: Callable[[str], None]) -> Iterator[RayEngine]:
+def engine_of(
+    address: str | None, threads: int | None, tell: Callable[[str], None] = lambda line: None
+) -> Iterator[RayEngine | None]:
+    """Yield the engine for an option --ray, see on_ray; None without one."""
+    if address is None:
+        yield None
+        return
+    with on_ray(address, threads=threads, tell=tell) as engine:
+        yield engine
+
+
+@contextmanager
+def on_ray(
+    address: str, *, threads: int | None = None, tell: Callable[[str], None] = lambda line: None
+) -> Iterator[RayEngine]:
     """Connect to a cluster, and yield the engine that uses it.
 
     address: see cluster.connected
     threads: how many threads a task has; by default as many as the smallest node has cores, at most MOST_THREADS
-    cores: how many cores a new local cluster uses
     tell: called with a line about what a user may want to know
 
     Raises ClusterError if the cluster cannot be reached, or has no node that computes.
     """
-    with connected(address, cores) as ray:
+    with connected(address, cores=max(usable_cores(), threads or 1)) as ray:
         nodes = nodes_of(ray)
         if not nodes:
             raise ClusterError(f"--ray {address}: the cluster has no node that computes; start one with ray start")
@@ -91,7 +107,11 @@ class RayEngine:
 
     def stream(self, task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> tuple[TensorRecord, ...]:
         """Write all tensors, see Engine."""
-        return RayRun(self.ray, task, workspace, run, threads=self.threads).result()
+        return DistributedRewrite(self.ray, task, workspace, run, threads=self.threads).records()
+
+    def run_checks(self, checks: ShardChecks, threads: int, progress: ShardProgress) -> ShardFindings:
+        """Check the files of a result, see RunChecks. How many threads a task has, this engine knows."""
+        return check_on_ray(self.ray, checks, self.threads, progress)
 
 
 def _local_files(task: RewriteTask) -> list[tuple[Path, int]]:

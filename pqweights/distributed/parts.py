@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pqweights.checkpoint.readers import EncodedTensor
+from pqweights.codecs import get_codec
 from pqweights.rewrite.needs import resource_needs
 from pqweights.rewrite.parts import PartInputs
 from pqweights.rewrite.records import TensorRecord
@@ -46,6 +48,18 @@ class PartOrder:
 
 
 @dataclass(frozen=True)
+class CheckOrder:
+    """What a worker is told of the files that it checks.
+
+    files: their names
+    threads: how many threads compute hashes
+    """
+
+    files: tuple[str, ...]
+    threads: int
+
+
+@dataclass(frozen=True)
 class PartResult:
     """A part that is finished.
 
@@ -71,7 +85,9 @@ def memory_of(task: RewriteTask, threads: int) -> int:
         storages=[each.storage for each in task.checkpoints],
         shard_room=task.out.shard_room(task.plan),
     )
-    return needs.peak_memory_bytes
+    read = {tensor.coder.codec for tensor in task.checkpoint.tensors if isinstance(tensor, EncodedTensor)}
+    decoding = max((get_codec(codec).compiling_bytes for codec in read), default=0)
+    return needs.peak_memory_bytes + decoding + task.transform.memory_bytes
 
 
 def divide(task: RewriteTask, slots: int) -> list[Part]:
@@ -84,11 +100,19 @@ def divide(task: RewriteTask, slots: int) -> list[Part]:
         for shard in task.plan.shards
     ]
     most = max(LEAST_PART_BYTES, sum(sizes) // (PARTS_PER_SLOT * slots))
-    parts: list[Part] = []
-    first, total = 0, 0
-    for number, size in enumerate(sizes):
-        if number > first and total + size > most:
-            parts.append(Part(len(parts), range(first, number), total))
-            first, total = number, 0
+    runs = enumerate(grouped(sizes, most))
+    return [Part(number, run, sum(sizes[run.start : run.stop])) for number, run in runs]
+
+
+def grouped(sizes: Sequence[int], most: int) -> list[range]:
+    """Divide files into runs of at most `most` bytes, or of one larger file.
+
+    sizes: those of the files, in their order
+    """
+    runs, first, total = [], 0, 0
+    for place, size in enumerate(sizes):
+        if place > first and total + size > most:
+            runs.append(range(first, place))
+            first, total = place, 0
         total += size
-    return [*parts, Part(len(parts), range(first, len(sizes)), total)]
+    return [*runs, range(first, len(sizes))]

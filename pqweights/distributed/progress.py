@@ -1,4 +1,4 @@
-"""How far the parts of a run are: workers tell a board, and the driver looks at it."""
+"""How far the tasks of a run are: workers tell a board, and the driver looks at it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 
-class PartState(NamedTuple):
-    """What a worker last told of its part.
+class TaskState(NamedTuple):
+    """What a worker last told of its task.
 
-    done: source bytes done
+    done: bytes done
     node: what Ray calls its node
     """
 
@@ -18,15 +18,15 @@ class PartState(NamedTuple):
 
 
 class Board:
-    """The states of the parts that were begun, kept by a process of its own."""
+    """The states of the tasks that were begun, kept by a process of its own."""
 
     def __init__(self) -> None:
-        self._states: dict[int, PartState] = {}
+        self._states: dict[int, TaskState] = {}
 
     def report(self, number: int, done: int, node: str) -> None:
-        """Note how far a part is."""
-        self._states[number] = PartState(done, node)
+        """Note how far a task is."""
+        self._states[number] = TaskState(done, node)
 
-    def states(self) -> Mapping[int, PartState]:
-        """Return the state of each part, by number."""
+    def states(self) -> Mapping[int, TaskState]:
+        """Return the state of each task, by number."""
         return self._states

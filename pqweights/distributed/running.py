@@ -1,4 +1,4 @@
-"""A run on a cluster: its parts are given to workers, given again if a worker is lost, and joined."""
+"""Tasks on a cluster: they are given to workers, and given again if a worker is lost."""
 
 from __future__ import annotations
 
@@ -6,136 +6,127 @@ import contextlib
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from pqweights import __version__
-from pqweights.checkpoint.digests import HASH_OF_PIECES
 from pqweights.distributed.cluster import first_line, nodes_of
-from pqweights.distributed.parts import Part, PartOrder, PartResult, divide, memory_of
-from pqweights.distributed.progress import Board, PartState
+from pqweights.distributed.progress import Board, TaskState
 from pqweights.distributed.worker import Failure
 from pqweights.errors import ClusterError, MasterError, SourceError
-from pqweights.rewrite.parts import PartInputs
-from pqweights.rewrite.places import ResultWorkspace
-from pqweights.rewrite.records import TensorRecord
-from pqweights.rewrite.task import RewriteTask, RunOptions
 
-# A part that ends its process this often, on nodes that live on, is not tried again.
+# A task that ends its process this often, on nodes that live on, is not tried again.
 MOST_CRASHES = 5
 POLL_SECONDS = 0.25
-# How long the cluster may have no node that can take a part.
+# How long the cluster may have no node that can take a task.
 NODELESS_SECONDS = 60.0
 # How long workers may take to end when the run is given up.
 CANCEL_SECONDS = 10.0
 
+Progress = Callable[[int, int, str], None]
 
-class RayRun:
-    """One run. `result` is called once."""
 
-    def __init__(
-        self, ray: ModuleType, task: RewriteTask, workspace: ResultWorkspace, run: RunOptions, *, threads: int
-    ) -> None:
-        """Divide what is left to do.
+@dataclass(frozen=True, kw_only=True)
+class TaskKind:
+    """What all tasks of a run have in common.
 
-        threads: how many threads a task has
+    function: the name of a function of worker.py, which is called with `common`, what is said of the task, and a
+        function that reports its progress
+    common: what is sent to each node once
+    threads: how many cores a task needs
+    memory_bytes: how much memory it needs at most
+    device: "cpu", or "cuda" for tasks that each need a GPU
+    """
+
+    function: str
+    common: object
+    threads: int
+    memory_bytes: int
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class ClusterTask:
+    """One task.
+
+    number: which one
+    byte_count: how many bytes it reads, for the progress
+    said: what the worker is told
+    """
+
+    number: int
+    byte_count: int
+    said: object
+
+
+class ClusterTasks:
+    """Tasks of one kind. `run` is called once."""
+
+    def __init__(self, ray: ModuleType, kind: TaskKind, progress: Progress, *, done_before: int = 0) -> None:
+        """Prepare to run them.
+
+        progress: called with the bytes done, the bytes in all, and how many tasks are in which state
+        done_before: how many bytes of the whole were done before
         """
-        self._ray, self._task, self._workspace, self._run, self._threads = ray, task, workspace, run, threads
+        self._ray, self._kind, self._progress = ray, kind, progress
         self._names = {node.id: node.name for node in nodes_of(ray)}
-        self._parts = divide(task, max(1, sum(node.cores // threads for node in nodes_of(ray))))
-        self._records: dict[int, tuple[TensorRecord, ...]] = {}  # by part
-        self._under_way: dict[Any, Part] = {}  # by the reference of the task
+        self._under_way: dict[Any, ClusterTask] = {}  # by what Ray calls the task
         self._crashes: Counter[int] = Counter()
-        self._states: Mapping[int, PartState] = {}
+        self._states: Mapping[int, TaskState] = {}
         self._had_node = time.monotonic()
+        self._done_bytes, self._done_tasks, self._total_bytes = done_before, 0, done_before
 
-    def result(self) -> tuple[TensorRecord, ...]:
-        """Have all parts done, and return the records of all tensors in the order of the plan.
+    def run(self, tasks: Sequence[ClusterTask], take: Callable[[ClusterTask, Any], None]) -> None:
+        """Have all tasks done, the largest first.
 
-        Raises what a part raises, ClusterError if the cluster cannot do it.
+        take: called with each task and what the worker returned, in any order
+
+        Raises what a task raises, ClusterError if the cluster cannot do it.
         """
-        for part in self._parts:
-            if (known := self._known(part)) is not None:
-                self._records[part.number] = known
-        waiting = [part for part in self._parts if part.number not in self._records]
-        if waiting:
-            self._do(sorted(waiting, key=lambda part: -part.source_bytes))
-        records = tuple(record for part in self._parts for record in self._records[part.number])
-        for planned, record in zip(self._task.plan.tensors, records, strict=True):
-            self._task.transform.accept(planned, record)
-        return records
-
-    def _known(self, part: Part) -> tuple[TensorRecord, ...] | None:
-        """Return the records of a part of which an earlier run finished all shards; None for another one."""
-        plan, known = self._task.plan, self._workspace.records
-        shards = [plan.shards[number] for number in part.shards]
-        names = [plan.tensors[place].name for shard in shards for place in shard.tensors]
-        if any(name not in known or known[name].tensor_hash is not HASH_OF_PIECES for name in names):
-            return None
-        return (
-            tuple(known[name].record for name in names)
-            if all(self._workspace.is_complete(shard.file) for shard in shards)
-            else None
-        )
-
-    def _do(self, parts: list[Part]) -> None:
         ray = self._ray
-        self._pickled = ray.put(pickle.dumps(self._task))
+        self._total_bytes += sum(task.byte_count for task in tasks)
+        self._common = ray.put(pickle.dumps(self._kind.common))
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             node_id=ray.get_runtime_context().get_node_id(), soft=True
         )
         self._board = ray.remote(num_cpus=0, max_restarts=-1)(Board).options(scheduling_strategy=here).remote()
-        self._remote = ray.remote(_remote_part())
+        self._remote = ray.remote(_remote_task())
         try:
-            for part in parts:
-                self._give(part)
+            for task in sorted(tasks, key=lambda each: -each.byte_count):
+                self._give(task)
             while self._under_way:
                 done, _ = ray.wait(list(self._under_way), num_returns=1, timeout=POLL_SECONDS)
                 for reference in done:
-                    self._take(reference, self._under_way.pop(reference))
+                    self._take(reference, self._under_way.pop(reference), take)
                 self._look()
         finally:
             self._cancel()
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(self._board)
 
-    def _give(self, part: Part) -> None:
-        """Give a part to the cluster, which runs it when a node has room."""
-        plan, known = self._task.plan, self._workspace.records
-        shards = [plan.shards[number] for number in part.shards]
-        names = [plan.tensors[place].name for shard in shards for place in shard.tensors]
-        inputs = PartInputs(
-            number=part.number,
-            work=self._task.run_inputs.work,
-            key=self._task.run_inputs.key,
-            shards={shard.file: shard.file_bytes for shard in shards},
-            known={name: known[name] for name in names if name in known},
-        )
-        order = PartOrder(
-            part=part,
-            inputs=inputs,
-            threads=self._threads,
-            device=self._run.device,
-        )
+    def _give(self, task: ClusterTask) -> None:
+        """Give a task to the cluster, which runs it when a node has room."""
+        kind = self._kind
         reference = self._remote.options(
-            num_cpus=self._threads,
-            num_gpus=1 if self._run.device == "cuda" else 0,
-            memory=memory_of(self._task, self._threads),
+            num_cpus=kind.threads,
+            num_gpus=1 if kind.device == "cuda" else 0,
+            memory=kind.memory_bytes,
             max_retries=0,  # _lost decides
             scheduling_strategy="SPREAD",
-        ).remote(self._pickled, pickle.dumps(order), self._board, __version__)
-        self._under_way[reference] = part
+        ).remote(kind.function, self._common, pickle.dumps(task.said), task.number, self._board, __version__)
+        self._under_way[reference] = task
 
-    def _take(self, reference: Any, part: Part) -> None:
-        """Join a part that is finished, or give it again if its worker was lost."""
+    def _take(self, reference: Any, task: ClusterTask, take: Callable[[ClusterTask, Any], None]) -> None:
+        """Take what a finished task returned, or give it again if its worker was lost."""
         errors = self._ray.exceptions
         try:
             node, outcome = self._ray.get(reference)
         except errors.RayTaskError as error:
             raise error.as_instanceof_cause() from None
         except errors.RayError as error:  # the worker, its node or its memory is gone
-            self._lost(part, error)
+            self._lost(task, error)
             return
         if isinstance(outcome, str):
             raise ClusterError(f"node {self._name(node)}: {outcome}")
@@ -143,33 +134,30 @@ class RayRun:
             # What is wrong with the source is so on every node.
             about_source = isinstance(outcome.error, SourceError | MasterError)
             raise outcome.error if about_source else type(outcome.error)(f"node {self._name(node)}: {outcome.error}")
-        assert isinstance(outcome, PartResult)
-        self._workspace.join_part(part.number, outcome.records)
-        self._task.checkpoint.restore_fingerprints(dict(outcome.fingerprints))
-        self._workspace.keep_fingerprints(self._task.checkpoint.known_fingerprints)
-        self._task.checkpoint.storage.bytes_read += outcome.bytes_read
-        self._records[part.number] = outcome.records
+        take(task, outcome)
+        self._done_tasks += 1
+        self._done_bytes += task.byte_count
 
-    def _lost(self, part: Part, error: BaseException) -> None:
-        """Give a part again whose worker is lost.
+    def _lost(self, task: ClusterTask, error: BaseException) -> None:
+        """Give a task again whose worker is lost.
 
         Raises ClusterError if it ends every worker.
         """
-        state = self._states.get(part.number)
+        state = self._states.get(task.number)
         node = "" if state is None else state.node
-        alive = {each.id for each in nodes_of(self._ray)}
-        self._crashes[part.number] += node in alive or not node
-        if self._crashes[part.number] >= MOST_CRASHES:
-            if isinstance(error, self._ray.exceptions.OutOfMemoryError):
-                raise ClusterError(
-                    f"node {self._name(node)}: its memory was used up {MOST_CRASHES} times while it did a part of the "
-                    "run; pass fewer --threads, or free memory there"
-                )
+        self._crashes[task.number] += not node or node in {each.id for each in nodes_of(self._ray)}
+        if self._crashes[task.number] < MOST_CRASHES:
+            self._give(task)
+            return
+        if isinstance(error, self._ray.exceptions.OutOfMemoryError):
             raise ClusterError(
-                f"node {self._name(node)}: the process that did a part of the run ended {MOST_CRASHES} times "
-                f"({first_line(error)}); look into the logs of Ray there, and run the same command again"
+                f"node {self._name(node)}: its memory was used up {MOST_CRASHES} times while it did a part of the "
+                "run; pass fewer --threads, or free memory there"
             )
-        self._give(part)
+        raise ClusterError(
+            f"node {self._name(node)}: the process that did a part of the run ended {MOST_CRASHES} times "
+            f"({first_line(error)}); look into the logs of Ray there, and run the same command again"
+        )
 
     def _name(self, node: str) -> str:
         """Return what a node is called in messages."""
@@ -181,20 +169,18 @@ class RayRun:
         """Show progress, and see whether there are nodes."""
         with contextlib.suppress(self._ray.exceptions.RayError):  # the board comes back if its process was killed
             self._states = self._ray.get(self._board.states.remote(), timeout=2 * POLL_SECONDS)
-        waiting = {part.number for part in self._under_way.values()}
+        waiting = {task.number for task in self._under_way.values()}
         running = {number: self._states[number] for number in waiting & self._states.keys()}
-        total = sum(part.source_bytes for part in self._parts)
-        done = sum(part.source_bytes for part in self._parts if part.number in self._records)
-        done += sum(state.done for state in running.values())
-        counts = f"{len(self._records)} tasks done, {len(running)} running, {len(waiting) - len(running)} waiting"
-        self._run.progress(min(done, total), total, counts)
+        done = self._done_bytes + sum(state.done for state in running.values())
+        counts = f"tasks: {self._done_tasks} done, {len(running)} running, {len(waiting) - len(running)} waiting"
+        self._progress(min(done, self._total_bytes), self._total_bytes, counts)
         now = time.monotonic()
-        if running or any(node.cores >= self._threads for node in nodes_of(self._ray)):
+        if running or any(node.cores >= self._kind.threads for node in nodes_of(self._ray)):
             self._had_node = now
         if now - self._had_node > NODELESS_SECONDS:
             raise ClusterError(
-                f"no node was left for {NODELESS_SECONDS:.0f} s that can take a task of {self._threads} threads; start "
-                "nodes and run the same command again, which continues"
+                f"no node was left for {NODELESS_SECONDS:.0f} s that can take a task of {self._kind.threads} threads; "
+                "start nodes and run the same command again, which continues"
             )
 
     def _cancel(self) -> None:
@@ -205,10 +191,10 @@ class RayRun:
             self._ray.wait(list(self._under_way), num_returns=len(self._under_way), timeout=CANCEL_SECONDS)
 
 
-def _remote_part() -> Callable[..., Any]:
+def _remote_task() -> Callable[..., Any]:
     """Return a function that is sent to nodes as it is, because another pqweights may be there."""
 
-    def part(pickled: bytes, order: bytes, board: Any, version: str) -> Any:
+    def task(function: str, common: bytes, said: bytes, number: int, board: Any, version: str) -> Any:
         import pickle
 
         import ray
@@ -217,13 +203,12 @@ def _remote_part() -> Callable[..., Any]:
 
         node = ray.get_runtime_context().get_node_id()
         if pqweights.__version__ != version:
-            asked = f"run pip install 'pqweights[ray]=={version}' there"
+            asked = f"run pip install 'pqweights=={version}' there"
             return node, f"has pqweights {pqweights.__version__}, the driver has {version}; {asked}"
 
-        from pqweights.distributed.worker import run_part
+        from pqweights.distributed import worker
 
-        return node, run_part(
-            pickled, pickle.loads(order), lambda number, done: board.report.remote(number, done, node)
-        )
+        report = worker.Throttled(lambda done: board.report.remote(number, done, node))
+        return node, getattr(worker, function)(common, pickle.loads(said), report)
 
-    return part
+    return task

@@ -9,21 +9,37 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pqweights import __version__
 from pqweights.checkpoint.file_uses import file_uses
-from pqweights.distributed.parts import PartOrder, PartResult
+from pqweights.distributed.parts import CheckOrder, PartOrder, PartResult
 from pqweights.errors import PqweightsError
+from pqweights.results.shard_checks import ShardChecks, ShardFindings
 from pqweights.rewrite.disk_room import free_bytes
 from pqweights.rewrite.identity import SAME_BYTES_SINCE
 from pqweights.rewrite.stream import Stream
 from pqweights.rewrite.task import RewriteTask, RunOptions
 from pqweights.rewrite.transform import Preparation
 
-# A part says how far it is at most this often.
+# A task says how far it is at most this often.
 REPORT_SECONDS = 0.5
 
-Report = Callable[[int, int], None]  # number of the part, source bytes done
+
+class Throttled:
+    """A function that shows progress, which reports how many bytes are done, but not too often."""
+
+    def __init__(self, report: Callable[[int], None]) -> None:
+        self._report = report
+        self._last = time.monotonic()
+        report(0)  # the task has begun
+
+    def __call__(self, done: int, total: int, name: str) -> None:
+        """Report, unless that was done a moment ago."""
+        now = time.monotonic()
+        if now - self._last >= REPORT_SECONDS:
+            self._last = now
+            self._report(done)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,34 +114,43 @@ def _content(path: Path) -> bytes | None:
         return None
 
 
-def run_part(pickled: bytes, order: PartOrder, report: Report) -> PartResult | Failure:
+def run_part(pickled: bytes, order: PartOrder, report: Throttled) -> PartResult | Failure:
     """Write the shards of a part, continuing what another process left of it.
 
     pickled: the RewriteTask
     """
     try:
-        return _written(_task(pickled), order, report)
+        return _written(_common(pickled), order, report)
+    except PqweightsError as error:
+        return Failure(error)
+
+
+def run_checks(pickled: bytes, order: CheckOrder, report: Throttled) -> ShardFindings | Failure:
+    """Check some files of a result.
+
+    pickled: the ShardChecks
+    """
+    checks: ShardChecks = _common(pickled)
+    try:
+        return checks.part(order.files).run(order.threads, report)
     except PqweightsError as error:
         return Failure(error)
 
 
 @functools.lru_cache(maxsize=1)
-def _task(pickled: bytes) -> RewriteTask:
-    """Return the task, which the parts that one process does have in common."""
-    task = pickle.loads(pickled)
-    assert isinstance(task, RewriteTask)
-    return task
+def _common(pickled: bytes) -> Any:
+    """Return what the tasks that one process does have in common."""
+    return pickle.loads(pickled)
 
 
-def _written(task: RewriteTask, order: PartOrder, report: Report) -> PartResult:
+def _written(task: RewriteTask, order: PartOrder, report: Throttled) -> PartResult:
     shards = task.plan.shards[order.part.shards.start : order.part.shards.stop]
-    progress = _Throttled(order.part.number, report)
-    run = RunOptions(threads=order.threads, device=order.device, progress=progress)
+    run = RunOptions(threads=order.threads, device=order.device, progress=report)
     read_before = task.bytes_read
     with task.out.open_part(order.inputs) as workspace:
         task.checkpoint.restore_fingerprints(workspace.fingerprints())
         task.transform.prepare(
-            Preparation(folder=workspace.folder, fetched=workspace.fetched, threads=order.threads, progress=progress)
+            Preparation(folder=workspace.folder, fetched=workspace.fetched, threads=order.threads, progress=report)
         )
         try:
             records = Stream(task, workspace, run, shards).run()
@@ -138,18 +163,3 @@ def _written(task: RewriteTask, order: PartOrder, report: Report) -> PartResult:
                 if use.last in places:
                     task.checkpoint.file_fingerprint(file)
     return PartResult(records, task.checkpoint.known_fingerprints, task.bytes_read - read_before)
-
-
-class _Throttled:
-    """Reports progress, but not too often."""
-
-    def __init__(self, number: int, report: Report) -> None:
-        self._number, self._report = number, report
-        self._last = time.monotonic()
-        report(number, 0)  # it has begun
-
-    def __call__(self, done: int, total: int, name: str) -> None:
-        now = time.monotonic()
-        if now - self._last >= REPORT_SECONDS:
-            self._last = now
-            self._report(self._number, done)

@@ -74,6 +74,12 @@ class Compensation:
     _mean_squares: dict[int, Floats] = field(default_factory=dict)
     _making: ProcessLock = field(default_factory=ProcessLock)
 
+    @property
+    def memory_bytes(self) -> int:
+        """The memory that the largest factors take, float32 [K, K], with the strips of moments they are made of."""
+        largest = max((vector.size for vector in self.moments.vectors), default=0)
+        return (KEPT_FACTORS + 1) * 4 * largest * largest
+
     def columns(self, tensor: LogicalTensor, matrix: int) -> Floats | None:
         """Return the factors of the columns of one matrix of a weight, [K]; None if it is not folded."""
         if self.fold is None:

@@ -165,6 +165,11 @@ class IntegerExport(Transform):
         of_fold = {} if self.fold is None else self.fold.also_reads
         return ({} if self.original is None else {"--source": self.original}) | moments | of_fold
 
+    @property
+    def memory_bytes(self) -> int:
+        """The factors by which rounding is compensated, if it is."""
+        return 0 if self.compensation is None else self.compensation.memory_bytes
+
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
         """Return the job that rounds a weight or copies another tensor."""
         decision = self.outline.decisions.get(tensor.name)

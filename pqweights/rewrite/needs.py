@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pqweights.checkpoint.storage import Storage
-from pqweights.codecs import get_codec
+from pqweights.codecs import CODECS
 from pqweights.folding.fold import Fold
 from pqweights.planning.plan import Plan
 from pqweights.remote.s3 import upload_bytes_held
@@ -58,8 +58,9 @@ def resource_needs(
     shard_room: see ResultPlace.shard_room
     """
     largest_header = max((shard.header.byte_count for shard in plan.shards), default=0)
-    codecs = {tensor.codec for tensor in plan.tensors if tensor.codec is not None}
-    floor = MEMORY_FLOOR_BYTES + max((get_codec(codec).compiling_bytes for codec in codecs), default=0)
+    written = {tensor.codec for tensor in plan.tensors}  # exports have formats of their own
+    compiling = (codec.compiling_bytes for name, codec in CODECS.items() if name in written)
+    floor = MEMORY_FLOOR_BYTES + max(compiling, default=0)
     held = 0 if fold is None else fold.memory_bytes + threads * fold.thread_bytes
     held += sum(storage.memory_bytes for storage in storages)
     held += 0 if shard_room is None else upload_bytes_held()

@@ -97,6 +97,11 @@ class Transform(Protocol):
         return {}
 
     @property
+    def memory_bytes(self) -> int:
+        """What it holds in memory beside a fold, whatever the number of threads; by default nothing."""
+        return 0
+
+    @property
     def fold(self) -> Fold | None:
         """The fold of the tensors that are read; by default none."""
         return None
