@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 AUTO, LOCAL = "auto", "local"
-# A head node that is there answers at once; one that cannot be reached is given up after both.
+# A head node that is there accepts a connection at once, and answers before this time since the start is over.
 CONNECT_SECONDS = 3.0
-ANSWER_SECONDS = 6.0
+ANSWER_SECONDS = 9.0
 # How long nodes may take to start a process and look around.
 LOOK_SECONDS = 60.0
 # Tried in a process of its own: where no Ray answers, the library ends the process.
@@ -108,6 +109,7 @@ def _check_form(address: str) -> None:
 
 def _check_answer(address: str) -> None:
     """Raise ClusterError if no Ray answers at an address."""
+    until = time.monotonic() + ANSWER_SECONDS
     if address != AUTO:
         host, _, port = address.rpartition(":")
         try:
@@ -124,7 +126,7 @@ def _check_answer(address: str) -> None:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=ANSWER_SECONDS,
+            timeout=until - time.monotonic(),
         )
     except subprocess.TimeoutExpired:
         raise _no_ray(address) from None

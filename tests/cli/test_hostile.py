@@ -26,6 +26,15 @@ from pqweights_cli.main import app
 from typer.testing import CliRunner, Result
 
 USAGE_ERRORS = {
+    "ray-no-address",
+    "ray-no-port",
+    "ray-port-too-large",
+    "ray-client",
+    "address-unknown-scheme",
+    "address-without-bucket",
+    "address-with-credentials",
+    "output-on-the-hub",
+    "output-unknown-scheme",
     "fold-unknown",
     "fold-beside-other-options",
     "fold-of-a-folded-master",

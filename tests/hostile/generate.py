@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from hostile.calibration import CALIBRATE_CASES
 from hostile.case import build
+from hostile.elsewhere import ELSEWHERE_CASES
 from hostile.evaluation import EVAL_CASES
 from hostile.exports import EXPORT_CASES
 from hostile.folds import FOLD_CASES
@@ -50,6 +51,7 @@ CASES = [
     *KV_CASES,
     *CALIBRATE_CASES,
     *FIT_CASES,
+    *ELSEWHERE_CASES,
 ]
 
 
