@@ -5,6 +5,7 @@ The mixes are those of llama.cpp (src/llama-quant.cpp), so that a file of that n
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -74,12 +75,21 @@ def _shared(layer: int, shape: Shape) -> bool:
     return shape.shared >= 4
 
 
+def _below(count: int, layer: int, shape: Shape) -> bool:
+    return layer < count
+
+
+def _in_first_share(parts: int, layer: int, shape: Shape) -> bool:
+    return layer < shape.layers // parts
+
+
+# Both can be pickled, so that a mix can be sent to other processes.
 def _first(count: int) -> Condition:
-    return lambda layer, shape: layer < count
+    return functools.partial(_below, count)
 
 
 def _first_share(parts: int) -> Condition:
-    return lambda layer, shape: layer < shape.layers // parts
+    return functools.partial(_in_first_share, parts)
 
 
 def _first_eighth_by_guess(layer: int, shape: Shape) -> bool:

@@ -82,6 +82,8 @@ def test_masters_in_parts_have_the_bytes_of_plain_ones(
         ("bf16", {}),
         ("bf16", {"dtype": "source"}),
         ("gguf", {"type": "q4_k_m"}),
+        ("gguf", {"target_size": 500_000}),
+        ("gguf", {"type": "q3_k_l", "imatrix": True, "calibration": "moments.safetensors"}),
         ("gguf", {"type": "q3_k_m", "calibration": "moments.safetensors"}),
         ("torchao-int4", {"group_size": 32}),
         ("vllm-int4", {"group_size": 32}),
