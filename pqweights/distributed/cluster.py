@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
+import pickle
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pqweights import __version__
-from pqweights.distributed.worker import NodeState, Surroundings, python_version
+from pqweights.distributed.calls import greeting, remote_call
+from pqweights.distributed.worker import Surroundings
 from pqweights.errors import ClusterError, MissingDependencyError, OptionError
 from pqweights.installing import pip_install
 from pqweights.notices import slow_step
-from pqweights.rewrite.identity import SAME_BYTES_SINCE
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -28,6 +30,7 @@ CONNECT_SECONDS = 3.0
 ANSWER_SECONDS = 9.0
 # How long nodes may take to start a process and look around.
 LOOK_SECONDS = 60.0
+NOTHING = pickle.dumps(None)
 # Tried in a process of its own: where no Ray answers, the library ends the process.
 _TRY = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')"
 
@@ -38,14 +41,20 @@ class Node:
 
     id: what Ray calls it
     name: what it is called in messages
-    cores: how many of its cores Ray may use
+    cores, gpus: how many of its cores and GPUs Ray may use
     memory_bytes: how much of its memory
     """
 
     id: str
     name: str
     cores: int
+    gpus: int
     memory_bytes: int
+
+    def tasks_at_once(self, *, threads: int, memory_bytes: int, gpus: int) -> int:
+        """Return how many tasks have room there at once, each of which needs so much."""
+        by_gpu = self.gpus // gpus if gpus else self.cores
+        return max(0, min(self.cores // threads, self.memory_bytes // memory_bytes, by_gpu))
 
 
 def import_ray() -> ModuleType:
@@ -74,18 +83,42 @@ def connected(address: str, *, cores: int) -> Iterator[ModuleType]:
     """
     _check_form(address)
     ray = import_ray()
-    with slow_step("connecting to Ray"):
-        _connect(ray, address, cores)
+    if ray.is_initialized():
+        raise ClusterError(f"--ray {address}: this process is connected to Ray already; call ray.shutdown() first")
+    with _as_before(ray):
+        with slow_step("connecting to Ray"):
+            _connect(ray, address, cores)
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def _as_before(ray: ModuleType) -> Iterator[None]:
+    """Undo afterwards what connecting does to this process, and keep Ray from writing to the standard output.
+
+    It prints what it sees of workers that die, which would end up in what --json prints.
+    """
+    inner = ray._private.worker
+    prints, in_main = inner.print_to_stdstream, threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM)
+    inner.print_to_stdstream = lambda *args, **options: None
     try:
-        yield ray
+        yield
     finally:
-        ray.shutdown()
+        inner.print_to_stdstream = prints
+        if in_main and handler is not None:  # None: one that was not set by Python
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _connect(ray: ModuleType, address: str, cores: int) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == LOCAL:
-        ray.init(address=LOCAL, num_cpus=cores, include_dashboard=False, **quiet)
+        try:
+            ray.init(address=LOCAL, num_cpus=cores, include_dashboard=False, **quiet)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ClusterError(f"--ray {LOCAL}: Ray cannot start here: {first_line(error)}") from None
         return
     _check_answer(address)
     try:
@@ -113,7 +146,7 @@ def _check_answer(address: str) -> None:
     if address != AUTO:
         host, _, port = address.rpartition(":")
         try:
-            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
         except OSError as error:
             raise ClusterError(
                 f"--ray {address}: nothing answers there ({error.strerror or error}); check the address, which ray "
@@ -129,7 +162,9 @@ def _check_answer(address: str) -> None:
             timeout=until - time.monotonic(),
         )
     except subprocess.TimeoutExpired:
-        raise _no_ray(address) from None
+        raise ClusterError(
+            f"--ray {address}: no Ray answered within {ANSWER_SECONDS:.0f} s; check the head node with ray status"
+        ) from None
     if tried.returncode:
         raise _refused(address, tried.stderr)
 
@@ -167,82 +202,47 @@ def nodes_of(ray: ModuleType) -> list[Node]:
             id=each["NodeID"],
             name=f"{each['NodeManagerHostname']} ({each['NodeManagerAddress']}, {each['NodeID'][:8]})",
             cores=int(each["Resources"]["CPU"]),
+            gpus=int(each["Resources"].get("GPU", 0)),
             memory_bytes=int(each["Resources"].get("memory", 0)),
         )
         for each in alive
     ]
 
 
-def check_nodes(ray: ModuleType, nodes: list[Node], asked: Surroundings, *, room: int) -> None:
-    """Have every node look around.
+def check_nodes(ray: ModuleType, asked: Mapping[Node, Surroundings]) -> None:
+    """Have nodes look around.
 
-    room: bytes that a node must have free in the scratch folder
+    asked: what each is asked for
 
     Raises ClusterError for the first node that cannot do its part.
     """
-    look = ray.remote(num_cpus=0, max_retries=0)(_remote_look())
-    by_node = _on_node(ray)
-    asked_for = {look.options(scheduling_strategy=by_node(node)).remote(asked): node for node in nodes}
-    done, late = ray.wait(list(asked_for), num_returns=len(asked_for), timeout=LOOK_SECONDS)
+    called = {_call(ray, node, surroundings): node for node, surroundings in asked.items()}
+    done, late = ray.wait(list(called), num_returns=len(called), timeout=LOOK_SECONDS)
     for reference in late:
         raise ClusterError(
-            f"node {asked_for[reference].name}: did not start a process within {LOOK_SECONDS:.0f} s; check it with "
+            f"node {called[reference].name}: did not start a process within {LOOK_SECONDS:.0f} s; check it with "
             "ray status, or take it out of the cluster"
         )
     for reference in done:
-        node = asked_for[reference]
         try:
-            found = ray.get(reference)
+            _, problem = ray.get(reference)
         except ray.exceptions.RayError as error:
-            raise ClusterError(f"node {node.name}: cannot run a task: {first_line(error)}") from None
-        problem = f"no module {found!r}" if isinstance(found, str) else _problem(found, asked, room)
-        if isinstance(found, str):
-            problem = f"has no pqweights ({found}); run pip install 'pqweights=={__version__}' there"
-        if problem:
-            raise ClusterError(f"node {node.name}: {problem}")
+            raise ClusterError(f"node {called[reference].name}: cannot run a task: {first_line(error)}") from None
+        if problem is not None:
+            raise ClusterError(f"node {called[reference].name}: {problem}")
 
 
-def _remote_look() -> Callable[[Surroundings], NodeState | str]:
-    """Return a function that is sent to nodes as it is, because pqweights may not be there."""
-
-    def look(asked: Any) -> Any:
-        try:
-            from pqweights.distributed.worker import look_around
-        except ImportError as error:
-            return str(error)
-        return look_around(asked)
-
-    return look
+def tidy_nodes(ray: ModuleType, pickled_place: bytes) -> None:
+    """Have every node remove what processes that are gone left in its scratch folder, as far as it can be reached."""
+    called = [_call(ray, node, Surroundings(files=()), "tidy_scratch", pickled_place) for node in nodes_of(ray)]
+    ray.wait(called, num_returns=len(called), timeout=LOOK_SECONDS)
 
 
-def _on_node(ray: ModuleType) -> Callable[[Node], Any]:
-    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-    return lambda node: strategy(node_id=node.id, soft=False)
-
-
-def _problem(found: NodeState, asked: Surroundings, room: int) -> str | None:
-    """Say what keeps a node from doing its part, and what to do; None if nothing does."""
-    if found.python != python_version():
-        return f"has Python {found.python}, this is {python_version()}; use the same on all nodes"
-    if (found.version, found.same_bytes_since) != (__version__, SAME_BYTES_SINCE):
-        return f"has pqweights {found.version}, this is {__version__}; run pip install 'pqweights=={__version__}' there"
-    if not found.shares:
-        assert asked.shared is not None
-        return (
-            f"does not see what this machine writes into {asked.shared[0].parent.parent}; choose a folder that all "
-            "nodes share, or an address such as s3://BUCKET/NAME"
-        )
-    if found.missing is not None:
-        return (
-            f"does not see {found.missing} as it is here; give a source that all nodes reach by the same path, or an "
-            "address such as s3://BUCKET/NAME"
-        )
-    if found.free_bytes is not None and found.free_bytes < room:
-        return (
-            f"has {found.free_bytes} bytes free in {asked.scratch}, but its part may need {room}; free some space, "
-            "set PQWEIGHTS_SCRATCH to a folder on another disk, or pass a smaller --max-shard-size"
-        )
-    return None
+def _call(ray: ModuleType, node: Node, asked: Surroundings, function: str | None = None, common: bytes = b"") -> Any:
+    """Call a node beside its tasks, and return Ray's reference to what it returns."""
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
+    call = ray.remote(num_cpus=0, max_retries=0)(remote_call())
+    return call.options(scheduling_strategy=strategy).remote(greeting(asked), function, common, NOTHING, 0, None)
 
 
 def first_line(error: BaseException) -> str:

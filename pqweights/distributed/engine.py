@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import secrets
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
 from pqweights.checkpoint.storage import LocalStorage
-from pqweights.checkpoint.writer import write_whole
-from pqweights.distributed.cluster import check_nodes, connected, nodes_of
+from pqweights.distributed.cluster import check_nodes, connected, nodes_of, tidy_nodes
 from pqweights.distributed.parts import memory_of
 from pqweights.distributed.rewriting import DistributedRewrite
+from pqweights.distributed.running import TaskKind
 from pqweights.distributed.verifying import check_on_ray
 from pqweights.distributed.worker import Surroundings
 from pqweights.errors import ClusterError
@@ -77,37 +77,61 @@ class RayEngine:
     threads: int
     tell: Callable[[str], None]
 
-    def check(self, task: RewriteTask, workspace: ResultWorkspace) -> None:
-        """Find out whether all nodes can do their part. Raises ClusterError."""
-        memory = memory_of(task, self.threads)
-        nodes = nodes_of(self.ray)
-        small = [node for node in nodes if node.memory_bytes < memory or node.cores < self.threads]
+    def device(self, asked: str) -> str:
+        """Return the key of DEVICES that tasks use: a GPU if every node has one, unless the user asked for one.
+
+        asked: see resolve_device
+
+        Raises ClusterError if no node has the device that is asked for.
+        """
+        with_gpu = [node for node in nodes_of(self.ray) if node.gpus]
+        if asked == "auto":
+            return "cuda" if len(with_gpu) == len(nodes_of(self.ray)) else "cpu"
+        if asked == "cuda" and not with_gpu:
+            raise ClusterError("--device cuda: no node of the cluster has a GPU; use --device cpu")
+        return asked
+
+    def check(self, task: RewriteTask, workspace: ResultWorkspace, device: str, fetched_bytes: int) -> None:
+        """Find out whether all nodes can do their part, see Engine."""
+        kind, nodes = self._kind(task, workspace, device), nodes_of(self.ray)
+        small = [node for node in nodes if not kind.room_on(node)]
+        needs = f"{kind.threads} cores, {kind.memory_bytes} bytes of memory" + (" and a GPU" if kind.gpus else "")
         for node in small:
             self.tell(
-                f"node {node.name}: is not used: a task needs {self.threads} cores and {memory} bytes "
-                f"of memory, it has {node.cores} and {node.memory_bytes}; pass fewer --threads"
+                f"node {node.name}: is not used: a task needs {needs}; it has {node.cores} cores, "
+                f"{node.memory_bytes} bytes and {node.gpus} GPUs; pass fewer --threads"
             )
         if len(small) == len(nodes):
-            raise ClusterError(
-                f"no node has the {memory} bytes of memory that a task of {self.threads} threads "
-                "needs; pass fewer --threads"
-            )
-        shared = None
+            raise ClusterError(f"no node has what a task needs: {needs}; pass fewer --threads")
+        used = [node for node in nodes if node not in small]
         if task.out.shared_folder is not None:
-            token = secrets.token_bytes(16)
-            shared = (workspace.folder / "shared", token)
-            write_whole(workspace.folder, shared[0], [token])
-        asked = Surroundings(files=_local_files(task), shared=shared, scratch=task.out.scratch_folder)
-        room = task.out.shard_room(task.plan) or 0
-        try:
-            check_nodes(self.ray, nodes, asked, room=room)
-        finally:
-            if shared is not None:
-                shared[0].unlink(missing_ok=True)
+            task.out.check_room(task.plan, fetched_bytes * sum(map(kind.room_on, used)))
+        room = (task.out.shard_room(task.plan) or 0) + fetched_bytes
+        check_nodes(self.ray, {node: replace(kind.asked, room=room * kind.room_on(node)) for node in used})
 
     def stream(self, task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> tuple[TensorRecord, ...]:
         """Write all tensors, see Engine."""
-        return DistributedRewrite(self.ray, task, workspace, run, threads=self.threads).records()
+        kind = self._kind(task, workspace, run.device)
+        records = DistributedRewrite(self.ray, task, workspace, run, kind).records()
+        if task.out.scratch_folder is not None:
+            tidy_nodes(self.ray, pickle.dumps(task.out))
+        return records
+
+    def _kind(self, task: RewriteTask, workspace: ResultWorkspace, device: str) -> TaskKind:
+        """Return what the parts of a task have in common."""
+        pickled = pickle.dumps(task)
+        return TaskKind(
+            function="run_part",
+            common=pickled,
+            asked=Surroundings(
+                files=_local_files(task),
+                shared=workspace.shown_to_parts(),
+                scratch=task.out.scratch_folder,
+            ),
+            threads=self.threads,
+            memory_bytes=memory_of(task, self.threads, len(pickled)),
+            gpus=1 if device == "cuda" else 0,
+        )
 
     def run_checks(self, checks: ShardChecks, threads: int, progress: ShardProgress) -> ShardFindings:
         """Check the files of a result, see RunChecks. How many threads a task has, this engine knows."""

@@ -73,10 +73,11 @@ class PartResult:
     bytes_read: int
 
 
-def memory_of(task: RewriteTask, threads: int) -> int:
+def memory_of(task: RewriteTask, threads: int, pickled_bytes: int) -> int:
     """Return an upper bound on the memory in bytes that a part takes.
 
     threads: how many threads it has
+    pickled_bytes: what the task takes when it is pickled; a worker has it twice, and the task itself
     """
     needs = resource_needs(
         task.plan,
@@ -87,7 +88,7 @@ def memory_of(task: RewriteTask, threads: int) -> int:
     )
     read = {tensor.coder.codec for tensor in task.checkpoint.tensors if isinstance(tensor, EncodedTensor)}
     decoding = max((get_codec(codec).compiling_bytes for codec in read), default=0)
-    return needs.peak_memory_bytes + decoding + task.transform.memory_bytes
+    return needs.peak_memory_bytes + decoding + task.transform.memory_bytes + 3 * pickled_bytes
 
 
 def divide(task: RewriteTask, slots: int) -> list[Part]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 
-class TaskState(NamedTuple):
-    """What a worker last told of its task.
+class AttemptState(NamedTuple):
+    """What a worker last told of the task that it is at.
 
     done: bytes done
     node: what Ray calls its node
@@ -18,15 +18,17 @@ class TaskState(NamedTuple):
 
 
 class Board:
-    """The states of the tasks that were begun, kept by a process of its own."""
+    """The states of the attempts at tasks that were begun, kept by a process of its own."""
 
     def __init__(self) -> None:
-        self._states: dict[int, TaskState] = {}
+        self._states: dict[int, AttemptState] = {}
 
-    def report(self, number: int, done: int, node: str) -> None:
-        """Note how far a task is."""
-        self._states[number] = TaskState(done, node)
+    def report(self, serial: int, done: int, node: str) -> None:
+        """Note how far an attempt is."""
+        self._states[serial] = AttemptState(done, node)
 
-    def states(self) -> Mapping[int, TaskState]:
-        """Return the state of each task, by number."""
+    def states(self, first: int) -> Mapping[int, AttemptState]:
+        """Return the state of each attempt, by serial number; those before `first` are forgotten."""
+        for serial in [each for each in self._states if each < first]:
+            del self._states[serial]
         return self._states

@@ -11,14 +11,18 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from pqweights import __version__
-from pqweights.distributed.cluster import first_line, nodes_of
-from pqweights.distributed.progress import Board, TaskState
-from pqweights.distributed.worker import Failure
+from pqweights.distributed.calls import greeting, remote_call
+from pqweights.distributed.cluster import Node, first_line, nodes_of
+from pqweights.distributed.progress import AttemptState, Board
+from pqweights.distributed.worker import Failure, Surroundings
 from pqweights.errors import ClusterError, MasterError, SourceError
+from pqweights.rewrite.file_lock import LockedError
 
 # A task that ends its process this often, on nodes that live on, is not tried again.
 MOST_CRASHES = 5
+# How often a task is given again that finds the files of a lost one locked: file servers keep the locks of a machine
+# that is gone for minutes.
+MOST_LOCKED = 15
 POLL_SECONDS = 0.25
 # How long the cluster may have no node that can take a task.
 NODELESS_SECONDS = 60.0
@@ -34,17 +38,23 @@ class TaskKind:
 
     function: the name of a function of worker.py, which is called with `common`, what is said of the task, and a
         function that reports its progress
-    common: what is sent to each node once
+    common: what is sent to each node once, pickled
+    asked: what a node is asked for before its first task: it may have joined after the others were
     threads: how many cores a task needs
     memory_bytes: how much memory it needs at most
-    device: "cpu", or "cuda" for tasks that each need a GPU
+    gpus: how many GPUs it needs
     """
 
     function: str
-    common: object
+    common: bytes
+    asked: Surroundings
     threads: int
     memory_bytes: int
-    device: str = "cpu"
+    gpus: int = 0
+
+    def room_on(self, node: Node) -> int:
+        """Return how many of the tasks have room on a node at once."""
+        return node.tasks_at_once(threads=self.threads, memory_bytes=self.memory_bytes, gpus=self.gpus)
 
 
 @dataclass(frozen=True)
@@ -72,9 +82,11 @@ class ClusterTasks:
         """
         self._ray, self._kind, self._progress = ray, kind, progress
         self._names = {node.id: node.name for node in nodes_of(ray)}
-        self._under_way: dict[Any, ClusterTask] = {}  # by what Ray calls the task
+        self._under_way: dict[Any, tuple[int, ClusterTask]] = {}  # attempts: serial number and task, by Ray's reference
+        self._serial = 0
         self._crashes: Counter[int] = Counter()
-        self._states: Mapping[int, TaskState] = {}
+        self._locked: Counter[int] = Counter()
+        self._states: Mapping[int, AttemptState] = {}
         self._had_node = time.monotonic()
         self._done_bytes, self._done_tasks, self._total_bytes = done_before, 0, done_before
 
@@ -87,19 +99,21 @@ class ClusterTasks:
         """
         ray = self._ray
         self._total_bytes += sum(task.byte_count for task in tasks)
-        self._common = ray.put(pickle.dumps(self._kind.common))
+        self._common = ray.put(self._kind.common)
+        self._greeting = greeting(self._kind.asked)
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             node_id=ray.get_runtime_context().get_node_id(), soft=True
         )
+        self._remote = ray.remote(remote_call())
         self._board = ray.remote(num_cpus=0, max_restarts=-1)(Board).options(scheduling_strategy=here).remote()
-        self._remote = ray.remote(_remote_task())
         try:
             for task in sorted(tasks, key=lambda each: -each.byte_count):
                 self._give(task)
             while self._under_way:
                 done, _ = ray.wait(list(self._under_way), num_returns=1, timeout=POLL_SECONDS)
                 for reference in done:
-                    self._take(reference, self._under_way.pop(reference), take)
+                    serial, task = self._under_way.pop(reference)
+                    self._take(reference, serial, task, take)
                 self._look()
         finally:
             self._cancel()
@@ -111,14 +125,15 @@ class ClusterTasks:
         kind = self._kind
         reference = self._remote.options(
             num_cpus=kind.threads,
-            num_gpus=1 if kind.device == "cuda" else 0,
+            num_gpus=kind.gpus,
             memory=kind.memory_bytes,
             max_retries=0,  # _lost decides
             scheduling_strategy="SPREAD",
-        ).remote(kind.function, self._common, pickle.dumps(task.said), task.number, self._board, __version__)
-        self._under_way[reference] = task
+        ).remote(self._greeting, kind.function, self._common, pickle.dumps(task.said), self._serial, self._board)
+        self._under_way[reference] = self._serial, task
+        self._serial += 1
 
-    def _take(self, reference: Any, task: ClusterTask, take: Callable[[ClusterTask, Any], None]) -> None:
+    def _take(self, reference: Any, serial: int, task: ClusterTask, take: Callable[[ClusterTask, Any], None]) -> None:
         """Take what a finished task returned, or give it again if its worker was lost."""
         errors = self._ray.exceptions
         try:
@@ -126,11 +141,15 @@ class ClusterTasks:
         except errors.RayTaskError as error:
             raise error.as_instanceof_cause() from None
         except errors.RayError as error:  # the worker, its node or its memory is gone
-            self._lost(task, error)
+            self._lost(serial, task, error)
             return
         if isinstance(outcome, str):
             raise ClusterError(f"node {self._name(node)}: {outcome}")
         if isinstance(outcome, Failure):
+            if isinstance(outcome.error, LockedError) and self._locked[task.number] < MOST_LOCKED:
+                self._locked[task.number] += 1
+                self._give(task)
+                return
             # What is wrong with the source is so on every node.
             about_source = isinstance(outcome.error, SourceError | MasterError)
             raise outcome.error if about_source else type(outcome.error)(f"node {self._name(node)}: {outcome.error}")
@@ -138,12 +157,12 @@ class ClusterTasks:
         self._done_tasks += 1
         self._done_bytes += task.byte_count
 
-    def _lost(self, task: ClusterTask, error: BaseException) -> None:
+    def _lost(self, serial: int, task: ClusterTask, error: BaseException) -> None:
         """Give a task again whose worker is lost.
 
         Raises ClusterError if it ends every worker.
         """
-        state = self._states.get(task.number)
+        state = self._states.get(serial)
         node = "" if state is None else state.node
         self._crashes[task.number] += not node or node in {each.id for each in nodes_of(self._ray)}
         if self._crashes[task.number] < MOST_CRASHES:
@@ -168,19 +187,21 @@ class ClusterTasks:
     def _look(self) -> None:
         """Show progress, and see whether there are nodes."""
         with contextlib.suppress(self._ray.exceptions.RayError):  # the board comes back if its process was killed
-            self._states = self._ray.get(self._board.states.remote(), timeout=2 * POLL_SECONDS)
-        waiting = {task.number for task in self._under_way.values()}
-        running = {number: self._states[number] for number in waiting & self._states.keys()}
-        done = self._done_bytes + sum(state.done for state in running.values())
-        counts = f"tasks: {self._done_tasks} done, {len(running)} running, {len(waiting) - len(running)} waiting"
+            oldest = min((serial for serial, _ in self._under_way.values()), default=self._serial)
+            self._states = self._ray.get(self._board.states.remote(oldest), timeout=2 * POLL_SECONDS)
+        running = [self._states[serial] for serial, _ in self._under_way.values() if serial in self._states]
+        done = self._done_bytes + sum(state.done for state in running)
+        waiting = len(self._under_way) - len(running)
+        counts = f"tasks: {self._done_tasks} done, {len(running)} running, {waiting} waiting"
         self._progress(min(done, self._total_bytes), self._total_bytes, counts)
         now = time.monotonic()
-        if running or any(node.cores >= self._kind.threads for node in nodes_of(self._ray)):
+        if any(self._kind.room_on(node) for node in nodes_of(self._ray)):
             self._had_node = now
         if now - self._had_node > NODELESS_SECONDS:
             raise ClusterError(
-                f"no node was left for {NODELESS_SECONDS:.0f} s that can take a task of {self._kind.threads} threads; "
-                "start nodes and run the same command again, which continues"
+                f"no node was left for {NODELESS_SECONDS:.0f} s that can take a task of {self._kind.threads} threads "
+                f"and {self._kind.memory_bytes} bytes of memory; start nodes and run the same command again, which "
+                "continues"
             )
 
     def _cancel(self) -> None:
@@ -189,26 +210,3 @@ class ClusterTasks:
             self._ray.cancel(reference, force=True)
         if self._under_way:
             self._ray.wait(list(self._under_way), num_returns=len(self._under_way), timeout=CANCEL_SECONDS)
-
-
-def _remote_task() -> Callable[..., Any]:
-    """Return a function that is sent to nodes as it is, because another pqweights may be there."""
-
-    def task(function: str, common: bytes, said: bytes, number: int, board: Any, version: str) -> Any:
-        import pickle
-
-        import ray
-
-        import pqweights
-
-        node = ray.get_runtime_context().get_node_id()
-        if pqweights.__version__ != version:
-            asked = f"run pip install 'pqweights=={version}' there"
-            return node, f"has pqweights {pqweights.__version__}, the driver has {version}; {asked}"
-
-        from pqweights.distributed import worker
-
-        report = worker.Throttled(lambda done: board.report.remote(number, done, node))
-        return node, getattr(worker, function)(common, pickle.loads(said), report)
-
-    return task

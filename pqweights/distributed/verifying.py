@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import ModuleType
 
 from pqweights.checkpoint.storage import LocalStorage
@@ -27,9 +28,17 @@ def check_on_ray(ray: ModuleType, checks: ShardChecks, threads: int, progress: P
     local = storage.root if isinstance(storage, LocalStorage) else None
     there = [shard.file for shard in checks.shards if shard.file in files]
     seen = [] if local is None else [(local / name, files[name].byte_count) for name in there]
-    check_nodes(ray, nodes, Surroundings(files=seen, shared=None, scratch=None), room=0)
+    pickled = pickle.dumps(checks)
+    kind = TaskKind(
+        function="run_checks",
+        common=pickled,
+        asked=Surroundings(files=seen),
+        threads=threads,
+        memory_bytes=MEMORY_FLOOR_BYTES + threads * MEMORY_PER_THREAD_BYTES + storage.memory_bytes + 3 * len(pickled),
+    )
+    check_nodes(ray, dict.fromkeys(nodes, kind.asked))
     sizes = [shard.file_bytes for shard in checks.shards]
-    slots = max(1, sum(node.cores // threads for node in nodes))
+    slots = max(1, sum(map(kind.room_on, nodes)))
     most = max(LEAST_PART_BYTES, sum(sizes) // (PARTS_PER_SLOT * slots))
     tasks = [
         ClusterTask(
@@ -39,12 +48,6 @@ def check_on_ray(ray: ModuleType, checks: ShardChecks, threads: int, progress: P
         )
         for number, run in enumerate(grouped(sizes, most))
     ]
-    kind = TaskKind(
-        function="run_checks",
-        common=checks,
-        threads=threads,
-        memory_bytes=MEMORY_FLOOR_BYTES + threads * MEMORY_PER_THREAD_BYTES + storage.memory_bytes,
-    )
     found: dict[int, ShardFindings] = {}
     ClusterTasks(ray, kind, progress).run(tasks, lambda task, result: found.update({task.number: result}))
     return joined([found[number] for number in sorted(found)])

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pqweights import __version__
 from pqweights.checkpoint.file_uses import file_uses
 from pqweights.distributed.parts import CheckOrder, PartOrder, PartResult
-from pqweights.errors import PqweightsError
+from pqweights.errors import ClusterError, PqweightsError
+from pqweights.kernels.devices import resolve_device
 from pqweights.results.shard_checks import ShardChecks, ShardFindings
 from pqweights.rewrite.disk_room import free_bytes
-from pqweights.rewrite.identity import SAME_BYTES_SINCE
+from pqweights.rewrite.places import ResultPlace
 from pqweights.rewrite.stream import Stream
 from pqweights.rewrite.task import RewriteTask, RunOptions
 from pqweights.rewrite.transform import Preparation
 
 # A task says how far it is at most this often.
 REPORT_SECONDS = 0.5
+# How late a file server may show what another machine has written.
+APPEAR_SECONDS = 5.0
 
 
 class Throttled:
@@ -47,32 +50,15 @@ class Surroundings:
     """What a node is asked for.
 
     files: files that it must be able to read, each with its size
-    shared: a file that the driver wrote into the output folder, and its content; None for a result that lies elsewhere
+    shared: a file that the driver made in the output folder; None for a result that lies elsewhere
     scratch: the folder for shards that are then sent elsewhere; None if there are none
+    room: how many bytes must be free there
     """
 
     files: Sequence[tuple[Path, int]]
-    shared: tuple[Path, bytes] | None
-    scratch: Path | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeState:
-    """What a node found.
-
-    version, same_bytes_since: of pqweights
-    python: the version of Python, such as 3.11
-    missing: the first file that is not there, or has another size; None if all are there
-    shares: whether it reads what the driver wrote
-    free_bytes: room in the scratch folder; None if there is none
-    """
-
-    version: str
-    same_bytes_since: str
-    python: str
-    missing: str | None
-    shares: bool
-    free_bytes: int | None
+    shared: Path | None = None
+    scratch: Path | None = None
+    room: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,17 +73,41 @@ def python_version() -> str:
     return ".".join(platform.python_version_tuple()[:2])
 
 
-def look_around(asked: Surroundings) -> NodeState:
-    """Return whether this node can do parts of a run."""
-    missing = next((str(path) for path, size in asked.files if not _is_there(path, size)), None)
-    return NodeState(
-        version=__version__,
-        same_bytes_since=SAME_BYTES_SINCE,
-        python=python_version(),
-        missing=missing,
-        shares=asked.shared is None or _content(asked.shared[0]) == asked.shared[1],
-        free_bytes=None if asked.scratch is None else free_bytes(asked.scratch),
-    )
+@functools.lru_cache(maxsize=1)
+def problem_here(pickled: bytes) -> str | None:
+    """Say what keeps this node from doing parts of a run, and what to do; None if nothing does.
+
+    pickled: the Surroundings
+    """
+    asked: Surroundings = pickle.loads(pickled)
+    if asked.shared is not None and not _appears(asked.shared):
+        return (
+            f"does not see what the driver writes into {asked.shared.parent.parent}; choose a folder that all nodes "
+            "share, or an address such as s3://BUCKET/NAME"
+        )
+    missing = next((path for path, size in asked.files if not _is_there(path, size)), None)
+    if missing is not None:
+        return (
+            f"does not see {missing} as the driver does; give a source that all nodes reach by the same path, or an "
+            "address such as s3://BUCKET/NAME"
+        )
+    free = None if asked.scratch is None else free_bytes(asked.scratch)
+    if free is not None and free < asked.room:
+        return (
+            f"has {free} bytes free in {asked.scratch}, but its parts may need {asked.room}; free some space, set "
+            "PQWEIGHTS_SCRATCH to a folder on another disk, or pass a smaller --max-shard-size"
+        )
+    return None
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file is there, or comes soon: file servers show new files late."""
+    until = time.monotonic() + APPEAR_SECONDS
+    while not path.exists():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _is_there(path: Path, size: int) -> bool:
@@ -107,22 +117,14 @@ def _is_there(path: Path, size: int) -> bool:
         return False
 
 
-def _content(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return None
-
-
 def run_part(pickled: bytes, order: PartOrder, report: Throttled) -> PartResult | Failure:
     """Write the shards of a part, continuing what another process left of it.
 
     pickled: the RewriteTask
     """
-    try:
+    with _failures() as failures:
         return _written(_common(pickled), order, report)
-    except PqweightsError as error:
-        return Failure(error)
+    return failures[0]
 
 
 def run_checks(pickled: bytes, order: CheckOrder, report: Throttled) -> ShardFindings | Failure:
@@ -130,11 +132,34 @@ def run_checks(pickled: bytes, order: CheckOrder, report: Throttled) -> ShardFin
 
     pickled: the ShardChecks
     """
-    checks: ShardChecks = _common(pickled)
-    try:
+    with _failures() as failures:
+        checks: ShardChecks = _common(pickled)
         return checks.part(order.files).run(order.threads, report)
+    return failures[0]
+
+
+def tidy_scratch(pickled: bytes, said: None, report: Throttled) -> None:
+    """Remove what processes that are gone left in the scratch folder of this node.
+
+    pickled: the place of the result
+    """
+    place: ResultPlace = pickle.loads(pickled)
+    place.tidy_scratch()
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[list[Failure]]:
+    """Yield a list to which a failure is added that ends the context."""
+    failures: list[Failure] = []
+    try:
+        yield failures
     except PqweightsError as error:
-        return Failure(error)
+        failures.append(Failure(error))
+    except ModuleNotFoundError as error:
+        lacking = f"lacks a Python module that the run needs ({error}); install it there"
+        failures.append(Failure(ClusterError(lacking)))
+    except OSError as error:
+        failures.append(Failure(ClusterError(f"{error.filename or 'a file'}: {error.strerror or error}")))
 
 
 @functools.lru_cache(maxsize=1)
@@ -145,7 +170,7 @@ def _common(pickled: bytes) -> Any:
 
 def _written(task: RewriteTask, order: PartOrder, report: Throttled) -> PartResult:
     shards = task.plan.shards[order.part.shards.start : order.part.shards.stop]
-    run = RunOptions(threads=order.threads, device=order.device, progress=report)
+    run = RunOptions(threads=order.threads, device=resolve_device(order.device), progress=report)
     read_before = task.bytes_read
     with task.out.open_part(order.inputs) as workspace:
         task.checkpoint.restore_fingerprints(workspace.fingerprints())

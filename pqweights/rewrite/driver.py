@@ -18,7 +18,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
 from pqweights.checkpoint.writer import COPY_BYTES
 from pqweights.codecs import get_codec
-from pqweights.errors import ClusterError, MasterError, SourceError, StrictError
+from pqweights.errors import ClusterError, MasterError, OutputError, SourceError, StrictError
 from pqweights.kernels.devices import resolve_device
 from pqweights.planning.plan import Plan, index_json
 from pqweights.rewrite.differences import difference
@@ -61,7 +61,7 @@ def rewrite(task: RewriteTask, run: RunOptions) -> RewriteReport:
     Raises SourceError, OutputError, HubError or DeviceError; after any of them every file under a final name is
     complete.
     """
-    run = replace(run, device=resolve_device(run.device))
+    run = replace(run, device=(resolve_device if run.engine is None else run.engine.device)(run.device))
     if task.source is not None:
         task.out.check_apart(task.source)
     if not run.overwrite and (done := _finished_result(task)):
@@ -70,12 +70,13 @@ def rewrite(task: RewriteTask, run: RunOptions) -> RewriteReport:
         task.out.tidy()
         return _report(task, done.records, already_done=True, resumed=len(done.records))
     task.out.check_output(run.overwrite, lambda: difference(task, _manifest_in(task.out)))
-    task.out.check_room(task.plan, _most_fetched(task))
+    if run.engine is None:
+        task.out.check_room(task.plan, _most_fetched(task))
     with task.out.open_workspace(task.run_inputs, run.overwrite) as workspace:
         resumed = len(workspace.records)
         task.checkpoint.restore_fingerprints(workspace.fingerprints())
         records = _stream_tensors(task, workspace, run)
-        workspace.publish([shard.file for shard in task.plan.shards])
+        workspace.publish({shard.file: shard.file_bytes for shard in task.plan.shards})
         _finish(task, records, workspace)
     report = _report(task, records, already_done=False, resumed=resumed)
     return report if run.device == "cpu" else replace(report, on_cpu=_codecs_on_cpu(task))
@@ -149,8 +150,8 @@ def _stream_tensors(task: RewriteTask, workspace: ResultWorkspace, run: RunOptio
     continues = bool(workspace.records)
     if run.engine is not None:
         try:
-            run.engine.check(task, workspace)
-        except ClusterError:
+            run.engine.check(task, workspace, run.device, _most_fetched(task))
+        except (ClusterError, OutputError):
             if not continues:
                 workspace.discard()
             raise

@@ -14,6 +14,10 @@ from pqweights.errors import OutputError
 POLL_SECONDS = 0.05
 
 
+class LockedError(OutputError):
+    """Another process holds a lock."""
+
+
 def take_lock(path: Path, out: object, *, wait_seconds: float = 0.0, make_folder: bool = True) -> int:
     """Take the lock, and return its descriptor; closing it releases the lock.
 
@@ -22,7 +26,7 @@ def take_lock(path: Path, out: object, *, wait_seconds: float = 0.0, make_folder
     wait_seconds: how long to wait for another process to release it
     make_folder: whether to make its folder, too
 
-    Raises OutputError if another run holds it, FileNotFoundError if its folder is not there and shall not be made.
+    Raises LockedError if another run holds it, FileNotFoundError if its folder is not there and shall not be made.
     """
     until = time.monotonic() + wait_seconds
     while True:
@@ -41,7 +45,7 @@ def take_lock(path: Path, out: object, *, wait_seconds: float = 0.0, make_folder
             if time.monotonic() < until:
                 time.sleep(POLL_SECONDS)
                 continue
-            raise OutputError(f"{out}: another run is writing there; wait for it, or choose another folder") from None
+            raise LockedError(f"{out}: another run is writing there; wait for it, or choose another folder") from None
         # The run that held the lock may have removed the file between our open and our lock.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):

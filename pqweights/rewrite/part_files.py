@@ -15,14 +15,17 @@ from pathlib import Path
 
 from pqweights.checkpoint.names import JOURNAL_FILE
 from pqweights.checkpoint.writer import disk_errors, write_whole
+from pqweights.notices import slow_step
 from pqweights.rewrite.file_lock import take_lock
 from pqweights.rewrite.journal import FinishedTensor, add_line, read_records, record_line
 
 FINGERPRINTS_FILE = "fingerprints.json"
 FETCHED_FOLDER = "fetched"
 PART_LOCK = "lock"
-# Processes of a run that was killed end when they notice it.
-WAIT_SECONDS = 20.0
+# A file whose name only the processes of the present run know, so that those of an earlier one begin no part any more.
+TOKEN_PREFIX = "run-"
+# Processes of a run that was killed end when they notice it, and file servers keep the locks of a machine that is gone.
+WAIT_SECONDS = 120.0
 
 
 def part_prefix(number: int) -> str:
@@ -39,7 +42,9 @@ def locked_parts(work: Path, out: Path) -> Iterator[tuple[str, ...]]:
     found = sorted(path.name.removesuffix(PART_LOCK) for path in work.glob("part-*-" + PART_LOCK))
     with contextlib.ExitStack() as held:
         for prefix in found:
-            held.callback(os.close, take_lock(work / (prefix + PART_LOCK), out, wait_seconds=WAIT_SECONDS))
+            with slow_step("waiting for processes of the interrupted run"):
+                lock = take_lock(work / (prefix + PART_LOCK), out, wait_seconds=WAIT_SECONDS)
+            held.callback(os.close, lock)
         yield tuple(found)
 
 

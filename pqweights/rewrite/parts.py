@@ -13,11 +13,11 @@ from pqweights.checkpoint.writer import disk_errors
 from pqweights.errors import OutputError
 from pqweights.rewrite.file_lock import take_lock
 from pqweights.rewrite.journal import FinishedTensor, read_first_line, read_records
-from pqweights.rewrite.part_files import PART_LOCK, part_prefix
+from pqweights.rewrite.part_files import PART_LOCK, TOKEN_PREFIX, part_prefix
 from pqweights.rewrite.workspace import Workspace
 
 # How long to wait for the process that had a part before, which the cluster believes to be dead.
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class PartInputs:
     number: which part, from 0
     work: the digest of the run's identity
     key: see RunInputs
+    token: what ResultWorkspace.part_token returned
     shards: the shards of the part, with their sizes in bytes
     known: tensors of the part that the run's own journal calls finished
     """
@@ -34,6 +35,7 @@ class PartInputs:
     number: int
     work: str
     key: str
+    token: str
     shards: Mapping[str, int]
     known: Mapping[str, FinishedTensor]
 
@@ -42,7 +44,7 @@ class PartInputs:
 def open_part(out: Path, inputs: PartInputs) -> Iterator[Workspace]:
     """Lock a part of the run into the folder `out`, and continue what another process left of it.
 
-    Raises OutputError if the run is no longer under way, or if another process goes on writing the part.
+    Raises LockedError if another process goes on writing the part, OutputError if the run is no longer under way.
     """
     work, prefix = out / WORK_FOLDER, part_prefix(inputs.number)
     try:
@@ -52,7 +54,7 @@ def open_part(out: Path, inputs: PartInputs) -> Iterator[Workspace]:
         raise _ended(out) from None
     with contextlib.ExitStack() as opened:
         opened.callback(os.close, lock)
-        _check_run(out, inputs.work)
+        _check_run(out, inputs)
         path = work / (prefix + JOURNAL_FILE)
         with disk_errors(path):
             journal = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -61,11 +63,12 @@ def open_part(out: Path, inputs: PartInputs) -> Iterator[Workspace]:
         yield Workspace(out, records=records, journal=journal, part=prefix)
 
 
-def _check_run(out: Path, work: str) -> None:
+def _check_run(out: Path, inputs: PartInputs) -> None:
     """Raise OutputError if the run that has this part is not under way any more."""
     journal = out / WORK_FOLDER / JOURNAL_FILE
     first = read_first_line(journal) if journal.exists() else None
-    if first is None or first.get("work") != work:
+    is_ours = (out / WORK_FOLDER / (TOKEN_PREFIX + inputs.token)).exists()
+    if first is None or first.get("work") != inputs.work or not is_ours:
         raise _ended(out)
 
 

@@ -81,6 +81,14 @@ class ResultWorkspace(Protocol):
         """
         ...
 
+    def part_token(self) -> str:
+        """Return a text by which processes that open parts know that the run is still this one."""
+        ...
+
+    def shown_to_parts(self) -> Path | None:
+        """Return a file that such processes see if they reach the same folder; None if they need not."""
+        ...
+
     def join_part(self, number: int, records: Sequence[TensorRecord]) -> None:
         """Take over a part that another process has finished (ResultPlace.open_part).
 
@@ -92,8 +100,11 @@ class ResultWorkspace(Protocol):
         """Raise what failed in the background."""
         ...
 
-    def publish(self, shards: list[str]) -> None:
-        """Give all shards their final names, and remove what they replace; a killed call can be repeated."""
+    def publish(self, shards: Mapping[str, int]) -> None:
+        """Give all shards their final names, and remove what they replace; a killed call can be repeated.
+
+        shards: their sizes in bytes
+        """
         ...
 
     def write(self, name: str, pieces: Iterable[bytes]) -> FileRecord:
@@ -178,6 +189,10 @@ class ResultPlace(Protocol):
         """Remove what a run that was killed in its last steps left beside its complete result."""
         ...
 
+    def tidy_scratch(self) -> None:
+        """Remove what processes that opened parts, and are gone, left on this machine."""
+        ...
+
 
 @dataclass(frozen=True)
 class LocalPlace:
@@ -258,6 +273,9 @@ class LocalPlace:
     def tidy(self) -> None:
         """See ResultPlace."""
         tidy(self.path)
+
+    def tidy_scratch(self) -> None:
+        """See ResultPlace. There is nothing."""
 
 
 def result_place(where: str | Path | ResultPlace) -> ResultPlace:

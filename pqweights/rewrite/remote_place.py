@@ -138,7 +138,7 @@ class RemotePlace:
         if not self._continues(inputs, overwrite):
             remove_staged(self.folder)
         run = RemoteRun.begin(self.folder, inputs, replaces)
-        return RemoteWorkspace(local, staging, inputs.shards, run)
+        return RemoteWorkspace(local, staging, inputs.shards, token=run.token, run=run)
 
     def _continues(self, inputs: RunInputs, overwrite: bool) -> bool:
         """Whether a run continues the one that is under way.
@@ -163,9 +163,9 @@ class RemotePlace:
 
     def open_part(self, inputs: PartInputs) -> contextlib.AbstractContextManager[RemoteWorkspace]:
         """See ResultPlace. A part has a scratch folder of its own, beside that of the run."""
-        scratch = self.scratch.with_name(f"{self.scratch.name}-{inputs.key}-{inputs.number:05d}")
+        scratch = self.scratch.with_name(f"{self.scratch.name}-{inputs.key}-{next(iter(inputs.shards))}")
         make_scratch(scratch)
-        return open_remote_part(Staging(self.folder, inputs.key), scratch, inputs.shards, inputs.known)
+        return open_remote_part(Staging(self.folder, inputs.key), scratch, inputs)
 
     @property
     def shared_folder(self) -> None:
@@ -181,10 +181,19 @@ class RemotePlace:
         """See ResultPlace."""
         if not self.is_under_way():
             remove_staged(self.folder)
-        with contextlib.suppress(OutputError):  # there is none, or another run is using it
-            if self.scratch.exists():
-                remove_work(self.scratch, shown=self)
-                self.scratch.rmdir()
+        self._remove_scratch(self.scratch)
+
+    def tidy_scratch(self) -> None:
+        """See ResultPlace."""
+        for path in self.scratch.parent.glob(self.scratch.name + "-*"):
+            self._remove_scratch(path)
+
+    def _remove_scratch(self, scratch: Path) -> None:
+        """Remove a scratch folder, unless there is none, or a run is using it."""
+        with contextlib.suppress(OutputError):
+            if scratch.exists():
+                remove_work(scratch, shown=self)
+                scratch.rmdir()
 
 
 def default_scratch() -> Path:

@@ -22,12 +22,12 @@ from pqweights.errors import OutputError, StorageError
 from pqweights.notices import slow_step
 from pqweights.remote.folder import RemoteFolder
 from pqweights.rewrite.file_lock import take_lock
-from pqweights.rewrite.journal import FinishedTensor, RunInputs, first_line, parse_first_line, read_records
+from pqweights.rewrite.journal import RunInputs, first_line, parse_first_line, read_records
 from pqweights.rewrite.needs import MOST_LOCAL_SHARDS
-from pqweights.rewrite.parts import WAIT_SECONDS
+from pqweights.rewrite.parts import WAIT_SECONDS, PartInputs
 from pqweights.rewrite.records import FileRecord, TensorRecord
 from pqweights.rewrite.staging import REMOTE_JOURNAL, ShardUploads, Staging, remove_staged
-from pqweights.rewrite.workspace import LOCK_FILE, Workspace
+from pqweights.rewrite.workspace import KEPT_FILES, LOCK_FILE, Workspace, empty
 
 PROBE_FILE = f"{WORK_FOLDER}/probe"
 # Where small files lie on their way.
@@ -62,11 +62,7 @@ class RemoteRun:
 
     def check(self) -> None:
         """Raise OutputError if another process has taken over, or has ended the run."""
-        first = read_remote_journal(self.folder)
-        if first is None or first.get("token") != self.token:
-            raise OutputError(
-                f"{self.folder.address}: another run is writing there; wait for it, or choose another folder"
-            )
+        check_token(self.folder, self.token)
 
     def remove_replaced(self) -> None:
         """Remove the files of an older result that this one does not have."""
@@ -76,6 +72,13 @@ class RemoteRun:
         """Remove the journal, without which there is nothing to continue, then what else the run left."""
         self.folder.remove([REMOTE_JOURNAL])
         remove_staged(self.folder)
+
+
+def check_token(folder: RemoteFolder, token: str) -> None:
+    """Raise OutputError if the run with this token has been taken over by another process, or was ended."""
+    first = read_remote_journal(folder)
+    if first is None or first.get("token") != token:
+        raise OutputError(f"{folder.address}: another run is writing there; wait for it, or choose another folder")
 
 
 def read_remote_journal(folder: RemoteFolder) -> dict[str, Any] | None:
@@ -92,14 +95,17 @@ class RemoteWorkspace:
         local: Workspace,
         staging: Staging,
         shards: Mapping[str, int],
+        *,
+        token: str,
         run: RemoteRun | None = None,
     ) -> None:
         """Take over an opened work folder on this machine.
 
         shards: the shards that are to be made, with their sizes in bytes
+        token: that of the run
         run: the run, in the process that carries it out; None in one that only stages shards of it
         """
-        self.local, self.staging = local, staging
+        self.local, self.staging, self._token = local, staging, token
         self.folder, self.fetched = local.folder, local.fetched
         finished = staging.finished(shards)
         self.records = dict(local.records)
@@ -155,10 +161,17 @@ class RemoteWorkspace:
         """Return when all finished shards are staged."""
         self._uploads.wait_for_all()
 
+    def part_token(self) -> str:
+        """Return a text by which processes that open parts know that the run is still this one."""
+        return self._token
+
+    def shown_to_parts(self) -> None:
+        """Return None: they all reach the address."""
+
     def join_part(self, number: int, records: Sequence[TensorRecord]) -> None:
         """Take over the shards that another process has staged: all of the part, with their records."""
 
-    def publish(self, shards: list[str]) -> None:
+    def publish(self, shards: Mapping[str, int]) -> None:
         """Move the shards to their final names, and remove what they replace; a killed call can be repeated."""
         with slow_step("uploading the last shards"):
             self.wait_until_staged()
@@ -205,8 +218,7 @@ class RemoteWorkspace:
                 each.unlink(missing_ok=True)
 
     def _check_run(self) -> None:
-        if self._run is not None:
-            self._run.check()
+        check_token(self.staging.folder, self._token)
 
     def _own_run(self) -> RemoteRun:
         assert self._run is not None, "this process only stages shards"
@@ -214,17 +226,14 @@ class RemoteWorkspace:
 
 
 @contextlib.contextmanager
-def open_remote_part(
-    staging: Staging, scratch: Path, shards: Mapping[str, int], known: Mapping[str, FinishedTensor]
-) -> Iterator[RemoteWorkspace]:
+def open_remote_part(staging: Staging, scratch: Path, inputs: PartInputs) -> Iterator[RemoteWorkspace]:
     """Open a folder of this machine to make some shards of a run, which another process carries out.
 
     staging: that of the run
     scratch: a folder for these shards alone; it goes on from what an earlier process left there
-    shards: their sizes in bytes
-    known: tensors that the run calls finished
 
-    Raises OutputError if another process of this machine makes them, StorageError.
+    Raises LockedError if another process of this machine makes them, OutputError if the run is no longer under way,
+    StorageError.
     """
     work = scratch / WORK_FOLDER
     path = work / JOURNAL_FILE
@@ -232,8 +241,10 @@ def open_remote_part(
         with disk_errors(scratch):
             opened.callback(os.close, take_lock(work / LOCK_FILE, staging.folder.address, wait_seconds=WAIT_SECONDS))
             journal = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        local = Workspace(scratch, records={**known, **read_records(path)}, journal=journal)
-        workspace = RemoteWorkspace(local, staging, shards)
+        kept = [name for shard in inputs.shards for name in (shard, partial_path(work / shard).name)]
+        empty(work, but=(*KEPT_FILES, *kept))  # another division of the run may have had other shards here
+        local = Workspace(scratch, records={**inputs.known, **read_records(path)}, journal=journal)
+        workspace = RemoteWorkspace(local, staging, inputs.shards, token=inputs.token)
         opened.callback(workspace.close)
         is_staged = False
         try:

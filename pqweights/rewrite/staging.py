@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pqweights.checkpoint.digests import HASH_OF_PIECES
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
+from pqweights.errors import OutputError
 from pqweights.remote.folder import RemoteFolder
 from pqweights.rewrite.journal import FinishedTensor, parse_record, record_line
 from pqweights.rewrite.needs import MOST_LOCAL_SHARDS
@@ -82,10 +83,24 @@ class Staging:
         self.folder.upload(self.name(shard), path, stop=stop)
         self.folder.write(self.name(shard) + RECORDS_SUFFIX, b"".join(map(record_line, records)))
 
-    def publish(self, shards: Iterable[str]) -> None:
-        """Move the shards that are still staged to their final names."""
+    def publish(self, shards: Mapping[str, int]) -> None:
+        """Move the shards that are still staged to their final names.
+
+        shards: their sizes in bytes
+
+        Raises OutputError if one is neither staged nor there.
+        """
         staged = self.folder.files(below=f"{WORK_FOLDER}/{self.key}")
         waiting = [shard for shard in shards if self.name(shard) in staged]
+        there = self.folder.files() if len(waiting) < len(shards) else {}
+        for shard in shards:
+            found = staged.get(self.name(shard)) or there.get(shard)
+            is_marked = self.name(shard) + RECORDS_SUFFIX in staged
+            if found is None or found.byte_count != shards[shard] or not is_marked:
+                raise OutputError(
+                    f"{self.folder.address}: shard {shard!r} is no longer there as this run wrote it; did another "
+                    "program remove it? Run the same command again"
+                )
         with ThreadPoolExecutor(REQUESTS_AT_ONCE, "pqweights-staging") as pool:
             for _ in pool.map(lambda shard: self.folder.move(self.name(shard), shard), waiting):
                 pass

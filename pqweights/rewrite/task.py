@@ -133,8 +133,18 @@ class RunOptions:
 class Engine(Protocol):
     """Writes the tensors of a task elsewhere, as on the nodes of a cluster."""
 
-    def check(self, task: RewriteTask, workspace: ResultWorkspace) -> None:
-        """Raise ClusterError if the task cannot be done there."""
+    def device(self, asked: str) -> str:
+        """Return the key of DEVICES that the tensors are computed on. Raises ClusterError if there is none."""
+        ...
+
+    def check(self, task: RewriteTask, workspace: ResultWorkspace, device: str, fetched_bytes: int) -> None:
+        """Find out whether the task can be done there.
+
+        device: what `device` returned
+        fetched_bytes: the most bytes of files of the source that are fetched and held at once, in each place
+
+        Raises ClusterError if it cannot, OutputError if there is no room.
+        """
         ...
 
     def stream(self, task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> tuple[TensorRecord, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from pqweights.checkpoint.names import (
 )
 from pqweights.checkpoint.writer import disk_errors, partial_path, sync_folder, write_whole
 from pqweights.errors import MasterError, OutputError
-from pqweights.rewrite.file_lock import take_lock
+from pqweights.rewrite.file_lock import LockedError, take_lock
 from pqweights.rewrite.journal import (
     FinishedTensor,
     RunInputs,
@@ -41,6 +42,7 @@ from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.part_files import (
     FETCHED_FOLDER,
     FINGERPRINTS_FILE,
+    TOKEN_PREFIX,
     join_parts,
     locked_parts,
     part_prefix,
@@ -82,6 +84,7 @@ class Workspace:
         self._fingerprints = self.folder / (part + FINGERPRINTS_FILE)
         self._outputs, self._replaces = outputs, replaces
         self._journal = journal
+        self._token = secrets.token_hex(8)
 
     def record(self, record: TensorRecord) -> None:
         """Add a finished tensor to the journal."""
@@ -137,10 +140,22 @@ class Workspace:
         self.sync_records()
         remove_part(self.folder, part_prefix(number))
 
+    def part_token(self) -> str:
+        """Return a text by which processes that open parts know that the run is still this one."""
+        self.shown_to_parts()
+        return self._token
+
+    def shown_to_parts(self) -> Path:
+        """Return a file that such processes see if they reach the same folder."""
+        path = self.folder / (TOKEN_PREFIX + self._token)
+        with disk_errors(path):
+            path.touch()
+        return path
+
     def check(self) -> None:
         """Do nothing: nothing is done in the background that might have failed."""
 
-    def publish(self, shards: list[str]) -> None:
+    def publish(self, shards: Iterable[str]) -> None:
         """Give the staged shards their final names, and remove what they replace; a killed call can be repeated."""
         with disk_errors(self.out):
             for shard in shards:
@@ -170,7 +185,8 @@ class Workspace:
 
     def discard(self) -> None:
         """Remove what this run has written, because its source is unusable; an older result stays."""
-        self.finish()
+        with contextlib.suppress(LockedError), locked_parts(self.folder, self.out):  # else the unfinished run stays
+            self.finish()
         with contextlib.suppress(OSError):  # the folder stays if it holds other files
             self.out.rmdir()
 
@@ -192,6 +208,8 @@ def open_workspace(
         lock = take_lock(work / LOCK_FILE, shown or out)
     with contextlib.ExitStack() as locks:
         locks.callback(os.close, lock)
+        for path in work.glob(TOKEN_PREFIX + "*"):
+            path.unlink(missing_ok=True)
         parts = locks.enter_context(locked_parts(work, out))
         try:
             check_output(out, overwrite)  # again: the run that held the lock may have finished in between
@@ -207,7 +225,7 @@ def open_workspace(
             change_companions(work, inputs)
             records |= join_parts(work, parts)
             if not records:
-                _empty(work, but=KEPT_FILES)
+                empty(work, but=KEPT_FILES)
         first = read_first_line(work / JOURNAL_FILE)
         assert first is not None
         journal = os.open(work / JOURNAL_FILE, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -303,7 +321,7 @@ def _begin(out: Path, inputs: RunInputs) -> None:
             _remove_work_folder(work)
         raise
     begin_journal(work, inputs, replaces)
-    _empty(work, but=(LOCK_FILE, JOURNAL_FILE))
+    empty(work, but=(LOCK_FILE, JOURNAL_FILE))
 
 
 def _files_to_replace(out: Path, work: Path) -> list[str]:
@@ -339,13 +357,13 @@ def refuse_foreign(out: object, existing: Iterable[str], ours: Collection[str]) 
 
 def _remove_work_folder(work: Path) -> None:
     """Remove the work folder; the lock file goes last, while the lock is still held."""
-    _empty(work, but=(LOCK_FILE,))
+    empty(work, but=(LOCK_FILE,))
     (work / LOCK_FILE).unlink()
     with contextlib.suppress(OSError):  # another run has just opened the lock
         work.rmdir()
 
 
-def _empty(work: Path, but: Sequence[str]) -> None:
+def empty(work: Path, but: Sequence[str]) -> None:
     """Remove everything in a folder but some names."""
     for path in work.iterdir():
         if path.name in but:
@@ -353,7 +371,7 @@ def _empty(work: Path, but: Sequence[str]) -> None:
         if path.is_dir():
             shutil.rmtree(path)
         else:
-            path.unlink()
+            path.unlink(missing_ok=True)
 
 
 def _remove_files(out: Path, names: list[str]) -> None:

@@ -181,7 +181,7 @@ def test_a_run_waits_for_parts_that_other_processes_write(
 
 
 def test_a_part_of_a_run_that_has_ended_is_refused(base: Path, tmp_path: Path) -> None:
-    inputs = parts.PartInputs(number=0, work="other", key="", shards={}, known={})
+    inputs = parts.PartInputs(number=0, work="other", key="", token="", shards={}, known={})
     for out in (tmp_path / "nothing", base / "master"):
         with pytest.raises(OutputError, match="no longer under way"), parts.open_part(out, inputs):
             pass

@@ -22,6 +22,7 @@ from pqweights.errors import OptionError, OutputError, SourceError
 from pqweights.planning.recipe import load_recipe
 from pqweights.quantizing import QuantizeOptions, plan_quantize, quantize
 from pqweights.rewrite import staging
+from pqweights.rewrite.parts import PartInputs
 from pqweights.rewrite.places import LocalPlace, ResultWorkspace, result_place
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.remote_place import RemotePlace
@@ -277,7 +278,11 @@ class SeparateParts:
         self.scratch = scratch
         self.resumed: list[int] = []
 
-    def check(self, task: RewriteTask, workspace: ResultWorkspace) -> None:
+    def device(self, asked: str) -> str:
+        """See Engine."""
+        return "cpu"
+
+    def check(self, task: RewriteTask, workspace: ResultWorkspace, device: str, fetched_bytes: int) -> None:
         """See Engine."""
 
     def stream(self, task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> tuple[TensorRecord, ...]:
@@ -291,7 +296,15 @@ class SeparateParts:
                 for name in (task.plan.tensors[place].name for place in shard.tensors)
                 if name in workspace.records
             }
-            with open_remote_part(sent, self.scratch / str(number), {shard.file: shard.file_bytes}, known) as part:
+            inputs = PartInputs(
+                number=number,
+                work="",
+                key=sent.key,
+                token=workspace.part_token(),
+                shards={shard.file: shard.file_bytes},
+                known=known,
+            )
+            with open_remote_part(sent, self.scratch / str(number), inputs) as part:
                 self.resumed.append(len(part.records))
                 records += Stream(task, part, run, [shard]).run()
         return tuple(records)

@@ -1,0 +1,263 @@
+"""Runs on a Ray cluster of several nodes on this machine: the bytes of one machine, whatever is killed."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import bf16, folder_bytes, gaussian, write_checkpoint
+from ray_cluster import Faulty, add_node, started_cluster, wait_for
+
+import pqweights
+from pqweights.checkpoint.names import WORK_FOLDER
+from pqweights.distributed import engine as engines
+from pqweights.distributed import parts
+from pqweights.distributed.engine import on_ray
+from pqweights.errors import ClusterError, MissingDependencyError, OptionError, SourceError
+from pqweights.planning.recipe import load_recipe
+from pqweights.quantizing import QuantizeOptions, plan_quantize
+from pqweights.rewrite.driver import rewrite
+from pqweights.rewrite.places import result_place
+from pqweights.rewrite.task import Lineage, RewriteTask, RunOptions
+from pqweights.rewrite.workspace import Workspace
+
+pytest.importorskip("ray")
+LAYERS, SHARD = 8, 45_000  # a shard for each layer
+
+
+def weight(layer: int) -> str:
+    return f"model.layers.{layer}.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tensors = {weight(n): bf16(gaussian(256, 256, seed=n)) for n in range(LAYERS)}
+    return write_checkpoint(tmp_path_factory.mktemp("ray") / "model", tensors)
+
+
+@pytest.fixture(scope="module")
+def plain(source: Path) -> dict[str, bytes]:
+    out = source.parent / "plain"
+    pqweights.quantize(source, out, max_shard_size=SHARD)
+    return folder_bytes(out)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with started_cluster(2) as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def parts_of_one_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "LEAST_PART_BYTES", 1)
+    monkeypatch.setattr(parts, "PARTS_PER_SLOT", 100)
+
+
+def faulty_run(source: Path, out: Path, fault: str) -> tuple[RewriteTask, Path]:
+    """A task in which something happens at the fifth layer, and the marker that it makes then."""
+    checkpoint, _, plan = plan_quantize(str(source), load_recipe("q5"), QuantizeOptions(max_shard_bytes=SHARD))
+    marker = out.parent / "marker"
+    transform = Faulty(recipe=load_recipe("q5"), tensor=weight(4), marker=marker, fault=fault)
+    return (
+        RewriteTask(
+            checkpoint=checkpoint,
+            source=source,
+            transform=transform,
+            plan=plan,
+            out=result_place(out),
+            lineage=Lineage(),
+        ),
+        marker,
+    )
+
+
+def in_background(run: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_results_of_a_cluster_have_the_bytes_of_one_machine(
+    source: Path, plain: dict[str, bytes], cluster: Any, tmp_path: Path
+) -> None:
+    shown: list[tuple[int, int, str]] = []
+    out = tmp_path / "master"
+    report = pqweights.quantize(
+        source, out, max_shard_size=SHARD, ray=cluster.address, progress=lambda *state: shown.append(state)
+    )
+    assert folder_bytes(out) == plain
+    assert shown[-1] == (shown[-1][1], shown[-1][1], f"tasks: {LAYERS} done, 0 running, 0 waiting")
+    assert all(done <= total for done, total, _ in shown)
+    assert report.source_bytes_read >= LAYERS * 256 * 256 * 2
+    assert pqweights.quantize(source, out, max_shard_size=SHARD, ray=cluster.address).already_done
+    pqweights.export(out, tmp_path / "plain", "bf16", max_shard_size=SHARD)
+    pqweights.export(out, tmp_path / "parts", "bf16", max_shard_size=SHARD, ray=cluster.address)
+    assert folder_bytes(tmp_path / "parts") == folder_bytes(tmp_path / "plain")
+    assert pqweights.verify(out, ray=cluster.address) == pqweights.verify(out)
+    for name in ("model-00002-of-00008.safetensors", "model-00007-of-00008.safetensors"):
+        data = bytearray((out / name).read_bytes())
+        data[-5] ^= 1
+        (out / name).write_bytes(data)
+    (out / "model-00005-of-00008.safetensors").unlink()
+    found = pqweights.verify(out, ray=cluster.address)
+    assert found == pqweights.verify(out)
+    assert len(found.problems) == 3
+
+
+def test_a_worker_that_is_killed_costs_its_task_alone(
+    source: Path, plain: dict[str, bytes], cluster: Any, tmp_path: Path
+) -> None:
+    task, marker = faulty_run(source, tmp_path / "out", "kill")
+    with on_ray(cluster.address) as engine:
+        rewrite(task, RunOptions(engine=engine))
+    assert marker.exists()
+    assert folder_bytes(tmp_path / "out") == plain
+
+
+def test_the_task_of_a_node_that_is_killed_goes_to_another(
+    source: Path, plain: dict[str, bytes], cluster: Any, tmp_path: Path
+) -> None:
+    task, marker = faulty_run(source, tmp_path / "out", "hang")
+
+    def kill_node() -> None:
+        wait_for(marker)
+        wait_for_content(marker)
+        (node,) = [each for each in cluster.worker_nodes if each.node_id == marker.read_text().split()[0]]
+        cluster.remove_node(node, allow_graceful=False)
+
+    thread = in_background(kill_node)
+    with on_ray(cluster.address) as engine:
+        rewrite(task, RunOptions(engine=engine))
+    thread.join()
+    add_node(cluster)
+    cluster.wait_for_nodes()
+    assert len(cluster.worker_nodes) == 2
+    assert folder_bytes(tmp_path / "out") == plain
+
+
+def wait_for_content(path: Path) -> None:
+    while not path.read_text():
+        pass
+
+
+def test_a_slow_worker_does_not_hold_back_the_others(
+    source: Path, plain: dict[str, bytes], cluster: Any, tmp_path: Path
+) -> None:
+    task, _ = faulty_run(source, tmp_path / "out", "hang")
+    others = f"tasks: {LAYERS - 1} done, 1 running, 0 waiting"
+
+    def progress(done: int, total: int, name: str) -> None:
+        if name == others:
+            (tmp_path / "GO").touch()
+
+    with on_ray(cluster.address) as engine:
+        rewrite(task, RunOptions(engine=engine, progress=progress))
+    assert (tmp_path / "GO").exists()
+    assert folder_bytes(tmp_path / "out") == plain
+
+
+def test_a_command_that_is_killed_is_continued(
+    source: Path, plain: dict[str, bytes], cluster: Any, tmp_path: Path
+) -> None:
+    """The driver and its workers die while a task hangs; a plain run goes on from what the others finished."""
+    code = f"""
+from pathlib import Path
+from pqweights.distributed import parts
+from test_ray import faulty_run
+from pqweights.distributed.engine import on_ray
+from pqweights.rewrite.driver import rewrite
+from pqweights.rewrite.task import RunOptions
+parts.LEAST_PART_BYTES = 1
+parts.PARTS_PER_SLOT = 100
+task, marker = faulty_run(Path({str(source)!r}), Path({str(tmp_path / "out")!r}), "hang")
+def progress(done, total, name):
+    if "tasks: {LAYERS - 1} done" in name:
+        (marker.parent / "ALMOST").touch()
+with on_ray({cluster.address!r}) as engine:
+    rewrite(task, RunOptions(engine=engine, progress=progress))
+"""
+    here = Path(__file__).parent
+    paths = [str(here), str(here.parent), str(here.parent / "support"), *filter(None, sys.path)]
+    driver = subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n{code}"], stderr=subprocess.PIPE
+    )
+    wait_for(tmp_path / "ALMOST")
+    driver.send_signal(signal.SIGKILL)
+    driver.communicate()
+    assert (tmp_path / "out" / WORK_FOLDER).exists()
+    report = pqweights.quantize(source, tmp_path / "out", max_shard_size=SHARD)
+    assert report.resumed >= LAYERS - 1
+    assert folder_bytes(tmp_path / "out") == plain
+
+
+def test_a_damaged_source_is_refused_as_by_one_machine(cluster: Any, tmp_path: Path) -> None:
+    values = gaussian(256, 256)
+    values[3, 5] = np.nan
+    write_checkpoint(tmp_path / "model", {weight(0): bf16(gaussian(256, 256)), weight(1): bf16(values)})
+    messages = []
+    for ray in (None, cluster.address):
+        with pytest.raises(SourceError) as refused:
+            pqweights.quantize(tmp_path / "model", tmp_path / "out", max_shard_size=SHARD, ray=ray)
+        messages.append(str(refused.value))
+        assert not (tmp_path / "out").exists()
+    assert messages[0] == messages[1]
+
+
+def test_folders_that_nodes_do_not_share_are_found_before_the_work(
+    source: Path, cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Workspace, "shown_to_parts", lambda self: self.folder / "elsewhere")
+    with pytest.raises(ClusterError, match=r"node .* does not see what the driver writes into .*out; choose"):
+        pqweights.quantize(source, tmp_path / "out", ray=cluster.address)
+    monkeypatch.undo()
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(engines, "_local_files", lambda task: [(tmp_path / "elsewhere" / "model", 5)])
+    with pytest.raises(ClusterError, match=r"node .* does not see .*elsewhere/model as the driver does"):
+        pqweights.quantize(source, tmp_path / "out", ray=cluster.address)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_no_node_can_do_is_refused(source: Path, cluster: Any, tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match="no node of the cluster has that many cores; the largest has 1"):
+        pqweights.quantize(source, tmp_path / "out", ray=cluster.address, threads=5)
+    lines: list[str] = []
+    with on_ray(cluster.address, tell=lines.append) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines, "memory_of", lambda task, threads, pickled_bytes: 1 << 50)
+        task, _ = faulty_run(source, tmp_path / "out", "hang")
+        with pytest.raises(ClusterError, match=r"no node has what a task needs: .*; pass fewer"):
+            rewrite(task, RunOptions(engine=engine))
+    assert len(lines) == 2
+    assert all("is not used" in line for line in lines)
+    assert not (tmp_path / "out").exists()
+
+
+def test_addresses_where_no_ray_answers_are_refused(source: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ClusterError, match="what answers there is not a Ray cluster|no Ray answered within"):
+            pqweights.quantize(source, tmp_path / "out", ray=address)
+    with pytest.raises(ClusterError, match="nothing answers there"):
+        pqweights.quantize(source, tmp_path / "out", ray=address)
+    with pytest.raises(OptionError, match="expected HOST:PORT"):
+        pqweights.quantize(source, tmp_path / "out", ray="nonsense")
+    assert not (tmp_path / "out").exists()
+
+
+def test_ray_is_needed_only_where_it_is_asked_for(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingDependencyError, match="pip install 'ray"):
+        pqweights.quantize(source, tmp_path / "out", ray="local")
+    pqweights.quantize(source, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
