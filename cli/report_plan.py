@@ -46,7 +46,8 @@ def plan_text(report: PlanReport, summary: bool | None) -> str:
 def _room(needs: ResourceNeeds) -> str:
     if needs.scratch_bytes is None:
         return f"{size(needs.peak_disk_bytes)} of disk space"
-    return f"{size(needs.peak_disk_bytes)} in object storage, {size(needs.scratch_bytes)} of disk space on this machine"
+    here = f"{size(needs.scratch_bytes)} of disk space on this machine (with --ray, for each task)"
+    return f"{size(needs.peak_disk_bytes)} in object storage, {here}"
 
 
 def _tensor_lines(tensors: Sequence[TensorPlan], summary: bool | None) -> list[str]:

@@ -23,25 +23,11 @@ from pqweights.rewrite.manifest import read_manifest
 HEADS, HEAD_SIZE = 4, 64
 
 
-def with_tokenizer(folder: Path) -> Path:
-    """Give a tiny model a tokenizer that llama.cpp has, and settings of generation."""
-    for path in folder.glob("tokenizer*"):
-        path.unlink()
-    files = language_models.tokenizer_files()
-    tokenizer = json.loads(files["tokenizer.json"])
-    taken = [token["id"] for token in tokenizer["added_tokens"]]
-    tokenizer["model"] |= {"vocab": tokenizer["model"]["vocab"] | {"ab": max(taken) + 1}, "merges": [["a", "b"]]}
-    for name, data in (files | {"tokenizer.json": json.dumps(tokenizer).encode()}).items():
-        (folder / name).write_bytes(data)
-    settings = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1, "do_sample": True}
-    (folder / "generation_config.json").write_text(json.dumps(settings))
-    (folder / "LICENSE").write_text("a licence\n")
-    return folder
-
-
 @pytest.fixture(scope="module")
 def model(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return with_tokenizer(families.build(families.FAMILIES["llama"], tmp_path_factory.mktemp("gguf") / "model"))
+    return language_models.with_tokenizer(
+        families.build(families.FAMILIES["llama"], tmp_path_factory.mktemp("gguf") / "model")
+    )
 
 
 @pytest.fixture(scope="module")

@@ -58,6 +58,22 @@ def tokenizer_files(template: str | None = None) -> dict[str, bytes]:
     return {"tokenizer.json": json.dumps(tokenizer).encode(), "tokenizer_config.json": json.dumps(config).encode()}
 
 
+def with_tokenizer(folder: Path) -> Path:
+    """Give a tiny model a tokenizer that llama.cpp has, and settings of generation."""
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    files = tokenizer_files()
+    tokenizer = json.loads(files["tokenizer.json"])
+    taken = [token["id"] for token in tokenizer["added_tokens"]]
+    tokenizer["model"] |= {"vocab": tokenizer["model"]["vocab"] | {"ab": max(taken) + 1}, "merges": [["a", "b"]]}
+    for name, data in (files | {"tokenizer.json": json.dumps(tokenizer).encode()}).items():
+        (folder / name).write_bytes(data)
+    settings = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    (folder / "LICENSE").write_text("a licence\n")
+    return folder
+
+
 def llama_config(**changed: Any) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
