@@ -55,8 +55,8 @@ def import_ray() -> ModuleType:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Whatever log_to_driver is, Ray prints what it knows of lost workers and nodes to stdout, where results of --json go.
-    # Lines that are repeated are held back, and with them all that match this expression.
+    # Whatever log_to_driver is, Ray prints what it knows of lost workers to stdout, where results of --json go. Lines
+    # that are repeated are held back, and with them all that match this expression.
     os.environ["RAY_DEDUP_LOGS"] = "1"
     os.environ["RAY_DEDUP_LOGS_SKIP_REGEX"] = "."
     try:

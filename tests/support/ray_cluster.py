@@ -115,6 +115,9 @@ class RayCluster:
 
     def shut_down(self) -> None:
         """End all processes."""
+        import ray
+
+        ray.shutdown()  # of a test that failed
         self._cluster.shutdown()
 
 
