@@ -64,7 +64,9 @@ def import_ray() -> ModuleType:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    # Ray prints what it sees of lost workers to the standard output, where results of --json go. Repeated lines are
+    # held back, and with them all that match this expression.
+    os.environ |= {"RAY_DEDUP_LOGS": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
     try:
         import ray
     except ImportError as error:
@@ -85,7 +87,7 @@ def connected(address: str, *, cores: int) -> Iterator[ModuleType]:
     ray = import_ray()
     if ray.is_initialized():
         raise ClusterError(f"--ray {address}: this process is connected to Ray already; call ray.shutdown() first")
-    with _as_before(ray):
+    with _signals_as_before():
         with slow_step("connecting to Ray"):
             _connect(ray, address, cores)
         try:
@@ -95,21 +97,14 @@ def connected(address: str, *, cores: int) -> Iterator[ModuleType]:
 
 
 @contextmanager
-def _as_before(ray: ModuleType) -> Iterator[None]:
-    """Undo afterwards what connecting does to this process, and keep Ray from writing to the standard output.
-
-    It prints what it sees of workers that die, which would end up in what --json prints.
-    """
-    inner = ray._private.worker
-    prints, in_main = inner.print_to_stdstream, threading.current_thread() is threading.main_thread()
+def _signals_as_before() -> Iterator[None]:
+    """Undo afterwards what connecting does to the signals of this process."""
     handler = signal.getsignal(signal.SIGTERM)
-    inner.print_to_stdstream = lambda *args, **options: None
     try:
         yield
     finally:
-        inner.print_to_stdstream = prints
-        if in_main and handler is not None:  # None: one that was not set by Python
-            signal.signal(signal.SIGTERM, handler)
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)  # None: one that was not set by Python
 
 
 def _connect(ray: ModuleType, address: str, cores: int) -> None:

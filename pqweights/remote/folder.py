@@ -71,6 +71,8 @@ class RemoteFolder:
         )
         found = {}
         for path, info in (listed or {}).items():
+            if not str(path).strip("/").startswith(root.strip("/") + "/"):
+                continue  # something else whose name begins alike
             name = str(path).removeprefix(root).strip("/")
             inner = name.removeprefix(below).strip("/")
             is_file = info.get("type") == "file" and not str(path).endswith("/") and str(path) != root

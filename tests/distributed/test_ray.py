@@ -8,14 +8,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from helpers import bf16, folder_bytes, gaussian, write_checkpoint
-from ray_cluster import Faulty, add_node, started_cluster, wait_for
+from ray_cluster import Faulty, RayCluster, wait_until
 
 import pqweights
 from pqweights.checkpoint.names import WORK_FOLDER
@@ -51,10 +50,9 @@ def plain(source: Path) -> dict[str, bytes]:
     return folder_bytes(out)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    with started_cluster(2) as started:
-        yield started
+@pytest.fixture
+def cluster(ray_cluster: RayCluster) -> RayCluster:
+    return ray_cluster
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +86,7 @@ def in_background(run: Callable[[], None]) -> threading.Thread:
 
 
 def test_results_of_a_cluster_have_the_bytes_of_one_machine(
-    source: Path, plain: dict[str, bytes], cluster: Any, tmp_path: Path
+    source: Path, plain: dict[str, bytes], cluster: RayCluster, tmp_path: Path
 ) -> None:
     shown: list[tuple[int, int, str]] = []
     out = tmp_path / "master"
@@ -115,7 +113,7 @@ def test_results_of_a_cluster_have_the_bytes_of_one_machine(
 
 
 def test_a_worker_that_is_killed_costs_its_task_alone(
-    source: Path, plain: dict[str, bytes], cluster: Any, tmp_path: Path
+    source: Path, plain: dict[str, bytes], cluster: RayCluster, tmp_path: Path
 ) -> None:
     task, marker = faulty_run(source, tmp_path / "out", "kill")
     with on_ray(cluster.address) as engine:
@@ -125,33 +123,25 @@ def test_a_worker_that_is_killed_costs_its_task_alone(
 
 
 def test_the_task_of_a_node_that_is_killed_goes_to_another(
-    source: Path, plain: dict[str, bytes], cluster: Any, tmp_path: Path
+    source: Path, plain: dict[str, bytes], cluster: RayCluster, tmp_path: Path
 ) -> None:
     task, marker = faulty_run(source, tmp_path / "out", "hang")
 
     def kill_node() -> None:
-        wait_for(marker)
-        wait_for_content(marker)
-        (node,) = [each for each in cluster.worker_nodes if each.node_id == marker.read_text().split()[0]]
-        cluster.remove_node(node, allow_graceful=False)
+        wait_until(marker.exists, "the task did not begin")
+        (node,) = [each for each in cluster.nodes if each.id == marker.read_text().split()[0]]
+        cluster.kill(node)
 
     thread = in_background(kill_node)
     with on_ray(cluster.address) as engine:
         rewrite(task, RunOptions(engine=engine))
     thread.join()
-    add_node(cluster)
-    cluster.wait_for_nodes()
-    assert len(cluster.worker_nodes) == 2
+    assert len(cluster.nodes) == 1
     assert folder_bytes(tmp_path / "out") == plain
 
 
-def wait_for_content(path: Path) -> None:
-    while not path.read_text():
-        pass
-
-
 def test_a_slow_worker_does_not_hold_back_the_others(
-    source: Path, plain: dict[str, bytes], cluster: Any, tmp_path: Path
+    source: Path, plain: dict[str, bytes], cluster: RayCluster, tmp_path: Path
 ) -> None:
     task, _ = faulty_run(source, tmp_path / "out", "hang")
     others = f"tasks: {LAYERS - 1} done, 1 running, 0 waiting"
@@ -167,7 +157,7 @@ def test_a_slow_worker_does_not_hold_back_the_others(
 
 
 def test_a_command_that_is_killed_is_continued(
-    source: Path, plain: dict[str, bytes], cluster: Any, tmp_path: Path
+    source: Path, plain: dict[str, bytes], cluster: RayCluster, tmp_path: Path
 ) -> None:
     """The driver and its workers die while a task hangs; a plain run goes on from what the others finished."""
     code = f"""
@@ -191,7 +181,7 @@ with on_ray({cluster.address!r}) as engine:
     driver = subprocess.Popen(
         [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n{code}"], stderr=subprocess.PIPE
     )
-    wait_for(tmp_path / "ALMOST")
+    wait_until((tmp_path / "ALMOST").exists, "the other tasks did not end")
     driver.send_signal(signal.SIGKILL)
     driver.communicate()
     assert (tmp_path / "out" / WORK_FOLDER).exists()
@@ -200,7 +190,7 @@ with on_ray({cluster.address!r}) as engine:
     assert folder_bytes(tmp_path / "out") == plain
 
 
-def test_a_damaged_source_is_refused_as_by_one_machine(cluster: Any, tmp_path: Path) -> None:
+def test_a_damaged_source_is_refused_as_by_one_machine(cluster: RayCluster, tmp_path: Path) -> None:
     values = gaussian(256, 256)
     values[3, 5] = np.nan
     write_checkpoint(tmp_path / "model", {weight(0): bf16(gaussian(256, 256)), weight(1): bf16(values)})
@@ -214,7 +204,7 @@ def test_a_damaged_source_is_refused_as_by_one_machine(cluster: Any, tmp_path: P
 
 
 def test_folders_that_nodes_do_not_share_are_found_before_the_work(
-    source: Path, cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Workspace, "shown_to_parts", lambda self: self.folder / "elsewhere")
     with pytest.raises(ClusterError, match=r"node .* does not see what the driver writes into .*out; choose"):
@@ -227,7 +217,7 @@ def test_folders_that_nodes_do_not_share_are_found_before_the_work(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_no_node_can_do_is_refused(source: Path, cluster: Any, tmp_path: Path) -> None:
+def test_what_no_node_can_do_is_refused(source: Path, cluster: RayCluster, tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="no node of the cluster has that many cores; the largest has 1"):
         pqweights.quantize(source, tmp_path / "out", ray=cluster.address, threads=5)
     lines: list[str] = []
@@ -244,7 +234,7 @@ def test_what_no_node_can_do_is_refused(source: Path, cluster: Any, tmp_path: Pa
 def test_addresses_where_no_ray_answers_are_refused(source: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(ClusterError, match="what answers there is not a Ray cluster|no Ray answered within"):
+        with pytest.raises(ClusterError, match=r"what answers there is not a Ray cluster|no Ray answered within"):
             pqweights.quantize(source, tmp_path / "out", ray=address)
     with pytest.raises(ClusterError, match="nothing answers there"):
         pqweights.quantize(source, tmp_path / "out", ray=address)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import folder_bytes, run_command, small_checkpoint
-from remote_server import BUCKET, SECRETS, ObjectServer
+from remote_server import BUCKET, CUT, LOST, SECRETS, ObjectServer
 
 from pqweights.errors import OutputError, StorageError
-from pqweights.remote import s3
+from pqweights.remote import opening, s3
 
 OUT = f"s3://{BUCKET}/out"
 
@@ -56,6 +57,63 @@ def test_objects_are_the_files_of_the_local_result_despite_faults(
     assert server.contents("out") == files
     assert run_command(command(source), OUT).already_done
     assert folder_bytes(scratch) == {}
+
+
+@pytest.mark.parametrize("fault", [CUT, LOST])
+def test_connections_that_are_cut_are_made_again(
+    fault: str, server: ObjectServer, source: Path, files: dict[str, bytes], scratch: Path
+) -> None:
+    """The first request of each kind is cut, before the server carries it out or afterwards."""
+    seen: Counter[str] = Counter()
+
+    def cut(request: dict[str, Any]) -> str | None:
+        key = f"{request['REQUEST_METHOD']} {request['PATH_INFO']}"
+        seen[key] += 1
+        return fault if seen[key] == 1 else None
+
+    server.fault = cut
+    run_command(command(source), OUT)
+    assert min(seen.values()) > 1
+    assert server.contents("out") == files
+    assert folder_bytes(scratch) == {}
+
+
+def test_requests_that_get_no_reply_in_time_are_sent_again(
+    server: ObjectServer, source: Path, files: dict[str, bytes], scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every eighth request waits for longer than a client does, and is then carried out all the same."""
+    monkeypatch.setattr(opening, "READ_SECONDS", 0.5)
+    slow = []
+
+    def wait(request: dict[str, Any]) -> None:
+        if len(server.log) % 8 == 4:
+            slow.append(request["REQUEST_METHOD"])
+            time.sleep(1.0)
+
+    server.fault = wait
+    run_command(command(source), OUT)
+    assert {"PUT", "HEAD"} <= set(slow)
+    assert server.contents("out") == files
+
+
+def test_a_lost_reply_to_the_last_request_of_an_upload_in_parts(
+    server: ObjectServer, source: Path, files: dict[str, bytes], scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1)
+    for name in ("PART_BYTES", "COPY_PART_BYTES", "SINGLE_BYTES"):
+        monkeypatch.setattr(s3, name, 6000)
+    lost: Counter[str] = Counter()
+
+    def lose(request: dict[str, Any]) -> str | None:
+        if request["REQUEST_METHOD"] != "POST" or "uploadId" not in request["QUERY_STRING"]:
+            return None
+        lost[request["PATH_INFO"]] += 1
+        return LOST if lost[request["PATH_INFO"]] == 1 else None
+
+    server.fault = lose
+    run_command(command(source), OUT)
+    assert lost
+    assert server.contents("out") == files
 
 
 def test_shards_go_in_parts(

@@ -1,13 +1,20 @@
-"""A Ray cluster on this machine for tests, and transforms that fail in one of its tasks at a given tensor."""
+"""A Ray cluster of several nodes on this machine, whose nodes and workers are killed by tests.
+
+A node is a raylet with its workers. Killing one ends all of its processes with SIGKILL at once, as a power failure
+does, except that the operating system closes the connections. All files are in a short folder below /tmp, because paths
+of sockets have at most 107 bytes; RAY_TMPDIR names it, so that clusters of other processes are not found by `auto`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +25,180 @@ from pqweights.planning.plan import TensorPlan
 from pqweights.quantizing import Quantize
 from pqweights.rewrite.jobs import Job
 
-STORE_BYTES = 80 << 20
+OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes is 75 MB
+WAIT_SECONDS = 60.0
+# What a cluster says of lost nodes goes to stdout of the driver, unless it is skipped like a line that was said before.
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
+for _name, _value in QUIET.items():
+    os.environ.setdefault(_name, _value)  # before Ray is imported, which reads it then
 
 
-@contextmanager
-def started_cluster(nodes: int) -> Iterator[Any]:
-    """Yield a cluster of a head without cores and some nodes with one core."""
-    from ray.cluster_utils import Cluster
+@dataclass(frozen=True)
+class RayNode:
+    """A node that computes.
 
-    head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        for _ in range(nodes):
-            add_node(cluster)
-        cluster.wait_for_nodes()
-        yield cluster
-    finally:
-        cluster.shutdown()
+    id: what Ray calls it
+    handle: the node of ray.cluster_utils
+    """
+
+    id: str
+    handle: Any = field(repr=False)
+
+    @property
+    def raylet(self) -> int:
+        """The process that starts the workers."""
+        pid: int = self.handle.all_processes["raylet"][0].process.pid
+        return pid
+
+    def workers(self, task: str = "") -> list[int]:
+        """Return the processes of workers; of those that run a task, if it has a name."""
+        return [pid for pid, title in _children(self.raylet).items() if title.startswith(f"ray::{task}")]
 
 
-def add_node(cluster: Any) -> None:
-    """Add a node with one core."""
-    support = Path(__file__).parent
-    with pytest.MonkeyPatch.context() as patch:
+class RayCluster:
+    """A head without cores, and nodes.
+
+    address: that of the head, for --ray
+    nodes: those that were not killed
+    """
+
+    def __init__(self, folder: str, **system: Any) -> None:
+        """Start a head. system: internal settings of Ray, such as health_check_period_ms."""
+        from ray.cluster_utils import Cluster
+
+        self.folder, self.nodes = folder, list[RayNode]()
+        head = {"num_cpus": 0, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head | {"_system_config": system})
+        self.address: str = self._cluster.address
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment variables with which `--ray auto` of another process means this cluster."""
+        return QUIET | {"RAY_TMPDIR": self.folder}
+
+    def add_node(self, cores: int = 1, **options: Any) -> RayNode:
+        """Start a node, and wait until the cluster has it. options: those of ray start, such as memory in bytes."""
+        support = Path(__file__).parent
         paths = [str(support), str(support.parent), os.environ.get("PYTHONPATH", "")]
-        patch.setenv("PYTHONPATH", os.pathsep.join(paths))  # its workers need the classes of this module
-        cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", os.pathsep.join(paths))  # workers need the classes of this module
+            handle = self._cluster.add_node(num_cpus=cores, object_store_memory=OBJECT_STORE_BYTES, **options)
+        node = RayNode(handle.node_id, handle)
+        self.nodes.append(node)
+        return node
+
+    def kill(self, node: RayNode) -> None:
+        """End all processes of a node with SIGKILL."""
+        processes = {node.raylet, *_children(node.raylet)}
+        for pid in processes:
+            kill_process(pid)
+        self._cluster.remove_node(node.handle, allow_graceful=False)
+        self.nodes.remove(node)
+
+    @contextlib.contextmanager
+    def frozen(self, node: RayNode) -> Iterator[None]:
+        """Stop all processes of a node until the context ends, as if its network were down."""
+        processes = [node.raylet, *_children(node.raylet)]
+        try:
+            for pid in processes:
+                kill_process(pid, signal.SIGSTOP)
+            yield
+        finally:
+            for pid in processes:
+                kill_process(pid, signal.SIGCONT)
+
+    def wait_for_worker(self, task: str, node: RayNode | None = None) -> int:
+        """Wait until a task runs, on a node or on any, and return the process that runs it."""
+
+        def find() -> int | None:
+            pids = [pid for each in self.nodes if node in (None, each) for pid in each.workers(task)]
+            return pids[0] if pids else None
+
+        return wait_until(find, f"no worker ran {task}")
+
+    def restore(self, count: int) -> None:
+        """Start nodes in place of those that were killed, and end more than `count`."""
+        for node in self.nodes[count:]:
+            self.kill(node)
+        while len(self.nodes) < count:
+            self.add_node()
+
+    def shut_down(self) -> None:
+        """End all processes."""
+        import ray
+
+        ray.shutdown()  # of a test that failed
+        self._cluster.shutdown()
+
+
+def _children(pid: int) -> dict[int, str]:
+    """Return the titles of the processes that a process started, by id."""
+    import psutil
+
+    found = {}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                found[child.pid] = " ".join(child.cmdline()).strip()  # a title is padded
+    return found
+
+
+def kill_process(pid: int, how: int = signal.SIGKILL) -> None:
+    """Send a signal to a process that may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, how)
+
+
+def is_running(pid: int) -> bool:
+    """Say whether a process has not ended."""
+    import psutil
+
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(find: Callable[[], Any], otherwise: str) -> Any:
+    """Wait until a function returns something that counts, and return it. otherwise: what was waited for in vain."""
+    until = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < until:
+        if found := find():
+            return found
+        time.sleep(0.01)
+    raise TimeoutError(otherwise)
+
+
+@contextlib.contextmanager
+def running_cluster(count: int, **system: Any) -> Iterator[RayCluster]:
+    """Run a cluster of a head and that many nodes until the context ends. system: see RayCluster."""
+    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", folder)
+        try:
+            cluster = RayCluster(folder, **system)
+            try:
+                cluster.restore(count)
+                yield cluster
+            finally:
+                cluster.shut_down()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def session_cluster() -> Iterator[RayCluster]:
+    pytest.importorskip("ray")
+    pytest.importorskip("psutil")
+    with running_cluster(0) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def ray_cluster(session_cluster: RayCluster) -> RayCluster:
+    """A cluster with two nodes of one core, which live."""
+    session_cluster.restore(2)
+    return session_cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,18 +219,10 @@ class Faulty(Quantize):
         if planned.name == self.tensor and not self.marker.exists():
             import ray
 
-            node = ray.get_runtime_context().get_node_id()
-            self.marker.write_text(f"{node} {os.getpid()}")
+            partial = self.marker.with_suffix(".partial")
+            partial.write_text(f"{ray.get_runtime_context().get_node_id()} {os.getpid()}")
+            partial.rename(self.marker)
             if self.fault == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            wait_for(self.marker.with_name("GO"))
+                kill_process(os.getpid())
+            wait_until(self.marker.with_name("GO").exists, "nothing said that the task should go on")
         return super().job(planned, tensor)
-
-
-def wait_for(path: Path, seconds: float = 120.0) -> None:
-    """Return when a file is there."""
-    until = time.monotonic() + seconds
-    while not path.exists():
-        if time.monotonic() > until:
-            pytest.fail(f"{path.name} did not come")
-        time.sleep(0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 SECRETS = ("MARKERKEYID", "MARKERSECRETKEY", "MARKERTOKEN")
 BUCKET = "models"
 
-Fault = Callable[[dict[str, Any]], tuple[int, str] | int | None]
+# In place of a status: the connection is closed without a reply, before the request is carried out or after it.
+CUT, LOST = "cut", "lost"
+Fault = Callable[[dict[str, Any]], tuple[int, str] | int | str | None]
 
 
 @dataclass
@@ -20,7 +23,7 @@ class ObjectServer:
 
     url: its address
     fault: called with each request of the code under test; returns None to serve it, a status and an error code to
-        refuse it, or after how many bytes of the body the connection is cut
+        refuse it, after how many bytes of the reply's body the connection is cut, CUT or LOST
     log: method and path of each request
     """
 
@@ -55,6 +58,11 @@ def error_xml(code: str) -> bytes:
     )
 
 
+def hang_up(environ: dict[str, Any]) -> None:
+    """Close the connection of a request; what is written to it afterwards fails, which the server does not report."""
+    environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+
+
 def application(served: Any, state: dict[str, ObjectServer]) -> Any:
     def respond(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
         server = state.get("server")
@@ -67,7 +75,14 @@ def application(served: Any, state: dict[str, ObjectServer]) -> Any:
             body = error_xml(code)
             start(f"{status} Fault", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
             return [b"" if environ["REQUEST_METHOD"] == "HEAD" else body]
+        if fault == CUT:
+            hang_up(environ)
+            return []
         body = served(environ, start)
-        return body if fault is None else [b"".join(body)[:fault]]
+        if fault == LOST:
+            b"".join(body)
+            hang_up(environ)
+            return []
+        return [b"".join(body)[:fault]] if isinstance(fault, int) else body
 
     return respond

@@ -5,6 +5,7 @@ from __future__ import annotations
 MODELS = "runs models in transformers, torchao or MLX"
 PROCESSES = "starts processes that import large packages"
 KILLS = "kills runs at hundreds of points"
+CLUSTERS = "starts a Ray cluster, and kills its nodes"
 HUB = "waits for a server on the loopback, and for retries"
 COMPILES = "compiles kernels for other processors, or interprets those for GPUs"
 EXHAUSTIVE = "tries many values or cases; others of its module try some"
@@ -22,6 +23,8 @@ SLOW = {
     "codecs/test_scalar.py::test_encoding_is_bit_identical_to_the_independent_writer": EXHAUSTIVE,
     "codecs/test_seam.py::test_killed_run_continues_to_the_same_bytes": KILLS,
     "codecs/test_seam.py::test_awq_scales_are_searched_and_applied_for_any_codec": MODELS,
+    "distributed/test_ray.py": CLUSTERS,
+    "distributed/test_ray_cluster.py": CLUSTERS,
     "evaluate/test_eval_caches.py": MODELS,
     "evaluate/test_eval_command.py": MODELS,
     "evaluate/test_evaluate.py": MODELS,
