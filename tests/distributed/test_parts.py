@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +17,19 @@ import pytest
 from helpers import folder_bytes
 from hypothesis import given
 from hypothesis import strategies as st
-from parts_here import use_parts_here
+from memory_storage import objects, put
+from parts_here import TasksHere, use_parts_here
 from random_moments import write_random_moments
 
 import pqweights
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
+from pqweights.distributed import engine
 from pqweights.distributed.parts import grouped
 from pqweights.errors import OutputError, StrictError
 from pqweights.rewrite import part_files, parts
 from pqweights.rewrite.file_lock import take_lock
 from pqweights.rewrite.part_files import PART_LOCK, part_prefix
+from pqweights.rewrite.staging import ShardUploads, Staging
 from pqweights.rewrite.workspace import Workspace
 
 SHARD = 30_000
@@ -210,3 +216,72 @@ def test_files_are_grouped_in_order_and_only_large_ones_are_alone(sizes: list[in
     assert all(sum(sizes[run.start : run.stop]) <= most or len(run) == 1 for run in runs)
     pairs = itertools.pairwise(runs)
     assert all(sum(sizes[a.start : b.start + 1]) > most for a, b in pairs)
+
+
+def test_shards_that_a_killed_run_had_not_sent_are_sent_by_one_in_parts(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, shards = "memory://parts/model", {path.name for path in (base / "master").glob("*.safetensors")}
+    put(out, {})
+    monkeypatch.setenv("PQWEIGHTS_SCRATCH", str(tmp_path / "scratch"))
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardUploads, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pqweights.quantize(base / "source", out, max_shard_size=SHARD, threads=1)
+    finished = {path.name for path in (tmp_path / "scratch").rglob("*.safetensors")}
+    assert finished
+    assert not objects(out).keys() & {f"{WORK_FOLDER}/{name}" for name in shards}
+    ran = use_parts_here(monkeypatch)
+    monkeypatch.setattr(engine, "tidy_nodes", lambda ray, place: pickle.loads(place).tidy_scratch())
+    pqweights.quantize(base / "source", out, max_shard_size=SHARD, ray="here")
+    assert len(ran) == len(shards) - len(finished)
+    assert objects(out) == {name: data for name, data in folder_bytes(base / "master").items() if name[-1] != "/"}
+    assert folder_bytes(tmp_path / "scratch") == {}
+
+
+def interrupted(*given: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_result_without_one_of_its_shards_is_not_published(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = "memory://parts/model"
+    put(out, {})
+    monkeypatch.setenv("PQWEIGHTS_SCRATCH", str(tmp_path / "scratch"))
+    publish = Staging.publish
+
+    def after_a_loss(staging: Staging, shards: Mapping[str, int]) -> None:
+        staging.folder.remove([staging.name(next(iter(shards)))])
+        publish(staging, shards)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "publish", after_a_loss)
+        with pytest.raises(OutputError, match=r"shard .* is no longer there as this run"):
+            pqweights.quantize(base / "source", out, max_shard_size=SHARD)
+    assert "pqweights.json" not in objects(out)
+    pqweights.quantize(base / "source", out, max_shard_size=SHARD)
+    assert objects(out) == {name: data for name, data in folder_bytes(base / "master").items() if name[-1] != "/"}
+
+
+def test_parts_of_an_earlier_run_are_not_begun(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run that has the folder is another process of the same command."""
+    seen = []
+
+    def begin(self: Any, tasks: Any, take: Any) -> None:
+        work = tmp_path / "out" / WORK_FOLDER
+        order = tasks[0].said
+        for inputs in (order.inputs, replace(order.inputs, token="that of an earlier one")):
+            try:
+                with parts.open_part(tmp_path / "out", inputs):
+                    seen.append("begun")
+            except OutputError as error:
+                seen.append(str(error))
+        assert len(list(work.glob("run-*"))) == 1
+        raise KeyboardInterrupt
+
+    use_parts_here(monkeypatch)
+    monkeypatch.setattr(TasksHere, "run", begin)
+    with pytest.raises(KeyboardInterrupt):
+        pqweights.quantize(base / "source", tmp_path / "out", max_shard_size=SHARD, ray="here")
+    assert seen == ["begun", f"{tmp_path / 'out'}: the run that this part belongs to is no longer under way there"]
