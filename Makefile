@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast test-llama lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv bench-loading bench-running bench-gpu bench-quality bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bad-inputs docs docs-commands dist clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast test-llama lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv bench-loading bench-running bench-gpu bench-quality bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -91,7 +91,7 @@ format: $(READY) ## format the code
 # checkpoints are made (20 GB at most), by default a temporary folder. EXTRAS: bench, or bench,bench-llama.
 # MACHINE: a short name of another machine than that of the pages, whose figures then stand in columns beside theirs.
 DOCS ?= docs/benchmarks
-PAGES ?= docs/benchmarks.md docs/exports.md docs/fit.md docs/gguf.md docs/hub.md docs/kv-cache.md docs/quality.md docs/running-a-master.md docs/trellis.md README.md
+PAGES ?= docs/benchmarks.md docs/exports.md docs/fit.md docs/gguf.md docs/hub.md docs/kv-cache.md docs/quality.md docs/running-a-master.md docs/scale.md docs/trellis.md README.md
 EXTRAS ?= bench
 BENCHMARK = $(BIN)/python benchmarks/$(1).py --out $(DOCS) $(if $(MACHINE),--machine $(MACHINE))
 REPORT = $(BIN)/python benchmarks/report.py --out $(DOCS) $(PAGES)
@@ -208,6 +208,14 @@ bench-report: $(READY) ## draw the plots and write the tables again
 
 bench-kills: $(READY) ## kill twenty runs at random moments, continue them, and count what was redone
 	$(BIN)/python benchmarks/kills.py $(WORK) $(ARGS)
+
+bench-ray: $(READY) ## quantize on a Ray cluster of this machine beside the plain command; clusters on paper (25 GB of disk)
+	$(call BENCHMARK,ray_scaling) $(WORK) $(ARGS)
+	$(REPORT)
+
+bench-ray-kills: $(READY) ## twenty runs on a Ray cluster of which a worker, a node or the command is killed
+	$(call BENCHMARK,ray_kills) $(WORK) $(ARGS)
+	$(REPORT)
 
 bad-inputs: $(READY) ## write docs/bad-inputs.md: the line that every bad input gets
 	$(BIN)/python tests/hostile/table.py > docs/bad-inputs.md

@@ -117,7 +117,7 @@ def starts(rows: list[dict]) -> dict[str, float]:
 def cost(folder: Path, recipe: str, size: str, rounds: int) -> dict:
     """CPU seconds and bytes of the result per byte of the source, by one recipe."""
     measured = []
-    for total, largest in ((SMALL, SMALL_LARGEST), (size, "32MB")):
+    for total, largest in ((SMALL, SMALL_LARGEST), (size, "8MB")):
         source, out = folder / f"{recipe}-{total}", folder / "out"
         source_bytes = make_source(source, total, largest)
         quantize = command(MODES[0], source, out, "5GB", recipe)

@@ -34,6 +34,8 @@ import phases
 import planning
 import quality
 import rates
+import ray_kills
+import ray_scaling
 import running
 import scaling
 import throughput
@@ -62,6 +64,8 @@ SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
     "hub": hub.sections,
     "fit": fit.sections,
     "rates": rates.sections,
+    "ray_scaling": ray_scaling.sections,
+    "ray_kills": ray_kills.sections,
 }
 
 

@@ -19,7 +19,7 @@ from ray_cluster import Faulty, RayCluster, wait_until
 import pqweights
 from pqweights.checkpoint.names import WORK_FOLDER
 from pqweights.distributed import engine as engines
-from pqweights.distributed import parts
+from pqweights.distributed import parts, running
 from pqweights.distributed.engine import on_ray
 from pqweights.errors import ClusterError, MissingDependencyError, OptionError, SourceError
 from pqweights.planning.recipe import load_recipe
@@ -137,6 +137,25 @@ def test_the_task_of_a_node_that_is_killed_goes_to_another(
         rewrite(task, RunOptions(engine=engine))
     thread.join()
     assert len(cluster.nodes) == 1
+    assert folder_bytes(tmp_path / "out") == plain
+
+
+def test_a_run_without_nodes_ends_and_is_continued(
+    source: Path, plain: dict[str, bytes], cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "NODELESS_SECONDS", 2.0)
+    task, marker = faulty_run(source, tmp_path / "out", "hang")
+
+    def kill_nodes() -> None:
+        wait_until(marker.exists, "the task did not begin")
+        for node in list(cluster.nodes):
+            cluster.kill(node)
+
+    thread = in_background(kill_nodes)
+    with on_ray(cluster.address) as engine, pytest.raises(ClusterError, match="no node was left for 2 s that can take"):
+        rewrite(task, RunOptions(engine=engine))
+    thread.join()
+    pqweights.quantize(source, tmp_path / "out", max_shard_size=SHARD)
     assert folder_bytes(tmp_path / "out") == plain
 
 
