@@ -3,10 +3,11 @@
     python benchmarks/ray_scaling.py --gigabytes 1 8
 
 Page cache warm, until the command returned, medians; the commands take turns. The start of the engine is what it adds
-to a checkpoint of a few megabytes: a cluster is started, its node looked at, a worker started, and the cluster ended.
+to a checkpoint that is just large enough for a few tasks: a cluster is started, its node looked at, workers started and
+pqweights imported in each, and the cluster ended.
 Every result is compared with that of the plain command once, by the sha256 of all files. Commands on one core are
 bound to it.
-CPU seconds per byte are those of the plain command, less those of the few megabytes, over the difference in bytes.
+CPU seconds per byte are those of the plain command, less those of the small checkpoint, over the difference in bytes.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ from harness import (
 )
 from kills import digests
 
+SMALL_COST = "4MB"
 SCALAR, TRELLIS = "q5", "t4"
-SMALL, SMALL_LARGEST = "4MB", "1MB"
+SMALL, SMALL_LARGEST = "200MB", "8MB"
 # A result is about this part of its source.
 RESULT_SHARE = 0.34
 ONE_CORE = ("taskset", "-c", "0")
@@ -79,13 +81,13 @@ def command(mode: Mode, source: Path, out: Path, shard: str, recipe: str = SCALA
     return [*mode.prefix, *PQWEIGHTS, *quantize, *mode.options]
 
 
-def measure(folder: Path, source_bytes: int, source: Path, *, shards: int, rounds: int) -> list[dict]:
-    """The rows of one checkpoint, one per mode."""
+def measure(folder: Path, source_bytes: int, source: Path, recipe: str, *, shards: int, rounds: int) -> list[dict]:
+    """The rows of one checkpoint and recipe, one per mode."""
     out = folder / "out"
     shard = f"{max(1, round(source_bytes * RESULT_SHARE / shards / 1e6))}MB"
     found, results = 0, {}
     for mode in MODES:  # also brings everything into the page cache
-        quantize = command(mode, source, out, shard)
+        quantize = command(mode, source, out, shard, recipe)
         subprocess.run(quantize, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         results[mode.name] = digests(out)
         found = len(list(out.glob("*.safetensors")))
@@ -93,9 +95,10 @@ def measure(folder: Path, source_bytes: int, source: Path, *, shards: int, round
     runs: dict[str, list[Run]] = {mode.name: [] for mode in MODES}
     for _ in range(rounds):
         for mode in MODES:
-            runs[mode.name].append(run_command(command(mode, source, out, shard), [source], out))
+            runs[mode.name].append(run_command(command(mode, source, out, shard, recipe), [source], out))
     return [
         {
+            "recipe": recipe,
             "bytes": source_bytes,
             "shards": found,
             "mode": mode.name,
@@ -109,7 +112,7 @@ def measure(folder: Path, source_bytes: int, source: Path, *, shards: int, round
 
 
 def starts(rows: list[dict]) -> dict[str, float]:
-    """What the engine of each mode adds to a checkpoint of a few megabytes, in seconds."""
+    """What the engine of each mode adds to a small checkpoint, in seconds."""
     seconds = {row["mode"]: row["median_seconds"] for row in rows}
     return {row["mode"]: seconds[row["mode"]] - seconds[row["beside"]] for row in rows if row["beside"]}
 
@@ -117,7 +120,7 @@ def starts(rows: list[dict]) -> dict[str, float]:
 def cost(folder: Path, recipe: str, size: str, rounds: int) -> dict:
     """CPU seconds and bytes of the result per byte of the source, by one recipe."""
     measured = []
-    for total, largest in ((SMALL, SMALL_LARGEST), (size, "8MB")):
+    for total, largest in ((SMALL_COST, "1MB"), (size, "8MB")):
         source, out = folder / f"{recipe}-{total}", folder / "out"
         source_bytes = make_source(source, total, largest)
         quantize = command(MODES[0], source, out, "5GB", recipe)
@@ -139,32 +142,43 @@ def cost(folder: Path, recipe: str, size: str, rounds: int) -> dict:
     }
 
 
-def overhead(row: dict, document: Document, *, with_start: bool) -> str | None:
-    """How much longer a mode took than the one beside it, in percent."""
+def overhead(row: dict, document: Document) -> tuple[str | None, str | None]:
+    """How much longer a mode took than the one beside it, without its start: in seconds, and in percent."""
     if row["beside"] is None:
-        return None
+        return None, None
     plain = next(
         each["median_seconds"]
         for each in document["rows"]
-        if (each["bytes"], each["mode"]) == (row["bytes"], row["beside"])
+        if (each["recipe"], each["bytes"], each["mode"]) == (row["recipe"], row["bytes"], row["beside"])
     )
-    start = 0 if with_start else document["starts"][row["mode"]]
-    return f"{(row['median_seconds'] - start) / plain - 1:+.1%}"
+    more = row["median_seconds"] - document["starts"][row["mode"]] - plain
+    return f"{more:+.2f}", f"{more / plain:+.0%}"
 
 
 def sections(document: Document) -> dict[str, str]:
     """The tables, in Markdown."""
-    header = ["GB", "shards", "quantize", "seconds", "the runs", "start", "overhead", "with its start", "same bytes"]
+    header = [
+        "recipe",
+        "GB",
+        "shards",
+        "quantize",
+        "seconds",
+        "the runs",
+        "start",
+        "overhead",
+        "with its start",
+        "same bytes",
+    ]
     lines = [
         [
+            row["recipe"],
             f"{row['bytes'] / 1e9:.2g}",
             row["shards"],
             row["mode"],
             f"{row['median_seconds']:.2f}",
             ", ".join(f"{value:.2f}" for value in row["seconds"]),
             f"{document['starts'][row['mode']]:.2f}" if row["beside"] else None,
-            overhead(row, document, with_start=False),
-            overhead(row, document, with_start=True),
+            *overhead(row, document),
             "yes" if row["identical"] else "NO",
         ]
         for row in document["rows"]
@@ -188,7 +202,7 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--folder", type=Path, help="where checkpoints are made; by default a temporary folder")
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[1.0, 8.0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shards", type=int, default=16, help="about how many shards a result has")
     parser.add_argument("--cost-size", default="1GB", help="checkpoint of which CPU seconds are counted")
     parser.add_argument("--trellis-size", default="100MB", help="the same with the trellis codec")
@@ -198,17 +212,18 @@ def main() -> None:
         folder = Path(work)
         small = folder / "small"
         small_bytes = make_source(small, SMALL, SMALL_LARGEST)
-        started = starts(measure(folder, small_bytes, small, shards=2, rounds=max(3, options.rounds)))
+        started = starts(measure(folder, small_bytes, small, SCALAR, shards=12, rounds=max(5, options.rounds)))
         for count in options.gigabytes:
             source = folder / "source"
             source_bytes = make_source(source, f"{round(count * 1000)}MB", f"{max(2, round(count * 1000 / 48))}MB")
-            rows += measure(folder, source_bytes, source, shards=options.shards, rounds=options.rounds)
+            for recipe in (SCALAR, TRELLIS):
+                rows += measure(folder, source_bytes, source, recipe, shards=options.shards, rounds=options.rounds)
             shutil.rmtree(source)
         costs = [
             cost(folder, recipe, size, options.rounds)
             for recipe, size in ((SCALAR, options.cost_size), (TRELLIS, options.trellis_size))
         ]
-    settings = {"dtype": "BF16", "recipe": SCALAR, "rounds": options.rounds}
+    settings = {"dtype": "BF16", "rounds": options.rounds}
     document = {"machine": machine(start), "settings": settings, "starts": started, "rows": rows, "costs": costs}
     publish("ray_scaling", document, sections(document), options)
     if not all(row["identical"] for row in rows):

@@ -30,6 +30,8 @@ CONNECT_SECONDS = 3.0
 ANSWER_SECONDS = 9.0
 # How long nodes may take to start a process and look around.
 LOOK_SECONDS = 60.0
+# How often a node is asked whose process ends before it answers.
+LOOKS = 3
 NOTHING = pickle.dumps(None)
 # Tried in a process of its own: where no Ray answers, the library ends the process.
 _TRY = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')"
@@ -205,12 +207,24 @@ def nodes_of(ray: ModuleType) -> list[Node]:
 
 
 def check_nodes(ray: ModuleType, asked: Mapping[Node, Surroundings]) -> None:
-    """Have nodes look around.
+    """Have nodes look around; those that are lost meanwhile are left out.
 
     asked: what each is asked for
 
     Raises ClusterError for the first node that cannot do its part.
     """
+    crashed: dict[Node, BaseException] = {}
+    for _ in range(LOOKS):
+        crashed = _looked(ray, {node: asked[node] for node in crashed or asked})
+        if not crashed:
+            return
+    for node, error in crashed.items():
+        raise ClusterError(f"node {node.name}: cannot run a task: {first_line(error)}")
+
+
+def _looked(ray: ModuleType, asked: Mapping[Node, Surroundings]) -> dict[Node, BaseException]:
+    """Have nodes look around once, and return those whose process ended before it answered. See check_nodes."""
+    errors, crashed = ray.exceptions, {}
     called = {_call(ray, node, surroundings): node for node, surroundings in asked.items()}
     done, late = ray.wait(list(called), num_returns=len(called), timeout=LOOK_SECONDS)
     for reference in late:
@@ -219,12 +233,19 @@ def check_nodes(ray: ModuleType, asked: Mapping[Node, Surroundings]) -> None:
             "ray status, or take it out of the cluster"
         )
     for reference in done:
+        node = called[reference]
         try:
             _, problem = ray.get(reference)
-        except ray.exceptions.RayError as error:
-            raise ClusterError(f"node {called[reference].name}: cannot run a task: {first_line(error)}") from None
+        except (errors.NodeDiedError, errors.TaskUnschedulableError):
+            continue
+        except errors.RayTaskError as error:
+            raise ClusterError(f"node {node.name}: cannot run a task: {first_line(error)}") from None
+        except errors.RayError as error:
+            crashed[node] = error
+            continue
         if problem is not None:
-            raise ClusterError(f"node {called[reference].name}: {problem}")
+            raise ClusterError(f"node {node.name}: {problem}")
+    return crashed
 
 
 def tidy_nodes(ray: ModuleType, pickled_place: bytes) -> None:

@@ -17,6 +17,7 @@ from pqweights.distributed.running import TaskKind
 from pqweights.distributed.verifying import check_on_ray
 from pqweights.distributed.worker import Surroundings
 from pqweights.errors import ClusterError
+from pqweights.kernels.devices import AUTO, resolve_device
 from pqweights.results.shard_checks import Progress as ShardProgress
 from pqweights.results.shard_checks import ShardChecks, ShardFindings
 from pqweights.rewrite.places import ResultWorkspace
@@ -82,14 +83,16 @@ class RayEngine:
 
         asked: see resolve_device
 
-        Raises ClusterError if no node has the device that is asked for.
+        Raises ClusterError if no node has the device that is asked for, DeviceError if there is no such device.
         """
-        with_gpu = [node for node in nodes_of(self.ray) if node.gpus]
-        if asked == "auto":
-            return "cuda" if len(with_gpu) == len(nodes_of(self.ray)) else "cpu"
-        if asked == "cuda" and not with_gpu:
-            raise ClusterError("--device cuda: no node of the cluster has a GPU; use --device cpu")
-        return asked
+        nodes = nodes_of(self.ray)
+        if asked == AUTO:
+            return "cuda" if all(node.gpus for node in nodes) else "cpu"
+        if asked == "cuda":
+            if not any(node.gpus for node in nodes):
+                raise ClusterError("--device cuda: no node of the cluster has a GPU; use --device cpu")
+            return asked
+        return resolve_device(asked)
 
     def check(self, task: RewriteTask, workspace: ResultWorkspace, device: str, fetched_bytes: int) -> None:
         """Find out whether all nodes can do their part, see Engine."""

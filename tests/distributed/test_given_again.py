@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import pickle
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from pqweights.distributed import running
 from pqweights.distributed.cluster import Node
+from pqweights.distributed.engine import RayEngine
 from pqweights.distributed.progress import AttemptState, Board
 from pqweights.distributed.running import ClusterTask, ClusterTasks, TaskKind
 from pqweights.distributed.worker import Failure, Surroundings
-from pqweights.errors import ClusterError, OutputError
+from pqweights.errors import ClusterError, DeviceError, OutputError
 from pqweights.rewrite.file_lock import LockedError
 
 KIND = TaskKind(function="run_part", common=b"", asked=Surroundings(files=()), threads=2, memory_bytes=1000, gpus=1)
@@ -114,3 +115,14 @@ def test_lost_attempts_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown == [(90, 200, "tasks: 0 done, 2 running, 0 waiting"), (30, 200, "tasks: 0 done, 1 running, 1 waiting")]
     assert board.states(1) == {1: AttemptState(30, "b")}
     assert pickle.loads(pickle.dumps(board.states(1))) == board.states(1)
+
+
+@pytest.mark.parametrize(("gpus", "found"), [(0, "cpu"), (1, "cuda")])
+def test_the_device_is_that_of_the_nodes(gpus: int, found: str) -> None:
+    engine = RayEngine(ray=cast(Any, Ray(None, gpus)), threads=2, tell=print)
+    assert engine.device("auto") == found
+    assert engine.device("cpu") == "cpu"
+    with pytest.raises(DeviceError, match="expected cpu"):
+        engine.device("tpu")
+    with contextlib.nullcontext() if gpus else pytest.raises(ClusterError, match="no node of the cluster has a GPU"):
+        assert engine.device("cuda") == "cuda"
