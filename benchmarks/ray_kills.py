@@ -64,7 +64,7 @@ def report_of(process: subprocess.Popen[bytes]) -> dict:
     """Wait for the end of a command, and return its --json report."""
     said, _ = process.communicate()
     if process.returncode:
-        raise SystemExit(f"error: {process.args} exited with {process.returncode}")
+        raise SystemExit(f"error: the command exited with {process.returncode}")
     return json.loads(said)
 
 
@@ -119,7 +119,7 @@ def one_run(runs: Runs, number: int, chance: random.Random, out: Path) -> dict:
 
 def sections(document: Document) -> dict[str, str]:
     """The table of kinds, in Markdown."""
-    lines = []
+    lines: list[list[str | int | None]] = []
     for kind in KINDS:
         rows = [row for row in document["rows"] if row["kind"] == kind]
         extra = sorted(row["seconds"] - document["undisturbed_seconds"] for row in rows)

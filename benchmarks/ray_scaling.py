@@ -165,8 +165,8 @@ def sections(document: Document) -> dict[str, str]:
         "seconds",
         "the runs",
         "start",
+        "overhead, s",
         "overhead",
-        "with its start",
         "same bytes",
     ]
     lines = [
