@@ -87,7 +87,7 @@ class RayEngine:
         """
         nodes = nodes_of(self.ray)
         if asked == AUTO:
-            return "cuda" if all(node.gpus for node in nodes) else "cpu"
+            return "cuda" if nodes and all(node.gpus for node in nodes) else "cpu"
         if asked == "cuda":
             if not any(node.gpus for node in nodes):
                 raise ClusterError("--device cuda: no node of the cluster has a GPU; use --device cpu")
