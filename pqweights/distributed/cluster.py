@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import secrets
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqweights.distributed.calls import greeting, remote_call
@@ -33,6 +35,9 @@ LOOK_SECONDS = 60.0
 # How often a node is asked whose process ends before it answers.
 LOOKS = 3
 NOTHING = pickle.dumps(None)
+# What Ray says to a process without the token of the cluster, and where it looks for one by default.
+NO_TOKEN = b"InvalidAuthToken"
+TOKEN_FILE = Path("~/.ray/auth_token")
 # Tried in a process of its own: where no Ray answers, the library ends the process.
 _TRY = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')"
 
@@ -112,6 +117,7 @@ def _signals_as_before() -> Iterator[None]:
 def _connect(ray: ModuleType, address: str, cores: int) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == LOCAL:
+        _take_token()
         try:
             ray.init(address=LOCAL, num_cpus=cores, include_dashboard=False, **quiet)
         except (OSError, RuntimeError, ValueError) as error:
@@ -122,6 +128,16 @@ def _connect(ray: ModuleType, address: str, cores: int) -> None:
         ray.init(address=address, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise _refused(address, str(error)) from None
+
+
+def _take_token() -> None:
+    """Give this process and those that it starts a token for clusters, so that Ray writes none into the home folder.
+
+    A cluster that ray.init starts asks for one by default; anybody who reaches the machine could use it otherwise.
+    """
+    given = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
+    if not given and not TOKEN_FILE.expanduser().exists():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # stays: Ray remembers the first one that it sees
 
 
 def _check_form(address: str) -> None:
@@ -158,7 +174,9 @@ def _check_answer(address: str) -> None:
             errors="replace",
             timeout=until - time.monotonic(),
         )
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as error:
+        if NO_TOKEN in (error.stderr or b""):
+            raise _refused(address, NO_TOKEN.decode()) from None
         raise ClusterError(
             f"--ray {address}: no Ray answered within {ANSWER_SECONDS:.0f} s; check the head node with ray status"
         ) from None
@@ -173,6 +191,11 @@ def _refused(address: str, said: str) -> ClusterError:
         return ClusterError(
             f"--ray {address}: the cluster has another version of Ray or Python ({told}; this is Python "
             f"{sys.version.split()[0]}); use the same on all nodes"
+        )
+    if NO_TOKEN.decode() in said:
+        return ClusterError(
+            f"--ray {address}: the cluster expects a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if it is not "
+            f"that in {TOKEN_FILE}"
         )
     if "not find any running Ray instance" in said:
         return ClusterError(

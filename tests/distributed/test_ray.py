@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
@@ -18,6 +19,7 @@ from ray_cluster import Faulty, RayCluster, wait_until
 
 import pqweights
 from pqweights.checkpoint.names import WORK_FOLDER
+from pqweights.distributed import cluster as clusters
 from pqweights.distributed import engine as engines
 from pqweights.distributed import parts, running
 from pqweights.distributed.engine import on_ray
@@ -260,6 +262,33 @@ def test_addresses_where_no_ray_answers_are_refused(source: Path, tmp_path: Path
     with pytest.raises(OptionError, match="expected HOST:PORT"):
         pqweights.quantize(source, tmp_path / "out", ray="nonsense")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_cluster_that_expects_a_token_says_so(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait_in_vain(*given: object, **options: object) -> None:
+        raise subprocess.TimeoutExpired("ray", 9, stderr=b"Unauthenticated: RPC error: InvalidAuthToken: ...")
+
+    monkeypatch.setattr(clusters.subprocess, "run", wait_in_vain)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        pytest.raises(ClusterError, match=r"expects a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if"),
+    ):
+        pqweights.quantize(source, tmp_path / "out", ray=f"127.0.0.1:{server.getsockname()[1]}")
+
+
+def test_a_local_cluster_writes_nothing_into_the_home_folder(
+    source: Path, plain: dict[str, bytes], tmp_path: Path
+) -> None:
+    (tmp_path / "home").mkdir()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    environment |= {"HOME": str(tmp_path / "home"), "NUMBA_CACHE_DIR": str(tmp_path / "numba")}
+    code = (
+        f"import pqweights; pqweights.quantize({str(source)!r}, {str(tmp_path / 'out')!r}, max_shard_size={SHARD}, "
+        "ray='local')"
+    )
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    assert folder_bytes(tmp_path / "out") == plain
+    assert not (tmp_path / "home" / ".ray").exists()
 
 
 def test_ray_is_needed_only_where_it_is_asked_for(

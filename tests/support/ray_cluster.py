@@ -29,7 +29,9 @@ OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes is 75 MB
 WAIT_SECONDS = 60.0
 # What a cluster says of lost nodes goes to stdout of the driver, unless it is skipped like a line that was said before.
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
-for _name, _value in QUIET.items():
+# Every cluster of the tests expects this token: a process cannot use clusters with tokens and others.
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+for _name, _value in (QUIET | TOKEN).items():
     os.environ.setdefault(_name, _value)  # before Ray is imported, which reads it then
 
 
@@ -74,7 +76,7 @@ class RayCluster:
     @property
     def environment(self) -> dict[str, str]:
         """The environment variables with which `--ray auto` of another process means this cluster."""
-        return QUIET | {"RAY_TMPDIR": self.folder}
+        return QUIET | TOKEN | {"RAY_TMPDIR": self.folder}
 
     def add_node(self, cores: int = 1, **options: Any) -> RayNode:
         """Start a node, and wait until the cluster has it. options: those of ray start, such as memory in bytes."""
