@@ -252,7 +252,10 @@ def test_what_no_node_can_do_is_refused(source: Path, cluster: RayCluster, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def test_addresses_where_no_ray_answers_are_refused(source: Path, tmp_path: Path) -> None:
+def test_addresses_where_no_ray_answers_are_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clusters, "ANSWER_SECONDS", 3.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ClusterError, match=r"what answers there is not a Ray cluster|no Ray answered within"):

@@ -27,6 +27,13 @@ from pqweights.rewrite.jobs import Job
 
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes is 75 MB
 WAIT_SECONDS = 60.0
+# A node that is killed answers nothing at once, one that is busy may take seconds.
+NOTICED_SOON = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 5000,
+    "health_check_failure_threshold": 4,
+}
 # What a cluster says of lost nodes goes to stdout of the driver, unless it is skipped like a line that was said before.
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
 # Every cluster of the tests expects this token: a process cannot use clusters with tokens and others.
@@ -192,7 +199,7 @@ def running_cluster(count: int, **system: Any) -> Iterator[RayCluster]:
 def session_cluster() -> Iterator[RayCluster]:
     pytest.importorskip("ray")
     pytest.importorskip("psutil")
-    with running_cluster(0) as cluster:
+    with running_cluster(0, **NOTICED_SOON) as cluster:
         yield cluster
 
 
