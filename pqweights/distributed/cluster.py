@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 AUTO, LOCAL = "auto", "local"
 # A head node that is there accepts a connection at once, and answers before this time since the start is over.
 CONNECT_SECONDS = 3.0
-ANSWER_SECONDS = 9.0
+ANSWER_SECONDS = 8.0
 # How long nodes may take to start a process and look around.
 LOOK_SECONDS = 60.0
 # How often a node is asked whose process ends before it answers.
