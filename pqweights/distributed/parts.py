@@ -19,7 +19,7 @@ LEAST_PART_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
-class Part:
+class RunPart:
     """Shards that one task writes.
 
     number: which part, from 0
@@ -41,7 +41,7 @@ class PartOrder:
     threads, device: see RunOptions
     """
 
-    part: Part
+    part: RunPart
     inputs: PartInputs
     threads: int
     device: str
@@ -91,7 +91,7 @@ def memory_of(task: RewriteTask, threads: int, pickled_bytes: int) -> int:
     return needs.peak_memory_bytes + decoding + task.transform.memory_bytes + 3 * pickled_bytes
 
 
-def divide(task: RewriteTask, slots: int) -> list[Part]:
+def divide(task: RewriteTask, slots: int) -> list[RunPart]:
     """Divide the shards of a plan into parts, in their order.
 
     slots: how many parts can be under way at once
@@ -102,7 +102,7 @@ def divide(task: RewriteTask, slots: int) -> list[Part]:
     ]
     most = max(LEAST_PART_BYTES, sum(sizes) // (PARTS_PER_SLOT * slots))
     runs = enumerate(grouped(sizes, most))
-    return [Part(number, run, sum(sizes[run.start : run.stop])) for number, run in runs]
+    return [RunPart(number, run, sum(sizes[run.start : run.stop])) for number, run in runs]
 
 
 def grouped(sizes: Sequence[int], most: int) -> list[range]:

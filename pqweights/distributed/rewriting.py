@@ -7,7 +7,7 @@ from types import ModuleType
 
 from pqweights.checkpoint.digests import HASH_OF_PIECES
 from pqweights.distributed.cluster import nodes_of
-from pqweights.distributed.parts import Part, PartOrder, PartResult, divide
+from pqweights.distributed.parts import PartOrder, PartResult, RunPart, divide
 from pqweights.distributed.running import ClusterTask, ClusterTasks, TaskKind
 from pqweights.rewrite.parts import PartInputs
 from pqweights.rewrite.places import ResultWorkspace
@@ -49,7 +49,7 @@ class DistributedRewrite:
             self._task.transform.accept(planned, record)
         return records
 
-    def _known(self, part: Part) -> tuple[TensorRecord, ...] | None:
+    def _known(self, part: RunPart) -> tuple[TensorRecord, ...] | None:
         """Return the records of a part of which an earlier run finished all shards; None for another one."""
         plan, known = self._task.plan, self._workspace.records
         shards = [plan.shards[number] for number in part.shards]
@@ -60,14 +60,14 @@ class DistributedRewrite:
             return None
         return tuple(known[name].record for name in names)
 
-    def _hand_over(self, part: Part, records: Sequence[TensorRecord]) -> None:
+    def _hand_over(self, part: RunPart, records: Sequence[TensorRecord]) -> None:
         """Have the workspace take over the shards of a part that is known, as it does those of a plain run."""
         plan, begin = self._task.plan, self._task.plan.shards[part.shards.start].tensors.start
         for shard in (plan.shards[number] for number in part.shards):
             of_shard = records[shard.tensors.start - begin : shard.tensors.stop - begin]
             self._workspace.shard_finished(shard.file, of_shard)
 
-    def _order(self, part: Part) -> PartOrder:
+    def _order(self, part: RunPart) -> PartOrder:
         plan, known, inputs = self._task.plan, self._workspace.records, self._task.run_inputs
         shards = [plan.shards[number] for number in part.shards]
         names = [plan.tensors[place].name for shard in shards for place in shard.tensors]

@@ -14,7 +14,7 @@ from typing import Any
 from pqweights.distributed.calls import greeting, remote_call
 from pqweights.distributed.cluster import Node, first_line, nodes_of
 from pqweights.distributed.progress import AttemptState, Board
-from pqweights.distributed.worker import Failure, Surroundings
+from pqweights.distributed.worker import Surroundings, TaskFailure
 from pqweights.errors import ClusterError, MasterError, SourceError
 from pqweights.rewrite.file_lock import LockedError
 
@@ -145,7 +145,7 @@ class ClusterTasks:
             return
         if isinstance(outcome, str):
             raise ClusterError(f"node {self._name(node)}: {outcome}")
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, TaskFailure):
             if isinstance(outcome.error, LockedError) and self._locked[task.number] < MOST_LOCKED:
                 self._locked[task.number] += 1
                 self._give(task)

@@ -62,7 +62,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True)
-class Failure:
+class TaskFailure:
     """Why a part cannot be finished; the error is of a kind that the driver raises."""
 
     error: PqweightsError
@@ -117,7 +117,7 @@ def _is_there(path: Path, size: int) -> bool:
         return False
 
 
-def run_part(pickled: bytes, order: PartOrder, report: Throttled) -> PartResult | Failure:
+def run_part(pickled: bytes, order: PartOrder, report: Throttled) -> PartResult | TaskFailure:
     """Write the shards of a part, continuing what another process left of it.
 
     pickled: the RewriteTask
@@ -127,7 +127,7 @@ def run_part(pickled: bytes, order: PartOrder, report: Throttled) -> PartResult 
     return failures[0]
 
 
-def run_checks(pickled: bytes, order: CheckOrder, report: Throttled) -> ShardFindings | Failure:
+def run_checks(pickled: bytes, order: CheckOrder, report: Throttled) -> ShardFindings | TaskFailure:
     """Check some files of a result.
 
     pickled: the ShardChecks
@@ -148,18 +148,18 @@ def tidy_scratch(pickled: bytes, said: None, report: Throttled) -> None:
 
 
 @contextlib.contextmanager
-def _failures() -> Iterator[list[Failure]]:
+def _failures() -> Iterator[list[TaskFailure]]:
     """Yield a list to which a failure is added that ends the context."""
-    failures: list[Failure] = []
+    failures: list[TaskFailure] = []
     try:
         yield failures
     except PqweightsError as error:
-        failures.append(Failure(error))
+        failures.append(TaskFailure(error))
     except ModuleNotFoundError as error:
         lacking = f"lacks a Python module that the run needs ({error}); install it there"
-        failures.append(Failure(ClusterError(lacking)))
+        failures.append(TaskFailure(ClusterError(lacking)))
     except OSError as error:
-        failures.append(Failure(ClusterError(f"{error.filename or 'a file'}: {error.strerror or error}")))
+        failures.append(TaskFailure(ClusterError(f"{error.filename or 'a file'}: {error.strerror or error}")))
 
 
 @functools.lru_cache(maxsize=1)

@@ -243,8 +243,8 @@ class _Values:
         self._lock = ProcessLock()
         self._raw: dict[str, npt.NDArray[np.uint8]] | None = None
 
-    def __reduce__(self) -> tuple[type[_Computed], tuple[dict[str, npt.NDArray[np.uint8]]]]:
-        return _Computed, ({name: self.raw(name) for name in self._wanted},)
+    def __reduce__(self) -> tuple[type[_ComputedValues], tuple[dict[str, npt.NDArray[np.uint8]]]]:
+        return _ComputedValues, ({name: self.raw(name) for name in self._wanted},)
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """Return the bytes of an output, in the dtype in which it is kept."""
@@ -262,7 +262,7 @@ class _Values:
             return self._raw[name]
 
 
-class _Computed(NamedTuple):
+class _ComputedValues(NamedTuple):
     """The same values in another process, which need not compute them again."""
 
     values: dict[str, npt.NDArray[np.uint8]]
@@ -280,7 +280,7 @@ class EvaluatedTensor:
     shape: tuple[int, ...]
     dtype: str
     parts: tuple[StoredTensor, ...]
-    values: _Values | _Computed
+    values: _Values | _ComputedValues
 
     @property
     def plain_dtype(self) -> str:

@@ -190,7 +190,7 @@ class RemotePlace:
 
     def _remove_scratch(self, scratch: Path) -> None:
         """Remove a scratch folder, unless there is none, or a run is using it."""
-        with contextlib.suppress(OutputError):
+        with contextlib.suppress(OutputError, OSError):
             if scratch.exists():
                 remove_work(scratch, shown=self)
                 scratch.rmdir()

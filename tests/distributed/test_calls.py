@@ -13,7 +13,7 @@ import pytest
 from pqweights import __version__
 from pqweights.distributed import worker
 from pqweights.distributed.calls import greeting, remote_call
-from pqweights.distributed.worker import Failure, Surroundings, problem_here
+from pqweights.distributed.worker import Surroundings, TaskFailure, problem_here
 from pqweights.errors import ClusterError, SourceError
 
 NODE = "the node"
@@ -96,6 +96,6 @@ def test_errors_of_workers_are_those_of_the_driver(
 
     monkeypatch.setattr(worker, "_written", fail)
     failure: Any = worker.run_part(pickle.dumps(None), None, None)  # type: ignore[arg-type]
-    assert isinstance(failure, Failure)
+    assert isinstance(failure, TaskFailure)
     assert type(failure.error) is type(shown)
     assert str(failure.error).startswith(str(shown))

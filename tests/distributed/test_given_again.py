@@ -14,7 +14,7 @@ from pqweights.distributed.cluster import Node
 from pqweights.distributed.engine import RayEngine
 from pqweights.distributed.progress import AttemptState, Board
 from pqweights.distributed.running import ClusterTask, ClusterTasks, TaskKind
-from pqweights.distributed.worker import Failure, Surroundings
+from pqweights.distributed.worker import Surroundings, TaskFailure
 from pqweights.errors import ClusterError, DeviceError, OutputError
 from pqweights.rewrite.file_lock import LockedError
 
@@ -67,7 +67,7 @@ def given_again(outcome: Any, monkeypatch: pytest.MonkeyPatch, given: list[Clust
 def test_a_part_whose_files_are_locked_is_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[ClusterTask] = []
     with pytest.raises(OutputError, match=r"^node host \(1.2.3.4, abcdefgh\): out: another run"):
-        given_again(Failure(LockedError("out: another run is writing there")), monkeypatch, given)
+        given_again(TaskFailure(LockedError("out: another run is writing there")), monkeypatch, given)
     assert given == [TASK] * running.MOST_LOCKED
 
 

@@ -36,6 +36,14 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "scratch"
 
 
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uploads and copies go in parts of a few thousand bytes."""
+    monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1)
+    for name in ("PART_BYTES", "COPY_PART_BYTES", "SINGLE_BYTES"):
+        monkeypatch.setattr(s3, name, 6000)
+
+
 def command(source: Path, **options: Any) -> dict[str, Any]:
     return {"quantize": str(source), "max_shard_bytes": 20_000, **options}
 
@@ -97,11 +105,8 @@ def test_requests_that_get_no_reply_in_time_are_sent_again(
 
 
 def test_a_lost_reply_to_the_last_request_of_an_upload_in_parts(
-    server: ObjectServer, source: Path, files: dict[str, bytes], scratch: Path, monkeypatch: pytest.MonkeyPatch
+    server: ObjectServer, source: Path, files: dict[str, bytes], scratch: Path, small_parts: None
 ) -> None:
-    monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1)
-    for name in ("PART_BYTES", "COPY_PART_BYTES", "SINGLE_BYTES"):
-        monkeypatch.setattr(s3, name, 6000)
     lost: Counter[str] = Counter()
 
     def lose(request: dict[str, Any]) -> str | None:
@@ -117,11 +122,8 @@ def test_a_lost_reply_to_the_last_request_of_an_upload_in_parts(
 
 
 def test_shards_go_in_parts(
-    server: ObjectServer, source: Path, files: dict[str, bytes], scratch: Path, monkeypatch: pytest.MonkeyPatch
+    server: ObjectServer, source: Path, files: dict[str, bytes], scratch: Path, small_parts: None
 ) -> None:
-    monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1)
-    for name in ("PART_BYTES", "COPY_PART_BYTES", "SINGLE_BYTES"):
-        monkeypatch.setattr(s3, name, 6000)
     run_command(command(source), OUT)
     assert server.contents("out") == files
     assert sum(line.startswith("POST") for line in server.log) >= 8  # of uploads, and of copies

@@ -37,7 +37,7 @@ class TasksHere:
             self.ran.append(task.number)
             said = pickle.loads(pickle.dumps(task.said))
             outcome = getattr(worker, self.kind.function)(common, said, worker.Throttled(lambda done: None))
-            if isinstance(outcome, worker.Failure):
+            if isinstance(outcome, worker.TaskFailure):
                 raise outcome.error
             take(task, outcome)
 
