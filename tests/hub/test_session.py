@@ -35,6 +35,7 @@ def client(tmp_path: Path) -> Iterator[Client]:
 def sent(client: Client) -> Iterator[list[Any]]:
     """The requests that reach the network, which answers that every repository is there."""
     from huggingface_hub.utils import _http
+    from huggingface_hub.utils.tqdm import progress_bar_states
 
     requests: list[Any] = []
 
@@ -51,9 +52,14 @@ def sent(client: Client) -> Iterator[list[Any]]:
             transport=httpx2.MockTransport(answer), event_hooks=hooks, follow_redirects=True, timeout=None
         )
 
+    logger, bars = logging.getLogger("huggingface_hub"), dict(progress_bar_states)
+    level = logger.level
     huggingface_hub.set_client_factory(factory)
     yield requests
     huggingface_hub.set_client_factory(_http.default_client_factory)
+    logger.setLevel(level)
+    progress_bar_states.clear()
+    progress_bar_states.update(bars)
 
 
 def state() -> dict[str, Any]:
