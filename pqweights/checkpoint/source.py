@@ -22,7 +22,7 @@ from pqweights.checkpoint import master, pickled, quantized
 from pqweights.checkpoint.companions import NOT_GIVEN, WEIGHT_SUFFIXES, check_links, companions
 from pqweights.checkpoint.header import StoredTensor, gguf_refused, parse_header
 from pqweights.checkpoint.interrupted import check_not_interrupted
-from pqweights.checkpoint.links import links_outside, outside, top_level_files
+from pqweights.checkpoint.links import links_outside, top_level_files
 from pqweights.checkpoint.names import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -195,8 +195,7 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     Raises SourceError if it does not hold a JSON object.
     """
     storage = LocalStorage(folder, only=[CONFIG_FILE] if (folder / CONFIG_FILE).is_file() else [])
-    for name in links_outside(folder, storage.files()):
-        raise SourceError(outside(name))
+    check_links((), links_outside(folder, storage.files()))
     return _read_json_object(storage, CONFIG_FILE) if storage.files() else None
 
 
