@@ -106,7 +106,7 @@ def command(
         if json:
             output.print_json({"text": str(text)} | done.to_json())
         else:
-            typer.echo(_text(done, str(text)))
+            output.show(*_lines(done, str(text)))
 
 
 def parse_widths(text: str) -> list[float]:
@@ -122,21 +122,19 @@ def parse_widths(text: str) -> list[float]:
     return widths
 
 
-def _text(done: Ablation, text: str) -> str:
+def _lines(done: Ablation, text: str) -> list[str]:
     windows = done.windows
     calibrated = f"; AWQ calibrated on {done.calibration_tokens} other tokens" if done.calibration_tokens else ""
-    return "\n".join(
-        [
-            f"{text}: {done.tokens} tokens, windows of {windows.size}, stride {windows.stride}: "
-            f"{done.scored_tokens} tokens scored{calibrated}",
-            "",
-            output.table(COLUMNS, [_cells(row) for row in done.rows]),
-            "",
-            "change: of the perplexity, +- its paired standard error over windows; share of the gain: of rotation and "
-            "levels together over absmax at the same bit width, empty if that gain is below twice its standard error",
-            *(f"not measured: {reason}" for reason in done.absent),
-        ]
-    )
+    return [
+        f"{text}: {done.tokens} tokens, windows of {windows.size}, stride {windows.stride}: "
+        f"{done.scored_tokens} tokens scored{calibrated}",
+        "",
+        *output.table(COLUMNS, [_cells(row) for row in done.rows]),
+        "",
+        "change: of the perplexity, +- its paired standard error over windows; share of the gain: of rotation and "
+        "levels together over absmax at the same bit width, empty if that gain is below twice its standard error",
+        *(f"not measured: {reason}" for reason in done.absent),
+    ]
 
 
 def _cells(row: AblationRow) -> list[str]:

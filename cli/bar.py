@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from .amounts import BYTES, amount_of, duration, size
+from .printable import printable
 
 # Cells of the bar, and whether the speed is shown: the first that leaves room for the name is taken.
 LAYOUTS = ((30, True), (20, True), (10, True), (10, False), (0, False))
@@ -79,7 +80,7 @@ class _Line(rich.ProgressColumn):
 
 def _line(task: rich.Task, unit: str | None, width: int) -> str:
     """Return verb, bar, amounts, speed, time left and name, as far as they fit into `width` cells."""
-    verb, name = task.description, _printable(task.fields["status"] or task.fields["name"])
+    verb, name = task.description, printable(task.fields["status"] or task.fields["name"])
     if task.total is None:
         since = f"{task.elapsed or 0:.0f} s"
         return _shortened(", ".join(part for part in (verb, name, since) if part), width)
@@ -102,11 +103,6 @@ def _line(task: rich.Task, unit: str | None, width: int) -> str:
 def _bar(share: float, cells: int) -> str:
     full = round(min(share, 1.0) * cells)
     return "█" * full + "░" * (cells - full)
-
-
-def _printable(name: str) -> str:
-    """Return a name without characters that control a terminal."""
-    return name if name.isprintable() else "".join(c if c.isprintable() else "?" for c in name)
 
 
 def _shortened(name: str, cells: int) -> str:

@@ -108,9 +108,9 @@ def command(
         if json:
             output.print_json({"output": str(out)} | done.to_json())
         elif isinstance(done, MomentsReport):
-            output.summary(_moments_text(done, source, out))
+            output.summary(*_moments_lines(done, source, out))
         else:
-            output.summary(_text(done, source, out))
+            output.summary(*_lines(done, source, out))
 
 
 def _check_moments_options(ctx: typer.Context) -> None:
@@ -122,33 +122,29 @@ def _check_moments_options(ctx: typer.Context) -> None:
             raise typer.BadParameter(f"{option}: means nothing with --moments, which searches no scales; leave it out")
 
 
-def _moments_text(done: MomentsReport, source: str, out: Path) -> str:
+def _moments_lines(done: MomentsReport, source: str, out: Path) -> list[str]:
     from pqweights.units import counted
 
     fewest = min((vector.tokens for vector in done.vectors), default=0)
-    return "\n".join(
-        [
-            f"{source} -> {out}: moments of {counted(len(done.vectors), 'distinct vector')} of inputs, which "
-            f"{counted(len(done.weights), 'tensor')} read; {done.tokens} tokens, and another {done.held_back_tokens} "
-            f"held back; the vector with the fewest had {fewest}",
-            f"Next: pqweights export MASTER OUT -t TARGET --calibration {out}",
-        ]
-    )
+    return [
+        f"{source} -> {out}: moments of {counted(len(done.vectors), 'distinct vector')} of inputs, which "
+        f"{counted(len(done.weights), 'tensor')} read; {done.tokens} tokens, and another {done.held_back_tokens} "
+        f"held back; the vector with the fewest had {fewest}",
+        f"Next: pqweights export MASTER OUT -t TARGET --calibration {out}",
+    ]
 
 
-def _text(done: Calibration, source: str, out: Path) -> str:
+def _lines(done: Calibration, source: str, out: Path) -> list[str]:
     scaled = sum(layer.scaled for layer in done.layers)
-    return "\n".join(
-        [
-            output.table(COLUMNS, [_row(layer) for layer in done.layers]),
-            "",
-            "gain: the share by which the error of the layer's output falls, on the text and on its held-back windows",
-            f"{source} -> {out}: scales for {scaled} of {len(done.layers)} tensors, which add "
-            f"{done.bits_per_weight:.4f} bits per weight; searched on {done.tokens} tokens and checked on "
-            f"another {done.held_back_tokens}",
-            f"Next: pqweights quantize {source} OUT --awq {out}",
-        ]
-    )
+    return [
+        *output.table(COLUMNS, [_row(layer) for layer in done.layers]),
+        "",
+        "gain: the share by which the error of the layer's output falls, on the text and on its held-back windows",
+        f"{source} -> {out}: scales for {scaled} of {len(done.layers)} tensors, which add "
+        f"{done.bits_per_weight:.4f} bits per weight; searched on {done.tokens} tokens and checked on "
+        f"another {done.held_back_tokens}",
+        f"Next: pqweights quantize {source} OUT --awq {out}",
+    ]
 
 
 def _row(layer: LayerReport) -> list[str]:

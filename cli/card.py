@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,7 +48,7 @@ def command(
         report.warn_of_broken_files(folder, read_manifest(folder))
         asked = CardOptions(repository=repository, base_model=base_model, adopt=adopt)
         if shown:
-            sys.stdout.write(make_card(folder, asked, old=read_card(folder)).text)
+            output.write_text(make_card(folder, asked, old=read_card(folder)).text)
         else:
             _show(write_card(folder, asked), folder, json)
 

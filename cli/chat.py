@@ -6,8 +6,6 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
-import typer
-
 from . import interrupts, output, replies
 
 if TYPE_CHECKING:
@@ -28,7 +26,7 @@ def converse(generator: Generator) -> None:
         try:
             prompt = _ask()
         except EOFError:
-            typer.echo(err=True)
+            output.ask("\n")
             break
         if prompt.strip():
             last = _answer(generator, prompt) or last
@@ -42,8 +40,7 @@ def _ask() -> str:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # input edits lines with it
         return input(PROMPT)
-    sys.stderr.write(PROMPT)
-    sys.stderr.flush()
+    output.ask(PROMPT)
     line = sys.stdin.readline()
     if not line:
         raise EOFError
@@ -59,7 +56,7 @@ def _answer(generator: Generator, prompt: str) -> Generation | None:
         with interrupts.Raised():
             done = replies.replied(generator, prompt)
     except GenerationError as error:
-        replies.echo_error(str(error))
+        output.complain(str(error))
     except KeyboardInterrupt:
         output.note("interrupted")
     interrupts.answered()

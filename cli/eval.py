@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import options, output, tables, text_options
+from . import options, output, text_options
 
 if TYPE_CHECKING:
     from pqweights.evaluate.evaluation import EvaluationOptions
@@ -234,7 +234,7 @@ def _show(done: EvaluationReport, presentation: _Presentation) -> None:
     if presentation.json:
         output.print_json(done.to_json())
     else:
-        typer.echo(_text(done))
+        output.show(*_lines(done))
 
 
 def _record(place: Place, record: EvaluationRecord) -> None:
@@ -251,7 +251,7 @@ def _record(place: Place, record: EvaluationRecord) -> None:
         output.note(f"not recorded: {error}")
 
 
-def _text(report: EvaluationReport) -> str:
+def _lines(report: EvaluationReport) -> list[str]:
     """Return the settings, a line for each model, and what the columns mean."""
     rows = [*([report.reference] if report.reference else []), *report.rows]
     cells = [_cells(row, row is report.reference) for row in rows]
@@ -264,12 +264,12 @@ def _text(report: EvaluationReport) -> str:
     if caches:
         legend += CACHE_LEGEND + ("" if report.reference else "; the reference is the model with its own cache")
     lines = [
-        tables.wrapped(_settings_line(report.settings)),
+        _settings_line(report.settings),
         "",
-        tables.table(columns, [[each[name] for name in shown] for each in cells]),
+        *output.table(columns, [[each[name] for name in shown] for each in cells]),
         "",
-        *(tables.wrapped(line) for line in _runtime_lines(rows)),
-        tables.wrapped(legend),
+        *_runtime_lines(rows),
+        legend,
     ]
     speeds = [row.speed for row in rows if row.speed]
     if speeds:
@@ -277,8 +277,8 @@ def _text(report: EvaluationReport) -> str:
             f"tok/s: mean of {len(speeds[0].tokens_per_second)} runs of 100 tokens, greedy, batch 1; memory: peak of "
             f"the process; computed in {', '.join(sorted({speed.dtype for speed in speeds}))}"
         )
-        lines.append(tables.wrapped(meaning))
-    return "\n".join(lines)
+        lines.append(meaning)
+    return lines
 
 
 def _attention_error(figures: CacheFigures) -> str:

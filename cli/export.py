@@ -261,7 +261,7 @@ def _show(done: RewriteReport, folder: str, out: str, *, json: bool) -> None:
         return
     if done.already_done:
         output.note(f"{out}: already holds this result; nothing was written")
-    output.summary("\n".join(_lines(done, folder, out)))
+    output.summary(*_lines(done, folder, out))
 
 
 def _lines(done: RewriteReport, folder: str, out: str) -> list[str]:
@@ -272,7 +272,7 @@ def _lines(done: RewriteReport, folder: str, out: str) -> list[str]:
     stored = f"{counted(len(plan.tensors), 'tensor')} in {counted(len(plan.shards), 'file')}"
     return [
         f"{folder} -> {out}: {sizes}, {stored}",
-        report.bits_and_coverage(done.totals),
+        *report.bits_and_coverage(done.totals),
         *integer_form_lines(done.pairs, measured="--source" in done.transform.also_reads),
         *fold_lines(done),
         *report.left_out_lines(plan),

@@ -14,7 +14,7 @@ from .report_errors import integer_form_lines, quality_lines
 from .report_gguf import gguf_lines
 from .report_kv import kv_lines
 from .report_summary import action_text, is_summarized, summary_table
-from .tables import table, wrapped
+from .tables import table
 
 if TYPE_CHECKING:
     from pqweights.checkpoint.storage import Storage
@@ -182,7 +182,7 @@ def _show_kv(model: Path, asked: _KeysAndValues) -> None:
     if asked.json:
         output.print_json(found.to_json())
     else:
-        typer.echo("\n".join(kv_lines(found)))
+        output.show(*kv_lines(found))
 
 
 def _show_folder(folder: Path | Storage, plot: Path | None, *, summary: bool | None, json: bool) -> Inspection:
@@ -197,8 +197,7 @@ def _show_folder(folder: Path | Storage, plot: Path | None, *, summary: bool | N
         output.print_json(found.to_json())
     else:
         tensors = _tensor_lines(found.manifest, summary)
-        lines = [*tensors, "", _totals_lines(found), *_error_lines(found.manifest)]
-        typer.echo(wrapped("\n".join(lines)))
+        output.show(*tensors, "", *_totals_lines(found), *_error_lines(found.manifest))
     return found
 
 
@@ -221,17 +220,17 @@ def _show_gguf(path: Path, plot: Path | None, *, summary: bool | None, json: boo
     if json:
         output.print_json(found.to_json())
     else:
-        typer.echo(wrapped("\n".join(gguf_lines(found, summary))))
+        output.show(*gguf_lines(found, summary))
 
 
 def _tensor_lines(manifest: Manifest, summary: bool | None) -> list[str]:
     if not is_summarized(summary, len(manifest.tensors)):
-        return [_tensor_table(manifest)]
+        return _tensor_table(manifest)
     note = [] if summary else [f"--no-summary lists all {len(manifest.tensors)} tensors"]
-    return [summary_table(manifest.tensors, manifest.records), *note]
+    return [*summary_table(manifest.tensors, manifest.records), *note]
 
 
-def _tensor_table(manifest: Manifest) -> str:
+def _tensor_table(manifest: Manifest) -> list[str]:
     """Return a table with a line for each tensor; a column that only mixed codecs need is not shown for one codec."""
     columns = [
         ("tensor", False),
@@ -271,13 +270,13 @@ def _row(tensor: TensorPlan, record: TensorRecord) -> dict[str, str]:
     }
 
 
-def _totals_lines(found: Inspection) -> str:
+def _totals_lines(found: Inspection) -> list[str]:
     totals = found.totals
-    return (
+    return [
         f"{found.manifest.kind}: {output.size(totals.output_bytes)} in {_files(found.manifest)} files, "
-        f"{totals.weights} weights, {totals.coverage:.4%} of them quantized\n"
-        f"bits, all overhead counted: {report.bits_text(totals)}"
-    )
+        f"{totals.weights} weights, {totals.coverage:.4%} of them quantized",
+        f"bits, all overhead counted: {report.bits_text(totals)}",
+    ]
 
 
 def _files(manifest: Manifest) -> str:
@@ -320,7 +319,7 @@ def _show_distribution(source: Path, asked: _Distributions) -> None:
     if asked.json:
         output.print_json(found.to_json())
     else:
-        typer.echo(wrapped("\n".join(_distribution_lines(found))))
+        output.show(*_distribution_lines(found))
 
 
 def _distribution_lines(found: Distribution) -> list[str]:
@@ -333,7 +332,7 @@ def _distribution_lines(found: Distribution) -> list[str]:
         ["all together", "", str(found.weights), str(found.sampled_weights), *_cells(found.before, found.after)]
     )
     return [
-        output.table(columns, rows),
+        *output.table(columns, rows),
         "",
         "measured: coordinates of whole blocks of 128 weights, before and after the rotation, divided by the norm of "
         "the block / sqrt(128)",

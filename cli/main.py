@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
-from collections.abc import Callable
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from . import (
     ablate,
@@ -18,6 +20,7 @@ from . import (
     generate,
     inspect,
     interrupts,
+    output,
     plan,
     push,
     quantize,
@@ -26,8 +29,35 @@ from . import (
     verify,
 )
 from . import eval as evaluate
+from .printable import printable
+
+
+class Commands(TyperGroup):
+    """The commands, whose usage errors quote what they were given with escapes: it may be the names of files."""
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        """See click.Group."""
+        with _printable_usage_errors():
+            return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        """See click.Group."""
+        with _printable_usage_errors():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _printable_usage_errors() -> Iterator[None]:
+    try:
+        yield
+    except typer.TyperException as error:
+        text = "\n".join(printable(line) for line in error.format_message().expandtabs().split("\n"))
+        error.format_message = lambda: text  # type: ignore[method-assign]
+        raise
+
 
 app = typer.Typer(
+    cls=Commands,
     name="pqweights",
     help="Quantize a checkpoint into a nearly lossless 5.125-bit master, and export it to what runtimes load.",
     no_args_is_help=True,
@@ -40,7 +70,7 @@ def _version(shown: bool) -> None:
     if shown:
         from pqweights import __version__
 
-        typer.echo(f"pqweights {__version__}")
+        output.show(f"pqweights {__version__}")
         raise typer.Exit
 
 

@@ -1,5 +1,7 @@
 """What commands print: data on stdout, everything else on stderr, one line for an expected error.
 
+Nothing else in this package writes to a terminal, so nothing from outside gets there unescaped (printable.py).
+
 With --quiet, notes, progress and the summaries of what was written are not printed; errors, warnings, JSON and what a
 command was asked to show are.
 """
@@ -11,13 +13,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TextIO
 
 import typer
 
 from . import interrupts
 from .amounts import BYTES, amount
 from .amounts import size as size
+from .printable import printable, printable_json, printable_prose
 from .tables import table as table
 from .tables import wrapped
 
@@ -36,37 +39,68 @@ def print_json(value: Any) -> None:
     """Write the one JSON document of a command to stdout."""
     from pqweights.strict_json import json_text
 
-    sys.stdout.write(json_text(value))
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+    print_json_pieces([f"{json_text(value)}\n"])
 
 
-def print_json_pieces(pieces: Iterable[bytes]) -> None:
-    """Write the one JSON document of a command, which comes as text in pieces, to stdout."""
+def print_json_pieces(pieces: Iterable[str]) -> None:
+    """Write the one JSON document of a command, which comes in pieces, to stdout."""
     for piece in pieces:
-        sys.stdout.write(piece.decode())
+        sys.stdout.write(printable_json(piece, _encoding(sys.stdout)))
     sys.stdout.flush()
 
 
-def summary(text: str) -> None:
+def show(*lines: str) -> None:
+    """Write what a command was asked to show to stdout, folded: each text is one line, whatever is in it."""
+    for line in lines:
+        _write_line(wrapped(printable(line)), sys.stdout)
+
+
+def summary(*lines: str) -> None:
     """Write what a command did to stdout, folded; if it is to be quiet, only lines that warn, and these to stderr."""
     if not _quiet:
-        typer.echo(wrapped(text))
+        show(*lines)
         return
-    for line in text.splitlines():
+    for line in lines:
         if line.startswith(WARNING):
-            typer.echo(wrapped(line, sys.stderr), err=True)
+            _write_line(wrapped(printable(line), sys.stderr), sys.stderr)
 
 
-def note(text: str) -> None:
-    """Write a line for the user to stderr, unless the command is to be quiet."""
-    if not _quiet:
-        typer.echo(text, err=True)
+def note(*lines: str) -> None:
+    """Write lines for the user to stderr, unless the command is to be quiet."""
+    for line in () if _quiet else lines:
+        _write_line(printable(line), sys.stderr)
 
 
 def warn(text: str) -> None:
     """Write a line about a result that may be wrong to stderr, also if the command is to be quiet."""
-    typer.echo(wrapped(f"{WARNING}{text}", sys.stderr), err=True)
+    _write_line(wrapped(printable(f"{WARNING}{text}"), sys.stderr), sys.stderr)
+
+
+def write_text(text: str) -> None:
+    """Write a text, or a piece of it, to stdout at once; it is escaped for a terminal, and a file gets it as it is."""
+    text = printable_prose(text) if _is_terminal(sys.stdout) else text
+    encoding = _encoding(sys.stdout)
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()
+
+
+def ask(prompt: str) -> None:
+    """Write what a user is to answer to stderr, without a line break after it."""
+    sys.stderr.write(prompt)
+    sys.stderr.flush()
+
+
+def _write_line(text: str, stream: TextIO) -> None:
+    encoding = _encoding(stream)
+    typer.echo(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
+
+
+def _encoding(stream: TextIO) -> str:
+    return stream.encoding or "utf-8"
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    return stream.isatty()
 
 
 @contextlib.contextmanager
@@ -88,7 +122,7 @@ def errors(kept: Callable[[], bool] | None = None, quiet: bool = False) -> Itera
     except PqweightsError as error:
         fail(str(error))
     except KeyboardInterrupt:
-        typer.echo(f"interrupted{_how_to_continue(kept)}", err=True)
+        _write_line(f"interrupted{_how_to_continue(kept)}", sys.stderr)
         raise typer.Exit(interrupts.EXIT_CODE) from None
     except BrokenPipeError:
         raise
@@ -106,8 +140,13 @@ def _how_to_continue(kept: Callable[[], bool] | None) -> str:
 
 def fail(message: str, code: int = 1) -> NoReturn:
     """Write one line to stderr and exit."""
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    complain(message)
     raise typer.Exit(code)
+
+
+def complain(message: str) -> None:
+    """Write an expected error to stderr, on one line."""
+    _write_line(printable(f"error: {' '.join(message.split())}"), sys.stderr)
 
 
 class Display(Protocol):

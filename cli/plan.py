@@ -14,7 +14,6 @@ import typer
 from . import options, output, report, report_plan
 from .report import warn_if_nothing_is_quantized
 from .report_fit import curve_lines, fit_lines
-from .tables import wrapped
 
 if TYPE_CHECKING:
     from pqweights.planning.recipe import Recipe
@@ -147,9 +146,9 @@ def show_plan(request: PlanRequest) -> None:
         plot_widths(report.tensors, request.plot)
     warn_if_nothing_is_quantized(report.plan.totals)
     if request.json:
-        output.print_json_pieces(report.to_pieces())
+        output.print_json_pieces(piece.decode() for piece in report.to_pieces())
         return
-    lines = [report_plan.plan_text(report, request.summary)]
+    lines = report_plan.plan_lines(report, request.summary)
     if report.fit is not None:
         lines += ["", *fit_lines(report.fit), "", *curve_lines(report.fit)]
-    typer.echo(wrapped("\n".join(lines)))
+    output.show(*lines)

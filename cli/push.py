@@ -80,8 +80,8 @@ def command(
         if json:
             output.print_json(done.to_json() | {"dry_run": dry_run})
         else:
-            show = typer.echo if dry_run else output.summary  # a dry run has nothing else to show
-            show("\n".join(_lines(done, dry_run)))
+            show = output.show if dry_run else output.summary  # a dry run has nothing else to show
+            show(*_lines(done, dry_run))
 
 
 def _lines(done: PushReport, dry_run: bool) -> list[str]:

@@ -129,14 +129,14 @@ def _show(done: RewriteReport, what: str, *, out: str, summary: bool | None, jso
         output.note(f"{out}: already holds this result; nothing was written")
     elif done.resumed:
         output.note(f"continued: {done.resumed} of {len(done.records)} tensors were finished by an earlier run")
-    by_role = [summary_table(done.plan.tensors, done.records), ""] if is_summarized(summary, len(done.records)) else []
-    output.summary("\n".join([what, *by_role, *_lines(done)]))
+    by_role = [*summary_table(done.plan.tensors, done.records), ""] if is_summarized(summary, len(done.records)) else []
+    output.summary(what, *by_role, *_lines(done))
 
 
 def _lines(done: RewriteReport) -> list[str]:
     fit = report.fit_of(done)
     return [
-        report.totals_text(done.totals),
+        *report.totals_lines(done.totals),
         *quality_lines(done.pairs),
         *(fit_lines(fit) if fit else []),
         *fold_lines(done),

@@ -29,7 +29,7 @@ def command(name: NameArgument = None, json: options.JsonOption = False) -> None
             if json:
                 output.print_json(recipe.to_json())
             else:
-                typer.echo(recipe_text(name), nl=False)
+                output.write_text(recipe_text(name))
             return
         recipes = [load_recipe(each) for each in recipe_names()]
         if json:
@@ -37,4 +37,4 @@ def command(name: NameArgument = None, json: options.JsonOption = False) -> None
             return
         columns = [("recipe", False), ("codec", False), ("bits", True), ("description", False)]
         rows = [[recipe.name, recipe.codec, f"{recipe.bits:g}", recipe.description] for recipe in recipes]
-        typer.echo(output.table(columns, rows))
+        output.show(*output.table(columns, rows))

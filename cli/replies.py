@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
-import unicodedata
 from typing import TYPE_CHECKING
-
-import typer
 
 from . import output
 
@@ -16,12 +12,6 @@ if TYPE_CHECKING:
     from pqweights.generation.generator import Generator
     from pqweights.generation.report import Generation
 
-# Characters that change the order in which others are shown: what is read would not be what is there.
-REORDERING = frozenset(
-    "\N{LEFT-TO-RIGHT EMBEDDING}\N{RIGHT-TO-LEFT EMBEDDING}\N{POP DIRECTIONAL FORMATTING}\N{LEFT-TO-RIGHT OVERRIDE}"
-    "\N{RIGHT-TO-LEFT OVERRIDE}\N{LEFT-TO-RIGHT ISOLATE}\N{RIGHT-TO-LEFT ISOLATE}\N{FIRST STRONG ISOLATE}"
-    "\N{POP DIRECTIONAL ISOLATE}"
-)
 WAITING_SECONDS = 1.0
 STOPS = {
     "end": "ended by the model",
@@ -39,7 +29,7 @@ def reply_once(generator: Generator, prompt: str, *, json: bool) -> None:
     if json:
         output.print_json(done.to_json())
     else:
-        output.note("\n".join([speed_line(done), setting_line(done)]))
+        output.note(speed_line(done), setting_line(done))
     if done.stop == INTERRUPTED:
         raise KeyboardInterrupt
 
@@ -89,32 +79,17 @@ class _Screen:
     """stdout, to which a text is written in pieces."""
 
     def __init__(self) -> None:
-        self._is_terminal = sys.stdout.isatty()
         self._last = "\n"
 
     def write(self, piece: str) -> None:
         """Write a piece of a text at once."""
-        encoding = sys.stdout.encoding or "utf-8"
-        shown = harmless(piece) if self._is_terminal else piece
-        sys.stdout.write(shown.encode(encoding, "replace").decode(encoding))
-        sys.stdout.flush()
+        output.write_text(piece)
         self._last = piece
 
     def end_line(self) -> None:
         """End the line, unless the text did."""
         if not self._last.endswith("\n"):
-            sys.stdout.write("\n")
-            sys.stdout.flush()
-
-
-def harmless(text: str) -> str:
-    """Return a text without characters that control a terminal; line feeds and tabs stay, and emoji stay whole."""
-    return "".join(
-        "?"
-        if character in REORDERING or (unicodedata.category(character) == "Cc" and character not in "\n\t")
-        else character
-        for character in text.replace("\r\n", "\n")
-    )
+            output.write_text("\n")
 
 
 def speed_line(done: Generation) -> str:
@@ -146,8 +121,3 @@ def setting_line(done: Generation) -> str:
 
 def _rate(tokens_per_second: float | None) -> str:
     return "" if tokens_per_second is None else f" at {tokens_per_second:.1f}/s"
-
-
-def echo_error(message: str) -> None:
-    """Write an expected error to stderr, after which the command goes on."""
-    typer.echo(f"error: {' '.join(message.split())}", err=True)

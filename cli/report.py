@@ -19,21 +19,22 @@ if TYPE_CHECKING:
     from pqweights.rewrite.task import RewriteReport
 
 
-def totals_text(totals: Totals) -> str:
+def totals_lines(totals: Totals) -> list[str]:
     """Return lines with the sizes, and what bits_and_coverage returns."""
     sizes = f"weights: {size(totals.source_bytes)} -> {size(totals.output_bytes)}{_ratio(totals)}"
-    return f"{sizes}\n{bits_and_coverage(totals)}"
+    return [sizes, *bits_and_coverage(totals)]
 
 
-def bits_and_coverage(totals: Totals) -> str:
+def bits_and_coverage(totals: Totals) -> list[str]:
     """Return lines with the bits per weight and per parameter, and how many weights are quantized, if any."""
     bits = f"bits, all overhead counted: {bits_text(totals)}"
     if not totals.quantized_tensors:
-        return bits
-    return (
-        f"{bits}\ncoverage: {totals.coverage:.4%} of {totals.weights} weights quantized, "
-        f"{totals.quantized_tensors} of {totals.tensors} tensors"
-    )
+        return [bits]
+    return [
+        bits,
+        f"coverage: {totals.coverage:.4%} of {totals.weights} weights quantized, "
+        f"{totals.quantized_tensors} of {totals.tensors} tensors",
+    ]
 
 
 def _ratio(totals: Totals) -> str:

@@ -91,7 +91,7 @@ def curve_lines(fit: Fit) -> list[str]:
     bits = "bits/param" if fit.target.bounds_files else "bits/weight"
     unit = [] if fit.target.bits_per_weight is None else [(bits, True)]
     columns = [("safetensors files", True), *unit, ("predicted rise", True), ("", False)]
-    return ["predicted rise by size:", table(columns, rows)]
+    return ["predicted rise by size:", *table(columns, rows)]
 
 
 def _bits(fit: Fit, output_bytes: int) -> list[str]:

@@ -24,11 +24,11 @@ def gguf_lines(found: GgufInspection, summary: bool | None) -> list[str]:
     elif found.contents.tensors:
         columns = [("tensor", False), ("shape", False), ("type", False), ("bytes", True)]
         rows = [[t.name, "x".join(map(str, t.shape)), t.type, str(t.byte_count)] for t in found.contents.tensors]
-        lines += [table(columns, rows), ""]
+        lines += [*table(columns, rows), ""]
     titles = [("type", False), ("tensors", True), ("weights", True), ("bytes", True), ("bits/weight", True)]
     if found.types:
         totals = [found.totals] if len(found.types) > 1 else []
-        lines += [table(titles, [_total_cells(each) for each in (*found.types, *totals)]), ""]
+        lines += [*table(titles, [_total_cells(each) for each in (*found.types, *totals)]), ""]
     return [*lines, _first_line(found), *_fact_lines(found)]
 
 
@@ -62,12 +62,11 @@ def _tokenizer(found: GgufInspection) -> str:
 
 
 def _shown(value: MetadataValue) -> str:
-    """Return a value on one line, without characters that could control a terminal."""
+    """Return a value, cut if it is long."""
     if isinstance(value, tuple):
         items = [_shown(item) for item in value.first[:ITEMS_SHOWN]]
         return f"[{', '.join(items)}{', ...' if value.length > ITEMS_SHOWN else ''}]"
     if isinstance(value, float):
         return f"{value:g}"
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    cut = "".join(char if char.isprintable() else "?" for char in text[:CHARACTERS_SHOWN])
-    return cut + ("..." if len(text) > CHARACTERS_SHOWN else "")
+    return text[:CHARACTERS_SHOWN] + ("..." if len(text) > CHARACTERS_SHOWN else "")

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from . import output
-from .tables import wrapped
 
 if TYPE_CHECKING:
     from pqweights.measure.kv_channels import KeyChannels, KeyPair
@@ -16,11 +15,11 @@ if TYPE_CHECKING:
 def kv_lines(found: KVDistribution) -> list[str]:
     """Return the tables, each with what its columns mean."""
     rows = [*found.layers, *found.totals]
-    parts = [[_coordinates_table(rows)], _coordinates_notes(found)]
+    parts = [_coordinates_table(rows), _coordinates_notes(found)]
     if any(each.before.angles for each in rows):
-        parts += [[_angles_table(rows)], _angles_notes(rows)]
-    parts += [[_channels_table(found.channels)], _channels_notes(found.channels)]
-    head = wrapped(f"{found.tokens} tokens, float32, computed by {found.runtime}")
+        parts += [_angles_table(rows), _angles_notes(rows)]
+    parts += [_channels_table(found.channels), _channels_notes(found.channels)]
+    head = f"{found.tokens} tokens, float32, computed by {found.runtime}"
     return [head, *(line for part in parts for line in ("", *part))]
 
 
@@ -28,7 +27,7 @@ def _name(each: StatesDistribution) -> str:
     return f"all {each.kind}" if each.layer is None else f"layer {each.layer} {each.kind}"
 
 
-def _coordinates_table(rows: Sequence[StatesDistribution]) -> str:
+def _coordinates_table(rows: Sequence[StatesDistribution]) -> list[str]:
     columns = [("", False)]
     columns += [(f"{what} {when}", True) for what in ("KS", "kurtosis") for when in ("before", "after")]
     columns += [("CV of norm", True), ("CV of radius before", True), ("CV of radius after", True)]
@@ -63,10 +62,10 @@ def _coordinates_notes(found: KVDistribution) -> list[str]:
             f"vectors of {size} coordinates in random directions have a KS of {0.138 / size:.4f}, "
             f"a kurtosis of {3 * size / (size + 2):.3f}{of_radius}"
         )
-    return [wrapped(note) for note in notes]
+    return notes
 
 
-def _angles_table(rows: Sequence[StatesDistribution]) -> str:
+def _angles_table(rows: Sequence[StatesDistribution]) -> list[str]:
     levels = range(max(len(each.before.angles) for each in rows))
     columns = [("angles", False)]
     columns += [(f"level {level + 1} {when}", True) for level in levels for when in ("before", "after")]
@@ -87,10 +86,10 @@ def _angles_notes(rows: Sequence[StatesDistribution]) -> list[str]:
     for each in (measured[0], measured[-1]):
         chance = ", ".join(f"{fit.by_chance:.4f}" for fit in each.after.angles)
         notes.append(f"as many independent Gaussian vectors as {_name(each)} have about {chance} by chance")
-    return [wrapped(note) for note in notes]
+    return notes
 
 
-def _channels_table(channels: Sequence[KeyChannels]) -> str:
+def _channels_table(channels: Sequence[KeyChannels]) -> list[str]:
     columns = [("largest key channels", False), ("head", True), ("channels", False)]
     columns += [("over median", False), ("CV of radius", True), ("CV of channels", False), ("direction", True)]
     columns += [("one of two", True)]
@@ -120,7 +119,7 @@ def _channels_notes(channels: Sequence[KeyChannels]) -> list[str]:
     notes = [f"{outliers} of {count} key channels are outliers: their mean |x| is at least {OUTLIER:g} times that of "
              "the median channel of their head"]  # fmt: skip
     if channels[0].strongest is None:
-        return [wrapped(line) for line in [*notes, "the model has no RoPE, so its channels form no pairs"]]
+        return [*notes, "the model has no RoPE, so its channels form no pairs"]
     notes.append(
         "channels: the two that RoPE rotates together; CV of radius: of sqrt(x^2 + y^2) over tokens; CV of channels: "
         "of |x| and of |y|, 0.48 on a circle; direction: 0 if the tokens lie all around, 1 if on one side"
@@ -130,7 +129,7 @@ def _channels_notes(channels: Sequence[KeyChannels]) -> list[str]:
         "share at which only one of them is"
     )
     pairs = [pair for each in channels for pair in each.outliers]
-    return [wrapped(line) for line in [*notes, *_pair_notes(pairs)]]
+    return [*notes, *_pair_notes(pairs)]
 
 
 def _pair_notes(pairs: Sequence[KeyPair]) -> list[str]:

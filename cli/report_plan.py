@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from . import tables
 from .output import size
-from .report import left_out_lines, reason_lines, totals_text
+from .printable import printable
+from .report import left_out_lines, reason_lines, totals_lines
 from .report_fold import planned_fold_lines
 from .report_summary import is_summarized, summary_table
 
@@ -20,27 +21,25 @@ if TYPE_CHECKING:
 COLUMNS = [("shape", False), ("dtype", False), ("action", False), ("codec", False), ("bits", True), ("bytes", True)]
 
 
-def plan_text(report: PlanReport, summary: bool | None) -> str:
-    """Return the text of plan, without how a size was fitted.
+def plan_lines(report: PlanReport, summary: bool | None) -> list[str]:
+    """Return the lines of plan, without how a size was fitted.
 
     summary: whether to summarize the tensors; None to choose by their number
     """
     from pqweights.units import counted
 
     plan, needs = report.plan, report.needs
-    return "\n".join(
-        [
-            *_tensor_lines(plan.tensors, summary),
-            "",
-            totals_text(plan.totals),
-            f"output: {plan.output_bytes} bytes in {counted(len(plan.shards), 'safetensors file')}; "
-            f"{counted(len(plan.companions), 'other file')} copied",
-            f"needs: {_room(needs)}, at most {size(needs.peak_memory_bytes)} of memory",
-            *planned_fold_lines(None if report.fold is None else report.fold.to_json()),
-            *left_out_lines(plan),
-            *_hub_lines(report.hub, "in the output folder" if needs.scratch_bytes is None else "of disk space"),
-        ]
-    )
+    return [
+        *_tensor_lines(plan.tensors, summary),
+        "",
+        *totals_lines(plan.totals),
+        f"output: {plan.output_bytes} bytes in {counted(len(plan.shards), 'safetensors file')}; "
+        f"{counted(len(plan.companions), 'other file')} copied",
+        f"needs: {_room(needs)}, at most {size(needs.peak_memory_bytes)} of memory",
+        *planned_fold_lines(None if report.fold is None else report.fold.to_json()),
+        *left_out_lines(plan),
+        *_hub_lines(report.hub, "in the output folder" if needs.scratch_bytes is None else "of disk space"),
+    ]
 
 
 def _room(needs: ResourceNeeds) -> str:
@@ -55,14 +54,14 @@ def _tensor_lines(tensors: Sequence[TensorPlan], summary: bool | None) -> list[s
     width = tables.terminal_width()
     if is_summarized(summary, len(tensors)):
         note = [] if summary else [f"--no-summary lists all {len(tensors)} tensors"]
-        return [summary_table(tensors), *note, "", *reason_lines(tensors)]
+        return [*summary_table(tensors), *note, "", *reason_lines(tensors)]
     lines = _wide_lines(tensors)
     if width is None or max(len(line) for line in lines) <= width:
         return lines
     rows = [[tensor.name, *_cells(tensor)] for tensor in tensors]
     drop = ["codec"] if len({tensor.codec for tensor in tensors if tensor.codec}) <= 1 else []
     shown = tables.table([("tensor", False), *COLUMNS], rows, drop=[*drop, "action", "dtype"])
-    return [shown, "", *reason_lines(tensors)]
+    return [*shown, "", *reason_lines(tensors)]
 
 
 def _wide_lines(tensors: Sequence[TensorPlan]) -> list[str]:
@@ -72,12 +71,13 @@ def _wide_lines(tensors: Sequence[TensorPlan]) -> list[str]:
     """
     kinds = [tensor.kind for tensor in tensors]
     one_of = dict(zip(kinds, tensors, strict=True))
-    heading, *lines = tables.aligned(COLUMNS, [_cells(t) for t in one_of.values()]).split("\n")
+    heading, *lines = tables.aligned(COLUMNS, [_cells(t) for t in one_of.values()])
     rest = {kind: f"  {line}  {one_of[kind].reason}".rstrip() for kind, line in zip(one_of, lines, strict=True)}
-    width = max([len("tensor"), *[len(t.name) for t in tensors]])
+    names = [printable(tensor.name) for tensor in tensors]
+    width = max([len("tensor"), *map(len, names)])
     return [
         f"{'tensor':{width}}  {heading}  reason",
-        *[t.name.ljust(width) + rest[kind] for t, kind in zip(tensors, kinds, strict=True)],
+        *[name.ljust(width) + rest[kind] for name, kind in zip(names, kinds, strict=True)],
     ]
 
 

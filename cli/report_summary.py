@@ -27,7 +27,7 @@ def is_summarized(asked: bool | None, tensors: int) -> bool:
     return asked if asked is not None else tables.terminal_width() is not None and tensors > MOST_LISTED
 
 
-def summary_table(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord] | None = None) -> str:
+def summary_table(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord] | None = None) -> list[str]:
     """Return a table with a line for each role, action, codec and bit width, those with most bytes first.
 
     records: what was measured of each tensor; None for a plan

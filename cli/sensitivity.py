@@ -74,7 +74,7 @@ def command(
         if json:
             output.print_json({"output": str(out)} | done.to_json())
         else:
-            output.summary(_text(done, source, out))
+            output.summary(*_lines(done, source, out))
 
 
 def _check_free(out: Path, overwrite: bool) -> None:
@@ -85,19 +85,17 @@ def _check_free(out: Path, overwrite: bool) -> None:
     check_free(out, overwrite, kind="sensitivities", read=read_sensitivity)
 
 
-def _text(done: Sensitivity, source: str, out: Path) -> str:
+def _lines(done: Sensitivity, source: str, out: Path) -> list[str]:
     levels = [f"KL at {t2:g}" for t2, _ in done.groups[0].points]
     columns = [("group", False), ("tensors", True), ("alpha", True), *((level, True) for level in levels)]
     rows = [
         [group.name, str(len(group.weights)), f"{group.alpha:.4f}", *(f"{kl:.6f}" for _, kl in group.points)]
         for group in done.groups
     ]
-    return "\n".join(
-        [
-            output.table(columns, rows),
-            "",
-            f"KL at x: KL divergence in nats per token on {done.method['tokens']} tokens ({done.method['kind']}), "
-            "with a relative squared error of x in the weights of the group; alpha: the slope",
-            f"{source} -> {out}. Next: pqweights quantize {source} OUT --target-size SIZE --sensitivity {out}",
-        ]
-    )
+    return [
+        *output.table(columns, rows),
+        "",
+        f"KL at x: KL divergence in nats per token on {done.method['tokens']} tokens ({done.method['kind']}), "
+        "with a relative squared error of x in the weights of the group; alpha: the slope",
+        f"{source} -> {out}. Next: pqweights quantize {source} OUT --target-size SIZE --sensitivity {out}",
+    ]

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TextIO
 
+from .printable import printable
+
 GAP = "  "
 # A narrower terminal is treated as one of this many columns.
 LEAST_TERMINAL = 40
@@ -32,8 +34,8 @@ def _columns_of(stream: TextIO) -> int | None:
     return max(LEAST_TERMINAL, shutil.get_terminal_size(fallback).columns)
 
 
-def table(columns: Columns, rows: Rows, *, drop: Sequence[str] = ()) -> str:
-    """Return aligned text.
+def table(columns: Columns, rows: Rows, *, drop: Sequence[str] = ()) -> list[str]:
+    """Return lines of aligned text, in which unseen characters of cells are escaped.
 
     On a terminal that is too narrow, columns are left out if they may be (a line below
     names them), text is folded (in the last column) or
@@ -46,14 +48,17 @@ def table(columns: Columns, rows: Rows, *, drop: Sequence[str] = ()) -> str:
     width = terminal_width()
     if width is None:
         return aligned(columns, rows)
+    rows = _printable(rows)
     shown = list(range(len(columns)))
     for title in drop:
         if _total(_least(*_part(columns, rows, shown))) > width:
             shown = [number for number in shown if columns[number][0] != title]
     parts = _parts(columns, rows, shown, width)
-    text = "\n\n".join(_fitted(*_part(columns, rows, numbers), width) for numbers in parts)
+    lines: list[str] = []
+    for numbers in parts:
+        lines += [*([""] if lines else []), *_fitted(*_part(columns, rows, numbers), width)]
     left_out = [title for number, (title, _) in enumerate(columns) if number not in shown]
-    return f"{text}\n{wrapped(_left_out(left_out))}" if left_out else text
+    return [*lines, *([_left_out(left_out)] if left_out else [])]
 
 
 def _left_out(titles: Sequence[str]) -> str:
@@ -61,8 +66,12 @@ def _left_out(titles: Sequence[str]) -> str:
     return f"not shown: {', '.join(titles)} (for these: a wider terminal, or | cat)"
 
 
-def aligned(columns: Columns, rows: Rows, widths: Sequence[int] | None = None) -> str:
-    """Return aligned text, whatever it is printed on. widths: the width of each column; None for that of its cells."""
+def aligned(columns: Columns, rows: Rows, widths: Sequence[int] | None = None) -> list[str]:
+    """Return lines of aligned text, whatever it is printed on.
+
+    widths: the width of each column; None for that of its cells
+    """
+    rows = _printable(rows)
     widths = widths or _natural(columns, rows)
 
     def line(cells: Sequence[str]) -> str:
@@ -72,7 +81,11 @@ def aligned(columns: Columns, rows: Rows, widths: Sequence[int] | None = None) -
         ]
         return GAP.join(parts).rstrip()
 
-    return "\n".join([line([title for title, _ in columns]), *(line(row) for row in rows)])
+    return [line([title for title, _ in columns]), *(line(row) for row in rows)]
+
+
+def _printable(rows: Rows) -> Rows:
+    return [[printable(cell) for cell in row] for row in rows]
 
 
 def shortened(text: str, width: int) -> str:
@@ -107,15 +120,13 @@ def folded(label: str, words: Sequence[str]) -> list[str]:
     return [f"{label}{lines[0]}", *(f"{' ' * len(label)}{line}" for line in lines[1:])]
 
 
-def wrapped(text: str, stream: TextIO | None = None) -> str:
-    """Return a text whose lines are folded between words where a terminal is too narrow for them.
+def wrapped(line: str, stream: TextIO | None = None) -> str:
+    """Return a line, folded between words into several where a terminal is too narrow for it.
 
     stream: where it is printed, stdout by default
     """
     width = terminal_width() if stream is None else _columns_of(stream)
-    if width is None:
-        return text
-    return "\n".join(line if len(line) <= width else _folded_line(line, width) for line in text.split("\n"))
+    return line if width is None or len(line) <= width else _folded_line(line, width)
 
 
 def _folded_line(line: str, width: int) -> str:
@@ -168,8 +179,8 @@ def _parts(columns: Columns, rows: Rows, shown: Sequence[int], width: int) -> li
     return parts
 
 
-def _fitted(columns: Columns, rows: Rows, width: int) -> str:
-    """Return aligned text that is at most `width` wide, if the least widths of the columns allow that."""
+def _fitted(columns: Columns, rows: Rows, width: int) -> list[str]:
+    """Return lines of aligned text that is at most `width` wide, if the least widths of the columns allow that."""
     widths, least = _natural(columns, rows), _least(columns, rows)
     while _total(widths) > width:
         excess = [(widths[number], number) for number in range(len(widths)) if widths[number] > least[number]]

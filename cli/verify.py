@@ -41,6 +41,6 @@ def command(
             tensors, files = counted(result.tensors, "tensor"), counted(result.files, "file")
             output.summary(f"{folder}: ok: {tensors}, {files}, {counted(result.bytes, 'byte')}")
         else:
-            typer.echo("\n".join(result.problems))
+            output.show(*result.problems)
         if not result.ok:
             raise typer.Exit(1)

@@ -20,6 +20,7 @@ from pqweights.card.recipe import recipe
 from pqweights.card.recipe import title as recipe_title
 from pqweights.card.values import main_bits
 from pqweights.card.weights import weights
+from pqweights.checkpoint.links import LEADS_OUTSIDE, leads_outside
 from pqweights.checkpoint.model_card import MAX_CARD_BYTES
 from pqweights.checkpoint.names import CARD_FILE, MANIFEST_FILE
 from pqweights.checkpoint.source import read_config
@@ -274,6 +275,8 @@ def read_card(folder: Path) -> str | None:
     path = folder / CARD_FILE
     if not path.is_file():
         return None
+    if leads_outside(folder, path):
+        raise OutputError(f"{path}: {LEADS_OUTSIDE}; replace it by the file itself, or move it away")
     if path.stat().st_size > MAX_CARD_BYTES:
         raise OutputError(
             f"{path}: expected a card of at most {MAX_CARD_BYTES} bytes, found {path.stat().st_size} bytes; move it "

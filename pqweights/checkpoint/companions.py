@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from pqweights.checkpoint.links import LEADS_OUTSIDE, outside
 from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, EVALUATION_FILE, INDEX_FILE, MANIFEST_FILE
 from pqweights.errors import SourceError
 
@@ -75,24 +76,44 @@ class Companions:
     left_out: dict[str, str]
 
 
-def companions(files: Iterable[str], weight_files: Collection[str], include: Sequence[str] = ()) -> Companions:
+def check_links(broken: Iterable[str], outside_links: Iterable[str]) -> None:
+    """Raise SourceError for a link of a checkpoint to a file that is not there, or that may not lie elsewhere."""
+    for name in broken:
+        raise SourceError(f"{name}: a link to a file that is not there: fetch it again")
+    for name in outside_links:
+        if name in (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE) or is_needed(name):
+            raise SourceError(outside(name))
+
+
+def companions(
+    files: Iterable[str],
+    weight_files: Collection[str],
+    include: Sequence[str] = (),
+    *,
+    outside_links: Collection[str] = (),
+) -> Companions:
     """Tell which files of a checkpoint are copied.
 
     files: all files, by their paths in the folder
     weight_files: those that hold the weights that are read
     include: patterns of paths or names that are copied as well
+    outside_links: links that lead out of the folder; what they lead to is read if it is weights, and never copied
 
-    Raises SourceError for a pattern that matches nothing that could be copied.
+    Raises SourceError for a pattern that matches nothing that could be copied, or such a link.
     """
     copied: list[str] = []
     left_out: dict[str, str] = {}
     unused = set(include)
-    for name in files:
+    for name in sorted({*files, *outside_links}):
         if name in weight_files or name in (CONFIG_FILE, INDEX_FILE):
             continue
         reason = _reason(name)
         matching = {pattern for pattern in include if _matches(name, pattern)} if _may_be_included(name) else set()
         unused -= matching
+        if name in outside_links:
+            if reason is None or matching:
+                raise SourceError(outside(name))
+            reason = LEADS_OUTSIDE
         if reason is None or matching:
             copied.append(name)
         else:

@@ -11,6 +11,8 @@ MANIFEST_FILE = "pqweights.json"
 CARD_FILE = "README.md"
 EVALUATION_FILE = "pqweights-eval.json"
 WORK_FOLDER = ".pqweights"
+# How the names of weight files end that are PyTorch's pickles.
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # In the work folder: which run is under way, and the tensors that it has finished.
 JOURNAL_FILE = "journal.jsonl"
 FACTORS_FILE = "factors"  # what a fold is known to multiply by
@@ -38,4 +40,10 @@ def gguf_name(name: str, index: int, count: int) -> str:
 def is_inside(name: str) -> bool:
     """Whether a file name from an index or manifest stays inside the folder of that file."""
     parts = name.replace("\\", "/").split("/")
-    return bool(name) and not name.startswith(("/", "\\")) and ".." not in parts and ":" not in parts[0]
+    return (
+        bool(name)
+        and "\0" not in name
+        and not name.startswith(("/", "\\"))
+        and ".." not in parts
+        and ":" not in parts[0]
+    )

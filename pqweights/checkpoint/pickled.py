@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.names import PICKLE_SUFFIXES
 from pqweights.checkpoint.storage import LocalStorage, Storage
 from pqweights.errors import MissingDependencyError, SourceError
 from pqweights.installing import pip_install
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 PICKLE_FILE = "pytorch_model.bin"
 PICKLE_INDEX_FILE = "pytorch_model.bin.index.json"
-SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # What torch's loader raises for a broken or hostile file.
 REFUSALS = (
     pickle.UnpicklingError,
@@ -57,7 +57,7 @@ Span = tuple[int, int]  # first byte, last byte + 1
 
 def is_pickle(file: str) -> bool:
     """Whether a weight file is a pickle, by its name."""
-    return file.endswith(SUFFIXES)
+    return file.endswith(PICKLE_SUFFIXES)
 
 
 def stored_tensors(storage: Storage, file: str) -> list[StoredTensor]:

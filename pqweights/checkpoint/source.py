@@ -19,13 +19,15 @@ from typing import Any
 import numpy as np
 
 from pqweights.checkpoint import master, pickled, quantized
-from pqweights.checkpoint.companions import NOT_GIVEN, WEIGHT_SUFFIXES, companions
+from pqweights.checkpoint.companions import NOT_GIVEN, WEIGHT_SUFFIXES, check_links, companions
 from pqweights.checkpoint.header import StoredTensor, gguf_refused, parse_header
 from pqweights.checkpoint.interrupted import check_not_interrupted
+from pqweights.checkpoint.links import links_outside, top_level_files
 from pqweights.checkpoint.names import (
     CONFIG_FILE,
     INDEX_FILE,
     MANIFEST_FILE,
+    PICKLE_SUFFIXES,
     SINGLE_FILE,
     is_inside,
 )
@@ -157,8 +159,7 @@ def open_folder(storage: Storage, allow_pickle: bool = False, *, include: Sequen
     Raises SourceError, MasterError for a damaged master or an unfinished one.
     """
     check_not_interrupted(storage)
-    for name in storage.broken_links:
-        raise SourceError(f"{name}: a link to a file that is not there: fetch it again")
+    check_links(storage.broken_links, storage.outside_links)
     return open_checkpoint(storage, allow_pickle, include=include)
 
 
@@ -166,7 +167,7 @@ def files_beside(file: Path) -> tuple[str, ...]:
     """Return what `others_of_model` does of a single file on this machine."""
     if not file.name.lower().endswith(WEIGHT_SUFFIXES):
         return ()
-    names = sorted(path.name for path in file.parent.iterdir() if path.is_file() and not path.name.startswith("."))
+    names = [name for name in top_level_files(file.parent) if not name.startswith(".")]
     return others_of_model(LocalStorage(file.parent, only=names), file.name)
 
 
@@ -194,6 +195,7 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     Raises SourceError if it does not hold a JSON object.
     """
     storage = LocalStorage(folder, only=[CONFIG_FILE] if (folder / CONFIG_FILE).is_file() else [])
+    check_links((), links_outside(folder, storage.files()))
     return _read_json_object(storage, CONFIG_FILE) if storage.files() else None
 
 
@@ -222,7 +224,7 @@ def open_checkpoint(
         tensors = master.logical_tensors(storage, stored, config)
     else:
         tensors = quantized.logical_tensors(storage, stored, config)
-    beside = companions(files, weight_files, include)
+    beside = companions(files, weight_files, include, outside_links=storage.outside_links)
     return Checkpoint(
         storage=storage,
         config=config,
@@ -316,7 +318,7 @@ def _pickled_files(storage: Storage, pickles: list[str], allow_pickle: bool) -> 
     if pickles and not allow_pickle:
         raise _pickle_refused(pickles[0])
     if pickled.PICKLE_INDEX_FILE in storage.files():
-        return _indexed_files(storage, pickled.PICKLE_INDEX_FILE, pickled.SUFFIXES)
+        return _indexed_files(storage, pickled.PICKLE_INDEX_FILE, PICKLE_SUFFIXES)
     if pickled.PICKLE_FILE in pickles:
         return (pickled.PICKLE_FILE,), None
     if len(pickles) > 1:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.file_reader import FileReader
+from pqweights.checkpoint.links import PARSED, leads_outside
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
 from pqweights.errors import SourceError
 from pqweights.locks import ProcessLock
@@ -87,6 +88,11 @@ class Storage(Protocol):
     @property
     def broken_links(self) -> tuple[str, ...]:
         """Links to files that are not there, which `files` leaves out."""
+        ...
+
+    @property
+    def outside_links(self) -> tuple[str, ...]:
+        """Links out of the folder, see links.py; `files` has those that may be weights, and leaves out all others."""
         ...
 
     def work_folder(self) -> WorkFolder | None:
@@ -162,6 +168,7 @@ class LocalStorage:
         self._lock = ProcessLock()
         self._mapped: dict[str, npt.NDArray[np.uint8]] = {}
         self._broken_links: tuple[str, ...] = ()
+        self._outside_links: tuple[str, ...] = ()
         names = sorted(self._walk()) if only is None else only
         self._files = {}
         for name in names:
@@ -172,6 +179,7 @@ class LocalStorage:
         """Return the names of all files, following links, but never into a folder that was already visited."""
         found: list[str] = []
         broken: list[str] = []
+        outside: list[str] = []
         seen = set()
         for folder, subfolders, names in os.walk(self.root, followlinks=True):
             real = os.path.realpath(folder)
@@ -179,18 +187,25 @@ class LocalStorage:
                 subfolders.clear()
                 continue
             seen.add(real)
-            subfolders[:] = sorted(s for s in subfolders if not s.startswith("."))
-            for name in names:
-                path = Path(folder) / name
-                relative = path.relative_to(self.root).as_posix()
-                if name.startswith("."):
-                    continue
+            visible = sorted(name for name in subfolders if not name.startswith("."))
+            linked = [name for name in visible if self._leads_outside(Path(folder) / name)]
+            outside += [self._relative(Path(folder) / name) for name in linked]
+            subfolders[:] = [name for name in visible if name not in linked]
+            for path in (Path(folder) / name for name in names if not name.startswith(".")):
                 if path.is_symlink() and not path.exists():
-                    broken.append(relative)
+                    broken.append(self._relative(path))
                 elif path.is_file():
-                    found.append(relative)
-        self._broken_links = tuple(broken)
+                    is_outside = self._leads_outside(path)
+                    outside += [self._relative(path)] * is_outside
+                    found += [self._relative(path)] * (not is_outside or path.name.endswith(PARSED))
+        self._broken_links, self._outside_links = tuple(broken), tuple(outside)
         return found
+
+    def _leads_outside(self, path: Path) -> bool:
+        return path.is_symlink() and leads_outside(self.root, path)
+
+    def _relative(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
 
     def __str__(self) -> str:
         return str(self.root)
@@ -223,6 +238,11 @@ class LocalStorage:
     def broken_links(self) -> tuple[str, ...]:
         """Links to files that were not there when the folder was listed."""
         return self._broken_links
+
+    @property
+    def outside_links(self) -> tuple[str, ...]:
+        """Links that led out of the folder when it was listed."""
+        return self._outside_links
 
     def work_folder(self) -> WorkFolder | None:
         """Look for the work folder."""

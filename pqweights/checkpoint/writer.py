@@ -53,7 +53,8 @@ def write_whole(work: Path, final: Path, pieces: Iterable[bytes]) -> str:
     digest = hashlib.sha256()
     with disk_errors(final):
         final.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as stream:
+        partial.unlink(missing_ok=True)
+        with open(partial, "xb") as stream:  # which follows no link that somebody else has put there
             for data in pieces:
                 digest.update(data)
                 stream.write(data)

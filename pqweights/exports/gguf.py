@@ -25,6 +25,7 @@ from pqweights.exports.original import integer_export
 from pqweights.exports.target import LLAMA_CPP, ExportSource, ExportTarget
 from pqweights.folding.kinds import checked_fold
 from pqweights.gguf.mixes import PLAIN_TYPES, may_be_quantized
+from pqweights.hub.ids import is_repository_id
 from pqweights.installing import pip_install
 from pqweights.kernels.gguf_types import BLOCK_TYPES, BlockType
 from pqweights.kernels.groups import Groups
@@ -211,7 +212,9 @@ def read_options(options: ExportOptions) -> Gguf:
 
 def _prepare(source: ExportSource, settings: Gguf) -> tuple[Checkpoint, Transform]:
     """Return the checkpoint to be rewritten, and the transform that does it."""
-    named = replace(settings, name=source.model_id, fingerprint=source.fingerprint)
+    # The manifest of a master may say anything; the name stands in names of files and in the Modelfile.
+    name = source.model_id if is_repository_id(source.model_id or "", namespace=False) else None
+    named = replace(settings, name=name, fingerprint=source.fingerprint)
     return integer_export(source, named)
 
 

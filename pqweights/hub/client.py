@@ -9,7 +9,6 @@ content against the hash that the Hub lists. Every refusal becomes a HubError, o
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,13 +17,12 @@ from pqweights.errors import HubError
 from pqweights.hub.official import load_official_client
 from pqweights.hub.refusals import Failure, Refusals
 from pqweights.hub.repository import RemoteFile, Repository
+from pqweights.hub.session import TIMEOUT_SECONDS, Traffic, counted_call
 
 ATTEMPTS = 6
 FIRST_ATTEMPTS = 3  # until the Hub has answered once
 FIRST_WAIT_SECONDS = 1.0  # doubled after each attempt
 LONGEST_WAIT_SECONDS = 120.0  # if the Hub asks for more, the user decides whether to wait
-TIMEOUT_SECONDS = 30.0
-COMMIT_TIMEOUT_SECONDS = 300.0
 HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 Result = TypeVar("Result")
@@ -43,7 +41,6 @@ class Hub:
     official: the modules of the official client
     api: its HfApi with the token
     token: None for the one that the user logged in with
-    requests, bytes: how many requests were sent, and how many bytes came back, so far
     """
 
     def __init__(self, token: str | None = None, tell: Tell = lambda line: None) -> None:
@@ -61,18 +58,26 @@ class Hub:
         self.official = load_official_client()
         self.token = token
         self.api: Any = self.official.library.HfApi(token=token)
-        self.requests = self.bytes = 0
         self._refusals = Refusals(self.official, token, str(self.api.endpoint))
         self._tell = tell
-        self._counted: Any = None
-        self._lock = threading.Lock()
+        self._traffic = Traffic()
         try:
-            self._count()
+            self.official.utils.get_session()
         except (ValueError, self.official.http.InvalidURL) as error:
             raise HubError(f"HF_ENDPOINT: not the address of a Hub: {self.clean(str(error))}") from None
 
     def __reduce__(self) -> tuple[type[Hub], tuple[str | None]]:
         return Hub, (self.token,)
+
+    @property
+    def requests(self) -> int:
+        """How many requests were answered so far."""
+        return self._traffic.requests
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes came back so far."""
+        return self._traffic.bytes
 
     @property
     def endpoint(self) -> str:
@@ -93,12 +98,6 @@ class Hub:
 
         Raises HubError if there is no token, or if it is not valid.
         """
-        official = self.official
-        official.utils.disable_progress_bars()
-        # The official client sets no timeout, so it would wait forever for a stalled reply. A commit of many files
-        # takes long.
-        timeout = official.http.Timeout(COMMIT_TIMEOUT_SECONDS, connect=TIMEOUT_SECONDS)
-        official.utils.get_session().timeout = timeout
         return str(self.call("login", lambda: self.api.whoami())["name"])
 
     def exists(self, repository: str) -> bool:
@@ -149,9 +148,9 @@ class Hub:
         what = repository + about
         attempt, wait, reached = 0, FIRST_WAIT_SECONDS, how_far()
         while True:
-            self._count()
             try:
-                return request()
+                with counted_call(self.official, self._traffic):
+                    return request()
             except (self.official.http.HTTPError, OSError) as error:
                 if how_far() > reached:
                     attempt, wait, reached = 0, FIRST_WAIT_SECONDS, how_far()
@@ -175,30 +174,6 @@ class Hub:
         return self._refusals.explain(
             Failure(repository=repository, what=what, error=error, attempts=attempts, reached=reached)
         )
-
-    def _count(self) -> None:
-        """Count what the client's session sends and receives. The client makes a new session after some errors."""
-        with self._lock:
-            session = self.official.utils.get_session()
-            if session is self._counted:
-                return
-            self._counted = session
-
-            def count(response: Any) -> None:
-                with self._lock:
-                    self.requests += 1
-                close = response.close
-
-                def closed() -> None:
-                    if not response.is_closed:
-                        with self._lock:
-                            self.bytes += response.num_bytes_downloaded
-                    close()
-
-                response.close = closed
-
-            hooks = session.event_hooks
-            session.event_hooks = {**hooks, "response": [*hooks["response"], count]}
 
 
 def _remote_file(repository: str, listed: Any) -> RemoteFile:

@@ -26,20 +26,23 @@ class OfficialClient:
     http: Any
 
     @property
+    def progress_bars(self) -> dict[str, bool]:
+        """Whether it shows progress bars: of all kinds as "_global", and of single kinds."""
+        states: dict[str, bool] = importlib.import_module("huggingface_hub.utils.tqdm").progress_bar_states
+        return states
+
+    @property
     def file_download(self) -> Any:
         """Its module of this name, which not every command needs."""
         return importlib.import_module("huggingface_hub.file_download")
 
 
 def load_official_client() -> OfficialClient:
-    """Import the official client, and silence its remarks."""
-    client = OfficialClient(
+    """Import the official client."""
+    return OfficialClient(
         library=importlib.import_module("huggingface_hub"),
         utils=importlib.import_module("huggingface_hub.utils"),
         errors=importlib.import_module("huggingface_hub.errors"),
         constants=importlib.import_module("huggingface_hub.constants"),
         http=importlib.import_module("httpx2"),
     )
-    # Its remarks repeat what Hub tells the user.
-    client.utils.logging.set_verbosity_error()
-    return client

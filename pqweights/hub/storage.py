@@ -90,6 +90,11 @@ class HubStorage:
         """None: a repository has no links."""
         return ()
 
+    @property
+    def outside_links(self) -> tuple[str, ...]:
+        """None: a repository has no links."""
+        return ()
+
     def work_folder(self) -> None:
         """Return None: unfinished runs are not pushed."""
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from pqweights.checkpoint.writer import disk_errors, partial_path, sync_folder
 from pqweights.errors import HubError, HubUnavailableError
-from pqweights.hub.client import TIMEOUT_SECONDS, Hub, Interrupted, Show, Stop
+from pqweights.hub.client import Hub, Interrupted, Show, Stop
 from pqweights.hub.repository import RemoteFile, Repository, pieces_of
+from pqweights.hub.session import TIMEOUT_SECONDS
 
 WRONG_CONTENT_ATTEMPTS = 3  # of a file whose content does not have the hash that the Hub lists
 MOST_HTTP_BYTES = 50_000_000_000  # of a file; the Hub sends larger ones by xet only

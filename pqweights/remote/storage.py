@@ -103,6 +103,11 @@ class RemoteStorage:
         """None: object storage has no links."""
         return ()
 
+    @property
+    def outside_links(self) -> tuple[str, ...]:
+        """None: object storage has no links."""
+        return ()
+
     def work_folder(self) -> WorkFolder | None:
         """Look for what an unfinished run into this folder left."""
         found = self.folder.files(WORK_FOLDER)

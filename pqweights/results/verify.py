@@ -9,6 +9,7 @@ from typing import Any
 
 from pqweights.checkpoint.digests import SHA256, pieces_of
 from pqweights.checkpoint.interrupted import describe_interrupted
+from pqweights.checkpoint.links import outside
 from pqweights.checkpoint.master import Encoding
 from pqweights.checkpoint.names import (
     CARD_FILE,
@@ -101,7 +102,7 @@ def verify(
         tensors=sum(all(spec.name in hashed for spec in tensor.stored) for tensor in manifest.tensors),
         files=len(good) + len(files),
         bytes=sum(shard.file_bytes for shard in good) + sum(files),
-        problems=tuple(problems),
+        problems=tuple(dict.fromkeys(problems)),  # opening the folder may find one again
     )
 
 
@@ -166,6 +167,8 @@ def _check_files(storage: Storage, manifest: Manifest) -> Iterator[str]:
         size = _size_of(storage, name)
         if not is_inside(name):
             yield f"{MANIFEST_FILE}: lists {name!r}, which lies outside the folder"
+        elif name in storage.outside_links:
+            yield outside(name)
         elif size is None:
             yield f"{name}: missing"
         elif size != record.bytes:
@@ -183,7 +186,7 @@ def _check_foreign(
 ) -> Iterator[str]:
     """Check that every file is listed. A card and figures may be added, and hidden files belong to version control."""
     known = {shard.file for shard in shards} | set(manifest.files) | {MANIFEST_FILE, CARD_FILE, EVALUATION_FILE}
-    for name in sorted({*storage.files(), *beside} - known):
+    for name in sorted({*storage.files(), *storage.outside_links, *beside} - known):
         if not any(part.startswith(".") for part in name.split("/")):
             yield f"{name}: {NOT_IN_MANIFEST}"
     try:

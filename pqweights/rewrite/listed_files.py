@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pqweights.checkpoint.companions import REASONS, is_needed
 from pqweights.checkpoint.interrupted import describe_interrupted, is_interrupted
+from pqweights.checkpoint.links import outside
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, is_inside
 from pqweights.checkpoint.source import Checkpoint, open_folder
 from pqweights.checkpoint.storage import Storage, local_work_folder
@@ -34,6 +35,9 @@ def open_result(storage: Storage) -> Checkpoint:
     if MANIFEST_FILE not in storage.files():
         return open_folder(storage)
     manifest = read_manifest(storage)
+    for name in storage.outside_links:
+        if name in manifest.files:
+            raise MasterError(f"{storage}: {outside(name)}")
     for problem in file_problems(storage, manifest):
         raise MasterError(f"{storage}: {problem}; {REMEDY}")
     checkpoint = open_folder(storage)

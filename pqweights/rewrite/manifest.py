@@ -14,6 +14,7 @@ from typing import Any
 from pqweights.checkpoint.digests import HASH_OF_PIECES, SHA256, TensorHash
 from pqweights.checkpoint.header import ONLY_GGUF_READERS
 from pqweights.checkpoint.interrupted import describe_interrupted
+from pqweights.checkpoint.links import leads_outside, outside, top_level_files
 from pqweights.checkpoint.model_card import checked_facts
 from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
 from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, read_file
@@ -244,7 +245,7 @@ def _top_level(folder: Path) -> LocalStorage:
     if not folder.is_dir():
         found = ONLY_GGUF_READERS if is_gguf(folder) else "a file"
         raise MasterError(f"{folder}: expected a folder, found {found}")
-    return LocalStorage(folder, only=sorted(path.name for path in folder.iterdir() if path.is_file()))
+    return LocalStorage(folder, only=top_level_files(folder))
 
 
 def _why_no_manifest(storage: Storage) -> str:
@@ -253,6 +254,8 @@ def _why_no_manifest(storage: Storage) -> str:
         return describe_interrupted(work)
     if not storage.files() and not isinstance(storage, LocalStorage):
         return "no such folder, or nothing in it"
+    if isinstance(storage, LocalStorage) and leads_outside(storage.root, storage.root / MANIFEST_FILE):
+        return outside(MANIFEST_FILE)
     problem = f"expected a folder that pqweights finished, found no {MANIFEST_FILE} in it"
     has_safetensors = any(name.endswith(".safetensors") for name in names)
     if any(name.endswith(GGUF_SUFFIX) for name in names) and not has_safetensors:

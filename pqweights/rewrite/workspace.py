@@ -22,7 +22,6 @@ from pqweights.checkpoint.names import (
     JOURNAL_FILE,
     MANIFEST_FILE,
     WORK_FOLDER,
-    is_inside,
 )
 from pqweights.checkpoint.writer import disk_errors, partial_path, sync_folder, write_whole
 from pqweights.errors import MasterError, OutputError
@@ -39,6 +38,7 @@ from pqweights.rewrite.journal import (
 )
 from pqweights.rewrite.listed_files import files_of_result
 from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.output_files import refuse_linked_folders, refuse_links_in, remove_files
 from pqweights.rewrite.part_files import (
     FETCHED_FOLDER,
     FINGERPRINTS_FILE,
@@ -161,11 +161,12 @@ class Workspace:
             for shard in shards:
                 if (self.folder / shard).exists():
                     os.replace(self.folder / shard, self.out / shard)
-            _remove_files(self.out, [name for name in self._replaces if name not in self._outputs])
+            remove_files(self.out, [name for name in self._replaces if name not in self._outputs])
             sync_folder(self.out)
 
     def write(self, name: str, pieces: Iterable[bytes]) -> FileRecord:
         """Write a small file of the result, and return what the manifest states about it."""
+        refuse_linked_folders(self.out, [name])
         digest = write_whole(self.folder, self.out / name, pieces)
         return FileRecord((self.out / name).stat().st_size, digest)
 
@@ -203,6 +204,7 @@ def open_workspace(
     """
     check_output(out, overwrite)
     work = out / WORK_FOLDER
+    refuse_links_in(work)
     with disk_errors(out):
         work.mkdir(parents=True, exist_ok=True)
         lock = take_lock(work / LOCK_FILE, shown or out)
@@ -256,6 +258,7 @@ def remove_work(
     work = out / WORK_FOLDER
     if not work.exists():
         return
+    refuse_links_in(work)
     lock = take_lock(work / LOCK_FILE, shown or out)
     try:
         if not but_not_if(out):
@@ -339,6 +342,7 @@ def _files_of_journal(work: Path) -> list[str]:
 
 
 def _refuse_foreign_files(out: Path, outputs: list[str], replaces: list[str]) -> None:
+    refuse_linked_folders(out, outputs)
     refuse_foreign(out, (name for name in outputs if (out / name).exists()), replaces)
 
 
@@ -372,15 +376,3 @@ def empty(work: Path, but: Sequence[str]) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def _remove_files(out: Path, names: list[str]) -> None:
-    """Remove files of ours, and folders that this leaves empty; a name that points outside the folder is ignored."""
-    for name in names:
-        if is_inside(name):
-            (out / name).unlink(missing_ok=True)
-            for parent in (out / name).parents:
-                if parent == out:
-                    break
-                with contextlib.suppress(OSError):
-                    parent.rmdir()

@@ -16,7 +16,7 @@ from commands import done, invoke
 from families import exported, model
 from families import master as master_of
 from helpers import run_command, small_checkpoint
-from pqweights_cli.report import totals_text
+from pqweights_cli.report import totals_lines
 
 from pqweights.card.provenance import _sizes
 from pqweights.checkpoint.source import open_local
@@ -73,8 +73,8 @@ def test_larger_result_has_a_multiple_of_the_size() -> None:
     manifest = SimpleNamespace(kind="export")
     for after, text in ((250, "are 4.00 times smaller than those"), (1040, "are 1.04 times the size of those")):
         assert text in _sizes(manifest, totals(1000, after))  # type: ignore[arg-type]
-    assert "(4.00x smaller)" in totals_text(totals(1000, 250))
-    assert "(1.04x the size)" in totals_text(totals(1000, 1040))
+    assert "(4.00x smaller)" in totals_lines(totals(1000, 250))[0]
+    assert "(1.04x the size)" in totals_lines(totals(1000, 1040))[0]
 
 
 def test_figures_match_the_manifest(master: Path) -> None:

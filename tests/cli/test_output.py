@@ -77,7 +77,7 @@ def test_progress_does_not_read_markup_in_names() -> None:
 
 
 def test_progress_does_not_print_control_characters() -> None:
-    assert "a?[31mb?c" in shown(80, name="a\x1b[31mb\nc")
+    assert "a\\x1b[31mb\\nc" in shown(80, name="a\x1b[31mb\nc")
 
 
 def test_progress_is_plain_where_the_encoding_is() -> None:
@@ -225,7 +225,7 @@ def test_quiet_silences_notes_progress_and_summaries(
         talk()
     assert capsys.readouterr() == ("", "")
     with output.errors(quiet=True):
-        output.summary("4 tensors\nWARNING: a large error\ndone")
+        output.summary("4 tensors", "WARNING: a large error", "done")
         output.warn("this may be wrong")
         output.print_json({})
     assert capsys.readouterr() == ("{}\n", "WARNING: a large error\nWARNING: this may be wrong\n")

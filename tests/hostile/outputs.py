@@ -39,6 +39,21 @@ def interrupted(folder: Path) -> None:
         run_quantize(folder / "src", folder / "master")
 
 
+def linked_work_folder(folder: Path) -> None:
+    write(folder, GOOD_SRC)
+    write(folder, {"mine/notes.txt": "mine", "out/README.md": ""})
+    (folder / "out/.pqweights").symlink_to("../mine")
+
+
+def linked_subfolder(folder: Path) -> None:
+    """A result in which a folder that is to be written again is a link to one of the user's."""
+    write(folder, {**GOOD_SRC, "src/sub/notice": "a notice", "mine/notice": "mine"})
+    run_quantize(folder / "src", folder / "out", bits=3)
+    (folder / "out/sub/notice").unlink()
+    (folder / "out/sub").rmdir()
+    (folder / "out/sub").symlink_to("../mine")
+
+
 UNFINISHED = ("master", "unfinished run of pqweights quantize", "run the same command again")
 JOURNAL = "out/.pqweights/journal.jsonl"
 OUTPUT_CASES = [
@@ -58,6 +73,8 @@ OUTPUT_CASES = [
         {f"out/{name}": content for name, content in GOOD_SRC.items()},
     ),
     Case("out-a-link-to-the-source", {QUANTIZE: ("out", "must not contain each other")}, prepare=symlinked_out),
+    Case("out-with-a-work-folder-elsewhere", {QUANTIZE: ("out/.pqweights", "link")}, prepare=linked_work_folder),
+    Case("out-with-a-linked-folder", {QUANTIZE + " --overwrite": ("out/sub", "link")}, prepare=linked_subfolder),
     Case("out-holds-another-result", {QUANTIZE: ("out", "--overwrite")}, prepare=finished_out),
     Case("out-with-a-broken-manifest", {QUANTIZE: ("pqweights.json",)}, {**GOOD_SRC, "out/pqweights.json": "{"}),
     Case(

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from hostile.case import CONFIG, FILE, GOOD, GOOD_SRC, QUANTIZE, UP, WEIGHT, Case, stored, zeros
+from pathlib import Path
+
+from hostile.case import CONFIG, FILE, GOOD, GOOD_SRC, QUANTIZE, UP, WEIGHT, Case, stored, write, zeros
 from hostile.masters import make_master
 
+
+def linked_license(folder: Path) -> None:
+    """A file that would be copied, and pushed, is a link to one of the user's."""
+    write(folder, GOOD_SRC)
+    (folder / "secret").write_text("mine")
+    (folder / "src/LICENSE").symlink_to("../secret")
+
+
 SOURCE_CASES = [
+    Case("license-a-link-out-of-the-folder", {QUANTIZE: ("LICENSE", "leads out")}, prepare=linked_license),
     Case("source-missing", {QUANTIZE: ("src", "no such")}),
     Case("source-an-empty-folder", {QUANTIZE: ("no weights",)}, prepare=lambda folder: (folder / "src").mkdir()),
     Case("source-of-a-config-alone", {QUANTIZE: ("no weights",)}, {CONFIG: {"model_type": "llama"}}),

@@ -76,7 +76,7 @@ def test_many_tensors_can_be_summarized(model: Path) -> None:
 def test_text_of_a_file_cannot_control_the_terminal(tmp_path: Path) -> None:
     path = small_gguf(tmp_path / "a.gguf", {"llama.note": "a\x1b[31m\nb" * 40})
     shown = done("inspect", path).stdout
-    assert "\x1b" not in shown and "note a?[31m?ba?[31m?b" in shown
+    assert "\x1b" not in shown and r"note a\x1b[31m\nba\x1b[31m\nb" in shown
 
 
 def test_numbers_that_json_lacks_are_null(tmp_path: Path) -> None:
