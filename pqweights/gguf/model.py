@@ -18,6 +18,7 @@ from pqweights.gguf.header import MetadataEntry
 from pqweights.gguf.package import gguf_package
 from pqweights.gguf.rope import add_rope, rope_parameters
 from pqweights.gguf.settings import Settings, ignored_window, read_settings, windowed_layers
+from pqweights.gguf.special import ENDS
 from pqweights.gguf.tensors import gguf_tensors
 from pqweights.gguf.tokens import Vocabulary
 from pqweights.gguf.vocabulary import add_vocabulary, model_name, read_vocabulary
@@ -60,7 +61,7 @@ def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
     _add_general(checkpoint, tensors, writer, name=model_name(name, vocabulary))
     _add_hyper_parameters(settings, writer, rows=rows)
     writer.kv_data[0].update(hyper_parameters.kv_data[0])
-    add_vocabulary(checkpoint.storage, settings.values, writer, vocabulary=vocabulary)
+    missed = add_vocabulary(checkpoint.storage, settings.values, writer, vocabulary=vocabulary)
     # The package finds templates in the order in which a folder lists them.
     values = sorted(writer.kv_data[0].items(), key=lambda item: item[0] if item[0].startswith(TEMPLATES) else "")
     metadata = tuple(_entry(key, value) for key, value in values)
@@ -69,12 +70,12 @@ def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
         metadata=metadata,
         tensors=tensors,
         left_out=left_out,
-        notes=tuple(_notes(settings, vocabulary)),
+        notes=tuple(_notes(settings, vocabulary, missed)),
     )
 
 
-def _notes(settings: Settings, vocabulary: Vocabulary | None) -> Iterator[str]:
-    """Yield what is to be said of the file."""
+def _notes(settings: Settings, vocabulary: Vocabulary | None, missed: tuple[str, ...]) -> Iterator[str]:
+    """Yield what is to be said of the file. missed: tokens at which llama.cpp does not end what it generates."""
     window = ignored_window(settings)
     if window is not None:
         yield (
@@ -88,6 +89,11 @@ def _notes(settings: Settings, vocabulary: Vocabulary | None) -> Iterator[str]:
         )
     for texts in () if vocabulary is None else vocabulary.differs:
         yield f"llama.cpp makes other tokens than the tokenizer of {texts}"
+    if missed:
+        yield (
+            f"llama.cpp goes on generating behind {', '.join(map(repr, missed))}, where the model ends: a GGUF file "
+            f"can name {len(ENDS)} tokens that end a text"
+        )
 
 
 def _entry(key: str, value: Any) -> MetadataEntry:
