@@ -196,7 +196,7 @@ class RewriteReport:
     def warnings(self) -> tuple[str, ...]:
         """What the user should know of the result before using it, a sentence each."""
         lines = (f"{codec} has no kernels for a GPU: it computed on the CPU" for codec in self.on_cpu)
-        return (*self.transform.warnings, *lines)
+        return (*self.transform.warnings, *self.transform.remarks(self.records), *lines)
 
     def __repr__(self) -> str:
         return f"<RewriteReport of the {self.transform.kind}: {self.totals}>"
