@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pqweights.checkpoint.model_card import model_facts
 from pqweights.checkpoint.readers import LogicalTensor
@@ -49,13 +49,9 @@ def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
 
     Raises ExportError if llama.cpp cannot run it as transformers does, MissingDependencyError without the gguf package.
     """
-    settings = read_settings(checkpoint.config)
-    package = gguf_package()
-    architecture = package.MODEL_ARCH_NAMES[package.MODEL_ARCH[settings.architecture.name]]
-    writer = package.GGUFWriter(None, architecture)  # no file is written: it knows the keys and the types of values
-    hyper_parameters = package.GGUFWriter(None, architecture)
-    factors = add_rope(settings, hyper_parameters)
-    tensors, left_out = gguf_tensors(checkpoint.tensors, settings, factors)
+    settings, hyper_parameters, tensors, left_out = _read(checkpoint)
+    architecture = _architecture(settings)
+    writer = gguf_package().GGUFWriter(None, architecture)
     rows = next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
     vocabulary = read_vocabulary(checkpoint.storage, rows=rows)
     _add_general(checkpoint, tensors, writer, name=model_name(name, vocabulary))
@@ -72,6 +68,33 @@ def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
         left_out=left_out,
         notes=tuple(_notes(settings, vocabulary, missed)),
     )
+
+
+def check_model(checkpoint: Checkpoint) -> None:
+    """Raise what gguf_model raises of a checkpoint's configuration and tensors; its tokenizer is not read."""
+    _read(checkpoint)
+
+
+class _Read(NamedTuple):
+    """What configuration and headers give. hyper_parameters: a GGUFWriter with those of rotary embeddings."""
+
+    settings: Settings
+    hyper_parameters: Any
+    tensors: tuple[LogicalTensor, ...]
+    left_out: dict[str, str]
+
+
+def _read(checkpoint: Checkpoint) -> _Read:
+    settings = read_settings(checkpoint.config)
+    # No file is written: the writer knows the keys and the types of values.
+    hyper_parameters = gguf_package().GGUFWriter(None, _architecture(settings))
+    factors = add_rope(settings, hyper_parameters)
+    return _Read(settings, hyper_parameters, *gguf_tensors(checkpoint.tensors, settings, factors))
+
+
+def _architecture(settings: Settings) -> str:
+    package = gguf_package()
+    return str(package.MODEL_ARCH_NAMES[package.MODEL_ARCH[settings.architecture.name]])
 
 
 def _notes(settings: Settings, vocabulary: Vocabulary | None, missed: tuple[str, ...]) -> Iterator[str]:
