@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from pqweights.checkpoint.readers import LogicalTensor, OriginalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.errors import ExportError, MissingDependencyError
+from pqweights.errors import ExportError, MissingDependencyError, SourceError
 from pqweights.exports import EXPORTS, get_target
 from pqweights.exports.options import ExportOptions
 from pqweights.exports.target import PlannedMaster
@@ -72,7 +72,7 @@ def _possible(name: str, master: PlannedMaster) -> PossibleExport:
     target = get_target(name)
     try:
         target.check(master, target.settings(ExportOptions()))
-    except ExportError as error:
+    except (ExportError, SourceError) as error:
         return PossibleExport(target=name, possible=False, reason=str(error))
     except MissingDependencyError as error:
         return PossibleExport(target=name, possible=None, reason=str(error))

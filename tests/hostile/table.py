@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[0] = str(Path(__file__).parents[1])  # not this folder, whose gguf.py is not the package
 from hostile import generate
 from hostile.case import build
 
