@@ -10,7 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).parents[1])  # not this folder, whose gguf.py is not the package
+sys.path.remove(str(Path(__file__).parent))  # its gguf.py is not the package
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from hostile import generate
 from hostile.case import build
 
