@@ -142,4 +142,5 @@ def _lines(done: RewriteReport) -> list[str]:
         *fold_lines(done),
         *report.kept_lines(done.plan.tensors),
         *report.left_out_lines(done.plan),
+        *report.export_lines(done.exports),
     ]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pqweights.checkpoint.storage import Storage
     from pqweights.planning.fit import Fit
     from pqweights.planning.plan import Plan, TensorPlan
+    from pqweights.planning.possible import PossibleExport
     from pqweights.planning.totals import Totals
     from pqweights.rewrite.manifest import Manifest
     from pqweights.rewrite.task import RewriteReport
@@ -55,6 +56,20 @@ def bits_text(totals: Totals) -> str:
     per_weight, per_parameter = totals.bits_per_weight, totals.bits_per_parameter
     quantized = "no weight is quantized" if per_weight is None else f"{per_weight:.4f} per quantized weight"
     return quantized if per_parameter is None else f"{quantized}, {per_parameter:.4f} per parameter"
+
+
+def export_lines(exports: Sequence[PossibleExport]) -> list[str]:
+    """Return what a master can be exported to, what it cannot, and what is not known."""
+    possible = [
+        f"{export.target} ({export.reason})" if export.reason else export.target
+        for export in exports
+        if export.possible
+    ]
+    return [
+        *([f"can be exported to: {', '.join(possible)}"] if possible else []),
+        *(f"cannot be exported to {e.target}: {e.reason}" for e in exports if e.possible is False),
+        *(f"not known whether it can be exported to {e.target}: {e.reason}" for e in exports if e.possible is None),
+    ]
 
 
 def reason_lines(tensors: Sequence[TensorPlan]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from . import tables
 from .output import size
 from .printable import printable
-from .report import left_out_lines, reason_lines, totals_lines
+from .report import export_lines, left_out_lines, reason_lines, totals_lines
 from .report_fold import planned_fold_lines
 from .report_summary import is_summarized, summary_table
 
@@ -38,6 +38,7 @@ def plan_lines(report: PlanReport, summary: bool | None) -> list[str]:
         f"needs: {_room(needs)}, at most {size(needs.peak_memory_bytes)} of memory",
         *planned_fold_lines(None if report.fold is None else report.fold.to_json()),
         *left_out_lines(plan),
+        *export_lines(report.exports),
         *_hub_lines(report.hub, "in the output folder" if needs.scratch_bytes is None else "of disk space"),
     ]
 

@@ -18,6 +18,7 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import get_codec, nearest_rate
 from pqweights.errors import OptionError, OutputError, RecipeError, SourceError, StrictError
+from pqweights.exports.possible import possible_exports
 from pqweights.folding.fold import Fold
 from pqweights.folding.kinds import make_fold
 from pqweights.hub.sources import Access, address_of, open_source
@@ -113,7 +114,8 @@ def quantize(
         out=place,
         lineage=Lineage(model_facts(checkpoint.storage)),
     )
-    return rewrite(task, run)
+    report = rewrite(task, run)
+    return replace(report, exports=possible_exports(checkpoint, plan.tensors))
 
 
 def plan_quantize(

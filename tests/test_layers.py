@@ -45,7 +45,7 @@ LAYERS = (
     ("pqweights.planning",),
     ("pqweights.folding",),
     ("pqweights.rewrite",),
-    ("pqweights.quantizing", "pqweights.exports", "pqweights.exporting"),
+    ("pqweights.exports", "pqweights.quantizing", "pqweights.exporting"),
     ("pqweights.integrations", "pqweights.results", "pqweights.kv"),
     ("pqweights.distributed",),
     ("pqweights.runtimes",),

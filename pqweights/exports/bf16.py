@@ -128,5 +128,6 @@ TARGET = ExportTarget(
     options=("dtype",),
     read_options=read_options,
     prepare=_prepare,
+    check=lambda master, dtype: None,
     load_section=_load_section,
 )

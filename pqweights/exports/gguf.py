@@ -22,7 +22,7 @@ from pqweights.exports.gguf_types import TypeChoice, chosen_types
 from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
 from pqweights.exports.options import BEST, IMPORTANCE, PLAIN, ExportOptions, one_of
 from pqweights.exports.original import integer_export
-from pqweights.exports.target import LLAMA_CPP, ExportSource, ExportTarget
+from pqweights.exports.target import LLAMA_CPP, ExportSource, ExportTarget, PlannedMaster
 from pqweights.folding.kinds import checked_fold
 from pqweights.gguf.mixes import PLAIN_TYPES, may_be_quantized
 from pqweights.hub.ids import is_repository_id
@@ -218,6 +218,13 @@ def _prepare(source: ExportSource, settings: Gguf) -> tuple[Checkpoint, Transfor
     return integer_export(source, named)
 
 
+def _check(master: PlannedMaster, settings: Gguf) -> None:
+    """See ExportTarget; the tokenizer, which may be large, is not read."""
+    from pqweights.gguf.model import check_model
+
+    check_model(master.source)
+
+
 TARGET = ExportTarget(
     name=NAME,
     runtime=LLAMA_CPP,
@@ -229,6 +236,8 @@ TARGET = ExportTarget(
     account=("name", "types"),
     read_options=read_options,
     prepare=_prepare,
+    check=_check,
     load_section=load_section,
     library="gguf",
+    unchecked="if llama.cpp has its tokenizer",
 )

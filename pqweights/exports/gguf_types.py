@@ -29,7 +29,7 @@ F16_ERROR = 1e-8
 # What the headers of further files and the padding of tensors may take of a target size.
 RESERVED_BYTES = 4096
 # The types from which a file of a given size is made.
-CANDIDATES = (*(name for name in BLOCK_TYPES if name not in ("Q5_1", "Q5_0", "Q4_0", "IQ4_NL")), "F16")
+CANDIDATES = (*(name for name in BLOCK_TYPES if name not in ("Q5_1", "Q5_0", "Q4_1", "Q4_0", "IQ4_NL")), "F16")
 
 
 class TypeChoice(NamedTuple):

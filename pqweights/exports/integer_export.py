@@ -27,8 +27,11 @@ from pqweights.folding.fold import Fold
 from pqweights.folding.folded import FoldedTensor
 from pqweights.planning.plan import INTEGER, Container, ShardPlan, TensorPlan, stored_bytes
 from pqweights.rewrite.jobs import CopyJob, Job
-from pqweights.rewrite.records import TensorRecord
+from pqweights.rewrite.records import TensorRecord, master_part, mean_error
 from pqweights.rewrite.transform import Preparation, SmallFiles, Transform
+
+# Above this share of the error, the master decides how good an export is, and no longer its format.
+MOST_BY_MASTER = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +160,17 @@ class IntegerExport(Transform):
     def warnings(self) -> tuple[str, ...]:
         """What the target has to say about the result."""
         return (*self.outline.warnings, *(() if self.fold is None else self.fold.warnings))
+
+    def remarks(self, records: Sequence[TensorRecord]) -> tuple[str, ...]:
+        """Say that the error is for the most part the master's, if it is."""
+        total, by_master = mean_error(records, "total_mse"), master_part(records)
+        if total is None or by_master is None or by_master <= MOST_BY_MASTER * total:
+            return ()
+        return (
+            f"the error of the master is {by_master / total:.0%} of the error against the original ({by_master:.6f} of "
+            f"{total:.6f}), and no format makes that smaller: --source ORIGINAL rounds the original's weights instead, "
+            "and a master of more bits has less of it",
+        )
 
     @property
     def also_reads(self) -> dict[str, Checkpoint]:

@@ -24,12 +24,15 @@ from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
 from pqweights.codecs import DEFAULT_CODEC
 from pqweights.dtypes import DTYPE_BITS, convert, from_float32, item_bytes
 from pqweights.errors import ExportError, MissingDependencyError
+from pqweights.exports.architectures import MLX as MLX_TARGET
+from pqweights.exports.architectures import other_targets
 from pqweights.exports.bf16 import is_encoded, plain_plan
 from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
 from pqweights.exports.loading import LoadableModel, shell
+from pqweights.exports.mlx_types import check_model_type
 from pqweights.exports.options import BEST, MINMAX, ExportOptions, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export
-from pqweights.exports.target import MLX, ExportTarget
+from pqweights.exports.target import MLX, ExportTarget, PlannedMaster
 from pqweights.installing import pip_install
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups, pack_bits
 from pqweights.locks import ProcessLock
@@ -371,6 +374,13 @@ def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]
     return [*parts, shell("pip install mlx-lm", *fetch, command), fenced("python", python)]
 
 
+def _check(master: PlannedMaster, settings: MlxQ4) -> None:
+    """See ExportTarget; mlx is not imported."""
+    source = master.source
+    config = _config(source, model_dtype(source.config, source.tensors))
+    check_model_type(config["model_type"], other_targets(MLX_TARGET, config))
+
+
 TARGET = ExportTarget(
     name=NAME,
     runtime=MLX,
@@ -378,6 +388,8 @@ TARGET = ExportTarget(
     options=("mode", "bits", "group_size", "qparams", "fold", "rounding", "calibration"),
     read_options=read_options,
     prepare=integer_export,
+    check=_check,
+    unchecked="if mlx-lm takes its configuration and tensors",
     load_section=_load_section,
     library="mlx",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,14 +49,15 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
         outline = target.outline(values.checkpoint)
     if values.master is not source.checkpoint and original is not None:
         master_outline = target.outline(values.master)
+    errors = {} if original is not None or values.fold is not None else _known_errors(outline, manifest)
     if original is None:
-        outline = replace(outline, warnings=(*outline.warnings, *_bits_warnings(outline)))
+        outline = replace(outline, warnings=(*outline.warnings, *_bits_warnings(outline, errors)))
     transform = IntegerExport(
         target=target,
         outline=outline,
         original=original,
         master={} if original is None else {tensor.name: tensor for tensor in master_outline.tensors},
-        master_errors={} if original is not None or values.fold is not None else _known_errors(outline, manifest),
+        master_errors=errors,
         compensation=_compensation(outline, moments if source.rounding == GPTQ else None, values.fold),
         fold=values.fold,
         folded_master=source.checkpoint if original is not None and source.fold is None else None,
@@ -121,13 +123,18 @@ def _compensation(outline: Outline, moments: Moments | None, fold: Fold | None) 
     return Compensation(moments, sources, None if fold is not None and fold.kind == ROTATE else fold)
 
 
-def _bits_warnings(outline: Outline) -> tuple[str, ...]:
-    """Return a warning if the integers have clearly more bits than the codes that they are made from."""
+def _bits_warnings(outline: Outline, errors: Mapping[str, float]) -> tuple[str, ...]:
+    """Return a warning if the integers have clearly more bits than the codes that they are made from.
+
+    errors: those of the master that are known; where all are, the export says which part of its error they are
+    """
     weights = made = held = 0.0
-    for tensor in outline.tensors:
-        decision = outline.decisions.get(tensor.name)
-        if not isinstance(decision, Rounding):
-            continue
+    rounded = [t for t in outline.tensors if isinstance(outline.decisions.get(t.name), Rounding)]
+    if all(tensor.name in errors for tensor in rounded):
+        return ()
+    for tensor in rounded:
+        decision = outline.decisions[tensor.name]
+        assert isinstance(decision, Rounding)
         for part in tensor.sources if isinstance(tensor, View) else (tensor,):
             part = unfolded(part)
             if isinstance(part, EncodedTensor):

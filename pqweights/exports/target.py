@@ -49,6 +49,18 @@ class ExportSource:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlannedMaster:
+    """A master that is not made yet.
+
+    source: the checkpoint from which it is to be made
+    layers: of all layers and all experts that are alike the first one, with the weights told apart that become codes
+    """
+
+    source: Checkpoint
+    layers: Checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExportTarget(Generic[Settings]):
     """One kind of export.
 
@@ -60,10 +72,13 @@ class ExportTarget(Generic[Settings]):
         raises OptionError for a value that the target does not have
     prepare: returns the checkpoint to be rewritten, and the transform that does it;
         raises ExportError for a model that the target cannot store
+    check: decides whether a master can be exported, from the configuration and the names and shapes of tensors;
+        raises ExportError if it cannot, MissingDependencyError if a package is missing that knows
     load_section: returns the paragraphs and code blocks of a card that say how to load the result,
         from Manifest.made_by and the model
     library: the library_name of its card, if that is not transformers
     account: keys of the manifest's account besides options
+    unchecked: what `check` leaves open, for a message; None if it leaves nothing open
     """
 
     name: str
@@ -72,9 +87,11 @@ class ExportTarget(Generic[Settings]):
     options: tuple[str, ...]
     read_options: Callable[[ExportOptions], Settings]
     prepare: Callable[[ExportSource, Settings], tuple[Checkpoint, Transform]]
+    check: Callable[[PlannedMaster, Settings], object]
     load_section: Callable[[Mapping[str, Any], LoadableModel], list[str]]
     library: str | None = None
     account: tuple[str, ...] = ()
+    unchecked: str | None = None
 
     def settings(self, asked: ExportOptions) -> Settings:
         """Return what `prepare` takes for the options that a user gave.

@@ -293,5 +293,6 @@ TARGET = ExportTarget(
     options=("packing", "bits", "group_size", "qparams", "fold", "rounding", "calibration"),
     read_options=read_options,
     prepare=integer_export,
+    check=lambda master, settings: settings.outline(master.layers),
     load_section=_load_section,
 )

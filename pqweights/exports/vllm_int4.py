@@ -337,5 +337,6 @@ TARGET = ExportTarget(
     options=("bits", "group_size", "basis", "qparams", "fold", "rounding", "calibration"),
     read_options=read_options,
     prepare=integer_export,
+    check=lambda master, settings: settings.outline(master.layers),
     load_section=_load_section,
 )

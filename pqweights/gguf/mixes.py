@@ -96,6 +96,10 @@ def _first_eighth_by_guess(layer: int, shape: Shape) -> bool:
     return layer < shape.layers // 8 and not shape.imatrix
 
 
+def _first_eighth_by_imatrix(layer: int, shape: Shape) -> bool:
+    return layer < shape.layers // 8 and shape.imatrix
+
+
 class WiderType(NamedTuple):
     """A kind of tensor that gets another type than most, in some layers."""
 
@@ -166,7 +170,13 @@ MIXES = {
         Mix(name="Q6_K", file_type="MOSTLY_Q6_K", type="Q6_K"),
         Mix(name="Q5_K_M", file_type="MOSTLY_Q5_K_M", type="Q5_K", wider=_MORE),
         Mix(name="Q5_K_S", file_type="MOSTLY_Q5_K_S", type="Q5_K"),
-        Mix(name="Q5_0", file_type="MOSTLY_Q5_0", type="Q5_0"),
+        Mix(name="Q5_1", file_type="MOSTLY_Q5_1", type="Q5_1"),
+        Mix(
+            name="Q5_0",
+            file_type="MOSTLY_Q5_0",
+            type="Q5_0",
+            wider=_wider((DOWN, _first_eighth_by_imatrix, "Q5_1")),
+        ),
         Mix(name="Q4_K_M", file_type="MOSTLY_Q4_K_M", type="Q4_K", wider=_MORE),
         Mix(
             name="Q4_K_S",
@@ -174,7 +184,13 @@ MIXES = {
             type="Q4_K",
             wider=_wider((VALUES, _first(4), "Q5_K"), (DOWN, _first_share(8), "Q5_K")),
         ),
-        Mix(name="Q4_0", file_type="MOSTLY_Q4_0", type="Q4_0"),
+        Mix(name="Q4_1", file_type="MOSTLY_Q4_1", type="Q4_1"),
+        Mix(
+            name="Q4_0",
+            file_type="MOSTLY_Q4_0",
+            type="Q4_0",
+            wider=_wider((DOWN, _first_eighth_by_imatrix, "Q4_1")),
+        ),
         Mix(name="IQ4_NL", file_type="MOSTLY_IQ4_NL", type="IQ4_NL", wider=_IQ4),
         Mix(name="IQ4_XS", file_type="MOSTLY_IQ4_XS", type="IQ4_XS", wider=_IQ4),
         Mix(

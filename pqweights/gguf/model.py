@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pqweights.checkpoint.model_card import model_facts
 from pqweights.checkpoint.readers import LogicalTensor
@@ -18,6 +18,7 @@ from pqweights.gguf.header import MetadataEntry
 from pqweights.gguf.package import gguf_package
 from pqweights.gguf.rope import add_rope, rope_parameters
 from pqweights.gguf.settings import Settings, ignored_window, read_settings, windowed_layers
+from pqweights.gguf.special import ENDS
 from pqweights.gguf.tensors import gguf_tensors
 from pqweights.gguf.tokens import Vocabulary
 from pqweights.gguf.vocabulary import add_vocabulary, model_name, read_vocabulary
@@ -48,19 +49,15 @@ def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
 
     Raises ExportError if llama.cpp cannot run it as transformers does, MissingDependencyError without the gguf package.
     """
-    settings = read_settings(checkpoint.config)
-    package = gguf_package()
-    architecture = package.MODEL_ARCH_NAMES[package.MODEL_ARCH[settings.architecture.name]]
-    writer = package.GGUFWriter(None, architecture)  # no file is written: it knows the keys and the types of values
-    hyper_parameters = package.GGUFWriter(None, architecture)
-    factors = add_rope(settings, hyper_parameters)
-    tensors, left_out = gguf_tensors(checkpoint.tensors, settings, factors)
+    settings, hyper_parameters, tensors, left_out = _read(checkpoint)
+    architecture = _architecture(settings)
+    writer = gguf_package().GGUFWriter(None, architecture)
     rows = next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
     vocabulary = read_vocabulary(checkpoint.storage, rows=rows)
     _add_general(checkpoint, tensors, writer, name=model_name(name, vocabulary))
     _add_hyper_parameters(settings, writer, rows=rows)
     writer.kv_data[0].update(hyper_parameters.kv_data[0])
-    add_vocabulary(checkpoint.storage, settings.values, writer, vocabulary=vocabulary)
+    missed = add_vocabulary(checkpoint.storage, settings.values, writer, vocabulary=vocabulary)
     # The package finds templates in the order in which a folder lists them.
     values = sorted(writer.kv_data[0].items(), key=lambda item: item[0] if item[0].startswith(TEMPLATES) else "")
     metadata = tuple(_entry(key, value) for key, value in values)
@@ -69,12 +66,39 @@ def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
         metadata=metadata,
         tensors=tensors,
         left_out=left_out,
-        notes=tuple(_notes(settings, vocabulary)),
+        notes=tuple(_notes(settings, vocabulary, missed)),
     )
 
 
-def _notes(settings: Settings, vocabulary: Vocabulary | None) -> Iterator[str]:
-    """Yield what is to be said of the file."""
+def check_model(checkpoint: Checkpoint) -> None:
+    """Raise what gguf_model raises of a checkpoint's configuration and tensors; its tokenizer is not read."""
+    _read(checkpoint)
+
+
+class _Read(NamedTuple):
+    """What configuration and headers give. hyper_parameters: a GGUFWriter with those of rotary embeddings."""
+
+    settings: Settings
+    hyper_parameters: Any
+    tensors: tuple[LogicalTensor, ...]
+    left_out: dict[str, str]
+
+
+def _read(checkpoint: Checkpoint) -> _Read:
+    settings = read_settings(checkpoint.config)
+    # No file is written: the writer knows the keys and the types of values.
+    hyper_parameters = gguf_package().GGUFWriter(None, _architecture(settings))
+    factors = add_rope(settings, hyper_parameters)
+    return _Read(settings, hyper_parameters, *gguf_tensors(checkpoint.tensors, settings, factors))
+
+
+def _architecture(settings: Settings) -> str:
+    package = gguf_package()
+    return str(package.MODEL_ARCH_NAMES[package.MODEL_ARCH[settings.architecture.name]])
+
+
+def _notes(settings: Settings, vocabulary: Vocabulary | None, missed: tuple[str, ...]) -> Iterator[str]:
+    """Yield what is to be said of the file. missed: tokens at which llama.cpp does not end what it generates."""
     window = ignored_window(settings)
     if window is not None:
         yield (
@@ -88,6 +112,11 @@ def _notes(settings: Settings, vocabulary: Vocabulary | None) -> Iterator[str]:
         )
     for texts in () if vocabulary is None else vocabulary.differs:
         yield f"llama.cpp makes other tokens than the tokenizer of {texts}"
+    if missed:
+        yield (
+            f"llama.cpp goes on generating behind {', '.join(map(repr, missed))}, where the model ends: a GGUF file "
+            f"can name {len(ENDS)} tokens that end a text"
+        )
 
 
 def _entry(key: str, value: Any) -> MetadataEntry:

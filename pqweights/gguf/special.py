@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,12 @@ MERGES, NAMED = "merges.txt", "special_tokens_map.json"
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 MORE_TEMPLATES = "additional_chat_templates/"
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+# The tokens that a file can name as ends, and the texts by which llama.cpp knows such tokens, the preferred ones first
+# (src/llama-vocab.cpp). It takes any of several for the end of a turn, so that one is named.
+ENDS = ("eos", "eot", "eom")
+TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>", "_<EOT>")
+MESSAGE_ENDS = ("<|eom_id|>",)
+KNOWN_ENDS = frozenset({*TURN_ENDS, *MESSAGE_ENDS, "<|return|>", "<|call|>", "<|endoftext|>", "<|end_of_text|>"})
 
 
 def surrounding(tokenizer: Mapping[str, Any], rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -62,8 +68,10 @@ def _around(tokenizer: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     return before, behind
 
 
-def add_special(storage: Storage, config: Mapping[str, Any], writer: Any, *, vocabulary: Vocabulary) -> None:
+def add_special(storage: Storage, config: Mapping[str, Any], writer: Any, *, vocabulary: Vocabulary) -> tuple[str, ...]:
     """Write the merges, special tokens and chat template of a vocabulary.
+
+    Returns the tokens at which transformers ends what it generates, and llama.cpp does not.
 
     config: that of the text model
     writer: a GGUFWriter of the gguf package
@@ -82,9 +90,10 @@ def add_special(storage: Storage, config: Mapping[str, Any], writer: Any, *, voc
     if merged and not special.merges:
         raise unmapped("it has no merges")
     _settle(special.special_token_ids, special.add_special_token, vocabulary)
-    _add_ends(special.special_token_ids, _ends(storage, config), rows=len(vocabulary.tokens))
+    missed = _add_ends(special.special_token_ids, _ends(storage, config), vocabulary.tokens)
     with silent():
         special.add_to_gguf(writer, quiet=True)
+    return missed
 
 
 def _settle(ids: dict[str, int], added: dict[str, bool], vocabulary: Vocabulary) -> None:
@@ -114,15 +123,22 @@ def _ends(storage: Storage, config: Mapping[str, Any]) -> list[Any]:
     return found if isinstance(found, list) else [found]
 
 
-def _add_ends(ids: dict[str, int], ends: list[Any], *, rows: int) -> None:
-    """Name further tokens at which generation ends.
+def _add_ends(ids: dict[str, int], ends: list[Any], tokens: Sequence[str]) -> tuple[str, ...]:
+    """Name further tokens at which generation ends, and return those that can neither be named nor are known.
 
     The end of a message comes first: llama.cpp finds the end of a turn by its text, and also writes it.
     """
-    named = {ids.get(kind) for kind in ("eos", "eot", "eom")}
-    others = [place for place in ends if isinstance(place, int) and 0 <= place < rows and place not in named]
+    places = dict.fromkeys(place for place in ends if isinstance(place, int) and 0 <= place < len(tokens))
+    by_text = {tokens[place]: place for place in places}
+    for kind, texts in (("eom", MESSAGE_ENDS), ("eot", TURN_ENDS)):
+        known = next((by_text[text] for text in texts if text in by_text), None)
+        if known is not None:
+            ids.setdefault(kind, known)
+    named = {ids.get(kind) for kind in ENDS}
+    others = [place for text, place in by_text.items() if place not in named and text not in KNOWN_ENDS]
     free = [kind for kind in ("eom", "eot") if kind not in ids]
-    ids.update(zip(free, dict.fromkeys(others), strict=False))
+    ids.update(zip(free, others, strict=False))
+    return tuple(tokens[place] for place in others[len(free) :])
 
 
 def _write_files(storage: Storage, config: Mapping[str, Any], folder: Path) -> None:

@@ -86,15 +86,19 @@ def model_name(name: str | None, vocabulary: Vocabulary | None) -> str | None:
     return name and STRIPS.sub("phi 3", name)
 
 
-def add_vocabulary(storage: Storage, config: Mapping[str, Any], writer: Any, *, vocabulary: Vocabulary | None) -> None:
+def add_vocabulary(
+    storage: Storage, config: Mapping[str, Any], writer: Any, *, vocabulary: Vocabulary | None
+) -> tuple[str, ...]:
     """Write a vocabulary, special tokens and the chat template.
 
     config: that of the text model
     writer: a GGUFWriter of the gguf package
+
+    Returns the tokens at which transformers ends what it generates, and llama.cpp does not.
     """
     if vocabulary is None:
         writer.add_tokenizer_model(gguf_package().NoVocab.tokenizer_model)
-        return
+        return ()
     writer.add_tokenizer_model(vocabulary.model)
     writer.add_tokenizer_pre(vocabulary.pre)
     writer.add_token_list(vocabulary.tokens)
@@ -103,7 +107,7 @@ def add_vocabulary(storage: Storage, config: Mapping[str, Any], writer: Any, *, 
     writer.add_token_types(vocabulary.types)
     if vocabulary.space_prefix is not None:
         writer.add_add_space_prefix(vocabulary.space_prefix)
-    add_special(storage, config, writer, vocabulary=vocabulary)
+    return add_special(storage, config, writer, vocabulary=vocabulary)
 
 
 def _of_json(tokenizer: dict[str, Any], rows: int) -> Vocabulary:

@@ -12,7 +12,6 @@ import ctypes
 import fcntl
 import functools
 import hashlib
-import importlib.metadata
 import json
 import math
 import os
@@ -23,7 +22,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
 import numpy.typing as npt
 
@@ -266,6 +264,8 @@ def _kernel(name: str) -> Any:
 
 def _linked(name: str, symbol: str, machine_code: bytes) -> Any:
     """The function of an object file, ready to be called."""
+    import llvmlite.binding as llvm
+
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_default_triple().create_target_machine()
@@ -365,6 +365,10 @@ def _cache_folders() -> list[Path]:
 @functools.cache
 def _cache_name(name: str) -> str:
     """The name of a kernel's file, which changes with everything that the machine code depends on."""
+    import importlib.metadata
+
+    import llvmlite.binding as llvm
+
     sources = {source: hashlib.sha256((Path(__file__).parent / source).read_bytes()).hexdigest() for source in SOURCES}
     depends_on = {
         "sources": sources,

@@ -1,4 +1,4 @@
-"""The CPU kernels that encode GGUF's blocks of scales and offsets (Q4_K, Q5_K, Q2_K, Q5_1), in numba.
+"""The CPU kernels that encode GGUF's blocks of scales and offsets (Q4_K, Q5_K, Q2_K, Q4_1, Q5_1), in numba.
 
 gguf_affine_blocks.py says how. ctypes calls the kernels, so their parameters are plain pointers and numbers: those of
 gguf_encoding.py.

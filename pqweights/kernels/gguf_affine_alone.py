@@ -1,11 +1,12 @@
-"""GGUF's affine blocks of one part (Q5_1), as LLVM vector code for numba: the search for the F16 numbers in them.
+"""GGUF's affine blocks of one part (Q4_1, Q5_1) as LLVM vector code for numba: the search for the F16 numbers in them.
 
 From the least-squares fit of gguf_affine_parts.py on, in each round: the codes of the scale and offset so far, the
 least-squares offset for these codes, and the two F16 numbers around it; for each of them the least-squares scale, and
 the two F16 numbers around that. The pair whose decoded weights have the least error begins the next round.
 
 tests/support/gguf_affine_reference.py repeats the operations.
-Format: https://github.com/ggml-org/llama.cpp (ggml/src/ggml-common.h, block_q5_1); what it calls m is -offset here.
+Format: https://github.com/ggml-org/llama.cpp (ggml/src/ggml-common.h, block_q4_1 and block_q5_1); what
+it calls m is -offset here.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ A part's scale is d times a small integer, and its offset is dmin times another;
 A block of one part stores its scale and offset themselves, in F16: gguf_affine_alone.py takes the place of 2 and 3.
 
 Every operation is one IEEE operation in the order written; tests/support/gguf_affine_reference.py repeats them.
-Format: https://github.com/ggml-org/llama.cpp (ggml/src/ggml-common.h, block_q2_K, block_q4_K, block_q5_K and
-block_q5_1).
+Format: https://github.com/ggml-org/llama.cpp (ggml/src/ggml-common.h, block_q2_K, block_q4_K, block_q5_K, block_q4_1
+and block_q5_1).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What distinguishes GGUF's block formats of scales and offsets, and where the search of their encoders begins.
 
-Format: https://github.com/ggml-org/llama.cpp (ggml/src/ggml-common.h, block_q2_K, block_q4_K, block_q5_K and
-block_q5_1).
+Format: https://github.com/ggml-org/llama.cpp (ggml/src/ggml-common.h, block_q2_K, block_q4_K, block_q5_K, block_q4_1
+and block_q5_1).
 """
 
 from __future__ import annotations
@@ -105,6 +105,16 @@ FORMATS = {
         block_size=32,
         part_size=32,
         last_code=31,
+        last_level=1,
+        ranges=((1.03, 1.2),),
+        weighted_ranges=((1.03, 1.2),),
+        factors=(),
+        rounds=2,
+    ),
+    "Q4_1": AffineFormat(
+        block_size=32,
+        part_size=32,
+        last_code=15,
         last_level=1,
         ranges=((1.03, 1.2),),
         weighted_ranges=((1.03, 1.2),),

@@ -1,8 +1,8 @@
 """The bytes of GGUF's blocks of scales and offsets, as LLVM vector code for numba.
 
 Words of 32 bits of sixteen blocks lie in the sixteen lanes of a vector.
-Format: https://github.com/ggml-org/llama.cpp (ggml/src/ggml-common.h, block_q2_K, block_q4_K, block_q5_K and
-block_q5_1).
+Format: https://github.com/ggml-org/llama.cpp (ggml/src/ggml-common.h, block_q2_K, block_q4_K, block_q5_K, block_q4_1
+and block_q5_1).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def pack_words(blocks: AffineBlocks, d: Lanes, dmin: Lanes, words: Any) -> None:
     d, dmin: F16 numbers as f32.
     """
     if blocks.format.parts == 1:
-        _pack_q5_1(blocks, half_bits(d) | (half_bits(0.0 - dmin) << 16), words)  # not -0 for 0
+        _pack_q4_1_or_q5_1(blocks, half_bits(d) | (half_bits(0.0 - dmin) << 16), words)  # not -0 for 0
         return
     halves = half_bits(d) | (half_bits(dmin) << 16)
     levels = [
@@ -97,22 +97,22 @@ def _pack_q4_or_q5(blocks: AffineBlocks, halves: Lanes, levels: list[list[Lanes]
     loop(b, I64(32), (), pack_low)
 
 
-def _pack_q5_1(blocks: AffineBlocks, halves: Lanes, words: Any) -> None:
-    """block_q5_1: d and m, the highest bits of the codes, their low halves, of weights 16 apart in a byte."""
-    b, nothing = blocks.builder, halves.of(0)
+def _pack_q4_1_or_q5_1(blocks: AffineBlocks, halves: Lanes, words: Any) -> None:
+    """block_q4_1 and block_q5_1: d and m, highest bits of codes (Q5_1), low halves of codes 16 weights apart."""
+    b, high = blocks.builder, blocks.format.last_code == 31
     store(halves, words, I64(0))
 
-    def add_high(j: Any, high: Lanes) -> Lanes:
-        return (high >> 1) | ((_codes(blocks, j) >> 4) << 31)
-
-    store(loop(b, I64(32), nothing, add_high), words, I64(LANES))
+    def add_high(j: Any, bits: Lanes) -> Lanes:
+        return (bits >> 1) | ((_codes(blocks, j) >> 4) << 31)
 
     def pack_low(i: Any, nothing: tuple[()]) -> tuple[()]:
         found = []
         for k in range(4):
             left, right = (_codes(blocks, b.add(b.mul(i, I64(4)), I64(16 * half + k))) & 15 for half in (0, 1))
             found.append(left | (right << 4))
-        store(_in_word(found), words, b.mul(b.add(i, I64(2)), I64(LANES)))
+        store(_in_word(found), words, b.mul(b.add(i, I64(2 if high else 1)), I64(LANES)))
         return nothing
 
+    if high:
+        store(loop(b, I64(32), halves.of(0), add_high), words, I64(LANES))
     loop(b, I64(4), (), pack_low)

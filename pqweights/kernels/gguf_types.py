@@ -44,6 +44,7 @@ BLOCK_TYPES = {
         BlockType(name="Q5_K", bits=5, block_size=256, block_bytes=176, distortion=1.17e-3),
         BlockType(name="Q5_1", bits=5, block_size=32, block_bytes=24, distortion=1.11e-3),
         BlockType(name="Q5_0", bits=5, block_size=32, block_bytes=22, distortion=1.6e-3),
+        BlockType(name="Q4_1", bits=4, block_size=32, block_bytes=20, distortion=4.75e-3),
         BlockType(name="Q4_K", bits=4, block_size=256, block_bytes=144, distortion=4.83e-3),
         BlockType(name="Q4_0", bits=4, block_size=32, block_bytes=18, distortion=6.54e-3),
         BlockType(name="IQ4_NL", bits=4, block_size=32, block_bytes=18, distortion=5.41e-3),

@@ -10,10 +10,12 @@ from typing import Any
 
 from pqweights.checkpoint.file_uses import file_uses, most_fetched
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.exports.possible import possible_exports
 from pqweights.folding.fold import Fold
 from pqweights.hub.storage import LOW_DISK_FILES, HubStorage
 from pqweights.planning.fit import Fit
 from pqweights.planning.plan import Plan, TensorPlan
+from pqweights.planning.possible import PossibleExport
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.totals import Totals
 from pqweights.quantizing import QuantizeOptions, plan_quantize
@@ -63,6 +65,7 @@ class PlanReport:
     fold: what may be folded; None without a fold
     needs: disk space and memory
     hub: traffic with the Hub; None for a local source
+    exports: what the result can be exported to
     """
 
     plan: Plan
@@ -70,6 +73,7 @@ class PlanReport:
     fold: Fold | None
     needs: ResourceNeeds
     hub: HubTraffic | None
+    exports: tuple[PossibleExport, ...]
 
     @property
     def tensors(self) -> tuple[TensorPlan, ...]:
@@ -99,6 +103,7 @@ class PlanReport:
             "shards": [{"file": shard.file, "bytes": shard.file_bytes} for shard in self.plan.shards],
             "copied_files": list(self.plan.companions),
             "left_out_files": self.plan.left_out,
+            "exports": [export.to_json() for export in self.exports],
             **({} if self.fit is None else {"fit": self.fit.to_json()}),
             **({} if self.fold is None else {"fold": self.fold.to_json()}),
             **({} if self.hub is None else {"hub": self.hub.to_json()}),
@@ -138,7 +143,14 @@ def report_plan(
     fold = transform.fold
     room = None if out is None else out.shard_room(plan)
     needs = resource_needs(plan, threads, fold=fold, storages=[checkpoint.storage], shard_room=room)
-    return PlanReport(plan=plan, fit=transform.fit, fold=fold, needs=needs, hub=_traffic(checkpoint))
+    return PlanReport(
+        plan=plan,
+        fit=transform.fit,
+        fold=fold,
+        needs=needs,
+        hub=_traffic(checkpoint),
+        exports=possible_exports(checkpoint, plan.tensors),
+    )
 
 
 def _traffic(checkpoint: Checkpoint) -> HubTraffic | None:

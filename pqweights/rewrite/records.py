@@ -59,6 +59,25 @@ def error_totals(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord])
     return {name: mean_error(records, name) for name in names}
 
 
+def master_part(records: Sequence[TensorRecord]) -> float | None:
+    """Return how much of the mean total_mse of an export is the error of the master; None if that is not known.
+
+    A weight's total_mse is m + r (1 - m), where m is the master's error, and r, its relative_mse, that of rounding. The
+    part is 0 where the original was rounded.
+    """
+    total = added = 0.0
+    for record in records:
+        if record.energy is None or record.relative_mse is None:
+            continue
+        if record.total_mse is None or max(record.total_mse, record.relative_mse) >= 1:
+            return None
+        energy = record.energy * (1 - record.relative_mse) / (1 - record.total_mse)  # of the original
+        total += energy
+        added += record.energy * record.relative_mse
+    mean = mean_error(records, "total_mse")
+    return None if mean is None or not total else max(0.0, mean - added / total)
+
+
 def mean_error(records: Sequence[TensorRecord], of: str) -> float | None:
     """Return the mean of one measure of TensorRecord over all tensors with an energy; None if one of them lacks it.
 

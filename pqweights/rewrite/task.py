@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.planning.plan import Plan, TensorPlan
+from pqweights.planning.possible import PossibleExport
 from pqweights.planning.totals import Totals
 from pqweights.remote.addresses import Address
 from pqweights.rewrite.identity import RunIdentity
@@ -162,6 +163,7 @@ class RewriteReport:
     resumed: how many tensors an earlier run had finished
     source_bytes_read: bytes read from all checkpoints
     on_cpu: the codecs that computed on the CPU although the run has another device
+    exports: of a master, what it can be exported to
     """
 
     transform: Transform
@@ -171,6 +173,7 @@ class RewriteReport:
     resumed: int
     source_bytes_read: int
     on_cpu: tuple[str, ...] = ()
+    exports: tuple[PossibleExport, ...] = ()
 
     @property
     def pairs(self) -> tuple[tuple[TensorPlan, TensorRecord], ...]:
@@ -196,7 +199,7 @@ class RewriteReport:
     def warnings(self) -> tuple[str, ...]:
         """What the user should know of the result before using it, a sentence each."""
         lines = (f"{codec} has no kernels for a GPU: it computed on the CPU" for codec in self.on_cpu)
-        return (*self.transform.warnings, *lines)
+        return (*self.transform.warnings, *self.transform.remarks(self.records), *lines)
 
     def __repr__(self) -> str:
         return f"<RewriteReport of the {self.transform.kind}: {self.totals}>"
@@ -216,4 +219,5 @@ class RewriteReport:
             "left_out_files": self.plan.left_out,
             "left_out_tensors": self.plan.left_out_tensors,
             "warnings": list(self.warnings),
+            **({"exports": [export.to_json() for export in self.exports]} if self.exports else {}),
         }

@@ -129,6 +129,10 @@ class Transform(Protocol):
         """What the user should know of the result before using it, a sentence each; by default nothing."""
         return ()
 
+    def remarks(self, records: Sequence[TensorRecord]) -> tuple[str, ...]:
+        """Return what the measured errors say to the user, a sentence each; by default nothing."""
+        return ()
+
     def report_json(self) -> dict[str, Any]:
         """Return what the JSON of a report says of this transform besides the tensors; by default nothing."""
         return {}

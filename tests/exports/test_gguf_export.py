@@ -117,6 +117,13 @@ def test_parts_are_numbered_and_hold_the_same(master, tmp_path):
     assert done("verify", parts).stdout.startswith(f"{parts}: ok")
 
 
+@pytest.mark.parametrize(("kind", "dominates"), [("q8_0", True), ("q6_k", True), ("q5_k_s", False), ("q4_k_m", False)])
+def test_the_error_of_a_6_bit_master_dominates_types_of_6_bits_and_more(kind, dominates, master, tmp_path):
+    shown = done("export", master, tmp_path / "out", "-t", "gguf", "--type", kind, "--json")
+    found = [text for text in json.loads(shown.stdout)["warnings"] if "error of the master" in text]
+    assert len(found) == dominates
+
+
 def test_an_interrupted_run_is_continued_to_the_same_bytes(master, tmp_path, monkeypatch):
     work = {"export": str(master), "target": "gguf", "type": "q5_k_m", "max_shard_bytes": 300_000}
     run_command(work, tmp_path / "whole", threads=1)

@@ -46,19 +46,25 @@ def test_rotated_basis_warns_that_only_vllm_computes_it(tmp_path: Path) -> None:
     assert "For vLLM alone" in shown and "its output is meaningless" in shown
 
 
+def unknown_errors(folder: Path, recipe: str) -> str:
+    """Write a recipe of a codec whose errors do not add up with those of rounding."""
+    (folder / "recipe.yaml").write_text(f"codec: absmax\n{recipe}\n")
+    return str(folder / "recipe.yaml")
+
+
 @pytest.mark.parametrize(
-    ("recipe", "options", "expected"),
+    ("bits", "options", "expected"),
     [
-        ("q5", ("-t", "vllm-int4", "--bits", "8"), "integers of 8 bits cannot be more accurate than the 5-bit master"),
-        ("q3", ("-t", "torchao-int4"), "integers of 4 bits cannot be more accurate than the 3-bit master"),
-        ("q4", ("-t", "vllm-int4"), None),
-        ("q8", ("-t", "vllm-int4", "--bits", "8"), None),
+        (5, ("-t", "vllm-int4", "--bits", "8"), "integers of 8 bits cannot be more accurate than the 5-bit master"),
+        (3, ("-t", "torchao-int4"), "integers of 4 bits cannot be more accurate than the 3-bit master"),
+        (4, ("-t", "vllm-int4"), None),
+        (8, ("-t", "vllm-int4", "--bits", "8"), None),
     ],
 )
-def test_more_bits_than_the_master_holds_are_remarked(
-    recipe: str, options: tuple[str, ...], expected: str | None, tmp_path: Path
+def test_more_bits_than_the_master_holds_are_remarked_where_its_error_is_unknown(
+    bits: int, options: tuple[str, ...], expected: str | None, tmp_path: Path
 ) -> None:
-    folder = master(tmp_path, {ATTENTION: 1024}, recipe)
+    folder = master(tmp_path, {ATTENTION: 1024}, unknown_errors(tmp_path, f"bits: {bits}"))
     found = warned(folder, tmp_path / "out", *options)
     assert [text.partition(", and take ")[0] for text in found] == ([expected] if expected else [])
     assert all("--source ORIGINAL" in text for text in found)
@@ -67,11 +73,36 @@ def test_more_bits_than_the_master_holds_are_remarked(
 
 def test_less_than_half_a_bit_more_is_not_remarked(tmp_path: Path) -> None:
     """The master has 3.75 bits a weight."""
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text('bits: 4\nrules: [{name: "*.mlp.*", bits: 3}]\n')
-    folder = master(tmp_path, {ATTENTION: 3 * 128, MLP: 128}, str(recipe))
+    recipe = unknown_errors(tmp_path, 'bits: 4\nrules: [{name: "*.mlp.*", bits: 3}]')
+    folder = master(tmp_path, {ATTENTION: 3 * 128, MLP: 128}, recipe)
     assert {tensor.bits for tensor in read_manifest(folder).tensors} == {3, 4}
     assert warned(folder, tmp_path / "out", "-t", "vllm-int4") == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "dominates"),
+    [
+        ("q5", ("-t", "vllm-int4"), False),
+        ("q5", ("-t", "vllm-int4", "--bits", "8"), True),
+        ("q8", ("-t", "vllm-int4"), False),
+        ("q3", ("-t", "torchao-int4"), True),
+        ("q5", ("-t", "torchao-int4"), False),
+    ],
+)
+def test_a_master_of_most_of_the_error_is_remarked(
+    recipe: str, options: tuple[str, ...], dominates: bool, tmp_path: Path
+) -> None:
+    """The share that is stated is that of the error that the manifest of the master has."""
+    folder = master(tmp_path, {ATTENTION: 1024}, recipe)
+    found = warned(folder, tmp_path / "out", *options)
+    ((_, of_master),), ((_, of_export),) = (read_manifest(place).pairs for place in (folder, tmp_path / "out"))
+    assert of_master.relative_mse and of_export.total_mse
+    share = of_master.relative_mse / of_export.total_mse
+    assert (share > 0.5) == dominates == bool(found)
+    assert [text.partition(" of the error against")[0] for text in found] == (
+        [f"the error of the master is {share:.0%}"] if dominates else []
+    )
+    assert warned(folder, tmp_path / "measured", *options, "--source", tmp_path / "src") == []
 
 
 def test_mlx_export_of_more_bits_than_the_master_is_remarked(base: Path, tmp_path: Path) -> None:
@@ -79,7 +110,8 @@ def test_mlx_export_of_more_bits_than_the_master_is_remarked(base: Path, tmp_pat
     import families
 
     (found,) = warned(families.master(base, "llama"), tmp_path / "out", "-t", "mlx", "--bits", "8")
-    assert found.startswith("integers of 8 bits cannot be more accurate than the 6-bit master")
+    assert found.startswith("the error of the master is 96% of the error against the original")
+    assert warned(families.master(base, "llama"), tmp_path / "four", "-t", "mlx") == []
 
 
 @pytest.fixture

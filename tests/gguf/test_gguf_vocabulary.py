@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from pqweights.errors import ExportError, SourceError
 from pqweights.gguf.sentencepiece import from_model
+from pqweights.gguf.special import KNOWN_ENDS
 
 NORMAL, UNKNOWN, CONTROL, ADDED, UNUSED, BYTE = (int(gguf.TokenType[name]) for name in (
     "NORMAL", "UNKNOWN", "CONTROL", "USER_DEFINED", "UNUSED", "BYTE"
@@ -430,6 +431,61 @@ def test_all_tokens_that_end_a_generation_are_named(tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp")
     with LlamaCpp(write_gguf(folder), vocabulary_only=True) as loaded:
         assert loaded.ends() == {1, 8, 9}
+
+
+def ended_by(folder: Path, texts: tuple[str, ...], ends: list[int], **about: Any) -> dict[str, int]:
+    """Write a model with special tokens whose generation ends at some of all ids; returns the ids of the texts."""
+    tokenizer = trained.KINDS["gpt2"]()
+    tokenizer.add_special_tokens(list(texts))
+    folder_with(tokenizer, folder, **about)
+    ids = {text: tokenizer.token_to_id(text) for text in texts}
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [*ids.values(), *ends]}))
+    return ids
+
+
+def named_ends(folder: Path) -> dict[str, int]:
+    """The ends that a file names, by kind."""
+    found = written(folder)
+    return {kind: found[f"{kind}_token_id"] for kind in ("eos", "eot", "eom") if f"{kind}_token_id" in found}
+
+
+LLAMA_ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+
+
+@pytest.mark.parametrize("eos", ["<|eot_id|>", "<|end_of_text|>"])
+def test_the_ends_of_llama_3_1_have_their_meanings(eos: str, tmp_path: Path) -> None:
+    """Its generation_config.json lists the end of a text, of a message (of a tool call) and of a turn."""
+    ids = ended_by(tmp_path, LLAMA_ENDS, [], eos_token=eos)
+    assert named_ends(tmp_path) == {"eos": ids[eos], "eot": ids["<|eot_id|>"], "eom": ids["<|eom_id|>"]}
+    assert converted(tmp_path).notes == ()
+    pytest.importorskip("llama_cpp")
+    with LlamaCpp(write_gguf(tmp_path), vocabulary_only=True) as loaded:
+        assert loaded.ends() >= set(ids.values())
+
+
+def test_ends_that_llama_cpp_knows_by_their_text_leave_the_names_to_others(tmp_path: Path) -> None:
+    ids = ended_by(tmp_path, ("<|im_end|>", "<|endoftext|>"), [9], eos_token="<|im_end|>")
+    assert named_ends(tmp_path) == {"eos": ids["<|im_end|>"], "eot": ids["<|im_end|>"], "eom": 9}
+    assert converted(tmp_path).notes == ()
+
+
+def test_llama_cpp_knows_the_ends_that_it_is_taken_to_know(tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    texts = tuple(sorted(KNOWN_ENDS - {"<|end|>"}))  # which is none beside <|call|> and <|return|>
+    ids = ended_by(tmp_path, texts, [])
+    with LlamaCpp(write_gguf(tmp_path), vocabulary_only=True) as loaded:
+        assert loaded.ends() >= set(ids.values())
+
+
+def test_ends_that_the_file_cannot_name_are_remarked_on(tmp_path: Path) -> None:
+    folder = changed(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 9, 8]}))
+    assert converted(folder).notes == ()
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 9, 8, 7, 6, 9]}))
+    tokens = written(folder)["tokens"]
+    (note,) = converted(folder).notes
+    assert note.startswith(f"llama.cpp goes on generating behind {tokens[7]!r}, {tokens[6]!r}, where the model ends")
+    assert named_ends(folder) == {"eos": 1, "eom": 9, "eot": 8}
 
 
 def test_the_file_of_the_template_has_precedence(tmp_path: Path) -> None:

@@ -72,17 +72,32 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+def importances(library: Any, path: Path) -> Any:
+    """The same importance for all columns of every matrix of a file, as llama_model_quantize takes it."""
+    matrices = [(tensor.name, tensor.shape.tolist()) for tensor in gguf.GGUFReader(path).tensors]
+    data = (library.llama_model_imatrix_data * (len(matrices) + 1))()
+    for entry, (name, shape) in zip(data, matrices, strict=False):
+        means = np.ones(shape[0] * (shape[2] if len(shape) == 3 else 1), dtype=np.float32)
+        entry.name, entry.size = name.encode(), means.size
+        entry.data = means.ctypes.data_as(ctypes.POINTER(ctypes.c_float))  # which keeps the array
+    return data
+
+
+@pytest.mark.parametrize("imatrix", [False, True], ids=["plain", "imatrix"])
 @pytest.mark.parametrize("name", MODELS)
-def test_types_are_those_of_llama_cpp(name, tmp_path):
+def test_types_are_those_of_llama_cpp(name, imatrix, tmp_path):
     pytest.importorskip("llama_cpp")
     library = llama_library.library().functions
     model = MODELS[name]
     llama(tmp_path / "plain.gguf", **model)
     for mix in MIXES.values():
-        if mix.type in ("F32", "F16", "BF16") or mix.name == "Q2_K_S":  # for which it wants an importance matrix
+        if mix.type in ("F32", "F16", "BF16") or (mix.name == "Q2_K_S" and not imatrix):  # it wants importances
             continue
         settings = library.llama_model_quantize_default_params()
         settings.ftype, out = int(gguf.LlamaFileType[mix.file_type]), tmp_path / "quantized.gguf"
+        if imatrix:
+            data = importances(library, tmp_path / "plain.gguf")
+            settings.imatrix = data
         paths = (str(path).encode() for path in (tmp_path / "plain.gguf", out))
         assert library.llama_model_quantize(*paths, ctypes.byref(settings)) == 0
         shape = Shape(
@@ -91,12 +106,22 @@ def test_types_are_those_of_llama_cpp(name, tmp_path):
             experts=model.get("experts", 0),
             tied=model.get("tied", False),
             large=False,
-            imatrix=False,
+            imatrix=imatrix,
         )
         for tensor in gguf.GGUFReader(out).tensors:
             size = tuple(tensor.shape.tolist()[::-1])
             expected = fitting_type(mix.type_of(tensor.name, size, shape), size[-1])
             assert tensor.tensor_type.name == expected, (mix.name, tensor.name)
+
+
+def test_an_importance_matrix_widens_the_first_eighth_of_ffn_down():
+    """As in llama_tensor_get_type_impl of src/llama-quant.cpp: only with a matrix, and only in these two mixes."""
+    for name, wider in (("Q4_0", "Q4_1"), ("Q5_0", "Q5_1")):
+        for imatrix in (False, True):
+            model = Shape(layers=17, shared=2, experts=0, tied=False, large=False, imatrix=imatrix)
+            types = [MIXES[name].type_of(f"blk.{n}.ffn_down.weight", (256, 512), model) for n in range(17)]
+            assert types == ([wider] * 2 if imatrix else [name] * 2) + [name] * 15
+            assert MIXES[name].type_of("blk.0.ffn_up.weight", (512, 256), model) == name
 
 
 def test_names_are_found_in_any_case_and_the_nearest_is_named():

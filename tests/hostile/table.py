@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.remove(str(Path(__file__).parent))  # its gguf.py is not the package
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from hostile import generate
 from hostile.case import build

@@ -65,6 +65,7 @@ TARGET = ExportTarget(
     options=("mode",),
     read_options=read_options,
     prepare=_prepare,
+    check=lambda master, label: None,
     load_section=_load_section,
     library="test-library",
 )

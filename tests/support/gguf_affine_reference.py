@@ -18,7 +18,13 @@ Bytes = npt.NDArray[np.uint8]
 f32 = np.float32
 TINY = f32(2.0**-100)
 # type -> weights of a block and of a part, the largest code, the largest integer of scales and offsets
-FORMATS = {"Q4_K": (256, 32, 15, 63), "Q5_K": (256, 32, 31, 63), "Q2_K": (256, 16, 3, 15), "Q5_1": (32, 32, 31, 1)}
+FORMATS = {
+    "Q4_K": (256, 32, 15, 63),
+    "Q5_K": (256, 32, 31, 63),
+    "Q2_K": (256, 16, 3, 15),
+    "Q5_1": (32, 32, 31, 1),
+    "Q4_1": (32, 32, 15, 1),
+}
 
 
 class Encoded(NamedTuple):
@@ -86,7 +92,7 @@ def encode(kind: str, values: Floats, settings: Floats, importance: Floats | Non
         wide = up.astype(np.float64)
         energies, errors = (_in_order((y * y).reshape(size, -1)) * wide * wide for y in (w.astype(np.float64), e))
         halves = [(each * up).astype(np.float16) for each in (choice.d, choice.dmin)]
-        pack = {"Q2_K": _packed_q2, "Q5_1": _packed_q5_1}.get(kind, _packed_q4_or_q5)
+        pack = {"Q2_K": _packed_q2, "Q5_1": _packed_alone, "Q4_1": _packed_alone}.get(kind, _packed_q4_or_q5)
         codes = q.reshape(size, -1).T.astype(np.uint8)
         levels = [np.ascontiguousarray(each.T).astype(np.uint8) for each in (choice.a, choice.b)]
     return Encoded(pack(halves, levels, codes, high=code == 31), energies, errors)
@@ -360,12 +366,12 @@ def _packed_q2(halves: list[Any], levels: list[Bytes], codes: Bytes, *, high: bo
     return np.concatenate([levels[0] | (levels[1] << 4), packed, np.stack(halves, axis=1).view(np.uint8)], axis=1)
 
 
-def _packed_q5_1(halves: list[Any], levels: list[Bytes], codes: Bytes, *, high: bool) -> Bytes:
-    """d, m; the highest bits of the codes; their low 4 bits, two codes, 16 weights apart, in a byte."""
+def _packed_alone(halves: list[Any], levels: list[Bytes], codes: Bytes, *, high: bool) -> Bytes:
+    """d, m; with `high` the highest bits of the codes; their low 4 bits, two codes, 16 weights apart, in a byte."""
     d, dmin = halves
     head = np.stack([d, 0 - dmin], axis=1).view(np.uint8)
-    bits = np.packbits(codes >> 4, axis=1, bitorder="little")
-    return np.concatenate([head, bits, (codes[:, :16] & 15) | ((codes[:, 16:] & 15) << 4)], axis=1)
+    bits = [np.packbits(codes >> 4, axis=1, bitorder="little")] if high else []
+    return np.concatenate([head, *bits, (codes[:, :16] & 15) | ((codes[:, 16:] & 15) << 4)], axis=1)
 
 
 # --- arithmetic ---

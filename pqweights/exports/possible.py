@@ -1,0 +1,79 @@
+"""Which targets a checkpoint can be exported to once it is a master, decided by the targets themselves.
+
+Only the configuration, the names and shapes of tensors and what is planned for each are looked at, so that the answer
+is there before the first weight is quantized.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from pqweights.checkpoint.readers import LogicalTensor, OriginalTensor
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.errors import ExportError, MissingDependencyError, SourceError
+from pqweights.exports import EXPORTS, get_target
+from pqweights.exports.options import ExportOptions
+from pqweights.exports.target import PlannedMaster
+from pqweights.planning.plan import QUANTIZE, TensorPlan
+from pqweights.planning.possible import PossibleExport
+
+# A layer or an expert: what its name begins with, its number, and the name of a tensor in it.
+_NUMBERED = re.compile(r"(.*?\.)(\d+)\.(.*)")
+# A tensor with the part of its name that is its own within a layer, and what is planned for it.
+_Named = tuple[str, LogicalTensor, TensorPlan]
+
+
+def possible_exports(checkpoint: Checkpoint, planned: Sequence[TensorPlan]) -> tuple[PossibleExport, ...]:
+    """Return for every target whether the master of a plan can be exported to it.
+
+    checkpoint: what is quantized
+    planned: what becomes of each of its tensors, in the same order
+    """
+    named = [(tensor.name, tensor, plan) for tensor, plan in zip(checkpoint.tensors, planned, strict=True)]
+    layers = tuple(_as_in_master(tensor, plan) for tensor, plan in _one_of_each(named))
+    master = PlannedMaster(source=checkpoint, layers=replace(checkpoint, tensors=layers))
+    return tuple(_possible(name, master) for name in EXPORTS)
+
+
+def _one_of_each(named: Sequence[_Named]) -> Iterator[tuple[LogicalTensor, TensorPlan]]:
+    """Yield the tensors of the first of all layers, and within them of all experts, that are alike."""
+    blocks: dict[tuple[str, str], list[_Named]] = {}
+    for name, tensor, plan in named:
+        found = _NUMBERED.fullmatch(name)
+        if found is None:
+            yield tensor, plan
+        else:
+            blocks.setdefault((found[1], found[2]), []).append((found[3], tensor, plan))
+    seen = set()
+    for (kind, _), block in blocks.items():
+        content = (kind, tuple((name, plan.shape, plan.dtype, plan.action) for name, _, plan in block))
+        if content not in seen:
+            seen.add(content)
+            yield from _one_of_each(block)
+
+
+def _as_in_master(tensor: LogicalTensor, plan: TensorPlan) -> LogicalTensor:
+    """Return a tensor that can be told from one that stays plain if the master will hold codes for it."""
+    if plan.action != QUANTIZE:
+        return tensor
+    return OriginalTensor(
+        name=tensor.name,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        plain_dtype=tensor.plain_dtype,
+        parts=tensor.parts,
+        original=tensor,
+    )
+
+
+def _possible(name: str, master: PlannedMaster) -> PossibleExport:
+    target = get_target(name)
+    try:
+        target.check(master, target.settings(ExportOptions()))
+    except (ExportError, SourceError) as error:
+        return PossibleExport(target=name, possible=False, reason=str(error))
+    except MissingDependencyError as error:
+        return PossibleExport(target=name, possible=None, reason=str(error))
+    return PossibleExport(target=name, possible=True, reason=target.unchecked)

@@ -1,0 +1,147 @@
+"""What plan and quantize say a master can be exported to is what export then does."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import done, refused
+from gguf_llama import CONFIG, llama_tensors, write_llama
+from helpers import bf16, gaussian, write_checkpoint
+
+from pqweights.exports import EXPORTS
+
+WITHOUT_MLX = [name for name in EXPORTS if name != "mlx-q4"]
+WIDE = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4}
+
+
+def wide_llama(folder: Path, **config: Any) -> Path:
+    """A Llama that every target takes."""
+    shapes = {
+        "input_layernorm": (256,),
+        "post_attention_layernorm": (256,),
+        **{f"self_attn.{part}_proj": (256, 256) for part in "qkvo"},
+        **{f"mlp.{part}_proj": (1024, 256) for part in ("gate", "up")},
+        "mlp.down_proj": (256, 1024),
+    }
+    named = {"model.embed_tokens": (64, 256), "model.norm": (256,), "lm_head": (64, 256)}
+    named |= {f"model.layers.{layer}.{name}": shape for layer in range(2) for name, shape in shapes.items()}
+    tensors = {
+        f"{name}.weight": bf16(gaussian(*shape, seed=place)) for place, (name, shape) in enumerate(named.items())
+    }
+    return write_checkpoint(folder, tensors, config=CONFIG | WIDE | config)
+
+
+def narrow_llama(folder: Path) -> Path:
+    """One of whose rows neither groups nor tiles make anything."""
+    write_llama(folder)
+    return folder
+
+
+def unknown_type(folder: Path) -> Path:
+    return wide_llama(folder, model_type="gpt2")
+
+
+def unusual_activation(folder: Path) -> Path:
+    """A type that llama.cpp has, with a setting that it has not."""
+    return wide_llama(folder, hidden_act="relu")
+
+
+def incomplete(folder: Path) -> Path:
+    tensors = {name: value for name, value in llama_tensors().items() if "layers.1.mlp.up_proj" not in name}
+    return write_checkpoint(folder, tensors, config=CONFIG)
+
+
+def without_config(folder: Path) -> Path:
+    return write_checkpoint(folder, {"model.layers.0.mlp.up_proj.weight": bf16(gaussian(256, 1024, seed=1))}, config={})
+
+
+def answers(*arguments: object) -> dict[str, dict[str, Any]]:
+    """What a command says of each target."""
+    listed = json.loads(done(*arguments, "--json").stdout)["exports"]
+    return {entry["target"]: entry for entry in listed}
+
+
+MODELS = [wide_llama, narrow_llama, unknown_type, unusual_activation, incomplete, without_config]
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+def test_the_plan_refuses_what_export_refuses_in_the_same_words(make: Any, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    source, master = make(tmp_path / "model"), tmp_path / "master"
+    planned = answers("plan", source)
+    assert list(planned) == list(EXPORTS)
+    assert answers("quantize", source, master) == planned
+    for target in WITHOUT_MLX:
+        entry = planned[target]
+        if entry["possible"]:
+            done("export", master, tmp_path / target, "--target", target)
+        else:
+            line = refused("export", master, tmp_path / target, "--target", target)
+            assert entry["reason"] in line
+
+
+def test_refusals_that_are_known_are_shown_by_plan_and_at_the_end_of_quantize(tmp_path: Path) -> None:
+    source = wide_llama(tmp_path / "model", model_type="gpt2")
+    for shown in (done("plan", source), done("quantize", source, tmp_path / "master")):
+        text = " ".join(shown.stdout.split())
+        assert "can be exported to: bf16, mlx-q4 (if mlx-lm takes its configuration and tensors)" in text
+        assert "cannot be exported to torchao-int4: config.json: torchao-int4 cannot hold a model of type gpt2" in text
+        assert "cannot be exported to gguf: config.json: GGUF cannot hold a model of type gpt2" in text
+
+
+def test_layers_that_differ_are_each_looked_at(tmp_path: Path) -> None:
+    """Only the last layer has rows that groups divide; the others are alike."""
+    tensors = {f"model.layers.{n}.mlp.up_proj.weight": bf16(gaussian(64, 100, seed=n)) for n in range(3)}
+    tensors["model.layers.3.mlp.up_proj.weight"] = bf16(gaussian(64, 1024, seed=3))
+    source = write_checkpoint(tmp_path / "model", tensors, config={"model_type": "llama"})
+    assert answers("plan", source)["vllm-int4"]["possible"] is True
+    del tensors["model.layers.3.mlp.up_proj.weight"]
+    source = write_checkpoint(tmp_path / "narrow", tensors, config={"model_type": "llama"})
+    found = answers("plan", source)["vllm-int4"]
+    assert found["possible"] is False and "do not divide its rows of 100 weights" in found["reason"]
+
+
+def test_weights_that_the_recipe_keeps_are_not_taken_for_integers(tmp_path: Path) -> None:
+    source = wide_llama(tmp_path / "model")
+    found = answers("plan", source, "--keep", "*.layers.*")
+    assert found["vllm-int4"]["possible"] is False and found["gguf"]["possible"] is True
+
+
+def test_a_missing_package_leaves_the_answer_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = wide_llama(tmp_path / "model")
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "mlx_lm" else real(name, *of))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    found = answers("plan", source)
+    assert found["gguf"]["possible"] is found["mlx-q4"]["possible"] is None
+    assert found["gguf"]["reason"].startswith("the gguf target needs gguf: pip install")
+    assert found["mlx-q4"]["reason"].startswith("it needs mlx and mlx-lm: pip install")
+    assert "not known whether it can be exported to gguf: the gguf target needs" in " ".join(
+        done("plan", source).stdout.split()
+    )
+
+
+def test_mlx_is_asked_for_its_types_without_an_import(tmp_path: Path) -> None:
+    pytest.importorskip("mlx_lm")
+    assert answers("plan", wide_llama(tmp_path / "model"))["mlx-q4"]["possible"] is True
+    assert answers("plan", wide_llama(tmp_path / "mapped", model_type="kimi_k2"))["mlx-q4"]["possible"] is True
+    found = answers("plan", wide_llama(tmp_path / "unknown", model_type="no_such_type"))["mlx-q4"]
+    assert found["possible"] is False
+    assert found["reason"].startswith("mlx-lm does not support this model ('no_such_type'); use --target ")
+
+
+def test_a_plan_loads_no_framework(tmp_path: Path) -> None:
+    source = wide_llama(tmp_path / "model")
+    script = (
+        "import sys\nfrom pqweights import plan\n"
+        f"report = plan({str(source)!r})\nassert len(report.exports) == {len(EXPORTS)}\n"
+        "print([name for name in ('torch', 'transformers', 'mlx', 'numba', 'llvmlite') if name in sys.modules])\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert shown.stdout.strip() == "[]"
