@@ -31,7 +31,7 @@ from pqweights.planning.plan import (
     TensorPlan,
     coder_of,
 )
-from pqweights.rewrite.identity import RunIdentity
+from pqweights.rewrite.identity import UNSTATED_VERSION, RunIdentity
 from pqweights.rewrite.manifest_entries import damaged, parse_tensor
 from pqweights.rewrite.records import FileRecord, TensorRecord, error_totals
 from pqweights.strict_json import Fields, json_pieces, parse_json
@@ -57,6 +57,7 @@ OWN_KEYS = frozenset(
         "model",
         "master",
         "max_shard_bytes",
+        "same_bytes_since",
         "relative_mse",
         "total_mse",
         "master_mse",
@@ -154,6 +155,7 @@ class Manifest:
             **({"model": identity.model} if identity.model else {}),
             **({"master": identity.master} if identity.master else {}),
             "max_shard_bytes": identity.max_shard_bytes,
+            **_version_json(identity),
             **error_totals(self.tensors, self.records),
             **metadata,
             **({"container": identity.container} if identity.container else {}),
@@ -192,6 +194,12 @@ def exceeds(tensor: TensorPlan, record: TensorRecord) -> bool:
     if tensor.action != QUANTIZE or record.relative_mse is None:
         return False
     return exceeds_promise(coder_of(tensor), record.relative_mse)
+
+
+def _version_json(identity: RunIdentity) -> dict[str, str]:
+    """Return the version since which the same bytes are made; nothing for the one that manifests began without."""
+    version = identity.same_bytes_since
+    return {} if version == UNSTATED_VERSION else {"same_bytes_since": version}
 
 
 def _tensor_json(tensor: TensorPlan, record: TensorRecord, hash_key: str) -> dict[str, Any]:
@@ -309,6 +317,7 @@ def _parse(fields: Fields, version: int) -> Manifest:
         left_out=fields.texts_by_key("left_out") if "left_out" in fields else {},
         model=_parse_model(fields),
         master=fields.mapping("master") if "master" in fields else {},
+        same_bytes_since=fields.text("same_bytes_since") if "same_bytes_since" in fields else UNSTATED_VERSION,
     )
     if bool(identity.container) != (version == CONTAINER_VERSION):
         raise damaged("manifest_version", "one for the files that it lists", version)

@@ -8,6 +8,7 @@ one is complete. Then the work folder is removed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -42,6 +43,7 @@ from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.part_files import (
     FETCHED_FOLDER,
     FINGERPRINTS_FILE,
+    PART_JOURNALS,
     TOKEN_PREFIX,
     join_parts,
     locked_parts,
@@ -182,6 +184,13 @@ class Workspace:
         (self.folder / JOURNAL_FILE).unlink()
         _remove_work_folder(self.folder)
         sync_folder(self.out)
+
+    def holds_work(self) -> bool:
+        """Whether a run that continues this one would find a finished tensor, in its journal or in those of parts."""
+        with open(self.folder / JOURNAL_FILE, "rb") as journal:
+            if len(list(itertools.islice(journal, 2))) > 1:
+                return True
+        return any(path.stat().st_size for path in self.folder.glob(PART_JOURNALS))
 
     def discard(self) -> None:
         """Remove what this run has written, because its source is unusable; an older result stays."""
