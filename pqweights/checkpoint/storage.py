@@ -104,7 +104,7 @@ class Storage(Protocol):
         ...
 
     def disk_need(self, files: Sequence[str]) -> DiskNeed | None:
-        """Return what fetching these files takes on a disk, elsewhere than in the folder of `fetching`; None if nothing."""
+        """Return what fetching these files takes on a disk outside of the folder of `fetching`; None if nothing."""
         ...
 
     def expect(self, files: Sequence[str]) -> None:

@@ -223,8 +223,8 @@ def _different_run(first: dict[str, Any], inputs: RunInputs, out: object) -> Out
                 f"are {list(state)}); pass --overwrite to start again"
             )
     return OutputError(
-        f"{out}: holds an interrupted run with another recipe or other options; repeat that command to continue it, or "
-        "pass --overwrite to start again"
+        f"{out}: holds an interrupted run with another recipe or other options, or of a version that makes other "
+        "bytes; repeat that command to continue it, or pass --overwrite to start again"
     )
 
 
