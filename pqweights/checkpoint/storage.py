@@ -285,5 +285,7 @@ class LocalStorage:
 
     def check_unchanged(self, files: Iterable[str] = ()) -> None:
         """See Storage."""
-        for file in sorted({*self._read, *files}):
+        with self._lock:
+            named = {*self._read, *files}
+        for file in sorted(named):
             self._files[file].check(file, state_at(self.root / file, surely=True))

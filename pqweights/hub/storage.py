@@ -143,7 +143,8 @@ class HubStorage:
         self._small.pop(file, None)
         if self._fetcher is not None:
             if self.low_disk:
-                self._fetched.pop(file, None)
+                with self._lock:
+                    self._fetched.pop(file, None)
             name = self._local_name(file) if self.low_disk else None
             if name is not None:
                 self._reader.forget(self._folder / name)
@@ -168,16 +169,17 @@ class HubStorage:
 
     def check_read(self) -> None:
         """See Storage. Fetched files lie on this machine; what was requested is of the commit."""
-        with self._lock:
+        with self._lock:  # no file is released meanwhile
             files, self._unchecked = self._unchecked, set()
-        for file in sorted(files & self._fetched.keys()):
-            path, state = self._fetched[file]
-            state.check(file, state_at(path))
+            for file in sorted(files & self._fetched.keys()):
+                path, state = self._fetched[file]
+                state.check(file, state_at(path))
 
     def check_unchanged(self, files: Iterable[str] = ()) -> None:
         """See Storage. Of fetched files, those that are not released are checked; the commit does not change."""
-        for file, (path, state) in sorted(self._fetched.items()):
-            state.check(file, state_at(path, surely=True))
+        with self._lock:
+            for file, (path, state) in sorted(self._fetched.items()):
+                state.check(file, state_at(path, surely=True))
 
     def _fetch(self, file: str, folder: Path, stop: Stop) -> Path:
         """Fetch a whole file and return its path."""
@@ -189,7 +191,8 @@ class HubStorage:
             if not path.exists():
                 download(self.hub, self.repository, remote, target=path, stop=stop)
         self._check_header(file, path)
-        self._fetched[file] = path, FileState.of(path.stat())
+        with self._lock:
+            self._fetched[file] = path, FileState.of(path.stat())
         return path
 
     def _local_name(self, file: str) -> str:
