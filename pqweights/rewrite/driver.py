@@ -31,7 +31,7 @@ from pqweights.errors import (
 from pqweights.kernels.devices import resolve_device
 from pqweights.planning.plan import Plan, index_json
 from pqweights.rewrite.differences import difference
-from pqweights.rewrite.manifest import CONTAINER_VERSION, MANIFEST_VERSION, Manifest, parse_manifest
+from pqweights.rewrite.manifest import Manifest, parse_manifest, version_of
 from pqweights.rewrite.places import ResultPlace, ResultWorkspace
 from pqweights.rewrite.records import FileRecord, TensorRecord
 from pqweights.rewrite.stream import Stream
@@ -219,7 +219,7 @@ def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], workspace: Res
         records=records,
         files=files,
         factors=None if fold is None else fold.digest(),
-        version=CONTAINER_VERSION if task.identity.container else MANIFEST_VERSION,
+        version=version_of(task.identity),
     )
     workspace.complete(manifest.to_pieces())
 

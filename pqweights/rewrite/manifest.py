@@ -36,10 +36,16 @@ from pqweights.rewrite.manifest_entries import damaged, parse_tensor
 from pqweights.rewrite.records import FileRecord, TensorRecord, error_totals
 from pqweights.strict_json import Fields, json_pieces, parse_json
 
-# Results in safetensors have the second version, those in another container the third.
-MANIFEST_VERSION, CONTAINER_VERSION = 2, 3
+# Results in safetensors have the second version, those in another container the third, and those that state since which
+# version of pqweights the same bytes are made the fourth.
+MANIFEST_VERSION, CONTAINER_VERSION, STATED_VERSION = 2, 3, 4
 # The hash of stored tensors in each version.
-TENSOR_HASHES: dict[int, TensorHash] = {1: SHA256, MANIFEST_VERSION: HASH_OF_PIECES, CONTAINER_VERSION: HASH_OF_PIECES}
+TENSOR_HASHES: dict[int, TensorHash] = {
+    1: SHA256,
+    MANIFEST_VERSION: HASH_OF_PIECES,
+    CONTAINER_VERSION: HASH_OF_PIECES,
+    STATED_VERSION: HASH_OF_PIECES,
+}
 # Of a manifest; that of a model with a million tensors has fewer.
 MOST_BYTES = 4_000_000_000
 # The longest name of a GGUF file without its numbers.
@@ -196,6 +202,13 @@ def exceeds(tensor: TensorPlan, record: TensorRecord) -> bool:
     return exceeds_promise(coder_of(tensor), record.relative_mse)
 
 
+def version_of(identity: RunIdentity) -> int:
+    """Return the lowest version of the format that can say what is to be said of a result."""
+    if _version_json(identity):
+        return STATED_VERSION
+    return CONTAINER_VERSION if identity.container else MANIFEST_VERSION
+
+
 def _version_json(identity: RunIdentity) -> dict[str, str]:
     """Return the version since which the same bytes are made; nothing for the one that manifests began without."""
     version = identity.same_bytes_since
@@ -319,7 +332,7 @@ def _parse(fields: Fields, version: int) -> Manifest:
         master=fields.mapping("master") if "master" in fields else {},
         same_bytes_since=fields.text("same_bytes_since") if "same_bytes_since" in fields else UNSTATED_VERSION,
     )
-    if bool(identity.container) != (version == CONTAINER_VERSION):
+    if max(version, MANIFEST_VERSION) != version_of(identity):
         raise damaged("manifest_version", "one for the files that it lists", version)
     return Manifest(
         identity=identity,

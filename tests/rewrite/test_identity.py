@@ -11,7 +11,7 @@ import pytest
 from helpers import folder_bytes, run_command
 from rewriting import command, interrupt
 
-from pqweights.errors import OutputError
+from pqweights.errors import MasterError, OutputError
 from pqweights.quantizing import Quantize
 from pqweights.results.verify import verify
 from pqweights.rewrite import identity
@@ -114,7 +114,8 @@ def test_result_of_a_version_with_other_bytes_does_not_count_as_done(
         ):
             run_command(command(source), out)
         run_command(command(source, overwrite=True), out)
-        assert json.loads((out / "pqweights.json").read_bytes())["same_bytes_since"] == "0.9.0"
+        stated = json.loads((out / "pqweights.json").read_bytes())
+        assert (stated["manifest_version"], stated["same_bytes_since"]) == (4, "0.9.0")
         assert run_command(command(source), out).already_done
         assert read_manifest(out).identity.same_bytes_since == "0.9.0"
         assert "same_bytes_since" not in read_manifest(out).made_by
@@ -123,6 +124,19 @@ def test_result_of_a_version_with_other_bytes_does_not_count_as_done(
         run_command(command(source), out)
     run_command(command(source, overwrite=True), out)
     assert folder_bytes(out) == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("version", "stated"), [(2, {"same_bytes_since": "0.9.0"}), (4, {}), (4, {"same_bytes_since": "0.2.0"})]
+)
+def test_manifest_of_another_format_than_it_says_is_refused(
+    version: int, stated: dict[str, str], source: Path, tmp_path: Path
+) -> None:
+    run_command(command(source), tmp_path / "out")
+    path = tmp_path / "out/pqweights.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"manifest_version": version} | stated))
+    with pytest.raises(MasterError, match="manifest_version"):
+        read_manifest(tmp_path / "out")
 
 
 def test_run_of_a_version_with_other_bytes_is_not_continued(
