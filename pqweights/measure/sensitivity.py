@@ -150,7 +150,7 @@ def measure_sensitivity(
         dtype=options.dtype,
         device_map=options.device_map,
     )
-    with open_unfinished(out, inputs, checkpoint=checkpoint, overwrite=options.overwrite) as work:
+    with open_unfinished(out, inputs, checkpoint, overwrite=options.overwrite) as work:
         result = _measure(job, work)
         write_sensitivity(out, result)
     return result

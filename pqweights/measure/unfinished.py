@@ -137,7 +137,7 @@ def _clear(folder: Path) -> None:
 
 @contextlib.contextmanager
 def open_unfinished(
-    out: Path, inputs: Mapping[str, Any], *, checkpoint: Checkpoint, overwrite: bool
+    out: Path, inputs: Mapping[str, Any], checkpoint: Checkpoint, *, overwrite: bool
 ) -> Iterator[Unfinished]:
     """Continue what the same measurement left beside its file, or start; leave it if this run is interrupted, too.
 

@@ -117,7 +117,7 @@ class ResultWorkspace(Protocol):
         ...
 
     def holds_work(self) -> bool:
-        """Whether a run that continues this one would find a finished tensor."""
+        """Whether a run that continues this one would find a finished tensor, or factors of a fold."""
         ...
 
     def discard(self) -> None:

@@ -186,7 +186,10 @@ class Workspace:
         sync_folder(self.out)
 
     def holds_work(self) -> bool:
-        """Whether a run that continues this one would find a finished tensor, in its journal or in those of parts."""
+        """Whether a run that continues this one would find a finished tensor, or factors of a fold."""
+        factors = self.folder / FACTORS_FILE
+        if factors.exists() and factors.stat().st_size:
+            return True
         with open(self.folder / JOURNAL_FILE, "rb") as journal:
             if len(list(itertools.islice(journal, 2))) > 1:
                 return True
