@@ -2,7 +2,8 @@
 
     PqweightsError
     |-- SourceError            a source checkpoint is damaged, inconsistent or unsupported
-    |   |-- SourceChangedError the source is not the one that an interrupted run was reading
+    |   |-- SourceChangedError the source is not the one that this run, or an interrupted one, was reading
+    |   |-- SourceReadError    a file of the source gives fewer bytes than it has; another attempt may succeed
     |   `-- StrictError        a weight has a larger error than its codec promises, and the user asked to be strict
     |-- MasterError            a folder that pqweights wrote is incomplete or contradicts itself
     |-- OutputError            the output folder or its disk cannot take the result
@@ -31,7 +32,11 @@ class SourceError(PqweightsError):
 
 
 class SourceChangedError(SourceError):
-    """The source is not the one that the interrupted run in the output folder was reading."""
+    """The source is not the one that this run, or the interrupted run in the output folder, was reading."""
+
+
+class SourceReadError(SourceError):
+    """A file of the source gives fewer bytes than it has, although it did not change: its disk or server fails."""
 
 
 class StrictError(SourceError):

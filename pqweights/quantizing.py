@@ -99,13 +99,11 @@ def quantize(
     """
     place = result_place(out)
     checkpoint, transform, plan = plan_quantize(source, recipe, options)
-    if isinstance(checkpoint.storage, HubStorage):
-        if str(Path(source)) == str(place):
-            raise OutputError(
-                f"{out}: expected a folder whose name is not that of the repository, or later commands would read the "
-                "folder in its place; choose another folder"
-            )
-        checkpoint.storage.check_room(checkpoint.weight_files)
+    if isinstance(checkpoint.storage, HubStorage) and str(Path(source)) == str(place):
+        raise OutputError(
+            f"{out}: expected a folder whose name is not that of the repository, or later commands would read the "
+            "folder in its place; choose another folder"
+        )
     task = RewriteTask(
         checkpoint=checkpoint,
         source=None if checkpoint.storage.origin else address_of(source) or Path(local_path(source)),

@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.buffers import whole_pages
-from pqweights.errors import SourceError
+from pqweights.checkpoint.file_state import FileState, state_at
+from pqweights.errors import SourceReadError
 
 BLOCK_BYTES = 1 << 20
 # Reads of fewer bytes are left to the system.
@@ -38,19 +39,28 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class FileReader:
-    """Reads files, from any thread, which stay open for a while. A pickled one has opened nothing elsewhere."""
+    """Reads files, from any thread, which stay open for a while. A pickled one has opened nothing elsewhere.
+
+    A file that is opened again must be the one that it was: what is known of it would be wrong for another.
+    """
 
     def __init__(self) -> None:
         self._files: OrderedDict[Path, _OpenFile] = OrderedDict()  # the least recently used first
+        self._states: dict[Path, FileState] = {}  # when each file was opened first
         self._blocks = _BlockCache()
         self._lock = threading.Lock()
 
-    def read_into(self, path: Path, file: str, offset: int, buffer: Bytes) -> None:
+    def read_into(
+        self, path: Path, file: str, offset: int, buffer: Bytes, *, expected: FileState | None = None
+    ) -> None:
         """Fill the buffer with bytes of a file from `offset` on.
 
-        Raises SourceError if the file ends early; the message calls it `file`.
+        file: what messages call it
+        expected: what it was when it was listed
+
+        Raises SourceChangedError if it is not, or no longer, what it was, SourceReadError if it ends early.
         """
-        opened, view = self._opened(path), buffer.data
+        opened, view = self._opened(path, file, expected), buffer.data
         done = 0
         if len(view) >= LARGE_READ_BYTES:
             done = opened.read_cached(offset, view)
@@ -59,9 +69,11 @@ class FileReader:
         while done < len(view):
             count = os.preadv(opened.descriptor, [view[done:]], offset + done)
             if count == 0:
-                raise SourceError(
-                    f"{file}: expected {len(view)} bytes at offset {offset}, found the end of the file after {done}; "
-                    "it was cut while it was being read: fetch it again"
+                opened.state.check(file, state_at(path, surely=True))
+                raise SourceReadError(
+                    f"{file}: expected {len(view)} bytes at offset {offset}, found the end of the file after {done}, "
+                    f"although it has {opened.state.byte_count}: its disk or file server fails; run the same command "
+                    "again"
                 )
             done += count
 
@@ -72,18 +84,32 @@ class FileReader:
         """Close a file once nobody reads it any more."""
         with self._lock:
             opened = self._files.pop(path, None)
+            self._states.pop(path, None)
         if opened is not None:
             self._blocks.forget(opened)
 
-    def _opened(self, path: Path) -> _OpenFile:
+    def _opened(self, path: Path, file: str, expected: FileState | None) -> _OpenFile:
         with self._lock:
             found = self._files.get(path)
             if found is None:
-                found = self._files[path] = _OpenFile(path)
+                found = self._files[path] = self._open(path, file, expected)
                 if len(self._files) > MOST_OPEN_FILES:
                     self._files.popitem(last=False)
             self._files.move_to_end(path)
             return found
+
+    def _open(self, path: Path, file: str, expected: FileState | None) -> _OpenFile:
+        known = [state for state in (expected, self._states.get(path)) if state is not None]
+        try:
+            opened = _OpenFile(path)
+        except FileNotFoundError:
+            for state in known:
+                state.check(file, None)
+            raise
+        for state in known:
+            opened.check(file, state)
+        self._states[path] = opened.state
+        return opened
 
 
 class _OpenFile:
@@ -91,6 +117,7 @@ class _OpenFile:
 
     descriptor: the file
     direct: the same with direct access; -1 if there is none
+    state: what it was when it was opened
     last_block: the block that was needed last
     """
 
@@ -100,9 +127,16 @@ class _OpenFile:
         if hasattr(os, "O_DIRECT"):  # macOS has none
             with contextlib.suppress(OSError):  # nor have some file systems
                 self.direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-        self.size = os.fstat(self.descriptor).st_size
+        self.state = FileState.of(os.fstat(self.descriptor))
+        self.size = self.state.byte_count
         self.last_block = -1
         weakref.finalize(self, _close, [self.descriptor, self.direct])
+
+    def check(self, file: str, expected: FileState) -> None:
+        """Raise SourceChangedError if it is not what a file was, by either descriptor."""
+        for descriptor in (self.descriptor, self.direct):
+            if descriptor >= 0:
+                expected.check(file, FileState.of(os.fstat(descriptor)))
 
     def read_cached(self, offset: int, view: memoryview) -> int:
         """Read what the page cache holds of the bytes from `offset` on, without a gap, and return how many."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pqweights.checkpoint.file_state import FileState
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.storage import FileState
 
 
 @dataclass(frozen=True)

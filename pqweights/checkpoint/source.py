@@ -121,6 +121,12 @@ class Checkpoint:
             found[stored.file].append(stored)
         return found
 
+    def check_unchanged(self) -> None:
+        """Raise SourceChangedError if a file of the model is not what it was when the checkpoint was opened."""
+        there = self.storage.files()
+        named = [name for name in (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE) if name in there]
+        self.storage.check_unchanged((*self.weight_files, *self.companions, *named))
+
     @property
     def known_fingerprints(self) -> dict[str, str]:
         """The fingerprints of files that are known so far, by name."""

@@ -9,33 +9,21 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.checkpoint.disk_room import DiskNeed
 from pqweights.checkpoint.file_reader import FileReader
+from pqweights.checkpoint.file_state import FileState, state_at
 from pqweights.checkpoint.links import PARSED, leads_outside
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
 from pqweights.errors import SourceError
 from pqweights.locks import ProcessLock
-
-
-@dataclass(frozen=True)
-class FileState:
-    """What a file was when it was listed.
-
-    byte_count: its size
-    stamp: changes with it: its modification time, or a hash of its content or version
-    modified: when it was changed last, in nanoseconds since 1970; 0 if that is not known
-    """
-
-    byte_count: int
-    stamp: int
-    modified: int = 0
 
 
 class Origin(NamedTuple):
@@ -102,8 +90,27 @@ class Storage(Protocol):
     def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
         """Fill the buffer with bytes of a file from `offset` on.
 
-        Raises SourceError if the file ends early, HubError or StorageError if it cannot be fetched.
+        Raises SourceChangedError if the file is no longer the one that was listed, SourceError if it ends early,
+        HubError or StorageError if it cannot be fetched.
         """
+        ...
+
+    def check_read(self) -> None:
+        """Raise SourceChangedError if a file that was read since the last call is not what it was when it was listed.
+
+        It sends no request: of files whose every reply is checked, or that are elsewhere, `check_unchanged` tells.
+        """
+        ...
+
+    def check_unchanged(self, files: Iterable[str] = ()) -> None:
+        """Raise SourceChangedError if any file that was ever read is not what it was when it was listed.
+
+        files: further files to be checked
+        """
+        ...
+
+    def disk_need(self, files: Sequence[str]) -> DiskNeed | None:
+        """Return what fetching these files takes on a disk outside of the folder of `fetching`; None if nothing."""
         ...
 
     def expect(self, files: Sequence[str]) -> None:
@@ -167,13 +174,17 @@ class LocalStorage:
         self._reader = FileReader()
         self._lock = ProcessLock()
         self._mapped: dict[str, npt.NDArray[np.uint8]] = {}
+        self._read: set[str] = set()
+        self._unchecked: set[str] = set()  # those that were read since `check_read`
         self._broken_links: tuple[str, ...] = ()
         self._outside_links: tuple[str, ...] = ()
         names = sorted(self._walk()) if only is None else only
-        self._files = {}
-        for name in names:
-            status = os.stat(root / name)
-            self._files[name] = FileState(status.st_size, status.st_mtime_ns, status.st_mtime_ns)
+        self._files = {name: FileState.of(os.stat(root / name)) for name in names}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another machine may number the files otherwise.
+        files = {name: replace(state, inode=0) for name, state in self._files.items()}
+        return vars(self) | {"_files": files, "_mapped": {}}
 
     def _walk(self) -> list[str]:
         """Return the names of all files, following links, but never into a folder that was already visited."""
@@ -252,6 +263,9 @@ class LocalStorage:
         """Return the files that were listed."""
         return self._files
 
+    def disk_need(self, files: Sequence[str]) -> None:
+        """None: the files are there."""
+
     def expect(self, files: Sequence[str]) -> None:
         """Do nothing: the files are there."""
 
@@ -267,6 +281,7 @@ class LocalStorage:
         with self._lock:
             if file not in self._mapped:
                 with open(self.root / file, "rb") as opened:
+                    self._files[file].check(file, FileState.of(os.fstat(opened.fileno())))
                     pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
                 with contextlib.suppress(AttributeError, OSError):  # a hint, which not every system takes
                     pages.madvise(mmap.MADV_WILLNEED)
@@ -275,6 +290,22 @@ class LocalStorage:
 
     def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
         """Fill the buffer with bytes of a file from `offset` on."""
-        self._reader.read_into(self.root / file, file, offset, buffer)
+        self._reader.read_into(self.root / file, file, offset, buffer, expected=self._files[file])
         with self._lock:
             self.bytes_read += buffer.nbytes
+            self._read.add(file)
+            self._unchecked.add(file)
+
+    def check_read(self) -> None:
+        """See Storage."""
+        with self._lock:
+            files, self._unchecked = self._unchecked, set()
+        for file in sorted(files):
+            self._files[file].check(file, state_at(self.root / file))
+
+    def check_unchanged(self, files: Iterable[str] = ()) -> None:
+        """See Storage."""
+        with self._lock:
+            named = {*self._read, *files}
+        for file in sorted(named):
+            self._files[file].check(file, state_at(self.root / file, surely=True))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
+from pqweights.checkpoint.disk_room import check_room
 from pqweights.checkpoint.storage import LocalStorage
 from pqweights.distributed.cluster import check_nodes, connected, nodes_of, tidy_nodes
 from pqweights.distributed.parts import memory_of
@@ -107,8 +108,11 @@ class RayEngine:
         if len(small) == len(nodes):
             raise ClusterError(f"no node has what a task needs: {needs}; pass fewer --threads")
         used = [node for node in nodes if node not in small]
+        disk_needs = task.fetch_needs
         if task.out.shared_folder is not None:
-            task.out.check_room(task.plan, fetched_bytes * sum(map(kind.room_on, used)))
+            fetched_at_once = fetched_bytes * sum(map(kind.room_on, used))
+            disk_needs.append(task.out.disk_need(task.plan, task.run_inputs, fetched_at_once))
+        check_room(disk_needs)
         room = (task.out.shard_room(task.plan) or 0) + fetched_bytes
         check_nodes(self.ray, {node: replace(kind.asked, room=room * kind.room_on(node)) for node in used})
 

@@ -44,10 +44,7 @@ class DistributedRewrite:
             before = sum(part.source_bytes for part in self._parts if part.number in self._found)
             tasks = [ClusterTask(part.number, part.source_bytes, self._order(part)) for part in waiting]
             ClusterTasks(self._ray, self._kind, self._run.progress, done_before=before).run(tasks, self._join)
-        records = tuple(record for part in self._parts for record in self._found[part.number])
-        for planned, record in zip(self._task.plan.tensors, records, strict=True):
-            self._task.transform.accept(planned, record)
-        return records
+        return tuple(record for part in self._parts for record in self._found[part.number])
 
     def _known(self, part: RunPart) -> tuple[TensorRecord, ...] | None:
         """Return the records of a part of which an earlier run finished all shards; None for another one."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pqweights.checkpoint.disk_room import free_bytes
 from pqweights.checkpoint.file_uses import file_uses
 from pqweights.distributed.parts import CheckOrder, PartOrder, PartResult
 from pqweights.errors import ClusterError, PqweightsError
 from pqweights.kernels.devices import resolve_device
 from pqweights.results.shard_checks import ShardChecks, ShardFindings
-from pqweights.rewrite.disk_room import free_bytes
 from pqweights.rewrite.places import ResultPlace
 from pqweights.rewrite.stream import Stream
 from pqweights.rewrite.task import RewriteTask, RunOptions
@@ -187,4 +187,5 @@ def _written(task: RewriteTask, order: PartOrder, report: Throttled) -> PartResu
             for file, use in file_uses(task.checkpoint.tensors).items():
                 if use.last in places:
                     task.checkpoint.file_fingerprint(file)
+            task.checkpoint.storage.check_read()
     return PartResult(records, task.checkpoint.known_fingerprints, task.bytes_read - read_before)

@@ -250,6 +250,7 @@ class Fold:
         with disk_errors(path), open(path, "ab") as stream:
             for number, sizes in run.run(self.original.tensors, missing, plain=self._plain):
                 self._known[number] = known = self._decided(self.structure.links[number], sizes)
+                self.original.storage.check_read()  # what is kept must be of the files that the journal states
                 stream.write(known.line(number))
                 stream.flush()  # a kill must not cost what is known
 

@@ -23,10 +23,9 @@ def cached(hub: Hub, repository: Repository, file: RemoteFile) -> Path | None:
     return path if path.is_file() and path.stat().st_size == file.byte_count else None
 
 
-def cache_room(hub: Hub) -> int:
-    """Return the free bytes on the disk of the cache."""
-    cache = Path(hub.official.constants.HF_HUB_CACHE).absolute()
-    return int(shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.exists())).free)
+def cache_folder(hub: Hub) -> Path:
+    """Return the folder of the cache, which may not exist yet."""
+    return Path(str(hub.official.constants.HF_HUB_CACHE))
 
 
 def download_to_cache(
@@ -87,4 +86,4 @@ def snapshot(hub: Hub, repository: str, revision: str | None) -> Path:
 def _folder(hub: Hub, repository: Repository) -> Path:
     """The folder of a repository in the cache."""
     name: str = hub.official.file_download.repo_folder_name(repo_id=repository.id, repo_type="model")
-    return Path(str(hub.official.constants.HF_HUB_CACHE)) / name
+    return cache_folder(hub) / name

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.checkpoint.disk_room import DiskNeed
 from pqweights.checkpoint.file_reader import FileReader
+from pqweights.checkpoint.file_state import FileState, state_at
 from pqweights.checkpoint.header_starts import HeaderStarts
-from pqweights.checkpoint.storage import FileState, Origin
-from pqweights.errors import OutputError, SourceError
-from pqweights.hub.cache import cache_room, cached, download_to_cache
+from pqweights.checkpoint.storage import Origin
+from pqweights.errors import SourceError
+from pqweights.hub.cache import cache_folder, cached, download_to_cache
 from pqweights.hub.client import Hub, Stop
 from pqweights.hub.fetcher import Fetcher
 from pqweights.hub.repository import Repository
@@ -57,9 +59,12 @@ class HubStorage:
         self._fetcher: Fetcher | None = None
         self._folder = Path()  # where files are fetched to
         self._reader = FileReader()
+        self._fetched: dict[str, tuple[Path, FileState]] = {}  # where files lie, and what they were when checked
+        self._unchecked: set[str] = set()  # those that were read since `check_read`
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_fetcher": None, "_folder": Path()}  # those of another process
+        of_this_process: dict[str, Any] = {"_fetcher": None, "_folder": Path(), "_fetched": {}, "_unchecked": set()}
+        return vars(self) | of_this_process
 
     @property
     def origin(self) -> Origin:
@@ -105,18 +110,17 @@ class HubStorage:
         """Return the state of every file by its path, in sorted order; without hidden files, as in a local folder."""
         return self._files
 
-    def check_room(self, files: Sequence[str]) -> None:
-        """Check that the disk of the cache can hold these files.
-
-        Raises OutputError.
-        """
+    def disk_need(self, files: Sequence[str]) -> DiskNeed | None:
+        """Return what these files will take in the Hub's cache, as far as they are not there; see Storage."""
+        if self.low_disk:
+            return None
         needed = sum(self._files[file].byte_count for file in files if self._cached(file) is None)
-        free = cache_room(self.hub)
-        if not self.low_disk and needed > free:
-            raise OutputError(
-                f"{self.repository.id}: its weights need {needed} bytes in the Hub's cache, but only {free} are free: "
-                "pass --low-disk, free some space, or set HF_HOME to a folder on another disk"
-            )
+        return DiskNeed(
+            folder=cache_folder(self.hub),
+            byte_count=needed,
+            what=f"{self.repository.id}: its weights need {needed} bytes in the Hub's cache",
+            remedy="pass --low-disk, or set HF_HOME to a folder on another disk",
+        )
 
     def expect(self, files: Sequence[str]) -> None:
         """Prepare to read the headers of these files: once one is read, the first bytes of more are requested."""
@@ -143,6 +147,9 @@ class HubStorage:
         """Note that a file is no longer needed."""
         self._small.pop(file, None)
         if self._fetcher is not None:
+            if self.low_disk:
+                with self._lock:
+                    self._fetched.pop(file, None)
             name = self._local_name(file) if self.low_disk else None
             if name is not None:
                 self._reader.forget(self._folder / name)
@@ -152,7 +159,8 @@ class HubStorage:
         """Fill the buffer with bytes of a file from `offset` on, see Storage."""
         count = buffer.nbytes
         if self._fetcher is not None and file not in self._small:
-            self._reader.read_into(self._fetcher.path(file), file, offset, buffer)
+            path = self._fetcher.path(file)
+            self._reader.read_into(path, file, offset, buffer, expected=self._fetched[file][1])
         else:
             data = self._requested(file, offset, count)
             if len(data) != count:
@@ -162,6 +170,21 @@ class HubStorage:
             buffer[:] = np.frombuffer(data, dtype=np.uint8)
         with self._lock:
             self.bytes_read += count
+            self._unchecked.add(file)
+
+    def check_read(self) -> None:
+        """See Storage. Fetched files lie on this machine; what was requested is of the commit."""
+        with self._lock:  # no file is released meanwhile
+            files, self._unchecked = self._unchecked, set()
+            for file in sorted(files & self._fetched.keys()):
+                path, state = self._fetched[file]
+                state.check(file, state_at(path))
+
+    def check_unchanged(self, files: Iterable[str] = ()) -> None:
+        """See Storage. Of fetched files, those that are not released are checked; the commit does not change."""
+        with self._lock:
+            for file, (path, state) in sorted(self._fetched.items()):
+                state.check(file, state_at(path, surely=True))
 
     def _fetch(self, file: str, folder: Path, stop: Stop) -> Path:
         """Fetch a whole file and return its path."""
@@ -173,6 +196,8 @@ class HubStorage:
             if not path.exists():
                 download(self.hub, self.repository, remote, target=path, stop=stop)
         self._check_header(file, path)
+        with self._lock:
+            self._fetched[file] = path, FileState.of(path.stat())
         return path
 
     def _local_name(self, file: str) -> str:
@@ -190,8 +215,8 @@ class HubStorage:
                 start = stream.read(8)
                 if hashlib.sha256(start + stream.read(int.from_bytes(start, "little"))).hexdigest() != digest:
                     raise SourceError(
-                        f"{self.repository.id}: {file}: its header was damaged when it was fetched for the plan; "
-                        "nothing was kept: run the same command again"
+                        f"{self.repository.id}: {file}: its header was damaged when it was fetched for the plan: run "
+                        "the same command again"
                     )
 
     def _requested(self, file: str, offset: int, count: int) -> bytes:

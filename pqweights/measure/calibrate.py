@@ -173,7 +173,7 @@ def calibrate(
     """
     with slow_step("reading the text with transformers"):
         job = _prepare(source, out, text, recipe=recipe, options=options, progress=progress)
-    with open_unfinished(out, _inputs(job, text, recipe), overwrite=options.overwrite) as work:
+    with open_unfinished(out, _inputs(job, text, recipe), job.checkpoint, overwrite=options.overwrite) as work:
         _search_missing(job, work)
         found = [_from_record(tensor.name, work.found[tensor.name]) for tensor in job.planned]
         scales = {layer.name: values for layer, values in found if values is not None}

@@ -144,7 +144,7 @@ def calibrate_moments(
         dtype=options.dtype,
         device_map=options.device_map,
     )
-    with open_unfinished(out, asked, overwrite=options.overwrite) as work:
+    with open_unfinished(out, asked, job.checkpoint, overwrite=options.overwrite) as work:
         layout, vectors = _recorded(job, work)
         report = _report(job, layout, vectors)
         about = {

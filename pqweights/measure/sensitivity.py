@@ -150,7 +150,7 @@ def measure_sensitivity(
         dtype=options.dtype,
         device_map=options.device_map,
     )
-    with open_unfinished(out, inputs, overwrite=options.overwrite) as work:
+    with open_unfinished(out, inputs, checkpoint, overwrite=options.overwrite) as work:
         result = _measure(job, work)
         write_sensitivity(out, result)
     return result
@@ -194,6 +194,7 @@ def _measure(job: _SensitivityJob, work: Unfinished | None) -> Sensitivity:
         alpha = max(0.0, fitted_alpha(points))
         found.append(Measured(name=name, weights=tuple(weights), alpha=alpha, points=tuple(points)))
     job.progress(len(groups), len(groups), "")
+    job.checkpoint.check_unchanged()
     method = _method(job.windows, job.options)
     return Sensitivity(checkpoint=job.checkpoint.fingerprint(), method=method, groups=tuple(found))
 

@@ -95,8 +95,8 @@ class Unfinished:
     found: what is known of each weight or group, as JSON, by its name
     """
 
-    def __init__(self, folder: Path, found: dict[str, Any]) -> None:
-        self.folder, self.found = folder, found
+    def __init__(self, folder: Path, found: dict[str, Any], checkpoint: Checkpoint) -> None:
+        self.folder, self.found, self._checkpoint = folder, found, checkpoint
         self._turn = threading.Lock()
 
     @property
@@ -110,7 +110,11 @@ class Unfinished:
         return self.folder / SAMPLES_FILE
 
     def keep(self, name: str, entry: Mapping[str, Any]) -> None:
-        """Keep what was found for one weight or group; threads may call it at the same time."""
+        """Keep what was found for one weight or group; threads may call it at the same time.
+
+        Raises SourceChangedError if it may have been found on other files than those that the journal states.
+        """
+        self._checkpoint.check_unchanged()
         record = {"name": name, **entry}
         with self._turn, disk_errors(self.folder), open(self.folder / JOURNAL_FILE, "ab") as journal:
             journal.write(_line(record))
@@ -132,11 +136,14 @@ def _clear(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def open_unfinished(out: Path, inputs: Mapping[str, Any], *, overwrite: bool) -> Iterator[Unfinished]:
+def open_unfinished(
+    out: Path, inputs: Mapping[str, Any], checkpoint: Checkpoint, *, overwrite: bool
+) -> Iterator[Unfinished]:
     """Continue what the same measurement left beside its file, or start; leave it if this run is interrupted, too.
 
     out: the file of the result, which the body writes
     inputs: what decides the result
+    checkpoint: what is measured
     overwrite: whether what another measurement left may be removed
 
     Raises OutputError or SourceChangedError if another measurement left something there.
@@ -145,7 +152,7 @@ def open_unfinished(out: Path, inputs: Mapping[str, Any], *, overwrite: bool) ->
     with disk_errors(out):
         lock = _lock(folder)
     try:
-        work = Unfinished(folder, _found(folder, inputs, out=out, overwrite=overwrite))
+        work = Unfinished(folder, _found(folder, inputs, out=out, overwrite=overwrite), checkpoint)
         try:
             yield work
         except EvaluationError:  # the input cannot be measured: the same command would fail again

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pqweights.checkpoint.storage import FileState
+from pqweights.checkpoint.file_state import FileState
 from pqweights.errors import SourceChangedError, StorageError
 from pqweights.remote.addresses import Address
 from pqweights.remote.failures import ATTEMPTS, FIRST_ATTEMPTS, Request, Stop, Truncated, attempted
@@ -106,8 +106,8 @@ class RemoteFolder:
             data, version = self._range(self._path(name), start, end)
             if expected is not None and version and _stamp(version) != expected.stamp:
                 raise SourceChangedError(
-                    f"{self.address / name}: it was replaced while it was being read: run the same command again, and "
-                    "leave the source as it is meanwhile"
+                    f"{self.address / name}: it was replaced while it was being read: leave the source as it is, and "
+                    "run the same command again"
                 )
             if len(data) != end - start:
                 raise Truncated(f"expected {end - start} bytes at offset {start}, found {len(data)}")

@@ -6,7 +6,7 @@ Nothing is stored on this machine. Every reply is checked to be of the version t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.companions import NOT_GIVEN, WEIGHT_SUFFIXES
+from pqweights.checkpoint.file_state import FileState
 from pqweights.checkpoint.header_starts import HeaderStarts
 from pqweights.checkpoint.interrupted import check_not_interrupted
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
 from pqweights.checkpoint.source import Checkpoint, open_checkpoint, open_folder, others_of_model
-from pqweights.checkpoint.storage import FileState, WorkFolder
+from pqweights.checkpoint.storage import WorkFolder
 from pqweights.errors import SourceError
 from pqweights.locks import ProcessLock
 from pqweights.remote.addresses import Address
@@ -52,14 +53,18 @@ class RemoteStorage:
         """
         self.folder = folder
         self.bytes_read = 0
-        if only is None:
-            self._files = folder.files(recursive=below)
-        else:
-            states = {name: folder.state(name) for name in only}
-            self._files = {name: state for name, state in states.items() if state is not None}
+        self._below, self._only = below, only
+        self._files = self._listed()
+        self._read: set[str] = set()
         for name in self._files:
             _check_name(folder, name)
         self._open()
+
+    def _listed(self) -> dict[str, FileState]:
+        if self._only is None:
+            return self.folder.files(recursive=self._below)
+        states = {name: self.folder.state(name) for name in self._only}
+        return {name: state for name, state in states.items() if state is not None}
 
     def _open(self) -> None:
         self._lock = ProcessLock()
@@ -68,7 +73,8 @@ class RemoteStorage:
         self._starts = HeaderStarts(self._range, self._size_of)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "bytes_read": self.bytes_read, "_files": self._files}
+        opened = {"_lock", "_small", "_blocks", "_starts"}
+        return {name: value for name, value in vars(self).items() if name not in opened}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -126,6 +132,9 @@ class RemoteStorage:
         """Return the state of every file by its path, in sorted order; without hidden files, as in a local folder."""
         return self._files
 
+    def disk_need(self, files: Sequence[str]) -> None:
+        """None: nothing is stored on this machine."""
+
     def expect(self, files: Sequence[str]) -> None:
         """Prepare to read the headers of these files: once one is read, the first bytes of more are requested."""
         self._starts.expect(files)
@@ -168,6 +177,16 @@ class RemoteStorage:
                 buffer[:] = np.frombuffer(self._range(file, offset, count), dtype=np.uint8)
         with self._lock:
             self.bytes_read += count
+            self._read.add(file)
+
+    def check_read(self) -> None:
+        """See Storage. Replies of S3 are checked one by one; another storage would have to be asked each time."""
+
+    def check_unchanged(self, files: Iterable[str] = ()) -> None:
+        """See Storage. The folder is listed once more."""
+        there = self._listed()
+        for file in sorted({*self._read, *files}):
+            self._files[file].check(str(self.folder.address / file), there.get(file))
 
     def _read_small(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> bool:
         """Fill the buffer if the file is small and does not hold tensors; return whether it is."""

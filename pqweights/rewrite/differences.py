@@ -23,15 +23,20 @@ ACCOUNTS = {
 
 def difference(task: RewriteTask, found: Manifest) -> str:
     """Say how the result in the output folder of a task differs from the one that is asked for."""
-    asked = task.identity
-    if found.identity == asked and _has_same_source(task, found):
+    asked, theirs = task.identity.decisive, found.identity.decisive
+    if theirs == asked and _has_same_source(task, found):
         return f"holds this result, but {_what_is_wrong(task, found)}"
-    result = _named(found.identity)
+    result = _named(theirs)
     if result == _named(asked):
         if not _has_same_source(task, found):
             result += f" made from another {'master' if asked.kind == 'export' else 'source'}"
+        elif theirs.same_bytes_since != asked.same_bytes_since:
+            result += (
+                f" made by another version of pqweights (same bytes since {_short(theirs.same_bytes_since)}, this one "
+                f"{asked.same_bytes_since})"
+            )
         else:
-            result += f" made with {_other_options(found.identity, asked)}"
+            result += f" made with {_other_options(theirs, asked)}"
     return f"holds another result: {result}"
 
 

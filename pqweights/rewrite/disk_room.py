@@ -1,19 +1,12 @@
-"""Room on the disks of this machine: how much is free, and what an interrupted run has taken already."""
+"""What an interrupted run has already taken on the disks of this machine."""
 
 from __future__ import annotations
 
 import contextlib
-import shutil
 from pathlib import Path
 
 from pqweights.checkpoint.writer import partial_path
 from pqweights.rewrite.part_files import FETCHED_FOLDER
-
-
-def free_bytes(folder: Path) -> int:
-    """Return how many bytes are free on the disk on which a folder is, or will be made."""
-    existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
-    return shutil.disk_usage(existing).free
 
 
 def fetched_bytes_in(work: Path) -> int:

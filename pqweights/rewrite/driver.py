@@ -7,10 +7,12 @@ is complete.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from pqweights.checkpoint.disk_room import check_room
 from pqweights.checkpoint.file_uses import file_uses, most_fetched
 from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.readers import EncodedTensor
@@ -18,11 +20,18 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
 from pqweights.checkpoint.writer import COPY_BYTES
 from pqweights.codecs import get_codec
-from pqweights.errors import ClusterError, MasterError, OutputError, SourceError, StrictError
+from pqweights.errors import (
+    ClusterError,
+    MasterError,
+    OutputError,
+    SourceChangedError,
+    SourceError,
+    SourceReadError,
+)
 from pqweights.kernels.devices import resolve_device
 from pqweights.planning.plan import Plan, index_json
 from pqweights.rewrite.differences import difference
-from pqweights.rewrite.manifest import CONTAINER_VERSION, MANIFEST_VERSION, Manifest, parse_manifest
+from pqweights.rewrite.manifest import Manifest, parse_manifest, version_of
 from pqweights.rewrite.places import ResultPlace, ResultWorkspace
 from pqweights.rewrite.records import FileRecord, TensorRecord
 from pqweights.rewrite.stream import Stream
@@ -71,13 +80,15 @@ def rewrite(task: RewriteTask, run: RunOptions) -> RewriteReport:
         return _report(task, done.records, already_done=True, resumed=len(done.records))
     task.out.check_output(run.overwrite, lambda: difference(task, _manifest_in(task.out)))
     if run.engine is None:
-        task.out.check_room(task.plan, _most_fetched(task))
+        check_room([task.out.disk_need(task.plan, task.run_inputs, _most_fetched(task)), *task.fetch_needs])
     with task.out.open_workspace(task.run_inputs, run.overwrite) as workspace:
         resumed = len(workspace.records)
         task.checkpoint.restore_fingerprints(workspace.fingerprints())
-        records = _stream_tensors(task, workspace, run)
-        workspace.publish({shard.file: shard.file_bytes for shard in task.plan.shards})
-        _finish(task, records, workspace)
+        with _leaving_what_is_finished(workspace):
+            records = _stream_tensors(task, workspace, run)
+            task.check_sources()
+            workspace.publish({shard.file: shard.file_bytes for shard in task.plan.shards})
+            _finish(task, records, workspace)
     report = _report(task, records, already_done=False, resumed=resumed)
     return report if run.device == "cpu" else replace(report, on_cpu=_codecs_on_cpu(task))
 
@@ -107,7 +118,7 @@ def _finished_result(task: RewriteTask) -> Manifest | None:
     if max(each.storage.newest(each.weight_files) for each in task.checkpoints) > task.out.manifest_time():
         return None  # the source may have changed since, in bytes that its fingerprint does not cover
     found = _manifest_in(task.out)
-    if found.identity != task.identity or not _all_files_exist(task, found):
+    if found.identity.decisive != task.identity.decisive or not _all_files_exist(task, found):
         return None
     # The content of a commit never changes; that of a local folder may.
     if found.identity.origin is None and found.source_fingerprint != task.checkpoint.fingerprint():
@@ -143,9 +154,10 @@ def _most_fetched(task: RewriteTask) -> int:
 
 
 def _stream_tensors(task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> tuple[TensorRecord, ...]:
-    """Write all tensors into staged shards; what was written is removed if the source turns out to be unusable.
+    """Write all tensors into staged shards.
 
-    A strict run that continues another one leaves what that run wrote, which that run's own command can finish.
+    Content that no run can use is found again by every run over the same files, so a run that began here removes what
+    it wrote. One that continues another leaves that, and a read that failed leaves what was finished before.
     """
     continues = bool(workspace.records)
     if run.engine is not None:
@@ -156,6 +168,9 @@ def _stream_tensors(task: RewriteTask, workspace: ResultWorkspace, run: RunOptio
                 workspace.discard()
             raise
     try:
+        for planned in task.plan.tensors:
+            if planned.name in workspace.records:
+                task.transform.accept(planned, workspace.records[planned.name].record)
         preparation = Preparation(
             folder=workspace.folder, fetched=workspace.fetched, threads=run.threads, progress=run.progress
         )
@@ -166,9 +181,28 @@ def _stream_tensors(task: RewriteTask, workspace: ResultWorkspace, run: RunOptio
             if task.transform.fold is not None:
                 task.transform.fold.close()
     except (SourceError, MasterError) as error:
-        if not (continues and isinstance(error, StrictError)):
+        may_pass = isinstance(error, SourceReadError | SourceChangedError)
+        if not (workspace.holds_work() if may_pass else continues):
             workspace.discard()
         raise
+
+
+@contextlib.contextmanager
+def _leaving_what_is_finished(workspace: ResultWorkspace) -> Iterator[None]:
+    """Say what to do if the source changed after tensors were finished.
+
+    They were all made of the files that the journal states: what has changed is checked before each is recorded. So
+    they count as long as the files are those, and no run mixes them with tensors of others.
+    """
+    try:
+        yield
+    except SourceChangedError as error:
+        if not workspace.folder.exists():
+            raise
+        raise SourceChangedError(
+            f"{error}, with --overwrite for the files as they are now: what is finished was made of the former ones, "
+            "and stays for them"
+        ) from None
 
 
 def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], workspace: ResultWorkspace) -> None:
@@ -177,6 +211,7 @@ def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], workspace: Res
     with storage.fetching(workspace.fetched, dict.fromkeys(task.plan.companions, 1)):
         files = _write_small_files(task, records, workspace)
         fingerprint = task.checkpoint.fingerprint()
+        task.check_sources()  # after everything was read, and before anything states what it was
     fold = task.transform.fold
     manifest = Manifest(
         identity=task.identity,
@@ -184,7 +219,7 @@ def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], workspace: Res
         records=records,
         files=files,
         factors=None if fold is None else fold.digest(),
-        version=CONTAINER_VERSION if task.identity.container else MANIFEST_VERSION,
+        version=version_of(task.identity),
     )
     workspace.complete(manifest.to_pieces())
 

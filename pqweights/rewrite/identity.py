@@ -8,7 +8,8 @@ Three places ask whether two runs are the same, and all of them ask here:
 
 The content of the source is compared beside it: by the size and time of its files while a run is under way, and by its
 fingerprint when the run is finished. Whatever changes no byte is not part of the identity: threads, device, progress,
-strictness, and where files lie. Nor is the choice of files that are copied as they are: an interrupted run is continued
+strictness, where files lie, and every text that is written for people: why a tensor is treated as it is, what a recipe
+is for. Nor is the choice of files that are copied as they are: an interrupted run is continued
 with another choice (journal.py), and a finished result with another one is not the result that is asked for.
 """
 
@@ -16,20 +17,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pqweights.checkpoint.storage import Origin
 from pqweights.planning.plan import DEFAULT_METADATA, TensorPlan
 
-# The first version that makes the same bytes as this one: a run is continued only by a version that agrees. To be
-# raised with every change of what a codec, a recipe or an export writes.
+# The first version that makes the same bytes as this one: a run is continued, and a finished result left alone, only by
+# a version that agrees. To be raised with every change of what a codec, a recipe or an export writes.
 SAME_BYTES_SINCE = "0.2.0"
+# That of results whose manifest states none.
+UNSTATED_VERSION = "0.2.0"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunIdentity:
-    """What makes two runs over the same source the same run.
+    """What makes two runs over the same source the same run, and the prose that goes with it into the manifest.
 
     kind: "master" or "export"
     made_by: the transform's account of itself (Transform.describe): a recipe, or a target with its options
@@ -42,6 +45,7 @@ class RunIdentity:
     left_out: tensors that are not carried over, each with the reason
     model: what is known of the original model (model_card.model_facts)
     master: for an export, what the master's manifest states about the master
+    same_bytes_since: the first version that makes the same bytes
     """
 
     kind: str
@@ -55,11 +59,47 @@ class RunIdentity:
     left_out: dict[str, str] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     master: dict[str, Any] = field(default_factory=dict)
+    same_bytes_since: str = field(default_factory=lambda: SAME_BYTES_SINCE)
+
+    @property
+    def decisive(self) -> RunIdentity:
+        """The same without prose: two runs are the same if this is equal."""
+        return replace(
+            self,
+            tensors=tuple([tensor._replace(reason="") for tensor in self.tensors]),
+            left_out=dict.fromkeys(self.left_out, ""),
+            made_by=_without_prose(self.made_by),
+            master=_without_prose(self.master),
+        )
 
     def digest(self) -> str:
-        """Return the sha256 over all fields and SAME_BYTES_SINCE."""
-        # In JSON, tensors and origin are the lists of their fields.
-        stated = {**vars(self), "version": SAME_BYTES_SINCE}
-        if not self.container:  # it came later than journals that may still be continued
-            del stated["container"]
-        return hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()
+        """Return the sha256 over all that is decisive."""
+        return _digest(self.decisive)
+
+    def former_digest(self) -> str:
+        """Return what versions up to 0.2.0 wrote in its place, over the prose as well: their journals may go on."""
+        return _digest(self)
+
+
+def _digest(identity: RunIdentity) -> str:
+    # In JSON, tensors and origin are the lists of their fields.
+    stated = dict(vars(identity))
+    stated["version"] = stated.pop("same_bytes_since")
+    if not identity.container:  # it came later than journals that may still be continued
+        del stated["container"]
+    return hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()
+
+
+def _without_prose(account: dict[str, Any]) -> dict[str, Any]:
+    """Return an account of a transform, or of a master, without what a recipe says for people."""
+    recipe = account.get("recipe")
+    if not isinstance(recipe, dict):
+        return account
+    stated = {key: value for key, value in recipe.items() if key != "description"}
+    if isinstance(rules := recipe.get("rules"), list):
+        stated["rules"] = [_without_reason(rule) for rule in rules]
+    return account | {"recipe": stated}
+
+
+def _without_reason(rule: Any) -> Any:
+    return {key: value for key, value in rule.items() if key != "reason"} if isinstance(rule, dict) else rule

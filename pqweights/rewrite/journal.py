@@ -7,6 +7,7 @@ tensor. A run continues another only if the first line states its own inputs.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence, Set
@@ -29,6 +30,7 @@ class RunInputs:
     """What a run must have in common with the run that it continues, as the journal states it.
 
     work: the digest of its identity
+    former_work: what older versions state in its place
     source: size and stamp of every file that is read, by name
     outputs: every file to which the run gives its final name
     shards: the outputs that hold tensors, with their sizes in bytes
@@ -39,6 +41,7 @@ class RunInputs:
     """
 
     work: str
+    former_work: str
     source: dict[str, tuple[int, int]]
     outputs: list[str]
     shards: Mapping[str, int]
@@ -67,6 +70,7 @@ class RunInputs:
                 source[f"{option} {name}".lstrip()] = (states[name].byte_count, states[name].stamp)
         return RunInputs(
             work=identity.digest(),
+            former_work=identity.former_digest(),
             source=source,
             outputs=outputs,
             shards=shards,
@@ -128,11 +132,12 @@ def first_line(inputs: RunInputs, replaces: Sequence[str], **more: str) -> bytes
 
 
 def change_companions(work: Path, inputs: RunInputs) -> None:
-    """Make the journal of a run that is continued state the companions of this run, and that others are replaced."""
+    """Make the journal of a run that is continued state what this run does, and that other companions are replaced."""
     with open(work / JOURNAL_FILE, "rb") as stream:
         first = json.loads(stream.readline())
         finished = stream.read()
-    if first["outputs"] != inputs.outputs or first["source"] != inputs.to_json()["source"]:
+    stated = inputs.to_json()
+    if any(first.get(key) != stated[key] for key in ("work", "outputs", "source")):
         begin_journal(work, inputs, [*dict.fromkeys((*first["replaces"], *first["outputs"]))], finished)
 
 
@@ -173,7 +178,7 @@ def _is_same_run(first: dict[str, Any], inputs: RunInputs) -> bool:
     ours, theirs = set(inputs.companions), set(first["outputs"]) - (set(inputs.outputs) - set(inputs.companions))
     differ = ours ^ theirs
     return (
-        first.get("work") == stated["work"]
+        first.get("work") in (inputs.work, inputs.former_work)
         and first.get("origin") == stated.get("origin")
         and _without(first["source"], differ) == _without(stated["source"], differ)
     )
@@ -218,8 +223,8 @@ def _different_run(first: dict[str, Any], inputs: RunInputs, out: object) -> Out
                 f"are {list(state)}); pass --overwrite to start again"
             )
     return OutputError(
-        f"{out}: holds an interrupted run with another recipe or other options; repeat that command to continue it, or "
-        "pass --overwrite to start again"
+        f"{out}: holds an interrupted run with another recipe or other options, or of a version that makes other "
+        "bytes; repeat that command to continue it, or pass --overwrite to start again"
     )
 
 
@@ -232,6 +237,19 @@ def _other_commit(out: object, found: Any, origin: Origin) -> SourceChangedError
         f"{origin.id}: expected {was}, which the interrupted run in {out} was reading, found commit {origin.revision}: "
         f"{again}pass --overwrite to start again"
     )
+
+
+def finished_names(path: Path, inputs: RunInputs) -> frozenset[str]:
+    """Return the names of the tensors that a run has finished by its journal; none without one, or with another's."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return frozenset()
+    first = parse_first_line(lines[0]) if lines else None
+    if first is None or not _is_same_run(first, inputs):
+        return frozenset()
+    found = itertools.takewhile(lambda each: each is not None, map(parse_record, lines[1:]))
+    return frozenset(each.record.name for each in found if each is not None)
 
 
 def parse_record(line: bytes) -> FinishedTensor | None:

@@ -32,15 +32,21 @@ from pqweights.planning.plan import (
     TensorPlan,
     coder_of,
 )
-from pqweights.rewrite.identity import RunIdentity
+from pqweights.rewrite.identity import UNSTATED_VERSION, RunIdentity
 from pqweights.rewrite.manifest_entries import damaged, parse_tensor
 from pqweights.rewrite.records import FileRecord, TensorRecord, error_totals
 from pqweights.strict_json import Fields, json_pieces, parse_json
 
-# Results in safetensors have the second version, those in another container the third.
-MANIFEST_VERSION, CONTAINER_VERSION = 2, 3
+# Results in safetensors have the second version, those in another container the third, and those that state since which
+# version of pqweights the same bytes are made the fourth.
+MANIFEST_VERSION, CONTAINER_VERSION, STATED_VERSION = 2, 3, 4
 # The hash of stored tensors in each version.
-TENSOR_HASHES: dict[int, TensorHash] = {1: SHA256, MANIFEST_VERSION: HASH_OF_PIECES, CONTAINER_VERSION: HASH_OF_PIECES}
+TENSOR_HASHES: dict[int, TensorHash] = {
+    1: SHA256,
+    MANIFEST_VERSION: HASH_OF_PIECES,
+    CONTAINER_VERSION: HASH_OF_PIECES,
+    STATED_VERSION: HASH_OF_PIECES,
+}
 # Of a manifest; that of a model with a million tensors has fewer.
 MOST_BYTES = 4_000_000_000
 # The longest name of a GGUF file without its numbers.
@@ -58,6 +64,7 @@ OWN_KEYS = frozenset(
         "model",
         "master",
         "max_shard_bytes",
+        "same_bytes_since",
         "relative_mse",
         "total_mse",
         "master_mse",
@@ -155,6 +162,7 @@ class Manifest:
             **({"model": identity.model} if identity.model else {}),
             **({"master": identity.master} if identity.master else {}),
             "max_shard_bytes": identity.max_shard_bytes,
+            **_version_json(identity),
             **error_totals(self.tensors, self.records),
             **metadata,
             **({"container": identity.container} if identity.container else {}),
@@ -193,6 +201,19 @@ def exceeds(tensor: TensorPlan, record: TensorRecord) -> bool:
     if tensor.action != QUANTIZE or record.relative_mse is None:
         return False
     return exceeds_promise(coder_of(tensor), record.relative_mse)
+
+
+def version_of(identity: RunIdentity) -> int:
+    """Return the lowest version of the format that can say what is to be said of a result."""
+    if _version_json(identity):
+        return STATED_VERSION
+    return CONTAINER_VERSION if identity.container else MANIFEST_VERSION
+
+
+def _version_json(identity: RunIdentity) -> dict[str, str]:
+    """Return the version since which the same bytes are made; nothing for the one that manifests began without."""
+    version = identity.same_bytes_since
+    return {} if version == UNSTATED_VERSION else {"same_bytes_since": version}
 
 
 def _tensor_json(tensor: TensorPlan, record: TensorRecord, hash_key: str) -> dict[str, Any]:
@@ -312,8 +333,9 @@ def _parse(fields: Fields, version: int) -> Manifest:
         left_out=fields.texts_by_key("left_out") if "left_out" in fields else {},
         model=_parse_model(fields),
         master=fields.mapping("master") if "master" in fields else {},
+        same_bytes_since=fields.text("same_bytes_since") if "same_bytes_since" in fields else UNSTATED_VERSION,
     )
-    if bool(identity.container) != (version == CONTAINER_VERSION):
+    if max(version, MANIFEST_VERSION) != version_of(identity):
         raise damaged("manifest_version", "one for the files that it lists", version)
     return Manifest(
         identity=identity,

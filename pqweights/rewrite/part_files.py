@@ -22,6 +22,7 @@ from pqweights.rewrite.journal import FinishedTensor, add_line, read_records, re
 FINGERPRINTS_FILE = "fingerprints.json"
 FETCHED_FOLDER = "fetched"
 PART_LOCK = "lock"
+PART_JOURNALS = "part-*-" + JOURNAL_FILE
 # A file whose name only the processes of the present run know, so that those of an earlier one begin no part any more.
 TOKEN_PREFIX = "run-"
 # Processes of a run that was killed end when they notice it, and file servers keep the locks of a machine that is gone.

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pqweights.checkpoint.names import MANIFEST_FILE, WORK_FOLDER
-from pqweights.errors import OptionError, OutputError
+from pqweights.checkpoint.disk_room import DiskNeed
+from pqweights.checkpoint.names import JOURNAL_FILE, MANIFEST_FILE, WORK_FOLDER
+from pqweights.errors import OptionError
 from pqweights.planning.plan import Plan
 from pqweights.remote.addresses import BUCKETS, Address, is_address, local_path, parse_address
 from pqweights.remote.folder import RemoteFolder
-from pqweights.rewrite.disk_room import bytes_of_shard, fetched_bytes_in, free_bytes
-from pqweights.rewrite.journal import FinishedTensor, RunInputs
+from pqweights.rewrite.disk_room import bytes_of_shard, fetched_bytes_in
+from pqweights.rewrite.journal import FinishedTensor, RunInputs, finished_names
 from pqweights.rewrite.parts import PartInputs, open_part
 from pqweights.rewrite.records import FileRecord, TensorRecord
 from pqweights.rewrite.remote_place import RemotePlace
@@ -115,6 +116,10 @@ class ResultWorkspace(Protocol):
         """Write the manifest, which marks the result as finished, and remove all else that the run left."""
         ...
 
+    def holds_work(self) -> bool:
+        """Whether a run that continues this one would find a finished tensor, or factors of a fold."""
+        ...
+
     def discard(self) -> None:
         """Remove what this run has written, because its source is unusable; an older result stays."""
         ...
@@ -154,9 +159,10 @@ class ResultPlace(Protocol):
         """Return how many bytes shards take on this machine that is not their place; None if it is."""
         ...
 
-    def check_room(self, plan: Plan, fetched_bytes: int) -> None:
-        """Raise OutputError if a disk has no room for what fulfilling a plan needs beside an older result.
+    def disk_need(self, plan: Plan, inputs: RunInputs, fetched_bytes: int) -> DiskNeed:
+        """Return what fulfilling a plan takes on a disk of this machine, beside an older result.
 
+        inputs: those of the run
         fetched_bytes: the most bytes of files of the source that are fetched and held at once
         """
         ...
@@ -232,24 +238,28 @@ class LocalPlace:
     def shard_room(self, plan: Plan) -> None:
         """See ResultPlace."""
 
-    def check_room(self, plan: Plan, fetched_bytes: int) -> None:
+    def disk_need(self, plan: Plan, inputs: RunInputs, fetched_bytes: int) -> DiskNeed:
         """See ResultPlace. Fetched files of the source are held on the same disk."""
         needed = plan.output_bytes + plan.companion_bytes + fetched_bytes
-        present = self._bytes_present(plan)
-        free = free_bytes(self.path)
-        if needed > present + free:
-            raise OutputError(
-                f"{self}: the result needs {needed} bytes of disk space, but {free} are free; free "
-                f"{needed - present - free} bytes more, or choose a folder on another disk"
-            )
+        return DiskNeed(
+            folder=self.path,
+            byte_count=needed,
+            present=self._bytes_present(plan, inputs),
+            what=f"{self}: the result needs {needed} bytes of disk space",
+            remedy="choose a folder on another disk",
+        )
 
-    def _bytes_present(self, plan: Plan) -> int:
-        """Bytes on the disk that an interrupted run of the task has already taken: fetched files and shards."""
+    def _bytes_present(self, plan: Plan, inputs: RunInputs) -> int:
+        """Bytes on the disk that an interrupted run of the task has already taken: fetched files and shards.
+
+        A shard under its final name belongs to the run if its journal has all of its tensors; until then it is one of
+        the result that is being replaced.
+        """
         work = self.path / WORK_FOLDER
-        present = fetched_bytes_in(work)
+        present, finished = fetched_bytes_in(work), finished_names(work / JOURNAL_FILE, inputs)
         for shard in plan.shards:
-            published = [self.path / shard.file] if self.is_under_way() else []
-            present += bytes_of_shard(work, shard.file, *published)
+            is_finished = all(plan.tensors[place].name in finished for place in shard.tensors)
+            present += bytes_of_shard(work, shard.file, *([self.path / shard.file] if is_finished else []))
         return present
 
     def open_workspace(self, inputs: RunInputs, overwrite: bool) -> contextlib.AbstractContextManager[ResultWorkspace]:

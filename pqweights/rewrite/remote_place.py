@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pqweights.checkpoint.disk_room import DiskNeed
 from pqweights.checkpoint.names import MANIFEST_FILE, WORK_FOLDER
 from pqweights.errors import OutputError, PqweightsError
 from pqweights.planning.plan import Plan
 from pqweights.remote.addresses import Address
 from pqweights.remote.folder import RemoteFolder
-from pqweights.rewrite.disk_room import bytes_of_shard, fetched_bytes_in, free_bytes
+from pqweights.rewrite.disk_room import bytes_of_shard, fetched_bytes_in
 from pqweights.rewrite.journal import RunInputs, may_continue
 from pqweights.rewrite.listed_files import files_of_result
 from pqweights.rewrite.manifest import parse_manifest
@@ -100,18 +101,18 @@ class RemotePlace:
         """See ResultPlace."""
         return room_for_shards(plan)
 
-    def check_room(self, plan: Plan, fetched_bytes: int) -> None:
+    def disk_need(self, plan: Plan, inputs: RunInputs, fetched_bytes: int) -> DiskNeed:
         """See ResultPlace. What needs room is the scratch folder."""
         work = self.scratch / WORK_FOLDER
         needed = self.shard_room(plan) + fetched_bytes
         present = fetched_bytes_in(work) + sum(bytes_of_shard(work, shard.file) for shard in plan.shards)
-        free = free_bytes(self.scratch)
-        if needed > present + free:
-            raise OutputError(
-                f"{self.scratch}: the shards of the result need {needed} bytes of disk space while they are made, but "
-                f"{free} are free; free {needed - present - free} bytes more, or set {SCRATCH_VARIABLE} to a folder on "
-                "another disk"
-            )
+        return DiskNeed(
+            folder=self.scratch,
+            byte_count=needed,
+            present=present,
+            what=f"{self.scratch}: the shards of the result need {needed} bytes of disk space while they are made",
+            remedy=f"set {SCRATCH_VARIABLE} to a folder on another disk",
+        )
 
     @contextlib.contextmanager
     def open_workspace(self, inputs: RunInputs, overwrite: bool) -> Iterator[RemoteWorkspace]:

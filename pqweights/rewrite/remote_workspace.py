@@ -26,7 +26,7 @@ from pqweights.rewrite.journal import RunInputs, first_line, parse_first_line, r
 from pqweights.rewrite.needs import MOST_LOCAL_SHARDS
 from pqweights.rewrite.parts import WAIT_SECONDS, PartInputs
 from pqweights.rewrite.records import FileRecord, TensorRecord
-from pqweights.rewrite.staging import REMOTE_JOURNAL, ShardUploads, Staging, remove_staged
+from pqweights.rewrite.staging import REMOTE_JOURNAL, ShardUploads, Staging, any_staged, remove_staged
 from pqweights.rewrite.workspace import KEPT_FILES, LOCK_FILE, Workspace, empty
 
 PROBE_FILE = f"{WORK_FOLDER}/probe"
@@ -196,6 +196,10 @@ class RemoteWorkspace:
         self.write(MANIFEST_FILE, manifest)
         self._own_run().end()
         self.local.discard()
+
+    def holds_work(self) -> bool:
+        """Whether a run that continues this one would find a finished tensor, on this machine or staged."""
+        return self.local.holds_work() or any_staged(self.staging.folder)
 
     def discard(self) -> None:
         """Remove what this run has written, because its source is unusable; an older result stays."""

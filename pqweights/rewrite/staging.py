@@ -106,6 +106,11 @@ class Staging:
                 pass
 
 
+def any_staged(folder: RemoteFolder) -> bool:
+    """Whether a place has a staged shard that is marked as complete."""
+    return any(name.endswith(RECORDS_SUFFIX) for name in folder.files(below=WORK_FOLDER).keys() - {REMOTE_JOURNAL})
+
+
 def remove_staged(folder: RemoteFolder) -> None:
     """Remove what lies in the work folder of a place beside the journal.
 

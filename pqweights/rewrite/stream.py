@@ -24,7 +24,7 @@ from pqweights.checkpoint.digests import HASH_OF_PIECES, PieceHasher, TensorHash
 from pqweights.checkpoint.file_uses import file_uses
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.shard_writer import Disk, ShardWriter
-from pqweights.errors import OutputError
+from pqweights.errors import OutputError, SourceChangedError
 from pqweights.kernels.workers import compute_on
 from pqweights.planning.plan import ShardPlan
 from pqweights.rewrite.jobs import Job
@@ -116,6 +116,7 @@ class Stream:
         """
         self._checkpoint, self._transform, self._plan = task.checkpoint, task.transform, task.plan
         self._tensors = task.checkpoint.tensors
+        self._storages = [each.storage for each in task.checkpoints]
         self._shards = task.plan.shards if shards is None else shards
         self._places = range(self._shards[0].tensors.start, self._shards[-1].tensors.stop)
         self._workspace = workspace
@@ -153,7 +154,7 @@ class Stream:
         finally:
             self._pool.shutdown(wait=True, cancel_futures=True)
             try:
-                with contextlib.suppress(OutputError):  # whatever ends the run counts
+                with contextlib.suppress(OutputError, SourceChangedError):  # whatever ends the run counts
                     self._save()  # of an interrupted run: what is finished need not be done again
             finally:
                 self._disk.close()  # a shard that is complete counts as complete when the run is continued
@@ -302,9 +303,14 @@ class Stream:
             self._save()
 
     def _save(self) -> None:
-        """Add finished tensors to the journal, once the system has all of their bytes."""
+        """Add finished tensors to the journal, once the system has all of their bytes.
+
+        Raises SourceChangedError if they may have been read from other files than those that the journal states.
+        """
         for writer in {writer for _, writer in self._unsaved}:
             self._disk.do(writer.save).result()
+        for storage in self._storages:
+            storage.check_read()
         while self._unsaved:
             self._workspace.record(self._unsaved[0][0])
             self._unsaved.popleft()

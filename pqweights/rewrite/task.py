@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from pqweights.checkpoint.disk_room import DiskNeed
 from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.planning.plan import Plan, TensorPlan
@@ -100,6 +101,17 @@ class RewriteTask:
     def checkpoints(self) -> tuple[Checkpoint, ...]:
         """Everything that is read: the checkpoint, then what the transform reads besides."""
         return (self.checkpoint, *self.transform.also_reads.values())
+
+    @property
+    def fetch_needs(self) -> list[DiskNeed]:
+        """What fetching files takes on disks of this machine, besides what is fetched into the work folder."""
+        needs = (each.storage.disk_need(each.weight_files) for each in self.checkpoints)
+        return [need for need in needs if need is not None]
+
+    def check_sources(self) -> None:
+        """Raise SourceChangedError if a file of any checkpoint that is read is not what it was when it was opened."""
+        for each in self.checkpoints:
+            each.check_unchanged()
 
     @property
     def bytes_read(self) -> int:

@@ -8,6 +8,7 @@ one is complete. Then the work folder is removed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -42,6 +43,7 @@ from pqweights.rewrite.output_files import refuse_linked_folders, refuse_links_i
 from pqweights.rewrite.part_files import (
     FETCHED_FOLDER,
     FINGERPRINTS_FILE,
+    PART_JOURNALS,
     TOKEN_PREFIX,
     join_parts,
     locked_parts,
@@ -183,6 +185,16 @@ class Workspace:
         (self.folder / JOURNAL_FILE).unlink()
         _remove_work_folder(self.folder)
         sync_folder(self.out)
+
+    def holds_work(self) -> bool:
+        """Whether a run that continues this one would find a finished tensor, or factors of a fold."""
+        factors = self.folder / FACTORS_FILE
+        if factors.exists() and factors.stat().st_size:
+            return True
+        with open(self.folder / JOURNAL_FILE, "rb") as journal:
+            if len(list(itertools.islice(journal, 2))) > 1:
+                return True
+        return any(path.stat().st_size for path in self.folder.glob(PART_JOURNALS))
 
     def discard(self) -> None:
         """Remove what this run has written, because its source is unusable; an older result stays."""

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,8 @@ import pqweights
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
 from pqweights.distributed import engine
 from pqweights.distributed.parts import grouped
-from pqweights.errors import OutputError, StrictError
+from pqweights.distributed.rewriting import DistributedRewrite
+from pqweights.errors import OutputError, SourceChangedError, StrictError
 from pqweights.rewrite import part_files, parts
 from pqweights.rewrite.file_lock import take_lock
 from pqweights.rewrite.part_files import PART_LOCK, part_prefix
@@ -206,6 +208,55 @@ def test_what_a_strict_run_refuses_in_a_part_is_refused_as_in_a_plain_run(
         messages.append(str(refused.value).split(": relative error")[0].split("'")[0])
         assert not (tmp_path / "out").exists()
     assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize("ray", [None, "here"])
+def test_a_strict_run_refuses_what_an_earlier_one_finished_before_it_begins(
+    ray: str | None, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran, out = use_parts_here(monkeypatch), tmp_path / "out"
+    monkeypatch.setattr("pqweights.rewrite.stream.SAVE_SECONDS", 0.0)
+    killed_after(monkeypatch, 12, lambda: quantize(base, out, "here"))
+    monkeypatch.setattr("pqweights.quantizing.exceeds", lambda planned, record: planned.codec is not None)
+    ran.clear()
+    made: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(pqweights.quantizing.Quantize, "job", lambda self, planned, tensor: made.append(planned.name))
+        with pytest.raises(StrictError, match="--strict"):
+            quantize(base, out, ray, strict=True)
+    assert not ran and not made
+    assert quantize(base, out, ray).resumed > 0  # a run that is not strict continues
+    assert folder_bytes(out) == folder_bytes(base / "master")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("by_rename", [False, True])
+def test_a_source_that_changes_between_parts_ends_the_run(
+    by_rename: bool, file: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(base / "source", tmp_path / "source")
+    shutil.copytree(base / "source", tmp_path / "former")
+    use_parts_here(monkeypatch)
+    path, join, joined = tmp_path / "source" / file, DistributedRewrite._join, []
+
+    def changing(self: DistributedRewrite, task: Any, result: Any) -> None:
+        join(self, task, result)
+        joined.append(task.number)
+        if len(joined) == 2:
+            data = path.read_bytes()
+            target = path.with_suffix(".new") if by_rename else path
+            target.write_bytes(data[:-1] + b" ")
+            target.rename(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DistributedRewrite, "_join", changing)
+        with pytest.raises(SourceChangedError, match=f"{file}: the source changed while .*--overwrite"):
+            quantize(tmp_path, tmp_path / "out", "here")
+    assert not (tmp_path / "out/pqweights.json").exists()
+    shutil.copy2(tmp_path / "former" / file, path)
+    report = quantize(tmp_path, tmp_path / "out", "here")
+    assert report.resumed > 0
+    assert folder_bytes(tmp_path / "out") == folder_bytes(base / "master")
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=50), st.integers(1, 200))

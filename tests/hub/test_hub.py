@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -495,6 +496,54 @@ def test_low_disk_with_scales_in_another_shard(hub: LoopbackHub, client: Client,
     assert all(
         names.count(name) == 2 for name in names if name.endswith(".safetensors")
     )  # once for the header, once whole
+
+
+def test_cache_and_result_on_one_disk_need_room_together(
+    client: Client, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = sum((source / name).stat().st_size for name in SHARDS)
+    plan = run_command({"quantize": str(source)}, tmp_path / "local").plan
+    usage, needed = shutil.disk_usage(tmp_path), weights + plan.output_bytes + plan.companion_bytes
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed - 1))
+    line = client.line("quantize", SOURCE, tmp_path / "out")
+    assert (
+        f"{SOURCE}: its weights need {weights} bytes in the Hub's cache on the same disk, but {needed - 1} are" in line
+    )
+    assert "free 1 bytes more, or choose a folder on another disk, or pass --low-disk" in line
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed))
+    client.well("quantize", SOURCE, tmp_path / "out")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    assert "already holds this result" in client.well("quantize", SOURCE, tmp_path / "out").output
+
+
+# --- Sources that change ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("low_disk", [False, True])
+def test_fetched_file_that_changes_while_it_is_read_ends_the_run(
+    low_disk: bool, client: Client, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, out = EncodeJob.run, tmp_path / "out"
+    folder = out / ".pqweights/fetched" if low_disk else client.home / "hub"
+
+    def changing(job: EncodeJob, chunk: int, sink: Sink) -> Any:
+        done = run(job, chunk, sink)
+        if not changed:
+            (path,) = {each.resolve() for each in folder.rglob(f"{first}*") if each.suffix not in (".lock", ".partial")}
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+            changed.append(path)
+        return done
+
+    changed: list[Path] = []
+    first = hashlib.sha256((source / SHARDS[0]).read_bytes()).hexdigest()
+    monkeypatch.setattr(EncodeJob, "run", changing)
+    options = ["--low-disk"] if low_disk else []
+    line = client.line("quantize", SOURCE, out, "--threads", "1", *options)
+    assert changed and f"{SHARDS[0]}: the source changed while it was being read" in line
+    assert not (out / "pqweights.json").exists()
 
 
 # --- Interrupted runs -------------------------------------------------------------------------------------------------

@@ -298,6 +298,23 @@ def test_changed_checkpoint_is_refused(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", RUNS)
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_checkpoint_that_changes_while_it_is_measured_ends_the_run(
+    file: str, command: str, source: Path, tmp_path: Path
+) -> None:
+    """The model was read before or after: its file would name a checkpoint that it may not be of."""
+    model, out = Path(shutil.copytree(source, tmp_path / "model")), tmp_path / FILES[command]
+
+    def change(*_: object) -> None:
+        data = (model / file).read_bytes()
+        (model / file).write_bytes(data[:-2] + bytes(b ^ 1 for b in data[-2:]))
+
+    with pytest.raises(SourceChangedError, match=f"{file}: the source changed while it was being read"):
+        RUNS[command](model, out, change)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("command", RUNS)
 def test_damaged_journal_is_refused_and_a_cut_one_continued(
     command: str, source: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:

@@ -268,6 +268,25 @@ def test_a_source_that_is_replaced_during_a_run_is_refused(server: ObjectServer,
         read_bytes(checkpoint.storage, file, 1000, 50_000)
 
 
+@pytest.mark.parametrize("file", ["model-00001-of-00003.safetensors", "tokenizer.json"])
+def test_an_object_that_is_replaced_after_it_was_read_ends_the_run(
+    file: str, server: ObjectServer, source: Path, tmp_path: Path
+) -> None:
+    address, replaced = server.put(source, "late"), []
+    other = (
+        bytes(len((source / file).read_bytes())) if file == "tokenizer.json" else (source / file).read_bytes() + b"x"
+    )
+
+    def replace_late(done: int, total: int, name: str) -> None:
+        if done == total and not replaced:
+            replaced.append(server.client.put_object(Bucket=BUCKET, Key=f"late/{file}", Body=other))
+
+    out = tmp_path / "out"
+    with pytest.raises(SourceChangedError, match=f"late/{file}: the source changed while it was being read"):
+        pqweights.quantize(address, out, progress=replace_late)
+    assert replaced and not (out / "pqweights.json").exists()
+
+
 def test_addresses_that_hold_nothing_or_something_else(server: ObjectServer, source: Path, tmp_path: Path) -> None:
     address = server.put(source, "ordinary")
     nothing = f"s3://{BUCKET}/nothing"

@@ -1,0 +1,293 @@
+"""Sources that change or fail while they are read: no result mixes two of them, and what is finished is not lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from calls import quantize
+from fsspec.implementations.memory import MemoryFileSystem
+from helpers import folder_bytes, run_command
+from memory_storage import put
+from rewriting import Killed, command, interrupt, journaled, watched
+
+from pqweights.checkpoint import file_reader
+from pqweights.checkpoint.storage import LocalStorage, read_bytes
+from pqweights.errors import SourceChangedError, SourceError, SourceReadError
+from pqweights.planning.recipe import load_recipe
+from pqweights.quantizing import Quantize
+from pqweights.rewrite.workspace import Workspace
+
+FIRST, LAST = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def flipped(path: Path) -> bytes:
+    """The content of a file with one bit changed in its middle, which no fingerprint covers in a large file."""
+    data = bytearray(path.read_bytes())
+    data[-2000] ^= 1
+    return bytes(data)
+
+
+def in_place(path: Path) -> None:
+    with open(path, "r+b") as stream:
+        stream.write(flipped(path))
+
+
+def by_rename(path: Path) -> None:
+    path.with_suffix(".new").write_bytes(flipped(path))
+    path.with_suffix(".new").rename(path)
+
+
+def by_rename_with_the_same_time(path: Path) -> None:
+    status = path.stat()
+    by_rename(path)
+    os.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
+
+
+def by_removal(path: Path) -> None:
+    path.unlink()
+
+
+def once(act: Callable[[], None], at: int = 1) -> Callable[..., None]:
+    """A function that shows progress, which does something at a call."""
+    calls = iter(range(at, -1, -1))
+
+    def progress(done: int, total: int, name: str) -> None:
+        if next(calls, None) == 1:
+            act()
+
+    return progress
+
+
+CHANGES = [in_place, by_rename, by_rename_with_the_same_time, by_removal]
+
+
+@pytest.mark.parametrize("most_open", [8, 1])
+@pytest.mark.parametrize("file", [FIRST, LAST, "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_source_that_changes_during_a_run_ends_it(
+    change: Callable[[Path], None],
+    file: str,
+    most_open: int,
+    own_source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In place or under its name, before or after it was read."""
+    if (own_source / file).stat().st_size < 2000:
+        (own_source / file).write_text("{" + " " * 4000 + "}")
+    monkeypatch.setattr(file_reader, "MOST_OPEN_FILES", most_open)
+    out, act = tmp_path / "out", once(lambda: change(own_source / file))
+    with pytest.raises(SourceChangedError, match=rf"{file}: the source changed while it was being read \("):
+        run_command(command(own_source, progress=act), out)
+    assert not (out / "pqweights.json").exists()
+
+
+def test_last_moment_is_checked(own_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file changes when all tensors are written, and only small files are left."""
+    write, out = Workspace.write, tmp_path / "out"
+
+    def changing(self: Workspace, name: str, pieces: Any) -> Any:
+        if name == "config.json":
+            in_place(own_source / FIRST)
+        return write(self, name, pieces)
+
+    monkeypatch.setattr(Workspace, "write", changing)
+    with pytest.raises(SourceChangedError, match=FIRST):
+        run_command(command(own_source), out)
+    assert not (out / "pqweights.json").exists()
+
+
+def test_finished_tensors_stay_for_the_source_as_it_was(
+    own_source: Path, undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    former, out = tmp_path / "former", tmp_path / "out"
+    shutil.copytree(own_source, former)
+    with pytest.raises(SourceChangedError):
+        run_command(command(own_source, progress=once(lambda: by_rename(own_source / LAST), at=8)), out)
+    with pytest.raises(SourceChangedError, match=rf"{LAST}: the source changed since .*--overwrite"):
+        run_command(command(own_source), out)
+    shutil.copytree(own_source, tmp_path / "changed")
+    shutil.copy2(former / LAST, own_source / LAST)
+    again = shutil.copytree(out, tmp_path / "again")
+    assert run_command(command(own_source), again).resumed > 0
+    assert folder_bytes(again) == undisturbed
+    run_command(command(tmp_path / "changed", overwrite=True), out)
+    run_command(command(tmp_path / "changed"), tmp_path / "fresh")
+    assert folder_bytes(out) == folder_bytes(tmp_path / "fresh") != undisturbed
+
+
+def test_no_tensor_of_a_changed_file_is_recorded(
+    own_source: Path, undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    """The file gets its old content and time again: what was read meanwhile must not count."""
+    status, data = (own_source / LAST).stat(), (own_source / LAST).read_bytes()
+    out = tmp_path / "out"
+    with pytest.raises(SourceChangedError):
+        run_command(command(own_source, progress=once(lambda: in_place(own_source / LAST))), out)
+    (own_source / LAST).write_bytes(data)
+    os.utime(own_source / LAST, ns=(status.st_mtime_ns, status.st_mtime_ns))
+    run_command(command(own_source), out)
+    assert folder_bytes(out) == undisturbed
+
+
+def test_failing_overwrite_of_a_changing_source_leaves_the_older_result(own_source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run_command(command(own_source, recipe="q4"), out)
+    before = folder_bytes(out)
+    change = once(lambda: in_place(own_source / FIRST))
+    with pytest.raises(SourceChangedError):
+        run_command(command(own_source, overwrite=True, progress=change), out)
+    kept = {name: data for name, data in folder_bytes(out).items() if not name.startswith(".pqweights")}
+    assert kept == before
+
+
+@pytest.mark.parametrize("changed", ["master", "original"])
+def test_every_checkpoint_of_an_export_is_checked(changed: str, own_source: Path, tmp_path: Path) -> None:
+    master, out = tmp_path / "master", tmp_path / "out"
+    run_command({"quantize": str(own_source)}, master)
+    file = master / "model-00001-of-00001.safetensors" if changed == "master" else own_source / FIRST
+    work: dict[str, Any] = {"export": str(master), "target": "vllm-int4", "original": str(own_source)}
+    with pytest.raises(SourceChangedError, match=file.name):
+        run_command(work | {"progress": once(lambda: in_place(file))}, out)
+    assert not (out / "pqweights.json").exists()
+
+
+def test_a_changed_source_ends_the_measuring_of_a_fold(own_source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    change = once(lambda: in_place(own_source / FIRST))
+    with pytest.raises(SourceChangedError, match=FIRST):
+        run_command(command(own_source, fold="equalize", progress=change), out)
+
+
+def test_file_that_was_renamed_in_is_not_read_at_stale_offsets(
+    own_source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_reader, "MOST_OPEN_FILES", 1)
+    storage = LocalStorage(own_source)
+    for file in (FIRST, LAST):
+        read_bytes(storage, file, 0, 8)
+    by_rename_with_the_same_time(own_source / FIRST)
+    with pytest.raises(SourceChangedError, match=f"{FIRST}: .*another file has its name"):
+        read_bytes(storage, FIRST, 0, 8)
+
+
+@pytest.mark.parametrize("change", CHANGES[:3])
+def test_file_that_changed_is_not_mapped(change: Callable[[Path], None], own_source: Path) -> None:
+    storage = LocalStorage(own_source)
+    change(own_source / FIRST)
+    with pytest.raises(SourceChangedError, match=FIRST):
+        storage.mapped(FIRST)
+
+
+@pytest.mark.parametrize("file", [FIRST, "tokenizer.json", "config.json"])
+def test_object_that_is_replaced_ends_the_run(file: str, own_source: Path, tmp_path: Path) -> None:
+    """A storage that says nothing of versions in its replies is asked before the result is published."""
+    address = "memory://changing/source"
+    put(address, {path.relative_to(own_source).as_posix(): path.read_bytes() for path in own_source.rglob("*.*")})
+    data = flipped(own_source / FIRST) if file == FIRST else b"{}"
+    change = once(lambda: MemoryFileSystem(skip_instance_cache=True).pipe_file(f"/changing/source/{file}", data))
+    with pytest.raises(SourceChangedError, match=f"{address}/{file}: the source changed while it was being read"):
+        quantize(address, tmp_path / "out", load_recipe("q5"), threads=2, progress=change)
+    assert not (tmp_path / "out/pqweights.json").exists()
+
+
+def failing_reads(patch: pytest.MonkeyPatch, good: int) -> None:
+    """Let every positioned read after some return nothing, as a file server may that was cut off."""
+    preadv, calls = os.preadv, iter(range(good))
+    patch.setattr(os, "preadv", lambda *given: preadv(*given) if next(calls, None) is not None else 0)
+
+
+def reads_of_a_run(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    count, preadv = 0, os.preadv
+
+    def counted(*given: Any) -> int:
+        nonlocal count
+        count += 1
+        return preadv(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", counted)
+        run_command(command(source), out, threads=1)
+    return count
+
+
+def test_run_continues_after_a_read_that_failed(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, reads = tmp_path / "out", reads_of_a_run(source, tmp_path / "counted", monkeypatch)
+    with monkeypatch.context() as patch:
+        failing_reads(patch, good=reads * 2 // 3)
+        with pytest.raises(SourceReadError, match="its disk or file server fails; run the same command again"):
+            run_command(command(source), out, threads=1)
+    finished = journaled(out)
+    report, begun = watched(monkeypatch, command(source), out)
+    assert finished and report.resumed == len(finished) and not begun & finished
+    assert folder_bytes(out) == undisturbed
+
+
+def test_first_read_that_fails_leaves_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, out = Quantize.job, tmp_path / "out"
+
+    def failing(self: Quantize, planned: Any, tensor: Any) -> Any:
+        failing_reads(monkeypatch, good=0)
+        return job(self, planned, tensor)
+
+    monkeypatch.setattr(Quantize, "job", failing)
+    with pytest.raises(SourceReadError):
+        run_command(command(source), out)
+    assert not out.exists()
+
+
+def test_bad_weight_leaves_the_tensors_of_earlier_runs(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    interrupt(monkeypatch, command(source), out)
+
+    def bad(self: Quantize, planned: Any, tensor: Any) -> Any:
+        raise SourceError(f"tensor {planned.name!r}: NaN")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Quantize, "job", bad)
+        with pytest.raises(SourceError, match="NaN"):
+            run_command(command(source), out)
+    assert run_command(command(source), out).resumed == 4
+    assert folder_bytes(out) == undisturbed
+
+
+def test_state_of_a_sent_storage_is_compared_without_the_number_of_the_file(own_source: Path) -> None:
+    """Another machine may number the files of a shared folder otherwise; size and time it sees alike."""
+    import pickle
+
+    sent = pickle.loads(pickle.dumps(LocalStorage(own_source)))
+    assert {state.inode for state in sent.files().values()} == {0}
+    data = (own_source / FIRST).read_bytes()
+    assert np.array_equal(np.frombuffer(read_bytes(sent, FIRST, 0, len(data)), np.uint8), np.frombuffer(data, np.uint8))
+    in_place(own_source / LAST)
+    with pytest.raises(SourceChangedError, match=LAST):
+        read_bytes(sent, LAST, 0, 8)
+
+
+def test_kill_leaves_only_tensors_of_the_listed_files(
+    own_source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source changes, and the run is killed before it can notice, then the source gets its old state again."""
+    status, data, out = (own_source / LAST).stat(), (own_source / LAST).read_bytes(), tmp_path / "out"
+
+    def changed_and_killed() -> None:
+        in_place(own_source / LAST)
+        monkeypatch.setattr(Workspace, "sync_records", lambda self: (_ for _ in ()).throw(Killed))
+
+    with pytest.raises((SourceChangedError, Killed)):
+        run_command(command(own_source, progress=once(changed_and_killed)), out)
+    monkeypatch.undo()
+    (own_source / LAST).write_bytes(data)
+    os.utime(own_source / LAST, ns=(status.st_mtime_ns, status.st_mtime_ns))
+    run_command(command(own_source), out)
+    assert folder_bytes(out) == undisturbed

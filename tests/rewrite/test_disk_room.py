@@ -1,0 +1,79 @@
+"""Room on the disk is counted once: what lies there already, and what several folders of one disk need together."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers import folder_bytes, run_command
+from rewriting import command, interrupt
+
+from pqweights.checkpoint.disk_room import DiskNeed, check_room
+from pqweights.errors import OutputError
+from pqweights.planning.recipe import load_recipe
+from pqweights.quantizing import QuantizeOptions, plan_quantize
+
+
+def with_free(patch: pytest.MonkeyPatch, folder: Path, free: int) -> None:
+    usage = shutil.disk_usage(folder)
+    patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+
+
+def test_shards_of_the_older_result_are_not_room_that_the_new_one_has(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupted overwriting run continues beside files that have the names and sizes of its own."""
+    out, work = tmp_path / "out", command(source, overwrite=True)
+    shutil.copytree(source, tmp_path / "other")
+    run_command(command(tmp_path / "other"), out)
+    (out / "tokenizer.json").write_text("edited: the result is another one")
+    (out / "config.json").write_text("{}")
+    interrupt(monkeypatch, work, out, tensors=1)
+    options = QuantizeOptions(max_shard_bytes=work["max_shard_bytes"])
+    plan = plan_quantize(source, load_recipe("q5"), options)[2]
+    assert all((out / shard.file).exists() for shard in plan.shards)
+    there = sum(path.stat().st_blocks * 512 for path in (out / ".pqweights").glob("*.safetensors*"))
+    needed = plan.output_bytes + plan.companion_bytes - there
+    assert needed > 0
+    with monkeypatch.context() as patch:
+        with_free(patch, tmp_path, needed - 1)
+        with pytest.raises(OutputError, match="free 1 bytes more, or choose a folder on another disk"):
+            run_command(work, out)
+        with_free(patch, tmp_path, needed)
+        assert run_command(work, out).resumed == 1
+    assert folder_bytes(out) == undisturbed
+
+
+def need(folder: Path, byte_count: int, name: str, present: int = 0) -> DiskNeed:
+    return DiskNeed(
+        folder=folder,
+        byte_count=byte_count,
+        present=present,
+        what=f"{name}: needs {byte_count} bytes",
+        remedy=f"move {name}",
+    )
+
+
+def test_needs_on_one_disk_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = need(tmp_path / "a/b", 600, "one"), need(tmp_path / "new", 500, "other", present=100)
+    with_free(monkeypatch, tmp_path, 1000)
+    check_room([one, other])
+    with_free(monkeypatch, tmp_path, 999)
+    check_room([one])
+    check_room([other])
+    expected = "one: needs 600 bytes, and other: needs 500 bytes on the same disk, but 999 are free; free 1 bytes more"
+    with pytest.raises(OutputError) as refused:
+        check_room([one, other])
+    assert str(refused.value) == f"{expected}, or move one, or move other"
+    with_free(monkeypatch, tmp_path, 599)
+    with pytest.raises(OutputError, match=r"^one: needs 600 bytes, but 599 are free; free 1 bytes more, or move one$"):
+        check_room([one, other])
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no second disk")
+def test_needs_on_two_disks_do_not_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if Path("/dev/shm").stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is no second disk")
+    with_free(monkeypatch, tmp_path, 600)
+    check_room([need(tmp_path, 600, "one"), need(Path("/dev/shm/pqweights"), 500, "other")])

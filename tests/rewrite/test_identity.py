@@ -1,0 +1,148 @@
+"""What makes two runs the same: everything that decides bytes, the version that makes them, and no prose."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import folder_bytes, run_command
+from rewriting import command, interrupt
+
+from pqweights.errors import MasterError, OutputError
+from pqweights.quantizing import Quantize
+from pqweights.results.verify import verify
+from pqweights.rewrite import identity
+from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.task import RewriteTask
+
+RECIPE = """
+name: ours
+description: {}
+codec: hadamard-lloyd-max
+bits: 5
+rules:
+  - name: "*.down_proj.weight"
+    bits: 6
+    reason: {}
+"""
+
+
+def reworded(patch: pytest.MonkeyPatch) -> None:
+    """Have every reason of a plan be in other words."""
+    plan = Quantize.plan
+    patch.setattr(Quantize, "plan", lambda *given: [t._replace(reason=f"because {t.reason}") for t in plan(*given)])
+
+
+def two_recipes(tmp_path: Path) -> tuple[str, str]:
+    paths = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    for path, words in zip(paths, ("first words", "others, and more"), strict=True):
+        path.write_text(RECIPE.format(words, words))
+    return str(paths[0]), str(paths[1])
+
+
+def test_interrupted_run_is_continued_in_other_words(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        reworded(patch)
+        interrupt(patch, command(source), out)
+    assert run_command(command(source), out).resumed == 4
+    assert folder_bytes(out) == undisturbed
+
+
+def test_finished_result_is_left_alone_in_other_words(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    run_command(command(source), out)
+    before = folder_bytes(out)
+    reworded(monkeypatch)
+    assert run_command(command(source), out).already_done
+    assert folder_bytes(out) == before
+
+
+def test_recipe_in_other_words_is_the_same(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = two_recipes(tmp_path)
+    interrupt(monkeypatch, command(source, recipe=first), tmp_path / "out")
+    assert run_command(command(source, recipe=second), tmp_path / "out").resumed == 4
+    assert run_command(command(source, recipe=first), tmp_path / "out").already_done
+    export: dict[str, Any] = {"export": str(tmp_path / "out"), "target": "bf16"}
+    run_command(export, tmp_path / "export")
+    run_command(command(source, recipe=first, overwrite=True), tmp_path / "out")
+    for other in ({"recipe": "q4"}, {"recipe": "q5"}):
+        with pytest.raises(OutputError, match="a master made with another recipe"):
+            run_command(command(source) | other, tmp_path / "out")
+
+
+def test_journal_with_prose_in_its_digest_is_continued(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions up to 0.2.0 stated the digest of everything, reasons and descriptions included."""
+    tasks: list[RewriteTask] = []
+    inputs = RewriteTask.run_inputs.func
+    monkeypatch.setattr(RewriteTask, "run_inputs", property(lambda self: (tasks.append(self), inputs(self))[1]))
+    out = tmp_path / "out"
+    interrupt(monkeypatch, command(source), out)
+    made = tasks[-1].identity
+    names = ("kind", "made_by", "source_bytes", "max_shard_bytes", "tensors", "origin", "metadata", "left_out")
+    stated = {name: getattr(made, name) for name in (*names, "model", "master")} | {"version": "0.2.0"}
+    former = hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()
+    journal = out / ".pqweights/journal.jsonl"
+    data = journal.read_bytes()
+    assert made.digest() != former and made.digest().encode() in data
+    journal.write_bytes(data.replace(made.digest().encode(), former.encode()))
+    interrupt(monkeypatch, command(source), out, tensors=2)  # it states the digest of this version from now on
+    assert made.digest().encode() in journal.read_bytes()
+    assert run_command(command(source), out).resumed == 6
+    assert folder_bytes(out) == undisturbed
+
+
+def test_result_of_a_version_with_other_bytes_does_not_count_as_done(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    run_command(command(source), out)
+    assert b"same_bytes_since" not in (out / "pqweights.json").read_bytes()  # as in every manifest so far
+    with monkeypatch.context() as patch:
+        patch.setattr(identity, "SAME_BYTES_SINCE", "0.9.0")
+        with pytest.raises(
+            OutputError, match=r"another version of pqweights \(same bytes since 0\.2\.0, this one 0\.9"
+        ):
+            run_command(command(source), out)
+        run_command(command(source, overwrite=True), out)
+        stated = json.loads((out / "pqweights.json").read_bytes())
+        assert (stated["manifest_version"], stated["same_bytes_since"]) == (4, "0.9.0")
+        assert run_command(command(source), out).already_done
+        assert read_manifest(out).identity.same_bytes_since == "0.9.0"
+        assert "same_bytes_since" not in read_manifest(out).made_by
+        assert verify(out, threads=1).ok
+    with pytest.raises(OutputError, match=r"same bytes since 0\.9\.0, this one 0\.2\.0"):
+        run_command(command(source), out)
+    run_command(command(source, overwrite=True), out)
+    assert folder_bytes(out) == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("version", "stated"), [(2, {"same_bytes_since": "0.9.0"}), (4, {}), (4, {"same_bytes_since": "0.2.0"})]
+)
+def test_manifest_of_another_format_than_it_says_is_refused(
+    version: int, stated: dict[str, str], source: Path, tmp_path: Path
+) -> None:
+    run_command(command(source), tmp_path / "out")
+    path = tmp_path / "out/pqweights.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"manifest_version": version} | stated))
+    with pytest.raises(MasterError, match="manifest_version"):
+        read_manifest(tmp_path / "out")
+
+
+def test_run_of_a_version_with_other_bytes_is_not_continued(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(monkeypatch, command(source), tmp_path / "out")
+    monkeypatch.setattr(identity, "SAME_BYTES_SINCE", "0.9.0")
+    with pytest.raises(OutputError, match="interrupted run"):
+        run_command(command(source), tmp_path / "out")
