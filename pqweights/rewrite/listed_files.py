@@ -16,6 +16,7 @@ from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, i
 from pqweights.checkpoint.source import Checkpoint, open_folder
 from pqweights.checkpoint.storage import Storage, local_work_folder
 from pqweights.errors import MasterError
+from pqweights.rewrite.checked_tensors import with_checks
 from pqweights.rewrite.manifest import Manifest, find_manifest, read_manifest, shards_of
 
 SizeOf = Callable[[str], int | None]
@@ -28,8 +29,10 @@ REMEDY = "fetch or copy the folder again, or make it again; pqweights verify lis
 def open_result(storage: Storage) -> Checkpoint:
     """Open a result of pqweights; its companions are the files that its manifest lists, whatever else lies there.
 
-    Raises MasterError if a listed file is missing, or a file of weights has another size, SourceError as `open_local`.
-    A result without a manifest is opened like any other checkpoint.
+    The tensors of a master are checked while they are read (Checkpoint.checked).
+
+    Raises MasterError if a listed file is missing, or a file of weights has another size or another header, SourceError
+    as `open_local`. A result without a manifest is opened like any other checkpoint: nothing tells what it should hold.
     """
     if MANIFEST_FILE not in storage.files():
         return open_folder(storage)
@@ -37,6 +40,8 @@ def open_result(storage: Storage) -> Checkpoint:
     for problem in file_problems(storage, manifest):
         raise MasterError(f"{storage}: {problem}; {REMEDY}")
     checkpoint = open_folder(storage)
+    if checkpoint.is_master:
+        checkpoint = with_checks(checkpoint, manifest)
     listed = manifest.files.keys() - {INDEX_FILE, CONFIG_FILE}
     there = storage.files().keys()
     others = there - listed - {INDEX_FILE, CONFIG_FILE, *checkpoint.weight_files}

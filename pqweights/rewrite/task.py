@@ -21,6 +21,8 @@ from pqweights.rewrite.records import TensorRecord, error_totals, total_relative
 from pqweights.rewrite.tensor_report import TensorReport, tensor_reports
 from pqweights.rewrite.transform import SmallFiles, Transform
 
+UNCHECKED = f"the master has no {MANIFEST_FILE}, which has the hashes of its tensors: their bytes could not be checked"
+
 Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in all, name of the tensor
 
 
@@ -100,6 +102,11 @@ class RewriteTask:
         """Everything that is read: the checkpoint, then what the transform reads besides."""
         return (self.checkpoint, *self.transform.also_reads.values())
 
+    def finish_checks(self) -> None:
+        """Check what was read in part of everything that is checked. Raises MasterError if something is damaged."""
+        for checkpoint in self.checkpoints:
+            checkpoint.finish_checks()
+
     @property
     def bytes_read(self) -> int:
         """Bytes read so far from all checkpoints."""
@@ -162,6 +169,7 @@ class RewriteReport:
     resumed: how many tensors an earlier run had finished
     source_bytes_read: bytes read from all checkpoints
     on_cpu: the codecs that computed on the CPU although the run has another device
+    unchecked: whether a master was read whose bytes could not be checked
     """
 
     transform: Transform
@@ -171,6 +179,7 @@ class RewriteReport:
     resumed: int
     source_bytes_read: int
     on_cpu: tuple[str, ...] = ()
+    unchecked: bool = False
 
     @property
     def pairs(self) -> tuple[tuple[TensorPlan, TensorRecord], ...]:
@@ -196,7 +205,8 @@ class RewriteReport:
     def warnings(self) -> tuple[str, ...]:
         """What the user should know of the result before using it, a sentence each."""
         lines = (f"{codec} has no kernels for a GPU: it computed on the CPU" for codec in self.on_cpu)
-        return (*self.transform.warnings, *lines)
+        unchecked = (UNCHECKED,) if self.unchecked else ()
+        return (*self.transform.warnings, *lines, *unchecked)
 
     def __repr__(self) -> str:
         return f"<RewriteReport of the {self.transform.kind}: {self.totals}>"
