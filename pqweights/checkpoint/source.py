@@ -396,6 +396,17 @@ def read_header(storage: Storage, file: str) -> tuple[list[StoredTensor], dict[s
     return parse_header(file, size, lambda offset, count: read_bytes(storage, file, offset, count))
 
 
+def check_index(folder: Path, stored: dict[str, StoredTensor]) -> None:
+    """Check the tensors of the weight files of a folder against its index, if these are the files that it names.
+
+    Raises SourceError if they differ.
+    """
+    files = sorted({tensor.file for tensor in stored.values()})
+    if SINGLE_FILE not in files and (folder / INDEX_FILE).is_file():
+        storage = LocalStorage(folder, only=[INDEX_FILE, *files])
+        _check_index(_indexed_files(storage, INDEX_FILE, (".safetensors",))[1], stored)
+
+
 def _check_index(index: Index, stored: dict[str, StoredTensor]) -> None:
     """Raise SourceError if a tensor is not in the file where the index places it."""
     for name, file in index.weight_map.items():

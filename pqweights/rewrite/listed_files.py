@@ -23,6 +23,9 @@ SizeOf = Callable[[str], int | None]
 
 NOT_LISTED = "it is not in the manifest of the master"
 GONE = "it was removed from the master"
+UNCHECKED = (
+    f"there is no {MANIFEST_FILE} that can be read, with the hashes of the tensors: their bytes cannot be checked"
+)
 REMEDY = "fetch or copy the folder again, or make it again; pqweights verify lists all such files"
 
 
@@ -53,10 +56,12 @@ def open_result(storage: Storage) -> Checkpoint:
     )
 
 
-def check_weight_files(folder: Path) -> None:
+def check_weight_files(folder: Path) -> Manifest | None:
     """Check that a result can be loaded: that no run was interrupted in it, and that its weight files are complete.
 
-    Raises MasterError. A folder without a manifest that can be read, or without any, is not a problem here.
+    Returns its manifest. A folder without a manifest that can be read, or without any, is not a problem here.
+
+    Raises MasterError.
     """
     if is_interrupted(folder):
         raise MasterError(f"{folder}: {describe_interrupted(local_work_folder(folder))}")
@@ -65,6 +70,7 @@ def check_weight_files(folder: Path) -> None:
         manifest = find_manifest(folder)
     for problem in _loading_problems(folder, manifest) if manifest is not None else ():
         raise MasterError(f"{folder}: {problem}; {REMEDY}")
+    return manifest
 
 
 def files_of_result(manifest: Manifest) -> list[str]:

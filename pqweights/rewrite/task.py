@@ -16,12 +16,11 @@ from pqweights.planning.totals import Totals
 from pqweights.remote.addresses import Address
 from pqweights.rewrite.identity import RunIdentity
 from pqweights.rewrite.journal import RunInputs
+from pqweights.rewrite.listed_files import UNCHECKED
 from pqweights.rewrite.places import ResultPlace, ResultWorkspace
 from pqweights.rewrite.records import TensorRecord, error_totals, total_relative_mse
 from pqweights.rewrite.tensor_report import TensorReport, tensor_reports
 from pqweights.rewrite.transform import SmallFiles, Transform
-
-UNCHECKED = f"the master has no {MANIFEST_FILE}, which has the hashes of its tensors: their bytes could not be checked"
 
 Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in all, name of the tensor
 
