@@ -29,7 +29,7 @@ AT_RANDOM = "initialized at random"
 
 
 @dataclass(frozen=True)
-class LoadedModel:
+class LoadOutcome:
     """A model that transformers loaded.
 
     folder: where it was loaded from
@@ -73,7 +73,7 @@ def load_model(
 
 def load(
     path: str | os.PathLike[str], *, packed: bool = False, dtype: Any = "auto", device_map: Any = None, **options: Any
-) -> LoadedModel:
+) -> LoadOutcome:
     """Load a model, see pqweights.load_model, and say how it differs from its folder."""
     folder = _folder(path, options)
     check_weight_files(folder)
@@ -107,7 +107,7 @@ def load(
         model, info = loader.from_pretrained(
             folder, dtype=dtype, device_map=device_map, output_loading_info=True, **options
         )
-    return LoadedModel(
+    return LoadOutcome(
         folder,
         model,
         missing=tuple(sorted(info["missing_keys"])),
