@@ -150,7 +150,7 @@ def _from_pretrained(folder: Folder, dtype: str) -> Any:
         model, info = loader.from_pretrained(
             folder.path, dtype=dtype, output_loading_info=True, trust_remote_code=False
         )
-    _check_loaded(folder, type(model).__name__, missing=info["missing_keys"], unexpected=info["unexpected_keys"])
+    check_loaded(folder.path, type(model).__name__, missing=info["missing_keys"], unexpected=info["unexpected_keys"])
     assert isinstance(model, transformers.PreTrainedModel)
     return model.eval()
 
@@ -176,7 +176,7 @@ def _loader(folder: Folder) -> Any:
     )
 
 
-def _check_loaded(folder: Folder, model: str, *, missing: Collection[str], unexpected: Collection[str]) -> None:
+def check_loaded(path: Path, model: str, *, missing: Collection[str], unexpected: Collection[str]) -> None:
     """Warn of tensors that the model does not use, as transformers does.
 
     Raises SourceError if weights are missing: transformers initializes them at random, and what is computed with them
@@ -184,27 +184,27 @@ def _check_loaded(folder: Folder, model: str, *, missing: Collection[str], unexp
     """
     modules = {name.rpartition(".")[0] for name in missing}
     if any(name.rpartition(".")[0] in modules for name in unexpected):  # weights in a form that nothing here reads
-        _refuse(folder, "transformers", missing=missing, unexpected=unexpected)
+        _refuse(path, "transformers", missing=missing, unexpected=unexpected)
     if missing:
         raise SourceError(
-            f"{folder.path}: lacks {counted(len(missing), 'weight')} of {model}, the first is {min(missing)!r}: "
+            f"{path}: lacks {counted(len(missing), 'weight')} of {model}, the first is {min(missing)!r}: "
             "transformers would initialize them at random, and nothing that is computed would mean anything; give a "
             "checkpoint of the whole model"
         )
     if unexpected:
         warnings.warn(
-            f"{folder.path}: has {counted(len(unexpected), 'tensor')} without a place in {model}, the first is "
+            f"{path}: has {counted(len(unexpected), 'tensor')} without a place in {model}, the first is "
             f"{min(unexpected)!r}; left out, as transformers does",
             PqweightsWarning,
             stacklevel=2,
         )
 
 
-def _refuse(folder: Folder, runtime: str, **names: Any) -> None:
+def _refuse(path: Path, runtime: str, **names: Any) -> None:
     for kind, found in names.items():
         if found:
             raise SourceError(
-                f"{folder.path}: {runtime} finds {counted(len(found), f'{kind} tensor')}, the first is "
+                f"{path}: {runtime} finds {counted(len(found), f'{kind} tensor')}, the first is "
                 f"{sorted(found)[0]!r}; the folder is incomplete or meant for another runtime: check it with "
                 "`pqweights verify`, or export it again"
             )
@@ -256,7 +256,7 @@ def _open_master(folder: Folder, *, device: str, dtype: str, packed: bool) -> Mo
     model = loaded.model
     if model.get_output_embeddings() is None:
         raise SourceError(f"{folder.path}: {type(model).__name__} has no head for the next token; export it first")
-    _check_loaded(folder, type(model).__name__, missing=loaded.missing, unexpected=loaded.unexpected)
+    check_loaded(folder.path, type(model).__name__, missing=loaded.missing, unexpected=loaded.unexpected)
     runtime = "transformers, pqweights' packed weights" if packed else "transformers, weights decoded by pqweights"
     return _in_torch(runtime, model.eval().to(device))
 
@@ -291,7 +291,7 @@ def _open_torchao(folder: Folder, device: str, dtype: str) -> Model:
     stored = Stored(folder.path)
     names = json.loads(stored.metadata.get("tensor_names", "[]"))
     parts = {part for name in names for part in stored_parts(stored, name)}
-    _refuse(folder, "torchao", missing=parts - stored.tensors.keys())  # transformers would raise a RuntimeError
+    _refuse(folder.path, "torchao", missing=parts - stored.tensors.keys())  # transformers would raise a RuntimeError
     model = _from_pretrained(folder, dtype if device == "cpu" else "bfloat16")  # the GPU kernel takes nothing else
     integers = _torchao_modules(folder, model)
     if device != "cpu":
@@ -357,7 +357,7 @@ def _open_mlx(folder: Folder, dtype: str) -> Model:
         model, _ = utils.load_model(folder.path, lazy=True, strict=False)
         there = {name for name, _ in tree_flatten(model.parameters())}
     stored = set(Stored(folder.path).tensors)
-    _refuse(folder, "mlx-lm", missing=there - stored, unexpected=stored - there)
+    _refuse(folder.path, "mlx-lm", missing=there - stored, unexpected=stored - there)
     with refused, quiet():
         model, _ = utils.load_model(folder.path)
         if dtype != AUTO:
