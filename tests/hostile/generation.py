@@ -144,7 +144,7 @@ GENERATE_CASES = [
     ),
     Case(
         "generate-trellis-damaged-in-the-middle",
-        {"generate master --prompt w1 --packed --quiet": ("lm_head.weight", "block")},
+        {"generate master --prompt w1 --packed --quiet": ("lm_head.weight_trellis", "blake3_of_pieces")},
         GOOD_MODEL,
         prepare=make_damaged_trellis,
     ),
