@@ -122,7 +122,7 @@ GENERATE_CASES = [
         "--tokenizer DIR",
         without=("model/tokenizer.json", "model/tokenizer_config.json"),
     ),
-    generating("weight-missing", "missing", "lm_head.weight", weights=without_tensor("lm_head.weight")),
+    generating("weight-missing", "lacks 1 weight", "lm_head.weight", weights=without_tensor("lm_head.weight")),
     with_file("config-of-generation-damaged", b"{", "generation_config.json", "JSON"),
     with_file("config-of-generation-a-list", [], "generation_config.json", "expected a JSON object"),
     with_file(
