@@ -12,6 +12,7 @@ import contextlib
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol, TextIO
 
@@ -115,7 +116,7 @@ def errors(kept: Callable[[], bool] | None = None, quiet: bool = False) -> Itera
 
     _quiet = quiet
     try:
-        with interrupts.Raised():
+        with interrupts.Raised(), _warnings_of_ours():
             yield
     except OptionError as error:
         fail(str(error), code=2)
@@ -130,6 +131,25 @@ def errors(kept: Callable[[], bool] | None = None, quiet: bool = False) -> Itera
         fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
     finally:
         _quiet = False
+
+
+@contextlib.contextmanager
+def _warnings_of_ours() -> Iterator[None]:
+    """Write each warning of pqweights as a line on stderr."""
+    from pqweights.errors import PqweightsWarning
+
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def show_line(message: Any, category: type[Warning], *where: Any, **options: Any) -> None:
+            if issubclass(category, PqweightsWarning):
+                warn(str(message))
+            else:
+                show(message, category, *where, **options)
+
+        warnings.simplefilter("always", PqweightsWarning)
+        warnings.showwarning = show_line
+        yield
 
 
 def _how_to_continue(kept: Callable[[], bool] | None) -> str:

@@ -23,6 +23,10 @@ Every message is one line: what is wrong, in which file or tensor, what was expe
 """
 
 
+class PqweightsWarning(UserWarning):
+    """Something that the user should know of a result, which was given all the same."""
+
+
 class PqweightsError(Exception):
     """Base of all expected failures. The message is shown to the user as it is."""
 

@@ -7,6 +7,7 @@ A hash of pieces is BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs) of the 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -130,41 +131,93 @@ def digest_of(tensor_hash: TensorHash, descriptor: int, offset: int, byte_count:
 
 
 class PieceHasher:
-    """The hash of pieces of one tensor whose bytes come in any order, from any thread, each of them once."""
+    """The hash of pieces of one tensor whose bytes come in any order, from any thread, and some of them repeatedly."""
 
-    def __init__(self, byte_count: int) -> None:
+    def __init__(self, byte_count: int, most_open: int | None = None) -> None:
+        """Begin a tensor.
+
+        byte_count: its size
+        most_open: of how many pieces parts are held until the rest comes; of others, all bytes must come again. By
+            default all are held, which takes little memory only if bytes come roughly in order
+        """
         self.byte_count = byte_count
+        self._most_open = most_open
         self._digests = [b""] * -(-byte_count // PIECE_BYTES)
-        # Pieces of which only some bytes have come, each with the number of bytes that are missing.
-        self._open: dict[int, tuple[npt.NDArray[np.uint8], int]] = {}
+        self._left = len(self._digests)
+        self._open: dict[int, _OpenPiece] = {}
         self._lock = threading.Lock()
 
     def add(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
-        """Take the bytes from `offset` on."""
+        """Take the bytes from `offset` on; those of pieces that are whole already are ignored."""
         begin, count = 0, len(data)
         while begin < count:
             number, at = divmod(offset + begin, PIECE_BYTES)
             size = min(PIECE_BYTES, self.byte_count - number * PIECE_BYTES)
             part = data[begin : begin + size - at]
-            if len(part) == size:
-                self._digests[number] = blake3(part.data).digest()
-            else:
+            if len(part) < size:
                 self._fill(number, size, at=at, part=part)
+            elif not self._digests[number]:
+                self._set(number, part)
             begin += len(part)
 
     def _fill(self, number: int, size: int, *, at: int, part: npt.NDArray[np.uint8]) -> None:
         """Take some bytes of a piece, and hash it if they were the last ones."""
         with self._lock:
-            piece, missing = self._open.get(number) or (np.empty(size, dtype=np.uint8), size)
-            piece[at : at + len(part)] = part
-            missing -= len(part)
-            if missing:
-                self._open[number] = piece, missing
+            if self._digests[number]:
                 return
-            self._open.pop(number, None)
-        self._digests[number] = blake3(piece.data).digest()
+            piece = self._open.get(number)
+            if piece is None:
+                if self._most_open is not None and len(self._open) >= self._most_open:
+                    del self._open[next(iter(self._open))]
+                piece = self._open[number] = _OpenPiece(np.empty(size, dtype=np.uint8))
+            if not piece.fill(at, part):
+                return
+            del self._open[number]
+        self._set(number, piece.data)
+
+    def _set(self, number: int, piece: Bytes) -> None:
+        """Hash a whole piece, outside of the lock, so that threads do so side by side."""
+        digest = blake3(piece.data).digest()
+        with self._lock:
+            self._left -= not self._digests[number]
+            self._digests[number] = digest
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all bytes have come."""
+        return self._left == 0
+
+    def missing(self) -> list[tuple[int, int]]:
+        """Return the parts of the tensor that must still come: where each begins and ends, in bytes; whole pieces."""
+        numbers = (number for number, digest in enumerate(self._digests) if not digest)
+        # Consecutive numbers have the same difference from their places.
+        runs = itertools.groupby(
+            enumerate(numbers), lambda each: (each[1] - each[0], each[1] * PIECE_BYTES // PART_BYTES)
+        )
+        spans = [[number for _, number in run] for _, run in runs]
+        return [(span[0] * PIECE_BYTES, min((span[-1] + 1) * PIECE_BYTES, self.byte_count)) for span in spans]
 
     def hexdigest(self) -> str:
         """Return the hash; all bytes must have come."""
-        assert not self._open and all(self._digests), "bytes of the tensor are missing"
+        assert self.is_whole, "bytes of the tensor are missing"
         return HASH_OF_PIECES.combined(self._digests)
+
+
+class _OpenPiece:
+    """A piece of which some bytes have come. data: the piece."""
+
+    def __init__(self, data: Bytes) -> None:
+        self.data = data
+        self._spans: list[tuple[int, int]] = []  # what has come, in order, apart from each other
+
+    def fill(self, at: int, part: Bytes) -> bool:
+        """Take bytes from `at` on; return whether all have come."""
+        self.data[at : at + len(part)] = part
+        spans: list[tuple[int, int]] = []
+        for begin, end in sorted([*self._spans, (at, at + len(part))]):
+            if spans and begin <= spans[-1][1]:
+                spans[-1] = (spans[-1][0], max(spans[-1][1], end))
+            else:
+                spans.append((begin, end))
+        self._spans = spans
+        return spans == [(0, len(self.data))]

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint import scales
+from pqweights.checkpoint.checked_reads import CheckedReads, Reads
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.storage import LocalStorage, Storage
+from pqweights.checkpoint.storage import LocalStorage
 from pqweights.codecs.protocol import VALUE_DTYPES, Basis, Coder, DamagedBlock, State
 from pqweights.codecs.weight import damaged_error
 from pqweights.dtypes import DTYPE_BITS, FINITE_RANGES, convert, item_bytes, to_float32
@@ -75,14 +76,14 @@ class PlainTensor(NamedTuple):
     name, shape, dtype: those of the stored tensor; as fields, because a plan reads them a dozen times
     """
 
-    storage: Storage
+    storage: Reads
     stored: StoredTensor
     name: str
     shape: tuple[int, ...]
     dtype: str
 
     @staticmethod
-    def of(storage: Storage, stored: StoredTensor) -> PlainTensor:
+    def of(storage: Reads, stored: StoredTensor) -> PlainTensor:
         """Return a stored tensor as a logical one."""
         return PlainTensor(storage, stored, stored.name, stored.shape, stored.dtype)
 
@@ -120,7 +121,7 @@ class EncodedTensor:
     awq: the scales by which the input channels were multiplied, if they were
     """
 
-    storage: Storage
+    storage: Reads
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -192,11 +193,15 @@ class EncodedTensor:
             self.storage.read_into(stored.file, stored.offset + first * part.bytes_per_block, array.reshape(-1))
 
     def mapped_parts(self) -> list[npt.NDArray[np.uint8]]:
-        """Return the bytes of each part, [blocks, bytes per block], as they lie in a file of a local folder."""
-        assert isinstance(self.storage, LocalStorage)
+        """Return the bytes of each part, [blocks, bytes per block], as they lie in a file of a local folder.
+
+        They are used without being read: CheckedReads.check checks them.
+        """
+        storage = self.storage.storage if isinstance(self.storage, CheckedReads) else self.storage
+        assert isinstance(storage, LocalStorage)
         found = []
         for part, stored in zip(self.coder.parts, self.encoded, strict=True):
-            raw = self.storage.mapped(stored.file)[stored.offset : stored.offset + stored.byte_count]
+            raw = storage.mapped(stored.file)[stored.offset : stored.offset + stored.byte_count]
             if len(raw) < stored.byte_count:
                 raise SourceError(f"{stored.file}: tensor {stored.name!r}: the file has become shorter")
             found.append(raw.reshape(-1, part.bytes_per_block))

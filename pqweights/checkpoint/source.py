@@ -10,7 +10,7 @@ import contextlib
 import functools
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from pqweights.checkpoint import master, pickled, quantized
+from pqweights.checkpoint.checked_reads import CheckedReads
 from pqweights.checkpoint.companions import NOT_GIVEN, WEIGHT_SUFFIXES, check_links, companions
 from pqweights.checkpoint.header import StoredTensor, gguf_refused, parse_header
 from pqweights.checkpoint.interrupted import check_not_interrupted
@@ -60,6 +61,7 @@ class Checkpoint:
     companions: other files of the model, which are copied as they are
     left_out: files that are not copied, each with the reason
     is_master: whether it is a master of pqweights
+    checked: what its tensors are read through, if each is checked against a known hash
     """
 
     storage: Storage
@@ -70,7 +72,16 @@ class Checkpoint:
     companions: tuple[str, ...]
     left_out: dict[str, str]
     is_master: bool
+    checked: CheckedReads | None = None
     _fingerprints: dict[str, str] = field(default_factory=dict)  # by file
+
+    def finish_checks(self, parts: Iterable[StoredTensor] | None = None) -> None:
+        """Check those stored tensors of which something was read and not everything; by default among all of them.
+
+        Until then, what was read may be damaged. Raises MasterError if it is.
+        """
+        if self.checked is not None:
+            self.checked.finish(parts)
 
     @property
     def weight_file_bytes(self) -> int:
@@ -391,6 +402,17 @@ def read_header(storage: Storage, file: str) -> tuple[list[StoredTensor], dict[s
     """
     size = storage.files()[file].byte_count
     return parse_header(file, size, lambda offset, count: read_bytes(storage, file, offset, count))
+
+
+def check_index(folder: Path, stored: dict[str, StoredTensor]) -> None:
+    """Check the tensors of the weight files of a folder against its index, if these are the files that it names.
+
+    Raises SourceError if they differ.
+    """
+    files = sorted({tensor.file for tensor in stored.values()})
+    if SINGLE_FILE not in files and (folder / INDEX_FILE).is_file():
+        storage = LocalStorage(folder, only=[INDEX_FILE, *files])
+        _check_index(_indexed_files(storage, INDEX_FILE, (".safetensors",))[1], stored)
 
 
 def _check_index(index: Index, stored: dict[str, StoredTensor]) -> None:

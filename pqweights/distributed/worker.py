@@ -182,6 +182,7 @@ def _written(task: RewriteTask, order: PartOrder, report: Throttled) -> PartResu
         finally:
             if task.transform.fold is not None:
                 task.transform.fold.close()
+        task.finish_checks()
         places = range(shards[0].tensors.start, shards[-1].tensors.stop)
         if task.checkpoint.storage.origin is None:  # those of fetched files are known, as far as they were needed
             for file, use in file_uses(task.checkpoint.tensors).items():

@@ -9,7 +9,7 @@ Nothing is fetched in advance, and the loader, which would only log errors, catc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,16 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
+from pqweights.checkpoint.checked_reads import REMEDY
+from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.master import logical_tensors
 from pqweights.checkpoint.readers import EncodedTensor, whole_blocks
-from pqweights.checkpoint.source import stored_tensors
+from pqweights.checkpoint.source import check_index, stored_tensors
 from pqweights.checkpoint.storage import LocalStorage
 from pqweights.errors import MasterError, SourceError
 from pqweights.integrations.packed import PackedTensor, bytes_per_weight, pack
+from pqweights.rewrite.checked_tensors import checked, checked_reads
+from pqweights.rewrite.manifest import Manifest
 
 CHUNK_WEIGHTS = 1 << 20  # decoded at a time, in whole blocks
 NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
@@ -33,23 +37,37 @@ NEVER = "(?!)"  # a pattern that matches nothing
 class Master:
     """The weights of a master while a model is loaded from it.
 
+    folder: where it lies
+    is_checked: whether the hashes of its tensors are known
     parts: for each stored name, the weight that it belongs to
     decoded_weights: parameters that should have stayed packed and could not
     """
 
-    def __init__(self, files: list[str], settings: dict[str, Any], *, model: Any, packed: bool) -> None:
+    def __init__(
+        self, files: list[str], settings: dict[str, Any], *, manifest: Manifest | None, model: Any, packed: bool
+    ) -> None:
         """Open the weight files of a master.
 
         files: paths of its safetensors files
         settings: its quantization_config
+        manifest: its manifest, if it has one: then all tensors that the model uses are checked
         model: the model whose parameters are loaded
         packed: whether weights stay packed if they can
 
         Raises SourceError or MasterError if the files are not those of a sound master.
         """
-        self._storage = _files_of(files)
-        stored = stored_tensors(self._storage, tuple(Path(file).name for file in files))
-        tensors = logical_tensors(self._storage, stored, {"quantization_config": settings})
+        storage = _files_of(files)
+        self.folder, self.is_checked = storage.root, manifest is not None
+        self._stored = stored_tensors(storage, tuple(Path(file).name for file in files))
+        tensors = logical_tensors(storage, self._stored, {"quantization_config": settings})
+        try:
+            check_index(storage.root, self._stored)
+        except SourceError as error:
+            raise MasterError(f"{error}; {REMEDY}") from None
+        self._checks = None if manifest is None else checked_reads(storage, self._stored.values(), manifest)
+        if self._checks is not None:
+            tensors = [checked(tensor, self._checks) for tensor in tensors]
+        self._plain: dict[str, StoredTensor] = {}  # those that the model uses
         self.parts = {
             part.name: tensor for tensor in tensors if isinstance(tensor, EncodedTensor) for part in tensor.parts
         }
@@ -60,7 +78,6 @@ class Master:
             )
         self.packed = packed
         self.decoded_weights: set[str] = set()
-        self.loading_info: Any = None
         self._model = model
         self._pool = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="pqweights")
         self._originals: dict[int, WeightConverter] = {}
@@ -85,17 +102,27 @@ class Master:
         ours = (PlainName, EverythingElse)
         return [self._originals.get(id(c), c) for c in conversions if not isinstance(c, ours)]
 
-    def missing_keys(self) -> set[str]:
-        """Return the parameters that no stored tensor has filled."""
-        return set(self.loading_info.missing_keys) if self.loading_info is not None else set()
-
     def read(self, tensor: EncodedTensor, dtype: torch.dtype, target: str) -> Tensor:
         """Read a weight for the parameter `target`: packed if that is wanted and possible, else decoded."""
         if self.packed and self.can_stay_packed(target):
             kept = pack(tensor, dtype)
             if kept is not None:
+                self._check(tensor.parts)
                 return kept
         return self.decode(tensor, dtype)
+
+    def uses(self, stored_name: str) -> None:
+        """Note that the model uses a tensor that is stored plainly, which the loader reads itself."""
+        self._plain[stored_name] = self._stored[stored_name]
+
+    def check_plain(self) -> None:
+        """Check all tensors that `uses` noted. Raises MasterError."""
+        self._check(self._plain.values())
+
+    def _check(self, stored: Iterable[StoredTensor]) -> None:
+        """Check stored tensors whole, on all threads. Raises MasterError if one is damaged."""
+        if self._checks is not None:
+            self._checks.check(stored, run=self._pool.map)
 
     def decode(self, tensor: EncodedTensor, dtype: torch.dtype) -> Tensor:
         """Decode a weight to a dtype, in chunks and on all threads."""
@@ -113,6 +140,7 @@ class Master:
 
             for _ in self._pool.map(decode_chunk, range(0, count, step)):
                 pass
+        self._check(tensor.parts)
         return result.to(dtype)
 
     def can_stay_packed(self, parameter: str) -> bool:
@@ -134,7 +162,7 @@ class Master:
     def close(self) -> None:
         """Release the checkpoint and the threads."""
         self._pool.shutdown()
-        self.parts, self._model, self.loading_info = {}, None, None
+        self.parts, self._model = {}, None
 
 
 def _files_of(files: list[str]) -> LocalStorage:
@@ -179,6 +207,7 @@ class WeightDecoder(WeightConverter):
         tensor = self.master.parts.get(source_key)
         read: Callable[[], Tensor]
         if tensor is None:
+            self.master.uses(source_key)
             read = future.result if isinstance(future, Future) else future
         else:
             if isinstance(future, Future):
@@ -194,7 +223,6 @@ class WeightDecoder(WeightConverter):
 
     def convert(self, layer_name: str, loading_info: Any = None, **options: Any) -> dict[str, Any]:
         """Convert the collected tensors to parameters, and decode those that cannot stay packed."""
-        self.master.loading_info = loading_info
         converted = self._converted(layer_name, loading_info=loading_info, **options)
         if self.master.packed:
             for name, values in converted.items():

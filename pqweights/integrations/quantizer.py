@@ -6,6 +6,7 @@ transformers calls the methods below during from_pretrained. conversion.py turns
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from pqweights.checkpoint.config import GUARD_KEY
 from pqweights.checkpoint.master import QUANT_METHOD
-from pqweights.errors import MasterError, OutputError, SourceError
-from pqweights.rewrite.listed_files import check_weight_files
-from pqweights.units import counted
+from pqweights.errors import OutputError, PqweightsWarning, SourceError
+from pqweights.rewrite.listed_files import UNCHECKED, check_weight_files
 
 PACKED = "packed"
 
@@ -100,14 +100,16 @@ class PqweightsQuantizer(HfQuantizer):
         files = options.get("checkpoint_files")
         if not files or not all(str(file).endswith(".safetensors") for file in files):
             raise SourceError(f"expected the safetensors files of a master, found {files}")
-        check_weight_files(Path(files[0]).parent)
+        manifest = check_weight_files(Path(files[0]).parent)
         if getattr(model.config, "distributed_config", None) is not None:
             raise SourceError(
                 "a master cannot be loaded in tensor-parallel parts; export it first: pqweights export MASTER OUT "
                 "--target bf16"
             )
         paths = [os.fspath(file) for file in files]
-        self._master = Master(paths, self.quantization_config.settings, model=model, packed=self.packed)
+        self._master = Master(
+            paths, self.quantization_config.settings, manifest=manifest, model=model, packed=self.packed
+        )
         return model
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
@@ -131,12 +133,10 @@ class PqweightsQuantizer(HfQuantizer):
         _refuse_disk(getattr(model, "hf_device_map", None) or {})
         # A model is saved through the inverse of its own conversions.
         model._weight_conversions = self._master.originals(model._weight_conversions or [])
-        missing = sorted(self._master.missing_keys())
-        if missing and type(model).__name__ in (model.config.architectures or ()):
-            raise MasterError(
-                f"{type(model).__name__}: the master lacks {counted(len(missing), 'weight')}, the first is "
-                f"{missing[0]!r}; it is damaged: quantize the model again"
-            )
+        if self._master.is_checked:
+            self._master.check_plain()
+        else:
+            warnings.warn(f"{self._master.folder}: {UNCHECKED}", PqweightsWarning, stacklevel=2)
         if self.packed:
             from pqweights.integrations.packed_modules import name_packed_modules
 

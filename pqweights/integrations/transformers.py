@@ -1,4 +1,4 @@
-"""load_model: a model in a folder or on the Hub through transformers, with every weight accounted for.
+"""load_model: a model in a folder or on the Hub through transformers, which takes what transformers takes.
 
 The quantizer that reads the weights of a master is in quantizer.py.
 """
@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +18,63 @@ from pqweights.checkpoint.config import AUTO_CLASSES
 from pqweights.checkpoint.master import is_master
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.source import read_config
-from pqweights.errors import MasterError, MissingDependencyError, OptionError, SourceError
+from pqweights.errors import MissingDependencyError, OptionError, PqweightsWarning, SourceError
 from pqweights.hub.sources import Access, local_folder, repository_id
 from pqweights.installing import pip_install
 from pqweights.integrations.foreign import loading
 from pqweights.rewrite.listed_files import check_weight_files
-from pqweights.units import counted
+
+# What becomes of weights that the folder cannot give.
+AT_RANDOM = "initialized at random"
+
+
+@dataclass(frozen=True)
+class LoadOutcome:
+    """A model that transformers loaded.
+
+    folder: where it was loaded from
+    model: the PreTrainedModel
+    missing: its weights that the folder does not have: transformers initialized them at random
+    unexpected: tensors of the folder that the model has no place for
+    mismatched: its weights that have another shape in the folder, initialized at random because the caller asked for it
+    """
+
+    folder: Path
+    model: Any
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[str, ...]
+
+    @property
+    def warnings(self) -> Iterator[str]:
+        """Yield how folder and model differ, a line each."""
+        name = type(self.model).__name__
+        if self.missing:
+            yield self._line(self.missing, f"weight of {name} is not in the folder", AT_RANDOM)
+        if self.mismatched:
+            yield self._line(self.mismatched, f"weight of {name} has another shape in the folder", AT_RANDOM)
+        if self.unexpected:
+            yield self._line(self.unexpected, f"tensor of the folder has no place in {name}", "left out")
+
+    def _line(self, names: tuple[str, ...], what: str, then: str) -> str:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return f"{self.folder}: {what}: {names[0]!r}{more}; {then}, as transformers does"
 
 
 def load_model(
     path: str | os.PathLike[str], *, packed: bool = False, dtype: Any = "auto", device_map: Any = None, **options: Any
 ) -> Any:
     """Load a model, see pqweights.load_model."""
+    loaded = load(path, packed=packed, dtype=dtype, device_map=device_map, **options)
+    for line in loaded.warnings:
+        warnings.warn(line, PqweightsWarning, stacklevel=3)
+    return loaded.model
+
+
+def load(
+    path: str | os.PathLike[str], *, packed: bool = False, dtype: Any = "auto", device_map: Any = None, **options: Any
+) -> LoadOutcome:
+    """Load a model, see pqweights.load_model, and say how it differs from its folder."""
     folder = _folder(path, options)
     check_weight_files(folder)
     config = read_config(folder)
@@ -59,11 +107,13 @@ def load_model(
         model, info = loader.from_pretrained(
             folder, dtype=dtype, device_map=device_map, output_loading_info=True, **options
         )
-    problem = _problem(model, info)
-    if problem is not None:
-        message = f"{folder}: {problem}; the folder does not hold this model: fetch or make it again"
-        raise MasterError(message) if ours else SourceError(message)
-    return model
+    return LoadOutcome(
+        folder,
+        model,
+        missing=tuple(sorted(info["missing_keys"])),
+        unexpected=tuple(sorted(info["unexpected_keys"])),
+        mismatched=tuple(sorted(name for name, *_ in info["mismatched_keys"])),
+    )
 
 
 def _folder(path: str | os.PathLike[str], options: dict[str, Any]) -> Path:
@@ -89,12 +139,3 @@ def _class_for(transformers: Any, architecture: str) -> Any:
         if architecture.endswith(end):
             return getattr(transformers, name)
     return transformers.AutoModel
-
-
-def _problem(model: Any, info: dict[str, Any]) -> str | None:
-    """Say which weights of a loaded model are missing or left over, by its loading info; None if none are."""
-    for kind, names in (("missing", info["missing_keys"]), ("unexpected", info["unexpected_keys"])):
-        if names:
-            count = counted(len(names), f"{kind} weight")
-            return f"{type(model).__name__}: found {count}, the first is {min(names)!r}"
-    return None

@@ -48,14 +48,18 @@ class LoadedModel:
         return f"{self._source}: transformers cannot run this model"
 
     def get(self) -> Any:
-        """Return the model."""
-        from pqweights.integrations.transformers import load_model
+        """Return the model. Raises SourceError if it lacks weights: its activations would be those of random ones."""
+        from pqweights.integrations.transformers import load
+        from pqweights.runtimes.models import check_loaded
 
         if self._model is None:
             with slow_step(f"loading {self._source}"), Refused(self.cannot_run), quiet():
-                self._model = load_model(
+                loaded = load(
                     self._source, dtype=self._dtype, device_map=self._device_map, experts_implementation="eager"
                 )
+            name = type(loaded.model).__name__
+            check_loaded(self._source, name, missing=loaded.missing, unexpected=loaded.unexpected)
+            self._model = loaded.model
         return self._model
 
     def places(self, names: Sequence[str]) -> dict[str, WeightPlace]:

@@ -35,6 +35,7 @@ from pqweights.planning.sensitivity_file import (
     write_sensitivity,
 )
 from pqweights.runtimes.folders import read_folder
+from pqweights.runtimes.models import check_loaded
 from pqweights.runtimes.packages import Refused, package, quiet
 from pqweights.runtimes.texts import Ids
 
@@ -208,16 +209,16 @@ def _torch() -> Any:
 def _load(source: Path, planned: Sequence[TensorPlan], options: SensitivityOptions) -> tuple[Any, dict[str, Any]]:
     """Load the model; return it, and where the planned weights are in it.
 
-    Raises SourceError for a model that transformers cannot load or that predicts no tokens.
+    Raises SourceError for a model that transformers cannot load, that lacks weights, or that predicts no tokens.
     """
-    from pqweights.integrations.transformers import load_model
+    from pqweights.integrations.transformers import load
     from pqweights.measure.activations import places
 
     with Refused(f"{source}: transformers cannot run this model"), quiet():
-        model = load_model(
-            source, dtype=options.dtype, device_map=options.device_map, experts_implementation="eager"
-        ).eval()
+        loaded = load(source, dtype=options.dtype, device_map=options.device_map, experts_implementation="eager")
+        model = loaded.model.eval()
         where = places(model, [tensor.name for tensor in planned])
+    check_loaded(source, type(model).__name__, missing=loaded.missing, unexpected=loaded.unexpected)
     if model.get_output_embeddings() is None:
         raise SourceError(
             f"{source}: {type(model).__name__}: it is not a causal language model, so it predicts no tokens"

@@ -108,6 +108,7 @@ def _report(task: RewriteTask, records: tuple[TensorRecord, ...], *, already_don
         already_done=already_done,
         resumed=resumed,
         source_bytes_read=task.bytes_read,
+        unchecked=task.checkpoint.is_master and task.checkpoint.checked is None,
     )
 
 
@@ -176,10 +177,13 @@ def _stream_tensors(task: RewriteTask, workspace: ResultWorkspace, run: RunOptio
         )
         task.transform.prepare(preparation)
         try:
-            return Stream(task, workspace, run).run() if run.engine is None else run.engine.stream(task, workspace, run)
+            engine = run.engine
+            records = Stream(task, workspace, run).run() if engine is None else engine.stream(task, workspace, run)
         finally:
             if task.transform.fold is not None:
                 task.transform.fold.close()
+        task.finish_checks()
+        return records
     except (SourceError, MasterError) as error:
         may_pass = isinstance(error, SourceReadError | SourceChangedError)
         if not (workspace.holds_work() if may_pass else continues):

@@ -17,20 +17,26 @@ from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, i
 from pqweights.checkpoint.source import Checkpoint, open_folder
 from pqweights.checkpoint.storage import Storage, local_work_folder
 from pqweights.errors import MasterError
+from pqweights.rewrite.checked_tensors import with_checks
 from pqweights.rewrite.manifest import Manifest, find_manifest, read_manifest, shards_of
 
 SizeOf = Callable[[str], int | None]
 
 NOT_LISTED = "it is not in the manifest of the master"
 GONE = "it was removed from the master"
+UNCHECKED = (
+    f"there is no {MANIFEST_FILE} that can be read, with the hashes of the tensors: their bytes cannot be checked"
+)
 REMEDY = "fetch or copy the folder again, or make it again; pqweights verify lists all such files"
 
 
 def open_result(storage: Storage) -> Checkpoint:
     """Open a result of pqweights; its companions are the files that its manifest lists, whatever else lies there.
 
-    Raises MasterError if a listed file is missing, or a file of weights has another size, SourceError as `open_local`.
-    A result without a manifest is opened like any other checkpoint.
+    The tensors of a master are checked while they are read (Checkpoint.checked).
+
+    Raises MasterError if a listed file is missing, or a file of weights has another size or another header, SourceError
+    as `open_local`. A result without a manifest is opened like any other checkpoint: nothing tells what it should hold.
     """
     if MANIFEST_FILE not in storage.files():
         return open_folder(storage)
@@ -41,6 +47,8 @@ def open_result(storage: Storage) -> Checkpoint:
     for problem in file_problems(storage, manifest):
         raise MasterError(f"{storage}: {problem}; {REMEDY}")
     checkpoint = open_folder(storage)
+    if checkpoint.is_master:
+        checkpoint = with_checks(checkpoint, manifest)
     listed = manifest.files.keys() - {INDEX_FILE, CONFIG_FILE}
     there = storage.files().keys()
     others = there - listed - {INDEX_FILE, CONFIG_FILE, *checkpoint.weight_files}
@@ -52,10 +60,12 @@ def open_result(storage: Storage) -> Checkpoint:
     )
 
 
-def check_weight_files(folder: Path) -> None:
+def check_weight_files(folder: Path) -> Manifest | None:
     """Check that a result can be loaded: that no run was interrupted in it, and that its weight files are complete.
 
-    Raises MasterError. A folder without a manifest that can be read, or without any, is not a problem here.
+    Returns its manifest. A folder without a manifest that can be read, or without any, is not a problem here.
+
+    Raises MasterError.
     """
     if is_interrupted(folder):
         raise MasterError(f"{folder}: {describe_interrupted(local_work_folder(folder))}")
@@ -64,6 +74,7 @@ def check_weight_files(folder: Path) -> None:
         manifest = find_manifest(folder)
     for problem in _loading_problems(folder, manifest) if manifest is not None else ():
         raise MasterError(f"{folder}: {problem}; {REMEDY}")
+    return manifest
 
 
 def files_of_result(manifest: Manifest) -> list[str]:

@@ -128,6 +128,8 @@ class Stream:
         # Tensors that are finished and not yet in the journal, and when the journal was last up to date.
         self._unsaved: deque[tuple[TensorRecord, ShardWriter]] = deque()
         self._saved = time.monotonic()
+        # The place at which each stored tensor of the source is read last.
+        self._last_reads = {part.name: place for place in self._places for part in self._tensors[place].parts}
         self._part_bytes = [sum(part.byte_count for part in tensor.parts) for tensor in self._tensors]
         self._total_bytes = sum(self._part_bytes[place] for place in self._places)
         self._passed_bytes = 0
@@ -268,12 +270,14 @@ class Stream:
                 self._save_at_times()
             case _LastChunkDone():
                 record = self._finished(step)
+                self._check_source(step.place)
                 self._unsaved.append((record, step.sink.writer))
                 self._save_at_times()
                 self._show(step.place, 1.0)
                 self._pass(step.place, record, records)
                 self._release_files(step.place, step.sink.writer)
             case _Known():
+                self._check_source(step.place)
                 self._pass(step.place, step.record, records)
                 self._release_files(step.place, step.writer)
             case _Drain():
@@ -296,6 +300,11 @@ class Stream:
                 job.collect(chunk.result.result())
             outcome = job.finish(sink)
         return replace(outcome, digests=sink.digests(), folded=self._transform.folded(outcome.name))
+
+    def _check_source(self, place: int) -> None:
+        """Check what a tensor was made of, unless tensors after it read it as well: before the journal has the last."""
+        parts = self._tensors[place].parts
+        self._checkpoint.finish_checks(part for part in parts if self._last_reads[part.name] == place)
 
     def _save_at_times(self) -> None:
         if self._unsaved and time.monotonic() - self._saved >= SAVE_SECONDS:

@@ -18,6 +18,7 @@ from pqweights.planning.totals import Totals
 from pqweights.remote.addresses import Address
 from pqweights.rewrite.identity import RunIdentity
 from pqweights.rewrite.journal import RunInputs
+from pqweights.rewrite.listed_files import UNCHECKED
 from pqweights.rewrite.places import ResultPlace, ResultWorkspace
 from pqweights.rewrite.records import TensorRecord, error_totals, total_relative_mse
 from pqweights.rewrite.tensor_report import TensorReport, tensor_reports
@@ -102,6 +103,11 @@ class RewriteTask:
         """Everything that is read: the checkpoint, then what the transform reads besides."""
         return (self.checkpoint, *self.transform.also_reads.values())
 
+    def finish_checks(self) -> None:
+        """Check what was read in part of everything that is checked. Raises MasterError if something is damaged."""
+        for checkpoint in self.checkpoints:
+            checkpoint.finish_checks()
+
     @property
     def fetch_needs(self) -> list[DiskNeed]:
         """What fetching files takes on disks of this machine, besides what is fetched into the work folder."""
@@ -176,6 +182,7 @@ class RewriteReport:
     source_bytes_read: bytes read from all checkpoints
     on_cpu: the codecs that computed on the CPU although the run has another device
     exports: of a master, what it can be exported to
+    unchecked: whether a master was read whose bytes could not be checked
     """
 
     transform: Transform
@@ -186,6 +193,7 @@ class RewriteReport:
     source_bytes_read: int
     on_cpu: tuple[str, ...] = ()
     exports: tuple[PossibleExport, ...] = ()
+    unchecked: bool = False
 
     @property
     def pairs(self) -> tuple[tuple[TensorPlan, TensorRecord], ...]:
@@ -211,7 +219,8 @@ class RewriteReport:
     def warnings(self) -> tuple[str, ...]:
         """What the user should know of the result before using it, a sentence each."""
         lines = (f"{codec} has no kernels for a GPU: it computed on the CPU" for codec in self.on_cpu)
-        return (*self.transform.warnings, *self.transform.remarks(self.records), *lines)
+        unchecked = (UNCHECKED,) if self.unchecked else ()
+        return (*self.transform.warnings, *self.transform.remarks(self.records), *lines, *unchecked)
 
     def __repr__(self) -> str:
         return f"<RewriteReport of the {self.transform.kind}: {self.totals}>"

@@ -19,10 +19,10 @@ import numpy.typing as npt
 from pqweights.checkpoint.header import StoredTensor, parse_header
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.readers import LogicalTensor, element_count
-from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.storage import LocalStorage, read_bytes, read_file
 from pqweights.dtypes import float8_table, to_float32
 from pqweights.errors import SourceError
+from pqweights.rewrite.listed_files import open_result
 
 Floats = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
@@ -117,12 +117,19 @@ def _mlx_weight(stored: Stored, settings: Mapping[str, Any], name: str) -> Float
 
 
 def master_weight(folder: Path) -> Callable[[str], Floats]:
-    """Return a function that decodes a weight of a master, given its name.
+    """Return a function that decodes a weight of a master, given its name, and raises MasterError if it is damaged.
 
     Raises SourceError, MasterError.
     """
-    tensors = {tensor.name: tensor for tensor in open_local(folder).tensors}
-    return lambda name: values_of(tensors[name])
+    master = open_result(LocalStorage(folder))
+    tensors = {tensor.name: tensor for tensor in master.tensors}
+
+    def weight(name: str) -> Floats:
+        values = values_of(tensors[name])
+        master.finish_checks(tensors[name].parts)
+        return values
+
+    return weight
 
 
 def values_of(tensor: LogicalTensor) -> Floats:

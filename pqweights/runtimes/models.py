@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.errors import DeviceError, EvaluationError, SourceError
+from pqweights.errors import DeviceError, EvaluationError, PqweightsWarning, SourceError
 from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO
 from pqweights.gguf.file import open_gguf
 from pqweights.runtimes.decoders import Stored, stored_parts, unpack_nibbles, unpack_tiles
@@ -149,7 +150,7 @@ def _from_pretrained(folder: Folder, dtype: str) -> Any:
         model, info = loader.from_pretrained(
             folder.path, dtype=dtype, output_loading_info=True, trust_remote_code=False
         )
-    _refuse(folder, "transformers", missing=info["missing_keys"], unexpected=info["unexpected_keys"])
+    check_loaded(folder.path, type(model).__name__, missing=info["missing_keys"], unexpected=info["unexpected_keys"])
     assert isinstance(model, transformers.PreTrainedModel)
     return model.eval()
 
@@ -175,11 +176,35 @@ def _loader(folder: Folder) -> Any:
     )
 
 
-def _refuse(folder: Folder, runtime: str, **names: Any) -> None:
+def check_loaded(path: Path, model: str, *, missing: Collection[str], unexpected: Collection[str]) -> None:
+    """Warn of tensors that the model does not use, as transformers does.
+
+    Raises SourceError if weights are missing: transformers initializes them at random, and what is computed with them
+    says nothing about the folder.
+    """
+    modules = {name.rpartition(".")[0] for name in missing}
+    if any(name.rpartition(".")[0] in modules for name in unexpected):  # weights in a form that nothing here reads
+        _refuse(path, "transformers", missing=missing, unexpected=unexpected)
+    if missing:
+        raise SourceError(
+            f"{path}: lacks {counted(len(missing), 'weight')} of {model}, the first is {min(missing)!r}: "
+            "transformers would initialize them at random, and nothing that is computed would mean anything; give a "
+            "checkpoint of the whole model"
+        )
+    if unexpected:
+        warnings.warn(
+            f"{path}: has {counted(len(unexpected), 'tensor')} without a place in {model}, the first is "
+            f"{min(unexpected)!r}; left out, as transformers does",
+            PqweightsWarning,
+            stacklevel=2,
+        )
+
+
+def _refuse(path: Path, runtime: str, **names: Any) -> None:
     for kind, found in names.items():
         if found:
             raise SourceError(
-                f"{folder.path}: {runtime} finds {counted(len(found), f'{kind} tensor')}, the first is "
+                f"{path}: {runtime} finds {counted(len(found), f'{kind} tensor')}, the first is "
                 f"{sorted(found)[0]!r}; the folder is incomplete or meant for another runtime: check it with "
                 "`pqweights verify`, or export it again"
             )
@@ -223,13 +248,15 @@ def _in_torch(runtime: str, model: Any) -> Model:
 
 def _open_master(folder: Folder, *, device: str, dtype: str, packed: bool) -> Model:
     """Load a master through the integration with transformers: weights are decoded while they load, or stay packed."""
-    from pqweights.integrations.transformers import load_model
+    from pqweights.integrations.transformers import load
 
     _loader(folder)  # raises SourceError for what is not a language model
     with Refused(f"{folder.path}: transformers cannot load this model"), quiet():
-        model = load_model(folder.path, packed=packed, dtype=dtype, device_map=None)
+        loaded = load(folder.path, packed=packed, dtype=dtype, device_map=None)
+    model = loaded.model
     if model.get_output_embeddings() is None:
         raise SourceError(f"{folder.path}: {type(model).__name__} has no head for the next token; export it first")
+    check_loaded(folder.path, type(model).__name__, missing=loaded.missing, unexpected=loaded.unexpected)
     runtime = "transformers, pqweights' packed weights" if packed else "transformers, weights decoded by pqweights"
     return _in_torch(runtime, model.eval().to(device))
 
@@ -264,7 +291,7 @@ def _open_torchao(folder: Folder, device: str, dtype: str) -> Model:
     stored = Stored(folder.path)
     names = json.loads(stored.metadata.get("tensor_names", "[]"))
     parts = {part for name in names for part in stored_parts(stored, name)}
-    _refuse(folder, "torchao", missing=parts - stored.tensors.keys())  # transformers would raise a RuntimeError
+    _refuse(folder.path, "torchao", missing=parts - stored.tensors.keys())  # transformers would raise a RuntimeError
     model = _from_pretrained(folder, dtype if device == "cpu" else "bfloat16")  # the GPU kernel takes nothing else
     integers = _torchao_modules(folder, model)
     if device != "cpu":
@@ -330,7 +357,7 @@ def _open_mlx(folder: Folder, dtype: str) -> Model:
         model, _ = utils.load_model(folder.path, lazy=True, strict=False)
         there = {name for name, _ in tree_flatten(model.parameters())}
     stored = set(Stored(folder.path).tensors)
-    _refuse(folder, "mlx-lm", missing=there - stored, unexpected=stored - there)
+    _refuse(folder.path, "mlx-lm", missing=there - stored, unexpected=stored - there)
     with refused, quiet():
         model, _ = utils.load_model(folder.path)
         if dtype != AUTO:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from pqweights.errors import MissingDependencyError, SourceError
+from pqweights.errors import MissingDependencyError, PqweightsWarning, SourceError
 from pqweights.installing import pip_install
 
 # Loggers that log at import, or while something is loaded.
@@ -51,18 +51,21 @@ def package(name: str, extra: str, why: str = "evaluating this folder") -> Any:
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Suppress warnings and log messages."""
+    """Suppress warnings and log messages; those of pqweights itself come afterwards."""
     loggers = [logging.getLogger(name) for name in NOISY]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("ignore")
+            warnings.simplefilter("always", PqweightsWarning)
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+    for each in heard:
+        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 
 @contextlib.contextmanager

@@ -88,7 +88,7 @@ CALIBRATE_CASES = [
     ),
     evaluating(
         "calibrate-weight-missing",
-        "missing",
+        "lacks 1 weight",
         "lm_head.weight",
         command=CALIBRATE,
         text=LONG_TEXT,

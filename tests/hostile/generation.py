@@ -122,7 +122,7 @@ GENERATE_CASES = [
         "--tokenizer DIR",
         without=("model/tokenizer.json", "model/tokenizer_config.json"),
     ),
-    generating("weight-missing", "missing", "lm_head.weight", weights=without_tensor("lm_head.weight")),
+    generating("weight-missing", "lacks 1 weight", "lm_head.weight", weights=without_tensor("lm_head.weight")),
     with_file("config-of-generation-damaged", b"{", "generation_config.json", "JSON"),
     with_file("config-of-generation-a-list", [], "generation_config.json", "expected a JSON object"),
     with_file(
@@ -144,7 +144,7 @@ GENERATE_CASES = [
     ),
     Case(
         "generate-trellis-damaged-in-the-middle",
-        {"generate master --prompt w1 --packed --quiet": ("lm_head.weight", "block")},
+        {"generate master --prompt w1 --packed --quiet": ("lm_head.weight_trellis", "blake3_of_pieces")},
         GOOD_MODEL,
         prepare=make_damaged_trellis,
     ),

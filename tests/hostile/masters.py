@@ -253,9 +253,24 @@ def manifest(name: str, *path: str | int, to: Any) -> Case:
 
 
 MASTER_CASES = [
-    damaged("master-codes-flipped", flip(SHARD, UP + "_codes"), verify=(SHARD, UP + "_codes", "blake3_of_pieces")),
-    damaged("master-norms-flipped", flip(SHARD, UP + "_norms"), verify=(SHARD, UP + "_norms", "blake3_of_pieces")),
-    damaged("master-kept-tensor-flipped", flip(LAST_SHARD, NORM), verify=(LAST_SHARD, NORM, "blake3_of_pieces")),
+    damaged(
+        "master-codes-flipped",
+        flip(SHARD, UP + "_codes"),
+        verify=(SHARD, UP + "_codes", "blake3_of_pieces"),
+        export=(SHARD, UP + "_codes", "blake3_of_pieces"),
+    ),
+    damaged(
+        "master-norms-flipped",
+        flip(SHARD, UP + "_norms"),
+        verify=(SHARD, UP + "_norms", "blake3_of_pieces"),
+        export=(SHARD, UP + "_norms", "blake3_of_pieces"),
+    ),
+    damaged(
+        "master-kept-tensor-flipped",
+        flip(LAST_SHARD, NORM),
+        verify=(LAST_SHARD, NORM, "blake3_of_pieces"),
+        export=(LAST_SHARD, NORM, "blake3_of_pieces"),
+    ),
     damaged("master-header-flipped", flip(SHARD, None), verify=(SHARD, "header"), export=(SHARD,)),
     damaged(
         "master-shard-truncated", cut(SHARD, 1), verify=(SHARD, "bytes"), export=(SHARD, "expected", "bytes", "found")
@@ -397,18 +412,23 @@ MASTER_CASES = [
     settings_in_manifest("master-rotation-edited", "rotation", to="signed-hadamard", verify=(UP, "rotation")),
     settings_in_manifest("master-dtype-edited", "dtype", to="F16", verify=(UP, "dtype")),
     settings_in_manifest("master-kept-edited", "kept", to=[], verify=("kept",)),
-    trellis("step-flipped", flip(ONLY_SHARD, UP + "_trellis"), verify=(ONLY_SHARD, UP + "_trellis")),
+    trellis(
+        "step-flipped",
+        flip(ONLY_SHARD, UP + "_trellis"),
+        verify=(ONLY_SHARD, UP + "_trellis"),
+        export=(ONLY_SHARD, UP + "_trellis", "blake3_of_pieces"),
+    ),
     trellis(
         "stream-flipped",
         flip(ONLY_SHARD, UP + "_trellis", at=20_000),
         verify=(ONLY_SHARD, UP + "_trellis"),
-        export=(ONLY_SHARD, UP, "block 0", "its stream does not end as it should"),
+        export=(ONLY_SHARD, UP + "_trellis", "blake3_of_pieces"),
     ),
     trellis(
         "superblock-flipped",
         flip(ONLY_SHARD, UP + "_trellis", at=28_800 + 6),
         verify=(ONLY_SHARD, UP + "_trellis"),
-        export=(ONLY_SHARD, UP, "block 1", "its header is not one that an encoder writes"),
+        export=(ONLY_SHARD, UP + "_trellis", "blake3_of_pieces"),
     ),
     trellis("cut", cut(ONLY_SHARD, 1), verify=(ONLY_SHARD, "bytes"), export=(ONLY_SHARD, "expected", "bytes", "found")),
     trellis("superblock-missing", restored(shorter), verify=(MANIFEST,), export=(UP + "_trellis", "expected U8 [2, ")),
@@ -428,18 +448,23 @@ MASTER_CASES = [
     trellis_settings("shape-beyond-memory", "overrides", UP, "shape", to=[10**9, 10**9], export=(UP, "1000000000")),
     trellis_settings("shape-empty", "overrides", UP, "shape", to=[0, 128], export=(UP, "[0, 128]")),
     trellis_settings("levels", "levels", to={"hadamard-trellis": {"4": [1.0]}}, export=("config.json", "levels")),
-    polar("angles-flipped", flip(ONLY_SHARD, UP + "_angles"), verify=(ONLY_SHARD, UP + "_angles")),
+    polar(
+        "angles-flipped",
+        flip(ONLY_SHARD, UP + "_angles"),
+        verify=(ONLY_SHARD, UP + "_angles"),
+        export=(ONLY_SHARD, UP + "_angles", "blake3_of_pieces"),
+    ),
     polar(
         "radius-infinite",
         overwrite(ONLY_SHARD, UP + "_radii", at=160, data=b"\x00\x7c"),
         verify=(ONLY_SHARD, UP + "_radii"),
-        export=(ONLY_SHARD, UP, "block 10", "a radius is negative or not finite"),
+        export=(ONLY_SHARD, UP + "_radii", "blake3_of_pieces"),
     ),
     polar(
         "radius-negative",
         overwrite(ONLY_SHARD, UP + "_radii", at=0, data=b"\x00\xb0"),
         verify=(ONLY_SHARD, UP + "_radii"),
-        export=(ONLY_SHARD, UP, "block 0", "a radius is negative or not finite"),
+        export=(ONLY_SHARD, UP + "_radii", "blake3_of_pieces"),
     ),
     polar("cut", cut(ONLY_SHARD, 1), verify=(ONLY_SHARD, "bytes"), export=(ONLY_SHARD, "expected", "bytes", "found")),
     polar(
@@ -508,6 +533,7 @@ MASTER_CASES = [
         "manifest-of-other-hashes",
         set_json(MANIFEST, "tensors", 0, "stored", 0, "blake3_of_pieces", to="0" * 64),
         verify=("blake3_of_pieces",),
+        export=("blake3_of_pieces", "expected " + "0" * 64),
     ),
     damaged(
         "manifest-of-another-name", set_json(MANIFEST, "tensors", 0, "stored", 0, "name", to="x_codes"), verify=(SHARD,)

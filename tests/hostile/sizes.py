@@ -115,7 +115,7 @@ FIT_CASES = [
     evaluating("sensitivity-an-encoder", "BertModel", command=MEASURE, config=BERT),
     evaluating(
         "sensitivity-weight-missing",
-        "missing",
+        "lacks 1 weight",
         "lm_head.weight",
         command=MEASURE,
         weights=without_tensor("lm_head.weight"),

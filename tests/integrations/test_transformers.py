@@ -15,7 +15,7 @@ import families
 import numpy as np
 import pytest
 from families import FAMILIES
-from helpers import bf16, f32, gaussian, read_all, run_command, safetensors_bytes, write_checkpoint
+from helpers import bf16, gaussian, read_all, run_command, safetensors_bytes, write_checkpoint
 from independent_reader import read_master
 from snippets import run_snippet
 
@@ -242,14 +242,15 @@ def test_master_without_norms_is_refused(copied: Path) -> None:
         load(copied)
 
 
-def test_master_without_a_weight_is_refused(copied: Path) -> None:
-    """Only the class of the model knows that the weight is missing; the index and the loader do not."""
+@pytest.mark.filterwarnings("ignore::pqweights.errors.PqweightsWarning")
+def test_master_that_lacks_a_weight_of_its_index_is_refused(copied: Path) -> None:
+    """It is damaged, although transformers would only warn."""
     (file,) = copied.glob("*.safetensors")
     kept = {name: tensor for name, tensor in read_all(copied).items() if "layers.1.mlp.up_proj" not in name}
     file.write_bytes(safetensors_bytes(kept, {"format": "pt"}))
     (copied / "pqweights.json").unlink()
     for way in (load, pqweights.load_model, transformers.LlamaForCausalLM.from_pretrained):
-        with pytest.raises(MasterError, match=r"'model.layers.1.mlp.up_proj.weight'"):
+        with pytest.raises(MasterError, match=r"'model.layers.1.mlp.up_proj.weight_codes', which .*index.json"):
             way(copied)
 
 
@@ -300,6 +301,7 @@ def test_head_of_another_task_is_initialised_anew(base: Path) -> None:
     assert loaded.score.weight.shape == (2, 256)
 
 
+@pytest.mark.filterwarnings("ignore::pqweights.errors.PqweightsWarning")  # it has no manifest
 def test_awq_scales_are_applied(base: Path, tmp_path: Path) -> None:
     """The weights match those that the reader of checkpoints decodes."""
     folder = scaled_master(families.master(base, "llama"), tmp_path / "master")
@@ -338,20 +340,6 @@ def test_load_model_finds_the_class_and_refuses_other_folders(base: Path, tmp_pa
         pqweights.load_model(tmp_path)
     with pytest.raises(SourceError, match="expected a pqweights master"):
         pqweights.load_model(families.model(base, "llama"), packed=True)
-
-
-def test_load_model_refuses_missing_and_unexpected_weights(base: Path, tmp_path: Path) -> None:
-    """transformers itself only warns."""
-    folder = Path(shutil.copytree(families.model(base, "llama"), tmp_path / "model"))
-    (file,) = folder.glob("*.safetensors")
-    tensors = read_all(folder)
-    file.write_bytes(safetensors_bytes({**tensors, "model.more": f32(gaussian(4))}, {"format": "pt"}))
-    with pytest.raises(SourceError, match=r"1 unexpected weight, the first is 'model\.more'"):
-        pqweights.load_model(folder)
-    del tensors["lm_head.weight"]
-    file.write_bytes(safetensors_bytes(tensors, {"format": "pt"}))
-    with pytest.raises(SourceError, match=r"1 missing weight, the first is 'lm_head\.weight'"):
-        pqweights.load_model(folder)
 
 
 def test_load_model_without_transformers_names_the_package(base: Path) -> None:

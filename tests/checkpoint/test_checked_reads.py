@@ -1,0 +1,173 @@
+"""Reads that are checked: in any order, from any thread, repeatedly and in part, each tensor once and whole."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from damage import flip, stored_in
+from helpers import safetensors_bytes
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pqweights.checkpoint.checked_reads import MOST_OPEN_PIECES, CheckedReads
+from pqweights.checkpoint.digests import HASH_OF_PIECES, PIECE_BYTES, SHA256, PieceHasher
+from pqweights.checkpoint.storage import LocalStorage
+from pqweights.errors import MasterError
+
+SIZES = {"large": 5 * PIECE_BYTES + 77, "exact": 2 * PIECE_BYTES, "small": 1000, "empty": 0}
+
+
+def content(size: int) -> np.ndarray:
+    return np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+
+
+def by_the_page(data: bytes) -> str:
+    """BLAKE3 of the digests of the pieces of 131,072 bytes."""
+    return blake3(b"".join(blake3(data[at : at + 131072]).digest() for at in range(0, len(data), 131072))).hexdigest()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tensors = {name: ("U8", content(size)) for name, size in SIZES.items()}
+    (tmp_path / "a.safetensors").write_bytes(safetensors_bytes(tensors))
+    return tmp_path
+
+
+def reads_of(folder: Path, tensor_hash: object = HASH_OF_PIECES) -> CheckedReads:
+    old = tensor_hash is SHA256
+    digests = {
+        name: SHA256.combined([SHA256.of_part([content(size)])]) if old else by_the_page(content(size).tobytes())
+        for name, size in SIZES.items()
+    }
+    storage = LocalStorage(folder)
+    hash_of = SHA256 if old else HASH_OF_PIECES
+    return CheckedReads(storage, stored_in(folder).values(), tensor_hash=hash_of, digests=digests)
+
+
+def read(reads: CheckedReads, folder: Path, name: str, begin: int, end: int) -> bytes:
+    tensor, buffer = stored_in(folder)[name], np.empty(end - begin, dtype=np.uint8)
+    reads.read_into(tensor.file, tensor.offset + begin, buffer)
+    return buffer.tobytes()
+
+
+def read_whole(reads: CheckedReads, folder: Path, name: str) -> None:
+    assert read(reads, folder, name, 0, SIZES[name]) == content(SIZES[name]).tobytes()
+
+
+@given(st.integers(0, 2**32))
+def test_spans_in_any_order_that_overlap(seed: int) -> None:
+    shuffle, size = random.Random(seed), 3 * PIECE_BYTES + 5
+    data, hasher = content(size), PieceHasher(size, most_open=shuffle.choice([1, 2, None]))
+    for _ in range(shuffle.randrange(12)):
+        begin, end = sorted(shuffle.randrange(size + 1) for _ in range(2))
+        hasher.add(begin, data[begin:end])
+    missing = hasher.missing()
+    assert hasher.is_whole == (not missing)
+    for begin, end in missing:
+        assert begin % PIECE_BYTES == 0 and (end % PIECE_BYTES == 0 or end == size) and begin < end
+        hasher.add(begin, data[begin:end])
+    assert hasher.is_whole and hasher.hexdigest() == by_the_page(data.tobytes())
+
+
+def test_parts_of_few_pieces_are_held() -> None:
+    size = 4 * MOST_OPEN_PIECES * PIECE_BYTES
+    hasher = PieceHasher(size, most_open=MOST_OPEN_PIECES)
+    for begin in range(0, size, PIECE_BYTES):
+        hasher.add(begin + 1, np.zeros(PIECE_BYTES - 1, dtype=np.uint8))
+    assert len(hasher._open) == MOST_OPEN_PIECES
+    for begin in reversed(range(0, size, PIECE_BYTES)):
+        hasher.add(begin, np.zeros(1, dtype=np.uint8))
+    assert sum(end - begin for begin, end in hasher.missing()) == (size - MOST_OPEN_PIECES * PIECE_BYTES)
+
+
+@pytest.mark.parametrize("name", ["large", "exact", "small"])
+def test_the_last_byte_tells(name: str, folder: Path) -> None:
+    place, size = flip(folder, name, at=3), SIZES[name]
+    reads = reads_of(folder)
+    read(reads, folder, name, 0, size - 1)
+    read(reads, folder, name, 0, size - 1)
+    with pytest.raises(MasterError, match=place):
+        read(reads, folder, name, size - 1, size)
+    with pytest.raises(MasterError, match=place):  # it stays so
+        reads.finish()
+
+
+def test_sound_tensors_are_read_and_checked_once(folder: Path) -> None:
+    reads = reads_of(folder)
+    for name in ("large", "exact", "small"):
+        read_whole(reads, folder, name)
+    before = reads.storage.bytes_read
+    reads.finish()
+    reads.check(stored_in(folder).values())
+    read_whole(reads, folder, "large")
+    assert reads.storage.bytes_read == before + SIZES["large"]
+
+
+@pytest.mark.parametrize("at", [0, PIECE_BYTES + 9, -1])
+def test_what_is_left_unread_is_read(at: int, folder: Path) -> None:
+    place = flip(folder, "large", at=at)
+    reads = reads_of(folder)
+    read(reads, folder, "large", 100, 200)
+    read_whole(reads, folder, "small")
+    reads.finish([stored_in(folder)["small"], stored_in(folder)["exact"]])
+    with ThreadPoolExecutor(3) as pool, pytest.raises(MasterError, match=place):
+        reads.finish(run=pool.map)
+
+
+def test_what_nobody_reads_is_not_read(folder: Path) -> None:
+    flip(folder, "large")
+    reads = reads_of(folder)
+    read_whole(reads, folder, "exact")
+    before = reads.storage.bytes_read
+    reads.finish()
+    assert reads.storage.bytes_read == before
+    with pytest.raises(MasterError, match="'large'"):
+        reads.check([stored_in(folder)["large"]])
+
+
+def test_threads_share_a_tensor(folder: Path) -> None:
+    cuts = sorted({0, SIZES["large"], *(random.Random(1).randrange(SIZES["large"]) for _ in range(60))})
+    spans = list(itertools.pairwise(cuts)) * 2
+    random.Random(2).shuffle(spans)
+    for damage in (False, True):
+        place = flip(folder, "large", at=9) if damage else ""
+        reads = reads_of(folder)
+        with ThreadPoolExecutor(4) as pool:
+            done = [pool.submit(read, reads, folder, "large", *span) for span in spans]
+        errors = [each.exception() for each in done if each.exception() is not None]
+        if damage:
+            assert errors and all(place in str(error) for error in errors)
+        else:
+            assert not errors and reads._checked == {"large": ""}
+
+
+def test_sha256_needs_all_bytes_in_order(folder: Path) -> None:
+    reads = reads_of(folder, SHA256)
+    for name in SIZES:
+        read(reads, folder, name, 0, SIZES[name])
+    reads.finish()
+    place = flip(folder, "exact", at=-1)
+    reads = reads_of(folder, SHA256)
+    read(reads, folder, "exact", 0, 10)
+    with pytest.raises(MasterError, match=place + ": sha256: expected"):
+        reads.finish()
+
+
+def test_another_process_begins_anew(folder: Path) -> None:
+    flip(folder, "large", at=-1)
+    reads = reads_of(folder)
+    read(reads, folder, "large", 0, 10)
+    read_whole(reads, folder, "small")
+    other = pickle.loads(pickle.dumps(reads))
+    other.finish()  # nothing was read there
+    for each in (reads, other):
+        read(each, folder, "large", 10, 20)
+        with pytest.raises(MasterError, match="'large'"):
+            each.finish()
