@@ -21,7 +21,7 @@ from pqweights.errors import DeviceError, EvaluationError, SourceError
 from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO
 from pqweights.gguf.file import open_gguf
 from pqweights.runtimes.decoders import Stored, stored_parts, unpack_nibbles, unpack_tiles
-from pqweights.runtimes.folders import LLAMA_CPP, MASTER, Folder, read_model
+from pqweights.runtimes.folders import LLAMA_CPP, MASTER, Folder, read_model, transformers_config
 from pqweights.runtimes.llama_cpp import LlamaRun
 from pqweights.runtimes.packages import Refused, package, quiet
 from pqweights.runtimes.steps import MlxStepper, Stepper, TorchStepper
@@ -161,8 +161,7 @@ def _loader(folder: Folder) -> Any:
     """
     transformers = package("transformers", "transformers")
     mappings = package("transformers.models.auto.modeling_auto", "transformers")
-    with Refused(f"{folder.path}: transformers cannot read this configuration"), quiet():
-        config = transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False)
+    config = transformers_config(folder.path)
     named = folder.config.get("architectures") or [config.model_type]
     is_encoder = getattr(config, "is_decoder", None) is False and config.model_type not in MISLABELLED_DECODERS
     if not (is_encoder or getattr(config, "is_encoder_decoder", False)):

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.names import TOKENIZER_FILES
+from pqweights.checkpoint.names import CONFIG_FILE, TOKENIZER_FILES
 from pqweights.errors import EvaluationError, SourceError
 from pqweights.gguf.file import is_gguf
-from pqweights.runtimes.folders import Folder
+from pqweights.runtimes.folders import Folder, transformers_config
 from pqweights.runtimes.llama_tokens import GgufTokenizer
 from pqweights.runtimes.packages import Refused, package, quiet
 
@@ -72,8 +72,13 @@ def load_tokenizer(folder: Path) -> Any:
     transformers = package("transformers", "transformers")
     if not any(found for pattern in TOKENIZER_FILES for found in folder.glob(pattern)):
         raise SourceError(f"{folder}: expected a tokenizer, found none; --tokenizer DIR names a folder that has it")
-    with Refused(f"{folder}: transformers cannot load this tokenizer"), quiet():
-        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    try:
+        with Refused(f"{folder}: transformers cannot load this tokenizer"), quiet():
+            return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except SourceError:
+        if (folder / CONFIG_FILE).is_file():  # which transformers reads before the tokenizer
+            transformers_config(folder)
+        raise
 
 
 def tokenize(folder: Path, text: str, max_tokens: int | None = None) -> Ids:
