@@ -99,6 +99,7 @@ class PlanReport:
             "shards": [{"file": shard.file, "bytes": shard.file_bytes} for shard in self.plan.shards],
             "copied_files": list(self.plan.companions),
             "left_out_files": self.plan.left_out,
+            "left_out_tensors": self.plan.left_out_tensors,
             **({} if self.fit is None else {"fit": self.fit.to_json()}),
             **({} if self.fold is None else {"fold": self.fold.to_json()}),
             **({} if self.hub is None else {"hub": self.hub.to_json()}),
