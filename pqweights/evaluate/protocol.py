@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from pqweights.errors import EvaluationError
 from pqweights.runtimes.models import Model
-from pqweights.runtimes.texts import Ids
+from pqweights.runtimes.texts import Ids, with_bos
 from pqweights.units import counted
 
 Floats = npt.NDArray[np.float32]
@@ -39,12 +39,18 @@ class Windows:
     stride: tokens between the starts of two windows.
     score_first: whether the first window scores all its predictions.
     count: how many windows to use, from the start of the text; None for all that fit.
+    bos: the token in place of the first of each window, which is not scored; None for the text's own.
     """
 
     size: int = 2048
     stride: int = 512
     score_first: bool = False
     count: int | None = None
+    bos: int | None = None
+
+    def piece(self, ids: Ids, start: int) -> Ids:
+        """Return what a model reads of the window at `start`, [size]. ids: the text, [tokens]"""
+        return with_bos(ids[start : start + self.size], self.bos)
 
     def starts(self, tokens: int, *, max_tokens: int | None = None) -> range:
         """Return the first token of each window in a text of `tokens` tokens, which were cut to `max_tokens` if given.
@@ -160,7 +166,7 @@ def compare(
     starts = windows.starts(len(ids))
     of_windows = []
     for done, start in enumerate(starts):
-        piece, scored = ids[start : start + windows.size], windows.scored(start)
+        piece, scored = windows.piece(ids, start), windows.scored(start)
         logits = [each.logits(piece, scored + 1)[:-1] for each in (model, reference) if each is not None]
         of_windows.append(_score(logits, piece[-scored:], start))
         progress(done + 1, len(starts))
