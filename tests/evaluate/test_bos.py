@@ -99,7 +99,7 @@ def test_models_of_which_one_begins_texts_are_not_compared(work: Path) -> None:
 def test_llama_cpp_reads_the_same_windows(work: Path, tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp")
     for name in ("bos", "plain"):
-        llama_gguf(work / name, tmp_path / f"{name}.gguf")
+        llama_gguf(work / name, tmp_path / f"{name}.gguf", begins=name == "bos")
     assert token_before_texts(load_tokenizer(tmp_path / "bos.gguf")) == BEGIN
     found = evaluate([tmp_path / "bos.gguf"], TEXT, **SHORT, reference=work / "bos")
     assert found.settings.bos
@@ -119,7 +119,8 @@ def test_records_say_bos_and_do_not_replace_those_without(work: Path, tmp_path: 
     command = ("eval", master, "--text", work / "text.txt", "--window", 32)
     file = master / "pqweights-eval.json"
     for extra, version in ((("--no-bos",), 1), ((), 2)):
-        assert answer(*command, *extra)["settings"]["bos"] == (version == 2)
+        settings = json.loads(done(*command, *extra, "--json").stdout)["settings"]
+        assert settings["bos"] == (version == 2)
         data = json.loads(file.read_bytes())
         assert data["evaluation_version"] == version
     assert [entry.get("bos") for entry in data["evaluations"]] == [None, True]
@@ -128,19 +129,20 @@ def test_records_say_bos_and_do_not_replace_those_without(work: Path, tmp_path: 
 
 
 def test_calibration_reads_bos_and_its_files_say_so(work: Path, tmp_path: Path) -> None:
-    options = CalibrationOptions(window=32, max_tokens=256)
+    options = CalibrationOptions(window=32, max_tokens=512)
     found, without = (
         calibration_windows(work / "bos", TEXT, each)
-        for each in (options, CalibrationOptions(window=32, max_tokens=256, bos=False))
+        for each in (options, CalibrationOptions(window=32, max_tokens=512, bos=False))
     )
-    assert [ids[0] for ids in found.ids] == [BEGIN] * 8 and (found.bos, without.bos) == (True, False)
+    assert [ids[0] for ids in found.ids] == [BEGIN] * 16 and (found.bos, without.bos) == (True, False)
     assert all(np.array_equal(one[1:], other[1:]) for one, other in zip(found.ids, without.ids, strict=True))
     text = ("--text", work / "text.txt", "--window", 32, "--max-tokens", 1536)
     for kind in ((), ("--moments",)):
         folder = tmp_path / f"files{len(kind)}"
         folder.mkdir()
         for name, extra, expected in (("with", (), True), ("without", ("--no-bos",), None)):
-            assert answer("calibrate", work / "bos", folder / name, *text, *kind, *extra)["bos"] == bool(expected)
+            report = json.loads(done("calibrate", work / "bos", folder / name, *text, *kind, *extra, "--json").stdout)
+            assert report["bos"] == bool(expected)
             with safe_open(folder / name, "np") as file:
                 about = [json.loads(value) for value in file.metadata().values() if value.startswith("{")]
             assert [entry.get("bos") for entry in about] == [expected]
