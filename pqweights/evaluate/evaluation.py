@@ -250,7 +250,7 @@ def _score_caches(
     runs = [CachedRun(model.net, spec) for spec in job.options.kv_caches]
     rows = []
     for number, run in enumerate(runs):
-        with_cache = replace(model, logits=run.logits)
+        with_cache = replace(model, logits=run.logits, logits_of=run.logits_of)
         steps = before + number * len(job.starts)
         scores = _compared(job, folder, with_cache, base=base or model, before=steps)
         ids = job.windows.piece(job.ids, 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class Model:
     logits: takes ids [tokens] and n; returns f32 [n, vocabulary], the predictions after each of the last n tokens.
     generate: takes ids [tokens] and n; returns the n likeliest next ids, greedily, and does not stop at an end of text.
     stepper: what generates one token after another, which the caller chooses.
+    logits_of: logits for several windows of one size, in order, where they are computed faster together.
     net: the PreTrainedModel that computes; None for models of mlx-lm and llama.cpp.
     """
 
@@ -55,6 +56,7 @@ class Model:
     logits: Callable[[Ids, int], Floats]
     generate: Callable[[Ids, int], Ids]
     stepper: Stepper
+    logits_of: Callable[[Sequence[Ids], int], Iterator[Floats]] | None = None
     net: Any = None
 
 
