@@ -68,6 +68,7 @@ def command(
     score_first: text_options.ScoreFirstOption = False,
     max_tokens: text_options.MaxTokensOption = None,
     tokenizer: text_options.TokenizerOption = None,
+    no_bos: text_options.NoBosOption = False,
     work: WorkOption = None,
     threads: options.ThreadsOption = None,
     revision: options.RevisionOption = None,
@@ -90,7 +91,12 @@ def command(
         chosen = choose_recipe(recipe, RecipeOptions(keep=tuple(keep or ()), set_bits=options.settings(set_bits)))
         found = options.fetched(source, options.access(revision, token))
         reading = TextOptions(
-            window=window, stride=stride, score_first=score_first, max_tokens=max_tokens, tokenizer=tokenizer
+            window=window,
+            stride=stride,
+            score_first=score_first,
+            max_tokens=max_tokens,
+            tokenizer=tokenizer,
+            bos=not no_bos,
         )
         asked = AblationOptions(
             widths=widths,
@@ -126,8 +132,8 @@ def _lines(done: Ablation, text: str) -> list[str]:
     windows = done.windows
     calibrated = f"; AWQ calibrated on {done.calibration_tokens} other tokens" if done.calibration_tokens else ""
     return [
-        f"{text}: {done.tokens} tokens, windows of {windows.size}, stride {windows.stride}: "
-        f"{done.scored_tokens} tokens scored{calibrated}",
+        f"{text}: {done.tokens} tokens, windows of {windows.size}, stride {windows.stride}"
+        f"{'' if windows.bos is None else ', each begins with BOS'}: {done.scored_tokens} tokens scored{calibrated}",
         "",
         *output.table(COLUMNS, [_cells(row) for row in done.rows]),
         "",

@@ -94,6 +94,7 @@ def command(
     score_first: text_options.ScoreFirstOption = False,
     max_tokens: text_options.MaxTokensOption = None,
     tokenizer: text_options.TokenizerOption = None,
+    no_bos: text_options.NoBosOption = False,
     dtype: DtypeOption = None,
     device: DeviceOption = options.Device.CPU,
     packed: PackedOption = False,
@@ -120,7 +121,12 @@ def command(
         options.check_plot(plot)
         sources = _fetch(models, reference, revision=revision, token=token)
         reading = TextOptions(
-            window=window, stride=stride, score_first=score_first, max_tokens=max_tokens, tokenizer=tokenizer
+            window=window,
+            stride=stride,
+            score_first=score_first,
+            max_tokens=max_tokens,
+            tokenizer=tokenizer,
+            bos=not no_bos,
         )
         asked = EvaluationOptions(
             text_name=str(text or dataset),
@@ -297,12 +303,13 @@ def _runtime_lines(rows: Sequence[ModelScores]) -> list[str]:
 
 
 def _settings_line(settings: EvaluationSettings) -> str:
-    from pqweights.evaluate.report import masked_tokens
+    from pqweights.evaluate.report import beginning, masked_tokens
     from pqweights.units import counted
 
     windows = counted(settings.windows, "window")
     return (
-        f"{settings.text}: {settings.tokens} tokens, {windows} of {settings.window}, stride {settings.stride}, "
+        f"{settings.text}: {settings.tokens} tokens, {windows} of {settings.window}, stride {settings.stride}"
+        f"{beginning(settings)}, "
         f"{masked_tokens(settings)}: {settings.scored_tokens} tokens scored; {settings.dtype} on {settings.device}"
     )
 

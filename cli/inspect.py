@@ -66,6 +66,10 @@ TokenizerOption = Annotated[
         "--tokenizer", metavar="DIR", help="With --kv: folder of the tokenizer.", show_default="the model's own"
     ),
 ]
+NoBosOption = Annotated[
+    bool,
+    typer.Option("--no-bos", help="With --kv: do not begin with BOS, even if the tokenizer puts it before a text."),
+]
 DeviceOption = Annotated[
     options.Device | None,
     typer.Option(
@@ -87,6 +91,7 @@ def command(
     text: TextOption = None,
     max_tokens: MaxTokensOption = None,
     tokenizer: TokenizerOption = None,
+    no_bos: NoBosOption = False,
     device: DeviceOption = None,
     summary: options.SummaryOption = None,
     plot: PlotOption = None,
@@ -105,13 +110,20 @@ def command(
         from pqweights.checkpoint.names import MANIFEST_FILE
 
         of_kv = {"--text": text, "--max-tokens": max_tokens, "--tokenizer": tokenizer, "--device": device}
+        of_kv |= {"--no-bos": no_bos or None}
         others = {"--distribution": distribution or None, "--summary": summary, "--threads": threads}
         _check_kv(kv, of_kv, others | {"--allow-pickle": allow_pickle or None})
         if kv:
             assert text is not None
             found = options.fetched(folder, options.access(revision, token))
             reading = _KeysAndValues(
-                text=text, max_tokens=max_tokens, tokenizer=tokenizer, device=device, plot=plot, json=json
+                text=text,
+                max_tokens=max_tokens,
+                tokenizer=tokenizer,
+                bos=not no_bos,
+                device=device,
+                plot=plot,
+                json=json,
             )
             _show_kv(found.path, reading)
         elif distribution:
@@ -151,7 +163,7 @@ class _KeysAndValues:
     """How keys and values are measured and shown.
 
     text: what the model reads
-    max_tokens, tokenizer, device: as in StatesOptions; None for its defaults
+    max_tokens, tokenizer, bos, device: as in StatesOptions; None for its defaults
     plot: where to plot the distributions, if anywhere
     json: whether to print JSON
     """
@@ -159,6 +171,7 @@ class _KeysAndValues:
     text: Path
     max_tokens: int | None
     tokenizer: Path | None
+    bos: bool
     device: options.Device | None
     plot: Path | None
     json: bool
@@ -172,7 +185,7 @@ def _show_kv(model: Path, asked: _KeysAndValues) -> None:
     options.check_plot(asked.plot)
     words = read_text(asked.text)
     device = (asked.device or options.Device.CPU).value
-    reading = StatesOptions(max_tokens=asked.max_tokens, tokenizer=asked.tokenizer, device=device)
+    reading = StatesOptions(max_tokens=asked.max_tokens, tokenizer=asked.tokenizer, bos=asked.bos, device=device)
     with output.progress("measuring", unit="layers") as progress:
         found = measure_kv(model, words, reading, progress=progress)
     if asked.plot is not None:

@@ -19,7 +19,8 @@ def kv_lines(found: KVDistribution) -> list[str]:
     if any(each.before.angles for each in rows):
         parts += [_angles_table(rows), _angles_notes(rows)]
     parts += [_channels_table(found.channels), _channels_notes(found.channels)]
-    head = f"{found.tokens} tokens, float32, computed by {found.runtime}"
+    first = ", the first is BOS" if found.bos else ""
+    head = f"{found.tokens} tokens{first}, float32, computed by {found.runtime}"
     return [head, *(line for part in parts for line in ("", *part))]
 
 

@@ -42,6 +42,10 @@ TokenizerOption = Annotated[
     Path | None,
     typer.Option("--tokenizer", metavar="DIR", help="Folder of the tokenizer.", show_default="the model's own"),
 ]
+NoBosOption = Annotated[
+    bool,
+    typer.Option("--no-bos", help="Do not begin windows with BOS, even if the tokenizer puts it before a text."),
+]
 ModelDtypeOption = Annotated[
     ModelDtype, typer.Option("--dtype", help="Dtype to run the model in; auto is the model's own.")
 ]

@@ -85,6 +85,7 @@ OPTIONAL = {
         "pqweights.kv.attention_error",
         "pqweights.kv.bits",
         "pqweights.kv.cache",
+        "pqweights.kv.decoded",
         "pqweights.kv.files",
         "pqweights.kv.klt",
         "pqweights.kv.layer",

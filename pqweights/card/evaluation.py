@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pqweights.evaluate.report import masked_tokens
+from pqweights.evaluate.report import beginning, masked_tokens
 from pqweights.markdown import code, table, words
 from pqweights.results.evaluation_record import EvaluationRecord, Figure
 from pqweights.rewrite.manifest import Manifest
@@ -51,7 +51,8 @@ def _protocol(record: EvaluationRecord, original: Any) -> str:
     tokenizer = "" if record.tokenizer is None else f" by the tokenizer of {code(record.tokenizer)}"
     parts = [
         f"{code(record.text)} (sha256 {code(record.text_sha256)}), {record.tokens} tokens{tokenizer}",
-        f"{counted(record.windows, 'window')} of {record.window}, stride {record.stride}, {masked_tokens(record)}, "
+        f"{counted(record.windows, 'window')} of {record.window}, stride {record.stride}{beginning(record)}, "
+        f"{masked_tokens(record)}, "
         f"{record.scored_tokens} tokens scored",
         f"{words(record.dtype)}" + ("" if record.device is None else f" on {words(record.device)}"),
         f"computed by {words(record.runtime)}" + (", weights packed in memory" if record.packed else ""),

@@ -36,7 +36,8 @@ def weights(found: Inspection) -> list[str]:
         lines += ["Not quantized:" if quantized else "Stored:", _plain(plain)]
     for reason, items in grouped(manifest.identity.left_out.items(), lambda item: item[1]).items():
         names = listed([name for name, _ in items])
-        lines.append(f"Left out: {counted(len(items), 'tensor')} of the master ({words(reason)}): {names}")
+        of = "source" if manifest.kind == "master" else "master"
+        lines.append(f"Left out: {counted(len(items), 'tensor')} of the {of} ({words(reason)}): {names}")
     return lines
 
 

@@ -22,6 +22,81 @@ GUARD = (
     "'pqweights[transformers]'), or convert it with `pqweights export --target bf16`"
 )
 
+# The keys of nested configurations: those of transformers' classes, and two of custom code. Older files leave out the
+# model_type in them.
+PARTS = frozenset(
+    {
+        "acoustic_model_config",
+        "acoustic_tokenizer_encoder_config",
+        "adapter_config",
+        "adaptor_config",
+        "asr_config",
+        "attn_config",
+        "audio_config",
+        "audio_encoder_config",
+        "audio_video_config",
+        "backbone_config",
+        "bigvgan_config",
+        "coarse_acoustics_config",
+        "code2wav_config",
+        "codec_config",
+        "dac_config",
+        "decoder_config",
+        "depth_decoder_config",
+        "detector_config",
+        "detr_decoder_config",
+        "detr_encoder_config",
+        "diarization_config",
+        "diffusion_head_config",
+        "dit_config",
+        "encoder_config",
+        "esmc_config",
+        "esmfold_config",
+        "ffn_config",
+        "fine_acoustics_config",
+        "flow_head_config",
+        "fov_model_config",
+        "geometry_encoder_config",
+        "global_config",
+        "head_config",
+        "high_res_vision_config",
+        "image_codebook_config",
+        "image_config",
+        "image_model_config",
+        "keypoint_detector_config",
+        "language_config",
+        "llm_config",
+        "mask_decoder_config",
+        "model_config",
+        "multimodal_config",
+        "patch_model_config",
+        "patcher_config",
+        "perceiver_config",
+        "projector_config",
+        "prompt_encoder_config",
+        "protein_encoder_config",
+        "qformer_config",
+        "reading_order_config",
+        "sam_config",
+        "semantic_config",
+        "semantic_model_config",
+        "semantic_tokenizer_encoder_config",
+        "speech_config",
+        "streaming_config",
+        "talker_config",
+        "text_config",
+        "thinker_config",
+        "token2wav_config",
+        "tracker_config",
+        "video_config",
+        "vision_config",
+        "vlm_config",
+        "vocoder_config",
+        "vq_config",
+        "word_timestamp_config",
+    }
+)
+
 # The end of an architecture's name -> the auto class of transformers that loads such models.
 AUTO_CLASSES = {
     "ForCausalLM": "AutoModelForCausalLM",
@@ -89,5 +164,14 @@ def guarded_config(config: dict[str, Any], quantization: dict[str, Any]) -> dict
 
 def _places(config: dict[str, Any]) -> list[dict[str, Any]]:
     """A configuration and the nested configurations in it."""
-    nested = {key: value for key, value in config.items() if key.endswith("_config") and isinstance(value, dict)}
-    return [config, *(value for key, value in nested.items() if key != "quantization_config")]
+    return [config, *(value for key, value in config.items() if _is_nested(key, value))]
+
+
+def _is_nested(key: str, value: Any) -> bool:
+    """Whether an entry of a configuration is the configuration of a part of the model, rather than settings.
+
+    Other entries are called `_config`, too, such as `per_layer_config`, whose keys are the numbers of layers.
+    """
+    if not isinstance(value, dict) or not key.endswith("_config") or key in QUANTIZATION_KEYS:
+        return False
+    return "model_type" in value or key in PARTS

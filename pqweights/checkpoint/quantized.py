@@ -6,8 +6,8 @@ Formats: block FP8 of DeepSeek-V3 (`X_scale_inv`); FP8 of FBGEMM, ModelOpt and c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from pqweights.checkpoint.float_formats import Float8Tensor, Mxfp4Tensor
 from pqweights.checkpoint.header import StoredTensor
@@ -34,9 +34,34 @@ FOREIGN_MARKS = {
 }
 
 
-def logical_tensors(
-    storage: Storage, stored: dict[str, StoredTensor], config: dict[str, Any] | None
-) -> list[LogicalTensor]:
+# What the scales of activations, and of keys and values in a cache, are called in a module: by transformers,
+# compressed-tensors, ModelOpt, FBGEMM and vLLM. In some files the name of a weight and an underscore are before it.
+ACTIVATION_SCALES = (
+    "activation_scale",
+    "input_scale",
+    "input_scale_ub",
+    "input_zero_point",
+    "output_scale",
+    "prob_output_scale",
+    "q_scale",
+    "k_scale",
+    "v_scale",
+    "kv_scale",
+    "q_zero_point",
+    "k_zero_point",
+    "v_zero_point",
+)
+NOT_A_WEIGHT = "a scale for activations in 8 bits, which a model with decoded weights does not have"
+
+
+class Found(NamedTuple):
+    """The logical tensors of a source, and by name the reason why others are none."""
+
+    tensors: list[LogicalTensor]
+    left_out: dict[str, str]
+
+
+def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: dict[str, Any] | None) -> Found:
     """Return the logical tensors of a source checkpoint.
 
     Raises SourceError for a quantization that cannot be decoded, and for scales that are missing or have a wrong shape.
@@ -47,9 +72,27 @@ def logical_tensors(
     _refuse_foreign(settings, stored)
     tensors: list[LogicalTensor] = [*_decoded(storage, stored, settings)]
     taken = {part.name for tensor in tensors for part in tensor.parts}
-    tensors += [PlainTensor.of(storage, tensor) for name, tensor in stored.items() if name not in taken]
+    left_out = dict.fromkeys(_activation_scales(stored, settings, decoded=tensors), NOT_A_WEIGHT)
+    rest = [name for name in stored if name not in taken and name not in left_out]
+    tensors += [PlainTensor.of(storage, stored[name]) for name in rest]
     _check_names([tensor.name for tensor in tensors])
-    return tensors
+    return Found(tensors, left_out)
+
+
+def _activation_scales(
+    stored: dict[str, StoredTensor], settings: dict[str, Any], *, decoded: Sequence[LogicalTensor]
+) -> Iterator[str]:
+    """Yield the names of the scales of activations in a quantized source.
+
+    They stand for a rounding of what a layer reads, which transformers would only do with the quantized weights; there
+    is no module that would take them beside decoded ones.
+    """
+    if not settings and not any(len(tensor.parts) > 1 for tensor in decoded):
+        return
+    of_weights = {f"{tensor.name}_{kind}" for tensor in decoded for kind in ACTIVATION_SCALES}
+    for name in stored:
+        if name.rpartition(".")[2] in ACTIVATION_SCALES or name in of_weights:
+            yield name
 
 
 def _decoded(

@@ -62,6 +62,7 @@ class Checkpoint:
     left_out: files that are not copied, each with the reason
     is_master: whether it is a master of pqweights
     checked: what its tensors are read through, if each is checked against a known hash
+    left_out_tensors: stored tensors that are not part of the model, each with the reason
     """
 
     storage: Storage
@@ -73,6 +74,7 @@ class Checkpoint:
     left_out: dict[str, str]
     is_master: bool
     checked: CheckedReads | None = None
+    left_out_tensors: dict[str, str] = field(default_factory=dict)
     _fingerprints: dict[str, str] = field(default_factory=dict)  # by file
 
     def finish_checks(self, parts: Iterable[StoredTensor] | None = None) -> None:
@@ -238,19 +240,20 @@ def open_checkpoint(
         _check_index(index, stored)
     if master.is_master(config):
         assert config is not None
-        tensors = master.logical_tensors(storage, stored, config)
+        found = quantized.Found(master.logical_tensors(storage, stored, config), {})
     else:
-        tensors = quantized.logical_tensors(storage, stored, config)
+        found = quantized.logical_tensors(storage, stored, config)
     beside = companions(files, weight_files, include, outside_links=storage.outside_links)
     return Checkpoint(
         storage=storage,
         config=config,
         stored=tuple(stored.values()),
-        tensors=_in_file_order(tensors, weight_files),
+        tensors=_in_file_order(found.tensors, weight_files),
         weight_files=weight_files,
         companions=beside.copied,
         left_out=beside.left_out,
         is_master=master.is_master(config),
+        left_out_tensors=found.left_out,
     )
 
 

@@ -17,7 +17,7 @@ from pqweights.notices import slow_step
 from pqweights.runtimes.cached import MEASURED_QUERIES, CachedRun, CacheFigures, check_spec
 from pqweights.runtimes.folders import Folder, Size, read_model, size
 from pqweights.runtimes.models import AUTO, DTYPES, Model, check_llama_cpp, check_options, choose_device, open_model
-from pqweights.runtimes.texts import Ids, check_vocabulary, tokenize
+from pqweights.runtimes.texts import EncodedText, Ids, check_vocabulary, encode
 
 DEFAULT_WINDOW, DEFAULT_STRIDE = 2048, 512
 
@@ -34,6 +34,8 @@ class TextOptions:
     score_first: whether the first window scores all its predictions, not only its last ones.
     max_tokens: how many tokens of the text to use, from its start; by default all.
     tokenizer: the folder of the tokenizer; by default the model's own.
+    bos: whether each window begins with the token BOS if the tokenizer puts one before a text; never in the protocol of
+        arXiv:2603.29078.
     """
 
     window: int | None = None
@@ -41,6 +43,7 @@ class TextOptions:
     score_first: bool = False
     max_tokens: int | None = None
     tokenizer: Path | None = None
+    bos: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +193,8 @@ def _prepare(models: Sequence[Path], text: str, options: EvaluationOptions, *, p
     windows = choose_windows(folders, options.reading)
     if base:
         _check_same_vocabulary(base[0], compared)
-    ids = _ids(folders, text, options.reading)
+    ids, bos = _encoded(folders, text, options.reading)
+    windows = replace(windows, bos=bos)
     return _EvaluationJob(
         folders=tuple(folders),
         sizes=tuple(size(folder.path) for folder in folders),
@@ -246,10 +250,10 @@ def _score_caches(
     runs = [CachedRun(model.net, spec) for spec in job.options.kv_caches]
     rows = []
     for number, run in enumerate(runs):
-        with_cache = replace(model, logits=run.logits)
+        with_cache = replace(model, logits=run.logits, logits_of=run.logits_of)
         steps = before + number * len(job.starts)
         scores = _compared(job, folder, with_cache, base=base or model, before=steps)
-        ids = job.ids[: job.windows.size]
+        ids = job.windows.piece(job.ids, 0)
         error = run.attention_error(ids) if len(ids) > 2 * MEASURED_QUERIES else None
         figures = run.figures(attention_error=error)
         rows.append(_Computed(folder, model.runtime, model.dtype, scores, figures))
@@ -278,6 +282,7 @@ def _settings(job: _EvaluationJob) -> EvaluationSettings:
         window=windows.size,
         stride=windows.stride,
         score_first=windows.score_first,
+        bos=windows.bos is not None,
         scored_tokens=sum(windows.scored(start) for start in job.starts),
         dtype=options.dtype or "float32",
         device=job.device,
@@ -314,18 +319,29 @@ def _check_same_vocabulary(base: Folder, others: Sequence[Folder]) -> None:
             )
 
 
-def _ids(folders: Sequence[Folder], text: str, options: TextOptions) -> Ids:
+def _encoded(folders: Sequence[Folder], text: str, options: TextOptions) -> EncodedText:
     """Return the tokens of a text, which must be the same for all models.
 
     Raises EvaluationError if tokenizers differ, or if a model does not know one of the tokens.
     """
-    first = tokenize(options.tokenizer or folders[0].path, text, options.max_tokens)
+    first = encode(options.tokenizer or folders[0].path, text, options.max_tokens, bos=options.bos)
     for folder in folders:
         if options.tokenizer is None and folder is not folders[0]:
-            found = tokenize(folder.path, text, options.max_tokens)
-            _check_same_tokens(folder, found, other=folders[0], expected=first)
-        check_vocabulary(folder, first)
+            found = encode(folder.path, text, options.max_tokens, bos=options.bos)
+            _check_same_tokens(folder, found.ids, other=folders[0], expected=first.ids)
+            _check_same_bos(folder, found.bos, other=folders[0], expected=first.bos)
+        check_vocabulary(folder, *first)
     return first
+
+
+def _check_same_bos(folder: Folder, bos: int | None, *, other: Folder, expected: int | None) -> None:
+    """Raise EvaluationError if the tokenizers of two models put other tokens before a text."""
+    if bos != expected:
+        ours, theirs = ("no token" if token is None else f"token {token}" for token in (bos, expected))
+        raise EvaluationError(
+            f"{folder.path}: its tokenizer puts {ours} before a text, that of {other.path} {theirs}, so losses cannot "
+            "be compared; choose one of them with --tokenizer DIR, or pass --no-bos"
+        )
 
 
 def _check_same_tokens(folder: Folder, ids: Ids, *, other: Folder, expected: Ids) -> None:

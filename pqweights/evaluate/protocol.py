@@ -7,9 +7,10 @@ in docs/evaluation.md.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from pqweights.errors import EvaluationError
 from pqweights.runtimes.models import Model
-from pqweights.runtimes.texts import Ids
+from pqweights.runtimes.texts import Ids, with_bos
 from pqweights.units import counted
 
 Floats = npt.NDArray[np.float32]
@@ -39,12 +40,18 @@ class Windows:
     stride: tokens between the starts of two windows.
     score_first: whether the first window scores all its predictions.
     count: how many windows to use, from the start of the text; None for all that fit.
+    bos: the token in place of the first of each window, which is not scored; None for the text's own.
     """
 
     size: int = 2048
     stride: int = 512
     score_first: bool = False
     count: int | None = None
+    bos: int | None = None
+
+    def piece(self, ids: Ids, start: int) -> Ids:
+        """Return what a model reads of the window at `start`, [size]. ids: the text, [tokens]"""
+        return with_bos(ids[start : start + self.size], self.bos)
 
     def starts(self, tokens: int, *, max_tokens: int | None = None) -> range:
         """Return the first token of each window in a text of `tokens` tokens, which were cut to `max_tokens` if given.
@@ -159,10 +166,9 @@ def compare(
     """
     starts = windows.starts(len(ids))
     of_windows = []
-    for done, start in enumerate(starts):
-        piece, scored = ids[start : start + windows.size], windows.scored(start)
-        logits = [each.logits(piece, scored + 1)[:-1] for each in (model, reference) if each is not None]
-        of_windows.append(_score(logits, piece[-scored:], start))
+    streams = [_predictions(each, ids, windows, starts) for each in (model, reference) if each is not None]
+    for done, (start, *logits) in enumerate(zip(starts, *streams, strict=True)):
+        of_windows.append(_score(logits, windows.piece(ids, start)[-windows.scored(start) :], start))
         progress(done + 1, len(starts))
     losses, reference_losses = (
         tuple(Loss(float(each.losses[row].sum()), each.losses.shape[1]) for each in of_windows)
@@ -171,6 +177,17 @@ def compare(
     if reference is None:
         return Scores(losses)
     return Scores(losses, reference_losses, _divergence(of_windows))
+
+
+def _predictions(model: Model, ids: Ids, windows: Windows, starts: Sequence[int]) -> Iterator[Floats]:
+    """Yield what a model predicts for the scored tokens of each window, [tokens, vocabulary]."""
+    for scored, alike in itertools.groupby(starts, windows.scored):
+        pieces = (windows.piece(ids, start) for start in alike)
+        if model.logits_of is not None:
+            found = model.logits_of(list(pieces), scored + 1)
+        else:
+            found = (model.logits(piece, scored + 1) for piece in pieces)
+        yield from (logits[:-1] for logits in found)
 
 
 def window_losses(model: Model, ids: Ids, windows: Windows) -> tuple[Loss, ...]:

@@ -19,7 +19,7 @@ from pqweights.strict_json import rounded
 # How the name of mlx-lm's runtime begins; it chooses its device itself.
 CHOOSES_ITS_DEVICE = "mlx"
 # Fields of a record that are those of the settings, and fields that hold an estimate.
-SETTINGS = ("tokens", "windows", "window", "stride", "masked", "score_first", "scored_tokens", "packed")
+SETTINGS = ("tokens", "windows", "window", "stride", "masked", "score_first", "bos", "scored_tokens", "packed")
 FIGURES = ("perplexity", "log_perplexity", "perplexity_change", "log_perplexity_change", "top1_agreement")
 
 

@@ -22,6 +22,7 @@ class EvaluationSettings:
     tokens: how many tokens of the text were used.
     windows, window, stride: the number of windows, their size and the distance of their starts (tokens).
     score_first: whether the first window scores all its predictions.
+    bos: whether each window begins with the token BOS, in place of its first.
     scored_tokens: how many tokens the windows score together.
     dtype, device: what the models were asked to compute in and on.
     packed: whether masters were computed with packed weights.
@@ -34,6 +35,7 @@ class EvaluationSettings:
     window: int
     stride: int
     score_first: bool
+    bos: bool
     scored_tokens: int
     dtype: str
     device: str
@@ -115,6 +117,11 @@ class EvaluationReport:
             "reference": None if self.reference is None else self.reference.to_json(),
             "models": [row.to_json() for row in self.rows],
         }
+
+
+def beginning(settings: EvaluationSettings | EvaluationRecord) -> str:
+    """Return in words what windows begin with, if that is not the text."""
+    return ", each begins with BOS" if settings.bos else ""
 
 
 def masked_tokens(settings: EvaluationSettings | EvaluationRecord) -> str:

@@ -21,11 +21,14 @@ from pqweights.folding.families import (
     WriterReader,
 )
 from pqweights.folding.links import COLUMNS, LAYER, ROWS, Layer, Link, Links, Side, family_of, layers_of, model_types
+from pqweights.gguf.defaults import DEFAULTS, HEAD_SIZES, stated_or_default
 from pqweights.planning.roles import classify, is_of_other_senses
 
 _HEADS = ("lm_head", "model.lm_head", "language_model.lm_head")
 
 _NARROW = "a weight stays plain in float16, whose range factors may leave"
+
+_UNKNOWN_HEADS = "config.json does not say how large or how many the heads are"
 
 
 def find_links(config: Mapping[str, Any] | None, tensors: Sequence[LogicalTensor], *, plain: Collection[str]) -> Links:
@@ -70,6 +73,7 @@ class _LinkSearch:
     ) -> None:
         text = config.get("text_config")
         self._config = text if isinstance(text, Mapping) else config
+        self._model_type = next((kind for kind in reversed(model_types(config)) if kind in DEFAULTS), "")
         self._tied = config.get("tie_word_embeddings", self._config.get("tie_word_embeddings"))
         self._tensors, self._family, self._plain = tensors, family, plain
         self.links: list[Link] = []
@@ -199,6 +203,9 @@ class _LinkSearch:
         if rows.name in self._plain and rows.plain_dtype == "F16":
             self.left[_NARROW].append(name)
             return
+        if pair.rows == VALUE_HEADS and 0 in self._head_sizes:
+            self.left[_UNKNOWN_HEADS].append(name)
+            return
         sides = self._sides(rows, columns, pair)
         if sides is None:
             self.left["the shapes of a module and its reader do not fit"].append(name)
@@ -259,14 +266,11 @@ class _LinkSearch:
 
     @property
     def _head_sizes(self) -> tuple[int, int]:
-        """The size of a head, and the number of key-value heads; 0 where the configuration does not say."""
-        config = self._config
-        heads = config.get("num_attention_heads")
-        hidden = config.get("hidden_size")
-        size = config.get("head_dim")
+        """The size of a head, and the number of key-value heads; 0 where neither the file nor a default says it."""
+        hidden, heads, key_heads, size = (stated_or_default(self._config, self._model_type, key) for key in HEAD_SIZES)
         if not isinstance(size, int):
             size = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else 0
-        key_heads = config.get("num_key_value_heads", heads)
+        key_heads = heads if key_heads is None else key_heads
         return size, key_heads if isinstance(key_heads, int) else 0
 
     def _input_norm(self, layer: Layer, writer: str) -> tuple[str, bool] | None:

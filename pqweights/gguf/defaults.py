@@ -1,10 +1,12 @@
-"""What keys mean that a config.json leaves out: the defaults of the configuration classes of transformers. Data only.
+"""What keys mean that a config.json leaves out: the defaults of the configuration classes of transformers.
 
-Of the keys that GGUF needs; one without a default is None. llama.cpp's defaults for missing metadata are others.
+Of the keys that GGUF needs, and for the models that only folding knows the sizes of heads; one without a default is
+None. llama.cpp's defaults for missing metadata are others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 _SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
@@ -81,3 +83,20 @@ _OTHERS: dict[str, dict[str, Any]] = {
 # By the model_type of transformers. The text_config of a model of images and text states only what differs from these.
 DEFAULTS = {kind: dict(zip(_SHAPE, _SHAPES[kind], strict=True)) | others for kind, others in _OTHERS.items()}
 DEFAULTS["gemma3"] = DEFAULTS["gemma3_text"]
+HEAD_SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+DEFAULTS |= {
+    kind: dict(zip(HEAD_SIZES, sizes, strict=True))
+    for kind, sizes in {
+        "gpt_oss": (2880, 64, 8, 64),
+        "qwen3_next": (2048, 16, 2, 256),
+        "qwen3_5": (4096, 16, 4, 256),
+        "qwen3_5_text": (4096, 16, 4, 256),
+        "qwen3_5_moe": (2048, 16, 2, 256),
+        "qwen3_5_moe_text": (2048, 16, 2, 256),
+    }.items()
+}
+
+
+def stated_or_default(config: Mapping[str, Any], model_type: str, key: str) -> Any:
+    """Return the value of a key; the default of transformers for one that is absent, None if that is not known."""
+    return config[key] if key in config else DEFAULTS.get(model_type, {}).get(key)

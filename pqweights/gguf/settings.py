@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 from pqweights.errors import ExportError
 from pqweights.gguf.architectures import ARCHITECTURES, IGNORED, LAYERS, Architecture
-from pqweights.gguf.defaults import DEFAULTS
+from pqweights.gguf.defaults import stated_or_default
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # What a model that predicts text is called in `architectures`.
@@ -37,10 +37,8 @@ class Settings:
 
     def get(self, key: str) -> Any:
         """Return a value; the default of transformers, or else None, for a key that is absent."""
-        if key in self.values:
-            return self.values[key]
-        other = self.values.get(OTHER_NAMES.get(key, ""))
-        return DEFAULTS[self.model_type].get(key) if other is None else other
+        other = None if key in self.values else self.values.get(OTHER_NAMES.get(key, ""))
+        return stated_or_default(self.values, self.model_type, key) if other is None else other
 
     def number(self, key: str) -> int:
         """Return a positive whole number.

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from pqweights.errors import OptionError
+from pqweights.kv.decoded import DecodedStates
 from pqweights.kv.klt import LayerBases
 from pqweights.kv.model import CachedModel
 from pqweights.kv.on_codes import PAST, PastOfLayer, attends_on_codes, has_kernels
@@ -22,6 +23,7 @@ class PackedLayer(DynamicLayer):
     tokens; what is packed is never packed again.
 
     on_codes: whether single tokens attend on codes, through the attention of on_codes.py, where there are kernels
+    keeps_decoded: whether everything is also kept as it is decoded, see DecodedStates
     """
 
     def __init__(self, scheme: Scheme, model: CachedModel, bases: LayerBases | None) -> None:
@@ -29,7 +31,7 @@ class PackedLayer(DynamicLayer):
         self._scheme, self._model, self._bases = scheme, model, bases
         self.packed_keys: PackedStates | None = None
         self.packed_values: PackedStates | None = None
-        self.on_codes = False
+        self.on_codes = self.keeps_decoded = False
         self._past: PastOfLayer | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -39,8 +41,9 @@ class PackedLayer(DynamicLayer):
             scheme.check_size(size)
         pairs = self._model.pairs_of(sizes[0])
         layer = LayerModel(key_size=sizes[0], value_size=sizes[1], pairs=pairs, bases=self._bases)
-        self.packed_keys = PackedStates(scheme.key_quantizer(layer), scheme.residual)
-        self.packed_values = PackedStates(scheme.value_quantizer(layer), scheme.residual)
+        states = DecodedStates if self.keeps_decoded else PackedStates
+        self.packed_keys = states(scheme.key_quantizer(layer), scheme.residual)
+        self.packed_values = states(scheme.value_quantizer(layer), scheme.residual)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 

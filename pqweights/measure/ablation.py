@@ -33,7 +33,7 @@ from pqweights.rewrite.task import RunOptions
 from pqweights.runtimes.folders import read_folder
 from pqweights.runtimes.models import open_model
 from pqweights.runtimes.packages import package
-from pqweights.runtimes.texts import Ids, load_tokenizer, tokenize
+from pqweights.runtimes.texts import Ids, encode, load_tokenizer, tokenize
 
 ABSMAX = "absmax"
 ROTATED = "+ Hadamard only"
@@ -143,6 +143,7 @@ class Ablation:
             "settings": {
                 "tokens": self.tokens,
                 **vars(self.windows),
+                "bos": self.windows.bos is not None,
                 "scored_tokens": self.scored_tokens,
                 "calibration_tokens": self.calibration_tokens,
             },
@@ -251,7 +252,8 @@ def _read_text(source: Path, text: str, options: AblationOptions) -> _Text:
     """
     windows = choose_windows([read_folder(source)], options.reading)
     tokenizer = options.reading.tokenizer or source
-    ids, calibration = tokenize(tokenizer, text, options.reading.max_tokens), options.calibration
+    ids, bos = encode(tokenizer, text, options.reading.max_tokens, bos=options.reading.bos)
+    windows, calibration = replace(windows, bos=bos), options.calibration
     if not options.awq:
         return _Text(ids=ids, windows=windows, calibration=None, calibration_tokens=0)
     if calibration is None:
@@ -330,6 +332,7 @@ class _Maker:
                 max_tokens=MOST_CALIBRATION_TOKENS,
                 window=_window(self._text.windows),
                 tokenizer=self._options.reading.tokenizer,
+                bos=self._options.reading.bos,
                 threads=self._options.threads,
                 overwrite=True,
             )

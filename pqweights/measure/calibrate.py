@@ -27,7 +27,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.codecs import CODECS
 from pqweights.errors import RecipeError
-from pqweights.measure.preparation import plan_original, text_windows, window_size
+from pqweights.measure.preparation import TextWindows, plan_original, text_windows, window_size
 from pqweights.measure.recording import LoadedModel, ModelRun, parts_of, places_of, rows_kept
 from pqweights.measure.scale_search import FEWEST_WINDOWS, Matrix, SearchResult, search
 from pqweights.measure.unfinished import Unfinished, inputs_of, open_unfinished
@@ -87,12 +87,14 @@ class Calibration:
     """The result of a calibration.
 
     tokens, held_back_tokens: how many tokens of the text were searched on, and held back.
+    bos: whether each window of them began with BOS.
     layers: one report for each weight.
     bits_per_weight: what all scales add, over the quantized weights.
     """
 
     tokens: int
     held_back_tokens: int
+    bos: bool
     layers: tuple[LayerReport, ...]
     bits_per_weight: float
 
@@ -101,6 +103,7 @@ class Calibration:
         return {
             "tokens": self.tokens,
             "held_back_tokens": self.held_back_tokens,
+            "bos": self.bos,
             "bits_per_weight": self.bits_per_weight,
             "weights": {layer.name: layer.to_json() for layer in self.layers},
         }
@@ -113,6 +116,7 @@ class CalibrationOptions:
     max_tokens: how many tokens of the text are read at most.
     window: tokens that are read together; by default 512, or the model's limit if that is smaller.
     tokenizer: the folder of the tokenizer; by default the model's own.
+    bos: whether windows begin with the token BOS, if the tokenizer puts one before a text.
     dtype: the dtype that the model runs in; auto for its own.
     device_map: as in transformers.
     threads: how many threads search.
@@ -122,6 +126,7 @@ class CalibrationOptions:
     max_tokens: int = DEFAULT_TOKENS
     window: int | None = None
     tokenizer: Path | None = None
+    bos: bool = True
     dtype: str = "auto"
     device_map: str | None = None
     threads: int = 1
@@ -133,15 +138,20 @@ class _CalibrationJob:
     """A calibration of which everything but the model has been read and checked.
 
     planned: the weights that the recipe quantizes.
-    windows: the text, cut into windows of token ids, [tokens].
+    text: the windows of the text.
     """
 
     source: Path
     checkpoint: Checkpoint
     planned: list[TensorPlan]
-    windows: list[Ids]
+    text: TextWindows
     options: CalibrationOptions
     progress: Progress
+
+    @property
+    def windows(self) -> list[Ids]:
+        """The windows of token ids, each [tokens]."""
+        return self.text.ids
 
     def is_held_back(self, window: int) -> bool:
         """Whether a window is held back from the search."""
@@ -184,6 +194,7 @@ def calibrate(
             "tokens": result.tokens,
             "held_back_tokens": result.held_back_tokens,
             "window": len(job.windows[0]),
+            **job.text.about,
         }
         write_awq(
             out,
@@ -214,12 +225,13 @@ def _result(job: _CalibrationJob, layers: Sequence[LayerReport], scales: Mapping
     return Calibration(
         tokens=window * (len(job.windows) - held_back),
         held_back_tokens=window * held_back,
+        bos=job.text.bos,
         layers=tuple(layers),
         bits_per_weight=16 * sum(values.size for values in scales.values()) / sum(t.weights for t in job.planned),
     )
 
 
-def calibration_windows(source: Path, text: str, options: CalibrationOptions) -> list[Ids]:
+def calibration_windows(source: Path, text: str, options: CalibrationOptions) -> TextWindows:
     """Return a text as windows of token ids for the model in a folder.
 
     Raises EvaluationError for a text that is too short, MissingDependencyError without transformers.
@@ -234,6 +246,7 @@ def calibration_windows(source: Path, text: str, options: CalibrationOptions) ->
         fewest=fewest_tokens(size) // size,
         tokenizer=options.tokenizer,
         max_tokens=options.max_tokens,
+        bos=options.bos,
     )
 
 
@@ -250,7 +263,7 @@ def _prepare(
     check_free(out, options.overwrite, kind="scales", read=open_awq)
     windows = calibration_windows(source, text, options)
     return _CalibrationJob(
-        source=source, checkpoint=checkpoint, planned=planned, windows=windows, options=options, progress=progress
+        source=source, checkpoint=checkpoint, planned=planned, text=windows, options=options, progress=progress
     )
 
 

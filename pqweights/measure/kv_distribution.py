@@ -120,6 +120,7 @@ class KVDistribution:
     """The distribution of the keys and values of a model.
 
     tokens: how many tokens of the text were read
+    bos: whether the first of them was BOS
     runtime: which library computed the model, in words
     layers: the figures of each layer, first of its keys, then of its values
     totals: those of all keys and of all values
@@ -129,6 +130,7 @@ class KVDistribution:
     """
 
     tokens: int
+    bos: bool
     runtime: str
     layers: tuple[StatesDistribution, ...]
     totals: tuple[StatesDistribution, StatesDistribution]
@@ -140,6 +142,7 @@ class KVDistribution:
         """Return the document of inspect --kv --json."""
         return {
             "tokens": self.tokens,
+            "bos": self.bos,
             "runtime": self.runtime,
             "outlier_over_median": OUTLIER,
             "layers": [each.to_json() for each in self.layers],
@@ -176,6 +179,7 @@ def distribution_of(states: ModelStates, *, progress: Progress = lambda done, to
     progress(len(states.layers), len(states.layers), "")
     return KVDistribution(
         tokens=states.tokens,
+        bos=states.bos,
         runtime=states.runtime,
         layers=tuple(layers),
         totals=(everything[KEYS].figures(KEYS, None), everything[VALUES].figures(VALUES, None)),

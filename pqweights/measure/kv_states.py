@@ -14,7 +14,7 @@ from pqweights.notices import slow_step
 from pqweights.runtimes.folders import Folder, read_folder
 from pqweights.runtimes.models import Model, check_options, choose_device, open_model
 from pqweights.runtimes.packages import Refused, package, quiet
-from pqweights.runtimes.texts import Ids, check_vocabulary, tokenize
+from pqweights.runtimes.texts import EncodedText, Ids, check_vocabulary, encode, with_bos
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,11 +35,13 @@ class StatesOptions:
 
     max_tokens: how many tokens to read; by default DEFAULT_TOKENS, or the model's limit if it is smaller
     tokenizer: the folder of the tokenizer; by default the model's own
+    bos: whether the model reads the token BOS first, if the tokenizer puts one before a text
     device: cpu, cuda or auto
     """
 
     max_tokens: int | None = None
     tokenizer: Path | None = None
+    bos: bool = True
     device: str = "cpu"
 
 
@@ -63,10 +65,12 @@ class ModelStates:
     """The keys and values of all layers that have some.
 
     tokens: how many tokens of the text the model read
+    bos: whether the first of them was BOS
     runtime: which library computed, in words
     """
 
     tokens: int
+    bos: bool
     runtime: str
     layers: tuple[LayerStates, ...]
 
@@ -88,14 +92,16 @@ def read_states(path: Path, text: str, options: StatesOptions) -> ModelStates:
     check_options(folder, device, packed=False)
     config = _config(folder)
     _check_attention(folder, config)
-    ids = _ids(folder, text, options)
+    ids, bos = _encoded(folder, text, options)
     with slow_step(f"loading {path}"):
         model = open_model(path, device=device)
     if "past_key_values" not in inspect.signature(model.net.forward).parameters:
         raise EvaluationError(_without_states(folder, config))
     with slow_step(f"running {path}"):
         recorded = _recorded(folder, model, ids)
-    return ModelStates(tokens=len(ids), runtime=model.runtime, layers=_layers(folder, config, recorded))
+    return ModelStates(
+        tokens=len(ids), bos=bos is not None, runtime=model.runtime, layers=_layers(folder, config, recorded)
+    )
 
 
 def _config(folder: Folder) -> Any:
@@ -122,18 +128,19 @@ def _without_states(folder: Folder, config: Any) -> str:
     )
 
 
-def _ids(folder: Folder, text: str, options: StatesOptions) -> Ids:
-    """Return the tokens that the model reads, [tokens]."""
+def _encoded(folder: Folder, text: str, options: StatesOptions) -> EncodedText:
+    """Return the tokens that the model reads, [tokens], and the one that they begin with."""
     limit = folder.context
     asked = options.max_tokens or min(DEFAULT_TOKENS, limit or DEFAULT_TOKENS)
     if limit is not None and asked > limit:
         raise EvaluationError(f"--max-tokens {asked}: {folder.path} takes at most {limit} tokens (by its config.json)")
-    ids = tokenize(options.tokenizer or folder.path, text, asked)
+    encoded = encode(options.tokenizer or folder.path, text, asked, bos=options.bos)
+    ids = encoded.ids
     if len(ids) < FEWEST_TOKENS:
         remedy = "raise --max-tokens" if len(ids) == asked else "give a longer text"
         raise EvaluationError(f"the text: expected at least {FEWEST_TOKENS} tokens, found {len(ids)}; {remedy}")
-    check_vocabulary(folder, ids)
-    return ids
+    check_vocabulary(folder, *encoded)
+    return EncodedText(with_bos(ids, encoded.bos), encoded.bos)
 
 
 def _recorded(folder: Folder, model: Model, ids: Ids) -> Recorded:

@@ -21,6 +21,7 @@ from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.writer import COPY_BYTES, disk_errors
 from pqweights.errors import EvaluationError
 from pqweights.measure.calibrate import HELD_BACK_OF, CalibrationOptions, calibration_windows
+from pqweights.measure.preparation import TextWindows
 from pqweights.measure.recording import LoadedModel, places_of_shape
 from pqweights.measure.unfinished import Unfinished, inputs_of, open_unfinished
 from pqweights.notices import slow_step
@@ -55,12 +56,14 @@ class MomentsReport:
     """The result of a calibration for error-compensated rounding.
 
     tokens, held_back_tokens: how many tokens of the text were read for the moments, and held back
+    bos: whether each window of them began with BOS
     vectors: what is known of each distinct vector of inputs
     weights: which of them each weight reads, by name
     """
 
     tokens: int
     held_back_tokens: int
+    bos: bool
     vectors: tuple[InputVector, ...]
     weights: dict[str, WeightInputs]
 
@@ -69,6 +72,7 @@ class MomentsReport:
         return {
             "tokens": self.tokens,
             "held_back_tokens": self.held_back_tokens,
+            "bos": self.bos,
             "inputs": [vars(vector) for vector in self.vectors],
             "weights": {name: vars(found) for name, found in self.weights.items()},
         }
@@ -109,9 +113,14 @@ class _MomentsJob:
 
     source: Path
     checkpoint: Checkpoint
-    windows: list[Ids]
+    text: TextWindows
     options: CalibrationOptions
     progress: Progress
+
+    @property
+    def windows(self) -> list[Ids]:
+        """The windows of token ids, each [tokens]."""
+        return self.text.ids
 
     def is_held_back(self, window: int) -> bool:
         """Whether a window is held back."""
@@ -153,6 +162,7 @@ def calibrate_moments(
             "tokens": report.tokens,
             "held_back_tokens": report.held_back_tokens,
             "window": len(job.windows[0]),
+            **job.text.about,
         }
         write_moments(out, header_of(vectors, about, layout.weights), _data(work.samples, layout, vectors))
     return report
@@ -163,7 +173,7 @@ def _prepare(source: Path, out: Path, text: str, *, options: CalibrationOptions,
     checkpoint = open_local(source)
     check_free(out, options.overwrite, kind="moments", read=open_moments)
     windows = calibration_windows(source, text, options)
-    return _MomentsJob(source=source, checkpoint=checkpoint, windows=windows, options=options, progress=progress)
+    return _MomentsJob(source=source, checkpoint=checkpoint, text=windows, options=options, progress=progress)
 
 
 def _report(job: _MomentsJob, layout: _Layout, vectors: Sequence[InputVector]) -> MomentsReport:
@@ -171,6 +181,7 @@ def _report(job: _MomentsJob, layout: _Layout, vectors: Sequence[InputVector]) -
     return MomentsReport(
         tokens=window * (len(job.windows) - held_back),
         held_back_tokens=window * held_back,
+        bos=job.text.bos,
         vectors=tuple(vectors),
         weights=layout.weights,
     )

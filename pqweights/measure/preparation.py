@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.errors import EvaluationError, RecipeError, SourceError
@@ -10,7 +11,7 @@ from pqweights.planning.plan import QUANTIZE, TensorPlan
 from pqweights.planning.recipe import Recipe
 from pqweights.quantizing import Quantize
 from pqweights.runtimes.folders import Folder
-from pqweights.runtimes.texts import Ids, check_vocabulary, tokenize
+from pqweights.runtimes.texts import Ids, check_vocabulary, encode, with_bos
 from pqweights.units import counted
 
 
@@ -45,9 +46,25 @@ def window_size(folder: Folder, asked: int | None, default: int) -> int:
     return size
 
 
+class TextWindows(NamedTuple):
+    """The windows of a text.
+
+    ids: the tokens of each, [tokens]
+    bos: whether each begins with the token BOS
+    """
+
+    ids: list[Ids]
+    bos: bool
+
+    @property
+    def about(self) -> dict[str, bool]:
+        """What a file says of BOS: nothing without, as the files of earlier versions."""
+        return {"bos": True} if self.bos else {}
+
+
 def text_windows(
-    folder: Folder, text: str, *, size: int, fewest: int = 1, tokenizer: Path | None, max_tokens: int
-) -> list[Ids]:
+    folder: Folder, text: str, *, size: int, fewest: int = 1, tokenizer: Path | None, max_tokens: int, bos: bool
+) -> TextWindows:
     """Cut the first tokens of a text into windows of one size; a rest that fills no window is left out.
 
     folder: the model's folder.
@@ -55,15 +72,18 @@ def text_windows(
     fewest: how many windows are needed.
     tokenizer: the folder of the tokenizer; None for the model's own.
     max_tokens: how many tokens to read at most.
+    bos: whether windows begin with the token BOS if the tokenizer puts one before a text, in place of their first.
 
     Raises EvaluationError if there are fewer windows, or if the model does not know one of the tokens.
     """
-    ids = tokenize(tokenizer or folder.path, text, max_tokens)
+    encoded = encode(tokenizer or folder.path, text, max_tokens, bos=bos)
+    ids = encoded.ids
     if len(ids) < fewest * size:
         remedy = "raise --max-tokens" if len(ids) == max_tokens else "give a longer text"
         raise EvaluationError(
             f"the text: expected at least {fewest * size} tokens, {counted(fewest, 'window')} of {size}, found "
             f"{len(ids)}; {remedy}, or pass a smaller --window"
         )
-    check_vocabulary(folder, ids)
-    return [ids[at : at + size] for at in range(0, len(ids) - size + 1, size)]
+    check_vocabulary(folder, *encoded)
+    pieces = (ids[at : at + size] for at in range(0, len(ids) - size + 1, size))
+    return TextWindows([with_bos(piece, encoded.bos) for piece in pieces], encoded.bos is not None)

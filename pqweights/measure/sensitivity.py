@@ -20,7 +20,7 @@ import numpy as np
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.errors import EvaluationError, SourceError
-from pqweights.measure.preparation import plan_original, text_windows, window_size
+from pqweights.measure.preparation import TextWindows, plan_original, text_windows, window_size
 from pqweights.measure.unfinished import Unfinished, inputs_of, open_unfinished
 from pqweights.notices import slow_step
 from pqweights.planning.plan import TensorPlan, coder_of
@@ -37,7 +37,7 @@ from pqweights.planning.sensitivity_file import (
 from pqweights.runtimes.folders import read_folder
 from pqweights.runtimes.models import check_loaded
 from pqweights.runtimes.packages import Refused, package, quiet
-from pqweights.runtimes.texts import Ids
+from pqweights.runtimes.texts import Ids, has_tokenizer, load_tokenizer, token_before_texts, with_bos
 
 # Relative squared errors: about those of 5, 4 and 3 bits, and one in between.
 LEVELS = (0.0025, 0.0095, 0.02, 0.0345)
@@ -55,6 +55,7 @@ class SensitivityOptions:
     tokens: how many tokens are read for each measurement.
     window: tokens that are read together; by default 256, or the model's limit if that is smaller.
     tokenizer: the folder of the tokenizer; by default the model's own.
+    bos: whether windows begin with the token BOS, if the tokenizer puts one before a text.
     dtype: the dtype that the model runs in; auto for its own.
     device_map: as in transformers.
     overwrite: whether an existing file of sensitivities may be replaced.
@@ -64,6 +65,7 @@ class SensitivityOptions:
     tokens: int = DEFAULT_TOKENS
     window: int | None = None
     tokenizer: Path | None = None
+    bos: bool = True
     dtype: str = "float32"
     device_map: str | None = None
     overwrite: bool = False
@@ -139,7 +141,7 @@ def measure_sensitivity(
         _torch()
     windows = _windows(source, options)
     job = _SensitivityJob(
-        source=source, checkpoint=checkpoint, planned=planned, windows=windows, options=options, progress=progress
+        source=source, checkpoint=checkpoint, planned=planned, text=windows, options=options, progress=progress
     )
     if out is None:
         return _measure(job, None)
@@ -147,7 +149,7 @@ def measure_sensitivity(
         checkpoint,
         recipe=recipe.to_json(),
         text=options.text,
-        windows=windows,
+        windows=windows.ids,
         dtype=options.dtype,
         device_map=options.device_map,
     )
@@ -162,13 +164,13 @@ class _SensitivityJob:
     """A measurement of which everything but the model has been read and checked.
 
     planned: the weights that the recipe quantizes.
-    windows: the tokens that the model reads, [tokens] each.
+    text: the windows of tokens that the model reads.
     """
 
     source: Path
     checkpoint: Checkpoint
     planned: list[TensorPlan]
-    windows: list[Ids]
+    text: TextWindows
     options: SensitivityOptions
     progress: Progress
 
@@ -180,7 +182,7 @@ def _measure(job: _SensitivityJob, work: Unfinished | None) -> Sensitivity:
     groups = groups_of(job.checkpoint, [(t.name, t.role) for t in job.planned if t.name in where])
     if not groups:
         raise SourceError(f"{job.source}: transformers loads none of the weights that the recipe quantizes")
-    runner = _Runner(job.source, model, job.windows)
+    runner = _Runner(job.source, model, job.text.ids)
     block_sizes = {tensor.name: coder_of(tensor).block_size for tensor in job.planned}
     measured = {} if work is None else {name: entry["points"] for name, entry in work.found.items()}
     found = []
@@ -196,7 +198,7 @@ def _measure(job: _SensitivityJob, work: Unfinished | None) -> Sensitivity:
         found.append(Measured(name=name, weights=tuple(weights), alpha=alpha, points=tuple(points)))
     job.progress(len(groups), len(groups), "")
     job.checkpoint.check_unchanged()
-    method = _method(job.windows, job.options)
+    method = _method(job.text, job.options)
     return Sensitivity(checkpoint=job.checkpoint.fingerprint(), method=method, groups=tuple(found))
 
 
@@ -226,20 +228,22 @@ def _load(source: Path, planned: Sequence[TensorPlan], options: SensitivityOptio
     return model, where
 
 
-def _method(windows: Sequence[Ids], options: SensitivityOptions) -> dict[str, Any]:
+def _method(text: TextWindows, options: SensitivityOptions) -> dict[str, Any]:
     """Return how sensitivities were measured, as JSON."""
+    windows = text.ids
     return {
         "kind": "random tokens" if options.text is None else "text",
         "text_sha256": None if options.text is None else hashlib.sha256(options.text.encode()).hexdigest(),
         "tokens": sum(len(ids) for ids in windows),
         "window": len(windows[0]),
+        **text.about,
         "dtype": options.dtype,
         "seed": SEED,
         "levels": list(LEVELS),
     }
 
 
-def _windows(source: Path, options: SensitivityOptions) -> list[Ids]:
+def _windows(source: Path, options: SensitivityOptions) -> TextWindows:
     """Return the windows of token ids that the model reads.
 
     Raises EvaluationError if there are too few tokens, or if the model does not know one of them.
@@ -249,11 +253,16 @@ def _windows(source: Path, options: SensitivityOptions) -> list[Ids]:
     if tokens < size:
         raise EvaluationError(f"--tokens {tokens}: expected at least one window of {size}")
     if options.text is not None:
-        return text_windows(folder, options.text, size=size, tokenizer=options.tokenizer, max_tokens=tokens)
+        return text_windows(
+            folder, options.text, size=size, tokenizer=options.tokenizer, max_tokens=tokens, bos=options.bos
+        )
     if folder.vocabulary is None:
         raise EvaluationError(f"{source}: config.json names no vocab_size; pass --text FILE")
     random = np.random.default_rng(SEED)
-    return [random.integers(0, folder.vocabulary, size) for _ in range(tokens // size)]
+    pieces = (random.integers(0, folder.vocabulary, size) for _ in range(tokens // size))
+    place = options.tokenizer or source
+    bos = token_before_texts(load_tokenizer(place)) if options.bos and has_tokenizer(place) else None
+    return TextWindows([with_bos(piece, bos) for piece in pieces], bos is not None)
 
 
 def _log_probabilities(torch: Any, model: Any, ids: Ids) -> Any:

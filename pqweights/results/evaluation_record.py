@@ -16,7 +16,8 @@ from pqweights.checkpoint.writer import sha256_of_file, write_whole
 from pqweights.errors import MasterError, OutputError
 from pqweights.strict_json import Fields, json_bytes, parse_json
 
-EVALUATION_VERSION = 1
+# A file in which a record says `bos` has the second version, which earlier ones of pqweights do not read.
+EVALUATION_VERSION, VERSION_WITH_BOS = 1, 2
 MAX_BYTES = 50_000_000
 # An evaluation that scores fewer tokens is recorded, but the model card does not show it: a quick look at a model is
 # not a figure to publish.
@@ -59,7 +60,8 @@ class EvaluationRecord:
 
     text, text_sha256: the name of the text, without its folder, and its hash
     tokenizer: the name of the folder of another tokenizer; None for the model's own
-    tokens, windows, window, stride, masked, score_first, scored_tokens: how the text was divided and scored
+    tokens, windows, window, stride, masked, score_first, bos, scored_tokens: how the text was divided and scored; bos
+        is whether each window begins with the token BOS, and is in the file only if it does
     runtime, dtype, device, packed: what computed the model; device is None if the runtime chooses it
     reference, reference_fingerprint: the name of the reference, and the fingerprint of its checkpoint, if there is one
     perplexity, log_perplexity, perplexity_change, log_perplexity_change, kl, top1_agreement: what was measured
@@ -74,6 +76,7 @@ class EvaluationRecord:
     stride: int
     masked: int
     score_first: bool
+    bos: bool
     scored_tokens: int
     runtime: str
     dtype: str
@@ -100,7 +103,7 @@ class EvaluationRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of the file."""
-        return {name: _json_of(value) for name, value in vars(self).items()}
+        return {name: _json_of(value) for name, value in vars(self).items() if name != "bos" or value}
 
 
 class Place(NamedTuple):
@@ -133,7 +136,7 @@ def write_record(place: Place, record: EvaluationRecord) -> Path:
     records = {each.protocol: each for each in read_records(*place)}
     records[record.protocol] = record
     data = {
-        "evaluation_version": EVALUATION_VERSION,
+        "evaluation_version": VERSION_WITH_BOS if any(each.bos for each in records.values()) else EVALUATION_VERSION,
         "manifest_sha256": place.manifest_sha256,
         "evaluations": [each.to_json() for each in records.values()],
     }
@@ -157,9 +160,9 @@ def read_records(result: Path | Storage, manifest_sha256: str) -> tuple[Evaluati
     except ValueError as error:
         raise MasterError(f"{EVALUATION_FILE}: damaged: {error}; delete it, and evaluate again") from None
     version = found.raw("evaluation_version")
-    if type(version) is not int or version != EVALUATION_VERSION:
-        raise _damaged("evaluation_version", str(EVALUATION_VERSION), version)
-    records = tuple(_parse(entry) for entry in found.items("evaluations"))
+    if type(version) is not int or version not in (EVALUATION_VERSION, VERSION_WITH_BOS):
+        raise _damaged("evaluation_version", f"{EVALUATION_VERSION} or {VERSION_WITH_BOS}", version)
+    records = tuple(_parse(entry, version) for entry in found.items("evaluations"))
     return records if found.text("manifest_sha256") == manifest_sha256 else ()
 
 
@@ -167,9 +170,10 @@ def _file_of(folder: Path) -> LocalStorage:
     return LocalStorage(folder, only=[EVALUATION_FILE] if (folder / EVALUATION_FILE).is_file() else [])
 
 
-def _parse(entry: Any) -> EvaluationRecord:
-    expected = EvaluationRecord.__dataclass_fields__.keys()
-    if not isinstance(entry, dict) or entry.keys() != expected:
+def _parse(entry: Any, version: int) -> EvaluationRecord:
+    expected = EvaluationRecord.__dataclass_fields__.keys() - {"bos"}
+    optional = {"bos"} if version == VERSION_WITH_BOS else set[str]()
+    if not isinstance(entry, dict) or entry.keys() - optional != expected:
         found = sorted(map(str, entry)) if isinstance(entry, dict) else entry
         raise _damaged("an entry", "the keys of a record", found)
     fields = Fields(entry, _damaged)
@@ -184,6 +188,7 @@ def _parse(entry: Any) -> EvaluationRecord:
         stride=count("stride"),
         masked=count("masked"),
         score_first=flag("score_first"),
+        bos=flag("bos") if "bos" in fields else False,
         scored_tokens=count("scored_tokens"),
         runtime=text("runtime"),
         dtype=text("dtype"),

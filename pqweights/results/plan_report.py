@@ -104,6 +104,7 @@ class PlanReport:
             "copied_files": list(self.plan.companions),
             "left_out_files": self.plan.left_out,
             "exports": [export.to_json() for export in self.exports],
+            "left_out_tensors": self.plan.left_out_tensors,
             **({} if self.fit is None else {"fit": self.fit.to_json()}),
             **({} if self.fold is None else {"fold": self.fold.to_json()}),
             **({} if self.hub is None else {"hub": self.hub.to_json()}),

@@ -56,7 +56,7 @@ def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int
         shards=container.shards(tensors, max_shard_bytes),
         companions=checkpoint.companions,
         left_out=checkpoint.left_out,
-        left_out_tensors=transform.left_out,
+        left_out_tensors=checkpoint.left_out_tensors | transform.left_out,
         container=container,
         source_bytes=checkpoint.weight_file_bytes,
         companion_bytes=sum(files[name].byte_count for name in checkpoint.companions),

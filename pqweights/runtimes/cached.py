@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +16,8 @@ from pqweights.runtimes.texts import Ids
 
 Floats = npt.NDArray[np.float32]
 
+# Windows that are read together take at most about this much memory, beside the model; one is always read.
+BATCH_BYTES = 512_000_000
 # The queries whose attention is compared with that over keys and values as they are: those of a text's last tokens.
 MEASURED_QUERIES = 32
 
@@ -73,23 +76,50 @@ class CachedRun:
         return kv_cache(self._net, self._spec, on_codes=on_codes)
 
     def logits(self, ids: Ids, last: int) -> Floats:
-        """Return the predictions after each of the last tokens, as they come when a text is generated.
+        """Return the predictions after each of the last tokens of one window, see logits_of."""
+        (found,) = self.logits_of([ids], last)
+        return found
 
-        The model reads what is before them at once, and then one token after another.
+    def logits_of(self, windows: Sequence[Ids], last: int) -> Iterator[Floats]:
+        """Yield the predictions after each of the last tokens of each window, as they come when a text is generated.
 
-        ids: [tokens]; last: how many. Returns f32 [last, vocabulary].
+        The model reads what is before them at once, and then one token after another, of as many windows as fit into
+        BATCH_BYTES together.
+
+        windows: of one size, [tokens]; last: how many. Yields f32 [last, vocabulary].
         """
+        together = max(1, BATCH_BYTES // self._window_bytes(len(windows[0]), last))
+        for first in range(0, len(windows), together):
+            yield from self._batch(np.stack(windows[first : first + together]), last)
+
+    def _window_bytes(self, tokens: int, last: int) -> int:
+        """Return about how much memory a window takes: logits, keys and values twice, and one layer's activations."""
+        config = self._net.config.get_text_config(decoder=True)
+        hidden = int(getattr(config, "hidden_size", 0) or 0)
+        width = max(hidden, (getattr(config, "num_attention_heads", 0) or 0) * (getattr(config, "head_dim", 0) or 0))
+        inner = getattr(config, "intermediate_size", 0)
+        inner = inner if isinstance(inner, int) and inner else 4 * hidden
+        layers = int(getattr(config, "num_hidden_layers", 0) or 1)
+        values = last * int(config.vocab_size) + tokens * (4 * layers * width + 4 * width + 3 * inner)
+        return 4 * max(1, values)
+
+    def _batch(self, ids: Ids, last: int) -> Iterator[Floats]:
+        """Yield the predictions of windows that are read together, [windows, tokens]."""
         torch = package("torch", "transformers")
         cache, found = self.new_cache(), []
-        given = torch.from_numpy(np.ascontiguousarray(ids))[None].to(self._net.device)
-        start = max(1, len(ids) - last + 1)
+        for layer in cache.packed_layers:
+            layer.keeps_decoded = True
+        given = torch.from_numpy(ids).to(self._net.device)
+        start = max(1, ids.shape[1] - last + 1)
         with torch.inference_mode(), quiet():
-            for piece in (given[:, :start], *(given[:, at : at + 1] for at in range(start, len(ids)))):
+            for piece in (given[:, :start], *(given[:, at : at + 1] for at in range(start, ids.shape[1]))):
                 result = self._net(piece, past_key_values=cache, use_cache=True, **self._keep)
-                found.append(result.logits[0, -1].clone())
+                found.append(result.logits[:, -1].clone())
+            for layer in cache.packed_layers:
+                layer.batch_select_indices(torch.tensor([len(ids) - 1]))  # figures are of one window
         self._last = cache
-        values: Floats = torch.stack(found).float().cpu().numpy()
-        return values
+        for number in range(len(ids)):
+            yield torch.stack([each[number] for each in found]).float().cpu().numpy()
 
     def stepper(self) -> TorchStepper:
         """Return what generates with such a cache."""

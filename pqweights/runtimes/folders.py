@@ -17,6 +17,7 @@ from pqweights.errors import MasterError, SourceError
 from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO, TRANSFORMERS
 from pqweights.gguf.file import is_gguf, open_gguf
 from pqweights.results.inspect import inspect
+from pqweights.runtimes.packages import Refused, package, quiet
 
 MASTER = "master"
 LLAMA_CPP = "llama.cpp"
@@ -110,6 +111,16 @@ def read_folder(path: Path) -> Folder:
         context=next((limit for limit in limits if limit), None),
         vocabulary=_positive(text, "vocab_size"),
     )
+
+
+def transformers_config(folder: Path) -> Any:
+    """Read the configuration of a folder with transformers.
+
+    Raises SourceError if transformers refuses it, MissingDependencyError.
+    """
+    transformers = package("transformers", "transformers")
+    with Refused(f"{folder}: transformers cannot read this configuration"), quiet():
+        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
 def _positive(config: dict[str, Any], key: str) -> int | None:

@@ -40,6 +40,11 @@ class GgufTokenizer:
         self.chat_template = contents.text("tokenizer.chat_template")
 
     @property
+    def bos_token_id(self) -> int | None:
+        """The token that begins a text, if there is one; the file says whether it is put before texts."""
+        return self._special(self._llama.llama_vocab_bos)
+
+    @property
     def eos_token_id(self) -> int | None:
         """The token that ends a text, if there is one."""
         return self._special(self._llama.llama_vocab_eos)

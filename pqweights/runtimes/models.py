@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from pqweights.errors import DeviceError, EvaluationError, PqweightsWarning, Sou
 from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO
 from pqweights.gguf.file import open_gguf
 from pqweights.runtimes.decoders import Stored, stored_parts, unpack_nibbles, unpack_tiles
-from pqweights.runtimes.folders import LLAMA_CPP, MASTER, Folder, read_model
+from pqweights.runtimes.folders import LLAMA_CPP, MASTER, Folder, read_model, transformers_config
 from pqweights.runtimes.llama_cpp import LlamaRun
 from pqweights.runtimes.packages import Refused, package, quiet
 from pqweights.runtimes.steps import MlxStepper, Stepper, TorchStepper
@@ -48,6 +48,7 @@ class Model:
     logits: takes ids [tokens] and n; returns f32 [n, vocabulary], the predictions after each of the last n tokens.
     generate: takes ids [tokens] and n; returns the n likeliest next ids, greedily, and does not stop at an end of text.
     stepper: what generates one token after another, which the caller chooses.
+    logits_of: logits for several windows of one size, in order, where they are computed faster together.
     net: the PreTrainedModel that computes; None for models of mlx-lm and llama.cpp.
     """
 
@@ -56,6 +57,7 @@ class Model:
     logits: Callable[[Ids, int], Floats]
     generate: Callable[[Ids, int], Ids]
     stepper: Stepper
+    logits_of: Callable[[Sequence[Ids], int], Iterator[Floats]] | None = None
     net: Any = None
 
 
@@ -162,8 +164,7 @@ def _loader(folder: Folder) -> Any:
     """
     transformers = package("transformers", "transformers")
     mappings = package("transformers.models.auto.modeling_auto", "transformers")
-    with Refused(f"{folder.path}: transformers cannot read this configuration"), quiet():
-        config = transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False)
+    config = transformers_config(folder.path)
     named = folder.config.get("architectures") or [config.model_type]
     is_encoder = getattr(config, "is_decoder", None) is False and config.model_type not in MISLABELLED_DECODERS
     if not (is_encoder or getattr(config, "is_encoder_decoder", False)):

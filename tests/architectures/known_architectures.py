@@ -327,6 +327,20 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": A("GemmaForCausalLM", "GemmaConfig", TEXT, mlx=LOADS),
     "gemma2": A("Gemma2ForCausalLM", "Gemma2Config", TEXT, mlx=LOADS),
     "gemma3_text": A("Gemma3ForCausalLM", "Gemma3TextConfig", {**TEXT, "num_hidden_layers": 6}, mlx=LOADS),
+    "gemma4_text": A(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {
+            **TEXT,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 32,
+            "global_head_dim": 512,  # which mlx-lm takes for granted
+            "hidden_size_per_layer_input": 64,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "num_kv_shared_layers": 0,
+        },
+        mlx=LOADS,
+    ),
     "gemma3n_text": A(
         "Gemma3nForCausalLM",
         "Gemma3nTextConfig",

@@ -13,6 +13,7 @@ from known_architectures import ARCHITECTURES, VOCABULARY
 
 from pqweights.folding import fold as folds
 from pqweights.folding.families import FAMILIES
+from pqweights.gguf.defaults import stated_or_default
 from pqweights.runtimes.models import open_model
 
 ATTENTION = ("input_layernorm", "self_attn.v_proj")
@@ -64,6 +65,19 @@ def test_every_family_is_tried() -> None:
     transformers = pytest.importorskip("transformers")
     types = {getattr(transformers, config).model_type for config in tried}
     assert types >= FAMILIES.keys() - OF_ANOTHER_CLASS
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_absent_sizes_of_heads_are_those_of_transformers(model_type: str) -> None:
+    """Published configurations of Gemma 3 state only what differs from them."""
+    auto = pytest.importorskip("transformers.models.auto.configuration_auto")
+    config = auto.CONFIG_MAPPING[model_type]().get_text_config()
+    found = stated_or_default({}, model_type, "head_dim") or config.hidden_size // config.num_attention_heads
+    assert found == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    heads = stated_or_default({}, model_type, "num_attention_heads")
+    assert heads == config.num_attention_heads
+    assert (stated_or_default({}, model_type, "num_key_value_heads") or heads) == config.num_key_value_heads
+    assert stated_or_default({}, model_type, "hidden_size") == config.hidden_size
 
 
 @pytest.fixture(params=EXPECTED)

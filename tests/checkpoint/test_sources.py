@@ -208,14 +208,13 @@ def test_fp8_source_and_decoded_source_give_the_same_master(tmp_path: Path) -> N
             UP + "_scale_inv": scales,
             mtp: kept,
             mtp + "_scale": kept_scale,
-            "lm_head.input_scale": torch.ones(1),
         },
         config={"model_type": "x", "torch_dtype": "bfloat16", **FP8_CONFIG},
     )
     decoded = weight.float() * expanded(scales, (200, 300), (128, 128))
     plain = save(tmp_path / "plain", {UP: decoded})
     found, expected = master_of(source, tmp_path / "out"), master_of(plain, tmp_path / "plain-out")
-    assert set(found) == {UP + "_codes", UP + "_norms", mtp, "lm_head.input_scale"}
+    assert set(found) == {UP + "_codes", UP + "_norms", mtp}
     for name in (UP + "_codes", UP + "_norms"):
         assert found[name][1].tobytes() == expected[name][1].tobytes()
     assert found[mtp][0] == "BF16"
@@ -226,11 +225,7 @@ def test_fp8_source_and_decoded_source_give_the_same_master(tmp_path: Path) -> N
     assert config["dtype"] == "bfloat16"
     export(tmp_path / "out", tmp_path / "bf16", "bf16", threads=1)
     assert "quantization_config" not in json.loads((tmp_path / "bf16/config.json").read_text())
-    assert {name: t[0] for name, t in read_all(tmp_path / "bf16").items()} == {
-        UP: "BF16",
-        mtp: "BF16",
-        "lm_head.input_scale": "F32",
-    }
+    assert {name: t[0] for name, t in read_all(tmp_path / "bf16").items()} == {UP: "BF16", mtp: "BF16"}
 
 
 @pytest.mark.parametrize(

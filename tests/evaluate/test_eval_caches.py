@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cached_models import causal
 from calls import evaluate, export, quantize
 from commands import done, invoke, refused
 from families import ATTENTION, FAMILIES, Family, build
@@ -16,7 +17,9 @@ from test_eval_command import LLAMA, TEXT
 
 from pqweights.errors import EvaluationError, OptionError
 from pqweights.evaluate.protocol import Windows, compare
+from pqweights.kv.cache import kv_cache
 from pqweights.planning.recipe import load_recipe
+from pqweights.runtimes import cached
 from pqweights.runtimes.cached import CachedRun
 from pqweights.runtimes.models import open_model
 from pqweights.runtimes.texts import tokenize
@@ -227,4 +230,54 @@ def test_losses_are_those_of_the_protocol(work: Path) -> None:
     with_cache = replace(model, logits=CachedRun(model.net, "hadamard:3").logits)
     expected = compare(with_cache, model, ids=ids, windows=Windows(size=100, stride=10))
     _, row = evaluate([work / "source"], TEXT, kv_caches=("hadamard:3",), **SHORT).rows
-    assert row.scores == expected and math.isfinite(expected.perplexity.value)
+    assert row.scores.reference_losses == expected.reference_losses and math.isfinite(expected.perplexity.value)
+    found, one_by_one = (np.array([loss.total for loss in each.losses]) for each in (row.scores, expected))
+    assert np.allclose(found, one_by_one, rtol=1e-6)  # products of several windows are rounded otherwise
+
+
+# --- windows that are read together ---
+
+
+@pytest.mark.parametrize("spec", ["klt:3", "hadamard:4", "polar", "kivi:4", "hadamard:3,residual=16", "none"])
+def test_windows_that_are_read_together_have_the_figures_of_each(
+    spec: str, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, ids = open_model(work / "source").net, tokenize(work / "source", TEXT)
+    windows = [ids[start : start + 100] for start in range(0, 50, 10)]
+    together, alone = CachedRun(net, spec), CachedRun(net, spec)
+    found = list(together.logits_of(windows, 30))
+    expected = [alone.logits(window, 30) for window in windows]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert np.abs(ours - theirs).max() < 1e-4 * theirs.std()
+    assert together.figures() == alone.figures()
+    monkeypatch.setattr(cached, "BATCH_BYTES", 2 * together._window_bytes(100, 30))
+    sizes = []
+    batch = together._batch
+
+    def counted(some: Any, last: int) -> Any:
+        sizes.append(len(some))
+        return batch(some, last)
+
+    monkeypatch.setattr(together, "_batch", counted)
+    assert all(
+        np.abs(a - b).max() < 1e-4 * b.std() for a, b in zip(together.logits_of(windows, 30), found, strict=True)
+    )
+    assert sizes == [2, 2, 1]
+
+
+@pytest.mark.parametrize("spec", ["klt:3", "hadamard:4", "polar-rope:residual=0", "kivi:4,residual=32"])
+def test_states_that_are_kept_decoded_are_those_that_are_decoded_again(spec: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    caches = [kv_cache(causal(), spec) for _ in range(2)]
+    for layer in caches[1].packed_layers:
+        layer.keeps_decoded = True
+    sizes = [70, 1, 1, 30, *[1] * 40]
+    for number, count in enumerate(sizes):
+        keys, values = (torch.randn(3, 2, count, 32, generator=generator) for _ in range(2))
+        found = [cache.update(keys, values, 0) for cache in caches]
+        for ours, theirs in zip(found[1], found[0], strict=True):
+            assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
+        if number == 20:
+            for cache in caches:
+                cache.packed_layers[0].crop(-5)
+    assert caches[0].bits_per_coordinate() == caches[1].bits_per_coordinate()

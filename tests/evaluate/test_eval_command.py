@@ -570,6 +570,7 @@ def test_json_holds_the_whole_report(work: Path, monkeypatch: pytest.MonkeyPatch
         "stride": 32,
         "masked": 96,
         "score_first": False,
+        "bos": False,
         "scored_tokens": 192,
         "dtype": "bfloat16",
         "device": "cpu",

@@ -24,6 +24,7 @@ from helpers import Array, Tensor, as_float32, bf16, write_checkpoint
 from pqweights.checkpoint.source import open_local
 from pqweights.folding import fold as folds
 from pqweights.folding import turning
+from pqweights.folding.search import find_links
 
 
 @pytest.fixture(autouse=True)
@@ -281,3 +282,41 @@ def test_any_range_of_a_folded_tensor_is_that_of_the_whole(
             assert np.array_equal(raw[: count * 4].view(np.float32), whole[start : start + count]), tensor.name
             tensor.read(start, count, "BF16", raw)
             assert raw[: count * 2].tobytes() == bf16(whole[start : start + count])[1].tobytes(), tensor.name
+
+
+def gemma3_config(**text: int) -> dict[str, Any]:
+    """As published: only what differs from the defaults of transformers, 8 heads of 256 and 4 of keys and values."""
+    stated = {"model_type": "gemma3_text", "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1, **text}
+    return {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": stated}
+
+
+def gemma3_tensors() -> dict[str, Tensor]:
+    layer = "model.language_model.layers.0."
+    shapes = {"q": (2048, 128), "k": (1024, 128), "v": (1024, 128), "o": (128, 2048)}
+    norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+    return {
+        **{f"{layer}self_attn.{x}_proj.weight": bf16(spread(*shape, seed=3)) for x, shape in shapes.items()},
+        **{f"{layer}mlp.{x}_proj.weight": bf16(spread(192, 128, seed=4)) for x in ("gate", "up")},
+        f"{layer}mlp.down_proj.weight": bf16(spread(128, 192, seed=5)),
+        **{f"{layer}{x}_layernorm.weight": bf16(np.zeros(128, dtype=np.float32)) for x in norms},
+        **{f"{layer}self_attn.{x}_norm.weight": bf16(np.zeros(256, dtype=np.float32)) for x in "qk"},
+        "model.language_model.norm.weight": bf16(np.zeros(128, dtype=np.float32)),
+        "model.language_model.embed_tokens.weight": bf16(spread(64, 128, seed=6)),
+    }
+
+
+def test_heads_that_the_configuration_omits_are_those_of_transformers(tmp_path: Path) -> None:
+    found = open_local(write_checkpoint(tmp_path / "src", gemma3_tensors(), config=gemma3_config()))
+    links = {link.name: link for link in find_links(found.config, found.tensors, plain=()).links}
+    (written,), (read,) = (
+        getattr(links["model.language_model.layers.0.self_attn.v_proj"], x) for x in ("writers", "readers")
+    )
+    assert (written.count, written.width, read.repeats) == (1024, 256, 2)
+
+
+def test_values_are_named_where_heads_are_not_known(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 128, "num_attention_heads": None}
+    found = open_local(write_checkpoint(tmp_path / "src", llama_tensors(), config=config))
+    left = find_links(found.config, found.tensors, plain=()).left
+    names = tuple(f"model.layers.{layer}.self_attn.v_proj" for layer in range(3))
+    assert left["config.json does not say how large or how many the heads are"] == names

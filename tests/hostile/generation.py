@@ -84,6 +84,8 @@ def make_damaged_trellis(folder: Path) -> None:
     file.write_bytes(data)
 
 
+# The keys of per_layer_config are the numbers of layers.
+NOT_A_LAYER = {**language_model_config(), "per_layer_config": {"0": {"intermediate_size": 64}, "dtype": "float32"}}
 GENERATE_CASES = [
     generating("prompt-empty", "--prompt", "an empty one", command="generate model --prompt="),
     generating("temperature-negative", "--temperature", "found -1", command=GENERATE + " --temperature -1"),
@@ -115,6 +117,7 @@ GENERATE_CASES = [
     generating("model-an-encoder", "BertModel", "not a causal language model", config=BERT),
     generating("model-an-encoder-decoder", "T5ForConditionalGeneration", "not a causal language model", config=T5),
     generating("config-damaged", "config.json", "JSON", config=b"{"),
+    generating("config-refused", "model", "transformers cannot read this configuration", config=NOT_A_LAYER),
     generating("tokenizer-damaged", "model", "tokenizer", tokenizer={"added_tokens": [], "model": 3}),
     generating(
         "tokenizer-missing",

@@ -239,7 +239,7 @@ def with_value(name: str, value: Any) -> Callable[[dict[str, Any]], Any]:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda data: data.update(evaluation_version=2),
+        lambda data: data.update(evaluation_version=3),
         lambda data: data.update(evaluation_version=True),
         lambda data: data.pop("evaluations"),
         lambda data: data.update(evaluations={}),

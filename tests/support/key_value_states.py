@@ -51,4 +51,4 @@ def layer_of(keys: Any, values: Any, *, layer: int = 0, pairs: RopePairs | None 
 
 
 def model_of(*layers: LayerStates) -> ModelStates:
-    return ModelStates(tokens=TOKENS, runtime="nothing", layers=layers)
+    return ModelStates(tokens=TOKENS, bos=False, runtime="nothing", layers=layers)

@@ -46,11 +46,18 @@ def small_gguf(path: Path, more: Mapping[str, Any] | None = None, *, split_max_t
 
 
 def llama_gguf(
-    source: Path, path: Path, *, kind: str = "F32", tokenizer: bool = True, split_max_tensors: int = 0
+    source: Path,
+    path: Path,
+    *,
+    kind: str = "F32",
+    tokenizer: bool = True,
+    begins: bool = False,
+    split_max_tensors: int = 0,
 ) -> Path:
     """The model of a folder that language_models.py made, with weights of one type and norms in F32.
 
     tokenizer: whether the file has one: a token for each byte
+    begins: whether the tokenizer puts <s> before texts
     """
     config = json.loads((source / "config.json").read_text())
     heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -65,7 +72,7 @@ def llama_gguf(
     writer.add_rope_dimension_count(config["hidden_size"] // heads)
     writer.add_vocab_size(VOCABULARY)
     if tokenizer:
-        _add_tokenizer(writer, source)
+        _add_tokenizer(writer, source, begins=begins)
     else:
         writer.add_tokenizer_model("no_vocab")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
@@ -81,7 +88,7 @@ def llama_gguf(
     return path
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, source: Path) -> None:
+def _add_tokenizer(writer: gguf.GGUFWriter, source: Path, *, begins: bool) -> None:
     others = {number: text for text, number in SPECIAL.items()}
     tokens = [*letters(), *(others.get(number, f"[PAD{number}]") for number in range(BYTES, VOCABULARY))]
     writer.add_tokenizer_model("gpt2")
@@ -92,7 +99,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, source: Path) -> None:
     writer.add_token_merges(["\u0100 \u0100"])  # llama.cpp wants one; its result is no token, so that it does nothing
     writer.add_bos_token_id(BEGIN)
     writer.add_eos_token_id(END)
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(begins)
     template = json.loads((source / "tokenizer_config.json").read_text()).get("chat_template")
     if template is not None:
         writer.add_chat_template(template)

@@ -1,0 +1,173 @@
+"""BOS: the first token of each window is the one that the tokenizer puts before a text, if it puts one; everywhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from calls import evaluate, quantize
+from commands import answer, done, refused
+from language_models import BEGIN, babbler
+from safetensors import safe_open
+from tiny_gguf import llama_gguf
+
+from pqweights.measure.calibrate import CalibrationOptions, calibration_windows
+from pqweights.planning.recipe import load_recipe
+from pqweights.results.evaluation_record import read_records
+from pqweights.runtimes.texts import encode, load_tokenizer, token_before_texts, tokenize
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+TEXT = " ".join(f"word{number}" for number in range(250))
+SHORT = {"window": 32, "stride": 16, "max_tokens": 80}
+COMMAND = ("--window", 32, "--stride", 16, "--max-tokens", 80)
+
+
+def begin_texts(folder: Path) -> Path:
+    """Let a tokenizer put <s> before texts, as those of Llama and Gemma do."""
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_bytes())
+    begin, text = {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, text],
+        "pair": [begin, text, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [BEGIN], "tokens": ["<s>"]}},
+    }
+    path.write_text(json.dumps(tokenizer))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the same model twice, of which that in bos begins texts with <s>, and text.txt."""
+    folder = tmp_path_factory.mktemp("bos")
+    babbler(folder / "plain")
+    begin_texts(babbler(folder / "bos"))
+    quantize(folder / "bos", folder / "master", load_recipe("q3"), threads=2)
+    (folder / "text.txt").write_text(TEXT)
+    return folder
+
+
+def naive_losses(folder: Path, first: int | None) -> list[float]:
+    """The loss of each window, computed by transformers itself."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.from_numpy(tokenize(folder, TEXT)[:80])
+    losses = []
+    for start in range(0, 49, 16):
+        window = ids[start : start + 32].clone()
+        window[0] = window[0] if first is None else first
+        with torch.no_grad():
+            likely = torch.log_softmax(model(window[None]).logits[0].double(), dim=-1)
+        losses.append(-float(sum(likely[at - 1, window[at]] for at in range(16, 32))))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "first"), [("bos", {}, BEGIN), ("bos", {"bos": False}, None), ("plain", {}, None)]
+)
+def test_windows_begin_as_the_tokenizer_begins_texts(
+    name: str, options: dict[str, Any], first: int | None, work: Path
+) -> None:
+    report = evaluate([work / name], TEXT, **SHORT, **options)
+    found = [loss.total for loss in report.rows[0].scores.losses]
+    assert np.allclose(found, naive_losses(work / name, first), rtol=1e-5)
+    assert report.settings.bos == report.to_json()["settings"]["bos"] == (first is not None)
+    assert report.settings.scored_tokens == 64
+
+
+def test_figures_without_bos_are_those_of_a_tokenizer_without(work: Path) -> None:
+    plain, without = (
+        evaluate([work / name], TEXT, **SHORT, bos=bos).rows[0].scores.losses
+        for name, bos in (("plain", True), ("bos", False))
+    )
+    assert plain == without
+    assert evaluate([work / "bos"], TEXT, **SHORT).rows[0].scores.losses != plain
+
+
+def test_models_of_which_one_begins_texts_are_not_compared(work: Path) -> None:
+    line = refused("eval", work / "plain", "--reference", work / "bos", "--text", work / "text.txt", *COMMAND)
+    assert f"puts no token before a text, that of {work / 'bos'} token {BEGIN}" in line and "--no-bos" in line
+    done("eval", work / "plain", "--reference", work / "bos", "--text", work / "text.txt", *COMMAND, "--no-bos")
+
+
+def test_llama_cpp_reads_the_same_windows(work: Path, tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    for name in ("bos", "plain"):
+        llama_gguf(work / name, tmp_path / f"{name}.gguf", begins=name == "bos")
+    assert token_before_texts(load_tokenizer(tmp_path / "bos.gguf")) == BEGIN
+    found = evaluate([tmp_path / "bos.gguf"], TEXT, **SHORT, reference=work / "bos")
+    assert found.settings.bos
+    divergence = found.rows[0].scores.divergence
+    assert divergence is not None and divergence.mean.value < 1e-4
+    assert not evaluate([tmp_path / "plain.gguf"], TEXT, **SHORT).settings.bos
+
+
+def test_caches_read_the_same_windows(work: Path) -> None:
+    own, cached = evaluate([work / "bos"], TEXT, kv_caches=("none",), **SHORT).rows
+    assert own.scores.losses == evaluate([work / "bos"], TEXT, **SHORT).rows[0].scores.losses
+    assert cached.scores.perplexity.value == pytest.approx(own.scores.perplexity.value, rel=1e-4)
+
+
+def test_records_say_bos_and_do_not_replace_those_without(work: Path, tmp_path: Path) -> None:
+    master = Path(shutil.copytree(work / "master", tmp_path / "master"))
+    command = ("eval", master, "--text", work / "text.txt", "--window", 32)
+    file = master / "pqweights-eval.json"
+    for extra, version in ((("--no-bos",), 1), ((), 2)):
+        settings = json.loads(done(*command, *extra, "--json").stdout)["settings"]
+        assert settings["bos"] == (version == 2)
+        data = json.loads(file.read_bytes())
+        assert data["evaluation_version"] == version
+    assert [entry.get("bos") for entry in data["evaluations"]] == [None, True]
+    assert [record.bos for record in read_records(master, data["manifest_sha256"])] == [False, True]
+    assert "stride 8, each begins with BOS, " in " ".join(done(*command, "--no-record").stdout.split())
+
+
+def test_calibration_reads_bos_and_its_files_say_so(work: Path, tmp_path: Path) -> None:
+    options = CalibrationOptions(window=32, max_tokens=512)
+    found, without = (
+        calibration_windows(work / "bos", TEXT, each)
+        for each in (options, CalibrationOptions(window=32, max_tokens=512, bos=False))
+    )
+    assert [ids[0] for ids in found.ids] == [BEGIN] * 16 and (found.bos, without.bos) == (True, False)
+    assert all(np.array_equal(one[1:], other[1:]) for one, other in zip(found.ids, without.ids, strict=True))
+    text = ("--text", work / "text.txt", "--window", 32, "--max-tokens", 1536)
+    for kind in ((), ("--moments",)):
+        folder = tmp_path / f"files{len(kind)}"
+        folder.mkdir()
+        for name, extra, expected in (("with", (), True), ("without", ("--no-bos",), None)):
+            report = json.loads(done("calibrate", work / "bos", folder / name, *text, *kind, *extra, "--json").stdout)
+            assert report["bos"] == bool(expected)
+            with safe_open(folder / name, "np") as file:
+                about = [json.loads(value) for value in file.metadata().values() if value.startswith("{")]
+            assert [entry.get("bos") for entry in about] == [expected]
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_sensitivity_reads_bos_and_its_file_says_so(text: bool, work: Path, tmp_path: Path) -> None:
+    options = ("--tokens", 64, "--window", 32, *(("--text", work / "text.txt") if text else ()))
+    methods = []
+    for model, extra in (("bos", ()), ("bos", ("--no-bos",)), ("plain", ())):
+        out = tmp_path / f"{len(methods)}.json"
+        done("sensitivity", work / model, out, *options, *extra)
+        methods.append(json.loads(out.read_bytes()))
+    assert [each["method"].get("bos") for each in methods] == [True, None, None]
+    groups = [each["groups"] for each in methods]
+    assert groups[1] == groups[2] != groups[0]
+
+
+def test_keys_and_values_are_those_of_a_text_behind_bos(work: Path) -> None:
+    command = ("inspect", work / "bos", "--kv", "--text", work / "text.txt", "--max-tokens", 40)
+    found, without = answer(*command), answer(*command, "--no-bos")
+    assert (found["bos"], without["bos"]) == (True, False) and found["layers"] != without["layers"]
+
+
+def test_only_the_token_that_the_tokenizer_adds_is_bos(work: Path) -> None:
+    ids, bos = encode(work / "bos", TEXT, 20, bos=True)
+    assert bos == BEGIN and np.array_equal(ids, tokenize(work / "plain", TEXT, 20))
+    assert encode(work / "bos", TEXT, 20, bos=False).bos is encode(work / "plain", TEXT, 20, bos=True).bos is None
