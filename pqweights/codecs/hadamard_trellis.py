@@ -253,6 +253,9 @@ class TrellisCoder:
         if damaged >= 0:
             raise DamagedBlock(damaged, _REASONS[reason])
 
+    def check(self, parts: Sequence[Bytes], state: State) -> None:
+        """See Coder; what is wrong with a superblock shows when it is decoded."""
+
     def bases(self, state: State) -> frozenset[Basis]:
         """See Coder; a weight that was rotated without signs is coded in the Hadamard basis."""
         return frozenset([Basis.PLAIN] if _is_signed(state) else [Basis.PLAIN, Basis.HADAMARD])

@@ -232,6 +232,14 @@ class Coder(Protocol):
         """
         ...
 
+    def check(self, parts: Sequence[Bytes], state: State) -> None:
+        """Raise DamagedBlock if it shows without decoding that no coder wrote these bytes.
+
+        `decode` calls it, and so does `decode_torch` for parts in the CPU's memory. Whoever brings parts to another
+        device, or computes with them undecoded, calls it before.
+        """
+        ...
+
     def bases(self, state: State) -> frozenset[Basis]:
         """Return the bases in which a weight of this state can be decoded; PLAIN is always one of them."""
         ...
@@ -239,7 +247,8 @@ class Coder(Protocol):
     def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
         """Decode whole blocks on the device of the parts, [blocks, bytes] u8 -> [blocks, block size] f32.
 
-        A codec without kernels for other devices calls `decode_torch_on_cpu`. Raises DamagedBlock like `decode`.
+        A codec without kernels for other devices calls `decode_torch_on_cpu`. Raises DamagedBlock like `decode`, except
+        for what `check` finds, if the parts are on another device: asking would wait for it.
         """
         ...
 

@@ -86,6 +86,8 @@ class SavedParts:
                 raise self.damaged(
                     f"{prefix}.{name}: expected {shape} of {like.dtype}, found {list(part.shape)} of {part.dtype}"
                 )
+            if part.is_floating_point() and not part.isfinite().all():
+                raise self.damaged(f"{prefix}.{name}: expected finite numbers, found NaN or an infinity")
             found[name] = part
         return found
 

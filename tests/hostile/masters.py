@@ -255,6 +255,28 @@ def manifest(name: str, *path: str | int, to: Any) -> Case:
 MASTER_CASES = [
     damaged("master-codes-flipped", flip(SHARD, UP + "_codes"), verify=(SHARD, UP + "_codes", "blake3_of_pieces")),
     damaged("master-norms-flipped", flip(SHARD, UP + "_norms"), verify=(SHARD, UP + "_norms", "blake3_of_pieces")),
+    *(
+        damaged(
+            f"master-norm-{name}",
+            overwrite(SHARD, UP + "_norms", at=2, data=pattern),
+            verify=(SHARD, UP + "_norms"),
+            export=(SHARD, UP, "block 1", "its norm is negative or not finite", "the master is damaged"),
+        )
+        for name, pattern in {
+            "nan": b"\x00\x7e",
+            "infinite": b"\x00\x7c",
+            "negative": b"\x00\xb0",
+            "erased": b"\xff\xff",
+        }.items()
+    ),
+    damaged(
+        "master-norm-too-large",
+        consistently(
+            "config.json", set_json("config.json", "quantization_config", "overrides", GATE, "norm_exponent", to=200)
+        ),
+        verify=("config.json", GATE, "norm_exponent"),
+        export=(GATE, "block 0", "its norm is too large with the exponent 200"),
+    ),
     damaged("master-kept-tensor-flipped", flip(LAST_SHARD, NORM), verify=(LAST_SHARD, NORM, "blake3_of_pieces")),
     damaged("master-header-flipped", flip(SHARD, None), verify=(SHARD, "header"), export=(SHARD,)),
     damaged(
@@ -410,6 +432,12 @@ MASTER_CASES = [
         verify=(ONLY_SHARD, UP + "_trellis"),
         export=(ONLY_SHARD, UP, "block 1", "its header is not one that an encoder writes"),
     ),
+    trellis(
+        "erased",
+        overwrite(ONLY_SHARD, UP + "_trellis", at=28_800, data=b"\xff" * 28_800),
+        verify=(ONLY_SHARD, UP + "_trellis"),
+        export=(ONLY_SHARD, UP, "block 1", "its header is not one that an encoder writes"),
+    ),
     trellis("cut", cut(ONLY_SHARD, 1), verify=(ONLY_SHARD, "bytes"), export=(ONLY_SHARD, "expected", "bytes", "found")),
     trellis("superblock-missing", restored(shorter), verify=(MANIFEST,), export=(UP + "_trellis", "expected U8 [2, ")),
     trellis(
@@ -440,6 +468,12 @@ MASTER_CASES = [
         overwrite(ONLY_SHARD, UP + "_radii", at=0, data=b"\x00\xb0"),
         verify=(ONLY_SHARD, UP + "_radii"),
         export=(ONLY_SHARD, UP, "block 0", "a radius is negative or not finite"),
+    ),
+    polar(
+        "radius-nan",
+        overwrite(ONLY_SHARD, UP + "_radii", at=160, data=b"\x00\x7e"),
+        verify=(ONLY_SHARD, UP + "_radii"),
+        export=(ONLY_SHARD, UP, "block 10", "a radius is negative or not finite"),
     ),
     polar("cut", cut(ONLY_SHARD, 1), verify=(ONLY_SHARD, "bytes"), export=(ONLY_SHARD, "expected", "bytes", "found")),
     polar(

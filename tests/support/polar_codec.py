@@ -163,6 +163,9 @@ class PolarCoder:
         assert basis is Basis.PLAIN and isinstance(state, OctaveState)
         values[:] = from_float32(self._decoded(parts, state).reshape(-1), dtype)
 
+    def check(self, parts: Sequence[Bytes], state: State) -> None:
+        pass
+
     def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
         return decode_torch_on_cpu(self, parts, state)
 
