@@ -87,7 +87,7 @@ class HadamardTrellis:
     rates = tuple(eighths / 8 for eighths in range(12, 65))
     any_rate = True
     efforts = trellis.STATES
-    on_gpu = False
+    encodes_on_gpu = decodes_on_gpu = False
     block_size = BLOCK_SIZE
     state_defaults: Mapping[str, Any] = {"rotation": HADAMARD}
     compiling_bytes = _COMPILING_BYTES

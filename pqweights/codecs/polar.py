@@ -67,7 +67,7 @@ class PolarAngles:
     rates = (RATE,)
     any_rate = False
     efforts: tuple[int, ...] = ()
-    on_gpu = False
+    encodes_on_gpu = decodes_on_gpu = False
     block_size = BLOCK_SIZE
     state_defaults: Mapping[str, Any] = {"rotation": HADAMARD, "norm_exponent": 0}
     compiling_bytes = 0

@@ -301,8 +301,13 @@ class Codec(Protocol):
         ...
 
     @property
-    def on_gpu(self) -> bool:
-        """Whether it encodes and decodes on the device of the run; otherwise it always computes on the CPU."""
+    def encodes_on_gpu(self) -> bool:
+        """Whether it encodes on the device of the run; otherwise always on the CPU."""
+        ...
+
+    @property
+    def decodes_on_gpu(self) -> bool:
+        """Whether it decodes on the device of the run; otherwise always on the CPU."""
         ...
 
     @property

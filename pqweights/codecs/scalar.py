@@ -104,7 +104,8 @@ class ScalarCodec(ABC):
     rates = range(MIN_BITS, MAX_BITS + 1)
     any_rate = False
     efforts: tuple[int, ...] = ()
-    on_gpu = True
+    encodes_on_gpu = False
+    decodes_on_gpu = True
     block_size = BLOCK_SIZE
     compiling_bytes = 0
     description = ""

@@ -73,7 +73,7 @@ class PolarCodec:
     rates = tuple(DISTORTIONS)
     any_rate = False
     efforts = ()
-    on_gpu = False
+    encodes_on_gpu = decodes_on_gpu = False
     block_size = BLOCK
     state_defaults: Mapping[str, Any] = {"octave": 0}
     compiling_bytes = 0
