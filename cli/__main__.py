@@ -7,16 +7,25 @@ import sys
 
 from . import interrupts
 
-# These commands multiply no matrices. By default the BLAS of numpy starts a thread for each core when it is loaded,
-# which takes a fifth of their start-up.
-WITHOUT_BLAS = ("plan", "quantize", "export", "verify", "inspect", "push", "card")
+# What multiplies matrices in one thread: commands, and an option. For all else the BLAS of numpy gets one thread: by
+# default it starts one for each core when it is loaded, which takes a fifth of the start-up.
+WITH_BLAS = ("ablate", "eval", "generate", "sensitivity", "--kv")
+# It multiplies matrices of numpy in as many threads of its own as there are cores, which more of each would only slow
+# down, and runs a model in torch, whose BLAS may be the same library with all threads.
+WITH_OWN_THREADS = "calibrate"
+BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 
 def main() -> None:
     """Run the command line."""
     interrupts.answer_at_once()
-    if sys.argv[1:2] and sys.argv[1] in WITHOUT_BLAS:
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    words = sys.argv[1:]
+    if BLAS_THREADS not in os.environ and not any(word in WITH_BLAS for word in words):
+        os.environ[BLAS_THREADS] = "1"
+        if WITH_OWN_THREADS in words:
+            import numpy  # noqa: F401  # reads the variable as it is loaded
+
+            del os.environ[BLAS_THREADS]
     from .main import main as run
 
     run()

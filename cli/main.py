@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import os
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
@@ -112,9 +111,7 @@ for name, command in COMMANDS.items():
 
 def main() -> None:
     """Run the command line, as the console script does."""
-    # Without these two, start-up takes half as long again: numpy's BLAS starts a thread for every core, which nothing
-    # here needs, and at exit Python searches all live objects for reference cycles once more.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # At exit Python would search all live objects for reference cycles once more.
     atexit.register(gc.freeze)
     interrupts.answer_at_once()
     try:

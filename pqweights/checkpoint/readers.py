@@ -19,7 +19,7 @@ from pqweights.checkpoint.checked_reads import CheckedReads, Reads
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.storage import LocalStorage
 from pqweights.codecs.protocol import VALUE_DTYPES, Basis, Coder, DamagedBlock, State
-from pqweights.codecs.weight import damaged_error
+from pqweights.codecs.weight import damaged_error, damaged_master
 from pqweights.dtypes import DTYPE_BITS, FINITE_RANGES, convert, item_bytes, to_float32
 from pqweights.errors import SourceError
 from pqweights.kernels.workers import scratch
@@ -179,13 +179,21 @@ class EncodedTensor:
         self._decode(start, count, "F32", out, basis=basis)
 
     def awq_scales(self, first: int = 0, last: int | None = None) -> npt.NDArray[np.float32]:
-        """Read the scales of the matrices [first, last), by default of all; the weight must have some."""
+        """Read the scales of the matrices [first, last), by default of all; the weight must have some.
+
+        Raises MasterError for scales that no run writes.
+        """
         assert self.awq is not None
         row = self.shape[-1] * 2
         count = self.awq.byte_count if last is None else (last - first) * row
         raw = np.empty(count, dtype=np.uint8)
         self.storage.read_into(self.awq.file, self.awq.offset + first * row, raw)
-        return to_float32(raw, "F16")
+        found = to_float32(raw, "F16")
+        if len(found) and not scales.SMALLEST_SCALE <= found.min() <= found.max() < np.inf:
+            raise damaged_master(
+                f"{self.awq.file}: tensor {self.awq.name!r}: expected finite scales from {scales.SMALLEST_SCALE} on"
+            )
+        return found
 
     def read_parts(self, first: int, last: int, into: Sequence[npt.NDArray[np.uint8]]) -> None:
         """Read the bytes of blocks [first, last) of each part into arrays [blocks, bytes per block]."""

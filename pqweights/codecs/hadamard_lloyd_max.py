@@ -20,6 +20,7 @@ class HadamardLloydMax(ScalarCodec):
 
     name = "hadamard-lloyd-max"
     rotations = (HADAMARD, SIGNED_HADAMARD)
+    encodes_on_gpu = True
     orthogonal_error = True  # because the norm is that of least squares
     description = (
         "Each weight is cut along its rows into blocks of 128. A block is rotated by the Walsh-Hadamard matrix, which "

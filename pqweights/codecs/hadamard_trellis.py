@@ -87,7 +87,7 @@ class HadamardTrellis:
     rates = tuple(eighths / 8 for eighths in range(12, 65))
     any_rate = True
     efforts = trellis.STATES
-    on_gpu = False
+    encodes_on_gpu = decodes_on_gpu = False
     block_size = BLOCK_SIZE
     state_defaults: Mapping[str, Any] = {"rotation": HADAMARD}
     compiling_bytes = _COMPILING_BYTES
@@ -252,6 +252,9 @@ class TrellisCoder:
         )
         if damaged >= 0:
             raise DamagedBlock(damaged, _REASONS[reason])
+
+    def check(self, parts: Sequence[Bytes], state: State) -> None:
+        """See Coder; what is wrong with a superblock shows when it is decoded."""
 
     def bases(self, state: State) -> frozenset[Basis]:
         """See Coder; a weight that was rotated without signs is coded in the Hadamard basis."""

@@ -23,7 +23,6 @@ from pqweights.codecs.polar_codebook import RELATIVE_MSE
 from pqweights.codecs.protocol import (
     Basis,
     Bytes,
-    DamagedBlock,
     Doubles,
     Floats,
     Measures,
@@ -40,6 +39,7 @@ from pqweights.codecs.scalar import (
     SIGNED_HADAMARD,
     NormRange,
     ScalarState,
+    check_norms,
     parse_scalar_state,
     state_after,
 )
@@ -55,7 +55,6 @@ RADII = "_radii"
 RATE = 3.875
 ROTATIONS = (HADAMARD, SIGNED_HADAMARD)
 
-_FIRST_INVALID_HALF = 0x7C00  # infinity; NaN and all negative numbers follow
 _ROOT_OF_BLOCK_SIZE = math.sqrt(BLOCK_SIZE)
 
 
@@ -68,7 +67,7 @@ class PolarAngles:
     rates = (RATE,)
     any_rate = False
     efforts: tuple[int, ...] = ()
-    on_gpu = False
+    encodes_on_gpu = decodes_on_gpu = False
     block_size = BLOCK_SIZE
     state_defaults: Mapping[str, Any] = {"rotation": HADAMARD, "norm_exponent": 0}
     compiling_bytes = 0
@@ -150,13 +149,15 @@ class PolarCoder:
     ) -> None:
         """See Coder."""
         assert isinstance(state, ScalarState)
+        self.check(parts, state)
         angles, radii = parts[0], np.ascontiguousarray(parts[1]).view(np.float16)
-        damaged = np.flatnonzero((radii.view(np.uint16) >= _FIRST_INVALID_HALF).any(axis=1))
-        if len(damaged):
-            raise DamagedBlock(int(damaged[0]), "a radius is negative or not finite")
         for here, raw in _pieces(values, len(angles), dtype):
             y = _decode(np.ascontiguousarray(angles[here].T), np.ascontiguousarray(radii[here].T), state, basis)
             raw[:] = from_float32(np.clip(y.T, *FINITE_RANGES[dtype]).reshape(-1), dtype)
+
+    def check(self, parts: Sequence[Bytes], state: State) -> None:
+        """See Coder."""
+        check_norms(parts[1], state, "a radius")
 
     def bases(self, state: State) -> frozenset[Basis]:
         """See Coder; a weight that was rotated without signs is coded in the Hadamard basis."""

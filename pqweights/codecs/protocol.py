@@ -81,11 +81,9 @@ class State(Protocol):
     @property
     def rescued(self) -> bool:
         """Whether the codec's first choice had too large an error, so that the weight is encoded in another way."""
-        ...
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as manifests store it: the keys of Codec.state_defaults, with JSON scalars."""
-        ...
 
 
 Own = TypeVar("Own", bound="Observed")
@@ -96,7 +94,6 @@ class Observed(Protocol):
 
     def merged(self: Own, later: Own) -> Own:
         """Return the observations of these blocks and of the later ones together."""
-        ...
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -149,63 +146,51 @@ class Coder(Protocol):
     @property
     def codec(self) -> str:
         """The name of the codec, a key of CODECS."""
-        ...
 
     @property
     def bits(self) -> float:
         """The rate by which users and files name the coder; an int if it is whole."""
-        ...
 
     @property
     def depends_on_size(self) -> bool:
         """Whether blocks and parts depend on the size of a weight, so that a master always states its shape."""
-        ...
 
     def sized(self, weights: int) -> Coder:
         """Return the coder as it stores a weight of this many elements; its block_size and parts hold for it alone.
 
         weights: any number from 0 on, also from a damaged file; a weight without elements is never encoded
         """
-        ...
 
     @property
     def block_size(self) -> int:
         """The number of weights in a block; the last block of a weight is padded with zeros."""
-        ...
 
     @property
     def parts(self) -> tuple[Part, ...]:
         """The stored tensors of a weight, with the suffixes of the codec."""
-        ...
 
     @property
     def distortion(self) -> float:
         """The relative mean squared error that theory promises for Gaussian weights."""
-        ...
 
     @property
     def orthogonal_error(self) -> bool:
         """Whether the error of a decoded weight is orthogonal to it, so that errors of later rounding simply add."""
-        ...
 
     def tables(self) -> Any:
         """Return what decoding needs besides parts and state, as JSON for the master; None if it needs nothing."""
-        ...
 
     def first_state(self) -> State:
         """Return the state of the first pass, which is the only one for nearly every weight."""
-        ...
 
     def next_state(self, history: Sequence[PassResult]) -> State | None:
         """Return the state for another pass after these, or None if the last one stands."""
-        ...
 
     def parse_state(self, fields: Fields) -> State:
         """Parse what State.to_json returns; absent keys have the values of Codec.state_defaults.
 
         Raises ValueError for a value that this coder never writes, and what `fields` raises.
         """
-        ...
 
     def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
         """Encode whole blocks into parts, and return what was measured.
@@ -215,7 +200,6 @@ class Coder(Protocol):
         dtype: BF16, F16 or F32, the dtype of `values`
         state: the state of the pass
         """
-        ...
 
     def decode(
         self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State, basis: Basis = Basis.PLAIN
@@ -230,18 +214,23 @@ class Coder(Protocol):
 
         Raises DamagedBlock if it finds that no coder wrote these bytes. It never reads or writes outside the arrays.
         """
-        ...
+
+    def check(self, parts: Sequence[Bytes], state: State) -> None:
+        """Raise DamagedBlock if it shows without decoding that no coder wrote these bytes.
+
+        `decode` calls it, and so does `decode_torch` for parts in the CPU's memory. Whoever brings parts to another
+        device, or computes with them undecoded, calls it before.
+        """
 
     def bases(self, state: State) -> frozenset[Basis]:
         """Return the bases in which a weight of this state can be decoded; PLAIN is always one of them."""
-        ...
 
     def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
         """Decode whole blocks on the device of the parts, [blocks, bytes] u8 -> [blocks, block size] f32.
 
-        A codec without kernels for other devices calls `decode_torch_on_cpu`. Raises DamagedBlock like `decode`.
+        A codec without kernels for other devices calls `decode_torch_on_cpu`. Raises DamagedBlock like `decode`, except
+        for what `check` finds, if the parts are on another device: asking would wait for it.
         """
-        ...
 
     def modelled_errors(self, blocks: Floats) -> Doubles | None:
         """Return the mean squared error that encoding is expected to give to the weights of each block, [blocks] f64.
@@ -252,7 +241,6 @@ class Coder(Protocol):
 
         blocks: consecutive weights in blocks of Codec.block_size, which may be any part of a weight, [blocks, size]
         """
-        ...
 
 
 class Codec(Protocol):
@@ -261,27 +249,22 @@ class Codec(Protocol):
     @property
     def name(self) -> str:
         """The key in CODECS."""
-        ...
 
     @property
     def format_version(self) -> int:
         """The first version of the format of masters that has this codec; older readers refuse masters with it."""
-        ...
 
     @property
     def suffixes(self) -> tuple[str, ...]:
         """The suffixes of the parts, in the order of the parts, which is the same at every rate."""
-        ...
 
     @property
     def rates(self) -> Sequence[float]:
         """The rates that fitting to a size chooses from, ascending."""
-        ...
 
     @property
     def any_rate(self) -> bool:
         """Whether the codec has every rate from the first to the last of `rates`, not only those."""
-        ...
 
     @property
     def efforts(self) -> Sequence[int]:
@@ -289,44 +272,40 @@ class Codec(Protocol):
 
         More effort gives less error in the same bytes. It has no part in decoding, nor in what `distortion` promises.
         """
-        ...
 
     @property
-    def on_gpu(self) -> bool:
-        """Whether it encodes and decodes on the device of the run; otherwise it always computes on the CPU."""
-        ...
+    def encodes_on_gpu(self) -> bool:
+        """Whether it encodes on the device of the run; otherwise always on the CPU."""
+
+    @property
+    def decodes_on_gpu(self) -> bool:
+        """Whether it decodes on the device of the run; otherwise always on the CPU."""
 
     @property
     def block_size(self) -> int:
         """The block size that configurations state: that of every weight, or the unit of blocks that depend on size."""
-        ...
 
     @property
     def state_defaults(self) -> Mapping[str, Any]:
         """The keys of State.to_json, with the values of a weight for which the master gives no others."""
-        ...
 
     @property
     def compiling_bytes(self) -> int:
         """The memory that compiling its kernels takes beyond that of the scalar codecs' kernels, at any effort."""
-        ...
 
     @property
     def description(self) -> str:
         """What the codec does to a weight, in sentences for a model card; empty if it is only for comparison."""
-        ...
 
     @property
     def papers(self) -> Sequence[str]:
         """Where the method comes from, a line of Markdown each, for a model card."""
-        ...
 
     def coder(self, bits: float, effort: int | None = None) -> Coder:
         """Return the coder of a rate, which encodes with an effort; None for the default.
 
         Raises RecipeError for a rate or an effort that the codec does not have (unknown_rate, check_effort).
         """
-        ...
 
     def coder_from_tables(self, bits: float, tables: Any) -> Coder:
         """Return the coder of a rate, with the tables of a master.
@@ -334,7 +313,6 @@ class Codec(Protocol):
         Raises RecipeError like `coder`, and ValueError for tables that cannot be those of the rate; the message says
         what was expected.
         """
-        ...
 
 
 def decode_torch_on_cpu(coder: Coder, parts: Sequence[Tensor], state: State) -> Tensor:

@@ -20,6 +20,7 @@ from pqweights.codecs.protocol import (
     Basis,
     Bytes,
     Coder,
+    DamagedBlock,
     Doubles,
     Floats,
     Measures,
@@ -50,6 +51,10 @@ SMALLEST_NORMAL_HALF = 2.0**-14
 LARGEST_HALF = 65504.0
 # Norms of float32 weights need no exponents beyond these.
 NORM_EXPONENTS = range(-200, 201)
+_FIRST_INVALID_HALF = 0x7C00  # of the bit patterns of float16: infinity; NaN and all negative numbers follow
+# Above the largest norm of 128 float32 numbers, and above four times it, because that of least squares may be larger.
+_NORM_BOUND = 2.0**135
+_EXPONENT_OF_BOUND = 119  # up to which no float16 reaches the bound
 
 POLARQUANT = (
     "Vicentino, *PolarQuant* for weights, [arXiv:2603.29078](https://arxiv.org/abs/2603.29078v1) v1 (later renamed "
@@ -99,7 +104,8 @@ class ScalarCodec(ABC):
     rates = range(MIN_BITS, MAX_BITS + 1)
     any_rate = False
     efforts: tuple[int, ...] = ()
-    on_gpu = True
+    encodes_on_gpu = False
+    decodes_on_gpu = True
     block_size = BLOCK_SIZE
     compiling_bytes = 0
     description = ""
@@ -239,6 +245,8 @@ class ScalarCoder:
         energies, errors = np.empty((2, len(codes)), dtype=np.float64)
         out = EncodedArrays(codes, norms.reshape(-1).view(np.uint16), energies, errors)
         stats = self._codec.encode_blocks(values, dtype, self.coding(state), out)
+        # Norms become infinite only where the exponent does not fit, of which `observed` tells.
+        np.minimum(out.norms, _FIRST_INVALID_HALF - 1, out=out.norms)
         return Measures(
             energies=energies,
             errors=errors,
@@ -250,8 +258,13 @@ class ScalarCoder:
         self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State, basis: Basis = Basis.PLAIN
     ) -> None:
         """See Coder."""
+        self.check(parts, state)
         codes, norms = parts
         backend().decode((codes, norms.reshape(-1).view(np.uint16)), self.coding(state, basis), dtype, values)
+
+    def check(self, parts: Sequence[Bytes], state: State) -> None:
+        """See Coder."""
+        check_norms(parts[1], state, "its norm")
 
     def bases(self, state: State) -> frozenset[Basis]:
         """See Coder; a weight that was rotated without signs is coded in the Hadamard basis."""
@@ -265,6 +278,8 @@ class ScalarCoder:
         from pqweights.kernels.reference import decode_blocks
 
         codes, norms = parts
+        if norms.device.type == "cpu":
+            self.check([codes.numpy(), norms.numpy()], state)
         return decode_blocks(codes, norms.reshape(-1).view(torch.float16), self.coding(state))
 
     def modelled_errors(self, blocks: Floats) -> Doubles | None:
@@ -281,6 +296,26 @@ class ScalarCoder:
             signed=state.rotation == SIGNED_HADAMARD,
             norm_exponent=state.norm_exponent,
         )
+
+
+def check_norms(stored: Bytes, state: State, what: str) -> None:
+    """Raise DamagedBlock for a norm that no encoder writes in a state.
+
+    stored: the bytes of float16 norms, [blocks, bytes per block]
+    what: what such a number is, for the message
+    """
+    assert isinstance(state, ScalarState)
+    patterns, exponent = stored.reshape(-1).view(np.uint16), state.norm_exponent
+    largest = patterns.max(initial=0)
+    if largest >= _FIRST_INVALID_HALF:
+        wrong, reason = patterns >= _FIRST_INVALID_HALF, "negative or not finite"
+    elif exponent > _EXPONENT_OF_BOUND:
+        numbers = np.ldexp(patterns.view(np.float16).astype(np.float64), exponent)
+        wrong, reason = numbers >= _NORM_BOUND, f"too large with the exponent {exponent}"
+    else:
+        return
+    if wrong.any():
+        raise DamagedBlock(int(wrong.argmax()) * 2 // stored.shape[1], f"{what} is {reason}")
 
 
 def norm_exponent_for(norms: NormRange) -> int:

@@ -82,9 +82,14 @@ def damaged_error(where: str, found: DamagedBlock, *, first: int | None) -> Mast
     first: the first block of the call that found it; None if the blocks of the call do not lie together
     """
     block = "a block" if first is None else f"block {first + found.block}"
+    return damaged_master(f"{where}: {block}: {found.reason}")
+
+
+def damaged_master(found: str) -> MasterError:
+    """Return the error for a master that holds what no run writes. found: where, and what."""
     return MasterError(
-        f"{where}: {block}: {found.reason}; the master is damaged: pqweights verify names what differs, and a copy or "
-        "quantizing again restores it"
+        f"{found}; the master is damaged: pqweights verify names what differs, and a copy or quantizing again restores "
+        "it"
     )
 
 

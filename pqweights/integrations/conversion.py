@@ -127,7 +127,7 @@ class Master:
     def decode(self, tensor: EncodedTensor, dtype: torch.dtype) -> Tensor:
         """Decode a weight to a dtype, in chunks and on all threads."""
         name = NAMES.get(dtype)
-        result = torch.empty(tensor.shape, dtype=dtype if name else torch.float32)
+        result = torch.empty(tensor.shape, dtype=dtype if name else torch.float32, device="cpu")
         count, size = result.numel(), result.element_size()
         if count:
             raw = result.view(-1).view(torch.uint8).numpy()

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pqweights.checkpoint.readers import EncodedTensor
-from pqweights.codecs.weight import block_count
+from pqweights.codecs.protocol import Bytes, DamagedBlock
+from pqweights.codecs.weight import block_count, damaged_error
 from pqweights.errors import PqweightsError
 from pqweights.integrations.packed_linear import linear
 from pqweights.integrations.packed_rows import (
@@ -31,12 +32,15 @@ from pqweights.integrations.packed_rows import (
 
 
 def pack(tensor: EncodedTensor, dtype: torch.dtype) -> PackedTensor | None:
-    """Map a weight [rows, columns], or a stack of them, into memory as it is stored; None for another shape."""
+    """Map a weight [rows, columns], or a stack of them, into memory as it is stored; None for another shape.
+
+    Raises MasterError for what shows without decoding that the weight is damaged.
+    """
     if len(tensor.shape) not in (2, 3) or not math.prod(tensor.shape):
         return None
     *stack, rows, columns = tensor.shape
     count, block_size = math.prod(stack), tensor.coder.block_size
-    parts = [torch.from_numpy(part) for part in tensor.mapped_parts()]
+    parts = [torch.from_numpy(part) for part in _checked_parts(tensor)]
     awq = None if tensor.awq is None else torch.from_numpy(tensor.awq_scales()).view(count, -1)
     matrices = []
     for number in range(count):
@@ -57,6 +61,16 @@ def pack(tensor: EncodedTensor, dtype: torch.dtype) -> PackedTensor | None:
         )
         matrices.append((packed,))
     return PackedTensor(tuple(matrices), bool(stack), dtype)
+
+
+def _checked_parts(tensor: EncodedTensor) -> list[Bytes]:
+    """Return the parts of a weight as they lie in its file, because products with codes check nothing later."""
+    parts = tensor.mapped_parts()
+    try:
+        tensor.coder.check(parts, tensor.state)
+    except DamagedBlock as found:
+        raise damaged_error(tensor.place, found, first=0) from None
+    return parts
 
 
 def bytes_per_weight(tensor: EncodedTensor) -> float:

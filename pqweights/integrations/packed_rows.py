@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +14,7 @@ from pqweights.codecs.protocol import Coder, DamagedBlock, State
 from pqweights.codecs.scalar import ScalarCoder
 from pqweights.codecs.weight import block_count, damaged_error
 from pqweights.kernels import BLOCK_SIZE, BlockCoding
+from pqweights.kernels.openmp import map_in_threads
 from pqweights.kernels.reference import TORCH_DTYPES
 from pqweights.kernels.workers import scratch
 
@@ -197,26 +195,8 @@ def share(work: Callable[[int, int], None], matrix: Matrix, *, device: torch.dev
         for start in starts:
             work(start, min(rows, start + step))
     else:
-        for _ in _threads().map(lambda start: work(start, min(rows, start + step)), starts):
-            pass
-
-
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    """Return a pool of as many threads as torch uses; in each of them, torch itself computes with one thread."""
-    count = torch.get_num_threads()
-    started = threading.Barrier(count + 1)
-
-    def begin() -> None:
-        torch.set_num_threads(1)  # for this thread, and for threads that have not computed yet
-        started.wait()
-
-    pool = ThreadPoolExecutor(count, thread_name_prefix="pqweights", initializer=begin)
-    for _ in range(count):
-        pool.submit(int)
-    started.wait()
-    torch.set_num_threads(count)
-    return pool
+        threads = min(torch.get_num_threads(), len(starts))
+        map_in_threads(lambda start: work(start, min(rows, start + step)), starts, threads)
 
 
 def buffer(dtype: torch.dtype, device: torch.device, count: int) -> Tensor:

@@ -72,7 +72,7 @@ def polar_rope_scores(
         _address("radii", radii, torch.uint8, (heads, groups, pairs, 4 * radius_bits)),
         _address("scales", scales, torch.float32, (heads, *chunks, pairs)),
     )
-    out = torch.empty((heads, rows, groups * GROUP), dtype=torch.float32)
+    out = _room(heads, rows, groups * GROUP)
     if out.numel() == 0:
         return out
     threads = _threads(out.numel() * pairs)
@@ -108,7 +108,7 @@ def weighted_values(
     """
     heads, rows, tokens = weights.shape
     bits = _token_bits(levels, rows, size)
-    out = torch.empty((heads, rows, size), dtype=torch.float32)
+    out = _room(heads, rows, size)
     of_tokens = ("scales", scales), ("lows", lows)
     scales_at, lows_at = (
         None if tensor is None else _address(name, tensor, torch.float16, (heads, tokens)) for name, tensor in of_tokens
@@ -123,10 +123,7 @@ def weighted_values(
     if out.numel() == 0 or tokens == 0:
         return out.zero_()
     tiles = -(-tokens // VALUE_TILE)
-    sums, finished = (
-        torch.empty(heads * tiles * rows * size, dtype=torch.float32),
-        torch.zeros(heads, dtype=torch.int64),
-    )
+    sums, finished = _room(heads, tiles, rows, size), torch.zeros(heads, dtype=torch.int64, device="cpu")
     room = sums.data_ptr(), finished.data_ptr()
     task = TokenTask(0, heads, rows, tokens, size, bits, VALUE_TILE, *addresses, *room, lows_at)
     threads = _threads(heads * rows * tokens * size)
@@ -149,7 +146,7 @@ def hadamard_scores(
     """
     (heads, rows, size), tokens = queries.shape, codes.shape[1]
     bits = _token_bits(levels, rows, size)
-    out = torch.empty((heads, rows, tokens), dtype=torch.float32)
+    out = _room(heads, rows, tokens)
     addresses = (
         _address("codes", codes, torch.uint8, (heads, tokens, size * bits // 8)),
         _address("levels", levels, torch.float32, (1 << bits,)),
@@ -176,6 +173,11 @@ def _token_bits(levels: torch.Tensor, rows: int, size: int) -> int:
             f"expected 1 to {MOST_ROWS} rows of a multiple of 32 up to {MOST_SIZE}, found {rows} rows of {size}"
         )
     return bits
+
+
+def _room(*shape: int) -> torch.Tensor:
+    """Return memory for float32 on the CPU, whatever device torch allocates on by default."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def _threads(look_ups: int) -> int:

@@ -174,8 +174,11 @@ def fit_by_importance(
     """Improve scales and offsets [groups] of rows in place; each column counts by its damped second moment.
 
     limits: the lowest and the highest code
+
+    Raises ValueError for arrays that do not fit together.
     """
     tiles, size, _ = weights.values.shape
+    count = tiles * (size // rule.group_size) * TILE
     position = np.empty(size, dtype=np.int64)
     position[factor.order] = np.arange(size)
     cpu.run(
@@ -183,7 +186,7 @@ def fit_by_importance(
         cpu.address(weights.values, np.float32, weights.values.size),
         cpu.address(factor.diagonal, np.float32, size),
         cpu.address(position, np.int64, size),
-        *(cpu.address(each.values, np.float32, each.values.size, written=True) for each in numbers),
+        *(cpu.address(each.values, np.float32, count, written=True) for each in numbers),
         size,
         tiles,
         rule.group_size,
@@ -208,9 +211,13 @@ def round_tiles(
     group_of: the group of each column
     codes: the lowest and the highest code; more than 256 codes do not fit what is returned
     repeats: how often all columns are looked at again
+
+    Raises ValueError for arrays that do not fit together.
     """
     size, stride = factor.matrix.shape
     tiles, groups = len(weights), numbers[0].shape[1]
+    if group_of.min(initial=0) < 0 or group_of.max(initial=0) >= groups:
+        raise ValueError(f"expected columns of {groups} groups, found group {group_of.min()} to {group_of.max()}")
     errors = np.zeros_like(weights)
     found = np.empty(weights.shape, dtype=np.uint8)
     panel = np.empty(PANEL * stride, dtype=np.float32)

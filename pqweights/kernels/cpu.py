@@ -94,7 +94,8 @@ def _encode_table(levels: tuple[float, ...], thresholds: tuple[float, ...]) -> n
     half, bits = len(levels) // 2, len(levels).bit_length() - 1
     upper, lower = np.array(levels[half:], dtype=np.float32), np.array(levels[:half], dtype=np.float32)
     limits = np.array(thresholds[half - 1 :], dtype=np.float64)
-    assert np.array_equal(upper, -lower[::-1]) and limits[0] == 0
+    if not np.array_equal(upper, -lower[::-1]) or limits[0] != 0:
+        raise ValueError("expected levels that are symmetric around 0: blocks cannot be encoded with others")
     if bits < 6:  # by code modulo the size of the table; codes count from the middle
         unused = np.zeros((16 if bits < 5 else 32) - 2 * half)
         tables = [thresholds[half:], [np.inf], unused, thresholds[:half], upper, unused, lower]
@@ -129,7 +130,8 @@ def _counting_polynomial(limits: npt.NDArray[np.float64], degree: int) -> npt.ND
         weights /= weights.max()
     scaled = best[1]
     steps = np.diff((np.linspace(0, 1, 1000)[:, None] ** powers) @ scaled)
-    assert best[0] < 0.45 and steps.min() > 0
+    if not (best[0] < 0.45 and steps.min() > 0):
+        raise ValueError("expected levels whose distances change slowly: blocks cannot be encoded with others")
     return np.asarray(scaled / limits[-1] ** powers)
 
 

@@ -262,9 +262,9 @@ State = TypeVar("State")
 
 
 def loop(builder: Any, count: Any, carried: State, body: Callable[[Any, State], State]) -> State:
-    """Emit `for i in range(count): carried = body(i, carried)` and return the last `carried`; count is at least 1."""
+    """Emit `for i in range(count): carried = body(i, carried)` and return the last `carried`."""
     before, head, after = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("done")
-    builder.branch(head)
+    builder.cbranch(builder.icmp_signed(">", count, I64(0)), head, after)
     builder.position_at_end(head)
     i = builder.phi(I64)
     i.add_incoming(I64(0), before)
@@ -275,9 +275,14 @@ def loop(builder: Any, count: Any, carried: State, body: Callable[[Any, State], 
     for phi, start, result in zip(*(_leaves(state) for state in (joined, carried, results)), strict=True):
         phi.value.add_incoming(start.value, before)
         phi.value.add_incoming(result.value, builder.block)
+    end = builder.block
     builder.cbranch(builder.icmp_signed("<", following, count), head, after)
     builder.position_at_end(after)
-    return results
+    last: State = _mapped(lambda lanes: Lanes(builder, builder.phi(lanes.value.type)), results)
+    for phi, start, result in zip(*(_leaves(state) for state in (last, carried, results)), strict=True):
+        phi.value.add_incoming(start.value, before)
+        phi.value.add_incoming(result.value, end)
+    return last
 
 
 def _mapped(function: Callable[[Lanes], Lanes], state: Any) -> Any:

@@ -302,7 +302,8 @@ def decode(
 
 def empty(byte_count: int) -> npt.NDArray[np.uint8]:
     """See `pqweights.kernels.Backend.empty`: page-locked memory."""
-    array: npt.NDArray[np.uint8] = torch.empty(byte_count, dtype=torch.uint8, pin_memory=not INTERPRETED).numpy()
+    room = torch.empty(byte_count, dtype=torch.uint8, device="cpu", pin_memory=not INTERPRETED)
+    array: npt.NDArray[np.uint8] = room.numpy()
     return array
 
 

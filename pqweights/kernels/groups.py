@@ -19,6 +19,8 @@ from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, cpu
 BEST = "best"
 RUNTIME_RULES = {"mlx": 1, "torchao": 2, "compressed-tensors": 3}
 FLOAT_MODES = {"mxfp4": 0, "mxfp8": 1, "nvfp4": 2}
+# The weights of a group for which the kernels have room: those of fit_groups, and those of round_floats.
+MOST_WEIGHTS, MOST_FLOATS = 256, 32
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -116,7 +118,6 @@ class FloatRule:
 def _empty_groups(values: npt.NDArray[np.float32], size: int) -> Groups:
     """Room for the groups of these weights."""
     groups = len(values) // size
-    assert groups * size == len(values)
     return Groups(
         codes=np.empty((groups, size), dtype=np.uint8),
         scales=np.empty(groups, dtype=np.float32),
@@ -155,7 +156,7 @@ def _settings(symmetric: bool, bits: int, group_size: int) -> npt.NDArray[np.flo
     return np.array([*pairs, {2: 2, 7: 4, 8: 5}.get(bits, 3)], dtype=np.float32)
 
 
-# --- the kernels of cpu_groups.py; they raise ValueError for arrays that do not fit ---
+# --- the kernels of cpu_groups.py; they raise ValueError for arrays that do not fit, or their room on the stack ---
 
 
 def fit_groups(
@@ -169,7 +170,11 @@ def fit_groups(
 ) -> None:
     """Fill `out` from the weights [groups * size] with nearly the least squared error. settings: see `_settings`."""
     groups, size = out.codes.shape
-    assert size % 16 == 0 and 16 <= size <= 256 and 2 <= bits <= 8
+    if size % 16 or not 16 <= size <= MOST_WEIGHTS or not 2 <= bits <= 8:
+        raise ValueError(
+            f"expected groups of a multiple of 16 up to {MOST_WEIGHTS} weights and 2 to 8 bits, found {size} weights "
+            f"and {bits} bits"
+        )
     pointers = (cpu.address(values, np.float32, groups * size), cpu.address(settings, np.float32, 7))
     cpu.run("fit", *pointers, *_addresses(out), groups, size, bits, symmetric, middle)
 
@@ -177,13 +182,16 @@ def fit_groups(
 def round_groups(values: npt.NDArray[np.float32], out: Groups, *, bits: int, rule: int) -> None:
     """Fill `out` from the weights [groups * size], by the rule of a runtime (a value of RUNTIME_RULES)."""
     groups, size = out.codes.shape
+    if size < 1 or not 2 <= bits <= 8:
+        raise ValueError(f"expected groups of at least one weight and 2 to 8 bits, found {size} and {bits} bits")
     cpu.run("round", cpu.address(values, np.float32, groups * size), *_addresses(out), groups, size, bits, rule)
 
 
 def round_floats(values: npt.NDArray[np.float32], out: Groups, *, mode: int) -> None:
     """Fill all of `out` but the offsets from the weights [groups * size], in a mode of mlx (a value of FLOAT_MODES)."""
     groups, size = out.codes.shape
-    assert size <= 32  # the kernel's room
+    if not 1 <= size <= MOST_FLOATS:
+        raise ValueError(f"expected groups of 1 to {MOST_FLOATS} weights, found {size}")
     codes, scales, _, energies, errors = _addresses(out)
     pointers = (cpu.address(values, np.float32, groups * size), codes, scales, energies, errors)
     cpu.run("round_floats", *pointers, groups, size, mode)

@@ -1,7 +1,8 @@
-"""Machine code in the threads with which torch computes: those of the OpenMP runtime that torch has loaded.
+"""Work in the threads with which torch computes: those of the OpenMP runtime that torch has loaded.
 
 Threads of our own would compete with those of torch for the same cores; these wait for work anyhow, and start within
-microseconds.
+microseconds. What torch itself is asked for in one of them, it computes in that thread alone. A forked process does not
+have them, and gets threads of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ctypes
 import functools
 import os
 import sys
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -36,9 +38,31 @@ def run_in_threads(function: Any, argument: int, threads: int) -> None:
             wait(others)
 
 
+def map_in_threads(work: Callable[[int], None], items: Iterable[int], threads: int) -> None:
+    """Call a function for each item in several threads, which take the items in order; scratch memory does not last.
+
+    Raises what the function raised for the first item of those for which it raised anything.
+    """
+    left, failed = iter(items), dict[int, BaseException]()
+
+    def take(_: object) -> None:
+        for item in left:
+            try:
+                work(item)
+            except BaseException as error:  # which must not pass through machine code
+                failed[item] = error
+                return
+
+    run_in_threads(TASK_FUNCTION(take), 0, threads)
+    if failed:
+        raise failed[min(failed)]
+
+
 @functools.cache
 def _parallel() -> Any:
     """Return GOMP_parallel(function, argument, threads, flags) of the OpenMP runtime of torch; None without one."""
+    if _is_forked:
+        return None
     for path in _runtimes():
         try:
             found = ctypes.CDLL(path).GOMP_parallel
@@ -70,4 +94,15 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="pqweights")
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)
+_is_forked = False
+
+
+def _forget_threads() -> None:
+    """Use no thread of the process that this one was forked from."""
+    global _is_forked
+    _is_forked = True
+    _parallel.cache_clear()
+    _pool.cache_clear()
+
+
+os.register_at_fork(after_in_child=_forget_threads)

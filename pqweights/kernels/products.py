@@ -51,14 +51,14 @@ class InputBasis:
 class PreparedInputs:
     """Rows of inputs, ready for products, in memory that the next ones may take over.
 
-    rows: how many there are
+    rows, columns: how many there are
     basis: that in which they are
     values: the address of [blocks, rows, 128], i16 or f32
     scales: the address of what an integer stands for, f32 [blocks, rows]
     """
 
     def __init__(self) -> None:
-        self.rows, self.values, self.scales = 0, 0, 0
+        self.rows, self.columns, self.values, self.scales = 0, 0, 0, 0
         self.basis: InputBasis | None = None
         self.memory: tuple[npt.NDArray[Any], ...] = ()
         self._room = 0
@@ -68,12 +68,19 @@ class PreparedInputs:
 
         address: of the inputs, [rows, columns] of the dtype, without gaps; columns are a multiple of 128
         dtype: BF16, F16 or F32
+
+        Raises ValueError for columns that do not fit the basis.
         """
+        if columns % BLOCK_SIZE or len(basis.awq) not in (0, 4 * columns):
+            raise ValueError(
+                f"expected a multiple of {BLOCK_SIZE} columns, with as many scales or none, found {columns} with "
+                f"{len(basis.awq) // 4}"
+            )
         if rows * columns > self._room:
             # Aligned, because every load of a vector would else touch two cache lines.
             self.memory = values, scales = pageable(rows * columns * 4), pageable(rows * columns // BLOCK_SIZE * 4)
             self.values, self.scales, self._room = values.ctypes.data, scales.ctypes.data, rows * columns
-        self.rows, self.basis = rows, None  # until they are there
+        self.rows, self.columns, self.basis = rows, columns, None  # until they are there
         cpu.run(
             "prepare",
             address,
@@ -113,11 +120,14 @@ class Product:
         norms: [outputs * blocks], float16 bit patterns
         dtype: that of inputs and outputs: BF16, F16 or F32
         awq: the scales by which the columns of the decoded weight are divided, f32 [columns]
+
+        Raises ValueError for arrays that do not fit together.
         """
         rotation = int(coding.rotate) + int(coding.rotate and coding.signed)
         self.basis = InputBasis(rotation, b"" if awq is None else awq.tobytes())
         book, whole, blocks = coding.codebook, dtype != "F32", len(codes) // outputs
-        assert len(norms) == outputs * blocks
+        if len(norms) != outputs * blocks:
+            raise ValueError(f"expected {outputs} rows of whole blocks with a norm each, found {len(norms)} norms")
         levels, factor = level_integers(book.levels) if whole else (padded(book.levels), 1.0)
         exponent = coding.norm_exponent
         self._kept = codes, norms, levels
@@ -146,8 +156,15 @@ class Product:
         bias: the address of the bias, f32 [outputs], if there is one
         factor: by what W is multiplied
         threads: how many may work
+
+        Raises ValueError for inputs that are not such rows of this weight's columns.
         """
-        assert 0 < inputs.rows <= MOST_ROWS and inputs.basis == self.basis
+        columns = self._task.blocks * BLOCK_SIZE
+        if not 0 < inputs.rows <= MOST_ROWS or inputs.columns != columns or inputs.basis != self.basis:
+            raise ValueError(
+                f"expected 1 to {MOST_ROWS} rows of {columns} inputs in the basis of the weight, found {inputs.rows} "
+                f"rows of {inputs.columns}{'' if inputs.basis == self.basis else ' in another basis'}"
+            )
         threads = threads if self._shared else 1
         task = Task.from_buffer_copy(self._task)
         task.tile_rows = min(task.tile_rows, -(-task.outputs // (TILES_PER_THREAD * threads)))

@@ -44,7 +44,7 @@ def scaled_levels(
         raise ValueError(f"expected codes of {runs} and a factor for each, found {codes.shape} and {factors.shape}")
     _check("codes", codes, torch.uint8)
     _check("factors", factors, torch.float16)
-    out = torch.empty((batch, heads, tokens, used), dtype=torch.float32)
+    out = torch.empty((batch, heads, tokens, used), dtype=torch.float32, device="cpu")
     if out.numel() == 0:
         return out
     codes, factors = codes.flatten(0, 1), factors.flatten(0, 1)

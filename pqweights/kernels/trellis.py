@@ -20,6 +20,8 @@ from pqweights.kernels.workers import scratch
 # The numbers of states for which there is a search, ascending.
 STATES = (8, 64, 256)
 CLASSES = 256
+# Blocks of a superblock for which the encoder has room, and the bytes with which one begins.
+MOST_BLOCKS, HEADER_BYTES = 1024, 7
 _LANES = 16
 # Words that the decoder may read beyond a damaged stream.
 _OVERRUN = 2 * 129 * _LANES
@@ -86,10 +88,11 @@ def encode(
     rows: out: u8 [superblocks, stride]
 
     Returns the sums of squares of the weights and of the errors, [superblocks] f64 each, and the first superblock that
-    holds a NaN or an infinity, or -1.
+    holds a NaN or an infinity, or -1. Raises ValueError for arrays or superblocks of a size that is none.
     """
     from pqweights.kernels.cpu import address, run
 
+    _check(cut)
     energies, errors = np.empty((2, cut.number), dtype=np.float64)
     bad = np.empty(1, dtype=np.int64)
     tiles = -(-cut.blocks // _LANES)
@@ -105,7 +108,7 @@ def encode(
         address(model.reach, np.int32, CLASSES),
         address(model.zero, np.int32, 2 * CLASSES),
         address(model.logarithms, np.float64, 257),
-        model.entries.ctypes.data,
+        address(model.entries, np.uint32, len(model.entries)),
         address(rows, np.uint8, cut.number * cut.stride, written=True),
         energies.ctypes.data,
         errors.ctypes.data,
@@ -130,10 +133,11 @@ def decode(
     """Decode superblocks into raw bytes of `dtype`, rotated back or not.
 
     Returns the first superblock that is not sound, or -1, and what is wrong with it: 1 the header, 2 what follows. The
-    weights of such a superblock mean nothing.
+    weights of such a superblock mean nothing. Raises ValueError for arrays or superblocks of a size that is none.
     """
     from pqweights.kernels.cpu import address, run
 
+    _check(cut)
     status = np.empty(2, dtype=np.int64)
     gains = tables.gains * ORTHONORMAL if rotate else tables.gains
     run(
@@ -152,3 +156,12 @@ def decode(
         *(cut.number, cut.blocks, cut.stride, VALUE_DTYPES[dtype], signed, rotate),
     )
     return int(status[0]), int(status[1])
+
+
+def _check(cut: Superblocks) -> None:
+    """Raise ValueError for superblocks for which the kernels have no room."""
+    if cut.number < 0 or not 1 <= cut.blocks <= MOST_BLOCKS or cut.stride < HEADER_BYTES:
+        raise ValueError(
+            f"expected superblocks of 1 to {MOST_BLOCKS} blocks in at least {HEADER_BYTES} bytes, found {cut.number} "
+            f"of {cut.blocks} blocks in {cut.stride} bytes"
+        )

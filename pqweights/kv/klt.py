@@ -60,18 +60,19 @@ class _Angles:
 
     def __init__(self, frequencies: tuple[float, ...], device: torch.device) -> None:
         self._frequencies = torch.tensor(frequencies, dtype=torch.float64, device=device)
-        self._cos = self._sin = torch.empty(0, len(frequencies), device=device)
+        # One object, because threads share it: what one of them reads belongs together while another makes more.
+        self._cos_and_sin = (torch.empty(0, len(frequencies), device=device),) * 2
 
     def at(self, start: int, count: int) -> tuple[Tensor, Tensor]:
         """Return those of some positions, twice [count, frequencies] f32."""
-        end = start + count
-        if end > len(self._cos):
+        end, (cos, sin) = start + count, self._cos_and_sin
+        if end > len(cos):
             room = -(-end // MORE_POSITIONS) * MORE_POSITIONS
             with torch.inference_mode(False):  # others may use them in another mode
                 positions = torch.arange(room, device=self._frequencies.device, dtype=torch.float64)
                 angles = positions[:, None] * self._frequencies
-                self._cos, self._sin = angles.cos().float(), angles.sin().float()
-        return self._cos[start:end], self._sin[start:end]
+                cos, sin = self._cos_and_sin = angles.cos().float(), angles.sin().float()
+        return cos[start:end], sin[start:end]
 
 
 @functools.lru_cache(maxsize=8)

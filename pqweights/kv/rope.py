@@ -76,4 +76,6 @@ def _is_interleaved(config: Any) -> bool:
     turn = next((getattr(module, name) for name in QUARTER_TURNS if hasattr(module, name)), None)
     if turn is None:
         return config.model_type in INTERLEAVED
-    return bool(turn(torch.arange(4.0)[None, None, None])[..., 1] == 0)  # GPT-J's takes four dimensions only
+    return bool(
+        turn(torch.arange(4.0, device="cpu")[None, None, None])[..., 1] == 0
+    )  # GPT-J's takes four dimensions only

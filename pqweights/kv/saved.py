@@ -57,7 +57,7 @@ class SavedParts:
         if quantizer is None or not all(type(count) is int and count > 0 for count in tokens):
             raise self.damaged(f"{name}: {shown(tokens)} tokens in chunks")
         batch, heads, _, size = window.shape
-        zeros = torch.zeros(batch, heads, quantizer.first, size)
+        zeros = torch.zeros(batch, heads, quantizer.first, size, device="cpu")
         expected = quantizer.fit(zeros, None, 0)
         start = 0
         for place, count in enumerate(tokens):
@@ -86,6 +86,8 @@ class SavedParts:
                 raise self.damaged(
                     f"{prefix}.{name}: expected {shape} of {like.dtype}, found {list(part.shape)} of {part.dtype}"
                 )
+            if part.is_floating_point() and not part.isfinite().all():
+                raise self.damaged(f"{prefix}.{name}: expected finite numbers, found NaN or an infinity")
             found[name] = part
         return found
 

@@ -64,7 +64,7 @@ class TokenWise:
         found = weighted_values(
             weights.flatten(0, 1),
             rows["codes"].flatten(0, 1),
-            torch.arange(1 << self.bits, dtype=torch.float32),
+            torch.arange(1 << self.bits, dtype=torch.float32, device=weights.device),
             size=rows["codes"].shape[-1] * 8 // self.bits,
             scales=rows["scale"].flatten(0, 1).squeeze(-1),
             lows=rows["low"].flatten(0, 1).squeeze(-1),

@@ -94,10 +94,11 @@ def rewrite(task: RewriteTask, run: RunOptions) -> RewriteReport:
 
 
 def _codecs_on_cpu(task: RewriteTask) -> tuple[str, ...]:
-    """Return the codecs of the source and of the result that have no kernels for other devices."""
-    written = {planned.codec for planned in task.plan.tensors}
+    """Return the codecs that decoded the source, or encoded the result, without kernels for other devices."""
+    written = {planned.codec for planned in task.plan.tensors if planned.codec}
     read = {tensor.coder.codec for tensor in task.checkpoint.tensors if isinstance(tensor, EncodedTensor)}
-    return tuple(sorted(name for name in written | read if name and not get_codec(name).on_gpu))
+    encoding = {name for name in written if not get_codec(name).encodes_on_gpu}
+    return tuple(sorted(encoding | {name for name in read if not get_codec(name).decodes_on_gpu}))
 
 
 def _report(task: RewriteTask, records: tuple[TensorRecord, ...], *, already_done: bool, resumed: int) -> RewriteReport:

@@ -363,6 +363,16 @@ def test_cuda_computes_on_the_cpu_and_says_so(folder: Path, tmp_path: Path) -> N
     assert exported.stderr == line
 
 
+@pytest.mark.parametrize("codec", ["absmax", "hadamard-absmax", "lloyd-max", "hadamard-lloyd-max-l2"])
+def test_cuda_encodes_codecs_for_comparison_on_the_cpu_and_says_so(codec: str, folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    options = ("--recipe", "q5", "--codec", codec, "--device", "cuda", "--quiet")
+    made = done("quantize", folder / "model", tmp_path / "out", *options)
+    assert f"WARNING: {codec} has no kernels for a GPU: it computed on the CPU\n" in made.stderr
+    exported = done("export", tmp_path / "out", tmp_path / "x", "--target", "bf16", "--device", "cuda", "--quiet")
+    assert "computed on the CPU" not in exported.stderr
+
+
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[tuple[Client, LoopbackHub]]:
     pytest.importorskip("huggingface_hub")

@@ -136,6 +136,25 @@ def consistently(file: str, damage: Damage) -> Damage:
     return both
 
 
+def forged(file: str, tensor: str, damage: Damage) -> Damage:
+    """Damage a tensor, and make its hash in the manifest agree with it: only the decoder can notice."""
+    from pqweights.checkpoint.digests import HASH_OF_PIECES, PIECE_BYTES
+
+    def both(master: Path) -> None:
+        damage(master)
+        data = (master / file).read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        begin, end = (8 + length + at for at in json.loads(data[8 : 8 + length])[tensor]["data_offsets"])
+        assert end - begin <= PIECE_BYTES
+        digest = HASH_OF_PIECES.combined([HASH_OF_PIECES.of_part([np.frombuffer(data[begin:end], dtype=np.uint8)])])
+        document = json.loads((master / "pqweights.json").read_text())
+        (entry,) = (each for made in document["tensors"] for each in made["stored"] if each["name"] == tensor)
+        entry[HASH_OF_PIECES.key] = digest
+        (master / "pqweights.json").write_text(json.dumps(document))
+
+    return both
+
+
 def make_trellis_master(folder: Path) -> None:
     """An undamaged master of hadamard-trellis: one weight of two superblocks, one of some rows, a kept vector."""
     from calls import quantize
@@ -253,23 +272,39 @@ def manifest(name: str, *path: str | int, to: Any) -> Case:
 
 
 MASTER_CASES = [
-    damaged(
-        "master-codes-flipped",
-        flip(SHARD, UP + "_codes"),
-        verify=(SHARD, UP + "_codes", "blake3_of_pieces"),
-        export=(SHARD, UP + "_codes", "blake3_of_pieces"),
+    *(
+        damaged(
+            f"master-{name}-flipped",
+            flip(file, tensor),
+            verify=(file, tensor, "blake3_of_pieces"),
+            export=(file, tensor, "blake3_of_pieces"),
+        )
+        for name, file, tensor in (
+            ("codes", SHARD, UP + "_codes"),
+            ("norms", SHARD, UP + "_norms"),
+            ("kept-tensor", LAST_SHARD, NORM),
+        )
+    ),
+    *(
+        damaged(
+            f"master-norm-{name}",
+            forged(SHARD, UP + "_norms", overwrite(SHARD, UP + "_norms", at=2, data=pattern)),
+            export=(SHARD, UP, "block 1", "its norm is negative or not finite", "the master is damaged"),
+        )
+        for name, pattern in {
+            "nan": b"\x00\x7e",
+            "infinite": b"\x00\x7c",
+            "negative": b"\x00\xb0",
+            "erased": b"\xff\xff",
+        }.items()
     ),
     damaged(
-        "master-norms-flipped",
-        flip(SHARD, UP + "_norms"),
-        verify=(SHARD, UP + "_norms", "blake3_of_pieces"),
-        export=(SHARD, UP + "_norms", "blake3_of_pieces"),
-    ),
-    damaged(
-        "master-kept-tensor-flipped",
-        flip(LAST_SHARD, NORM),
-        verify=(LAST_SHARD, NORM, "blake3_of_pieces"),
-        export=(LAST_SHARD, NORM, "blake3_of_pieces"),
+        "master-norm-too-large",
+        consistently(
+            "config.json", set_json("config.json", "quantization_config", "overrides", GATE, "norm_exponent", to=200)
+        ),
+        verify=("config.json", GATE, "norm_exponent"),
+        export=(GATE, "block 0", "its norm is too large with the exponent 200"),
     ),
     damaged("master-header-flipped", flip(SHARD, None), verify=(SHARD, "header"), export=(SHARD,)),
     damaged(
@@ -430,6 +465,11 @@ MASTER_CASES = [
         verify=(ONLY_SHARD, UP + "_trellis"),
         export=(ONLY_SHARD, UP + "_trellis", "blake3_of_pieces"),
     ),
+    trellis(
+        "erased",
+        forged(ONLY_SHARD, UP + "_trellis", overwrite(ONLY_SHARD, UP + "_trellis", at=28_800, data=b"\xff" * 28_800)),
+        export=(ONLY_SHARD, UP, "block 1", "its header is not one that an encoder writes"),
+    ),
     trellis("cut", cut(ONLY_SHARD, 1), verify=(ONLY_SHARD, "bytes"), export=(ONLY_SHARD, "expected", "bytes", "found")),
     trellis("superblock-missing", restored(shorter), verify=(MANIFEST,), export=(UP + "_trellis", "expected U8 [2, ")),
     trellis(
@@ -465,6 +505,11 @@ MASTER_CASES = [
         overwrite(ONLY_SHARD, UP + "_radii", at=0, data=b"\x00\xb0"),
         verify=(ONLY_SHARD, UP + "_radii"),
         export=(ONLY_SHARD, UP + "_radii", "blake3_of_pieces"),
+    ),
+    polar(
+        "radius-nan",
+        forged(ONLY_SHARD, UP + "_radii", overwrite(ONLY_SHARD, UP + "_radii", at=160, data=b"\x00\x7e")),
+        export=(ONLY_SHARD, UP, "block 10", "a radius is negative or not finite"),
     ),
     polar("cut", cut(ONLY_SHARD, 1), verify=(ONLY_SHARD, "bytes"), export=(ONLY_SHARD, "expected", "bytes", "found")),
     polar(

@@ -20,7 +20,7 @@ from test_transformers import scaled_master
 import pqweights
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
-from pqweights.errors import OptionError, OutputError, PqweightsError
+from pqweights.errors import MasterError, OptionError, OutputError, PqweightsError
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -117,6 +117,21 @@ def test_awq_scales_are_applied(base: Path, tmp_path: Path, monkeypatch: pytest.
     up = packed.model.layers[0].mlp.up_proj.weight
     assert up.matrices[0][0].awq is not None
     assert torch.equal(up.decode(), decoded.model.layers[0].mlp.up_proj.weight)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("pattern", [0x7E00, 0x7C00, 0xBC00, 0xFFFF], ids=hex)
+def test_damaged_norm_is_found_when_the_model_is_loaded(pattern: int, packed: bool, base: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "master"
+    shutil.copytree(families.master(base, "llama"), folder)
+    weight = next(t for t in open_local(folder).tensors if t.name == "model.layers.0.mlp.up_proj.weight")
+    assert isinstance(weight, EncodedTensor)
+    norms = weight.encoded[1]
+    with (folder / norms.file).open("r+b") as file:
+        file.seek(norms.offset + 2 * 5)
+        file.write(pattern.to_bytes(2, "little"))
+    with pytest.raises(MasterError, match=r"up_proj\.weight'?: block 5: its norm is negative or not finite"):
+        pqweights.load_model(folder, packed=packed)
 
 
 TENSORS = {

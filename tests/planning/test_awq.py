@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from helpers import (
     Tensor,
     as_float32,
@@ -33,9 +35,11 @@ from scalar import encode_scalar
 from typer.testing import CliRunner
 
 from pqweights.checkpoint import scales
+from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import get_codec
 from pqweights.errors import MasterError, OutputError, PqweightsError, SourceError
+from pqweights.integrations.packed import pack
 from pqweights.measure import recording, scale_search
 from pqweights.measure.activations import WeightPlace
 from pqweights.measure.scale_search import Inputs, Matrix, output_errors, search
@@ -179,6 +183,26 @@ def test_damaged_scales_of_a_master_are_found(source: Path, awq: Path, tmp_path:
     assert whole.count(old) == 1
     file.write_bytes(whole.replace(old, new))
     assert any("q_proj" in problem for problem in verify(out, threads=1).problems)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, 0.0, -1.0, 2.0**-24])
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+def test_scales_that_no_run_writes_are_found_when_weights_are_read(
+    wrong: float, dtype: str, source: Path, awq: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    run_command({"quantize": str(source), "awq": str(awq)}, out)
+    file, tensors, name = out / "model-00001-of-00001.safetensors", read_all(out), MATRIX + "_awq_scale"
+    values = SCALES[MATRIX].copy()
+    values[200] = wrong
+    file.write_bytes(safetensors_bytes(tensors | {name: f16(values)}))
+    (weight,) = (tensor for tensor in open_local(out).tensors if tensor.name == MATRIX)
+    assert isinstance(weight, EncodedTensor)
+    room = np.empty(math.prod(weight.shape) * 4, dtype=np.uint8)
+    with pytest.raises(MasterError, match=r"q_proj\.weight_awq_scale.*finite scales.*the master is damaged"):
+        weight.read(0, math.prod(weight.shape), dtype, room)
+    with pytest.raises(MasterError, match=r"q_proj\.weight_awq_scale.*finite scales.*the master is damaged"):
+        pack(weight, torch.float32)
 
 
 def test_killed_and_resumed_run_gives_the_same_bytes(source: Path, awq: Path, tmp_path: Path) -> None:

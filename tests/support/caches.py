@@ -112,7 +112,7 @@ def ids(tokens: int, sequences: int = 1, seed: int = 1) -> Tensor:
 
 
 def gaussian(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -122,7 +122,8 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 def layer(size: int, *, interleaved: bool = False) -> LayerModel:
     """What a method knows of a layer of two heads whose states are not correlated."""
-    even = StateBasis(torch.eye(size).expand(2, -1, -1), torch.eye(size).expand(2, -1, -1), torch.ones(2, size))
+    identity = torch.eye(size, device="cpu").expand(2, -1, -1)
+    even = StateBasis(identity, identity, torch.ones(2, size, device="cpu"))
     pairs = RopePairs(size, size, interleaved)
     return LayerModel(key_size=size, value_size=size, pairs=pairs, bases=LayerBases(even, even, None))
 

@@ -73,7 +73,7 @@ class PolarCodec:
     rates = tuple(DISTORTIONS)
     any_rate = False
     efforts = ()
-    on_gpu = False
+    encodes_on_gpu = decodes_on_gpu = False
     block_size = BLOCK
     state_defaults: Mapping[str, Any] = {"octave": 0}
     compiling_bytes = 0
@@ -162,6 +162,9 @@ class PolarCoder:
     ) -> None:
         assert basis is Basis.PLAIN and isinstance(state, OctaveState)
         values[:] = from_float32(self._decoded(parts, state).reshape(-1), dtype)
+
+    def check(self, parts: Sequence[Bytes], state: State) -> None:
+        pass
 
     def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
         return decode_torch_on_cpu(self, parts, state)

@@ -1,0 +1,151 @@
+"""Packed weights are decoded in the threads that torch has now, and in processes that were forked from others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import bf16, gaussian, run_command, write_checkpoint
+
+from pqweights.checkpoint.readers import EncodedTensor
+from pqweights.checkpoint.source import open_local
+from pqweights.integrations import packed_rows
+from pqweights.integrations.packed import PackedTensor, pack
+from pqweights.integrations.packed_rows import share
+
+ROWS, COLUMNS = 512, 256
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A master of one weight."""
+    made = tmp_path_factory.mktemp("threads")
+    source = write_checkpoint(made / "model", {"model.up.weight": bf16(gaussian(ROWS, COLUMNS))})
+    run_command({"quantize": str(source)}, made / "master")
+    return made / "master"
+
+
+@pytest.fixture(autouse=True)
+def small_chunks_and_the_threads_of_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(packed_rows, "CHUNK_WEIGHTS", 8 * COLUMNS)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def opened(folder: Path) -> PackedTensor:
+    (weight,) = open_local(folder).tensors
+    assert isinstance(weight, EncodedTensor)
+    made = pack(weight, torch.bfloat16)
+    assert made is not None
+    return made
+
+
+def threads_used(weight: PackedTensor) -> set[int]:
+    """Return the threads in which rows are decoded."""
+    together = threading.Barrier(torch.get_num_threads())
+    used = set[int]()
+
+    def work(start: int, stop: int) -> None:
+        if threading.get_ident() not in used:
+            used.add(threading.get_ident())
+            together.wait(30)  # so that no thread takes all the work
+
+    share(work, weight.matrices[0], device=torch.device("cpu"))
+    return used
+
+
+@pytest.mark.parametrize("counts", [(4, 1), (1, 4), (2, 3, 1, 2)])
+def test_work_is_shared_by_as_many_threads_as_torch_has_now(counts: tuple[int, ...], folder: Path) -> None:
+    weight = opened(folder)
+    for count in counts:
+        torch.set_num_threads(count)
+        used = threads_used(weight)
+        assert len(used) == count
+        if count == 1:
+            assert used == {threading.get_ident()}
+
+
+def test_thread_count_of_torch_is_left_alone(folder: Path) -> None:
+    torch.set_num_threads(3)
+    weight = opened(folder)
+
+    def refuse(count: int) -> None:
+        raise AssertionError(f"the number of threads was set to {count}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "set_num_threads", refuse)
+        weight.decode()
+    assert torch.get_num_threads() == 3
+    found: list[int] = []
+    new = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    new.start()
+    new.join()
+    assert found == [3]
+
+
+def test_bytes_are_the_same_for_any_number_of_threads(folder: Path) -> None:
+    weight, found = opened(folder), []
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        found.append(weight.decode())
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+def test_error_of_the_first_chunk_is_raised(folder: Path) -> None:
+    weight = opened(folder)
+    torch.set_num_threads(3)
+
+    def work(start: int, stop: int) -> None:
+        if start >= ROWS // 2:
+            raise ValueError(f"row {start}")
+
+    for _ in range(20):
+        with pytest.raises(ValueError, match=f"row {ROWS // 2}$"):
+            share(work, weight.matrices[0], device=torch.device("cpu"))
+
+
+FORKED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+import test_packed_threads as t
+t.packed_rows.CHUNK_WEIGHTS = 8 * t.COLUMNS
+torch.set_num_threads(2)
+weight = t.opened(Path(sys.argv[1]))
+x = torch.ones(1, t.COLUMNS, dtype=torch.bfloat16)
+def computed():
+    # Compared as bytes, because torch itself waits for such threads where it compares large tensors.
+    tensors = weight.decode(), torch.nn.functional.linear(x, weight)
+    return [each.view(torch.uint8).numpy().tobytes() for each in tensors]
+before = computed()
+child = os.fork()
+if not child:
+    signal.alarm(60)  # a process that waits for threads that it does not have is ended
+    os._exit(0 if computed() == before else 3)
+_, status = os.waitpid(child, 0)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_forked_process_decodes_and_multiplies(folder: Path) -> None:
+    here = Path(__file__)
+    script = f"import sys; sys.path.append({str(here.parents[1] / 'support')!r})\n{FORKED}"
+    run = [sys.executable, "-W", "ignore", "-c", script, str(folder)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=200, cwd=here.parent, check=False)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+
+
+def test_weights_are_those_of_the_reader(folder: Path) -> None:
+    (weight,) = open_local(folder).tensors
+    raw = np.empty(ROWS * COLUMNS * 2, dtype=np.uint8)
+    weight.read(0, ROWS * COLUMNS, "BF16", raw)
+    torch.set_num_threads(4)
+    found = opened(folder).decode()
+    assert found.view(torch.uint8).numpy().tobytes() == raw.tobytes()

@@ -1,0 +1,143 @@
+"""What kernels have no room for is refused before they run, also by a Python that leaves out assertions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pqweights.codecs import get_codec
+from pqweights.codecs.lloyd_max import codebook
+from pqweights.codecs.trellis_classes import decode_tables, encode_model
+from pqweights.kernels import BlockCoding, trellis
+from pqweights.kernels.groups import FloatRule, GroupRule, Groups, fit_groups, round_floats, round_groups
+from pqweights.kernels.products import InputBasis, PreparedInputs, Product
+
+
+def empty_groups(groups: int, size: int) -> Groups:
+    numbers = [np.empty(groups, dtype=dtype) for dtype in (np.float32, np.float32, np.float64, np.float64)]
+    codes = np.empty((groups, size), dtype=np.uint8)
+    return Groups(codes=codes, scales=numbers[0], offsets=numbers[1], energies=numbers[2], errors=numbers[3])
+
+
+def fit(size: int, bits: int) -> None:
+    values, settings = np.ones(2 * size, dtype=np.float32), np.ones(7, dtype=np.float32)
+    fit_groups(values, settings, empty_groups(2, size), bits=bits, symmetric=False, middle=False)
+
+
+def round_as(bits: int, size: int) -> None:
+    round_groups(np.ones(2 * size, dtype=np.float32), empty_groups(2, size), bits=bits, rule=1)
+
+
+def round_to_floats(size: int) -> None:
+    round_floats(np.ones(2 * size, dtype=np.float32), empty_groups(2, size), mode=1)
+
+
+def product(*, rows: int = 2, inputs: int = 256, columns: int = 256, norms: int = 6, scales: int = 0) -> None:
+    """Multiply a weight of 3 rows and 256 columns."""
+    coding = BlockCoding(codebook=codebook(4))
+    codes, found = np.zeros((6, 64), dtype=np.uint8), np.zeros(norms, dtype=np.uint16)
+    made = Product(codes[:norms], found, coding, outputs=3, dtype="F32")
+    prepared, x = PreparedInputs(), np.zeros((rows, 256), dtype=np.float32)
+    basis = InputBasis(made.basis.rotation, bytes(4 * scales))
+    prepared.prepare(x.ctypes.data, rows=rows, columns=inputs, dtype="F32", basis=basis)
+    out = np.zeros((rows, 3), dtype=np.float32)
+    made.multiply(prepared, out=out.ctypes.data, stride=3, bias=None, factor=1.0, threads=1)
+
+
+def product_in_another_basis() -> None:
+    codes, norms = np.zeros((6, 64), dtype=np.uint8), np.zeros(6, dtype=np.uint16)
+    made = Product(codes, norms, BlockCoding(codebook=codebook(4)), outputs=3, dtype="F32")
+    prepared, x = PreparedInputs(), np.zeros((1, 256), dtype=np.float32)
+    prepared.prepare(x.ctypes.data, rows=1, columns=256, dtype="F32", basis=InputBasis(0, b""))
+    made.multiply(prepared, out=x.ctypes.data, stride=3, bias=None, factor=1.0, threads=1)
+
+
+def encode_superblocks(blocks: int, stride: int = 9000) -> None:
+    values, rows = np.zeros(blocks * 128 * 4, dtype=np.uint8), np.zeros((1, stride), dtype=np.uint8)
+    cut = trellis.Superblocks(1, blocks, stride)
+    trellis.encode(values, "F32", cut=cut, states=8, signed=False, model=encode_model(), rows=rows)
+
+
+def decode_superblocks(blocks: int, stride: int) -> None:
+    values, rows = np.zeros(blocks * 128 * 4, dtype=np.uint8), np.zeros((1, stride), dtype=np.uint8)
+    cut = trellis.Superblocks(1, blocks, stride)
+    trellis.decode(rows, values, "F32", cut=cut, signed=False, rotate=True, tables=decode_tables())
+
+
+def encode_with_levels(levels: list[float]) -> None:
+    coder = get_codec("hadamard-lloyd-max").coder_from_tables(2, levels)
+    parts = [np.zeros((1, part.bytes_per_block), dtype=np.uint8) for part in coder.parts]
+    coder.encode(np.ones(128, dtype=np.float32).view(np.uint8), parts, dtype="F32", state=coder.first_state())
+
+
+def quantized(rule: GroupRule | FloatRule, weights: int) -> None:
+    rule.quantize(np.ones(weights, dtype=np.float32))
+
+
+BEST = GroupRule(bits=4, group_size=32, symmetric=False, middle=False, rule="best")
+REFUSED: dict[str, Callable[[], Any]] = {
+    "groups larger than the kernel's room": lambda: fit(272, 4),
+    "groups of no multiple of 16": lambda: fit(24, 4),
+    "groups of nothing": lambda: fit(0, 4),
+    "codes of 9 bits": lambda: fit(32, 9),
+    "codes of 1 bit": lambda: fit(32, 1),
+    "runtime's codes of 9 bits": lambda: round_as(9, 32),
+    "runtime's groups of nothing": lambda: round_as(4, 0),
+    "floating groups larger than the kernel's room": lambda: round_to_floats(33),
+    "floating groups of nothing": lambda: round_to_floats(0),
+    "weights that end within a group": lambda: quantized(BEST, 33),
+    "weights that end within a floating group": lambda: quantized(FloatRule("mxfp8", 8, 32), 63),
+    "more rows of inputs than a product takes": lambda: product(rows=17),
+    "no row of inputs": lambda: product(rows=0),
+    "inputs of fewer columns than the weight": lambda: product(inputs=128),
+    "inputs of no whole blocks": lambda: product(inputs=200),
+    "fewer scales than columns": lambda: product(scales=128),
+    "rows of no whole blocks": lambda: product(norms=5),
+    "inputs in another basis": product_in_another_basis,
+    "superblocks larger than the encoder's room": lambda: encode_superblocks(1025, 20_000),
+    "superblocks of nothing": lambda: encode_superblocks(0),
+    "superblocks shorter than a header": lambda: encode_superblocks(4, 6),
+    "superblocks to decode that are shorter than a header": lambda: decode_superblocks(4, 6),
+    "levels that are not symmetric": lambda: encode_with_levels([-1.0, 0.0, 1.0, 2.0]),
+}
+ALLOWED: dict[str, Callable[[], Any]] = {
+    "groups": lambda: fit(256, 8),
+    "runtime's groups": lambda: round_as(4, 64),
+    "floating groups": lambda: round_to_floats(32),
+    "whole groups": lambda: quantized(BEST, 64),
+    "rows of inputs": lambda: product(rows=16),
+    "superblocks": lambda: encode_superblocks(1024, 20_000),
+    "superblocks to decode": lambda: decode_superblocks(4, 100),
+    "levels": lambda: encode_with_levels([-1.5, -0.5, 0.5, 1.5]),
+}
+
+
+def outcomes() -> str:
+    """Return what each call raises, a line each."""
+    lines = []
+    for name, call in [*REFUSED.items(), *ALLOWED.items()]:
+        try:
+            call()
+        except Exception as error:
+            lines.append(f"{name}: {type(error).__name__}")
+        else:
+            lines.append(f"{name}: passed")
+    return "\n".join(lines)
+
+
+EXPECTED = "\n".join([*(f"{name}: ValueError" for name in REFUSED), *(f"{name}: passed" for name in ALLOWED)])
+
+
+@pytest.mark.parametrize("options", [[], ["-O"], ["-OO"]], ids=["plain", "-O", "-OO"])
+def test_what_kernels_have_no_room_for_is_a_value_error(options: list[str]) -> None:
+    """In a process of its own, which the kernels could end."""
+    script = "import test_guards; print(test_guards.outcomes())"
+    run = [sys.executable, *options, "-c", script]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, EXPECTED), done.stderr
