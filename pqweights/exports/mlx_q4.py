@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +26,7 @@ from pqweights.dtypes import DTYPE_BITS, convert, from_float32, item_bytes
 from pqweights.errors import ExportError, MissingDependencyError
 from pqweights.exports.bf16 import is_encoded, plain_plan
 from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
+from pqweights.exports.linear import FUSED_WITH_KEPT, fused_warnings
 from pqweights.exports.loading import LoadableModel, shell
 from pqweights.exports.options import BEST, MINMAX, ExportOptions, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export
@@ -81,7 +82,8 @@ class MlxQ4:
         model, specs = self._model(checkpoint)
         tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
         outputs = _outputs(model, tensors, specs)
-        decisions = self._decisions(model, outputs)
+        fused_with = _fused_with_kept(model, tensors)
+        decisions = self._decisions(model, outputs, {name for names in fused_with.values() for name in names})
         used = {source for found in model.outputs.values() for source in found.sources}
         kind = (checkpoint.config or {}).get("model_type")
         reason = f"mlx-lm's model of type {kind!r} does not hold them"
@@ -92,6 +94,7 @@ class MlxQ4:
             metadata={"format": "mlx"},
             config=model.config,
             plain_dtype=None,
+            warnings=fused_warnings({k: [t for t in outputs if t.name in names] for k, names in fused_with.items()}),
         )
 
     def _model(self, checkpoint: Checkpoint) -> tuple[MlxModel, dict[str, Spec]]:
@@ -113,12 +116,16 @@ class MlxQ4:
             generation_config=read_file(checkpoint.storage, GENERATION_CONFIG) if generation else None,
             specs=specs,
             default=mlx_model.QuantizedModule(self.bits, self.groups.size, self.mode),
-            keep=lambda names: all(_kept_by_recipe(tensors[name]) for name in names),
+            smaller=self.groups.tried[1:],
+            keep=lambda names: any(_kept_by_recipe(tensors[name]) for name in names),
+            encoded=lambda names: any(is_encoded(tensors[name]) for name in names),
         )
         return model, specs
 
-    def _decisions(self, model: MlxModel, outputs: tuple[LogicalTensor, ...]) -> dict[str, Rounding | Stays]:
-        """Decide what becomes of each weight.
+    def _decisions(
+        self, model: MlxModel, outputs: tuple[LogicalTensor, ...], fused: Collection[str]
+    ) -> dict[str, Rounding | Stays]:
+        """Decide what becomes of each weight. fused: the names of those that stay plain as they are partly kept.
 
         Raises ExportError if a group size that the user asked for does not divide the rows of a weight, or if nothing
         can be quantized.
@@ -131,7 +138,9 @@ class MlxQ4:
                 rule = GroupRule(bits=how.bits, group_size=how.group_size, symmetric=False, middle=False, rule=name)
             decisions[f"{module}.weight"] = Rounding(rule, MlxLayout(how.mode == "affine"))
         for tensor in outputs:
-            if tensor.name not in decisions and is_encoded(tensor):
+            if tensor.name in fused:
+                decisions[tensor.name] = Stays(FUSED_WITH_KEPT)
+            elif tensor.name not in decisions and is_encoded(tensor):
                 columns = tensor.shape[-1] if tensor.shape else 1
                 why = self.groups.why_not(tensor.name, columns)
                 decisions[tensor.name] = Stays(why or "mlx-lm does not quantize it")
@@ -201,6 +210,16 @@ def _outputs(
             )
         )
     return tuple(outputs)
+
+
+def _fused_with_kept(model: MlxModel, tensors: Mapping[str, LogicalTensor]) -> dict[str, list[str]]:
+    """Return the outputs that stay plain because a part is kept and others are not, by the first part that is kept."""
+    result: dict[str, list[str]] = {}
+    for name, output in model.outputs.items():
+        kept = sorted(source for source in output.sources if _kept_by_recipe(tensors[source]))
+        if kept and any(is_encoded(tensors[source]) for source in output.sources):
+            result.setdefault(kept[0], []).append(name)
+    return result
 
 
 def _kept_by_recipe(tensor: LogicalTensor) -> bool:
