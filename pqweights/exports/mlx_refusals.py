@@ -44,7 +44,7 @@ def refused(what: str, advice: str) -> Iterator[None]:
 
 def in_words(error: BaseException) -> str:
     """Return what mlx-lm does not take."""
-    said = textwrap.shorten(str(error), MOST_QUOTED, placeholder=" ...").rstrip("., ")
+    said = textwrap.shorten(str(error).rstrip(". "), MOST_QUOTED, placeholder=" ...")
     frames = list(traceback.walk_tb(error.__traceback__))
     wrong = [line for frame, _ in frames for value in frame.f_locals.values() for line in _wrong_settings(value)]
     if found := _UNKNOWN.fullmatch(str(error)):
@@ -55,12 +55,12 @@ def in_words(error: BaseException) -> str:
         return f"its model has no place for {found[1]} tensors: {found[2]}"
     if found := _MISSING.fullmatch(said):
         return f"its model needs {found[1]} tensors that the checkpoint does not have: {found[2]}"
+    if _is_own_words(error, frames):
+        return said
     if wrong:
         return f"it does not take these settings of config.json: {'; '.join(dict.fromkeys(wrong))}"
     if isinstance(error, KeyError):
         return f"its code ({_place(frames)}) looks for a setting or a tensor that is not there: {said}"
-    if _is_own_words(error, frames):
-        return said
     return f"its code ({_place(frames)}) cannot compute with this configuration or these tensors: {said}"
 
 
@@ -90,13 +90,11 @@ def _wrong_settings(value: object) -> list[str]:
         hints = typing.get_type_hints(type(value))
     except (NameError, TypeError):
         return []
-    found = [
-        (field.name, hints.get(field.name), getattr(value, field.name, None)) for field in dataclasses.fields(value)
-    ]
+    settings = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
     return [
-        f"{name}: expected {_named(hint)}, found {_shown(setting)}"
-        for name, hint, setting in found
-        if not _fits(setting, hint)
+        f"{name}: expected {_named(hints[name])}, found {_shown(setting)}"
+        for name, setting in settings.items()
+        if not _fits(setting, hints[name])
     ]
 
 

@@ -169,12 +169,13 @@ class GroupSize:
         """
         if self.fitting([columns]) is not None:
             return None
-        fitting = ", ".join(str(size) for size in sorted(self.allowed) if columns % size == 0) or "none"
+        fitting = ", ".join(str(size) for size in sorted(self.allowed) if columns % size == 0)
         if self.asked is not None:
+            advice = "; without --group-size each layer gets one that divides its rows" if fitting else ""
             raise ExportError(
                 f"tensor {tensor!r}: --group-size {self.size} does not divide its rows of {columns} weights; of the "
-                f"sizes that {self.target} has, these would: {fitting}; without --group-size each layer gets one that "
-                "divides its rows"
+                f"sizes that {self.target} has, these would: {fitting or 'none'}{advice}"
             )
         sizes = " or ".join(str(size) for size in self.tried)
-        return f"groups of {sizes} do not divide its rows of {columns} weights (--group-size that would: {fitting})"
+        would = fitting or "none"
+        return f"groups of {sizes} do not divide its rows of {columns} weights (--group-size that would: {would})"

@@ -21,11 +21,11 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.dtypes import from_float32
 from pqweights.errors import ExportError
-from pqweights.exports.architectures import uses_weights_early
+from pqweights.exports.architectures import renames_towers, uses_weights_early
 from pqweights.exports.fused import fused_layers
 from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
 from pqweights.exports.layer_patterns import is_matched, module_of, patterns
-from pqweights.exports.linear import LinearRules, linear_weights
+from pqweights.exports.linear import LinearRules, LinearWeights, linear_weights
 from pqweights.exports.loading import LoadableModel, by_transformers, shell
 from pqweights.exports.options import BEST, MINMAX, PLAIN, ROTATED, ExportOptions, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export
@@ -33,7 +33,8 @@ from pqweights.exports.target import COMPRESSED_TENSORS, ExportTarget
 from pqweights.kernels import HADAMARD_SIZE
 from pqweights.kernels.groups import GroupRule, Groups, pack_bits
 from pqweights.planning.plan import DEFAULT_METADATA
-from pqweights.planning.roles import classify
+from pqweights.planning.roles import classify, tower_of
+from pqweights.units import first_names
 
 NAME = "vllm-int4"
 GROUP_SIZES = (128, 64, 32)
@@ -90,7 +91,7 @@ class VllmInt4:
             left_out={},
             metadata=DEFAULT_METADATA,
             config=self._config(checkpoint, found.sizes, turned),
-            warnings=((ROTATED_WARNING,) if turned else ()) + found.warnings,
+            warnings=((ROTATED_WARNING,) if turned else ()) + found.warnings + _experts_warnings(checkpoint, found),
         )
 
     def _rule(self, size: int) -> GroupRule:
@@ -142,6 +143,22 @@ class VllmInt4:
         }
 
 
+def _experts_warnings(checkpoint: Checkpoint, found: LinearWeights) -> tuple[str, ...]:
+    """Return a warning if single experts stay plain, which transformers cannot load beside packed weights."""
+    plain = [t.name for t in checkpoint.tensors if t.name not in found.sizes and _is_single_expert(t)]
+    if not plain:
+        return ()
+    return (
+        f"single experts stay plain ({first_names(plain)}): vLLM loads them; transformers (5.23) looks for packed ones "
+        "alone when it stacks experts, and fails",
+    )
+
+
+def _is_single_expert(tensor: LogicalTensor) -> bool:
+    role = classify(tensor.name, tensor.dtype, tensor.shape).name
+    return role == "expert" and len(tensor.shape) == 2 and tensor.name.endswith(".weight")
+
+
 def _targets(layers: Sequence[str], sizes: Mapping[str, int]) -> list[tuple[int, list[str]]]:
     """Return the group sizes with what matches their layers: one size is that of all linear layers.
 
@@ -169,7 +186,15 @@ def _ignored(checkpoint: Checkpoint, layers: Sequence[str], sizes: Mapping[str, 
     routers = [t for t in checkpoint.tensors if classify(t.name, t.dtype, t.shape).name == "router"]
     if routers and not any(re.match(ROUTERS.removeprefix("re:"), module_of(name)) for name in rounded):
         result.append(ROUTERS)  # transformers renames some of them as it loads the checkpoint
+    if renames_towers(checkpoint.config):
+        result += _towers(plain, rounded)
     return [*result, _outside(rounded, plain)]
+
+
+def _towers(plain: Sequence[str], rounded: Sequence[str]) -> list[str]:
+    """Return expressions that match all modules of the towers that stay plain, whatever they are called within."""
+    towers = dict.fromkeys(tower for name in plain if (tower := tower_of(name)) is not None)
+    return [rf"re:(.*\.)?{re.escape(tower)}\..*" for tower in towers if tower not in map(tower_of, rounded)]
 
 
 def _outside(rounded: Sequence[str], plain: Sequence[str]) -> str:
