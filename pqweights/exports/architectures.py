@@ -116,6 +116,8 @@ RENAMED = RESHAPED | frozenset(
         "vivit",
     }
 )
+# Layers of the text model that stay plain have other names in memory than in the file, where `ignore` misses them.
+RENAMED_PLAIN = frozenset({"axk2"})
 # Layers of a tower, which stay plain, have other names in memory than in the file: `ignore` must name the whole tower.
 RENAMED_TOWERS = frozenset({"altclip", "cosmos3_edge", "kimi_k25"})
 # The model computes with a weight otherwise than by F.linear, the only product that torchao's tensors have.
@@ -209,11 +211,17 @@ _TRANSPOSED = "it stores its linear weights transposed, which the format cannot 
 _EXPERTS = "transformers splits its fused experts when it loads compressed-tensors, and would not find them"
 _RESHAPED = "transformers cuts or joins its weights as it loads them, which packed codes do not survive"
 _RENAMED = "transformers renames its layers as it loads them, and would not find torchao's tensors"
+_RENAMED_PLAIN = "transformers renames layers that stay plain as it loads them, and would look for packed ones"
 _DIRECTLY = "it computes with its weights directly, which torchao's tensors do not support"
 # In the order in which they are reported.
 _REFUSALS: dict[str, tuple[tuple[frozenset[str], str], ...]] = {
     TORCHAO: ((TRANSPOSED, _TRANSPOSED), (RESHAPED, _RESHAPED), (RENAMED, _RENAMED), (USED_DIRECTLY, _DIRECTLY)),
-    VLLM: ((TRANSPOSED, _TRANSPOSED), (UNPACKED_EXPERTS, _EXPERTS), (RESHAPED, _RESHAPED)),
+    VLLM: (
+        (TRANSPOSED, _TRANSPOSED),
+        (UNPACKED_EXPERTS, _EXPERTS),
+        (RESHAPED, _RESHAPED),
+        (RENAMED_PLAIN, _RENAMED_PLAIN),
+    ),
 }
 # The keys of the configurations of towers, whose weights stay plain.
 _TOWER = re.compile(r"(vision|visual|vit|image|audio|speech)\w*")
