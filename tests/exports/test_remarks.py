@@ -33,7 +33,10 @@ def test_experts_that_stay_plain_are_named_with_their_bytes(
     family: str, target: str, reason: str, base: Path, tmp_path: Path
 ) -> None:
     master = families.master(base, family)
-    found = warned(master, tmp_path / "out", "-t", target)
+    packing = (
+        ("--packing", "plain") if target == "torchao-int4" else ()
+    )  # tiles of so narrow layers are as large as BF16
+    found = warned(master, tmp_path / "out", "-t", target, *packing)
     (said,) = [text for text in found if text.startswith("experts stay in BF16: ")]
     plain = [t for t in read_manifest(tmp_path / "out").tensors if t.role == "expert" and t.action == "decode"]
     weights = sum(math.prod(tensor.shape) for tensor in plain)
