@@ -11,11 +11,14 @@ from typing import Any
 
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.codecs import DEFAULT_CODEC
 from pqweights.errors import ExportError
 from pqweights.exports.architectures import check_architecture
 from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.fused import fused_layers
 from pqweights.exports.options import GroupSize
+from pqweights.planning.decisions import is_smaller
+from pqweights.planning.recipe import DEFAULT_BITS
 from pqweights.planning.roles import classify
 from pqweights.units import counted, first_names, size_text
 
@@ -117,6 +120,14 @@ def fused_warnings(fused_with: Mapping[str, Sequence[LogicalTensor]]) -> tuple[s
         f"{counted(len(tensors), 'weight')}, {stored} in BF16; only a master that keeps no part of a fused layer has "
         "all of it rounded",
     )
+
+
+def kept_by_recipe(tensor: LogicalTensor) -> bool:
+    """Whether the master keeps a tensor that the default policy would have encoded; then its recipe wants it kept."""
+    if is_encoded(tensor) or tensor.plain_dtype not in ("BF16", "F16", "F32", "F64"):
+        return False
+    role = classify(tensor.name, tensor.dtype, tensor.shape)
+    return role.keep is None and is_smaller(tensor, DEFAULT_CODEC, DEFAULT_BITS)
 
 
 def _one_size(groups: GroupSize, tensors: Sequence[LogicalTensor]) -> GroupSize:

@@ -21,12 +21,11 @@ from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_file
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
-from pqweights.codecs import DEFAULT_CODEC
 from pqweights.dtypes import DTYPE_BITS, convert, from_float32, item_bytes
 from pqweights.errors import ExportError, MissingDependencyError
 from pqweights.exports.bf16 import is_encoded, plain_plan
 from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
-from pqweights.exports.linear import FUSED_WITH_KEPT, fused_warnings
+from pqweights.exports.linear import FUSED_WITH_KEPT, fused_warnings, kept_by_recipe
 from pqweights.exports.loading import LoadableModel, shell
 from pqweights.exports.options import BEST, MINMAX, ExportOptions, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export
@@ -35,9 +34,6 @@ from pqweights.installing import pip_install
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups, pack_bits
 from pqweights.locks import ProcessLock
 from pqweights.markdown import fenced
-from pqweights.planning.decisions import is_smaller
-from pqweights.planning.recipe import DEFAULT_BITS
-from pqweights.planning.roles import classify
 
 if TYPE_CHECKING:
     from pqweights.exports.mlx_model import MlxModel
@@ -117,7 +113,7 @@ class MlxQ4:
             specs=specs,
             default=mlx_model.QuantizedModule(self.bits, self.groups.size, self.mode),
             smaller=self.groups.tried[1:],
-            keep=lambda names: any(_kept_by_recipe(tensors[name]) for name in names),
+            keep=lambda names: any(kept_by_recipe(tensors[name]) for name in names),
             encoded=lambda names: any(is_encoded(tensors[name]) for name in names),
         )
         return model, specs
@@ -216,18 +212,10 @@ def _fused_with_kept(model: MlxModel, tensors: Mapping[str, LogicalTensor]) -> d
     """Return the outputs that stay plain because a part is kept and others are not, by the first part that is kept."""
     result: dict[str, list[str]] = {}
     for name, output in model.outputs.items():
-        kept = sorted(source for source in output.sources if _kept_by_recipe(tensors[source]))
+        kept = sorted(source for source in output.sources if kept_by_recipe(tensors[source]))
         if kept and any(is_encoded(tensors[source]) for source in output.sources):
             result.setdefault(kept[0], []).append(name)
     return result
-
-
-def _kept_by_recipe(tensor: LogicalTensor) -> bool:
-    """Whether the master keeps a tensor that the default policy would have encoded; then its recipe wants it kept."""
-    if is_encoded(tensor) or tensor.plain_dtype not in ("BF16", "F16", "F32", "F64"):
-        return False
-    role = classify(tensor.name, tensor.dtype, tensor.shape)
-    return role.keep is None and is_smaller(tensor, DEFAULT_CODEC, DEFAULT_BITS)
 
 
 def _check_size(evaluated: Mapping[str, Any], model: MlxModel) -> None:
