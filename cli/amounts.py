@@ -8,11 +8,9 @@ BYTES = "bytes"
 
 def size(count: float) -> str:
     """Return a number of bytes with its unit; GB is 10**9."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
+    from pqweights.units import size_text
+
+    return size_text(count)
 
 
 def amount(count: float, unit: str | None) -> str:

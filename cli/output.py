@@ -296,4 +296,6 @@ def estimate(value: tuple[float, float | None] | None, form: str) -> str:
 
 def first_names(names: Sequence[str]) -> str:
     """Return the first three names, with "..." if there are more."""
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    from pqweights import units
+
+    return units.first_names(names)

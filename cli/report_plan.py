@@ -36,10 +36,25 @@ def plan_lines(report: PlanReport, summary: bool | None) -> list[str]:
         f"output: {plan.output_bytes} bytes in {counted(len(plan.shards), 'safetensors file')}; "
         f"{counted(len(plan.companions), 'other file')} copied",
         f"needs: {_room(needs)}, at most {size(needs.peak_memory_bytes)} of memory",
+        *_fused_experts_lines(plan.tensors),
         *planned_fold_lines(None if report.fold is None else report.fold.to_json()),
         *left_out_lines(plan),
         *export_lines(report.exports),
         *_hub_lines(report.hub, "in the output folder" if needs.scratch_bytes is None else "of disk space"),
+    ]
+
+
+def _fused_experts_lines(tensors: Sequence[TensorPlan]) -> list[str]:
+    """Return what exports make of experts that are fused into one tensor, if there are any."""
+    from pqweights.units import counted
+
+    fused = [t for t in tensors if t.role == "expert" and t.action == "quantize" and len(t.shape) > 2]
+    if not fused:
+        return []
+    weights = sum(tensor.weights for tensor in fused)
+    return [
+        f"fused experts: {counted(len(fused), 'tensor')} of {weights} weights: vllm-int4 and torchao-int4 store them "
+        f"in BF16 ({size(2 * weights)}); gguf and mlx-q4 round them"
     ]
 
 

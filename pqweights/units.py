@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 
 from pqweights.errors import RecipeError
@@ -32,6 +33,20 @@ def _checked(size: int, text: str) -> int:
     if not 1 <= size < 2**63:
         raise RecipeError(f"expected at least one byte, at most 2**63, found {text[:40]!r}")
     return size
+
+
+def size_text(count: float) -> str:
+    """Return a number of bytes with its unit; GB is 10**9."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return the first three names, with "..." if there are more."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def counted(count: int, noun: str) -> str:

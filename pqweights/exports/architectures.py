@@ -20,9 +20,11 @@ PLAIN = "bf16"
 TRANSPOSED = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
 # transformers splits fused experts, for compressed-tensors alone, into layers that no checkpoint has.
 UNPACKED_EXPERTS = frozenset({"llama4", "llama4_text"})
-# transformers cuts a stored weight into several, or joins several, without regard to packed codes.
+# transformers cuts a stored weight into several, or joins several, without regard to packed codes; of those that it
+# joins it even loses the plain ones of a compressed-tensors checkpoint.
 RESHAPED = frozenset(
     {
+        "bailing_hybrid",
         "depth_pro",
         "dinov2",
         "dinov2_with_registers",
@@ -31,6 +33,7 @@ RESHAPED = frozenset(
         "hrm_text",
         "inkling_mm_model",
         "jina_embeddings_v3",
+        "kimi_linear",
         "minimax_m3_vl",
         "molmo2",
         "molmo2_text",
@@ -50,7 +53,6 @@ RENAMED = RESHAPED | frozenset(
         "altclip",
         "audio-spectrogram-transformer",
         "axk2",
-        "bailing_hybrid",
         "beit",
         "cohere_asr",
         "cosmos3_edge",
@@ -72,7 +74,6 @@ RENAMED = RESHAPED | frozenset(
         "inkling2",
         "inkling2_text",
         "kimi_k25",
-        "kimi_linear",
         "kyutai_speech_to_text",
         "laguna",
         "lfm3",
@@ -115,6 +116,10 @@ RENAMED = RESHAPED | frozenset(
         "vivit",
     }
 )
+# Layers of the text model that stay plain have other names in memory than in the file, where `ignore` misses them.
+RENAMED_PLAIN = frozenset({"axk2"})
+# Layers of a tower, which stay plain, have other names in memory than in the file: `ignore` must name the whole tower.
+RENAMED_TOWERS = frozenset({"altclip", "cosmos3_edge", "kimi_k25"})
 # The model computes with a weight otherwise than by F.linear, the only product that torchao's tensors have.
 USED_DIRECTLY = frozenset({"falcon", "rwkv", "wavlm"})
 # Code of the model that initializes linear weights needs them as they are loaded.
@@ -206,11 +211,17 @@ _TRANSPOSED = "it stores its linear weights transposed, which the format cannot 
 _EXPERTS = "transformers splits its fused experts when it loads compressed-tensors, and would not find them"
 _RESHAPED = "transformers cuts or joins its weights as it loads them, which packed codes do not survive"
 _RENAMED = "transformers renames its layers as it loads them, and would not find torchao's tensors"
+_RENAMED_PLAIN = "transformers renames layers that stay plain as it loads them, and would look for packed ones"
 _DIRECTLY = "it computes with its weights directly, which torchao's tensors do not support"
 # In the order in which they are reported.
 _REFUSALS: dict[str, tuple[tuple[frozenset[str], str], ...]] = {
     TORCHAO: ((TRANSPOSED, _TRANSPOSED), (RESHAPED, _RESHAPED), (RENAMED, _RENAMED), (USED_DIRECTLY, _DIRECTLY)),
-    VLLM: ((TRANSPOSED, _TRANSPOSED), (UNPACKED_EXPERTS, _EXPERTS), (RESHAPED, _RESHAPED)),
+    VLLM: (
+        (TRANSPOSED, _TRANSPOSED),
+        (UNPACKED_EXPERTS, _EXPERTS),
+        (RESHAPED, _RESHAPED),
+        (RENAMED_PLAIN, _RENAMED_PLAIN),
+    ),
 }
 # The keys of the configurations of towers, whose weights stay plain.
 _TOWER = re.compile(r"(vision|visual|vit|image|audio|speech)\w*")
@@ -237,6 +248,11 @@ def other_targets(target: str, config: Mapping[str, Any] | None) -> str:
     if target != MLX and config.get("model_type") in RUN_BY_MLX:
         others.append(MLX)
     return f"use --target {' or '.join([*others, PLAIN])}"
+
+
+def renames_towers(config: Mapping[str, Any] | None) -> bool:
+    """Whether transformers renames layers of a tower as it loads a model."""
+    return any(model_type in RENAMED_TOWERS for model_type, _ in _model_types(config or {}))
 
 
 def uses_weights_early(config: Mapping[str, Any] | None) -> bool:

@@ -1,47 +1,148 @@
-"""Which weights of a master are linear layers that a runtime can hold as integers, judged by role, shape and name."""
+"""Which weights of a master are linear layers that a runtime can hold as integers, judged by role, shape and name.
+
+Weights that runtimes compute with in one layer (fused.py) are all rounded in groups of one size, or all stay plain.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.codecs import DEFAULT_CODEC
 from pqweights.errors import ExportError
 from pqweights.exports.architectures import check_architecture
 from pqweights.exports.bf16 import is_encoded
+from pqweights.exports.fused import fused_layers
 from pqweights.exports.options import GroupSize
+from pqweights.planning.decisions import is_smaller
+from pqweights.planning.recipe import DEFAULT_BITS
 from pqweights.planning.roles import classify
+from pqweights.units import counted, first_names, size_text
 
 # The longest row, in weights; eight rows are held in memory at once.
 MOST_COLUMNS = 1 << 20
+FUSED_WITH_KEPT = "runtimes fuse it with a layer that the master keeps"
+FUSED_WITH_PLAIN = "runtimes fuse it with a layer that stays plain"
 
 
-def linear_weights(
-    checkpoint: Checkpoint,
-    groups: GroupSize,
-    *,
-    experts: str | None = None,
-    too_large: Callable[[tuple[int, ...]], str | None] = lambda shape: None,
-) -> dict[str, str | None]:
-    """Return for every weight that the master encoded why it stays plain; None for a weight that can become integers.
+@dataclass(frozen=True, kw_only=True)
+class LinearWeights:
+    """What can become of the weights that a master encodes.
 
+    sizes: the group size of each weight that can become integers, by name
+    plain: why each of the others stays plain, by name
+    warnings: what the user should know of those that are fused with others, a sentence each
+    """
+
+    sizes: Mapping[str, int]
+    plain: Mapping[str, str]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearRules:
+    """What a target takes for a linear layer.
+
+    groups: the group sizes
     experts: why single experts stay plain; None if they need not
-    too_large: returns why a linear layer of a shape is not worth storing as integers; None if it is
+    too_large: returns why a linear layer of a shape is not worth storing as integers in groups of a size; None if it is
+    one_size: whether all layers outside of experts must have the same group size
+    """
+
+    groups: GroupSize
+    experts: str | None = None
+    too_large: Callable[[tuple[int, ...], int], str | None] = lambda shape, size: None
+    one_size: bool = False
+
+
+def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
+    """Decide for every weight that the master encoded whether it can become integers, and in groups of which size.
 
     Raises ExportError if the target cannot hold the architecture, if a group size that the user asked for does not
     divide the rows of a weight, or if no weight can become integers.
     """
-    check_architecture(groups.target, checkpoint.config)
+    check_architecture(rules.groups.target, checkpoint.config)
     encoded = [tensor for tensor in checkpoint.tensors if is_encoded(tensor)]
     tokens = _vocabulary_sizes(checkpoint.config or {})
-    result = {t.name: _why_plain(t, groups, experts, tokens) or too_large(t.shape) for t in encoded}
-    if None not in result.values():
-        found = [reason for reason in result.values() if reason]
-        removable = [reason for reason in found if "--" in reason]  # by another option
-        why = next(iter([*removable, *found]), "the master quantizes no linear layer")
-        raise ExportError(f"no weight of this model can become integers for {groups.target}: {why}")
-    return result
+    plain = {t.name: why for t in encoded if (why := _not_linear(t, rules.experts, tokens)) is not None}
+    groups = _one_size(rules.groups, [t for t in encoded if t.name not in plain]) if rules.one_size else rules.groups
+    of_experts = {tensor.shape[-1] for tensor in encoded if tensor.name not in plain and _is_expert(tensor)}
+    sizes: dict[str, int] = {}
+    fused_with: dict[str, list[LogicalTensor]] = {}
+    for layer in fused_layers(checkpoint.tensors):
+        possible = [tensor for tensor in layer if is_encoded(tensor) and tensor.name not in plain]
+        kept = [tensor for tensor in layer if not is_encoded(tensor)]
+        if kept and possible:
+            plain |= dict.fromkeys((tensor.name for tensor in possible), FUSED_WITH_KEPT)
+            fused_with[kept[0].name] = possible
+            continue
+        reasons, size = _reasons(possible, rules, groups, of_experts)
+        if len(possible) < len(layer) or reasons:
+            plain |= dict.fromkeys((tensor.name for tensor in possible), FUSED_WITH_PLAIN) | reasons
+        else:
+            sizes |= dict.fromkeys((tensor.name for tensor in possible), size)
+    if not sizes:
+        removable = [reason for reason in plain.values() if "--" in reason]  # by another option
+        why = next(iter([*removable, *plain.values()]), "the master quantizes no linear layer")
+        raise ExportError(f"no weight of this model can become integers for {rules.groups.target}: {why}")
+    return LinearWeights(sizes=sizes, plain=plain, warnings=fused_warnings(fused_with))
+
+
+def _reasons(
+    layer: Sequence[LogicalTensor], rules: LinearRules, groups: GroupSize, of_experts: set[int]
+) -> tuple[dict[str, str], int]:
+    """Return why weights of one layer stay plain, by name, and the group size that they get if none does."""
+    columns = {tensor.shape[-1] for tensor in layer}
+    # transformers decodes the experts of all layers in one group size.
+    size = groups.fitting(columns | of_experts if any(map(_is_expert, layer)) else columns) or groups.size
+    reasons = {}
+    for tensor in layer:
+        why = groups.why_not(tensor.name, tensor.shape[-1]) or rules.too_large(tensor.shape, size)
+        if why is not None:
+            reasons[tensor.name] = why
+    return reasons, size
+
+
+def fused_warnings(fused_with: Mapping[str, Sequence[LogicalTensor]]) -> tuple[str, ...]:
+    """Return a warning of weights that stay plain because each is fused with one that the master keeps.
+
+    fused_with: such weights, by the name of the one that is kept
+    """
+    tensors = [tensor for layer in fused_with.values() for tensor in layer]
+    if not tensors:
+        return ()
+    stored = size_text(sum(2 * element_count(tensor) for tensor in tensors))
+    return (
+        f"plain because runtimes fuse them with what the master keeps ({first_names(list(fused_with))}): "
+        f"{counted(len(tensors), 'weight')}, {stored} in BF16; only a master that keeps no part of a fused layer has "
+        "all of it rounded",
+    )
+
+
+def kept_by_recipe(tensor: LogicalTensor) -> bool:
+    """Whether the master keeps a tensor that the default policy would have encoded; then its recipe wants it kept."""
+    if is_encoded(tensor) or tensor.plain_dtype not in ("BF16", "F16", "F32", "F64"):
+        return False
+    role = classify(tensor.name, tensor.dtype, tensor.shape)
+    return role.keep is None and is_smaller(tensor, DEFAULT_CODEC, DEFAULT_BITS)
+
+
+def _one_size(groups: GroupSize, tensors: Sequence[LogicalTensor]) -> GroupSize:
+    """Return the one size with which the most weights can be rounded."""
+    if groups.asked is not None:
+        return groups
+
+    def divided(size: int) -> int:
+        return sum(element_count(tensor) for tensor in tensors if tensor.shape[-1] % size == 0)
+
+    return replace(groups, only=max(groups.tried, key=divided))
+
+
+def _is_expert(tensor: LogicalTensor) -> bool:
+    return classify(tensor.name, tensor.dtype, tensor.shape).name == "expert"
 
 
 def _vocabulary_sizes(config: Mapping[str, Any]) -> set[object]:
@@ -49,15 +150,8 @@ def _vocabulary_sizes(config: Mapping[str, Any]) -> set[object]:
     return {part.get("vocab_size") for part in (config, config.get("text_config")) if isinstance(part, dict)}
 
 
-def _why_plain(tensor: LogicalTensor, groups: GroupSize, experts: str | None, tokens: set[object]) -> str | None:
-    reason = _not_linear(tensor, experts, tokens)
-    columns = tensor.shape[-1] if tensor.shape else 1
-    if reason is None and columns > MOST_COLUMNS:
-        reason = f"rows of {columns} weights: only up to {MOST_COLUMNS} are held in memory"
-    return reason or groups.why_not(tensor.name, columns)
-
-
 def _not_linear(tensor: LogicalTensor, experts: str | None, tokens: set[object]) -> str | None:
+    """Return why a weight is no linear layer that the format stores; None if it is one."""
     role = classify(tensor.name, tensor.dtype, tensor.shape).name
     if role in ("embedding", "lm_head"):
         return f"{role}: the runtime does not quantize it"
@@ -70,4 +164,6 @@ def _not_linear(tensor: LogicalTensor, experts: str | None, tokens: set[object])
     is_numbered = any(component.isdigit() for component in tensor.name.split("."))
     if role == "linear" and tensor.shape[0] in tokens and not is_numbered:
         return "a row for each token, so an embedding or a head: the runtime does not quantize it"
+    if tensor.shape[-1] > MOST_COLUMNS:
+        return f"rows of {tensor.shape[-1]} weights: only up to {MOST_COLUMNS} are held in memory"
     return None

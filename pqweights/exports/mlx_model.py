@@ -13,9 +13,8 @@ import io
 import json
 import re
 import tempfile
-import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm import utils as mlx_lm_utils
 
-from pqweights.errors import ExportError
 from pqweights.exports.architectures import MLX, other_targets
+from pqweights.exports.mlx_refusals import refused
 from pqweights.exports.mlx_trace import MLX_DTYPES, Evaluated, Moved, Sanitize, Spec, Weights, evaluate, record, trace
 
 # Keys of a configuration: the old name, and the name that transformers 5 writes.
@@ -48,10 +47,6 @@ GEMMA3_VOCABULARY = 262208
 TEXT_HEAD = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 TIED_BY_DEFAULT = frozenset({"qwen2_vl", "qwen2_5_vl"})
 DTYPE_NAMES = {dtype: name for name, dtype in MLX_DTYPES.items() if name != "F64"}
-# What mlx-lm's own code raises for configurations and weights that it does not support.
-REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-# The longest message of mlx-lm that is quoted whole.
-MOST_QUOTED = 240
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,9 @@ def read_model(
     generation_config: bytes | None,
     specs: Mapping[str, Spec],
     default: QuantizedModule,
+    smaller: Sequence[int],
     keep: Callable[[set[str]], bool],
+    encoded: Callable[[set[str]], bool],
 ) -> MlxModel:
     """Build the model of a configuration, and find out what mlx-lm makes of its tensors.
 
@@ -95,30 +92,38 @@ def read_model(
     generation_config: the content of generation_config.json, if there is one
     specs: shapes and dtypes of the checkpoint's tensors, by name
     default: how a module is quantized for which mlx-lm has no settings of its own
+    smaller: other group sizes, the largest first, for modules whose rows that of `default` does not divide
     keep: whether a weight that is made of these tensors must not be quantized
+    encoded: whether the master encoded a weight that is made of these tensors; only such modules get another size
 
     Raises ExportError if mlx-lm does not support the model.
     """
     what = f"mlx-lm does not support this model ({config.get('model_type')!r})"
-    refused = functools.partial(_refused, what, other_targets(MLX, config))
-    with refused():
+    checked = functools.partial(refused, what, other_targets(MLX, config))
+    with checked():
         config = _loaded(config, generation_config)
     _add_old_names(config)
     adapt = ADAPTERS.get(config["model_type"], _unchanged)
-    with refused():
+    with checked():
         build = _builder(config)
         model = build()
         # With the sanitize of this very model: some models drop parts of themselves in it.
         recording = record(adapt(_sanitize(model)), specs)
     outputs = trace(recording, specs)
-    with refused():
+    with checked():
         model.eval()
         model.load_weights([(name, mx.zeros(o.shape, o.dtype)) for name, o in outputs.items()], strict=True)
     _cast(model, config)
     dtypes = {name: DTYPE_NAMES[array.dtype] for name, array in tree_flatten(model.parameters())}
     kept = {path.removesuffix(".weight") for path, found in outputs.items() if keep(set(found.sources))}
-    with refused():
-        quantized, config = _quantized(model, config, default=default, kept=kept)
+    found = {path.removesuffix(".weight") for path, output in outputs.items() if encoded(set(output.sources))}
+    with checked():
+        quantizing = _Quantizing(default, getattr(model, "quant_predicate", None), kept)
+        model, config = quantizing.run(model, config, default.group_size, set(_module_names(model)))
+        for size in smaller:
+            if found - kept - set(_quantized(model)):
+                model, config = quantizing.run(model, config, size, found)
+        quantized, config = _quantized(model), _saved(config, "vision_tower" in getattr(model, "model", {}))
 
     def values(wanted: Mapping[str, Evaluated], load: Callable[[str], mx.array]) -> Weights:
         return evaluate(adapt(_sanitize(build())), specs, wanted=wanted, load=load)
@@ -126,43 +131,53 @@ def read_model(
     return MlxModel(outputs=outputs, dtypes=dtypes, quantized=quantized, config=config, evaluate=values)
 
 
-@contextlib.contextmanager
-def _refused(what: str, advice: str) -> Iterator[None]:
-    """Turn an error of mlx-lm into an ExportError that begins with `what`, and ends with `advice`.
+@dataclass(frozen=True)
+class _Quantizing:
+    """How placeholders are quantized.
 
-    What mlx-lm prints is dropped.
+    default: the bits and the mode
+    predicate: the model's own function for how a module is quantized, if it has one
+    kept: modules that must not be
     """
-    try:
+
+    default: QuantizedModule
+    predicate: Callable[[str, nn.Module], bool | dict[str, Any]] | None
+    kept: set[str]
+
+    def run(self, model: Any, config: dict[str, Any], size: int, modules: set[str]) -> tuple[Any, dict[str, Any]]:
+        """Have mlx-lm quantize some modules in groups of a size, as far as it divides their rows.
+
+        Return the model and its configuration, in which mlx-lm names each module that is quantized otherwise than the
+        first ones.
+        """
+
+        def quantizes(path: str, module: nn.Module) -> bool | dict[str, Any]:
+            if path in self.kept or path not in modules:
+                return False
+            decided = self.predicate is None or self.predicate(path, module)
+            if isinstance(decided, dict) and size != self.default.group_size:
+                return {**decided, "group_size": size}
+            return decided
+
         with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    except SystemExit as error:  # mlx-lm's OLMo, without a package of its own
-        raise ExportError(f"{what}: a package that it needs is not installed; {advice}") from error
-    except REFUSALS as error:
-        said = textwrap.shorten(str(error), MOST_QUOTED, placeholder=" ...")
-        raise ExportError(f"{what}: {type(error).__name__}: {said}; {advice}") from error
+            result: tuple[Any, dict[str, Any]] = mlx_lm_utils.quantize_model(
+                model, config, size, self.default.bits, mode=self.default.mode, quant_predicate=quantizes
+            )
+        return result
 
 
-def _quantized(
-    model: Any, config: dict[str, Any], *, default: QuantizedModule, kept: set[str]
-) -> tuple[dict[str, QuantizedModule], dict[str, Any]]:
-    """Have mlx-lm quantize the placeholders; return how it did, by module, and the configuration that it saves."""
-    predicate = getattr(model, "quant_predicate", None)
+def _module_names(model: Any) -> list[str]:
+    return [path for path, _ in model.named_modules()]
 
-    def quantizes(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        decided: bool | dict[str, Any] = predicate is None or predicate(path, module)
-        return False if path in kept else decided
 
-    with contextlib.redirect_stdout(io.StringIO()):
-        model, config = mlx_lm_utils.quantize_model(
-            model, config, default.group_size, default.bits, mode=default.mode, quant_predicate=quantizes
-        )
+def _quantized(model: Any) -> dict[str, QuantizedModule]:
+    """Return how mlx-lm quantized the modules of a model, by name."""
     names = {name for name, _ in tree_flatten(model.parameters())}
-    quantized = {
+    return {
         path: QuantizedModule(module.bits, module.group_size, getattr(module, "mode", "affine"))
         for path, module in model.named_modules()
         if f"{path}.scales" in names
     }
-    return quantized, _saved(config, "vision_tower" in getattr(model, "model", {}))
 
 
 def _sanitize(model: Any) -> Sanitize:

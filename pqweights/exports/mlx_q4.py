@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,13 +21,13 @@ from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_file
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
-from pqweights.codecs import DEFAULT_CODEC
 from pqweights.dtypes import DTYPE_BITS, convert, from_float32, item_bytes
 from pqweights.errors import ExportError, MissingDependencyError
 from pqweights.exports.architectures import MLX as MLX_TARGET
 from pqweights.exports.architectures import other_targets
 from pqweights.exports.bf16 import is_encoded, plain_plan
 from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
+from pqweights.exports.linear import FUSED_WITH_KEPT, fused_warnings, kept_by_recipe
 from pqweights.exports.loading import LoadableModel, shell
 from pqweights.exports.mlx_types import check_model_type
 from pqweights.exports.options import BEST, MINMAX, ExportOptions, GroupSize, check_rounding, one_of
@@ -37,9 +37,6 @@ from pqweights.installing import pip_install
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups, pack_bits
 from pqweights.locks import ProcessLock
 from pqweights.markdown import fenced
-from pqweights.planning.decisions import is_smaller
-from pqweights.planning.recipe import DEFAULT_BITS
-from pqweights.planning.roles import classify
 
 if TYPE_CHECKING:
     from pqweights.exports.mlx_model import MlxModel
@@ -84,7 +81,8 @@ class MlxQ4:
         model, specs = self._model(checkpoint)
         tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
         outputs = _outputs(model, tensors, specs)
-        decisions = self._decisions(model, outputs)
+        fused_with = _fused_with_kept(model, tensors)
+        decisions = self._decisions(model, outputs, {name for names in fused_with.values() for name in names})
         used = {source for found in model.outputs.values() for source in found.sources}
         kind = (checkpoint.config or {}).get("model_type")
         reason = f"mlx-lm's model of type {kind!r} does not hold them"
@@ -95,6 +93,7 @@ class MlxQ4:
             metadata={"format": "mlx"},
             config=model.config,
             plain_dtype=None,
+            warnings=fused_warnings({k: [t for t in outputs if t.name in names] for k, names in fused_with.items()}),
         )
 
     def _model(self, checkpoint: Checkpoint) -> tuple[MlxModel, dict[str, Spec]]:
@@ -116,12 +115,16 @@ class MlxQ4:
             generation_config=read_file(checkpoint.storage, GENERATION_CONFIG) if generation else None,
             specs=specs,
             default=mlx_model.QuantizedModule(self.bits, self.groups.size, self.mode),
-            keep=lambda names: all(_kept_by_recipe(tensors[name]) for name in names),
+            smaller=self.groups.tried[1:],
+            keep=lambda names: any(kept_by_recipe(tensors[name]) for name in names),
+            encoded=lambda names: any(is_encoded(tensors[name]) for name in names),
         )
         return model, specs
 
-    def _decisions(self, model: MlxModel, outputs: tuple[LogicalTensor, ...]) -> dict[str, Rounding | Stays]:
-        """Decide what becomes of each weight.
+    def _decisions(
+        self, model: MlxModel, outputs: tuple[LogicalTensor, ...], fused: Collection[str]
+    ) -> dict[str, Rounding | Stays]:
+        """Decide what becomes of each weight. fused: the names of those that stay plain as they are partly kept.
 
         Raises ExportError if a group size that the user asked for does not divide the rows of a weight, or if nothing
         can be quantized.
@@ -134,7 +137,9 @@ class MlxQ4:
                 rule = GroupRule(bits=how.bits, group_size=how.group_size, symmetric=False, middle=False, rule=name)
             decisions[f"{module}.weight"] = Rounding(rule, MlxLayout(how.mode == "affine"))
         for tensor in outputs:
-            if tensor.name not in decisions and is_encoded(tensor):
+            if tensor.name in fused:
+                decisions[tensor.name] = Stays(FUSED_WITH_KEPT)
+            elif tensor.name not in decisions and is_encoded(tensor):
                 columns = tensor.shape[-1] if tensor.shape else 1
                 why = self.groups.why_not(tensor.name, columns)
                 decisions[tensor.name] = Stays(why or "mlx-lm does not quantize it")
@@ -206,12 +211,14 @@ def _outputs(
     return tuple(outputs)
 
 
-def _kept_by_recipe(tensor: LogicalTensor) -> bool:
-    """Whether the master keeps a tensor that the default policy would have encoded; then its recipe wants it kept."""
-    if is_encoded(tensor) or tensor.plain_dtype not in ("BF16", "F16", "F32", "F64"):
-        return False
-    role = classify(tensor.name, tensor.dtype, tensor.shape)
-    return role.keep is None and is_smaller(tensor, DEFAULT_CODEC, DEFAULT_BITS)
+def _fused_with_kept(model: MlxModel, tensors: Mapping[str, LogicalTensor]) -> dict[str, list[str]]:
+    """Return the outputs that stay plain because a part is kept and others are not, by the first part that is kept."""
+    result: dict[str, list[str]] = {}
+    for name, output in model.outputs.items():
+        kept = sorted(source for source in output.sources if kept_by_recipe(tensors[source]))
+        if kept and any(is_encoded(tensors[source]) for source in output.sources):
+            result.setdefault(kept[0], []).append(name)
+    return result
 
 
 def _check_size(evaluated: Mapping[str, Any], model: MlxModel) -> None:

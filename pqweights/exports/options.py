@@ -127,13 +127,15 @@ class GroupSize:
 
     target: what messages call the target
     allowed: the sizes that the target has, the default first
-    asked: the size that the user asked for, which must divide every row; None for the default, with which weights whose
-        rows it does not divide stay plain
+    asked: the size that the user asked for, which must divide every row; None for the default, and where it does not
+        divide the rows of a layer, for the largest smaller size that does
+    only: the size that all layers have, if the runtime reads one size for all
     """
 
     target: str
     allowed: tuple[int, ...]
     asked: int | None
+    only: int | None = None
 
     @staticmethod
     def of(target: str, allowed: tuple[int, ...], asked: int | None) -> GroupSize:
@@ -146,20 +148,34 @@ class GroupSize:
 
     @property
     def size(self) -> int:
-        """The number of weights that share a scale."""
-        return self.asked or self.allowed[0]
+        """The number of weights that share a scale wherever that is possible."""
+        return self.asked or self.only or self.allowed[0]
+
+    @property
+    def tried(self) -> tuple[int, ...]:
+        """The sizes that a layer may get, the largest first."""
+        if self.asked is not None or self.only is not None:
+            return (self.asked or self.only or self.size,)
+        return tuple(size for size in sorted(self.allowed, reverse=True) if size <= self.size)
+
+    def fitting(self, columns: Collection[int]) -> int | None:
+        """Return the largest size that divides rows of these lengths; None if there is none."""
+        return next((size for size in self.tried if all(length % size == 0 for length in columns)), None)
 
     def why_not(self, tensor: str, columns: int) -> str | None:
         """Return why a tensor with rows of `columns` weights stays plain; None if groups divide its rows.
 
         Raises ExportError if they do not, and the user asked for the size.
         """
-        if columns % self.size == 0:
+        if self.fitting([columns]) is not None:
             return None
-        fitting = ", ".join(str(size) for size in sorted(self.allowed) if columns % size == 0) or "none"
+        fitting = ", ".join(str(size) for size in sorted(self.allowed) if columns % size == 0)
         if self.asked is not None:
+            advice = "; without --group-size each layer gets one that divides its rows" if fitting else ""
             raise ExportError(
                 f"tensor {tensor!r}: --group-size {self.size} does not divide its rows of {columns} weights; of the "
-                f"sizes that {self.target} has, these would: {fitting}"
+                f"sizes that {self.target} has, these would: {fitting or 'none'}{advice}"
             )
-        return f"groups of {self.size} do not divide its rows of {columns} weights (--group-size that would: {fitting})"
+        sizes = " or ".join(str(size) for size in self.tried)
+        would = fitting or "none"
+        return f"groups of {sizes} do not divide its rows of {columns} weights (--group-size that would: {would})"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, element_count
+from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.views import View
 from pqweights.errors import OptionError, SourceError
@@ -16,18 +15,16 @@ from pqweights.exports.compensation import Compensation, inputs_of, sources_of
 from pqweights.exports.integer_export import IntegerExport
 from pqweights.exports.integers import IntegerTarget, Outline, Rounding
 from pqweights.exports.options import GPTQ
+from pqweights.exports.remarks import remarks
 from pqweights.exports.target import ExportSource
 from pqweights.exports.values import values_of
 from pqweights.folding.fold import ROTATE, Fold
-from pqweights.folding.folded import unfolded
 from pqweights.planning.moments_file import Moments, open_moments
 from pqweights.planning.plan import coder_of
 from pqweights.remote.storage import open_address
 from pqweights.rewrite.manifest import Manifest, find_manifest
 
 IN_WEIGHT_FILES = "the weight files already contain what the runtime needs"
-# Integers are remarked that have at least this many bits more than the codes of the master, on average.
-REMARKED_BITS = 0.5
 
 
 def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpoint, IntegerExport]:
@@ -50,8 +47,8 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
     if values.master is not source.checkpoint and original is not None:
         master_outline = target.outline(values.master)
     errors = {} if original is not None or values.fold is not None else _known_errors(outline, manifest)
-    if original is None:
-        outline = replace(outline, warnings=(*outline.warnings, *_bits_warnings(outline, errors)))
+    said = remarks(outline, source.checkpoint, from_original=original is not None, known=errors.keys())
+    outline = replace(outline, warnings=(*outline.warnings, *said))
     transform = IntegerExport(
         target=target,
         outline=outline,
@@ -121,31 +118,6 @@ def _compensation(outline: Outline, moments: Moments | None, fold: Fold | None) 
     sources = {tensor.name: sources_of(tensor, rule, moments) for tensor, rule in rounded}
     sources |= {tensor.name: inputs_of(tensor, moments) for tensor in outline.measured}
     return Compensation(moments, sources, None if fold is not None and fold.kind == ROTATE else fold)
-
-
-def _bits_warnings(outline: Outline, errors: Mapping[str, float]) -> tuple[str, ...]:
-    """Return a warning if the integers have clearly more bits than the codes that they are made from.
-
-    errors: those of the master that are known; where all are, the export says which part of its error they are
-    """
-    weights = made = held = 0.0
-    rounded = [t for t in outline.tensors if isinstance(outline.decisions.get(t.name), Rounding)]
-    if all(tensor.name in errors for tensor in rounded):
-        return ()
-    for tensor in rounded:
-        decision = outline.decisions[tensor.name]
-        assert isinstance(decision, Rounding)
-        for part in tensor.sources if isinstance(tensor, View) else (tensor,):
-            part = unfolded(part)
-            if isinstance(part, EncodedTensor):
-                count = element_count(part)
-                weights, made, held = weights + count, made + count * decision.rule.bits, held + count * part.coder.bits
-    if made - held < REMARKED_BITS * weights or not weights:
-        return ()
-    return (
-        f"integers of {made / weights:.3g} bits cannot be more accurate than the {held / weights:.3g}-bit master, and "
-        "take more room; --source ORIGINAL rounds the original's weights",
-    )
 
 
 def _additive_errors(manifest: Manifest) -> dict[str, float]:

@@ -7,10 +7,9 @@ because the loader merges what the files carry, and the last file wins. torchao 
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,11 +18,12 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.header import TensorSpec
-from pqweights.checkpoint.readers import LogicalTensor, element_count
+from pqweights.checkpoint.readers import element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.dtypes import DTYPE_BITS, from_float32
 from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
-from pqweights.exports.linear import linear_weights
+from pqweights.exports.layer_patterns import patterns
+from pqweights.exports.linear import LinearRules, linear_weights
 from pqweights.exports.loading import LoadableModel, by_transformers
 from pqweights.exports.options import BEST, MINMAX, ExportOptions, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export
@@ -64,52 +64,53 @@ class TorchaoInt4:
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
         """Decide which linear layers become integers; names and shapes are those of the source."""
-        name = "best" if self.qparams == BEST else "torchao"
-        rule = GroupRule(bits=4, group_size=self.groups.size, symmetric=False, middle=True, rule=name)
-        rounding = Rounding(rule, TileLayout() if self.packing == TILE else PlainLayout())
-        too_large = functools.partial(_too_large, rounding)
-        reasons = linear_weights(checkpoint, self.groups, experts=EXPERTS, too_large=too_large)
-        decisions = {name: rounding if why is None else Stays(why) for name, why in reasons.items()}
-        rounded = [t for t in checkpoint.tensors if isinstance(decisions.get(t.name), Rounding)]
-        unpadded = linear_weights(checkpoint, self.groups, experts=EXPERTS)
-        possible = {name for name, why in unpadded.items() if why is None}
+        rules = LinearRules(groups=self.groups, experts=EXPERTS)
+        unpadded = linear_weights(checkpoint, rules)
+        found = linear_weights(checkpoint, replace(rules, too_large=self._too_large))
+        decisions: dict[str, Rounding | Stays] = {name: Stays(why) for name, why in found.plain.items()}
+        decisions |= {name: self._rounding(size) for name, size in found.sizes.items()}
         return Outline(
             tensors=checkpoint.tensors,
             decisions=decisions,
             left_out={},
-            metadata=self._metadata(rounded, checkpoint.config),
-            config=self._config(checkpoint),
-            warnings=_padding_warnings(rounding, checkpoint, decisions=decisions, possible=possible),
+            metadata=self._metadata(checkpoint, found.sizes),
+            config=self._config(checkpoint, found.sizes),
+            warnings=self._padding_warnings(checkpoint, decisions, unpadded.sizes) + found.warnings,
         )
 
-    def _metadata(self, rounded: Sequence[LogicalTensor], config: dict[str, Any] | None) -> dict[str, str]:
-        """The metadata from which torchao rebuilds its tensors."""
+    def _rounding(self, size: int) -> Rounding:
+        """How weights are rounded in groups of a size."""
+        name = "best" if self.qparams == BEST else "torchao"
+        rule = GroupRule(bits=4, group_size=size, symmetric=False, middle=True, rule=name)
+        return Rounding(rule, TileLayout() if self.packing == TILE else PlainLayout())
+
+    def _metadata(self, checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, str]:
+        """The metadata from which torchao rebuilds its tensors. sizes: of the weights that are rounded."""
         result = {"format": "pt"}
         names = []
-        for tensor in rounded:
-            data: dict[str, Any] = {"block_size": [1, self.groups.size], "shape": list(tensor.shape)}
+        has_vision = "vision_config" in (checkpoint.config or {})
+        for tensor in checkpoint.tensors:
+            if tensor.name not in sizes:
+                continue
+            data: dict[str, Any] = {"block_size": [1, sizes[tensor.name]], "shape": list(tensor.shape)}
             if self.packing == TILE:
                 kind, parts = "Int4TilePackedTo4dTensor", ["qdata", "scale_and_zero"]
             else:
                 kind, parts = "Int4Tensor", ["qdata", "scale", "zero_point"]
                 data["activation_dtype"] = {"_type": "torch.dtype", "_data": "bfloat16"}
-            for name in _names_in_memory(tensor.name, "vision_config" in (config or {})):
+            for name in _names_in_memory(tensor.name, has_vision):
                 result[name] = json.dumps({"_type": kind, "_data": data, "_tensor_data_names": parts})
                 names.append(name)
         return result | {"tensor_names": json.dumps(names)}
 
-    def _config(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """config.json with the quantization_config that TorchAoConfig writes for an Int4WeightOnlyConfig."""
-        settings = {
-            "group_size": self.groups.size,
-            "set_inductor_config": True,
-            "int4_packing_format": {"_type": "Int4PackingFormat", "_data": self.packing.upper()},
-            "int4_choose_qparams_algorithm": {"_type": "Int4ChooseQParamsAlgorithm", "_data": "TINYGEMM"},
-            "int4_tile_packed_ntile": TILE_ROWS,
-        }
+    def _config(self, checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """config.json with the quantization_config that TorchAoConfig writes.
+
+        sizes: the group sizes of the weights that are rounded, by name
+        """
         quantization = {
             "quant_method": "torchao",
-            "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": settings}},
+            "quant_type": {"default": self._quant_type(sizes)},
             "modules_to_not_convert": None,
             "include_input_output_embeddings": False,
             "untie_embedding_weights": False,
@@ -117,43 +118,69 @@ class TorchaoInt4:
         old_dtype = model_dtype(checkpoint.config, checkpoint.tensors)
         return edited_config(checkpoint.config, "BF16", old_dtype=old_dtype, quantization=quantization)
 
+    def _quant_type(self, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """What torchao's config_to_dict returns: for one group size an Int4WeightOnlyConfig, else one for each layer.
+
+        transformers reads the size of each weight from the metadata of the files.
+        """
+        found = sorted(set(sizes.values()), reverse=True)
+        if len(found) == 1:
+            return self._weight_only(found[0])
+        layers: dict[str, Any] = {}
+        for size in found:
+            own = [name for name in sizes if sizes[name] == size]
+            others = [name for name in sizes if sizes[name] != size]
+            layers |= dict.fromkeys(patterns(own, others), self._weight_only(size))
+        data = {"fqn_to_config": layers, "module_fqn_to_config": layers}
+        return {"_type": "FqnToConfig", "_version": 1, "_data": data}
+
+    def _weight_only(self, size: int) -> dict[str, Any]:
+        """The configuration of weights in groups of a size."""
+        settings = {
+            "group_size": size,
+            "set_inductor_config": True,
+            "int4_packing_format": {"_type": "Int4PackingFormat", "_data": self.packing.upper()},
+            "int4_choose_qparams_algorithm": {"_type": "Int4ChooseQParamsAlgorithm", "_data": "TINYGEMM"},
+            "int4_tile_packed_ntile": TILE_ROWS,
+        }
+        return {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": settings}
+
+    def _too_large(self, shape: tuple[int, ...], size: int) -> str | None:
+        """Return why a linear layer is not worth storing as integers: padded, they take as much as BF16."""
+        bits = 8 * _stored_bytes(self._rounding(size), shape) / math.prod(shape)
+        if bits < TOO_MANY_BITS:
+            return None
+        return (
+            f"rows of {shape[1]} weights, padded to {_padded(shape)[1]}, would take {bits:.4g} bits a weight; "
+            "--packing plain pads nothing"
+        )
+
+    def _padding_warnings(
+        self, checkpoint: Checkpoint, decisions: Mapping[str, Rounding | Stays], unpadded: Mapping[str, int]
+    ) -> tuple[str, ...]:
+        """Return a warning if the other packing would save a good share of the file.
+
+        unpadded: the group sizes of the weights that could be integers if rows were not padded, by name
+        """
+        found = least = 0
+        for tensor in checkpoint.tensors:
+            plain = element_count(tensor) * DTYPE_BITS[tensor.plain_dtype] // 8
+            decision = decisions.get(tensor.name)
+            found += _stored_bytes(decision, tensor.shape) if isinstance(decision, Rounding) else plain
+            size = unpadded.get(tensor.name)
+            rounding = None if size is None else replace(self._rounding(size), layout=PlainLayout())
+            least += plain if rounding is None else _stored_bytes(rounding, tensor.shape)
+        share = 1 - least / found
+        if share < WORTH_A_WARNING:
+            return ()
+        return (
+            f"--packing {TILE} pads rows to a multiple of {PADDED_COLUMNS} weights: --packing plain, which also needs "
+            f"the package mslk, would make the result {share:.0%} smaller",
+        )
+
 
 def _stored_bytes(rounding: Rounding, shape: tuple[int, ...]) -> int:
     return sum(spec.byte_count for spec in rounding.layout.specs("weight", shape, rounding.rule))
-
-
-def _too_large(rounding: Rounding, shape: tuple[int, ...]) -> str | None:
-    """Return why a linear layer is not worth storing as integers: padded, they take as much as BF16; None if it is."""
-    bits = 8 * _stored_bytes(rounding, shape) / math.prod(shape)
-    if bits < TOO_MANY_BITS:
-        return None
-    return (
-        f"rows of {shape[1]} weights, padded to {_padded(shape)[1]}, would take {bits:.4g} bits a weight; --packing "
-        "plain pads nothing"
-    )
-
-
-def _padding_warnings(
-    rounding: Rounding, checkpoint: Checkpoint, *, decisions: Mapping[str, Rounding | Stays], possible: Collection[str]
-) -> tuple[str, ...]:
-    """Return a warning if the other packing would save a good share of the file.
-
-    possible: the weights that could be integers if rows were not padded
-    """
-    unpadded = replace(rounding, layout=PlainLayout())
-    found = least = 0
-    for tensor in checkpoint.tensors:
-        plain = element_count(tensor) * DTYPE_BITS[tensor.plain_dtype] // 8
-        rounded = isinstance(decisions.get(tensor.name), Rounding)
-        found += _stored_bytes(rounding, tensor.shape) if rounded else plain
-        least += _stored_bytes(unpadded, tensor.shape) if tensor.name in possible else plain
-    share = 1 - least / found
-    if share < WORTH_A_WARNING:
-        return ()
-    return (
-        f"--packing {TILE} pads rows to a multiple of {PADDED_COLUMNS} weights: --packing plain, which also needs the "
-        f"package mslk, would make the result {share:.0%} smaller",
-    )
 
 
 def _names_in_memory(weight: str, has_vision: bool) -> list[str]:

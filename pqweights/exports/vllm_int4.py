@@ -8,10 +8,8 @@ Format: https://github.com/vllm-project/compressed-tensors (compressors/pack_qua
 
 from __future__ import annotations
 
-import functools
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,18 +21,20 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.dtypes import from_float32
 from pqweights.errors import ExportError
-from pqweights.exports.architectures import uses_weights_early
+from pqweights.exports.architectures import renames_towers, uses_weights_early
+from pqweights.exports.fused import fused_layers
 from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
-from pqweights.exports.linear import linear_weights
+from pqweights.exports.layer_patterns import is_matched, module_of, patterns
+from pqweights.exports.linear import LinearRules, LinearWeights, linear_weights
 from pqweights.exports.loading import LoadableModel, by_transformers, shell
 from pqweights.exports.options import BEST, MINMAX, PLAIN, ROTATED, ExportOptions, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export
 from pqweights.exports.target import COMPRESSED_TENSORS, ExportTarget
 from pqweights.kernels import HADAMARD_SIZE
 from pqweights.kernels.groups import GroupRule, Groups, pack_bits
-from pqweights.planning.groups import fused_name
 from pqweights.planning.plan import DEFAULT_METADATA
-from pqweights.planning.roles import classify
+from pqweights.planning.roles import classify, tower_of
+from pqweights.units import first_names
 
 NAME = "vllm-int4"
 GROUP_SIZES = (128, 64, 32)
@@ -74,59 +74,46 @@ class VllmInt4:
 
         Raises ExportError for a model whose layers compressed-tensors would not find, or of which none can be rotated.
         """
-        reasons = linear_weights(checkpoint, self.groups)
-        turned = _rotatable(checkpoint, reasons) if self.basis == ROTATED else set()
+        early = uses_weights_early(checkpoint.config)  # then transformers decodes all layers in one group size
+        found = linear_weights(checkpoint, LinearRules(groups=self.groups, one_size=early))
+        turned = _rotatable(checkpoint, found.sizes) if self.basis == ROTATED else set()
         if self.basis == ROTATED and not turned:
             raise ExportError(
                 "--basis rotated: no linear layer of this model can be rotated: a layer must have no bias and rows of "
                 "whole blocks of 128, and so must all layers that vLLM fuses with it; use --basis plain"
             )
-        rule = GroupRule(
-            bits=self.bits,
-            group_size=self.groups.size,
-            symmetric=True,
-            middle=True,
-            rule="best" if self.qparams == BEST else "compressed-tensors",
-        )
-        decisions: dict[str, Rounding | Stays] = {
-            name: Rounding(rule, PackedLayout(), rotated=name in turned) if why is None else Stays(why)
-            for name, why in reasons.items()
-        }
+        decisions: dict[str, Rounding | Stays] = {name: Stays(why) for name, why in found.plain.items()}
+        for name, size in found.sizes.items():
+            decisions[name] = Rounding(self._rule(size), PackedLayout(), rotated=name in turned)
         return Outline(
             tensors=checkpoint.tensors,
             decisions=decisions,
             left_out={},
             metadata=DEFAULT_METADATA,
-            config=self._config(checkpoint, decisions, turned),
-            warnings=(ROTATED_WARNING,) if turned else (),
+            config=self._config(checkpoint, found.sizes, turned),
+            warnings=((ROTATED_WARNING,) if turned else ()) + found.warnings + _experts_warnings(checkpoint, found),
         )
 
-    def _config(
-        self, checkpoint: Checkpoint, decisions: Mapping[str, Rounding | Stays], turned: set[str]
-    ) -> dict[str, Any]:
-        """config.json with the quantization_config of compressed-tensors: all linear layers but those to be ignored."""
-        weights = {
-            "num_bits": self.bits,
-            "type": "int",
-            "symmetric": True,
-            "strategy": "group",
-            "group_size": self.groups.size,
-            "dynamic": False,
-        }
-        group = {
-            "targets": ["Linear"],
-            "format": "pack-quantized",
-            "input_activations": None,
-            "output_activations": None,
-            "weights": weights,
-        }
+    def _rule(self, size: int) -> GroupRule:
+        """The rule of groups of a size."""
+        name = "best" if self.qparams == BEST else "compressed-tensors"
+        return GroupRule(bits=self.bits, group_size=size, symmetric=True, middle=True, rule=name)
+
+    def _config(self, checkpoint: Checkpoint, sizes: Mapping[str, int], turned: set[str]) -> dict[str, Any]:
+        """config.json with the quantization_config of compressed-tensors: all linear layers but those to be ignored.
+
+        sizes: the group sizes of the weights that are rounded, by name
+        """
         layers = [t.name for t in checkpoint.tensors if _may_be_layer(t)]
         quantization: dict[str, Any] = {
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
             "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
-            "ignore": _ignored(checkpoint, layers, decisions),
+            "config_groups": {
+                f"group_{number}": self._group(size, targets)
+                for number, (size, targets) in enumerate(_targets(layers, sizes))
+            },
+            "ignore": _ignored(checkpoint, layers, sizes),
         }
         if uses_weights_early(checkpoint.config):
             # Read by transformers alone, which then decodes each weight as it loads it. By default it keeps all of them
@@ -137,16 +124,77 @@ class VllmInt4:
         old_dtype = model_dtype(checkpoint.config, checkpoint.tensors)
         return edited_config(checkpoint.config, "BF16", old_dtype=old_dtype, quantization=quantization)
 
+    def _group(self, size: int, targets: list[str]) -> dict[str, Any]:
+        """The layers that have groups of one size."""
+        weights = {
+            "num_bits": self.bits,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "group",
+            "group_size": size,
+            "dynamic": False,
+        }
+        return {
+            "targets": targets,
+            "format": "pack-quantized",
+            "input_activations": None,
+            "output_activations": None,
+            "weights": weights,
+        }
 
-def _ignored(checkpoint: Checkpoint, layers: Sequence[str], decisions: Mapping[str, Rounding | Stays]) -> list[str]:
+
+def _experts_warnings(checkpoint: Checkpoint, found: LinearWeights) -> tuple[str, ...]:
+    """Return a warning if single experts stay plain, which transformers cannot load beside packed weights."""
+    plain = [t.name for t in checkpoint.tensors if t.name not in found.sizes and _is_single_expert(t)]
+    if not plain:
+        return ()
+    return (
+        f"single experts stay plain ({first_names(plain)}): vLLM loads them; transformers (5.23) looks for packed ones "
+        "alone when it stacks experts, and fails",
+    )
+
+
+def _is_single_expert(tensor: LogicalTensor) -> bool:
+    role = classify(tensor.name, tensor.dtype, tensor.shape).name
+    return role == "expert" and len(tensor.shape) == 2 and tensor.name.endswith(".weight")
+
+
+def _targets(layers: Sequence[str], sizes: Mapping[str, int]) -> list[tuple[int, list[str]]]:
+    """Return the group sizes with what matches their layers: one size is that of all linear layers.
+
+    Of several, each names its layers, and the largest takes all others, such as those that a loader renames. The size
+    of the experts comes first: transformers takes the first one whose expressions contain "experts" for theirs, and
+    those of a shared expert do, too.
+    """
+    found = sorted(set(sizes.values()), reverse=True)
+    if len(found) == 1:
+        return [(found[0], ["Linear"])]
+    result = []
+    for size in found:
+        own = [name for name in layers if sizes.get(name) == size]
+        targets = patterns(own, [name for name in layers if sizes.get(name) != size])
+        result.append((size, [*targets, "Linear"] if size == found[0] else targets))
+    of_experts = next((size for name, size in sizes.items() if ".experts." in name), None)
+    return sorted(result, key=lambda group: group[0] != of_experts)
+
+
+def _ignored(checkpoint: Checkpoint, layers: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
     """Return expressions that match the layers that stay plain, and no others."""
-    rounded = [name for name in layers if isinstance(decisions.get(name), Rounding)]
+    rounded = [name for name in layers if name in sizes]
     plain = sorted(set(layers) - set(rounded), key=layers.index)
     result = ["lm_head", *patterns([name for name in plain if _is_numbered(name)], rounded)]
     routers = [t for t in checkpoint.tensors if classify(t.name, t.dtype, t.shape).name == "router"]
-    if routers and not any(re.match(ROUTERS.removeprefix("re:"), _module(name)) for name in rounded):
+    if routers and not any(re.match(ROUTERS.removeprefix("re:"), module_of(name)) for name in rounded):
         result.append(ROUTERS)  # transformers renames some of them as it loads the checkpoint
+    if renames_towers(checkpoint.config):
+        result += _towers(plain, rounded)
     return [*result, _outside(rounded, plain)]
+
+
+def _towers(plain: Sequence[str], rounded: Sequence[str]) -> list[str]:
+    """Return expressions that match all modules of the towers that stay plain, whatever they are called within."""
+    towers = dict.fromkeys(tower for name in plain if (tower := tower_of(name)) is not None)
+    return [rf"re:(.*\.)?{re.escape(tower)}\..*" for tower in towers if tower not in map(tower_of, rounded)]
 
 
 def _outside(rounded: Sequence[str], plain: Sequence[str]) -> str:
@@ -164,14 +212,14 @@ def _outside(rounded: Sequence[str], plain: Sequence[str]) -> str:
 
 def _is_numbered(weight: str) -> bool:
     """Whether a weight belongs to one of several layers or experts."""
-    return any(component.isdigit() for component in _module(weight).split("."))
+    return any(component.isdigit() for component in module_of(weight).split("."))
 
 
 def _rotation(layers: Sequence[str], turned: set[str]) -> dict[str, Any]:
     """Return the transform that rotates the inputs of the rotated layers, and of no others."""
     rotated = [name for name in layers if name in turned]
     targets = patterns(rotated, [])
-    others = [name for name in layers if name not in turned and _is_matched(name, targets)]
+    others = [name for name in layers if name not in turned and is_matched(name, targets)]
     apply = {"targets": targets, "location": "input", "inverse": False, "ignore": patterns(others, rotated)}
     return {
         "type": "hadamard",
@@ -182,82 +230,26 @@ def _rotation(layers: Sequence[str], turned: set[str]) -> dict[str, Any]:
     }
 
 
-def _module(weight: str) -> str:
-    """Return the name of the module that holds a weight; for fused experts, that of all experts."""
-    return re.sub(r"\.experts\.[a-z_]+$", ".experts", weight.removesuffix(".weight"))
-
-
 def _may_be_layer(tensor: LogicalTensor) -> bool:
     """Whether compressed-tensors may take a tensor's module for a linear layer, or vLLM for fused experts."""
     role = classify(tensor.name, tensor.dtype, tensor.shape).name
     return len(tensor.shape) in (2, 3) and role not in ("bias", "buffer")
 
 
-def _rotatable(checkpoint: Checkpoint, reasons: Mapping[str, str | None]) -> set[str]:
-    """Return the weights whose inputs the runtime can rotate."""
+def _rotatable(checkpoint: Checkpoint, sizes: Mapping[str, int]) -> set[str]:
+    """Return the weights whose inputs the runtime can rotate. sizes: of the weights that are rounded."""
     names = {tensor.name for tensor in checkpoint.tensors}
-    fit: dict[str, bool] = {}
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for tensor in checkpoint.tensors:
-        if not tensor.name.endswith(".weight") or len(tensor.shape) != 2:
-            continue
-        module = _module(tensor.name)
-        # vLLM does not transform the inputs of fused experts.
-        expert = classify(tensor.name, tensor.dtype, tensor.shape).name == "expert"
-        fit[tensor.name] = (
-            reasons.get(tensor.name, "kept") is None
+
+    def fits(tensor: LogicalTensor) -> bool:
+        return (
+            tensor.name in sizes
             and tensor.shape[1] % HADAMARD_SIZE == 0
-            and f"{module}.bias" not in names
-            and not expert
+            and f"{module_of(tensor.name)}.bias" not in names
+            # vLLM does not transform the inputs of fused experts.
+            and classify(tensor.name, tensor.dtype, tensor.shape).name != "expert"
         )
-        parent, _, last = module.rpartition(".")
-        groups[parent, fused_name(last)].append(tensor.name)
-    return {name for group in groups.values() if all(fit[name] for name in group) for name in group}
 
-
-def patterns(weights: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Return expressions of compressed-tensors that match the modules of some weights, and none of the others.
-
-    Each is as general as it can be without matching another module. It leaves open the prefix before the layers, which
-    loaders add or remove, and the numbers of layers and experts.
-    """
-    excluded = sorted({_module(other) for other in others})
-
-    @functools.cache
-    def takes_in_others(expression: str) -> bool:
-        compiled = re.compile(f"{expression}$")
-        return any(compiled.match(module) for module in excluded)
-
-    result: dict[str, None] = {}  # a set that keeps its order
-    for module in map(_module, weights):
-        for expression in _expressions(module):
-            if expression in result or not takes_in_others(expression):
-                break
-        result[expression] = None
-    return [f"re:{expression}$" for expression in result]
-
-
-def _expressions(module: str) -> Iterator[str]:
-    """Yield expressions that match a module, the most general first: each later one includes more of the prefix."""
-    components = module.split(".")
-    numbers = [place for place, component in enumerate(components) if component.isdigit()]
-    end = r"(\..*)?" if components[-1] == "experts" else ""
-    for first in range(max(numbers[0] - 1, 0) if numbers else 0, -1, -1):
-        tail = re.escape(".".join(components[first:])) + end
-        yield r"(.*\.)?" + _NUMBER.sub(r"\\d+", tail)
-        if len(numbers) > 1:  # all experts of this layer
-            start = _NUMBER.search(tail)
-            assert start is not None
-            yield r"(.*\.)?" + tail[: start.end()] + _NUMBER.sub(r"\\d+", tail[start.end() :])
-        yield r"(.*\.)?" + tail
-    yield re.escape(module) + end
-
-
-def _is_matched(weight: str, expressions: Sequence[str]) -> bool:
-    return any(re.match(expression.removeprefix("re:"), _module(weight)) for expression in expressions)
-
-
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^\\.])")
+    return {t.name for layer in fused_layers(checkpoint.tensors) if all(map(fits, layer)) for t in layer}
 
 
 @dataclass(frozen=True)

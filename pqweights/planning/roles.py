@@ -78,7 +78,12 @@ def classify(name: str, dtype: str, shape: tuple[int, ...]) -> Role:
 
 def is_of_other_senses(name: str) -> bool:
     """Return whether a tensor belongs to a vision or audio tower, or to what projects its output."""
-    return any(_VISION.fullmatch(component) for component in name.split("."))
+    return tower_of(name) is not None
+
+
+def tower_of(name: str) -> str | None:
+    """Return the component of a name that begins a vision or audio tower; None if there is none."""
+    return next((component for component in name.split(".") if _VISION.fullmatch(component)), None)
 
 
 def without_numbers(name: str) -> str:

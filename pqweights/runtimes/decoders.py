@@ -80,8 +80,7 @@ def _compressed_weight(stored: Stored, settings: Mapping[str, Any], name: str) -
     """
     if f"{name}_packed" not in stored.tensors:
         return stored.floats(name)
-    (group,) = settings["config_groups"].values()
-    bits = group["weights"]["num_bits"]
+    (bits,) = {group["weights"]["num_bits"] for group in settings["config_groups"].values()}
     rows, columns = stored.bytes(f"{name}_shape").view("<i8")
     codes = unpack_stream(stored.rows(f"{name}_packed"), bits)[:, :columns].astype(np.float32)
     scales = stored.floats(f"{name}_scale")

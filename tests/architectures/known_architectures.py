@@ -117,7 +117,7 @@ QWEN_VISION: dict[str, Any] = {
     "deepstack_visual_indexes": [0],
 }
 LOADS = "loads"
-UNKNOWN_TO_MLX = "Model type .* not supported"
+UNKNOWN_TO_MLX = "it has no model of type"
 TRANSPOSED = "it stores its linear weights transposed"
 FUSED = "transformers splits its fused experts"
 RESHAPED = "transformers cuts or joins its weights"
@@ -231,7 +231,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt_neox": A("GPTNeoXForCausalLM", "GPTNeoXConfig", {**ENCODER, "intermediate_size": 4 * WIDTH}, mlx=LOADS),
     "gptj": A("GPTJForCausalLM", "GPTJConfig", {**GPT, "rotary_dim": 16}, mlx=LOADS),
     "codegen": A("CodeGenForCausalLM", "CodeGenConfig", {**GPT, "rotary_dim": 16}),
-    "gpt_bigcode": A("GPTBigCodeForCausalLM", "GPTBigCodeConfig", GPT, mlx="incompatible function arguments"),
+    "gpt_bigcode": A("GPTBigCodeForCausalLM", "GPTBigCodeConfig", GPT, mlx="n_inner: expected int, found null"),
     "openai-gpt": A("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", GPT, vllm=TRANSPOSED, torchao=TRANSPOSED),
     "ctrl": A("CTRLLMHeadModel", "CTRLConfig", {**GPT, "dff": WIDE}),
     "dbrx": A(
@@ -421,6 +421,26 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         mlx=LOADS,
     ),
+    "kimi_linear": A(
+        "KimiLinearForCausalLM",
+        "KimiLinearConfig",
+        {
+            **TEXT,
+            **EXPERTS,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": WIDTH,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "linear_head_dim": 32,
+            "linear_num_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "dense"],
+        },
+        vllm=RESHAPED,
+        torchao=RESHAPED,
+        mlx="settings that config.json does not have: 'rope_theta' and 'linear_attn_config'",
+    ),
     "glm": A("GlmForCausalLM", "GlmConfig", TEXT, mlx=LOADS),
     "glm4": A("Glm4ForCausalLM", "Glm4Config", TEXT, mlx=LOADS),
     "glm4_moe": A(
@@ -443,7 +463,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Llama4TextConfig",
         {**TEXT, **EXPERTS, "intermediate_size_mlp": WIDE, "interleave_moe_layer_step": 2},
         vllm=FUSED,
-        mlx="Received 7 parameters not in model",
+        mlx="no place for 7 tensors: lm_head.weight",
     ),
     "llama4": A(
         "Llama4ForConditionalGeneration",
@@ -476,7 +496,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "hy_v3": A("HYV3ForCausalLM", "HYV3Config", {**TEXT, **EXPERTS}, torchao=RENAMED),
     "exaone_moe": A(
-        "ExaoneMoeForCausalLM", "ExaoneMoeConfig", {**TEXT, **EXPERTS}, mlx="missing 1 required positional argument"
+        "ExaoneMoeForCausalLM",
+        "ExaoneMoeConfig",
+        {**TEXT, **EXPERTS},
+        mlx="settings that config.json does not have: 'is_moe_layer'",
     ),
     "hrm_text": A("HrmTextForCausalLM", "HrmTextConfig", TEXT, vllm=RESHAPED, torchao=RESHAPED),
     "gpt_oss": A(
@@ -604,7 +627,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "MiniMaxForCausalLM",
         "MiniMaxConfig",
         {**TEXT, **EXPERTS, "layer_types": ["linear_attention", "full_attention"], "block_size": 32},
-        mlx="missing 2 required positional arguments",
+        mlx="does not have: 'shared_intermediate_size' and 'rotary_dim'",
     ),
     "clip": A(
         "CLIPModel",
@@ -745,6 +768,44 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Qwen3_5Config",
         {"text_config": {**TEXT, **DELTA_NET}, "vision_config": QWEN_VISION},
         mlx=LOADS,
+    ),
+    "kimi_k25": A(
+        "Kimi_K25ForConditionalGeneration",
+        "Kimi_K25Config",
+        {
+            "text_config": {
+                "model_type": "deepseek_v3",
+                **TEXT,
+                **EXPERTS,
+                **UNTIED,
+                "n_routed_experts": 4,
+                "num_key_value_heads": 4,
+                "kv_lora_rank": WIDTH,
+                "q_lora_rank": WIDTH,
+                "qk_nope_head_dim": 32,
+                "qk_rope_head_dim": 16,
+                "head_dim": 16,
+                "v_head_dim": 32,
+                "first_k_dense_replace": 1,
+                "n_group": 2,
+                "topk_group": 1,
+            },
+            **UNTIED,
+            "vision_config": {
+                "hidden_size": WIDTH,
+                "intermediate_size": WIDE,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "patch_size": 8,
+                "pos_emb_height": 4,
+                "pos_emb_width": 4,
+                "pos_emb_time": 4,
+            },
+            "image_token_id": 99,
+            "projection_hidden_size": WIDTH,
+        },
+        torchao=RENAMED,
+        mlx="its model has no place for 40 tensors",
     ),
     "lfm2_vl": A(
         "Lfm2VlForConditionalGeneration",

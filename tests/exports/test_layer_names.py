@@ -10,8 +10,9 @@ from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import get_codec
 from pqweights.exports.integers import Rounding
+from pqweights.exports.layer_patterns import patterns
 from pqweights.exports.options import ExportOptions
-from pqweights.exports.vllm_int4 import patterns, read_options
+from pqweights.exports.vllm_int4 import read_options
 from pqweights.planning.roles import classify
 
 torch = pytest.importorskip("torch")

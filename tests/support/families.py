@@ -86,6 +86,9 @@ FAMILIES = {
         ATTENTION + MLP,
         ATTENTION + MLP,
     ),
+    # Rows of 192 weights take groups of 64; those of o and down groups of 128. Not loaded with dequantize=True, for
+    # which transformers has one size.
+    "llama-uneven": Family("LlamaForCausalLM", "LlamaConfig", {**TEXT, "hidden_size": 192}, ATTENTION + MLP, ()),
     # As Qwen2, whose q, k and v have biases; here o, too.
     "llama-biased": Family("LlamaForCausalLM", "LlamaConfig", {**TEXT, "attention_bias": True}, ATTENTION + MLP, MLP),
     "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", {**TEXT, **ROPE}, ATTENTION + MLP, ATTENTION + MLP),

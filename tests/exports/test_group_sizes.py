@@ -1,0 +1,150 @@
+"""Each layer gets the largest group size up to the default that divides its rows; configurations say which."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+from commands import done, refused
+from helpers import as_float32, bf16, gaussian, read_all, run_command, write_checkpoint
+from integer_exports import from_compressed_tensors, from_nibbles, integer_names, quantization
+
+from pqweights.rewrite.manifest import read_manifest
+from pqweights.runtimes.decoders import export_weight
+
+LAYER = "model.layers.0"
+
+
+def master(folder: Path, hidden: int, intermediate: int, model_type: str = "llama") -> Path:
+    """A master with the linear layers of a Llama that has rows of these lengths."""
+    columns = {f"{LAYER}.self_attn.{n}_proj.weight": hidden for n in "qkvo"}
+    columns |= {f"{LAYER}.mlp.{n}_proj.weight": hidden for n in ("gate", "up")}
+    columns |= {f"{LAYER}.mlp.down_proj.weight": intermediate}
+    tensors = {name: bf16(gaussian(64, width, seed=i)) for i, (name, width) in enumerate(columns.items())}
+    write_checkpoint(folder / "src", tensors, config={"model_type": model_type, "dtype": "bfloat16"})
+    run_command({"quantize": str(folder / "src")}, folder / "master")
+    return folder / "master"
+
+
+def codecs(folder: Path) -> Counter[str | None]:
+    return Counter(tensor.codec for tensor in read_manifest(folder).tensors)
+
+
+def groups(folder: Path) -> dict[int, list[str]]:
+    found = quantization(folder)["config_groups"].values()
+    return {group["weights"]["group_size"]: group["targets"] for group in found}
+
+
+def test_one_size_for_all_has_one_group_of_all_linear_layers(tmp_path: Path) -> None:
+    done("export", master(tmp_path, 128, 256), tmp_path / "out", "-t", "vllm-int4")
+    assert groups(tmp_path / "out") == {128: ["Linear"]}
+    assert list(quantization(tmp_path / "out")["config_groups"]) == ["group_0"]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "expected"),
+    [
+        (576, 1536, {"symmetric-g64": 6, "symmetric-g128": 1}),  # SmolLM2-135M
+        (320, 864, {"symmetric-g64": 6, "symmetric-g32": 1}),
+        (192, 192, {"symmetric-g64": 7}),
+    ],
+)
+def test_every_layer_is_rounded_in_vllm_int4(
+    hidden: int, intermediate: int, expected: dict[str, int], tmp_path: Path
+) -> None:
+    match_targets = pytest.importorskip("compressed_tensors.utils.match").match_targets
+    torch = pytest.importorskip("torch")
+    out = tmp_path / "out"
+    shown = done("export", master(tmp_path, hidden, intermediate), out, "-t", "vllm-int4")
+    assert codecs(out) == expected
+    for codec, count in expected.items():
+        assert f"  4 bits, {codec}, best rule: {count} tensor" in shown.stdout
+    tensors, found = read_all(out), groups(out)
+    for name in integer_names(out):
+        scales = tensors[f"{name}_scale"][1]
+        columns = int(tensors[f"{name}_shape"][1][1])
+        targets = [target for of_size in found.values() for target in of_size]
+        (first, *_) = match_targets(name.removesuffix(".weight"), torch.nn.Linear(1, 1), targets)
+        (size,) = (size for size, of_size in found.items() if first in of_size)
+        assert scales.shape[1] * size == columns
+        assert np.array_equal(export_weight(out)(name), from_compressed_tensors(tensors, name))
+
+
+def test_every_layer_is_rounded_in_torchao_int4(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done("export", master(tmp_path, 320, 864), out, "-t", "torchao-int4", "--packing", "plain")
+    assert codecs(out) == {"affine-g64": 6, "affine-g32": 1}
+    tensors, exact = read_all(out), read_all(tmp_path / "src")
+    for name in integer_names(out):
+        parts = (tensors[f"{name.removesuffix('weight')}_weight_{part}"] for part in ("qdata", "scale", "zero_point"))
+        packed, scales, zeros = parts
+        weight = as_float32(exact[name])
+        decoded = from_nibbles(packed[1], as_float32(scales), as_float32(zeros))
+        assert np.sum((decoded - weight) ** 2) < 0.015 * np.sum(weight**2)
+
+
+def test_torchao_reads_the_sizes_of_the_configuration(tmp_path: Path) -> None:
+    config_from_dict = pytest.importorskip("torchao.core.config").config_from_dict
+    torchao = pytest.importorskip("torchao.quantization")
+    done("export", master(tmp_path, 320, 864), tmp_path / "out", "-t", "torchao-int4", "--packing", "plain")
+    config = config_from_dict(quantization(tmp_path / "out")["quant_type"]["default"])
+    assert isinstance(config, torchao.FqnToConfig)
+    sizes = {name: about.group_size for name, about in config.fqn_to_config.items()}
+    assert set(sizes.values()) == {64, 32}
+    for name in integer_names(tmp_path / "out"):
+        module = name.removesuffix(".weight")
+        (matched,) = (e for e in sizes if torchao.fqn_matches_fqn_config(module, torchao.FqnToConfig({e: None})))
+        assert sizes[matched] == (32 if "down_proj" in module else 64)
+
+
+def test_size_that_is_asked_for_is_exact(tmp_path: Path) -> None:
+    folder = master(tmp_path, 320, 864)
+    line = refused("export", folder, tmp_path / "out", "-t", "vllm-int4", "--group-size", "64")
+    assert "down_proj" in line and "rows of 864" in line and "without --group-size each layer gets one" in line
+    done("export", folder, tmp_path / "out", "-t", "vllm-int4", "--group-size", "32")
+    assert codecs(tmp_path / "out") == {"symmetric-g32": 7}
+
+
+def test_model_that_uses_weights_early_has_the_size_of_most_weights(tmp_path: Path) -> None:
+    """transformers decodes its layers with dequantize, for which it has one size."""
+    done("export", master(tmp_path, 192, 128, "t5"), tmp_path / "out", "-t", "vllm-int4")
+    assert quantization(tmp_path / "out")["dequantize"] is True
+    assert codecs(tmp_path / "out") == {"symmetric-g64": 7}
+
+
+def test_sizes_of_experts_come_first_in_the_configuration(tmp_path: Path) -> None:
+    """transformers takes the first size whose expressions name experts, which those of a shared expert do, too."""
+    scheme = pytest.importorskip("transformers.integrations.compressed_tensors").get_experts_scheme
+    config_class = pytest.importorskip("compressed_tensors.quantization").QuantizationConfig
+    columns = {f"{LAYER}.mlp.experts.{e}.{n}_proj.weight": 128 for e in range(2) for n in ("gate", "up", "down")}
+    columns |= {f"{LAYER}.mlp.shared_experts.{n}_proj.weight": 192 for n in ("gate", "up", "down")}
+    tensors = {name: bf16(gaussian(64, width, seed=i)) for i, (name, width) in enumerate(columns.items())}
+    write_checkpoint(tmp_path / "src", tensors, config={"model_type": "deepseek_v3", "dtype": "bfloat16"})
+    run_command({"quantize": str(tmp_path / "src")}, tmp_path / "master")
+    done("export", tmp_path / "master", tmp_path / "out", "-t", "vllm-int4")
+    assert codecs(tmp_path / "out") == {"symmetric-g128": 6, "symmetric-g64": 3}
+    about: Any = {key: quantization(tmp_path / "out")[key] for key in ("config_groups", "format", "ignore")}
+    assert scheme(config_class(**about)).weights.group_size == 128
+
+
+def test_mlx_rounds_rows_that_its_size_does_not_divide(tmp_path: Path) -> None:
+    mlx_lm = pytest.importorskip("mlx_lm")
+    settings = {**families.TEXT, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 32}
+    families.build(families.Family("LlamaForCausalLM", "LlamaConfig", settings, (), ()), tmp_path / "model")
+    run_command({"quantize": str(tmp_path / "model"), "recipe": "q6"}, tmp_path / "master")
+    out = tmp_path / "out"
+    done("export", tmp_path / "master", out, "-t", "mlx-q4")
+    named = json.loads((out / "config.json").read_bytes())["quantization"]
+    down = f"{LAYER}.mlp.down_proj"
+    assert named["group_size"] == 64
+    assert named[down] == {"group_size": 32, "bits": 4, "mode": "affine"}
+    found = {t.name: t.codec for t in read_manifest(out).tensors}
+    assert found[f"{down}.weight"] == "affine-g32" and found[f"{LAYER}.mlp.up_proj.weight"] == "affine-g64"
+    model, _ = mlx_lm.load(str(out))
+    layer = model.layers[0].mlp.down_proj
+    assert (layer.group_size, layer.bits) == (32, 4)
