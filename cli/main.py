@@ -18,6 +18,7 @@ from . import (
     generate,
     inspect,
     interrupts,
+    output,
     plan,
     push,
     quantize,
@@ -92,7 +93,9 @@ def main() -> None:
     except SystemExit as end:
         if end.code == interrupts.EXIT_CODE:
             interrupts.leave()
-        raise
+        output.leave(end.code)
+    except OSError as error:
+        output.leave(None, error)
 
 
 if __name__ == "__main__":
