@@ -20,7 +20,7 @@ from pqweights.kernels.devices import INTERPRETER, _why_no_gpu
 
 TESTS = Path(__file__).parent
 FAST = "not slow"  # as make test-fast asks
-pytest_plugins = ["ray_cluster", "remote_server"]  # fixtures that tests of several files use
+pytest_plugins = ["external_runtimes", "ray_cluster", "remote_server"]
 BYTES_PER_WORKER = 2 << 30  # torch, transformers and their models; most workers need less
 
 # Workers, and the processes that tests start, share the cores; on tiny products, more threads only wait for each other.
