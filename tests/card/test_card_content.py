@@ -31,6 +31,8 @@ from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.records import mean_error
 
+pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
+
 TARGETS = ("bf16", "torchao-int4", "mlx-q4", "vllm-int4")
 
 
