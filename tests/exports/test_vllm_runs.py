@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from external_runtimes import need, run_in_vllm
 from families import FAMILIES, VOCABULARY, Family
-from helpers import Array, read_all, run_command
+from helpers import Array, as_float32, read_all, run_command
 from integer_exports import from_compressed_tensors, integer_names
 from shared import made_once, run_folder
 
@@ -65,11 +65,12 @@ def test_vllm_predicts_what_transformers_does_with_the_decoded_integers(name: st
     import torch
 
     model = families.load(work / name, wide(name))
-    plain, tensors = scores(model), read_all(work / f"{name}-vllm")
+    plain, tensors, layers = scores(model), read_all(work / f"{name}-vllm"), integer_names(work / f"{name}-vllm")
     weights = dict(model.named_parameters())
-    assert integer_names(work / f"{name}-vllm")
-    for layer in integer_names(work / f"{name}-vllm"):
-        weights[layer].data = torch.from_numpy(np.ascontiguousarray(from_compressed_tensors(tensors, layer)))
+    assert layers
+    for weight in weights:
+        values = from_compressed_tensors(tensors, weight) if weight in layers else as_float32(tensors[weight])
+        weights[weight].data = torch.from_numpy(np.ascontiguousarray(values))
     expected = scores(model)
     assert np.abs(expected - plain).mean() > LEAST_OF_INT4
     found = json.loads((work / "scores.json").read_text())[name]
