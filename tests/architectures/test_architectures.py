@@ -27,6 +27,8 @@ from pqweights.runtimes.models import open_model
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
+
 
 def check_master(about: Architecture, folder: Path) -> None:
     """The master loads as the BF16 export does, which holds the decoded weights; both compute what the source does."""

@@ -31,6 +31,8 @@ from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.records import mean_error
 
+pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
+
 TARGETS = ("bf16", "torchao-int4", "mlx-q4", "vllm-int4")
 
 
@@ -343,7 +345,7 @@ def test_evaluation_table_has_the_recorded_figures(base: Path, tmp_path: Path, m
     monkeypatch.setattr(evaluation_record, "FEWEST_TOKENS_FOR_CARD", 100)
     pytest.importorskip("transformers")
     from pqweights.evaluate.recording import make_record
-    from pqweights.results.evaluation_record import find_place, write_record
+    from pqweights.results.evaluation_record import Figure, find_place, read_records, write_record
 
     folder = Path(shutil.copytree(master_of(base, "llama"), tmp_path / "m"))
     text = " ".join(f"w{number}" for number in np.random.default_rng(8).integers(0, 500, 300))
@@ -358,6 +360,9 @@ def test_evaluation_table_has_the_recorded_figures(base: Path, tmp_path: Path, m
     assert sections(card.text)[3] == "Evaluation"
     scores = report.rows[0].scores
     assert scores.perplexity_change is not None and scores.divergence is not None
+    # Recorded without rounding: a figure that is rounded twice is not always the one that eval shows.
+    assert read_records(*place)[1].perplexity == Figure(*scores.perplexity)
+    assert read_records(*place)[1].top1_agreement == Figure(*scores.divergence.top1)
     for value, error, form in (
         (*scores.perplexity, ".4f"),
         (*scores.perplexity_change, "+.4f"),

@@ -25,6 +25,8 @@ from hostile.pickles import PAYLOAD
 from pqweights_cli.main import app
 from typer.testing import CliRunner, Result
 
+pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
+
 USAGE_ERRORS = {
     "ray-no-address",
     "ray-no-port",

@@ -40,6 +40,8 @@ from pqweights.planning.recipe import parse_recipe
 from pqweights.results.inspect import inspect
 from pqweights.results.verify import verify
 
+pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
+
 COMPARED = ("absmax", "hadamard-absmax", "lloyd-max", "hadamard-lloyd-max-l2")
 BITS = range(2, 9)
 SCALAR = {name: codec for name, codec in CODECS.items() if isinstance(codec, ScalarCodec)}

@@ -55,6 +55,8 @@ from pqweights.runtimes.decoders import export_weight
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
+
 RECIPE = """
 name: mixed
 codec: test-superblocks

@@ -43,6 +43,8 @@ from pqweights.rewrite.manifest import read_manifest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
+
 TRELLIS = "hadamard-trellis"
 RECIPE = """
 name: mixed

@@ -34,6 +34,8 @@ from pqweights.rewrite.part_files import PART_LOCK, part_prefix
 from pqweights.rewrite.staging import ShardUploads, Staging
 from pqweights.rewrite.workspace import Workspace
 
+pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
+
 SHARD = 30_000
 FEW = "model.layers.*.mlp.down_proj.weight"
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from calls import evaluate, quantize
 from commands import answer, done, refused
+from external_runtimes import need
 from language_models import BEGIN, babbler
 from safetensors import safe_open
 from tiny_gguf import llama_gguf
@@ -97,7 +98,7 @@ def test_models_of_which_one_begins_texts_are_not_compared(work: Path) -> None:
 
 
 def test_llama_cpp_reads_the_same_windows(work: Path, tmp_path: Path) -> None:
-    pytest.importorskip("llama_cpp")
+    need("llama.cpp")
     for name in ("bos", "plain"):
         llama_gguf(work / name, tmp_path / f"{name}.gguf", begins=name == "bos")
     assert token_before_texts(load_tokenizer(tmp_path / "bos.gguf")) == BEGIN

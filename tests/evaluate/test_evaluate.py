@@ -32,6 +32,8 @@ from pqweights.runtimes.folders import read_folder
 from pqweights.runtimes.models import continuation, open_model
 from pqweights.runtimes.texts import tokenize
 
+pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
+
 VOCABULARY = 512
 # name -> target, its options, the packages that evaluate it, and the largest relative error of logits
 EXPORTS: dict[str, tuple[str, dict[str, str], tuple[str, ...], float]] = {

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import answer, done, refused
+from external_runtimes import need
 from helpers import f32, gaussian, write_checkpoint
 from language_models import END, SPEECH, TEMPLATE, llama_config, speaker, tokenizer_files
 from tiny_gguf import llama_gguf
@@ -23,7 +24,7 @@ from pqweights.runtimes.folders import LLAMA_CPP, size
 from pqweights.runtimes.models import Model, open_model
 from pqweights.runtimes.texts import load_tokenizer, tokenize
 
-pytest.importorskip("llama_cpp")
+need("llama.cpp")
 pytest.importorskip("transformers")
 
 IDS = np.random.default_rng(0).integers(0, 256, 100)

@@ -33,6 +33,8 @@ from pqweights.exports.target import ExportSource
 from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import OWN_KEYS, read_manifest
 
+pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
+
 MAKE = {"BF16": bf16, "F16": f16, "F32": f32}
 NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 WEIGHT = "model.layers.0.mlp.up_proj.weight"

@@ -22,6 +22,8 @@ from pqweights.rewrite import jobs
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.runtimes.decoders import values_of
 
+pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
+
 COMPENSATED = {
     "tile": {"target": "torchao-int4"},
     "nibbles": {"target": "torchao-int4", "packing": "plain"},

@@ -19,6 +19,8 @@ from pqweights.runtimes.decoders import export_weight
 from pqweights.runtimes.models import open_model
 
 transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 IDS = np.random.default_rng(0).integers(3, 128, 48)
 TARGETS: dict[str, dict[str, Any]] = {
     "torchao-int4": {"group_size": 64},

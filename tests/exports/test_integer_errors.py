@@ -29,6 +29,8 @@ from pqweights.errors import MasterError, OutputError, SourceError
 from pqweights.kernels.groups import GroupRule, rotate
 from pqweights.rewrite.manifest import read_manifest
 
+pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
+
 
 def decoded(folder: Path) -> dict[str, Array]:
     """Decode the weights of an export to the plain basis, in float64."""

@@ -14,6 +14,8 @@ from integer_exports import LAYER, ROUNDED, integer_names
 
 from pqweights.rewrite.manifest import read_manifest
 
+pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
+
 
 @pytest.mark.parametrize("target", ["torchao-int4", "vllm-int4"])
 def test_summary_says_which_tensors_stay_plain_and_why(target: str, driven: Path, tmp_path: Path) -> None:

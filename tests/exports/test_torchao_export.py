@@ -27,6 +27,8 @@ from integer_exports import (
 from pqweights.kernels.groups import GroupRule
 from pqweights.rewrite.manifest import read_manifest
 
+pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
+
 PACKINGS = {"tile_packed_to_4d": "Int4TilePackedTo4dTensor", "plain": "Int4Tensor"}
 
 

@@ -12,6 +12,8 @@ from helpers import as_float32, bf16, gaussian, master_weights, read_all, write_
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.runtimes.decoders import export_weight
 
+pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
+
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 
 

@@ -13,7 +13,6 @@ from commands import done, refused
 from helpers import bf16, gaussian, run_command, write_checkpoint
 from integer_exports import LAYER, integer_names, quantization
 
-from pqweights.exports import torchao_int4
 from pqweights.exports.vllm_int4 import ROTATED_WARNING
 from pqweights.rewrite.manifest import read_manifest
 
@@ -114,12 +113,6 @@ def test_mlx_export_of_more_bits_than_the_master_is_remarked(base: Path, tmp_pat
     assert warned(families.master(base, "llama"), tmp_path / "four", "-t", "mlx") == []
 
 
-@pytest.fixture
-def _real_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchao_int4, "TOO_MANY_BITS", 16)
-
-
-@pytest.mark.usefixtures("_real_limit")
 def test_layer_stays_plain_where_tiles_would_take_as_much_as_bf16(tmp_path: Path) -> None:
     """Rows of 256 weights are padded to four times their length; those of 384 to less than three times."""
     folder = master(tmp_path, {ATTENTION: 256, MLP: 384})
@@ -133,14 +126,12 @@ def test_layer_stays_plain_where_tiles_would_take_as_much_as_bf16(tmp_path: Path
     assert set(integer_names(tmp_path / "unpadded")) == {ATTENTION, MLP}
 
 
-@pytest.mark.usefixtures("_real_limit")
 def test_model_whose_every_layer_is_too_narrow_for_tiles_is_refused(tmp_path: Path) -> None:
     line = refused("export", master(tmp_path, {ATTENTION: 256}), tmp_path / "out", "-t", "torchao-int4")
     assert "no weight of this model can become integers" in line and "--packing plain" in line
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.usefixtures("_real_limit")
 @pytest.mark.parametrize(("columns", "share"), [(1024, None), (2048 + 256, "25%"), (640, "38%")])
 def test_padding_that_costs_a_good_share_of_the_file_is_remarked(
     columns: int, share: str | None, tmp_path: Path

@@ -22,6 +22,8 @@ from pqweights.folding.folded import TensorFactors
 from pqweights.folding.kinds import make_fold
 from pqweights.rewrite.manifest import read_manifest
 
+pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

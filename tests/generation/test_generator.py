@@ -27,6 +27,8 @@ from pqweights.runtimes.models import open_model
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
+
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:

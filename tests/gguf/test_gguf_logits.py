@@ -10,13 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("llama_cpp")
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import gguf_cases
+from external_runtimes import need
 from gguf_cases import CASES
 from gguf_files import LlamaCpp, write_gguf
+
+need("llama.cpp")
 
 # ggml takes values of gelu from a table of half-precision numbers.
 BY_TABLE = ("gemma", "starcoder2")

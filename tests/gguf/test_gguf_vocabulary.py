@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("tokenizers")
 
 import trained_tokenizers as trained
+from external_runtimes import need
 from gguf_files import LlamaCpp, metadata, write_gguf
 from gguf_llama import converted, write_llama
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
@@ -41,7 +42,7 @@ def written(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", trained.KINDS)
 def test_llama_cpp_makes_the_tokens_that_transformers_makes(kind: str, tmp_path: Path) -> None:
-    pytest.importorskip("llama_cpp")
+    need("llama.cpp")
     transformers = pytest.importorskip("transformers")
     folder = folder_with(trained.KINDS[kind](), tmp_path)
     expected = transformers.AutoTokenizer.from_pretrained(folder)
@@ -53,7 +54,7 @@ def test_llama_cpp_makes_the_tokens_that_transformers_makes(kind: str, tmp_path:
 
 def test_text_that_is_not_normalized_makes_other_tokens_with_a_normalizer(tmp_path: Path) -> None:
     """llama.cpp has none. Qwen's tokenizers have one."""
-    pytest.importorskip("llama_cpp")
+    need("llama.cpp")
     tokenizer = trained.KINDS["qwen2"]()
     tokenizer.normalizer = normalizers.NFC()
     folder = folder_with(tokenizer, tmp_path)
@@ -153,7 +154,7 @@ def test_models_of_sentencepiece_itself(kind: str, tmp_path: Path) -> None:
     assert found["token_type"][:3] == [UNKNOWN, CONTROL, CONTROL]
     assert found["token_type"][-2:] == [CONTROL, UNUSED]
     assert found["scores"][300] == pytest.approx(model.get_score(300))
-    pytest.importorskip("llama_cpp")
+    need("llama.cpp")
     with LlamaCpp(write_gguf(folder), vocabulary_only=True) as loaded:
         for text in filter(None, trained.STRINGS):
             assert loaded.tokens(text) == [1, *model.encode(text)], text
@@ -210,7 +211,7 @@ def test_special_tokens_take_spaces_behind_them_by_the_name_of_the_model(
         token["rstrip"] = strips and token["content"] == trained.USER
     (folder / "tokenizer.json").write_text(json.dumps(stored))
     assert metadata(converted(folder, name)).get("general.name") == expected
-    pytest.importorskip("llama_cpp")
+    need("llama.cpp")
     with LlamaCpp(write_gguf(folder, name=name or ""), vocabulary_only=True) as loaded:
         text = f"{trained.USER}   Hello"
         assert loaded.tokens(text) == Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
@@ -428,7 +429,7 @@ def test_all_tokens_that_end_a_generation_are_named(tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 1, 8, 99999], "pad_token_id": 9}))
     found = written(folder)
     assert (found["eos_token_id"], found["eom_token_id"], found["eot_token_id"]) == (1, 9, 8)
-    pytest.importorskip("llama_cpp")
+    need("llama.cpp")
     with LlamaCpp(write_gguf(folder), vocabulary_only=True) as loaded:
         assert loaded.ends() == {1, 8, 9}
 
@@ -458,7 +459,7 @@ def test_the_ends_of_llama_3_1_have_their_meanings(eos: str, tmp_path: Path) -> 
     ids = ended_by(tmp_path, LLAMA_ENDS, [], eos_token=eos)
     assert named_ends(tmp_path) == {"eos": ids[eos], "eot": ids["<|eot_id|>"], "eom": ids["<|eom_id|>"]}
     assert converted(tmp_path).notes == ()
-    pytest.importorskip("llama_cpp")
+    need("llama.cpp")
     with LlamaCpp(write_gguf(tmp_path), vocabulary_only=True) as loaded:
         assert loaded.ends() >= set(ids.values())
 
@@ -470,7 +471,7 @@ def test_ends_that_llama_cpp_knows_by_their_text_leave_the_names_to_others(tmp_p
 
 
 def test_llama_cpp_knows_the_ends_that_it_is_taken_to_know(tmp_path: Path) -> None:
-    pytest.importorskip("llama_cpp")
+    need("llama.cpp")
     texts = tuple(sorted(KNOWN_ENDS - {"<|end|>"}))  # which is none beside <|call|> and <|return|>
     ids = ended_by(tmp_path, texts, [])
     with LlamaCpp(write_gguf(tmp_path), vocabulary_only=True) as loaded:

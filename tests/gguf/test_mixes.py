@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from external_runtimes import need
 
 from pqweights.errors import OptionError
 from pqweights.gguf.mixes import ALIASES, MIXES, Shape, find_mix, find_type, fitting_type, may_be_quantized
@@ -86,7 +87,7 @@ def importances(library: Any, path: Path) -> Any:
 @pytest.mark.parametrize("imatrix", [False, True], ids=["plain", "imatrix"])
 @pytest.mark.parametrize("name", MODELS)
 def test_types_are_those_of_llama_cpp(name, imatrix, tmp_path):
-    pytest.importorskip("llama_cpp")
+    need("llama.cpp")
     library = llama_library.library().functions
     model = MODELS[name]
     llama(tmp_path / "plain.gguf", **model)

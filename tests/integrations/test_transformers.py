@@ -25,7 +25,10 @@ from pqweights.checkpoint.source import open_local
 from pqweights.errors import MasterError, MissingDependencyError, PqweightsError, SourceError
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("narrow_layers_packed"),
+]
 
 import torch  # noqa: E402
 import transformers  # noqa: E402

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import importlib.util
-from pathlib import Path
 
 import gguf_affine_reference
 import numpy as np
 import numpy.typing as npt
 import pytest
 from blocks import examples
+from ggml_quantizer import ggml_blocks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -241,23 +239,7 @@ def test_error_is_below_that_of_llama_cpp(kind: str, family: str, weighted: bool
     """Its quantizer without importance, and the one that it uses with an importance matrix."""
     values = families()[family]
     importance = np.random.default_rng(3).lognormal(0, 1, 256).astype(np.float32) if weighted else None
-    theirs = llama_cpp_blocks(kind, values, importance)
+    theirs = ggml_blocks(kind, values, importance)
     found = relative_error(values, decoded(kind, encode_blocks(kind, values, importance).data), importance)
     most = {"Q5_K": 0.93, "Q4_K": 0.96, "Q2_K": 0.96, "Q5_1": 0.98, "Q4_1": 0.98}[kind]
     assert found < most * relative_error(values, decoded(kind, theirs), importance)
-
-
-def llama_cpp_blocks(kind: str, values: Floats, importance: Floats | None) -> npt.NDArray[np.uint8]:
-    """What ggml_quantize_chunk of llama-cpp-python makes of the weights."""
-    gguf = pytest.importorskip("gguf")
-    package = importlib.util.find_spec("llama_cpp")  # not imported: that leaves files open
-    if package is None or package.origin is None:
-        pytest.skip("llama_cpp is not installed")
-    library = ctypes.CDLL(str(next((Path(package.origin).parent / "lib").glob("*ggml-base.*"))))
-    quantize = library.ggml_quantize_chunk
-    quantize.restype = ctypes.c_size_t
-    quantize.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
-    out = np.empty((len(values), BLOCK_TYPES[kind].row_bytes(values.shape[1])), dtype=np.uint8)
-    matrix = None if importance is None else importance.ctypes.data
-    quantize(int(gguf.GGMLQuantizationType[kind]), values.ctypes.data, out.ctypes.data, 0, *values.shape, matrix)
-    return out

@@ -11,6 +11,7 @@ import helpers
 import numpy as np
 import numpy.typing as npt
 import pytest
+from ggml_quantizer import ggml_blocks
 from gguf_symmetric_reference import IQ4, LAYOUTS, encode
 
 from pqweights.kernels.gguf_encoding import EncodedBlocks, encode_blocks, normalized_importance
@@ -247,7 +248,7 @@ def sample(kind: str) -> Floats:
     return np.ascontiguousarray(values.astype(np.float32).reshape(-1)[: 64 * 1024].reshape(64, 1024))
 
 
-# What ggml_quantize_chunk of llama-cpp-python 0.3.36 leaves of the same weights, as relative_error counts it: without
+# What ggml_quantize_chunk leaves of the same weights, as relative_error counts it: without
 # data, and with `importance` as importance matrix.
 LLAMA_CPP: dict[str, dict[str, tuple[float, float]]] = {
     "gaussian": {
@@ -288,6 +289,17 @@ def test_error_is_below_that_of_llama_cpp(name: str, kind: str) -> None:
     without, with_data = LLAMA_CPP[kind][name]
     assert relative_error(values, plain) < 0.95 * without
     assert relative_error(values, aware, importance()) < 0.97 * with_data
+
+
+@every_type
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_recorded_errors_are_those_of_llama_cpp(name: str, kind: str) -> None:
+    values, weights = sample(kind), importance()
+    kind_of_blocks = gguf.GGMLQuantizationType[name]
+    blocks = (ggml_blocks(name, values, given) for given in (None, weights))
+    plain, aware = (gguf.quants.dequantize(data, kind_of_blocks) for data in blocks)
+    found = relative_error(values, plain), relative_error(values, aware, weights)
+    assert found == pytest.approx(LLAMA_CPP[kind][name], rel=2e-3)
 
 
 # --- formats ---

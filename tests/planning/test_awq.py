@@ -50,6 +50,8 @@ from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.runtimes.decoders import export_weight, master_weight
 
+pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
+
 Floats = npt.NDArray[np.float32]
 MATRIX, STACK, ODD, SINGLE, KEPT = (
     "a.q_proj.weight",

@@ -26,6 +26,8 @@ from pqweights.results.inspect import inspect
 
 matplotlib = pytest.importorskip("matplotlib")
 
+pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
+
 RECIPE = """
 bits: 4
 rules:

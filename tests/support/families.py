@@ -170,7 +170,7 @@ def master(base: Path, name: str) -> Path:
 @functools.cache
 def exported(base: Path, name: str, target: str, **options: Any) -> Path:
     """Return an export of that master."""
-    command = {"export": str(master(base, name)), "target": target, **options}
+    command = {"export": str(master(base, name)), "target": target, "narrow_layers_packed": True, **options}
     folder = "-".join([name, target, *(str(value) for value in options.values())])
     return made_once(run_folder(base) / "exports" / folder, lambda out: run_command(command, out))
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -147,9 +147,18 @@ def read_all(folder: Path) -> dict[str, Tensor]:
     return result
 
 
-def pack_narrow_layers() -> None:
-    """Let torchao-int4 pack layers that are narrower than its tiles, as those of most tests are: none stays plain."""
+@contextlib.contextmanager
+def narrow_layers_packed() -> Iterator[None]:
+    """Let torchao-int4 pack layers that are narrower than its tiles, as tiny models have them, instead of leaving them.
+
+    Modules that need it ask for the fixture of that name, commands of run_command for the option.
+    """
+    before = torchao_int4.TOO_MANY_BITS
     torchao_int4.TOO_MANY_BITS = math.inf
+    try:
+        yield
+    finally:
+        torchao_int4.TOO_MANY_BITS = before
 
 
 def master_weights(folder: Path) -> dict[str, Array]:
@@ -235,7 +244,9 @@ def run_command(command: dict[str, Any], out: Path | str, threads: int = 2) -> R
     if "original" in options:
         options["original"] = Path(options["original"])
     target = options.pop("target")
-    return export(Path(command["export"]), out, target, ExportOptions(**asked), threads=threads, **options)
+    packed = narrow_layers_packed() if options.pop("narrow_layers_packed", False) else contextlib.nullcontext()
+    with packed:
+        return export(Path(command["export"]), out, target, ExportOptions(**asked), threads=threads, **options)
 
 
 def small_chunks() -> None:
@@ -303,7 +314,6 @@ def _child(command: dict[str, Any], point: dict[str, Any], answer: int) -> None:
 def _drive(command: dict[str, Any], points: list[dict[str, Any]]) -> None:
     small_chunks()
     skip_flushes()
-    pack_narrow_layers()
     if command.pop("added_codecs", False):
         added_codecs.add()
     with tempfile.TemporaryDirectory() as folder:

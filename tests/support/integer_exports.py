@@ -152,6 +152,7 @@ KINDS = {
 def work(folder: Path, kind: str, **options: Any) -> dict[str, Any]:
     """The command that exports a kind, with shards of 60 kB."""
     asked: dict[str, Any] = {"export": str(folder / "master"), "max_shard_bytes": 60_000, **KINDS[kind], **options}
+    asked["narrow_layers_packed"] = True
     if asked.get("original") is True:
         asked["original"] = str(folder / "src")
     return asked

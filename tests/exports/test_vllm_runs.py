@@ -1,0 +1,92 @@
+"""vLLM computes with what vllm-int4 wrote: its log probabilities are those of transformers with the decoded integers.
+
+vLLM computes in BF16, transformers in float32, and integers matter much more than that. The models are random, with
+weights large enough that the predictions of one token differ.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+from external_runtimes import need, run_in_vllm
+from families import FAMILIES, VOCABULARY, Family
+from helpers import Array, as_float32, read_all, run_command
+from integer_exports import from_compressed_tensors, integer_names
+from shared import made_once, run_folder
+
+need("vLLM")
+
+SCRIPT = Path(__file__).parents[1] / "support" / "run_vllm.py"
+# The recipe of each model's master, and its family; vLLM fuses q, k and v, also where a recipe keeps one of them.
+KEPT = """
+name: kept
+codec: hadamard-lloyd-max
+bits: 8
+rules:
+  - {name: model.layers.0.self_attn.k_proj.weight, keep: true}
+"""
+NAMES = {"llama": "llama", "qwen3": "qwen3", "llama-kept": "llama"}
+# BF16 makes the log probabilities of a token differ by 0.008 on average and by 0.04 at most, INT4 by 0.25 on average.
+MOST_ON_AVERAGE, MOST = 0.02, 0.12
+LEAST_OF_INT4 = 0.1
+TOKENS = [np.random.default_rng(seed).integers(3, VOCABULARY - 12, 48).tolist() for seed in range(4)]
+
+
+def wide(name: str) -> Family:
+    """The family of a model, with larger weights."""
+    family = FAMILIES[NAMES[name]]
+    return replace(family, settings={**family.settings, "initializer_range": 0.06})
+
+
+def make(folder: Path) -> None:
+    """Make the models with their exports, and let one process of vLLM score the tokens with all of them."""
+    folder.mkdir(parents=True)
+    (folder / "kept.yaml").write_text(KEPT)
+    for name in NAMES:
+        families.build(wide(name), folder / name)
+        recipe = str(folder / "kept.yaml") if "kept" in name else "q8"
+        run_command({"quantize": str(folder / name), "recipe": recipe}, folder / f"{name}-master")
+        run_command({"export": str(folder / f"{name}-master"), "target": "vllm-int4"}, folder / f"{name}-vllm")
+    folders = {name: str(folder / f"{name}-vllm") for name in NAMES}
+    run_in_vllm(SCRIPT, folder / "scores.json", json.dumps({"folders": folders, "tokens": TOKENS}))
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_once(run_folder(tmp_path_factory.getbasetemp()) / "vllm-runs", make)
+
+
+def scores(model: Any) -> Array:
+    """What transformers gives: the log probability of each token but the first, [texts, tokens]."""
+    import torch
+
+    with torch.inference_mode():
+        logits = model(torch.tensor(TOKENS)).logits.float().log_softmax(-1)
+    found = logits[:, :-1].gather(-1, torch.tensor(TOKENS)[:, 1:, None])
+    return np.asarray(found[..., 0].numpy())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_vllm_predicts_what_transformers_does_with_the_decoded_integers(name: str, work: Path) -> None:
+    import torch
+
+    model = families.load(work / name, wide(name))
+    plain, tensors, layers = scores(model), read_all(work / f"{name}-vllm"), integer_names(work / f"{name}-vllm")
+    weights = dict(model.named_parameters())
+    assert layers
+    for weight in weights:
+        values = from_compressed_tensors(tensors, weight) if weight in layers else as_float32(tensors[weight])
+        weights[weight].data = torch.from_numpy(np.ascontiguousarray(values))
+    expected = scores(model)
+    assert np.abs(expected - plain).mean() > LEAST_OF_INT4
+    found = json.loads((work / "scores.json").read_text())[name]
+    assert not isinstance(found, str), f"vLLM does not load it: {found}"
+    difference = np.abs(np.array(found) - expected)
+    assert difference.mean() < MOST_ON_AVERAGE
+    assert difference.max() < MOST

@@ -1,0 +1,103 @@
+"""What has its final name is on the disk: files are flushed before they are renamed, their folder after it.
+
+Elsewhere in the tests os.fsync flushes nothing (shared.py). Here it does, and what is renamed is compared with what was
+flushed: a file that was written to in between has another time of modification or another size.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import run_command
+from rewriting import command
+from shared import FLUSH
+
+from pqweights.checkpoint.names import JOURNAL_FILE
+
+State = tuple[int, int, int]  # inode, size, time of modification
+
+
+def state(status: os.stat_result) -> State:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@dataclass
+class Disk:
+    """What was done to the disk.
+
+    events: what was done in this order: "flush" with a file or a folder, "rename" with the new path, "remove"
+    flushed: the states of files, as flushed
+    unflushed: the final paths of files that were renamed in another state than was flushed
+    """
+
+    events: list[tuple[str, Path]] = field(default_factory=list)
+    flushed: set[State] = field(default_factory=set)
+    unflushed: list[Path] = field(default_factory=list)
+    lock: Any = field(default_factory=threading.Lock)
+
+    def fsync(self, descriptor: int) -> None:
+        path, status = Path(os.readlink(f"/proc/self/fd/{descriptor}")), os.fstat(descriptor)
+        FLUSH(descriptor)
+        with self.lock:
+            self.flushed.add(state(status))
+            self.events.append(("flush", path))
+
+    def replace(self, old: Any, new: Any) -> None:
+        found = state(os.stat(old))
+        RENAME(old, new)
+        with self.lock:
+            if found not in self.flushed:
+                self.unflushed.append(Path(new))
+            self.events.append(("rename", Path(new)))
+
+    def unlink(self, path: Any, **options: Any) -> None:
+        REMOVE(path, **options)
+        with self.lock:
+            self.events.append(("remove", Path(path)))
+
+
+RENAME, REMOVE = os.replace, os.unlink
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    found = Disk()
+    for name in ("fsync", "replace", "unlink"):
+        monkeypatch.setattr(os, name, getattr(found, name))
+    return found
+
+
+def check(disk: Disk, out: Path) -> None:
+    """Check that files were flushed, then renamed, then their folder flushed; and what must wait for what."""
+    events, work = disk.events, out / ".pqweights"
+    renamed = [path for kind, path in events if kind == "rename" and path.parent == out]
+    assert {path.name for path in renamed} == {path.name for path in out.iterdir() if path.is_file()}
+    assert not [path for path in disk.unflushed if path.parent == out]
+    shards = [at for at, (kind, path) in enumerate(events) if kind == "rename" and path.suffix == ".safetensors"]
+    manifest, journal = events.index(("rename", out / "pqweights.json")), events.index(("remove", work / JOURNAL_FILE))
+    for at in shards:
+        folder = events[at][1].parent
+        assert ("flush", folder) in events[at:manifest], f"the manifest does not wait for {events[at][1]}"
+    assert ("flush", out) in events[manifest:journal], "the journal is removed before the manifest is durable"
+    assert events[-1] == ("flush", out), "the last change is not durable"
+
+
+def test_files_are_flushed_before_they_are_renamed_and_folders_after(source: Path, tmp_path: Path, disk: Disk) -> None:
+    master, exported = tmp_path / "master", tmp_path / "exported"
+    run_command(command(source), master)
+    check(disk, master)
+    disk.events.clear()
+    run_command({"export": str(master), "target": "bf16"}, exported)
+    check(disk, exported)
+
+
+def test_replacing_a_result_flushes_alike(source: Path, tmp_path: Path, disk: Disk) -> None:
+    run_command({**command(source), "recipe": "q4"}, tmp_path / "out")
+    disk.events.clear()
+    run_command(command(source, overwrite=True), tmp_path / "out")
+    check(disk, tmp_path / "out")

@@ -1,0 +1,52 @@
+"""Libraries that compute with exports, and that the environment of development does not have: llama.cpp and vLLM.
+
+A test, or a module, that needs one says so. Without it, it is skipped, and the skip says which command installs it;
+with --require-runtimes, as `make test-runtimes` and .ci/run ask, it fails.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# vLLM wants other versions of torch and transformers: an environment beside ours, whose name ends with -vllm.
+VLLM = Path(f"{sys.prefix}-vllm")
+IS_INSTALLED: dict[str, Callable[[], bool]] = {
+    "llama.cpp": lambda: importlib.util.find_spec("llama_cpp") is not None,
+    "vLLM": lambda: (VLLM / ".ready").exists(),
+}
+OPTION = "--require-runtimes"
+_required = False
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option."""
+    parser.addoption(OPTION, action="store_true", help="fail, instead of skipping, where llama.cpp or vLLM is missing")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Read the option."""
+    global _required
+    _required = config.getoption(OPTION)
+
+
+def need(name: str) -> None:
+    """End the test, or the module, here if a runtime is not installed."""
+    if IS_INSTALLED[name]():
+        return
+    reason = f"{name} is not installed: make test-runtimes installs it, and runs this"
+    if _required:
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason, allow_module_level=True)
+
+
+def run_in_vllm(script: Path, result: Path, job: str) -> None:
+    """Let vLLM's Python run a script, without the paths and settings of ours. job: the standard input"""
+    command = [str(VLLM / "bin" / "python"), "-I", str(script), str(result)]
+    done = subprocess.run(command, input=job, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
