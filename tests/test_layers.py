@@ -61,6 +61,7 @@ OPTIONAL = {
         "pqweights.codecs.polar",
         "pqweights.codecs.protocol",
         "pqweights.codecs.scalar",
+        "pqweights.exports.renamed_layers",
         "pqweights.measure.activations",
         "pqweights.measure.inputs",
         "pqweights.kernels.attention",
@@ -166,6 +167,7 @@ OPTIONAL = {
         "pqweights.plots.layers",
     },
     "transformers": {
+        "pqweights.exports.renamed_layers",
         "pqweights.measure.activations",
         "pqweights.integrations.conversion",
         "pqweights.integrations.packed_modules",

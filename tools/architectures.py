@@ -3,7 +3,8 @@
 Each model is built on the meta device from its default configuration. For the weights that an export to integers would
 round, this compares the names in the file with those in memory, and has transformers prepare for compressed-tensors and
 initialize what a checkpoint might not hold.
-Run `python tools/architectures.py [MODEL_TYPE...]`; it prints a line for each architecture that differs.
+Run `python tools/architectures.py [MODEL_TYPE...]`; it prints a line for each architecture that differs. Types
+that were examined are added to pqweights/exports/examined.py.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.quantizers.auto import AutoHfQuantizer
 
-from pqweights.exports.torchao_int4 import _names_in_memory
+from pqweights.exports.architectures import names_in_memory
+from pqweights.exports.renamed_layers import compressed_tensors_errors, compressed_tensors_quantizer, loaded_weights
 from pqweights.planning.roles import classify
 
 SECONDS = 40  # for each model
@@ -36,12 +36,6 @@ CLASSES = (
     "AutoModel",
 )
 OUTSIDE = r"re:(?!(.*\.)?\d+(\..*)?$)"  # of the numbered layers
-WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-PACKED = {
-    "format": "pack-quantized",
-    "quantization_status": "compressed",
-    "config_groups": {"group_0": {"targets": ["Linear"], "format": "pack-quantized", "weights": WEIGHTS}},
-}
 
 
 def differences(model_type: str) -> str:
@@ -52,7 +46,7 @@ def differences(model_type: str) -> str:
     for auto in dict.fromkeys([*classes[:1], *classes[-1:]]):
         with torch.device("meta"):
             model = auto.from_config(config)
-        found += [*_refused(model), *_moved(model, "vision_config" in config.to_dict())]
+        found += [*compressed_tensors_errors(model), *_moved(model, "vision_config" in config.to_dict())]
         found += _used_early(model)  # last, because it packs the weights
     kinds = {text.partition(":")[0]: text for text in reversed(found)}  # the first of each kind
     return "; ".join(kinds.values())
@@ -62,18 +56,13 @@ def _moved(model: Any, has_vision: bool) -> list[str]:
     """Return the weights that have other names in memory than in the file, or are cut or joined there."""
     tied = model.all_tied_weights_keys or {}
     stored = revert_weight_conversion(model, {n: v for n, v in model.state_dict().items() if n not in tied})
-    conversions = get_model_conversion_mapping(model)
-    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
-    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    rounded = [n for n, v in stored.items() if v.ndim == 2 and n.endswith(".weight") and _is_rounded(n, v)]
     found = []
-    for name, value in stored.items():
-        if value.ndim != 2 or not name.endswith(".weight") or not _is_rounded(name, value):
-            continue
-        loaded, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, model.state_dict())
-        if converted is not None:
-            found.append(f"reshaped: {name} -> {loaded}")
-        elif loaded not in _names_in_memory(name, has_vision):
-            found.append(f"renamed: {name} -> {loaded}")
+    for weight in loaded_weights(model, rounded):
+        if weight.is_reshaped:
+            found.append(f"reshaped: {weight.name} -> {weight.loaded}")
+        elif weight.loaded not in names_in_memory(weight.name, has_vision):
+            found.append(f"renamed: {weight.name} -> {weight.loaded}")
     return found
 
 
@@ -82,29 +71,12 @@ def _is_rounded(name: str, value: Any) -> bool:
     return classify(name, "BF16", tuple(value.shape)).name in ("attention", "mlp", "linear", "expert")
 
 
-def _quantizer(ignore: list[str]) -> Any:
-    config = transformers.CompressedTensorsConfig(**PACKED, ignore=ignore)
-    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
-    quantizer.use_fp8_kernel = False
-    return quantizer
-
-
-def _refused(model: Any) -> list[str]:
-    """Return the error with which transformers refuses any checkpoint of compressed-tensors for a model."""
-    quantizer = _quantizer([])
-    try:
-        quantizer.update_weight_conversions(get_model_conversion_mapping(model, None, quantizer), model)
-    except ValueError as error:
-        return [f"refused: {str(error)[:100]}"]
-    return []
-
-
 def _used_early(model: Any) -> list[str]:
     """Pack the layers of a model; return the error of its own code that initializes them."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     plain = [name for name, layer in layers.items() if not _is_rounded(f"{name}.weight", layer.weight)]
     with torch.device("meta"):
-        _quantizer(["lm_head", OUTSIDE, *plain])._process_model_before_weight_loading(model)
+        compressed_tensors_quantizer(["lm_head", OUTSIDE, *plain])._process_model_before_weight_loading(model)
     for module in model.modules():
         module._is_hf_initialized = False
     try:

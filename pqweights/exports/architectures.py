@@ -209,18 +209,23 @@ RUN_BY_MLX = frozenset({"gpt2", "laguna", "llama4"})
 
 _TRANSPOSED = "it stores its linear weights transposed, which the format cannot hold"
 _EXPERTS = "transformers splits its fused experts when it loads compressed-tensors, and would not find them"
-_RESHAPED = "transformers cuts or joins its weights as it loads them, which packed codes do not survive"
-_RENAMED = "transformers renames its layers as it loads them, and would not find torchao's tensors"
-_RENAMED_PLAIN = "transformers renames layers that stay plain as it loads them, and would look for packed ones"
+RESHAPED_REASON = "transformers cuts or joins its weights as it loads them, which packed codes do not survive"
+RENAMED_REASON = "transformers renames its layers as it loads them, and would not find torchao's tensors"
+RENAMED_PLAIN_REASON = "transformers renames layers that stay plain as it loads them, and would look for packed ones"
 _DIRECTLY = "it computes with its weights directly, which torchao's tensors do not support"
 # In the order in which they are reported.
 _REFUSALS: dict[str, tuple[tuple[frozenset[str], str], ...]] = {
-    TORCHAO: ((TRANSPOSED, _TRANSPOSED), (RESHAPED, _RESHAPED), (RENAMED, _RENAMED), (USED_DIRECTLY, _DIRECTLY)),
+    TORCHAO: (
+        (TRANSPOSED, _TRANSPOSED),
+        (RESHAPED, RESHAPED_REASON),
+        (RENAMED, RENAMED_REASON),
+        (USED_DIRECTLY, _DIRECTLY),
+    ),
     VLLM: (
         (TRANSPOSED, _TRANSPOSED),
         (UNPACKED_EXPERTS, _EXPERTS),
-        (RESHAPED, _RESHAPED),
-        (RENAMED_PLAIN, _RENAMED_PLAIN),
+        (RESHAPED, RESHAPED_REASON),
+        (RENAMED_PLAIN, RENAMED_PLAIN_REASON),
     ),
 }
 # The keys of the configurations of towers, whose weights stay plain.
@@ -235,10 +240,13 @@ def check_architecture(target: str, config: Mapping[str, Any] | None) -> None:
     found = _refusal(target, config or {})
     if found is None:
         return
-    model_type, reason = found
-    raise ExportError(
-        f"config.json: {target} cannot hold a model of type {model_type}: {reason}; {other_targets(target, config)}"
-    )
+    raise refused(target, config, *found)
+
+
+def refused(target: str, config: Mapping[str, Any] | None, model_type: str, reason: str) -> ExportError:
+    """Return the error of a target that cannot store a model of a type."""
+    advice = other_targets(target, config)
+    return ExportError(f"config.json: {target} cannot hold a model of type {model_type}: {reason}; {advice}")
 
 
 def other_targets(target: str, config: Mapping[str, Any] | None) -> str:
@@ -258,6 +266,23 @@ def renames_towers(config: Mapping[str, Any] | None) -> bool:
 def uses_weights_early(config: Mapping[str, Any] | None) -> bool:
     """Whether transformers needs the linear weights of a model as it loads it, so that they must not be packed then."""
     return any(model_type in USED_EARLY and not is_tower for model_type, is_tower in _model_types(config or {}))
+
+
+def names_in_memory(weight: str, has_vision: bool) -> list[str]:
+    """Return the names under which transformers may look for a weight.
+
+    They are names of parameters, which are not always those in the file. A text model may be loaded from the checkpoint
+    of a model with vision, and older checkpoints have other prefixes.
+    """
+    if weight.startswith("backbone."):
+        return [weight, "model." + weight.removeprefix("backbone.")]
+    if has_vision and weight.startswith("model.layers."):
+        return [weight, "model.language_model." + weight.removeprefix("model.")]
+    for prefix in ("model.language_model.", "language_model.model."):
+        if weight.startswith(prefix):
+            rest = weight.removeprefix(prefix)
+            return list(dict.fromkeys([weight, f"model.language_model.{rest}", f"model.{rest}"]))
+    return [weight]
 
 
 def _refusal(target: str, config: Mapping[str, Any]) -> tuple[str, str] | None:

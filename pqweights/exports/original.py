@@ -17,6 +17,7 @@ from pqweights.exports.integers import IntegerTarget, Outline, Rounding
 from pqweights.exports.options import GPTQ
 from pqweights.exports.remarks import remarks
 from pqweights.exports.target import ExportSource
+from pqweights.exports.unexamined import check_names
 from pqweights.exports.values import values_of
 from pqweights.folding.fold import ROTATE, Fold
 from pqweights.planning.moments_file import Moments, open_moments
@@ -48,7 +49,7 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
         master_outline = target.outline(values.master)
     errors = {} if original is not None or values.fold is not None else _known_errors(outline, manifest)
     said = remarks(outline, source.checkpoint, from_original=original is not None, known=errors.keys())
-    outline = replace(outline, warnings=(*outline.warnings, *said))
+    outline = replace(outline, warnings=(*outline.warnings, *said, *_names_warnings(outline, target)))
     transform = IntegerExport(
         target=target,
         outline=outline,
@@ -62,6 +63,13 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
     )
     rewritten = replace(values.checkpoint, tensors=outline.tensors)
     return rewritten if outline.companions is None else _with_companions(rewritten, outline.companions), transform
+
+
+def _names_warnings(outline: Outline, target: IntegerTarget) -> tuple[str, ...]:
+    """Return a warning if nothing is known of the names that a runtime gives the layers. Raises ExportError."""
+    rounded = {name for name, decision in outline.decisions.items() if isinstance(decision, Rounding)}
+    plain = [t.name for t in outline.tensors if t.name.endswith(".weight") and t.name not in rounded]
+    return check_names(target.describe()["target"], outline.config, rounded=rounded, plain=plain)
 
 
 def _with_companions(checkpoint: Checkpoint, companions: tuple[str, ...]) -> Checkpoint:

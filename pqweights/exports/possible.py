@@ -15,7 +15,8 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.errors import ExportError, MissingDependencyError, SourceError
 from pqweights.exports import EXPORTS, get_target
 from pqweights.exports.options import ExportOptions
-from pqweights.exports.target import PlannedMaster
+from pqweights.exports.target import COMPRESSED_TENSORS, TORCHAO, PlannedMaster
+from pqweights.exports.unexamined import UNEXAMINED, is_examined
 from pqweights.planning.plan import QUANTIZE, TensorPlan
 from pqweights.planning.possible import PossibleExport
 
@@ -76,4 +77,5 @@ def _possible(name: str, master: PlannedMaster) -> PossibleExport:
         return PossibleExport(target=name, possible=False, reason=str(error))
     except MissingDependencyError as error:
         return PossibleExport(target=name, possible=None, reason=str(error))
-    return PossibleExport(target=name, possible=True, reason=target.unchecked)
+    names = target.runtime in (TORCHAO, COMPRESSED_TENSORS) and not is_examined(master.source.config)
+    return PossibleExport(target=name, possible=True, reason=UNEXAMINED if names else target.unchecked)

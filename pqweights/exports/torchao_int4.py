@@ -21,6 +21,7 @@ from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.readers import element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.dtypes import DTYPE_BITS, from_float32
+from pqweights.exports.architectures import names_in_memory
 from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
 from pqweights.exports.layer_patterns import patterns
 from pqweights.exports.linear import LinearRules, linear_weights
@@ -98,7 +99,7 @@ class TorchaoInt4:
             else:
                 kind, parts = "Int4Tensor", ["qdata", "scale", "zero_point"]
                 data["activation_dtype"] = {"_type": "torch.dtype", "_data": "bfloat16"}
-            for name in _names_in_memory(tensor.name, has_vision):
+            for name in names_in_memory(tensor.name, has_vision):
                 result[name] = json.dumps({"_type": kind, "_data": data, "_tensor_data_names": parts})
                 names.append(name)
         return result | {"tensor_names": json.dumps(names)}
@@ -181,23 +182,6 @@ class TorchaoInt4:
 
 def _stored_bytes(rounding: Rounding, shape: tuple[int, ...]) -> int:
     return sum(spec.byte_count for spec in rounding.layout.specs("weight", shape, rounding.rule))
-
-
-def _names_in_memory(weight: str, has_vision: bool) -> list[str]:
-    """Return the names under which transformers may look for a weight.
-
-    They are names of parameters, which are not always those in the file. A text model may be loaded from the checkpoint
-    of a model with vision, and older checkpoints have other prefixes.
-    """
-    if weight.startswith("backbone."):
-        return [weight, "model." + weight.removeprefix("backbone.")]
-    if has_vision and weight.startswith("model.layers."):
-        return [weight, "model.language_model." + weight.removeprefix("model.")]
-    for prefix in ("model.language_model.", "language_model.model."):
-        if weight.startswith(prefix):
-            rest = weight.removeprefix(prefix)
-            return list(dict.fromkeys([weight, f"model.language_model.{rest}", f"model.{rest}"]))
-    return [weight]
 
 
 def _stored(weight: str, part: str) -> str:

@@ -7,6 +7,7 @@ have them, and gets threads of its own.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -38,6 +39,18 @@ def run_in_threads(function: Any, argument: int, threads: int) -> None:
             wait(others)
 
 
+class _Kept(contextlib.AbstractContextManager[None]):
+    """A context of which an error is kept instead of raised: it must not pass through machine code."""
+
+    def __init__(self, failed: dict[int, BaseException], item: int) -> None:
+        self._failed, self._item = failed, item
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is not None:
+            self._failed[self._item] = error
+        return True
+
+
 def map_in_threads(work: Callable[[int], None], items: Iterable[int], threads: int) -> None:
     """Call a function for each item in several threads, which take the items in order; scratch memory does not last.
 
@@ -47,10 +60,9 @@ def map_in_threads(work: Callable[[int], None], items: Iterable[int], threads: i
 
     def take(_: object) -> None:
         for item in left:
-            try:
+            with _Kept(failed, item):
                 work(item)
-            except BaseException as error:  # which must not pass through machine code
-                failed[item] = error
+            if item in failed:
                 return
 
     run_in_threads(TASK_FUNCTION(take), 0, threads)

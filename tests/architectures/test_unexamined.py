@@ -1,0 +1,70 @@
+"""Models of types that nobody examined: transformers itself is asked, and finds what the examined sets say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+from building import build
+from helpers import run_command
+from known_architectures import ARCHITECTURES, LOADS, RENAMED, RESHAPED
+
+from pqweights.errors import ExportError
+from pqweights.exports import architectures, unexamined
+from pqweights.exports.examined import EXAMINED
+
+transformers = pytest.importorskip("transformers")
+
+WARNING = "nobody has examined what transformers does with the layers of the model type"
+BY_NAMES = [
+    (name, target, about.expected[target])
+    for name, about in ARCHITECTURES.items()
+    for target in ("vllm-int4", "torchao-int4")
+    if about.expected[target] in (RESHAPED, RENAMED)
+]
+LOADED = [(name, target, LOADS) for name in ("llama", "qwen3_moe") for target in ("vllm-int4", "torchao-int4")]
+
+
+@pytest.fixture
+def _nothing_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unexamined, "EXAMINED", frozenset())
+    monkeypatch.setattr(architectures, "_REFUSALS", {"vllm-int4": (), "torchao-int4": ()})
+
+
+def master(name: str, folder: Path, **settings: object) -> Path:
+    build(ARCHITECTURES[name], folder / "src")
+    config = folder / "src" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_bytes()) | settings))
+    run_command({"quantize": str(folder / "src"), "recipe": "q5"}, folder / "master")
+    return folder / "master"
+
+
+def test_list_has_every_type_of_transformers() -> None:
+    assert set(transformers.CONFIG_MAPPING) <= EXAMINED
+
+
+@pytest.mark.usefixtures("narrow_layers_packed", "_nothing_examined")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(("name", "target", "expected"), BY_NAMES + LOADED)
+def test_names_are_checked_in_transformers(name: str, target: str, expected: str, tmp_path: Path) -> None:
+    command = {"export": str(master(name, tmp_path)), "target": target}
+    if expected == LOADS:
+        assert not any(WARNING in line for line in run_command(command, tmp_path / "out").warnings)
+        return
+    with pytest.raises(ExportError) as refusal:
+        run_command(command, tmp_path / "out")
+    assert re.search(f"{RESHAPED}|{RENAMED}|transformers renames layers that stay plain", str(refusal.value))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("missing", [(), ("torch", "transformers")])
+def test_type_that_cannot_be_checked_is_warned_of(missing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find_spec(name))
+    command = {"export": str(master("llama", tmp_path, model_type="llama_of_next_year")), "target": "vllm-int4"}
+    (line,) = (line for line in run_command(command, tmp_path / "out").warnings if WARNING in line)
+    assert "llama_of_next_year" in line and "try it before you publish it" in line
+    assert ("pip install" if missing else "cannot build it: KeyError") in line
