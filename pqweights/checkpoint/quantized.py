@@ -54,14 +54,14 @@ ACTIVATION_SCALES = (
 NOT_A_WEIGHT = "a scale for activations in 8 bits, which a model with decoded weights does not have"
 
 
-class Found(NamedTuple):
+class ModelTensors(NamedTuple):
     """The logical tensors of a source, and by name the reason why others are none."""
 
     tensors: list[LogicalTensor]
     left_out: dict[str, str]
 
 
-def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: dict[str, Any] | None) -> Found:
+def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: dict[str, Any] | None) -> ModelTensors:
     """Return the logical tensors of a source checkpoint.
 
     Raises SourceError for a quantization that cannot be decoded, and for scales that are missing or have a wrong shape.
@@ -76,7 +76,7 @@ def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: d
     rest = [name for name in stored if name not in taken and name not in left_out]
     tensors += [PlainTensor.of(storage, stored[name]) for name in rest]
     _check_names([tensor.name for tensor in tensors])
-    return Found(tensors, left_out)
+    return ModelTensors(tensors, left_out)
 
 
 def _activation_scales(

@@ -1,7 +1,6 @@
 """Opening a checkpoint from its headers: its files, its logical tensors, and every reason to refuse it.
 
-No weight is read here. As in transformers, the weights of a folder are in model.safetensors, or else in the files that
-its index names.
+No weight is read here.
 """
 
 from __future__ import annotations
@@ -21,32 +20,22 @@ import numpy as np
 from pqweights.checkpoint import master, pickled, quantized
 from pqweights.checkpoint.checked_reads import CheckedReads
 from pqweights.checkpoint.companions import NOT_GIVEN, WEIGHT_SUFFIXES, check_links, companions
-from pqweights.checkpoint.header import StoredTensor, gguf_refused, parse_header
+from pqweights.checkpoint.header import StoredTensor, parse_header
 from pqweights.checkpoint.interrupted import check_not_interrupted
 from pqweights.checkpoint.links import links_outside, top_level_files
 from pqweights.checkpoint.names import (
     CONFIG_FILE,
     INDEX_FILE,
     MANIFEST_FILE,
-    PICKLE_SUFFIXES,
-    SINGLE_FILE,
-    is_inside,
 )
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, read_bytes, read_file
+from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, read_bytes
+from pqweights.checkpoint.weight_files import check_tensors, find_weight_files, indexed_files, read_json_object
 from pqweights.errors import SourceError
-from pqweights.strict_json import is_utf8, parse_json
+from pqweights.strict_json import is_utf8
 
 # A fingerprint covers this many bytes at each end of a tensor.
 SAMPLE_BYTES = 4096
-
-
-@dataclass(frozen=True)
-class Index:
-    """The index of a checkpoint. weight_map: for each tensor, the file that holds it."""
-
-    file: str
-    weight_map: dict[str, str]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -199,7 +188,7 @@ def others_of_model(storage: Storage, file: str) -> tuple[str, ...]:
     weights: tuple[str, ...] = ()
     if INDEX_FILE in names:
         with contextlib.suppress(SourceError):
-            weights, _ = _indexed_files(storage, INDEX_FILE, (".safetensors",))
+            weights, _ = indexed_files(storage, INDEX_FILE, (".safetensors",))
     if file not in weights:
         weights = ()
         if CONFIG_FILE not in names:
@@ -215,7 +204,7 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     """
     storage = LocalStorage(folder, only=[CONFIG_FILE] if (folder / CONFIG_FILE).is_file() else [])
     check_links((), links_outside(folder, storage.files()))
-    return _read_json_object(storage, CONFIG_FILE) if storage.files() else None
+    return read_json_object(storage, CONFIG_FILE) if storage.files() else None
 
 
 def open_checkpoint(
@@ -233,14 +222,14 @@ def open_checkpoint(
     for name in files:
         if not is_utf8(name):
             raise SourceError(f"{name!a}: the name of this file is not UTF-8 text; rename or remove it")
-    config = _read_json_object(storage, CONFIG_FILE) if CONFIG_FILE in files else None
-    weight_files, index = _weight_files(storage, allow_pickle=allow_pickle, single_file=single_file)
+    config = read_json_object(storage, CONFIG_FILE) if CONFIG_FILE in files else None
+    weight_files, index = find_weight_files(storage, allow_pickle=allow_pickle, single_file=single_file)
     stored = stored_tensors(storage, weight_files)
     if index is not None:
-        _check_index(index, stored)
+        check_tensors(index, stored)
     if master.is_master(config):
         assert config is not None
-        found = quantized.Found(master.logical_tensors(storage, stored, config), {})
+        found = quantized.ModelTensors(master.logical_tensors(storage, stored, config), {})
     else:
         found = quantized.logical_tensors(storage, stored, config)
     beside = companions(files, weight_files, include, outside_links=storage.outside_links)
@@ -276,7 +265,7 @@ def needed_files(storage: Storage) -> tuple[str, ...]:
     Raises SourceError if there are no weights that can be read.
     """
     files = storage.files()
-    weight_files, index = _weight_files(storage, allow_pickle=False, single_file=False)
+    weight_files, index = find_weight_files(storage, allow_pickle=False, single_file=False)
     others = (CONFIG_FILE, MANIFEST_FILE, *([index.file] if index is not None else []))
     listed = _listed_files(storage) if MANIFEST_FILE in files else None
     copied = companions(files, weight_files).copied if listed is None else listed
@@ -287,97 +276,10 @@ def needed_files(storage: Storage) -> tuple[str, ...]:
 def _listed_files(storage: Storage) -> tuple[str, ...] | None:
     """Return the files without tensors that a manifest lists; None for one that cannot be read."""
     try:
-        listed = _read_json_object(storage, MANIFEST_FILE).get("files")
+        listed = read_json_object(storage, MANIFEST_FILE).get("files")
     except SourceError:
         return None
     return tuple(listed) if isinstance(listed, dict) else None
-
-
-def _read_json_object(storage: Storage, name: str) -> dict[str, Any]:
-    """Read a file that holds a JSON object; raises SourceError if it does not."""
-    try:
-        value = parse_json(read_file(storage, name))
-    except ValueError as error:
-        raise SourceError(f"{name}: {error}") from None
-    if not isinstance(value, dict):
-        raise SourceError(f"{name}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def _weight_files(storage: Storage, *, allow_pickle: bool, single_file: bool) -> tuple[tuple[str, ...], Index | None]:
-    """Return the files that hold the weights, and the index that names them, if one does."""
-    files = storage.files()
-    if single_file:
-        (only,) = files
-        if not only.lower().endswith(WEIGHT_SUFFIXES):
-            raise SourceError(f"{only}: expected a folder, or a safetensors file; give the folder")
-        if pickled.is_pickle(only) and not allow_pickle:
-            raise _pickle_refused(only)
-        return (only,), None
-    if SINGLE_FILE in files:
-        return (SINGLE_FILE,), None
-    if INDEX_FILE in files:
-        return _indexed_files(storage, INDEX_FILE, (".safetensors",))
-    here = [name for name in files if "/" not in name]
-    safetensors = [name for name in here if name.endswith(".safetensors")]
-    if len(safetensors) == 1:
-        return (safetensors[0],), None
-    if safetensors:
-        raise SourceError(
-            f"{INDEX_FILE}: missing, although there are {len(safetensors)} safetensors files "
-            f"({safetensors[0]}, ...); fetch the index, or give one file"
-        )
-    gguf = [name for name in here if name.endswith(".gguf")]
-    if gguf:
-        raise gguf_refused(gguf[0])
-    return _pickled_files(storage, [name for name in here if pickled.is_pickle(name)], allow_pickle)
-
-
-def _pickled_files(storage: Storage, pickles: list[str], allow_pickle: bool) -> tuple[tuple[str, ...], Index | None]:
-    """Return the weight files of a folder without safetensors, and their index, if there is one."""
-    if pickles and not allow_pickle:
-        raise _pickle_refused(pickles[0])
-    if pickled.PICKLE_INDEX_FILE in storage.files():
-        return _indexed_files(storage, pickled.PICKLE_INDEX_FILE, PICKLE_SUFFIXES)
-    if pickled.PICKLE_FILE in pickles:
-        return (pickled.PICKLE_FILE,), None
-    if len(pickles) > 1:
-        raise SourceError(
-            f"expected {pickled.PICKLE_INDEX_FILE} or {pickled.PICKLE_FILE}, found {', '.join(pickles[:4])}: give one "
-            "file"
-        )
-    if pickles:
-        return (pickles[0],), None
-    raise SourceError(f"no weights found: expected {INDEX_FILE}, {SINGLE_FILE} or one other safetensors file")
-
-
-def _pickle_refused(file: str) -> SourceError:
-    return SourceError(
-        f"{file}: pickled weights can run code when they are loaded; convert them to safetensors, or pass "
-        "--allow-pickle to read them through torch's weights_only loader"
-    )
-
-
-def _indexed_files(storage: Storage, index: str, suffixes: tuple[str, ...]) -> tuple[tuple[str, ...], Index]:
-    """Read an index, and return the weight files that it names; they must exist and have one of the suffixes."""
-    weight_map = _read_json_object(storage, index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise SourceError(f"{index}: expected a weight_map of tensor names to files, found none")
-    first_tensors: dict[str, str] = {}  # by file: each file is checked once, and the message names its first tensor
-    for tensor, name in weight_map.items():
-        if isinstance(name, str) and name in first_tensors:
-            continue
-        if not isinstance(name, str) or not is_inside(name) or "/" in name or "\\" in name:
-            raise SourceError(
-                f"{index}: tensor {tensor!r} is placed in {str(name)[:80]!r}; expected a file in the same folder"
-            )
-        first_tensors[name] = tensor
-    for name, tensor in first_tensors.items():
-        if name not in storage.files():
-            raise SourceError(f"{name}: missing; {index} places {tensor!r} in it: fetch it")
-        if not name.endswith(suffixes):
-            raise SourceError(f"{index}: tensor {tensor!r} is placed in {name!r}; expected a {suffixes[0]} file")
-    return tuple(sorted(first_tensors)), Index(index, weight_map)
 
 
 def stored_tensors(storage: Storage, weight_files: tuple[str, ...]) -> dict[str, StoredTensor]:
@@ -405,29 +307,6 @@ def read_header(storage: Storage, file: str) -> tuple[list[StoredTensor], dict[s
     """
     size = storage.files()[file].byte_count
     return parse_header(file, size, lambda offset, count: read_bytes(storage, file, offset, count))
-
-
-def check_index(folder: Path, stored: dict[str, StoredTensor]) -> None:
-    """Check the tensors of the weight files of a folder against its index, if these are the files that it names.
-
-    Raises SourceError if they differ.
-    """
-    files = sorted({tensor.file for tensor in stored.values()})
-    if SINGLE_FILE not in files and (folder / INDEX_FILE).is_file():
-        storage = LocalStorage(folder, only=[INDEX_FILE, *files])
-        _check_index(_indexed_files(storage, INDEX_FILE, (".safetensors",))[1], stored)
-
-
-def _check_index(index: Index, stored: dict[str, StoredTensor]) -> None:
-    """Raise SourceError if a tensor is not in the file where the index places it."""
-    for name, file in index.weight_map.items():
-        found = stored.get(name)
-        if found is None:
-            raise SourceError(
-                f"{file}: expected the tensor {name!r}, which {index.file} places there, found no such tensor"
-            )
-        if found.file != file:
-            raise SourceError(f"tensor {name!r}: {index.file} places it in {file}, found it in {found.file}")
 
 
 def find_non_finite(tensor: LogicalTensor, start: int, count: int) -> int:

@@ -22,8 +22,9 @@ from pqweights.checkpoint.checked_reads import REMEDY
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.master import logical_tensors
 from pqweights.checkpoint.readers import EncodedTensor, whole_blocks
-from pqweights.checkpoint.source import check_index, stored_tensors
+from pqweights.checkpoint.source import stored_tensors
 from pqweights.checkpoint.storage import LocalStorage
+from pqweights.checkpoint.weight_files import check_index
 from pqweights.errors import MasterError, SourceError
 from pqweights.integrations.packed import PackedTensor, bytes_per_weight, pack
 from pqweights.rewrite.checked_tensors import checked, checked_reads
