@@ -32,7 +32,7 @@ ONLY_COMMANDS = {
     "verify": {"json", "quiet"},
     "generate": {"json", "quiet", "prompt"},
     "inspect": {"json", "plot", "summary", "quiet", "distribution", "threads", "allow_pickle"}
-    | {"kv", "text", "max_tokens", "tokenizer", "device"},
+    | {"kv", "text", "max_tokens", "tokenizer", "device", "no_bos"},
 }
 RENAMED = {"set": "set_bits"}
 

@@ -137,6 +137,8 @@ def decode(
     """
     from pqweights.kernels.cpu import address, run
 
+    if cut.number and cut.stride < HEADER_BYTES:
+        return 0, 1
     _check(cut)
     status = np.empty(2, dtype=np.int64)
     gains = tables.gains * ORTHONORMAL if rotate else tables.gains

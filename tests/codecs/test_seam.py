@@ -33,6 +33,7 @@ from helpers import (
     safetensors_bytes,
     write_checkpoint,
 )
+from restated import restate_hashes
 from superblock_codec import SuperblockCodec, SuperblockCoder
 
 import pqweights
@@ -611,15 +612,16 @@ def damaged(folder: Path, tmp_path: Path) -> Path:
 
 
 def test_block_that_cannot_be_decoded_is_named(damaged: Path, tmp_path: Path) -> None:
+    assert any(DAMAGED in problem for problem in verify(damaged, threads=2).problems)
+    restate_hashes(damaged)
     line = refused("export", damaged, tmp_path / "out", "--target", "bf16")
     assert DAMAGE in line and ".safetensors: tensor" in line
-    assert any(DAMAGED in problem for problem in verify(damaged, threads=2).problems)
     with pytest.raises(MasterError, match=re.escape(DAMAGE)):
         pqweights.load_model(damaged)
 
 
 def test_packed_weight_that_cannot_be_decoded_is_named(damaged: Path) -> None:
-    loaded = pqweights.load_model(damaged, packed=True, dtype="float32")
+    loaded = pqweights.load_model(restate_hashes(damaged), packed=True, dtype="float32")
     weight = dict(loaded.named_parameters())[DAMAGED]
     with torch.inference_mode(), pytest.raises(MasterError, match=re.escape(DAMAGE)):
         torch.nn.functional.linear(torch.zeros(1, weight.shape[1]), weight)

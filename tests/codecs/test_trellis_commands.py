@@ -29,6 +29,7 @@ from helpers import (
 )
 from hub_cases import SOURCE, Client, files_of, write_source
 from loopback_hub import LoopbackHub
+from restated import restate_hashes
 
 import pqweights
 from pqweights.checkpoint.source import open_local
@@ -331,6 +332,9 @@ def test_damaged_byte_is_found_and_named(folder: Path, tmp_path: Path) -> None:
         stream.write(bytes([byte ^ 64]))
     assert any(UP in problem for problem in verify(damaged, threads=2).problems)
     line = refused("export", damaged, tmp_path / "out", "--target", "bf16")
+    assert f"tensor '{part.name}': blake3_of_pieces: expected" in line and "its bytes are damaged" in line
+    restate_hashes(damaged)
+    line = refused("export", damaged, tmp_path / "out", "--target", "bf16")
     assert f"tensor '{UP}': block 0: its stream does not end as it should; the master is damaged" in line
     assert not (tmp_path / "out").exists()
     with pytest.raises(MasterError, match="block 0"):
@@ -345,7 +349,7 @@ def test_damaged_master_does_not_end_what_another_run_can_finish(folder: Path, t
     whole = (damaged / part.file).read_bytes()
     at = part.offset + 6
     (damaged / part.file).write_bytes(whole[:at] + b"\xff" + whole[at + 1 :])
-    assert "its header is not one" in refused("export", damaged, tmp_path / "out", "--target", "bf16")
+    assert "its bytes are damaged" in refused("export", damaged, tmp_path / "out", "--target", "bf16")
     (damaged / part.file).write_bytes(whole)
     done("export", damaged, tmp_path / "out", "--target", "bf16")
     assert verify(tmp_path / "out", threads=2).ok

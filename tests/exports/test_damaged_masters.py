@@ -177,7 +177,7 @@ def test_a_run_that_is_continued_checks_what_is_left(
     interrupt(monkeypatch, work, tmp_path / "out", tensors=tensors)
     with pytest.raises(MasterError, match=damaged(place)):
         run_command(work, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out" / "pqweights.json").exists()
 
 
 def test_a_tensor_that_several_outputs_read_in_part_is_checked_whole(base: Path, tmp_path: Path) -> None:
@@ -207,5 +207,5 @@ def test_a_master_without_a_manifest_is_exported_and_said_to_be_unchecked(
     (master / "pqweights.json").unlink()
     flip(master, WEIGHT + "_codes")
     done = export(base, master, tmp_path / "out")
-    assert [line for line in done.warnings if "no pqweights.json" in line and "could not be checked" in line]
+    assert [line for line in done.warnings if "no pqweights.json" in line and "cannot be checked" in line]
     assert not [line for line in export(base, base / "master", tmp_path / "sound").warnings if "checked" in line]

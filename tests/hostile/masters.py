@@ -136,21 +136,13 @@ def consistently(file: str, damage: Damage) -> Damage:
     return both
 
 
-def forged(file: str, tensor: str, damage: Damage) -> Damage:
-    """Damage a tensor, and make its hash in the manifest agree with it: only the decoder can notice."""
-    from pqweights.checkpoint.digests import HASH_OF_PIECES, PIECE_BYTES
+def forged(damage: Damage) -> Damage:
+    """Damage tensors, and make their hashes in the manifest agree: only the decoder can notice."""
+    from restated import restate_hashes
 
     def both(master: Path) -> None:
         damage(master)
-        data = (master / file).read_bytes()
-        length = int.from_bytes(data[:8], "little")
-        begin, end = (8 + length + at for at in json.loads(data[8 : 8 + length])[tensor]["data_offsets"])
-        assert end - begin <= PIECE_BYTES
-        digest = HASH_OF_PIECES.combined([HASH_OF_PIECES.of_part([np.frombuffer(data[begin:end], dtype=np.uint8)])])
-        document = json.loads((master / "pqweights.json").read_text())
-        (entry,) = (each for made in document["tensors"] for each in made["stored"] if each["name"] == tensor)
-        entry[HASH_OF_PIECES.key] = digest
-        (master / "pqweights.json").write_text(json.dumps(document))
+        restate_hashes(master)
 
     return both
 
@@ -288,7 +280,7 @@ MASTER_CASES = [
     *(
         damaged(
             f"master-norm-{name}",
-            forged(SHARD, UP + "_norms", overwrite(SHARD, UP + "_norms", at=2, data=pattern)),
+            forged(overwrite(SHARD, UP + "_norms", at=2, data=pattern)),
             export=(SHARD, UP, "block 1", "its norm is negative or not finite", "the master is damaged"),
         )
         for name, pattern in {
@@ -467,7 +459,7 @@ MASTER_CASES = [
     ),
     trellis(
         "erased",
-        forged(ONLY_SHARD, UP + "_trellis", overwrite(ONLY_SHARD, UP + "_trellis", at=28_800, data=b"\xff" * 28_800)),
+        forged(overwrite(ONLY_SHARD, UP + "_trellis", at=28_800, data=b"\xff" * 28_800)),
         export=(ONLY_SHARD, UP, "block 1", "its header is not one that an encoder writes"),
     ),
     trellis("cut", cut(ONLY_SHARD, 1), verify=(ONLY_SHARD, "bytes"), export=(ONLY_SHARD, "expected", "bytes", "found")),
@@ -508,7 +500,7 @@ MASTER_CASES = [
     ),
     polar(
         "radius-nan",
-        forged(ONLY_SHARD, UP + "_radii", overwrite(ONLY_SHARD, UP + "_radii", at=160, data=b"\x00\x7e")),
+        forged(overwrite(ONLY_SHARD, UP + "_radii", at=160, data=b"\x00\x7e")),
         export=(ONLY_SHARD, UP, "block 10", "a radius is negative or not finite"),
     ),
     polar("cut", cut(ONLY_SHARD, 1), verify=(ONLY_SHARD, "bytes"), export=(ONLY_SHARD, "expected", "bytes", "found")),

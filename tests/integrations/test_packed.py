@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from families import FAMILIES
 from helpers import bf16, f32, gaussian, master_weights, run_command, write_checkpoint
+from restated import restate_hashes
 from test_transformers import scaled_master
 
 import pqweights
@@ -110,6 +111,7 @@ def test_generation_matches_the_decoded_model(base: Path) -> None:
     assert torch.equal(one, other)
 
 
+@pytest.mark.filterwarnings("ignore:.*their bytes cannot be checked")
 def test_awq_scales_are_applied(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK_WEIGHTS", 3000)
     packed, decoded = open_both(scaled_master(families.master(base, "llama"), tmp_path / "master"), dtype="float32")
@@ -130,6 +132,7 @@ def test_damaged_norm_is_found_when_the_model_is_loaded(pattern: int, packed: bo
     with (folder / norms.file).open("r+b") as file:
         file.seek(norms.offset + 2 * 5)
         file.write(pattern.to_bytes(2, "little"))
+    restate_hashes(folder)
     with pytest.raises(MasterError, match=r"up_proj\.weight'?: block 5: its norm is negative or not finite"):
         pqweights.load_model(folder, packed=packed)
 

@@ -68,7 +68,10 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with the packages, but without a GPU, and with the interpreter turned off."""
     monkeypatch.delenv(INTERPRETER, raising=False)
     monkeypatch.setattr(devices, "_gpu_count", lambda: 0)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: object() if name in devices.GPU_PACKAGES else found(name)
+    )
 
 
 @pytest.fixture

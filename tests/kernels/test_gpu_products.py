@@ -82,7 +82,7 @@ def random_weight(
     rng = np.random.default_rng(outputs + columns)
     blocks = outputs * columns // 128
     codes = torch.from_numpy(rng.integers(0, 256, (blocks, 16 * coding.codebook.bits), dtype=np.uint8))
-    norms = torch.from_numpy(rng.uniform(-2, 2, blocks).astype(np.float16))
+    norms = torch.from_numpy(rng.uniform(0, 2, blocks).astype(np.float16))
     decoded = decode_blocks(codes, norms, replace(coding, norm_exponent=0)).double().view(outputs, columns)
     decoded = torch.ldexp(decoded, torch.tensor(coding.norm_exponent))
     awq = torch.from_numpy(rng.uniform(0.25, 4, columns).astype(np.float32)) if scaled else None

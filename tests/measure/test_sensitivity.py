@@ -150,7 +150,7 @@ def test_measured_divergence_matches_torch(source: Path, tmp_path: Path) -> None
     """The divergence of one group at one level is computed again by torch, with the same noise."""
     found = measured(source, tokens=32, window=16)
     model = load_model(source, dtype="float32").eval()
-    windows = perturb._windows(source, SensitivityOptions(tokens=32, window=16))
+    windows = perturb._windows(source, SensitivityOptions(tokens=32, window=16)).ids
     group, (t2, kl) = found.groups[0], found.groups[0].points[2]
     assert group.weights == ("lm_head.weight",) or len(group.weights) >= 1
     parameters = dict(model.named_parameters())
@@ -309,12 +309,12 @@ def test_progress_counts_groups(source: Path) -> None:
 
 
 def test_windows_are_at_most_as_long_as_the_context(base: Path, source: Path) -> None:
-    assert [len(ids) for ids in perturb._windows(source, SensitivityOptions(tokens=2048))] == [256] * 8
-    assert [len(ids) for ids in perturb._windows(source, SensitivityOptions(tokens=100, window=32))] == [32] * 3
-    assert [len(ids) for ids in perturb._windows(families.model(base, "gpt2"), SensitivityOptions(tokens=300))] == [
+    assert [len(ids) for ids in perturb._windows(source, SensitivityOptions(tokens=2048)).ids] == [256] * 8
+    assert [len(ids) for ids in perturb._windows(source, SensitivityOptions(tokens=100, window=32)).ids] == [32] * 3
+    assert [len(ids) for ids in perturb._windows(families.model(base, "gpt2"), SensitivityOptions(tokens=300)).ids] == [
         128
     ] * 2
-    ids = np.concatenate(perturb._windows(source, SensitivityOptions(tokens=2048)))
+    ids = np.concatenate(perturb._windows(source, SensitivityOptions(tokens=2048)).ids)
     assert ids.min() >= 0
     assert 500 < ids.max() < families.VOCABULARY
     assert len(set(ids.tolist())) > 400

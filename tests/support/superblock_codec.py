@@ -230,14 +230,14 @@ class SuperblockCoder:
         self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State, basis: Basis = Basis.PLAIN
     ) -> None:
         assert basis is Basis.PLAIN
-        self.check(parts, state)
-        values[:] = from_float32(self._decoded(parts[0]).reshape(-1), dtype)
-
-    def check(self, parts: Sequence[Bytes], state: State) -> None:
         used = sum(self.code_bytes) + self.groups + 1
         wrong = np.flatnonzero(parts[0][:, used:].any(axis=1))
         if len(wrong):
             raise DamagedBlock(int(wrong[0]), f"expected zeros after {used} bytes")
+        values[:] = from_float32(self._decoded(parts[0]).reshape(-1), dtype)
+
+    def check(self, parts: Sequence[Bytes], state: State) -> None:
+        """What is wrong shows when blocks are decoded, as with the trellis."""
 
     def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
         return decode_torch_on_cpu(self, parts, state)
