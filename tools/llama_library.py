@@ -127,8 +127,9 @@ def wrong_layouts(library: ctypes.CDLL) -> list[str]:
             for field, *_ in kind._fields_
             for byte in range(getattr(kind, field).offset, getattr(kind, field).offset + getattr(kind, field).size)
         }
-        if fields - written or max(written) >= ctypes.sizeof(kind):
-            wrong.append(f"{name}: expected {ctypes.sizeof(kind)} bytes, found {max(written) + 1}")
+        found = max(written, default=-1) + 1
+        if fields - written or found > ctypes.sizeof(kind):
+            wrong.append(f"{name}: expected {ctypes.sizeof(kind)} bytes, found {found}")
     return wrong
 
 

@@ -131,7 +131,10 @@ def digest_of(tensor_hash: TensorHash, descriptor: int, offset: int, byte_count:
 
 
 class PieceHasher:
-    """The hash of pieces of one tensor whose bytes come in any order, from any thread, and some of them repeatedly."""
+    """The hash of pieces of one tensor whose bytes come in any order, from any thread, and some of them repeatedly.
+
+    Of bytes that come repeatedly, those count that come while their piece is not whole.
+    """
 
     def __init__(self, byte_count: int, most_open: int | None = None) -> None:
         """Begin a tensor.
@@ -179,6 +182,7 @@ class PieceHasher:
         """Hash a whole piece, outside of the lock, so that threads do so side by side."""
         digest = blake3(piece.data).digest()
         with self._lock:
+            self._open.pop(number, None)
             self._left -= not self._digests[number]
             self._digests[number] = digest
 

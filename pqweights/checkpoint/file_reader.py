@@ -95,6 +95,8 @@ class FileReader:
                 found = self._files[path] = self._open(path, file, expected)
                 if len(self._files) > MOST_OPEN_FILES:
                     self._files.popitem(last=False)
+            elif expected is not None:
+                expected.check(file, found.state)
             self._files.move_to_end(path)
             return found
 

@@ -299,9 +299,11 @@ class LocalStorage:
     def check_read(self) -> None:
         """See Storage."""
         with self._lock:
-            files, self._unchecked = self._unchecked, set()
+            files = set(self._unchecked)
         for file in sorted(files):
             self._files[file].check(file, state_at(self.root / file))
+        with self._lock:  # files that were found changed stay unchecked
+            self._unchecked -= files
 
     def check_unchanged(self, files: Iterable[str] = ()) -> None:
         """See Storage."""

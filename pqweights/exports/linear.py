@@ -5,6 +5,7 @@ Weights that runtimes compute with in one layer (fused.py) are all rounded in gr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,8 @@ from pqweights.units import counted, first_names, size_text
 # The longest row, in weights; eight rows are held in memory at once.
 MOST_COLUMNS = 1 << 20
 FUSED_WITH_KEPT = "runtimes fuse it with a layer that the master keeps"
+# Of sparse attention (DeepSeek V3.2, GLM-MoE-DSA): vLLM 0.32 has these two in one layer that is not quantized.
+_INDEXER = re.compile(r"\.indexer\.(wk|weights_proj)\.weight$")
 FUSED_WITH_PLAIN = "runtimes fuse it with a layer that stays plain"
 
 
@@ -69,7 +72,8 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
     tokens = _vocabulary_sizes(checkpoint.config or {})
     plain = {t.name: why for t in encoded if (why := _not_linear(t, rules.experts, tokens)) is not None}
     groups = _one_size(rules.groups, [t for t in encoded if t.name not in plain]) if rules.one_size else rules.groups
-    of_experts = {tensor.shape[-1] for tensor in encoded if tensor.name not in plain and _is_expert(tensor)}
+    of_experts = {t.shape[-1] for t in encoded if t.name not in plain and _is_expert(t)}
+    of_experts = {columns for columns in of_experts if groups.fitting([columns]) is not None}
     sizes: dict[str, int] = {}
     fused_with: dict[str, list[LogicalTensor]] = {}
     for layer in fused_layers(checkpoint.tensors):
@@ -147,7 +151,8 @@ def _is_expert(tensor: LogicalTensor) -> bool:
 
 def _vocabulary_sizes(config: Mapping[str, Any]) -> set[object]:
     """Return how many tokens the model knows, as its configuration says."""
-    return {part.get("vocab_size") for part in (config, config.get("text_config")) if isinstance(part, dict)}
+    sizes = [part.get("vocab_size") for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    return {size for size in sizes if isinstance(size, int)}
 
 
 def _not_linear(tensor: LogicalTensor, experts: str | None, tokens: set[object]) -> str | None:
@@ -155,6 +160,8 @@ def _not_linear(tensor: LogicalTensor, experts: str | None, tokens: set[object])
     role = classify(tensor.name, tensor.dtype, tensor.shape).name
     if role in ("embedding", "lm_head"):
         return f"{role}: the runtime does not quantize it"
+    if _INDEXER.search(tensor.name):
+        return "vLLM joins it with another, and holds both plain"
     if len(tensor.shape) != 2:
         return f"fused weights {list(tensor.shape)}: the format stores single linear layers"
     if role == "expert" and experts is not None:

@@ -55,21 +55,33 @@ def check_names(
     )
     if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
         return (f"{warning}. Their names are checked where transformers is installed: {pip_install('transformers')}",)
-    from pqweights.exports import renamed_layers
-
     try:
-        model = renamed_layers.build(config)
+        found = _renamed(target, config, rounded=rounded, plain=plain)
     except REFUSALS as error:
         said = " ".join(str(error).split())[:200]
-        return (f"{warning}. The installed transformers cannot build it: {type(error).__name__}: {said}",)
+        return (f"{warning}. The installed transformers cannot tell: {type(error).__name__}: {said}",)
+    if found is not None:
+        raise refused(target, config, model_type, found)
+    return ()
+
+
+def _renamed(target: str, config: Mapping[str, Any], *, rounded: Collection[str], plain: Sequence[str]) -> str | None:
+    """Return why a target cannot hold a model, by what transformers does with its layers; None if it can.
+
+    Raises what transformers raises for a model that it does not know, and ImportError for a version without these
+    functions.
+    """
+    from pqweights.exports import renamed_layers
+
+    model = renamed_layers.build(config)
     has_compressed_tensors = importlib.util.find_spec("compressed_tensors") is not None
     if target == VLLM and has_compressed_tensors and renamed_layers.compressed_tensors_errors(model):
-        raise refused(target, config, model_type, RESHAPED_REASON)
+        return RESHAPED_REASON
     for weight in renamed_layers.loaded_weights(model, [*rounded, *plain]):
         reason = _reason(weight, target, is_rounded=weight.name in rounded, has_vision="vision_config" in config)
         if reason is not None:
-            raise refused(target, config, model_type, f"{reason} ({weight.name} -> {weight.loaded})")
-    return ()
+            return f"{reason} ({weight.name} -> {weight.loaded})"
+    return None
 
 
 def _reason(weight: LoadedWeight, target: str, *, is_rounded: bool, has_vision: bool) -> str | None:

@@ -175,10 +175,10 @@ class HubStorage:
     def check_read(self) -> None:
         """See Storage. Fetched files lie on this machine; what was requested is of the commit."""
         with self._lock:  # no file is released meanwhile
-            files, self._unchecked = self._unchecked, set()
-            for file in sorted(files & self._fetched.keys()):
+            for file in sorted(self._unchecked & self._fetched.keys()):
                 path, state = self._fetched[file]
                 state.check(file, state_at(path))
+            self._unchecked.clear()
 
     def check_unchanged(self, files: Iterable[str] = ()) -> None:
         """See Storage. Of fetched files, those that are not released are checked; the commit does not change."""
@@ -195,6 +195,7 @@ class HubStorage:
             path = folder / self._local_name(file)
             if not path.exists():
                 download(self.hub, self.repository, remote, target=path, stop=stop)
+        self._reader.forget(path)  # headers may have been read of a damaged file that was there before
         self._check_header(file, path)
         with self._lock:
             self._fetched[file] = path, FileState.of(path.stat())

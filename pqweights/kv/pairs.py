@@ -44,8 +44,10 @@ class PolarPairs:
         if shared is None:
             return {"scale": scale}
         known = shared["scale"]
-        reached = bool((scale.float() <= known.float() * OVERSHOOT).all())
-        return shared if reached else {"scale": torch.maximum(scale, known)}
+        exceeded = (scale.float() > known.float() * OVERSHOOT).flatten(1).any(1)
+        if not exceeded.any():
+            return shared
+        return {"scale": torch.where(exceeded[:, None, None], torch.maximum(scale, known), known)}
 
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
         """See StateQuantizer."""

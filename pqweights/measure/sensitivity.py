@@ -8,10 +8,10 @@ outliers do to their blocks.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.errors import EvaluationError, SourceError
+from pqweights.errors import EvaluationError, MissingDependencyError, SourceError
 from pqweights.measure.preparation import TextWindows, plan_original, text_windows, window_size
 from pqweights.measure.unfinished import Unfinished, inputs_of, open_unfinished
 from pqweights.notices import slow_step
@@ -107,7 +107,7 @@ class _Runner:
             )
         return points
 
-    @contextmanager
+    @contextlib.contextmanager
     def _with_noise(self, noise: Mapping[str, _Noise], t: float, generator: Any) -> Iterator[None]:
         saved = [(self._parameters[name], self._parameters[name].data, how) for name, how in noise.items()]
         for parameter, values, how in saved:
@@ -261,7 +261,11 @@ def _windows(source: Path, options: SensitivityOptions) -> TextWindows:
     random = np.random.default_rng(SEED)
     pieces = (random.integers(0, folder.vocabulary, size) for _ in range(tokens // size))
     place = options.tokenizer or source
-    bos = token_before_texts(load_tokenizer(place)) if options.bos and has_tokenizer(place) else None
+    bos = None
+    if options.bos and has_tokenizer(place):
+        # Random tokens need no tokenizer; what the windows begin with is stated with the result.
+        with contextlib.suppress(SourceError, MissingDependencyError):
+            bos = token_before_texts(load_tokenizer(place))
     return TextWindows([with_bos(piece, bos) for piece in pieces], bos is not None)
 
 

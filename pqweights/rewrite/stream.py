@@ -126,7 +126,7 @@ class Stream:
         self._disk = Disk()
         self._writers: list[ShardWriter] = []
         # Tensors that are finished and not yet in the journal, and when the journal was last up to date.
-        self._unsaved: deque[tuple[TensorRecord, ShardWriter]] = deque()
+        self._unsaved: deque[tuple[TensorRecord, ShardWriter, int]] = deque()  # with the place of each
         self._saved = time.monotonic()
         # The place at which each stored tensor of the source is read last.
         self._last_reads = {part.name: place for place in self._places for part in self._tensors[place].parts}
@@ -271,7 +271,7 @@ class Stream:
             case _LastChunkDone():
                 record = self._finished(step)
                 self._check_source(step.place)
-                self._unsaved.append((record, step.sink.writer))
+                self._unsaved.append((record, step.sink.writer, step.place))
                 self._save_at_times()
                 self._show(step.place, 1.0)
                 self._pass(step.place, record, records)
@@ -316,8 +316,10 @@ class Stream:
 
         Raises SourceChangedError if they may have been read from other files than those that the journal states.
         """
-        for writer in {writer for _, writer in self._unsaved}:
+        for writer in {writer for _, writer, _ in self._unsaved}:
             self._disk.do(writer.save).result()
+        # Parts that later tensors read as well are not checked yet.
+        self._checkpoint.finish_checks(part for *_, place in self._unsaved for part in self._tensors[place].parts)
         for storage in self._storages:
             storage.check_read()
         while self._unsaved:

@@ -84,23 +84,29 @@ class CachedRun:
         """Yield the predictions after each of the last tokens of each window, as they come when a text is generated.
 
         The model reads what is before them at once, and then one token after another, of as many windows as fit into
-        BATCH_BYTES together.
+        BATCH_BYTES together; of one alone, if the method would fit to all of them what it fits to each.
 
         windows: of one size, [tokens]; last: how many. Yields f32 [last, vocabulary].
         """
-        together = max(1, BATCH_BYTES // self._window_bytes(len(windows[0]), last))
+        fitting = BATCH_BYTES // self._window_bytes(len(windows[0]), last)
+        together = 1 if self._last.scheme.mixes_sequences else max(1, fitting)
         for first in range(0, len(windows), together):
             yield from self._batch(np.stack(windows[first : first + together]), last)
 
     def _window_bytes(self, tokens: int, last: int) -> int:
-        """Return about how much memory a window takes: logits, keys and values twice, and one layer's activations."""
+        """Return about how much memory a window takes: logits, keys and values twice, one layer's activations, scores.
+
+        Attention that is computed in steps of its own holds the scores of all heads.
+        """
         config = self._net.config.get_text_config(decoder=True)
         hidden = int(getattr(config, "hidden_size", 0) or 0)
         width = max(hidden, (getattr(config, "num_attention_heads", 0) or 0) * (getattr(config, "head_dim", 0) or 0))
         inner = getattr(config, "intermediate_size", 0)
         inner = inner if isinstance(inner, int) and inner else 4 * hidden
         layers = int(getattr(config, "num_hidden_layers", 0) or 1)
-        values = last * int(config.vocab_size) + tokens * (4 * layers * width + 4 * width + 3 * inner)
+        is_eager = getattr(config, "_attn_implementation", None) == "eager"
+        scores = tokens * int(getattr(config, "num_attention_heads", 0) or 0) if is_eager else 0
+        values = last * int(config.vocab_size) + tokens * (4 * layers * width + 4 * width + 3 * inner + scores)
         return 4 * max(1, values)
 
     def _batch(self, ids: Ids, last: int) -> Iterator[Floats]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,4 +68,14 @@ def test_type_that_cannot_be_checked_is_warned_of(missing, tmp_path: Path, monke
     command = {"export": str(master("llama", tmp_path, model_type="llama_of_next_year")), "target": "vllm-int4"}
     (line,) = (line for line in run_command(command, tmp_path / "out").warnings if WARNING in line)
     assert "llama_of_next_year" in line and "try it before you publish it" in line
-    assert ("pip install" if missing else "cannot build it: KeyError") in line
+    assert ("pip install" if missing else "cannot tell: KeyError") in line
+
+
+def test_transformers_without_these_functions_is_no_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = {"export": str(master("llama", tmp_path)), "target": "vllm-int4"}
+    monkeypatch.setattr(unexamined, "EXAMINED", frozenset())
+    monkeypatch.delitem(sys.modules, "pqweights.exports.renamed_layers", raising=False)
+    monkeypatch.delattr("pqweights.exports.renamed_layers", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
+    (line,) = (line for line in run_command(command, tmp_path / "out").warnings if WARNING in line)
+    assert "cannot tell: ModuleNotFoundError" in line

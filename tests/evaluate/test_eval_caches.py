@@ -238,7 +238,20 @@ def test_losses_are_those_of_the_protocol(work: Path) -> None:
 # --- windows that are read together ---
 
 
-@pytest.mark.parametrize("spec", ["klt:3", "hadamard:4", "polar", "kivi:4", "hadamard:3,residual=16", "none"])
+@pytest.mark.parametrize("spec", ["klt:2", "klt:3", "hadamard:4", "polar:online", "polar-rope:m4n4,residual=0"])
+def test_windows_that_have_nothing_in_common_do_not_change_each_other(spec: str) -> None:
+    """Their keys and values differ in size and direction, as those of different texts do."""
+    random = np.random.default_rng(5)
+    windows = [random.integers(0, known, 100) for known in (3, 60, 30, 9)]
+    together, alone = CachedRun(causal(), spec), CachedRun(causal(), spec)
+    for ours, window in zip(together.logits_of(windows, 30), windows, strict=True):
+        theirs = alone.logits(window, 30)
+        assert np.abs(ours - theirs).max() < 1e-4 * theirs.std()
+
+
+@pytest.mark.parametrize(
+    "spec", ["hadamard:4", "polar", "polar:online", "polar-rope:m4n4", "kivi:4", "hadamard:3,residual=16", "none"]
+)
 def test_windows_that_are_read_together_have_the_figures_of_each(
     spec: str, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from memory_storage import put
 from rewriting import Killed, command, interrupt, journaled, watched
 
 from pqweights.checkpoint import file_reader
+from pqweights.checkpoint.file_state import FileState
 from pqweights.checkpoint.storage import LocalStorage, read_bytes
 from pqweights.errors import SourceChangedError, SourceError, SourceReadError
 from pqweights.planning.recipe import load_recipe
@@ -122,18 +123,34 @@ def test_finished_tensors_stay_for_the_source_as_it_was(
     assert folder_bytes(out) == folder_bytes(tmp_path / "fresh") != undisturbed
 
 
+@pytest.mark.parametrize(("file", "at"), [(FIRST, 1), (FIRST, 2), (FIRST, 4), (LAST, 1)])
 def test_no_tensor_of_a_changed_file_is_recorded(
-    own_source: Path, undisturbed: dict[str, bytes], tmp_path: Path
+    file: str, at: int, own_source: Path, undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:
     """The file gets its old content and time again: what was read meanwhile must not count."""
-    status, data = (own_source / LAST).stat(), (own_source / LAST).read_bytes()
+    status, data = (own_source / file).stat(), (own_source / file).read_bytes()
     out = tmp_path / "out"
     with pytest.raises(SourceChangedError):
-        run_command(command(own_source, progress=once(lambda: in_place(own_source / LAST))), out)
-    (own_source / LAST).write_bytes(data)
-    os.utime(own_source / LAST, ns=(status.st_mtime_ns, status.st_mtime_ns))
+        run_command(command(own_source, progress=once(lambda: in_place(own_source / file), at)), out)
+    (own_source / file).write_bytes(data)
+    os.utime(own_source / file, ns=(status.st_mtime_ns, status.st_mtime_ns))
     run_command(command(own_source), out)
     assert folder_bytes(out) == undisturbed
+
+
+def test_file_that_is_replaced_is_not_read_through_the_one_that_was_open(tmp_path: Path) -> None:
+    """As a damaged file in the Hub's cache, of which the header was read, and which is fetched again."""
+    path, reader, found = tmp_path / "file", file_reader.FileReader(), np.empty(4, dtype=np.uint8)
+    path.write_bytes(b"old!")
+    reader.read_into(path, "file", 0, found)
+    (tmp_path / "new").write_bytes(b"new!")
+    (tmp_path / "new").rename(path)
+    expected = FileState.of(path.stat())
+    with pytest.raises(SourceChangedError):
+        reader.read_into(path, "file", 0, found, expected=expected)
+    reader.forget(path)
+    reader.read_into(path, "file", 0, found, expected=expected)
+    assert found.tobytes() == b"new!"
 
 
 def test_failing_overwrite_of_a_changing_source_leaves_the_older_result(own_source: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ class Klt(Scheme):
     choices = {"bits": BITS, "keys": BITS, "values": BITS, "residual": WINDOWS}
     words = digits("bits", BITS)
     needs_weights: ClassVar[bool] = True
+    mixes_sequences: ClassVar[bool] = True  # kernels want the same widths for all
 
     def key_quantizer(self, layer: LayerModel) -> StateQuantizer:
         """See Scheme."""

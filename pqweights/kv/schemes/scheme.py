@@ -52,6 +52,8 @@ class Scheme(ABC):
     needs_rope: ClassVar[bool] = False
     # Whether single tokens can attend on codes.
     has_kernels: ClassVar[bool] = False
+    # Whether what is fitted to one sequence of a batch follows from the others, too.
+    mixes_sequences: ClassVar[bool] = False
     # Whether quantizers follow from the weights of the model.
     needs_weights: ClassVar[bool] = False
     # The number that sizes of heads must divide by.
