@@ -148,3 +148,28 @@ def test_mlx_rounds_rows_that_its_size_does_not_divide(tmp_path: Path) -> None:
     model, _ = mlx_lm.load(str(out))
     layer = model.layers[0].mlp.down_proj
     assert (layer.group_size, layer.bits) == (32, 4)
+
+
+def test_experts_that_no_size_divides_leave_those_of_other_layers_their_size(tmp_path: Path) -> None:
+    rows = {"model.layers.0": 64, "model.layers.1": 80}
+    tensors = {
+        f"{layer}.mlp.experts.{expert}.{name}_proj.weight": bf16(gaussian(64, columns, seed=expert))
+        for layer, columns in rows.items()
+        for expert in range(2)
+        for name in ("gate", "up")
+    }
+    config = {"model_type": "qwen3_moe", "dtype": "bfloat16"}
+    source = write_checkpoint(tmp_path / "src", tensors, config=config)
+    run_command({"quantize": str(source)}, tmp_path / "master")
+    run_command({"export": str(tmp_path / "master"), "target": "vllm-int4"}, tmp_path / "out")
+    assert set(integer_names(tmp_path / "out")) == {name for name in tensors if name.startswith("model.layers.0")}
+    assert codecs(tmp_path / "out")["symmetric-g64"] == 4
+
+
+def test_layers_that_a_runtime_holds_plain_stay_plain(tmp_path: Path) -> None:
+    names = [f"{LAYER}.self_attn.indexer.{name}.weight" for name in ("wk", "weights_proj", "wq_b")]
+    tensors = {name: bf16(gaussian(64, 128, seed=i)) for i, name in enumerate(names)}
+    config = {"model_type": "deepseek_v32", "dtype": "bfloat16"}
+    run_command({"quantize": str(write_checkpoint(tmp_path / "src", tensors, config=config))}, tmp_path / "master")
+    run_command({"export": str(tmp_path / "master"), "target": "vllm-int4"}, tmp_path / "out")
+    assert set(integer_names(tmp_path / "out")) == {names[2]}
