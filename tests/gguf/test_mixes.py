@@ -73,15 +73,20 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def importances(library: Any, path: Path) -> Any:
-    """The same importance for all columns of every matrix of a file, as llama_model_quantize takes it."""
+def importances(library: Any, path: Path) -> tuple[Any, list[Any]]:
+    """The same importance for all columns of every matrix of a file, as llama_model_quantize takes it.
+
+    Returns the structs, and what they point to, which must be kept as long as they are.
+    """
     matrices = [(tensor.name, tensor.shape.tolist()) for tensor in gguf.GGUFReader(path).tensors]
     data = (library.llama_model_imatrix_data * (len(matrices) + 1))()
+    kept: list[Any] = []
     for entry, (name, shape) in zip(data, matrices, strict=False):
         means = np.ones(shape[0] * (shape[2] if len(shape) == 3 else 1), dtype=np.float32)
-        entry.name, entry.size = name.encode(), means.size
-        entry.data = means.ctypes.data_as(ctypes.POINTER(ctypes.c_float))  # which keeps the array
-    return data
+        kept += [means, name.encode()]
+        entry.name, entry.size = kept[-1], means.size
+        entry.data = means.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+    return data, kept
 
 
 @pytest.mark.parametrize("imatrix", [False, True], ids=["plain", "imatrix"])
@@ -97,8 +102,9 @@ def test_types_are_those_of_llama_cpp(name, imatrix, tmp_path):
         settings = library.llama_model_quantize_default_params()
         settings.ftype, out = int(gguf.LlamaFileType[mix.file_type]), tmp_path / "quantized.gguf"
         if imatrix:
-            data = importances(library, tmp_path / "plain.gguf")
+            data, kept = importances(library, tmp_path / "plain.gguf")
             settings.imatrix = data
+            assert kept
         paths = (str(path).encode() for path in (tmp_path / "plain.gguf", out))
         assert library.llama_model_quantize(*paths, ctypes.byref(settings)) == 0
         shape = Shape(
