@@ -2,7 +2,7 @@
 
 All users of the official client in a process share its HTTP session, its progress bars and its logger. While calls of
 ours are under way, one pair of hooks is in the session. The hooks find by the context whose call a request belongs to:
-they give it a timeout where the official client sets none, so that a stalled reply is not awaited for ever, and count
+they give it a timeout where the official client sets none, so that a stalled reply is not awaited forever, and count
 what came back. Requests of others in the same process have no such context, and are left alone.
 """
 
