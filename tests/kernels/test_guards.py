@@ -83,7 +83,7 @@ def quantized(rule: GroupRule | FloatRule, weights: int) -> None:
 BEST = GroupRule(bits=4, group_size=32, symmetric=False, middle=False, rule="best")
 REFUSED: dict[str, Callable[[], Any]] = {
     "groups larger than the kernel's room": lambda: fit(272, 4),
-    "groups of no multiple of 16": lambda: fit(24, 4),
+    "groups that 16 does not divide": lambda: fit(24, 4),
     "groups of nothing": lambda: fit(0, 4),
     "codes of 9 bits": lambda: fit(32, 9),
     "codes of 1 bit": lambda: fit(32, 1),
